@@ -1,0 +1,1 @@
+"""Configs that ship with Tiller: functions that return a RunConfig."""

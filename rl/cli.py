@@ -1,0 +1,140 @@
+"""From a config's name and dotted overrides to a validated RunConfig."""
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import tyro
+from torchtitan.config import ConfigManager
+from torchtitan.config.manager import custom_registry
+
+from rl.config import RunConfig, validate
+from rl.errors import ConfigError
+
+USAGE = """usage: {program} --config NAME [--FIELD VALUE ...]
+
+NAME is a function of the configs package, or MODULE.FUNCTION of your own package. Any field of the
+config can be given, e.g. --seed 1 --trainer.parallelism.tensor_parallel_degree 2.
+{program} --config NAME --help lists them all.
+
+configs: {configs}"""
+
+
+def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
+    """The config's name and the resolved config. Raises ConfigError; ``--help`` prints and exits."""
+    name, overrides = _take_name(list(arguments), program)
+    base = find_config(name)()
+    _check_field_names(base, overrides)
+    ConfigManager.register_tyro_rules(custom_registry)
+    try:
+        config = tyro.cli(
+            RunConfig,
+            default=base,
+            args=overrides,
+            prog=f"{program} --config {name}",
+            registry=custom_registry,
+        )
+    except ValueError as error:  # a torchtitan dataclass refused its values
+        raise ConfigError(str(error)) from error
+    validate(config)
+    return name, config
+
+
+def find_config(name: str) -> Callable[[], RunConfig]:
+    """The function that makes config ``name``. Raises ConfigError listing the nearest and all that exist."""
+    if "." in name:
+        module_name, _, function = name.rpartition(".")
+        known = config_functions(_import(module_name, name))
+    else:
+        known, function = shipped_configs(), name
+    if function not in known:
+        near = difflib.get_close_matches(function, known, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(f"--config {name}: there is no such config; {hint}All that exist: {', '.join(sorted(known))}")
+    return known[function]
+
+
+def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
+    """Every config function of the ``configs`` package, by name."""
+    import configs
+
+    found: dict[str, Callable[[], RunConfig]] = {}
+    for module in pkgutil.iter_modules(configs.__path__):
+        found |= config_functions(importlib.import_module(f"configs.{module.name}"))
+    return found
+
+
+def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
+    """Functions that ``module`` defines and annotates as returning a RunConfig."""
+    return {
+        name: function
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and function.__annotations__.get("return") in (RunConfig, "RunConfig")
+    }
+
+
+def _import(module_name: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--config {name}: cannot import {module_name} ({error}); is its folder on PYTHONPATH?"
+        ) from error
+
+
+def _take_name(arguments: list[str], program: str) -> tuple[str, list[str]]:
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--config="):
+            return argument.partition("=")[2], arguments[:index] + arguments[index + 1 :]
+        if argument == "--config" and index + 1 < len(arguments):
+            return arguments[index + 1], arguments[:index] + arguments[index + 2 :]
+    usage = USAGE.format(program=program, configs=", ".join(sorted(shipped_configs())))
+    if {"-h", "--help"} & set(arguments):
+        print(usage)
+        raise SystemExit(0)
+    raise ConfigError(f"--config NAME is missing\n{usage}")
+
+
+def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
+    known = set(_field_names(config))
+    for argument in overrides:
+        if not argument.startswith("--") or argument == "--help":
+            continue
+        given = re.sub(r"(^|\.)no_", r"\1", argument[2:].partition("=")[0].replace("-", "_"))  # --no-flag negates
+        if given in known or (given.rpartition(".")[0] in known and not _has_fields(config, given.rpartition(".")[0])):
+            continue  # below a field without fields of its own, such as a dict, tyro knows better
+        section = given.rpartition(".")[0]
+        while section and not any(name.startswith(f"{section}.") for name in known):
+            section = section.rpartition(".")[0]
+        prefix = f"{section}." if section else ""
+        siblings = sorted({prefix + name[len(prefix) :].partition(".")[0] for name in known if name.startswith(prefix)})
+        near = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join('--' + n for n in near)}? " if near else ""
+        raise ConfigError(
+            f"--{given}: there is no such field; {hint}All in {section or 'the config'}: {', '.join(siblings)}"
+        )
+
+
+def _has_fields(config: RunConfig, name: str) -> bool:
+    value: Any = config
+    for part in name.split("."):
+        value = value[int(part)] if part.isdigit() else getattr(value, part)
+    return dataclasses.is_dataclass(value)
+
+
+def _field_names(value: Any, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(value):
+        name, content = f"{prefix}{field.name}", getattr(value, field.name)
+        yield name
+        if dataclasses.is_dataclass(content):
+            yield from _field_names(content, f"{name}.")
+        elif isinstance(content, list):
+            for index, item in enumerate(content):
+                if dataclasses.is_dataclass(item):
+                    yield from _field_names(item, f"{name}.{index}.")

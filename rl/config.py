@@ -1,0 +1,196 @@
+"""RunConfig: everything a run is a function of."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.config import Configurable
+
+from rl.algorithms.losses import PolicyLoss
+from rl.errors import ConfigError
+from rl.generation.config import GeneratorConfig
+from rl.model.shape import ModelConfig, shape_of
+from rl.model.tp_plan import check_divides
+from rl.platform import device_count, device_type
+from rl.tasks.base import Task
+from rl.training.attention import attention_config
+from rl.training.config import TrainerConfig
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    """What is sampled for each step."""
+
+    prompts_per_step: int = 32
+    """Prompts per optimizer step."""
+
+    samples_per_prompt: int = 8
+    """Completions per prompt: the group that advantages compare."""
+
+    max_tokens: int = 256
+    """Longest completion, in tokens."""
+
+    temperature: float = 1.0
+    """Above 0. Behaviour and trainer log-probs are both of this distribution."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    """top_p below 1 and top_k above 0 are refused: the trainer could not compute the same log-probs."""
+
+    recorded_per_step: int = 4
+    """Rollouts of each step that are written to rollouts.jsonl."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmConfig:
+    """What the rollouts teach."""
+
+    loss: PolicyLoss.Config = field(default_factory=PolicyLoss.Config)
+    normalize_std: bool = True
+    """Whether advantages are divided by their group's standard deviation."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluationConfig:
+    """Held-out prompts after training."""
+
+    prompts: int = 256
+    """How many, 0 for no evaluation; fewer where the task holds out fewer."""
+
+    samples: int = 4
+    """k of pass@k: completions per prompt at the rollouts' temperature. 0 for greedy alone."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DeadlineConfig:
+    """How long anything is waited for, in seconds, before the run fails and says what was silent."""
+
+    start: float = 600.0
+    call: float = 600.0
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """One training run."""
+
+    data: Task.Config
+    """What to train on: the config of a Task."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+
+    steps: int = 100
+    """Optimizer steps."""
+
+    seed: int = 0
+    """Of the initial weights, the order of prompts and every completion."""
+
+    output_dir: str = ""
+    """The run folder; empty for runs/NAME-TIME."""
+
+    resume: bool = False
+    """Go on from the newest complete checkpoint in output_dir."""
+
+    quiet: bool = False
+    """Print nothing but errors."""
+
+
+def validate(config: RunConfig) -> None:
+    """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
+    _validate_numbers(config)
+    _validate_trainer_mesh(config.trainer)
+    shape = shape_of(config.model)
+    attention_config(config.model.attention)
+    check_divides(
+        "trainer.parallelism.tensor_parallel_degree", config.trainer.parallelism.tensor_parallel_degree, shape
+    )
+    check_divides("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
+    _require(
+        shape.n_heads % shape.n_kv_heads == 0,
+        f"model.n_kv_heads is {shape.n_kv_heads}; it must divide model.n_heads={shape.n_heads}",
+    )
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    _require(
+        longest <= shape.max_seq_len,
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_tokens={config.rollout.max_tokens} "
+        f"is {longest}; it must be at most model.max_seq_len={shape.max_seq_len}",
+    )
+    if device_type() == "cpu":
+        _require(
+            shape.head_dim in CPU_HEAD_DIMS,
+            f"model.head_dim is {shape.head_dim}; vLLM's CPU attention allows {list(CPU_HEAD_DIMS)}",
+        )
+    else:
+        ranks = max(config.trainer.ranks, config.generator.tensor_parallel_degree)
+        _require(
+            ranks <= device_count(),
+            f"the config needs {ranks} GPUs on this host, which has {device_count()}; lower a parallelism degree",
+        )
+
+
+def _validate_numbers(config: RunConfig) -> None:
+    rollout = config.rollout
+    at_least: dict[str, tuple[float, float]] = {
+        "steps": (config.steps, 1),
+        "rollout.prompts_per_step": (rollout.prompts_per_step, 1),
+        "rollout.samples_per_prompt": (rollout.samples_per_prompt, 2),
+        "rollout.max_tokens": (rollout.max_tokens, 1),
+        "rollout.recorded_per_step": (rollout.recorded_per_step, 0),
+        "trainer.micro_batch_size": (config.trainer.micro_batch_size, 1),
+        "evaluation.prompts": (config.evaluation.prompts, 0),
+        "evaluation.samples": (config.evaluation.samples, 0),
+    }
+    for name, (value, least) in at_least.items():
+        _require(value >= least, f"{name} is {value}; it must be at least {least}")
+    _require(rollout.temperature >= 0.01, f"rollout.temperature is {rollout.temperature}; it must be at least 0.01")
+    for name, value, allowed in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
+        _require(
+            value == allowed,
+            f"rollout.{name} is {value}; it must be {allowed}: cut distributions have log-probs that the trainer cannot compute",
+        )
+
+
+def _validate_trainer_mesh(trainer: TrainerConfig) -> None:
+    parallelism, field_name = trainer.parallelism, "trainer.parallelism"
+    for name in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel"):
+        degree = getattr(parallelism, f"{name}_degree")
+        _require(
+            degree >= 1,
+            f"{field_name}.{name}_degree is {degree}; it must be at least 1; the product of all is the number of ranks",
+        )
+    for name in ("context_parallel", "pipeline_parallel", "expert_parallel"):
+        degree = getattr(parallelism, f"{name}_degree")
+        _require(degree == 1, f"{field_name}.{name}_degree is {degree}; Tiller allows only 1 so far")
+    _require(
+        parallelism.spmd_backend == "partial_dtensor",
+        f"{field_name}.spmd_backend is {parallelism.spmd_backend!r}; with this torch only 'partial_dtensor' works",
+    )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def frozen(value: Any) -> Any:
+    """``value`` as JSON-able data; configs of exchangeable parts carry the ``type`` they build."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: frozen(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        owner = type(value)
+        return (
+            {"type": f"{owner.__module__}.{owner.__qualname__}", **fields}
+            if isinstance(value, Configurable.Config)
+            else fields
+        )
+    if isinstance(value, dict):
+        return {str(k): frozen(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [frozen(v) for v in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)

@@ -1,0 +1,1 @@
+"""The algorithm on one page, and the state that a checkpoint holds."""

@@ -1,0 +1,134 @@
+"""The loop: generate, score, compare, learn, push.
+
+Lockstep: each step's rollouts come from exactly the weights that it improves (staleness 0). Where
+stages may overlap, the comment says what they would wait for.
+"""
+
+import math
+
+from rl.actors.generator import GeneratorMesh
+from rl.actors.trainer import TrainerMesh
+from rl.config import RunConfig
+from rl.controller.evaluation import evaluate
+from rl.controller.state import RunState
+from rl.errors import RunError
+from rl.observe.progress import Progress
+from rl.observe.record import RunRecord
+from rl.observe.spans import Stopwatch
+from rl.rollout.batch import make_batch, rollout_metrics
+from rl.rollout.rollouter import Rollouter
+from rl.tasks.base import Task
+from rl.types import Prompt, Rollout, Sampling
+from rl.weights.digest import merge_digests, policy_digest
+
+
+class Controller:
+    """Runs the algorithm over two meshes that it knows only by their calls."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        trainer: TrainerMesh,
+        generator: GeneratorMesh,
+        record: RunRecord,
+        progress: Progress,
+    ):
+        self.config, self.task = config, task
+        self.trainer, self.generator = trainer, generator
+        self.record, self.progress = record, progress
+        self.state = RunState()
+        self.watch = Stopwatch()
+        self.rollouter = Rollouter(task, generator.generate, seed=config.seed, watch=self.watch)
+        self.sampling = Sampling(
+            max_tokens=config.rollout.max_tokens,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            stop_token_ids=task.stop_token_ids,
+        )
+
+    async def run(self) -> dict[str, object]:
+        """Train from the newest checkpoint to the last step; returns the run's summary."""
+        self.state = RunState.from_dict(await self.trainer.load_checkpoint())
+        self.record.drop_after(self.state.step)
+        await self.generator.connect(
+            await self.trainer.open_segments(self.generator.dtype, readers=self.generator.ranks)
+        )
+        await self.push()
+
+        self.watch.lap()
+        while self.state.step < self.config.steps:
+            groups = await self.rollouter.collect(  # async: a producer behind a bounded queue
+                self.next_prompts(), self.sampling, samples=self.config.rollout.samples_per_prompt
+            )
+            metrics = await self.learn(groups)
+            await self.push()  # async: behind the next forward_backward
+            self.state.step += 1
+            self.report(groups, metrics)
+            await self.checkpoint_if_due()
+
+        return await self.finish()
+
+    def next_prompts(self) -> list[Prompt]:
+        """The next ``prompts_per_step`` of the stream."""
+        first = self.state.next_ordinal
+        self.state.next_ordinal += self.config.rollout.prompts_per_step
+        return [self.task.prompt(ordinal) for ordinal in range(first, self.state.next_ordinal)]
+
+    async def learn(self, groups: list[list[Rollout]]) -> dict[str, float]:
+        """One optimizer step on the groups. Raises RunError if the loss is not finite."""
+        algorithm = self.config.algorithm
+        with self.watch.span("train"):
+            batch = make_batch(groups, normalize_std=algorithm.normalize_std, reduction=algorithm.loss.reduction)
+            _, metrics = await self.trainer.forward_backward(  # async: as groups arrive
+                batch, algorithm.loss, temperature=self.sampling.temperature
+            )
+            if not math.isfinite(metrics["loss/mean"]):
+                raise RunError(
+                    f"the loss is {metrics['loss/mean']} at step {self.state.step + 1}: lower the learning rate"
+                )
+            metrics |= await self.trainer.optim_step()
+        return metrics
+
+    async def push(self) -> None:
+        """Bring the trainer's weights to the generator, unless it has them (a skipped step changes none)."""
+        if self.generator.version == self.trainer.version:
+            return
+        with self.watch.span("push"):
+            await self.generator.pull_weights(await self.trainer.push_weights())
+
+    async def checkpoint_if_due(self) -> None:
+        """Save every ``interval`` steps and after the last."""
+        checkpoint = self.config.trainer.checkpoint
+        last = self.state.step == self.config.steps
+        if last or (checkpoint.enable and self.state.step % checkpoint.interval == 0):
+            with self.watch.span("checkpoint"):
+                await self.trainer.save_checkpoint(self.state.step, self.state.to_dict())
+
+    def report(self, groups: list[list[Rollout]], metrics: dict[str, float]) -> None:
+        """Write and show what the step came to."""
+        row: dict[str, float] = {"step": self.state.step, "policy_version": self.trainer.version}
+        row |= rollout_metrics(groups) | metrics | self.watch.lap()
+        tokens = sum(len(rollout.completion.tokens) for group in groups for rollout in group)
+        row["tokens_per_s"] = tokens / row["timing/step"]
+        rollouts = [rollout for group in groups for rollout in group]
+        self.record.append_rollouts(self.state.step, rollouts[: self.config.rollout.recorded_per_step])
+        self.record.append_metrics(row)
+        self.progress.update(row)
+
+    async def finish(self) -> dict[str, object]:
+        """Evaluate and export; the summary."""
+        self.progress.stage("evaluating on held-out prompts")
+        scores = await evaluate(self.rollouter, self.task, self.config.evaluation, self.sampling)
+        self.progress.stage("exporting the policy")
+        export = self.record.folder / "export"
+        await self.trainer.export_hf(export)
+        self.task.tokenizer.save_pretrained(export)
+        return {
+            "steps": self.state.step,
+            "policy_version": self.trainer.version,
+            **scores,
+            "policy_digest": policy_digest(merge_digests(await self.trainer.weight_digests())),
+            "export": str(export),
+        }

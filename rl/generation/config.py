@@ -1,0 +1,57 @@
+"""How a generator runs, and the environment its processes must be born with. Imports no vLLM."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(kw_only=True, slots=True)
+class GeneratorConfig:
+    """One generator: a vLLM engine on ``tensor_parallel_degree`` ranks."""
+
+    tensor_parallel_degree: int = 1
+    """Ranks among which one copy of the policy is cut. Must divide heads, kv heads, hidden size and vocabulary."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the generator's parameters, activations and KV cache. RoPE, logits and log-probs are float32."""
+
+    max_running_requests: int = 256
+    """Requests decoded together; more wait in the engine's queue."""
+
+    max_batched_tokens: int = 8192
+    """Most tokens in one engine step. Longer prompts are prefilled in chunks."""
+
+    kv_cache_gib: float = 1.0
+    """KV cache of each rank in GiB, on CPU."""
+
+    gpu_memory_utilization: float = 0.5
+    """Share of a GPU's memory for this generator, KV cache included, on CUDA."""
+
+    enforce_eager: bool = True
+    """Run the model as written. False compiles it: faster tokens, tens of seconds more to start."""
+
+    block_size: int | None = None
+    """Tokens in one block of the KV cache, the unit of prefix caching. None: the platform's own (128 on CPU).
+    On CPU a multiple of 32."""
+
+    prefix_caching: bool = True
+    """Share the KV cache of equal prompt prefixes, as of the samples of one group."""
+
+
+def environment(config: GeneratorConfig) -> dict[str, str]:
+    """Variables that a generator rank must be launched with: vLLM and OpenMP read them at import.
+
+    With tensor parallelism each rank also needs RANK (within its group), LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT, as torchrun sets them.
+    """
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the rank's own process
+        "OMP_NUM_THREADS": "1",  # tensor-parallel ranks on one host starve each other otherwise
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+    if config.enforce_eager:
+        variables["TORCH_COMPILE_DISABLE"] = "1"  # vLLM's sampler compiles a helper otherwise: seconds, and needs g++
+    return variables

@@ -1,0 +1,237 @@
+"""One rank's vLLM engine, in this process: requests in, completions out, weights changed in place."""
+
+import gc
+import json
+import math
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rl.errors import RunError
+from rl.generation.config import GeneratorConfig
+from rl.model.shape import ModelConfig, ModelShape, shape_of
+from rl.model.tp_plan import check_divides
+from rl.platform import device_type
+from rl.types import Completion, GenerationRequest
+
+COLLECTIVE_TIMEOUT_S = 600
+MIN_TEMPERATURE = 0.01  # vLLM silently raises smaller ones to this, and the log-probs would be another distribution's
+
+
+class GenerationEngine:
+    """A ``LLMEngine`` that generates with weights pushed from the trainer.
+
+    With tensor parallelism every rank owns one and must make the same calls in the same order::
+
+        engine = GenerationEngine(config, model, seed=0)
+        for name, local in engine.parameters().items():
+            local.copy_(...)
+        engine.weights_changed(version=0)
+        engine.add(request)
+        while engine.busy:
+            for request_id, completion in engine.step(): ...
+        engine.close()
+    """
+
+    def __init__(self, config: GeneratorConfig, model: ModelConfig, *, seed: int):
+        """Start vLLM; takes seconds. Raises ConfigError where the tensor-parallel degree does not fit the model.
+
+        The process must have been launched with ``rl.generation.config.environment(config)``.
+        """
+        self.shape = shape_of(model)
+        check_divides("generator.tensor_parallel_degree", config.tensor_parallel_degree, self.shape)
+        self.version: int | None = None
+        self._engine = _start(config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed)
+        self._titan = self._engine.model_executor.driver_worker.get_model().titan
+        self._group = _tp_group()
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Live local shards by torchtitan's parameter names: where the weight push writes, with ``copy_``.
+
+        A tied weight appears once, as ``tok_embeddings.weight``.
+        """
+        return {name: parameter.data for name, parameter in self._titan.named_parameters()}
+
+    def weights_changed(self, version: int) -> None:
+        """Tell the engine that its parameters now hold policy ``version``.
+
+        Drops every cached key and value; running requests go on with the new weights from their last token.
+        Raises RunError if the cache survived.
+        """
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RunError(f"vLLM did not reset its prefix cache for policy version {version}")
+        self._engine.engine_core.set_weight_version(str(version))
+        self.version = version
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise ValueError for a request that cannot be served, RunError where no weights were ever pushed."""
+        if self.version is None:
+            raise RunError("generator holds no weights yet: push before generate")
+        name, prompt, sampling = request.request_id, request.prompt_tokens, request.sampling
+        longest = len(prompt) + sampling.max_tokens
+        if not prompt or sampling.max_tokens < 1:
+            raise ValueError(f"request {name!r}: needs at least one prompt token and one token to generate")
+        if longest > self.shape.max_seq_len:
+            raise ValueError(
+                f"request {name!r}: {len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} make {longest}, "
+                f"more than max_seq_len {self.shape.max_seq_len}"
+            )
+        if min(prompt) < 0 or max(prompt) >= self.shape.vocab_size:
+            raise ValueError(f"request {name!r}: a prompt token lies outside the vocabulary of {self.shape.vocab_size}")
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"request {name!r}: temperature {sampling.temperature} is below {MIN_TEMPERATURE}; 0 is greedy"
+            )
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request for the next step. Raises what ``check`` raises."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        self.check(request)
+        sampling = request.sampling
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=request.seed % 2**63,  # vLLM takes -1 for "no seed"
+            logprobs=0,  # of the chosen token alone
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._engine.add_request(request.request_id, tokens_input(request.prompt_tokens), params)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return self._engine.has_unfinished_requests()
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """One forward pass and one token for each running request; ids and completions that this finished.
+
+        Raises RunError for a log-prob that is not finite.
+        """
+        return [(output.request_id, _completion(output)) for output in self._engine.step() if output.finished]
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget these requests; ids that are not in flight are ignored."""
+        self._engine.abort_request(request_ids)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0 of its tensor-parallel group."""
+        return self._group.rank_in_group == 0
+
+    def share(self, commands: list) -> list:
+        """Rank 0's list on every rank of the group: what all must do before the next step.
+
+        Raises RuntimeError when a peer has gone, or after COLLECTIVE_TIMEOUT_S. Waits without using the CPU where
+        no request is in flight.
+        """
+        group = self._group
+        if group.world_size == 1:
+            return commands
+        if self.busy:  # the ranks step together anyway: one more device collective is the quickest way to ask
+            news = torch.full((1,), float(bool(commands)), device=group.device)
+            if not group.all_reduce(news):
+                return []
+        shared = [commands]
+        dist.broadcast_object_list(shared, src=group.ranks[0], group=group.cpu_group)
+        return shared[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group is here. Raises RuntimeError when a peer has gone."""
+        if self._group.world_size > 1:
+            dist.barrier(group=self._group.cpu_group)
+
+    def close(self) -> None:
+        """Free the model, the KV cache and the process groups; peers still in a collective fail at once."""
+        self._engine.engine_core.shutdown()
+        del self._engine, self._titan, self._group
+        gc.collect()  # vLLM's cycles hold the sockets of the process groups open
+
+
+def _start(config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: int):
+    """vLLM's ``LLMEngine`` around the torchtitan model of ``shape``, without weights."""
+    from vllm import EngineArgs, LLMEngine
+
+    from rl.generation.executor import RankExecutor
+    from rl.generation.model import LOAD_FORMAT, register
+
+    register()
+    on_cpu = device_type() == "cpu"
+    with tempfile.TemporaryDirectory(prefix="tiller-model-") as folder:  # read while the config is made
+        Path(folder, "config.json").write_text(json.dumps(_hf_config(shape)))
+        vllm_config = EngineArgs(
+            model=folder,
+            load_format=LOAD_FORMAT,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            additional_config={"shape": asdict(shape), "fuse_qkv": fuse_qkv},
+            dtype=config.dtype,
+            seed=seed,
+            max_model_len=shape.max_seq_len,
+            tensor_parallel_size=config.tensor_parallel_degree,
+            distributed_executor_backend="external_launcher",
+            cpu_distributed_timeout_seconds=COLLECTIVE_TIMEOUT_S,
+            distributed_timeout_seconds=COLLECTIVE_TIMEOUT_S,
+            max_num_seqs=config.max_running_requests,
+            max_num_batched_tokens=config.max_batched_tokens,
+            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) if on_cpu else None,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            enforce_eager=config.enforce_eager,
+            block_size=config.block_size,
+            enable_prefix_caching=config.prefix_caching,
+            logprobs_mode="processed_logprobs",  # temperature and top-k/top-p included
+            async_scheduling=False,  # a step's tokens must be of the weights that the step began with
+            disable_log_stats=True,
+        ).create_engine_config()
+        return LLMEngine(vllm_config, RankExecutor, log_stats=False, multiprocess_mode=False)
+
+
+def _hf_config(shape: ModelShape) -> dict:
+    """What vLLM's own bookkeeping (KV cache, lengths, parallel sizes) reads of a model."""
+    from rl.generation.model import ARCHITECTURE
+
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.dim,
+        "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.hidden_dim,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "max_position_embeddings": shape.max_seq_len,
+    }
+
+
+def _tp_group():
+    from vllm.distributed import get_tp_group
+
+    return get_tp_group()
+
+
+def _completion(output) -> Completion:
+    """The finished vLLM ``RequestOutput`` in our terms."""
+    said = output.outputs[0]
+    tokens = list(said.token_ids)
+    completion = Completion(
+        tokens=tokens,
+        logprobs=[entry[token].logprob for token, entry in zip(tokens, said.logprobs, strict=True)],
+        versions=[int(span.version) for span in said.weight_versions for _ in range(span.start, span.end)],
+        finish_reason=said.finish_reason,
+    )
+    if not all(map(math.isfinite, completion.logprobs)):
+        version = completion.versions[-1]
+        raise RunError(f"request {output.request_id!r}: log-probs of policy version {version} are not finite")
+    return completion

@@ -1,0 +1,253 @@
+"""The thread that owns a rank's engine, and the coroutines through which an actor talks to it."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from rl.errors import RunError
+from rl.generation.engine import GenerationEngine
+from rl.types import Completion, GenerationRequest
+
+HEARTBEAT_S = 1.0  # how long a rank without work sleeps; far below the timeout of the collectives its peers wait in
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    requests: list[GenerationRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    pass
+
+
+Command = Add | Abort | Pull | Close
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One ``generate`` in flight: the ids it asked for, in order, and what has come back so far."""
+
+    ids: list[str]
+    completions: dict[str, Completion]
+    done: Future
+
+
+class EngineLoop:
+    """Generates continuously in a thread of its own.
+
+    ``make_engine`` builds the engine in that thread. ``pull(engine, version)`` copies the weights of a policy version
+    into ``engine.parameters()``. With tensor parallelism every rank runs a loop, rank 0 leads: what it is asked for
+    reaches all ranks before the same step. ``generate`` and ``pull`` are for rank 0, the rest for every rank::
+
+        loop = EngineLoop(make_engine, pull)
+        await loop.start()
+        serving = asyncio.create_task(loop.serve())     # raises what ends the loop
+        await loop.pull(version=0)
+        completions = await loop.generate(requests)
+        await loop.close()
+
+    The first exception in the thread ends the loop, fails all that is pending, and is raised by ``serve``. A rank
+    that fails while it pulls ends its peers too. One that fails within a step leaves them inside a collective: the
+    owner of the group must end their processes.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], GenerationEngine],
+        pull: Callable[[GenerationEngine, int], None],
+    ):
+        self._make_engine = make_engine
+        self._pull = pull
+        self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
+        self._changed = threading.Condition()  # guards all below
+        self._engine: GenerationEngine | None = None
+        self._commands: list[tuple[Command, Future | None]] = []
+        self._visits: list[tuple[Callable[[GenerationEngine], Any], Future]] = []
+        self._calls: dict[str, _Call] = {}
+        self._pending: set[Future] = set()
+        self._ended: Future = Future()
+
+    async def start(self) -> None:
+        """Start the thread and wait until its engine stands. Raises what its construction raises."""
+        self._thread.start()
+        await self.run_between_steps(lambda engine: None)
+
+    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        """Completions of ``requests``, in their order; all are admitted before the same step.
+
+        Raises ValueError for a request that cannot be served or whose id is in flight, RunError before the first
+        ``pull``. If the caller is cancelled, the requests are aborted.
+        """
+        if not requests:
+            return []
+        ids = [request.request_id for request in requests]
+        with self._changed:
+            engine = self._leader()
+            if len(set(ids)) < len(ids) or not self._calls.keys().isdisjoint(ids):
+                raise ValueError(f"request ids must be unique among those in flight, got {ids}")
+            for request in requests:
+                engine.check(request)
+            call = _Call(ids, {}, self._promise())
+            self._calls.update(dict.fromkeys(ids, call))
+            self._tell(Add(requests))
+        call.done.add_done_callback(lambda done: self._forget(ids) if done.cancelled() else None)
+        return await asyncio.wrap_future(call.done)
+
+    async def pull(self, version: int) -> None:
+        """Have every rank pull policy ``version`` before the same step; running requests go on with it."""
+        with self._changed:
+            self._leader()
+            done = self._promise()
+            self._tell(Pull(version), done)
+        await asyncio.wrap_future(done)
+
+    async def run_between_steps(self, fn: Callable[[GenerationEngine], Any]) -> Any:
+        """``fn(engine)``, run by this rank's thread between two steps. No collectives: peers do not take part.
+
+        An exception in ``fn`` ends the loop like any other.
+        """
+        with self._changed:
+            done = self._promise()
+            self._visits.append((fn, done))
+            self._changed.notify()
+        return await asyncio.wrap_future(done)
+
+    async def serve(self) -> None:
+        """Return when the loop is closed; raise the exception that ended it otherwise."""
+        await asyncio.shield(asyncio.wrap_future(self._ended))
+
+    async def close(self, timeout_s: float = 60.0) -> None:
+        """End the loop; what is pending fails with RunError. On rank 0 this ends every rank, the others wait for it.
+
+        Raises RunError if the thread is still in a step, a pull or a collective after ``timeout_s``.
+        """
+        with self._changed:
+            self._tell(Close())
+        deadline = time.monotonic() + timeout_s
+        while self._thread.is_alive():
+            if time.monotonic() > deadline:
+                raise RunError(f"the generation thread did not end within {timeout_s} s")
+            await asyncio.sleep(0.01)
+
+    def _leader(self) -> GenerationEngine:
+        """The engine, where it may be given commands. Raises RunError elsewhere, or how the loop ended."""
+        self._check_running()
+        if self._engine is None or not self._engine.leads:
+            raise RunError("only a started loop on rank 0 of its tensor-parallel group can be asked for this")
+        return self._engine
+
+    def _promise(self) -> Future:
+        """A future that fails when the loop ends."""
+        self._check_running()
+        done: Future = Future()
+        self._pending.add(done)
+        done.add_done_callback(self._pending.discard)
+        return done
+
+    def _check_running(self) -> None:
+        """Raise how the loop ended, if it has."""
+        if self._ended.done():
+            self._ended.result()
+            raise RunError("the generation loop is closed")
+
+    def _tell(self, command: Command, done: Future | None = None) -> None:
+        self._commands.append((command, done))
+        self._changed.notify()
+
+    def _forget(self, ids: list[str]) -> None:
+        """Abort the requests of a caller that was cancelled."""
+        with self._changed:
+            for request_id in ids:
+                self._calls.pop(request_id, None)
+            self._tell(Abort(ids))
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            engine = self._make_engine()
+            try:
+                self._turn(engine)
+            finally:
+                engine.close()
+        except BaseException as raised:
+            error = raised
+        with self._changed:
+            if error is None:
+                self._ended.set_result(None)
+            else:
+                self._ended.set_exception(error)
+            pending = list(self._pending)
+        for done in pending:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error or RunError("the generation loop was closed"))
+
+    def _turn(self, engine: GenerationEngine) -> None:
+        """Commands, visits, one step; again and again until told to close."""
+        with self._changed:
+            self._engine = engine
+        while True:
+            asked, visits = self._take(engine)
+            commands = engine.share([command for command, _ in asked])
+            for command in commands:
+                if isinstance(command, Close):
+                    return
+                self._execute(engine, command)
+            for _, done in asked:
+                if done is not None:
+                    _settle(done, None)
+            for fn, done in visits:
+                _settle(done, fn(engine))
+            if engine.busy:
+                for request_id, completion in engine.step():
+                    self._deliver(request_id, completion)
+
+    def _take(self, engine: GenerationEngine) -> tuple[list, list]:
+        """What was asked since the last step. A leader without work sleeps here, its followers in ``share``."""
+        with self._changed:
+            if engine.leads and not engine.busy:
+                self._changed.wait_for(lambda: self._commands or self._visits, timeout=HEARTBEAT_S)
+            taken = self._commands, self._visits
+            self._commands, self._visits = [], []
+            return taken
+
+    def _execute(self, engine: GenerationEngine, command: Command) -> None:
+        match command:
+            case Add(requests):
+                for request in requests:
+                    engine.add(request)
+            case Abort(request_ids):
+                engine.abort(request_ids)
+            case Pull(version):
+                self._pull(engine, version)
+                engine.barrier()  # a peer that could not pull ends this rank here, not inside the next step
+                engine.weights_changed(version)
+
+    def _deliver(self, request_id: str, completion: Completion) -> None:
+        with self._changed:
+            call = self._calls.pop(request_id, None)
+        if call is None:  # a follower, or the caller was cancelled
+            return
+        call.completions[request_id] = completion
+        if len(call.completions) == len(call.ids):
+            _settle(call.done, [call.completions[name] for name in call.ids])
+
+
+def _settle(done: Future, result: Any) -> None:
+    """Set the result, unless whoever waited was cancelled."""
+    if done.set_running_or_notify_cancel():
+        done.set_result(result)

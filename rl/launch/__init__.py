@@ -1,0 +1,1 @@
+"""Where a run's processes come from."""

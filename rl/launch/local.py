@@ -1,0 +1,49 @@
+"""Processes on this host."""
+
+import socket
+from pathlib import Path
+
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand  # not re-exported by monarch.actor
+from monarch.actor import Point, ProcMesh, default_bootstrap_cmd, this_host
+
+from rl.platform import device_type
+
+# Output goes to the rank's log from its first byte; Ctrl-C reaches the controller alone.
+_WRAPPER = 'trap "" INT; exec "$0" "$@" >>"$TILLER_LOG" 2>&1'
+
+
+def spawn_procs(name: str, ranks: int, *, env: dict[str, str], logs: Path, first_device: int = 0) -> ProcMesh:
+    """``ranks`` processes with torch.distributed's variables set; each logs to ``logs``/name-rank.log.
+
+    On CUDA (not covered by the tests) they see ``ranks`` devices of the host, from ``first_device`` on.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONUNBUFFERED": "1",
+        **env,
+    }
+    if device_type() == "cpu":
+        common |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    else:
+        common["CUDA_VISIBLE_DEVICES"] = ",".join(str(first_device + i) for i in range(ranks))
+
+    def command(point: Point) -> BootstrapCommand:
+        base = default_bootstrap_cmd()
+        rank = str(point.rank)
+        own = {"RANK": rank, "LOCAL_RANK": rank, "TILLER_LOG": str(logs.resolve() / f"{name}-{rank}.log")}
+        return BootstrapCommand(
+            "/bin/sh", None, ["-c", _WRAPPER, base.program, *base.args], {**base.env, **common, **own}
+        )
+
+    return this_host().spawn_procs(per_host={"ranks": ranks}, name=name, bootstrap_command=command)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,50 @@
+"""torchtitan's canonical Qwen3 in the sizes of a ModelShape: the one model of trainer and generator."""
+
+import dataclasses
+from typing import Any
+
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.qwen3 import (  # the registry's own building blocks, not exported by name
+    _EMBEDDING_INIT,
+    _EMBEDDING_SKIP_INIT,
+    _LINEAR_INIT,
+    Qwen3Model,
+    _build_qwen3_layers,
+    _qwen3_norm,
+)
+
+from rl.model.shape import ModelShape
+
+
+def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> Qwen3Model.Config:
+    """Model config of ``shape`` whose layers attend through ``inner_attention``.
+
+    ``inner_attention`` is a torchtitan module config, or a function from layer index to one.
+    """
+    layers = _build_qwen3_layers(
+        n_layers=shape.n_layers,
+        dim=shape.dim,
+        n_heads=shape.n_heads,
+        n_kv_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim,
+        hidden_dim=shape.hidden_dim,
+        fuse_qkv=fuse_qkv,
+        attn_backend="flex",
+        rope=CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_seq_len, theta=shape.rope_theta),
+    )
+    for index, layer in enumerate(layers):
+        attention = inner_attention(index) if callable(inner_attention) else inner_attention
+        layer.attention = dataclasses.replace(layer.attention, inner_attention=attention)
+    return Qwen3Model.Config(
+        vocab_size=shape.vocab_size,
+        dim=shape.dim,
+        norm=_qwen3_norm(shape.dim),
+        enable_weight_tying=shape.tie_embeddings,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=shape.vocab_size,
+            embedding_dim=shape.dim,
+            param_init=_EMBEDDING_SKIP_INIT if shape.tie_embeddings else _EMBEDDING_INIT,
+        ),
+        lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=_LINEAR_INIT),
+        layers=layers,
+    )

@@ -1,0 +1,152 @@
+"""The run folder: everything a run writes down about itself."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rl.errors import RunError
+from rl.types import Rollout
+
+
+class RunRecord:
+    """A run folder, made if it is not there.
+
+    ====================  =============================================================
+    ``config.json``       the frozen config
+    ``metrics.jsonl``     one object per step
+    ``rollouts.jsonl``    one object per recorded rollout, with its tokens and log-probs
+    ``checkpoints/``      written by the trainer
+    ``logs/``             one file per process
+    ``summary.json``      what a finished run came to
+    ``failure.json``      why a run failed
+    ====================  =============================================================
+
+    A number that is not finite is written as ``null``, since JSON has no NaN; :meth:`read_metrics`
+    gives it back as NaN. A kill at any moment leaves whole ``.json`` files and at most one torn
+    last line in a ``.jsonl`` file, which readers pass over. Every write raises RunError, naming
+    the file, if the disk is full or the file cannot be written.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.checkpoints = self.folder / "checkpoints"
+        self.logs = self.folder / "logs"
+        self.metrics_path = self.folder / "metrics.jsonl"
+        self.rollouts_path = self.folder / "rollouts.jsonl"
+        for path in (self.checkpoints, self.logs):
+            with _failing_loudly(path):
+                path.mkdir(parents=True, exist_ok=True)
+
+    def write_config(self, config: dict) -> None:
+        self._write_json("config.json", config)
+
+    def write_summary(self, summary: dict) -> None:
+        self._write_json("summary.json", summary)
+
+    def write_failure(self, failure: dict) -> None:
+        self._write_json("failure.json", failure)
+
+    def append_metrics(self, row: dict) -> None:
+        """One line for the step ``row["step"]``, on disk when this returns."""
+        _append(self.metrics_path, [{"step": row["step"], **row}])
+
+    def append_rollouts(self, step: int, rollouts: Iterable[Rollout]) -> None:
+        """One line per rollout that was trained on at ``step``."""
+        _append(self.rollouts_path, [_rollout_row(step, rollout) for rollout in rollouts])
+
+    def read_metrics(self) -> list[dict]:
+        """All rows of ``metrics.jsonl``, in order; empty before the first step."""
+        rows = (row for row, _ in _rows(self.metrics_path))
+        return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+
+    def drop_after(self, step: int) -> None:
+        """Forget what came after ``step``: a run that resumes from its checkpoint calls this first.
+
+        Cuts both ``.jsonl`` files behind the last whole row with that step or an earlier one, and
+        removes ``summary.json`` and ``failure.json`` of the attempt before.
+        """
+        for path in (self.metrics_path, self.rollouts_path):
+            keep = 0
+            for row, end in _rows(path):
+                if row["step"] > step:
+                    break
+                keep = end
+            if path.exists():
+                with _failing_loudly(path):
+                    os.truncate(path, keep)  # one system call: done or not done, whenever we are killed
+        for name in ("summary.json", "failure.json"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def _write_json(self, name: str, content: dict) -> None:
+        path = self.folder / name
+        temporary = path.with_suffix(".json.tmp")
+        text = json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
+        with _failing_loudly(path):
+            temporary.write_text(text)
+            os.replace(temporary, path)
+
+
+def _rollout_row(step: int, rollout: Rollout) -> dict:
+    return {
+        "step": step,
+        "ordinal": rollout.prompt.ordinal,
+        "sample": rollout.sample,
+        "reward": rollout.reward,
+        "metrics": rollout.metrics,
+        "prompt": rollout.prompt.text,
+        "answer": rollout.prompt.answer,
+        "completion": rollout.text,
+        "finish_reason": rollout.completion.finish_reason,
+        "prompt_tokens": rollout.prompt.tokens,
+        "tokens": rollout.completion.tokens,
+        "logprobs": rollout.completion.logprobs,
+        "versions": rollout.completion.versions,
+    }
+
+
+def _append(path: Path, rows: list[dict]) -> None:
+    lines = "".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
+    with _failing_loudly(path), open(path, "a", encoding="utf-8") as file:
+        file.write(lines)
+
+
+def _rows(path: Path) -> Iterator[tuple[dict, int]]:
+    """Each whole row with the offset of its end, in bytes; a last line without an end is no row."""
+    if not path.exists():
+        return
+    end = 0
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            end += len(line)
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise RunError(f"{path} line {number}: not JSON: {error}; remove the line") from None
+            yield row, end
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with None for every number that is not finite."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+@contextmanager
+def _failing_loudly(path: Path) -> Iterator[None]:
+    # A full disk raises an OSError that does not say which file it was.
+    try:
+        yield
+    except OSError as error:
+        advice = "make room or choose another --output-dir"
+        raise RunError(f"{path}: cannot be written: {error.strerror}; {advice}") from error

@@ -1,0 +1,119 @@
+"""The protocol between a run and what it trains on."""
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, cast
+
+from torchtitan.config import Configurable
+
+from rl.errors import ConfigError
+from rl.model.shape import ModelConfig, shape_of
+from rl.types import Completion, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """How good one completion is.
+
+    ``reward`` is what the policy learns from, ``exact`` what evaluation counts, and ``metrics``
+    are averaged over the rollouts of a step.
+    """
+
+    reward: float
+    exact: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Task(Configurable, ABC):
+    """Prompts, a tokenizer and a reward: subclass it, in any package, to train on something new.
+
+    The constructor reads and checks all input and raises ConfigError, so nothing is found to be
+    wrong after processes have started. It ends in :meth:`set_tokenizer`::
+
+        class Shout(Task):
+            @dataclass(kw_only=True, slots=True)
+            class Config(Task.Config):
+                path: str = "words.txt"
+
+            def __init__(self, config, *, seed, model):
+                super().__init__(config, seed=seed, model=model)
+                ...
+                self.set_tokenizer(tokenizer, stop_token_ids=(tokenizer.eos_token_id,))
+
+    and :meth:`prompt`, :meth:`eval_prompts` and :meth:`score` say the rest.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        max_prompt_tokens: int = 1024
+        """Longest prompt, in tokens; longer ones are refused before the run starts."""
+
+    tokenizer: "PreTrainedTokenizerFast"
+    """Turns text into tokens and back; exported beside the trained weights."""
+
+    stop_token_ids: tuple[int, ...]
+    """Any of these tokens ends a completion, and is its last token."""
+
+    def __init__(self, config: Config, *, seed: int, model: ModelConfig):
+        self.config = config
+        self.seed = seed
+        self.shape = shape_of(model)
+
+    @abstractmethod
+    def prompt(self, ordinal: int) -> Prompt:
+        """Prompt ``ordinal`` (from 0, without end) of the training stream: a function of (seed, ordinal) alone."""
+
+    @abstractmethod
+    def eval_prompts(self, count: int) -> list[Prompt]:
+        """The first ``count`` prompts that training never sees; all of them where there are fewer.
+
+        They are the same for every seed, and their ordinals are a numbering of their own, from 0.
+        """
+
+    @abstractmethod
+    def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
+        """Score ``completion``, whose :meth:`decode`-d tokens are ``text``. May run in any thread."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of ``tokens`` without special tokens."""
+        return cast(str, self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def set_tokenizer(self, tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Sequence[int]) -> None:
+        """Adopt a tokenizer. Raises ConfigError if the model has too few embeddings or nothing ends a completion."""
+        if len(tokenizer) > self.shape.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size: {self.shape.vocab_size} is smaller than the task's vocabulary; "
+                f"set it to {len(tokenizer)} or more"
+            )
+        if not stop_token_ids:
+            raise ConfigError("model.hf_path: its tokenizer names no eos_token, so no completion could end; set one")
+        self.tokenizer = tokenizer
+        self.stop_token_ids = tuple(stop_token_ids)
+
+    def prompt_limit(self) -> tuple[int, str]:
+        """Longest prompt allowed, in tokens, and the config field that sets this limit."""
+        limits = [
+            (self.config.max_prompt_tokens, f"data.max_prompt_tokens={self.config.max_prompt_tokens}"),
+            (self.shape.max_seq_len - 1, f"model.max_seq_len={self.shape.max_seq_len} with room for one token more"),
+        ]
+        return min(limits)
+
+
+def epoch_index(seed: int, ordinal: int, size: int) -> int:
+    """Which of ``size`` examples prompt ``ordinal`` shows: every epoch shows each once, in an order of its own."""
+    epoch, place = divmod(ordinal, size)
+    return _epoch_order(seed, epoch, size)[place]
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(seed: int, epoch: int, size: int) -> list[int]:
+    order = list(range(size))
+    # A string seed is hashed by its bytes, so the order is the same in every process.
+    random.Random(f"epoch order/{seed}/{epoch}").shuffle(order)
+    return order

@@ -1,0 +1,94 @@
+"""Copy the digits you were given: the smallest task that a policy learns from random weights."""
+
+import random
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from rl.errors import ConfigError
+from rl.model.shape import ModelConfig
+from rl.tasks.base import Score, Task
+from rl.types import Completion, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# Sixteen words, so that tensor parallel degrees of 2, 4, 8 and 16 cut the vocabulary evenly.
+WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "copy", "=", *"0123456789"]
+TOKEN = {word: token for token, word in enumerate(WORDS)}
+
+
+class CopyDigits(Task):
+    """``copy 3 1 7 =`` asks for ``3 1 7 <eos>``. Three strings of ten are held out, by their hash."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        digits: int = 3
+        """How many digits to copy; the right completion is one token longer."""
+
+        max_prompt_tokens: int = 16
+        """Longest prompt, in tokens; a prompt is two longer than its digits."""
+
+    config: Config
+
+    def __init__(self, config: Config, *, seed: int, model: ModelConfig):
+        super().__init__(config, seed=seed, model=model)
+        if config.digits < 1:
+            raise ConfigError(f"data.digits: {config.digits} leaves nothing to copy; set 1 or more")
+        limit, field = self.prompt_limit()
+        if config.digits + 2 > limit:
+            raise ConfigError(
+                f"data.digits: {config.digits} digits make prompts of {config.digits + 2} tokens, "
+                f"longer than {field} allows; lower data.digits or raise the limit"
+            )
+        self.set_tokenizer(word_tokenizer(), stop_token_ids=(TOKEN["<eos>"],))
+
+    def prompt(self, ordinal: int) -> Prompt:
+        draws = random.Random(f"copy digits/{self.seed}/{ordinal}")
+        while is_held_out(digits := "".join(draws.choices("0123456789", k=self.config.digits))):
+            pass
+        return make_prompt(ordinal, digits)
+
+    def eval_prompts(self, count: int) -> list[Prompt]:
+        size = 10**self.config.digits
+        # A stride coprime to 10 visits every number once, in an order that shows no pattern.
+        numbers = (f"{place * 618033988749 % size:0{self.config.digits}}" for place in range(size))
+        held_out = islice(filter(is_held_out, numbers), count)
+        return [make_prompt(ordinal, digits) for ordinal, digits in enumerate(held_out)]
+
+    def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
+        """Reward in [0, 1]: tokens in their right place, over the length of answer or completion, the longer.
+
+        The answer ends in ``<eos>``, which must come at its place too.
+        """
+        wanted = [*(TOKEN[digit] for digit in prompt.answer.split()), TOKEN["<eos>"]]
+        right = sum(given == want for given, want in zip(completion.tokens, wanted, strict=False))
+        reward = right / max(len(wanted), len(completion.tokens))
+        return Score(reward=reward, exact=completion.tokens == wanted)
+
+
+def make_prompt(ordinal: int, digits: str) -> Prompt:
+    """The prompt that asks for ``digits``, e.g. ``"317"``."""
+    words = ["copy", *digits, "="]
+    tokens = [TOKEN[word] for word in words]
+    return Prompt(ordinal=ordinal, tokens=tokens, text=" ".join(words), answer=" ".join(digits))
+
+
+def is_held_out(digits: str) -> bool:
+    """Whether ``digits`` belong to evaluation: a property of the string, whatever the seed."""
+    return int.from_bytes(blake2b(digits.encode(), digest_size=8).digest()) % 10 < 3
+
+
+def word_tokenizer() -> "PreTrainedTokenizerFast":
+    """One token a word, words parted by spaces."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel(TOKEN, unk_token="<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )

@@ -1,0 +1,187 @@
+"""Word problems with a number as their answer, from a JSONL file in GSM8K's form."""
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from rl.errors import ConfigError
+from rl.model.shape import ModelConfig
+from rl.tasks.base import Score, Task, epoch_index
+from rl.tasks.math_answer import final_answer, reference_number, same_value
+from rl.types import Completion, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One line of the file; ``answer`` is a plain number such as ``"1234"``."""
+
+    line: int
+    question: str
+    answer: str
+
+
+class Gsm8kJsonl(Task):
+    """Lines of ``{"question": …, "answer": "… #### 42"}``; reward 1 for the right number, else 0.
+
+    Tokenizer and chat template are those of ``model.hf_path``.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        path: str = ""
+        """JSONL file; each line has ``question`` and ``answer``, the latter ending in ``#### NUMBER``."""
+
+        held_out_fraction: float = 0.1
+        """Share of the questions kept for evaluation, chosen by their hash."""
+
+        system_prompt: str = ""
+        """The conversation's system message; none if empty."""
+
+        instruction: str = "Think step by step, then give the answer on a line of its own, as: #### NUMBER"
+        """Follows each question in the user's message."""
+
+        enable_thinking: bool = False
+        """Passed to the chat template; Qwen3's opens a <think> block if it is true."""
+
+    config: Config
+
+    def __init__(self, config: Config, *, seed: int, model: ModelConfig):
+        if model.hf_path is None:
+            raise ConfigError("model.hf_path: not set; name a model folder with tokenizer and chat template")
+        super().__init__(config, seed=seed, model=model)
+        problems = read_problems(config.path)
+        tokenizer = load_tokenizer(model.hf_path)
+        self.set_tokenizer(tokenizer, read_stop_token_ids(model.hf_path, tokenizer))
+        prompts = self._make_prompts(problems)
+        held_out = choose_held_out([problem.question for problem in problems], config.held_out_fraction, config.path)
+        self.held_out = [prompt for prompt, held in zip(prompts, held_out, strict=True) if held]
+        self.train = [prompt for prompt, held in zip(prompts, held_out, strict=True) if not held]
+        # It warns that its timeouts are off, which is what we ask for.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def prompt(self, ordinal: int) -> Prompt:
+        index = epoch_index(self.seed, ordinal, len(self.train))
+        return dataclasses.replace(self.train[index], ordinal=ordinal)
+
+    def eval_prompts(self, count: int) -> list[Prompt]:
+        return [dataclasses.replace(prompt, ordinal=place) for place, prompt in enumerate(self.held_out[:count])]
+
+    def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
+        """``answered``: a value was found; ``format``: it was marked by ``####`` or ``\\boxed``."""
+        answer, marked = final_answer(text)
+        exact = answer is not None and same_value(answer, prompt.answer)
+        metrics = {"answered": float(answer is not None), "format": float(marked)}
+        return Score(reward=float(exact), exact=exact, metrics=metrics)
+
+    def _make_prompts(self, problems: list[Problem]) -> list[Prompt]:
+        texts = [self._render(problem.question) for problem in problems]
+        tokens = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        self._check_lengths(problems, [len(row) for row in tokens])
+        return [
+            Prompt(ordinal=0, tokens=row, text=text, answer=problem.answer)
+            for row, text, problem in zip(tokens, texts, problems, strict=True)
+        ]
+
+    def _render(self, question: str) -> str:
+        messages = [{"role": "user", "content": f"{question}\n{self.config.instruction}".strip()}]
+        if self.config.system_prompt:
+            messages.insert(0, {"role": "system", "content": self.config.system_prompt})
+        thinking = self.config.enable_thinking
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+        )
+        return cast(str, text)
+
+    def _check_lengths(self, problems: list[Problem], lengths: list[int]) -> None:
+        limit, field = self.prompt_limit()
+        long = [(length, problem.line) for length, problem in zip(lengths, problems, strict=True) if length > limit]
+        if long:
+            length, line = long[0]
+            others = f" ({len(long)} such lines, the longest of {max(long)[0]} tokens)" if len(long) > 1 else ""
+            raise ConfigError(
+                f"data.path: {self.config.path} line {line}: its prompt has {length} tokens, more than "
+                f"{field} allows{others}; raise the limit or leave such lines out"
+            )
+
+
+def read_problems(path: str) -> list[Problem]:
+    """All problems of a JSONL file. Raises ConfigError that names the first line it cannot use."""
+    if not path:
+        raise ConfigError("data.path: not set; name a JSONL file with fields 'question' and 'answer'")
+    if not Path(path).is_file():
+        raise ConfigError(f"data.path: there is no file {path!r}")
+    problems = list(_parse_lines(path))
+    if not problems:
+        raise ConfigError(f"data.path: {path} is empty; each line should be a JSON object with 'question' and 'answer'")
+    return problems
+
+
+def _parse_lines(path: str) -> Iterator[Problem]:
+    with open(path, "rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            if not raw.strip():
+                continue
+            where = f"data.path: {path} line {number}"
+            try:
+                row = json.loads(raw)
+            except ValueError as error:  # not JSON, or not UTF-8
+                raise ConfigError(f"{where}: not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ConfigError(f'{where}: not a JSON object; write {{"question": …, "answer": …}}')
+            for name in ("question", "answer"):
+                if not isinstance(row.get(name), str) or not row[name].strip():
+                    raise ConfigError(f"{where}: field {name!r} is missing or not text")
+            answer = reference_number(row["answer"])
+            if answer is None:
+                raise ConfigError(f"{where}: field 'answer' has no '#### NUMBER' at its end")
+            yield Problem(line=number, question=row["question"].strip(), answer=answer)
+
+
+def choose_held_out(questions: list[str], fraction: float, path: str) -> list[bool]:
+    """Which questions are for evaluation: those whose hash is lowest, so copies of one never part."""
+    if not 0 < fraction < 1:
+        raise ConfigError(f"data.held_out_fraction: {fraction} is not between 0 and 1")
+    hashes = [blake2b(question.encode(), digest_size=8).digest() for question in questions]
+    different = sorted(set(hashes))
+    if len(different) < 2:
+        raise ConfigError(
+            f"data.path: {path} has {len(different)} different question; "
+            "at least 2 are needed, one to train on and one held out"
+        )
+    count = min(math.ceil(len(different) * fraction), len(different) - 1)
+    held_out = set(different[:count])
+    return [digest in held_out for digest in hashes]
+
+
+def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
+    """Tokenizer of a Hugging Face folder. Raises ConfigError without tokenizer.json or chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not (Path(hf_path) / "tokenizer.json").is_file():
+        raise ConfigError(f"model.hf_path: {hf_path!r} has no tokenizer.json; save the tokenizer beside the model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(hf_path, local_files_only=True)
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"model.hf_path: the tokenizer in {hf_path!r} has no chat template; "
+            "use an instruction-tuned model or add chat_template.jinja"
+        )
+    return tokenizer
+
+
+def read_stop_token_ids(hf_path: str, tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
+    """The tokenizer's eos token and those that generation_config.json adds, sorted."""
+    ids = {tokenizer.eos_token_id} - {None}
+    path = Path(hf_path) / "generation_config.json"
+    if path.is_file():
+        eos = json.loads(path.read_text()).get("eos_token_id")
+        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return tuple(sorted(ids))

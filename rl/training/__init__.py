@@ -1,0 +1,1 @@
+"""What runs inside one trainer rank. Imports no Monarch: it runs under plain torch.distributed too."""

@@ -1,0 +1,52 @@
+"""Fields of the trainer: torchtitan's own dataclasses, and how a batch is cut."""
+
+from dataclasses import dataclass, field
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
+from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+
+
+def one_rank() -> ParallelismConfig:
+    """torchtitan's parallelism with every degree 1, on the DTensor backend that its Qwen3 needs."""
+    return ParallelismConfig(data_parallel_shard_degree=1, spmd_backend="partial_dtensor")
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    """The PolicyTrainer mesh. Its number of ranks is the product of the parallelism degrees."""
+
+    parallelism: ParallelismConfig = field(default_factory=one_rank)
+    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(mixed_precision_param="float32"))
+    """dtype, mixed precision and max_norm (gradient clipping) are read; batch sizes are not."""
+
+    optimizer: OptimizersContainer.Config = field(default_factory=lambda: default_adamw(lr=1e-6))
+    lr_scheduler: LRSchedulersContainer.Config = field(
+        default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
+    )
+    activation_checkpoint: ActivationCheckpointingConfig = None
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    checkpoint: CheckpointManager.Config = field(
+        default_factory=lambda: CheckpointManager.Config(
+            enable=True, folder="checkpoints", interval=50, keep_latest_k=2, initial_load_model_only=False
+        )
+    )
+    """folder is inside the run folder; interval is in optimizer steps. A run ends with a checkpoint in any case."""
+    comm: CommConfig = field(default_factory=lambda: CommConfig(trace_buf_size=0))
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+    micro_batch_size: int = 32
+    """Sequences per forward pass of a data-parallel rank; the gradient does not depend on it."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that the mesh needs."""
+        p = self.parallelism
+        return (
+            p.data_parallel_replicate_degree
+            * p.data_parallel_shard_degree
+            * p.context_parallel_degree
+            * p.tensor_parallel_degree
+            * p.pipeline_parallel_degree
+        )

@@ -1,0 +1,89 @@
+"""Builds the sharded torchtitan model of one trainer rank."""
+
+import hashlib
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.qwen3 import parallelize_qwen3
+from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.tools.utils import set_default_dtype
+
+from rl.model.parts import Box, Part, Parts
+from rl.model.qwen3 import qwen3_config
+from rl.model.shape import ModelConfig, shape_of
+from rl.platform import device_type
+from rl.training.attention import attention_config
+from rl.training.config import TrainerConfig
+
+
+def build_model(config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *, seed: int, folder: str) -> Qwen3Model:
+    """torchtitan's Qwen3, parallelized by torchtitan, with weights that depend on ``seed`` alone."""
+    model_config = qwen3_config(
+        shape_of(model), fuse_qkv=model.fuse_qkv, inner_attention=attention_config(model.attention)
+    )
+    model_config.update_from_config(config=config)
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        built = model_config.build()
+    built = parallelize_qwen3(
+        built,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder=folder,
+    )
+    if device_type() == "cpu":
+        for module in built.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    built.to_empty(device=device_type())
+    with torch.no_grad():
+        built.init_weights(buffer_device=None)
+        _init_parameters(built, seed)
+    return built.train()
+
+
+@torch.no_grad()
+def _init_parameters(model: nn.Module, seed: int) -> None:
+    """torchtitan's initializers, drawn so that every layout starts from the same weights."""
+    for prefix, module in model.named_modules():
+        initializers = getattr(module, "_param_init", None) or {}
+        for name, parameter in module.named_parameters(recurse=False):
+            init = initializers.get(name, skip_param_init)
+            if init is skip_param_init:
+                continue
+            key = f"{seed}:{canonical_fqn(f'{prefix}.{name}')}"
+            full = torch.empty(parameter.shape, dtype=torch.float32)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))
+                init(full)
+            local_tensor(parameter).copy_(full[local_box(parameter).slices_in(Box.whole(full.shape))])
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, sharing memory with the parameter."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def local_box(parameter: torch.Tensor) -> Box:
+    """Which part of the whole parameter this rank holds."""
+    if not isinstance(parameter, DTensor):
+        return Box.whole(parameter.shape)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return Box(tuple(offset), tuple(shape))
+
+
+def parts_of(model: nn.Module) -> Parts:
+    """This rank's live parameters; they change as the optimizer steps."""
+    return {
+        canonical_fqn(name): Part(local_tensor(parameter).detach(), tuple(parameter.shape), local_box(parameter))
+        for name, parameter in model.named_parameters()
+    }

@@ -1,0 +1,101 @@
+"""The nouns that cross process borders."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One question put to the policy.
+
+    ``ordinal`` is its place in the stream of prompts of the run; every seed derives from it.
+    ``answer`` is the reference that the task scores against.
+    """
+
+    ordinal: int
+    tokens: list[int]
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 mean no cut."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One completion to sample; ``request_id`` is unique among the requests in flight."""
+
+    request_id: str
+    prompt_tokens: list[int]
+    seed: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the policy said: three lists of one length, one entry per token.
+
+    ``logprobs`` are of the distribution the token was drawn from, temperature included (C2).
+    ``versions`` are the policy versions that each token was drawn from.
+    ``finish_reason`` is ``"stop"`` or ``"length"``.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A completion with its reward. ``sample`` counts the completions of one prompt from 0."""
+
+    prompt: Prompt
+    sample: int
+    completion: Completion
+    text: str
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences of unequal length, end to end, with per-token columns.
+
+    ``tokens`` int64 [T], ``lengths`` int64 [N] with sum T, ``weights`` float32 [T] and every
+    column float32 [T]. Entry ``t`` of a column speaks of *predicting* token ``t``, so the first
+    token of each sequence always has weight 0, and so have prompt tokens.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    weights: torch.Tensor
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def select(self, rows: Sequence[int]) -> "Batch":
+        """The given sequences, in the given order."""
+        ends = self.lengths.cumsum(0).tolist()
+        spans = [slice(ends[row] - int(self.lengths[row]), ends[row]) for row in rows]
+
+        def pick(values: torch.Tensor) -> torch.Tensor:
+            return torch.cat([values[span] for span in spans]) if spans else values[:0]
+
+        return Batch(
+            tokens=pick(self.tokens),
+            lengths=self.lengths[list(rows)],
+            weights=pick(self.weights),
+            columns={name: pick(values) for name, values in self.columns.items()},
+        )

@@ -1,0 +1,152 @@
+"""Write a tiny random Qwen3 in Hugging Face form and arithmetic word problems to train it on.
+
+Usage: python scripts/make_tiny_model.py --model-dir DIR --data FILE [--lines 200] [--seed 0] [--untied]
+
+No download: the tokenizer is trained on the problems. The same seed writes the same bytes.
+"""
+
+import argparse
+import json
+import os
+import random
+from pathlib import Path
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
+
+NAMES = ["Ada", "Ben", "Chen", "Dora", "Emil", "Fay", "Gus", "Hana"]
+THINGS = ["apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stamps"]
+INSTRUCTION = "Think step by step, then give the answer on a line of its own, as: #### NUMBER"
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def gives_away(rng: random.Random) -> tuple[str, str]:
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    has, buys = rng.randint(2, 20), rng.randint(2, 20)
+    gives = rng.randint(1, has + buys)
+    total = has + buys
+    question = f"{name} has {has} {thing}, buys {buys} more and gives {gives} away. How many {thing} are left?"
+    left = total - gives
+    steps = f"{name} has {has} + {buys} = {total} {thing}.\nThen {total} - {gives} = {left} are left."
+    return question, f"{steps}\n#### {left}"
+
+
+def fills_boxes(rng: random.Random) -> tuple[str, str]:
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    boxes, each, loose = rng.randint(2, 9), rng.randint(2, 9), rng.randint(1, 9)
+    packed, total = boxes * each, boxes * each + loose
+    question = f"{name} fills {boxes} boxes with {each} {thing} each and keeps {loose} more. How many {thing} in all?"
+    steps = f"The boxes hold {boxes} * {each} = {packed} {thing}.\nWith the rest, {packed} + {loose} = {total}."
+    return question, f"{steps}\n#### {total}"
+
+
+def shares(rng: random.Random) -> tuple[str, str]:
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    friends, each = rng.randint(2, 9), rng.randint(2, 9)
+    total = friends * each
+    question = f"{name} shares {total} {thing} equally among {friends} friends. How many {thing} does each friend get?"
+    return question, f"Each friend gets {total} / {friends} = {each} {thing}.\n#### {each}"
+
+
+def compares(rng: random.Random) -> tuple[str, str]:
+    one, other = rng.sample(NAMES, 2)
+    thing, few, times = rng.choice(THINGS), rng.randint(2, 12), rng.randint(2, 5)
+    many, total = few * times, few * times + few
+    question = f"{one} has {few} {thing}. {other} has {times} times as many. How many {thing} do they have together?"
+    steps = f"{other} has {few} * {times} = {many} {thing}.\nTogether they have {few} + {many} = {total}."
+    return question, f"{steps}\n#### {total}"
+
+
+TEMPLATES = [gives_away, fills_boxes, shares, compares]
+
+
+def make_problems(lines: int, seed: int) -> list[dict[str, str]]:
+    """Word problems in GSM8K's form; no question comes twice."""
+    rng = random.Random(seed)
+    problems: dict[str, str] = {}
+    while len(problems) < lines:
+        question, answer = rng.choice(TEMPLATES)(rng)
+        problems[question] = answer
+    return [{"question": question, "answer": answer} for question, answer in problems.items()]
+
+
+def train_tokenizer(problems: list[dict[str, str]]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most 512 tokens: any text can be encoded."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    # Roles and instruction are in every prompt, so they deserve tokens of their own.
+    texts = [f"system\nuser\nassistant\n{row['question']}\n{INSTRUCTION}\n{row['answer']}" for row in problems]
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, tied: bool) -> Qwen3ForCausalLM:
+    """Random fp32 weights; the vocabulary is rounded up to a multiple of 8 for tensor parallelism."""
+    torch.manual_seed(seed)
+    stop_token_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    config = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 8) * 8,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tied,
+        eos_token_id=stop_token_ids[0],
+        pad_token_id=stop_token_ids[1],
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=stop_token_ids, pad_token_id=stop_token_ids[1])
+    return model
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model-dir", type=Path, required=True, help="folder to write the model and tokenizer to")
+    parser.add_argument("--data", type=Path, required=True, help="JSONL file to write the problems to")
+    parser.add_argument("--lines", type=int, default=200, help="how many problems")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--untied", action="store_true", help="give the output head weights of its own")
+    args = parser.parse_args(argv)
+    if not 2 <= args.lines <= 10_000:
+        parser.error(f"--lines: {args.lines} is not between 2 and 10000")
+
+    logging.disable_progress_bar()
+    problems = make_problems(args.lines, args.seed)
+    args.data.parent.mkdir(parents=True, exist_ok=True)
+    args.data.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    tokenizer = train_tokenizer(problems)
+    model = make_model(tokenizer, args.seed, tied=not args.untied)
+    model.save_pretrained(args.model_dir)
+    tokenizer.save_pretrained(args.model_dir)
+
+    print(f"{args.data}: {len(problems)} problems")
+    print(f"{args.model_dir}: Qwen3, {model.num_parameters():,} random parameters, {model.config.vocab_size} tokens")
+    overrides = f"--model.hf_path {args.model_dir} --data.path {args.data}"
+    print(f"\nTrain on them:\n  python -m rl.train --config gsm8k_jsonl {overrides}")
+
+
+if __name__ == "__main__":
+    main()

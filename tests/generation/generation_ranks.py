@@ -1,0 +1,160 @@
+"""Generator ranks in processes of their own, as in a run: vLLM changes its process too much to share pytest's.
+
+``GeneratorRanks.run(fn, ...)`` calls ``fn(engine, ...)`` on every rank at once; what ``fn`` may be lies below it.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+from contextlib import contextmanager
+
+import torch
+
+from rl.generation.config import GeneratorConfig, environment
+from rl.model.shape import ModelConfig
+from rl.model.tp_plan import local_box
+from rl.types import Completion, GenerationRequest, Sampling
+
+DEADLINE_S = 180
+
+
+class GeneratorRanks:
+    """``config.tensor_parallel_degree`` processes, each with a GenerationEngine and nothing else."""
+
+    def __init__(self, config: GeneratorConfig, model: ModelConfig):
+        spawn = multiprocessing.get_context("spawn")
+        tp, port = config.tensor_parallel_degree, free_port()
+        self.processes, self.pipes = [], []
+        for rank in range(tp):
+            here, there = spawn.Pipe()
+            ranks = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": tp,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            process = spawn.Process(target=host, args=(there, config, model), daemon=True)
+            with variables(environment(config) | {name: str(value) for name, value in ranks.items()}):
+                process.start()
+            self.processes.append(process)
+            self.pipes.append(here)
+        self.at_birth = self._replies()
+
+    def run(self, fn, *args, **kwargs):
+        """What ``fn(engine, *args, **kwargs)`` returns on each rank; raises what the first that failed raised."""
+        for pipe in self.pipes:
+            pipe.send((fn, args, kwargs))
+        return self._replies()
+
+    def _replies(self):
+        replies = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(DEADLINE_S), f"rank {rank} did not answer within {DEADLINE_S} s"
+            replies.append(pipe.recv())
+        for how, value in replies:
+            if how == "raised":
+                raise value
+        return [value for _, value in replies]
+
+    def close(self):
+        """End every rank in good order; leave no process behind whatever happens."""
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(30)
+        left = [process.pid for process in self.processes if process.is_alive()]
+        for process in self.processes:
+            process.kill()
+        assert not left, f"ranks {left} did not end"
+        assert [process.exitcode for process in self.processes] == [0] * len(self.processes)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def variables(new: dict[str, str]):
+    """The environment with ``new`` in it, for a process that is started meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(new)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def host(pipe, config: GeneratorConfig, model: ModelConfig) -> None:
+    """A rank: builds its engine, then does as it is told."""
+    from rl.generation.engine import GenerationEngine
+
+    lazy = "vllm" not in sys.modules
+    engine = GenerationEngine(config, model, seed=0)
+    pipe.send(("done", {"vllm_was_lazy": lazy, "unpushed": unpushed(engine), "named_shared_memory": named_shm()}))
+    while (task := pipe.recv()) is not None:
+        fn, args, kwargs = task
+        try:
+            pipe.send(("done", fn(engine, *args, **kwargs)))
+        except Exception as error:
+            pipe.send(("raised", error))
+    if hasattr(engine, "_engine"):  # a loop may have closed it
+        engine.close()
+
+
+# What ranks are told to do.
+
+
+def unpushed(engine) -> dict:
+    """What an engine without weights holds, and says when asked to generate."""
+    try:
+        engine.add(request("early"))
+        refusal = None
+    except Exception as error:
+        refusal = f"{type(error).__name__}: {error}"
+    return {"all_nan": all(bool(p.isnan().all()) for p in engine.parameters().values()), "refusal": refusal}
+
+
+def named_shm() -> list[str]:
+    """Shared memory that this process maps and that still has a name in the file system."""
+    with open("/proc/self/maps") as maps:
+        return [line.split(maxsplit=5)[5] for line in maps if "/dev/shm" in line and "(deleted)" not in line]
+
+
+def write(engine, weights: dict[str, torch.Tensor]) -> None:
+    """Copy this rank's part of full ``weights`` into the engine's parameters, and tell nobody."""
+    tp, rank = engine._group.world_size, engine._group.rank_in_group
+    parameters = engine.parameters()
+    assert parameters.keys() == weights.keys()
+    for name, local in parameters.items():
+        box = local_box(name, tuple(weights[name].shape), tp=tp, rank=rank)
+        local.copy_(weights[name][tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))])
+
+
+def push(engine, weights: dict[str, torch.Tensor], version: int) -> None:
+    write(engine, weights)
+    engine.weights_changed(version)
+
+
+def generate(engine, requests: list[GenerationRequest]) -> list[Completion]:
+    for each in requests:
+        engine.add(each)
+    return finish(engine, requests)
+
+
+def finish(engine, requests: list[GenerationRequest]) -> list[Completion]:
+    done = {}
+    while engine.busy:
+        done.update(engine.step())
+    return [done[each.request_id] for each in requests]
+
+
+def request(name: str, prompt=(1, 2, 3), *, seed: int = 0, max_tokens: int = 16, **sampling) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt_tokens=list(prompt),
+        seed=seed,
+        sampling=Sampling(max_tokens=max_tokens, **sampling),
+    )

@@ -1,0 +1,184 @@
+"""C2 and C3 as the engine keeps them: honest log-probs, no stale cache, a version for every token."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import UNTIED_SPLIT, Policy, error, start
+from generation_ranks import finish, generate, push, request, write
+
+from rl.errors import RunError
+
+PROMPTS = [[5], list(range(1, 20)), [7] * 40, list(range(60, 0, -1)) * 2]
+
+
+def asked(**sampling):
+    return [request(f"p{i}", prompt, seed=i, **sampling) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_of_the_distribution_sampled_from(generator, policy, temperature):
+    (completions,) = generator.run(generate, asked(max_tokens=40, temperature=temperature))
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        assert error(policy, prompt, completion, temperature) <= 1e-5
+        assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) == 40
+        assert completion.finish_reason == "length"
+
+
+def test_untied_and_unfused_weights_give_the_same_logprobs_as_torchtitan():
+    policy = Policy(UNTIED_SPLIT, seed=2)
+    assert "lm_head.weight" in policy.weights
+    ranks = start(UNTIED_SPLIT, tp=1)
+    ranks.run(push, policy.weights, 1)
+    (completions,) = ranks.run(generate, asked(max_tokens=40))
+    ranks.close()
+    assert max(error(policy, p, c) for p, c in zip(PROMPTS, completions, strict=True)) <= 1e-5
+
+
+def test_parameters_are_named_as_the_trainer_names_them(generator, policy):
+    names = generator.run(parameter_shapes)[0]
+    assert names == {name: tuple(weight.shape) for name, weight in policy.weights.items()}
+    assert "lm_head.weight" not in names  # tied
+
+
+def test_a_generator_without_weights_refuses(one_rank):
+    unpushed = one_rank.at_birth[0]["unpushed"]
+    assert unpushed["all_nan"]
+    assert unpushed["refusal"] == "RunError: generator holds no weights yet: push before generate"
+
+
+def test_a_weight_that_was_not_pushed_is_loud(generator, policy):
+    generator.run(push, policy.weights | {"norm.weight": torch.full((64,), torch.nan)}, 2)
+    with pytest.raises(RunError, match="policy version 2 are not finite"):
+        generator.run(generate, [request("nan")])
+
+
+def test_requests_that_cannot_be_served_are_refused_and_harm_nobody(generator):
+    bad = {
+        "max_seq_len 256": request("long", [1] * 250, max_tokens=7),
+        "at least one": request("empty", []),
+        "vocabulary of 64": request("word", [64]),
+        "temperature 0.001 is below": request("cold", temperature=0.001),
+    }
+    for message, each in bad.items():
+        with pytest.raises(ValueError, match=message):
+            generator.run(generate, [each])
+    (completions,) = generator.run(generate, [request("full", [1] * 250, max_tokens=6)])
+    assert len(completions[0].tokens) == 6
+
+
+def test_prefix_cache_does_not_outlive_the_weights(generator, policy, other_policy):
+    prompt = list(range(1, 61)) + list(range(1, 61))
+    generator.run(generate, [request("fill", prompt)])
+    generator.run(push, other_policy.weights, 2)
+    ((completion,),) = generator.run(generate, [request("again", prompt)])
+    assert error(other_policy, prompt, completion) <= 1e-5
+    generator.run(write, policy.weights)  # the same without weights_changed: this test can see a stale cache
+    ((completion,),) = generator.run(generate, [request("stale", prompt)])
+    assert error(policy, prompt, completion) > 1e-2
+
+
+def test_a_cache_that_was_not_reset_is_an_error(generator):
+    with pytest.raises(RunError, match="did not reset its prefix cache for policy version 9"):
+        generator.run(change_with_stuck_cache)
+
+
+def test_each_token_has_the_version_it_was_drawn_from(generator, policy, other_policy):
+    requests = [request("first", max_tokens=30), request("second", [9] * 70, max_tokens=30, seed=4)]
+    (completions,) = generator.run(swap_in_flight, requests, other_policy.weights, 10)
+    for each, completion in zip(requests, completions, strict=True):
+        assert completion.versions == [1] * 10 + [2] * 20
+        got = torch.tensor(completion.logprobs)
+        old = policy.logprobs(each.prompt_tokens, completion.tokens)
+        new = other_policy.logprobs(each.prompt_tokens, completion.tokens)
+        assert (got[:10] - old[:10]).abs().max() <= 1e-5
+        assert (got[10:] - new[10:]).abs().max() <= 1e-5
+        assert (old - new).abs().max() > 0.1
+
+
+def test_greedy_takes_the_likeliest_token_every_time(generator, policy):
+    runs = [generator.run(generate, [request("greedy", temperature=0.0, seed=seed)])[0][0] for seed in (1, 2)]
+    assert runs[0] == runs[1]
+    assert error(policy, [1, 2, 3], runs[0]) <= 1e-5
+    for end in range(16):
+        prompt = [1, 2, 3] + runs[0].tokens[:end]
+        best = max(range(64), key=lambda token: policy.logprobs(prompt, [token]).item())
+        assert runs[0].tokens[end] == best
+
+
+def test_greedy_and_sampled_requests_keep_their_own_logprobs_in_one_batch(generator, policy):
+    temperatures = [0.0, 0.7, 1.3]
+    requests = [request(f"t{t}", temperature=t, seed=3) for t in temperatures]
+    (completions,) = generator.run(generate, requests)
+    for temperature, completion in zip(temperatures, completions, strict=True):
+        assert error(policy, [1, 2, 3], completion, temperature or 1.0) <= 1e-5
+
+
+def test_tokens_follow_the_seed_and_not_the_company(generator):
+    (alone,) = generator.run(generate, [request("a", seed=1)])
+    (together,) = generator.run(generate, [request(f"s{seed}", seed=seed) for seed in (3, 2, 1, -1)])
+    assert together[2].tokens == alone[0].tokens
+    assert len({tuple(completion.tokens) for completion in together}) == 4
+    (again,) = generator.run(generate, [request("minus", seed=-1)])
+    assert again[0].tokens == together[3].tokens
+
+
+def test_the_stop_token_is_part_of_the_completion(generator):
+    (free,) = generator.run(generate, [request("free", seed=5)])
+    stop = free[0].tokens[4]
+    (stopped,) = generator.run(generate, [request("stopped", seed=5, stop_token_ids=(stop,))])
+    end = free[0].tokens.index(stop) + 1
+    assert stopped[0].tokens == free[0].tokens[:end]
+    assert stopped[0].logprobs == pytest.approx(free[0].logprobs[:end], abs=1e-6)
+    assert stopped[0].finish_reason == "stop"
+    assert len(stopped[0].versions) == end
+
+
+def test_aborted_requests_are_forgotten_and_their_ids_free(generator):
+    (completions,) = generator.run(abort_one_of_two)
+    assert list(completions) == ["kept"]
+    (again,) = generator.run(generate, [request("dropped", max_tokens=3)])
+    assert len(again[0].tokens) == 3
+
+
+def test_importing_the_config_or_the_engine_imports_no_vllm(one_rank):
+    assert one_rank.at_birth[0]["vllm_was_lazy"]
+    code = "import sys, rl.generation.config; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# Run on the ranks.
+
+
+def parameter_shapes(engine):
+    return {name: tuple(parameter.shape) for name, parameter in engine.parameters().items()}
+
+
+def change_with_stuck_cache(engine):
+    reset = engine._engine.reset_prefix_cache
+    engine._engine.reset_prefix_cache = lambda **_: False
+    try:
+        engine.weights_changed(9)
+    finally:
+        engine._engine.reset_prefix_cache = reset
+
+
+def swap_in_flight(engine, requests, weights, steps):
+    for each in requests:
+        engine.add(each)
+    for _ in range(steps):
+        assert engine.step() == []
+    push(engine, weights, 2)
+    return finish(engine, requests)
+
+
+def abort_one_of_two(engine):
+    engine.add(request("kept"))
+    engine.add(request("dropped"))
+    engine.step()
+    engine.abort(["dropped", "never seen"])
+    done = {}
+    while engine.busy:
+        done.update(engine.step())
+    return done

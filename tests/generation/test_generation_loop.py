@@ -1,0 +1,167 @@
+"""The loop on one rank: concurrent callers, swaps in flight, and failures that reach everybody who waits."""
+
+import asyncio
+
+import pytest
+from generation_ranks import generate, request
+from loop_scenarios import played
+
+from rl.errors import RunError
+
+
+def test_concurrent_calls_each_get_their_own_in_order(generator):
+    ((long, short, both),) = generator.run(played, concurrent_calls)
+    assert [len(c.tokens) for c in long] == [30, 20]
+    assert [len(c.tokens) for c in short] == [2]
+    assert both == ["short", "long"]
+
+
+def test_a_lone_call_gives_what_the_engine_gives(generator):
+    requests = [request(f"r{i}", [i + 1] * (i + 3), seed=i) for i in range(5)]
+    (by_engine,) = generator.run(generate, requests)
+    (by_loop,) = generator.run(played, lone_call, requests)
+    assert by_loop == by_engine
+
+
+def test_weights_pulled_in_flight_show_in_the_versions(generator, other_policy):
+    ((completion,),) = generator.run(played, pull_in_flight, pull=("weights", other_policy.weights))
+    versions = completion.versions
+    assert versions == sorted(versions)
+    assert set(versions) == {1, 2}
+
+
+def test_bad_requests_fail_their_own_call_only(generator):
+    ((errors, good),) = generator.run(played, bad_requests)
+    assert errors == ["ValueError", "ValueError", "ValueError"]
+    assert len(good[0].tokens) == 16
+
+
+def test_a_cancelled_call_frees_its_requests(generator):
+    ((busy, good),) = generator.run(played, cancelled_call)
+    assert not busy
+    assert len(good[0].tokens) == 4
+
+
+def test_a_failure_in_the_thread_reaches_serve_and_everyone_who_waits(generator):
+    (errors,) = generator.run(played, failing_pull, pull=("raise", None))
+    assert errors == ["serve: no such version 7", "generate: no such version 7", "pull: no such version 7",
+                      "later: no such version 7"]  # fmt: skip
+
+
+def test_close_ends_serve_and_fails_what_is_pending(generator):
+    ((served, pending, later),) = generator.run(played, closed_while_generating)
+    assert served is None
+    assert pending == "RunError: the generation loop was closed"
+    assert later == "RunError: the generation loop is closed"
+
+
+def test_an_engine_that_does_not_start_fails_start_and_serve():
+    async def scenario():
+        from rl.generation.loop import EngineLoop
+
+        def broken():
+            raise RunError("no memory")
+
+        loop = EngineLoop(broken, lambda engine, version: None)
+        with pytest.raises(RunError, match="no memory"):
+            await loop.start()
+        with pytest.raises(RunError, match="no memory"):
+            await loop.serve()
+        with pytest.raises(RunError, match="no memory"):
+            await loop.generate([request("r")])
+        await loop.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_idle_loops_sleep(generator):
+    (cpu_s,) = generator.run(played, idle)
+    assert cpu_s < 0.2
+
+
+# Run on the rank, with its loop.
+
+
+async def concurrent_calls(loop):
+    finished = []
+
+    async def one(name, requests):
+        completions = await loop.generate(requests)
+        finished.append(name)
+        return completions
+
+    long, short = await asyncio.gather(
+        one("long", [request("a", max_tokens=30), request("b", max_tokens=20)]),
+        one("short", [request("c", max_tokens=2)]),
+    )
+    return long, short, finished
+
+
+async def lone_call(loop, requests):
+    return await loop.generate(requests)
+
+
+async def pull_in_flight(loop):
+    generating = asyncio.create_task(loop.generate([request("r", max_tokens=200)]))
+    while not await loop.run_between_steps(lambda engine: engine.busy):
+        pass
+    await loop.pull(2)
+    return await generating
+
+
+async def bad_requests(loop):
+    good = asyncio.create_task(loop.generate([request("good")]))
+    await asyncio.sleep(0)
+    bad = await asyncio.gather(
+        loop.generate([request("fine"), request("long", max_tokens=1000)]),
+        loop.generate([request("good")]),
+        loop.generate([request("twin"), request("twin")]),
+        return_exceptions=True,
+    )
+    return [type(error).__name__ for error in bad], await good
+
+
+async def cancelled_call(loop):
+    generating = asyncio.create_task(loop.generate([request("r", max_tokens=250), request("s", max_tokens=250)]))
+    while not await loop.run_between_steps(lambda engine: engine.busy):
+        pass
+    generating.cancel()
+    await asyncio.wait([generating])
+    again = await loop.generate([request("r", max_tokens=4)])
+    return await loop.run_between_steps(lambda engine: engine.busy), again
+
+
+async def failing_pull(loop):
+    waiting = {
+        "serve": loop.serve(),
+        "generate": loop.generate([request("r", max_tokens=250)]),
+        "pull": loop.pull(7),
+    }
+    errors = await asyncio.gather(*waiting.values(), return_exceptions=True)
+    try:
+        await loop.generate([request("later")])
+    except RuntimeError as error:
+        errors.append(error)
+    return [f"{who}: {error}" for who, error in zip([*waiting, "later"], errors, strict=True)]
+
+
+async def closed_while_generating(loop):
+    serving = asyncio.create_task(loop.serve())
+    generating = asyncio.create_task(loop.generate([request("r", max_tokens=250)]))
+    await asyncio.sleep(0)
+    await loop.close()
+    errors = []
+    for pending in (generating, loop.generate([request("s")])):
+        try:
+            await pending
+        except RunError as error:
+            errors.append(f"RunError: {error}")
+    return await serving, *errors
+
+
+async def idle(loop):
+    import time
+
+    before = time.process_time()
+    await asyncio.sleep(3)
+    return time.process_time() - before

@@ -1,0 +1,106 @@
+"""Two ranks are one generator: the same log-probs, one order of commands, nothing left behind."""
+
+import asyncio
+import time
+
+import pytest
+from conftest import TIED_FUSED, error, start
+from generation_ranks import generate, named_shm, push, request
+from loop_scenarios import played
+from test_generation_engine import PROMPTS, asked, swap_in_flight
+
+from rl.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    ranks = start(TIED_FUSED, tp=2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def generators(two_ranks, policy):
+    two_ranks.run(push, policy.weights, 1)
+    return two_ranks
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_of_two_ranks_are_torchtitans(generators, policy, temperature):
+    first, second = generators.run(generate, asked(max_tokens=40, temperature=temperature))
+    assert first == second
+    for prompt, completion in zip(PROMPTS, first, strict=True):
+        assert error(policy, prompt, completion, temperature) <= 1e-5
+
+
+def test_weights_swap_on_all_ranks_between_the_same_steps(generators, policy, other_policy):
+    first, second = generators.run(swap_in_flight, [request("r", max_tokens=30)], other_policy.weights, 10)
+    assert first == second
+    assert first[0].versions == [1] * 10 + [2] * 20
+
+
+def test_shared_memory_of_live_ranks_has_no_name_to_leak(generators):
+    """A name would outlive a killed rank; mapped but unlinked memory cannot."""
+    assert [born["named_shared_memory"] for born in generators.at_birth] == [[], []]
+    assert generators.run(mapped_segments) == [True, True]
+
+
+def test_the_leaders_commands_reach_every_rank_in_order(generators, other_policy):
+    (completions, waited), follower = generators.run(played, lead_or_follow, pull=("weights", other_policy.weights))
+    assert [len(c.tokens) for c in completions] == [200, 4, 16]
+    assert set(completions[0].versions) == {1, 2}
+    assert completions[2].versions == [2] * 16
+    assert waited < 0.2  # CPU seconds of an idle pair
+    assert follower == ["RunError", "RunError"]
+
+
+def test_a_rank_that_cannot_pull_ends_its_peers(generators, other_policy):
+    """Last of this file: the engines are closed by their failed loops."""
+    leader, follower = generators.run(played_unequally, other_policy.weights)
+    assert follower == ["serve: no such version 2"]
+    assert {who.split(": ")[0] for who in leader} == {"serve", "generate", "pull"}
+    assert len({who.split(": ", 1)[1] for who in leader}) == 1
+
+
+def test_a_degree_that_does_not_divide_the_model_is_refused():
+    from rl.generation.config import GeneratorConfig
+    from rl.generation.engine import GenerationEngine
+
+    with pytest.raises(ConfigError, match="generator.tensor_parallel_degree is 3; .* allowed are \\[1, 2\\]"):
+        GenerationEngine(GeneratorConfig(tensor_parallel_degree=3), TIED_FUSED, seed=0)
+
+
+# Run on the ranks.
+
+
+def mapped_segments(engine):
+    with open("/proc/self/maps") as maps:
+        return "cpushm" in maps.read() and named_shm() == []
+
+
+async def lead_or_follow(loop):
+    if not await loop.run_between_steps(lambda engine: engine.leads):
+        refused = await asyncio.gather(loop.generate([request("x")]), loop.pull(2), return_exceptions=True)
+        await asyncio.wait_for(loop.serve(), 120)
+        return [type(each).__name__ for each in refused]
+    long = asyncio.create_task(loop.generate([request("a", max_tokens=200)]))
+    (short,) = await loop.generate([request("b", max_tokens=4)])
+    await loop.pull(2)
+    (after,) = await loop.generate([request("c")])
+    completions = [*await long, short, after]
+    before = time.process_time()
+    await asyncio.sleep(3)
+    return completions, time.process_time() - before
+
+
+async def until_it_fails(loop, leads):
+    waiting = {"serve": loop.serve()}
+    if leads:
+        waiting |= {"generate": loop.generate([request("r", max_tokens=200)]), "pull": loop.pull(2)}
+    errors = await asyncio.wait_for(asyncio.gather(*waiting.values(), return_exceptions=True), 60)
+    return [f"{who}: {error}" for who, error in zip(waiting, errors, strict=True)]
+
+
+def played_unequally(engine, weights):
+    pull = ("weights", weights) if engine.leads else ("raise", None)
+    return played(engine, until_it_fails, engine.leads, pull=pull, keep_engine=False)

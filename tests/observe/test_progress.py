@@ -1,0 +1,107 @@
+import io
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from rl.observe.progress import Progress, duration, sparkline, time_shares
+from tests.observe.rows import make_rows
+
+
+def run(count, *, terminal=False, quiet=False, rows=None, **options):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=120, quiet=quiet, highlight=False)
+    with Progress(count, quiet=quiet, console=console, **options) as progress:
+        progress.stage("starting trainer on 4 ranks…")
+        for row in rows or make_rows(count):
+            progress.update(row)
+        progress.note("run folder: runs/x")
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+
+
+def steps_shown(output):
+    return [int(step) for step in re.findall(r"^step (\d+)/", output, flags=re.M)]
+
+
+def test_off_a_terminal_there_is_a_line_for_first_last_and_every_tenth():
+    assert steps_shown(run(100)) == [1, *range(10, 101, 10)]
+    assert steps_shown(run(3)) == [1, 2, 3]
+
+
+def test_off_a_terminal_slow_runs_still_say_something(monkeypatch):
+    now = iter(range(0, 100_000, 61))
+    monkeypatch.setattr("rl.observe.progress.time.monotonic", lambda: next(now))
+    assert len(steps_shown(run(100))) == 100
+
+
+def test_a_plain_line_says_what_matters():
+    output = run(10)
+    assert "starting trainer on 4 ranks…" in output
+    assert "run folder: runs/x" in output
+    line = next(line for line in output.splitlines() if line.startswith("step 5/10"))
+    assert "reward 0.444 · exact 50% · 1,234 tok/s · generate 50% train 30%" in line
+    assert "push" not in line
+    assert re.search(r"(9|10)s left", line)
+
+
+def test_a_terminal_shows_bar_sparkline_and_time_left():
+    output = run(30, terminal=True)
+    assert "starting trainer on 4 ranks…" in output
+    assert "step 30/30" in output
+    assert "━" * 40 in output
+    assert "▁▁▂" in output
+    assert "reward 1.000" in output
+    assert "run folder: runs/x" in output
+
+
+def test_a_narrow_terminal_gets_no_more_than_two_lines():
+    out = io.StringIO()
+    progress = Progress(30, quiet=False, console=Console(file=out, force_terminal=True, width=50))
+    progress.update(make_rows(30)[9])
+    progress.console.print(progress._render())
+    assert len(out.getvalue().splitlines()) == 2
+
+
+def test_a_step_that_is_done_takes_the_place_of_the_stage():
+    out = io.StringIO()
+    progress = Progress(30, quiet=False, console=Console(file=out, force_terminal=True, width=120))
+    progress.stage("warming up…")
+    progress.update(make_rows(30)[9])
+    out.truncate(0)
+    progress.console.print(progress._render())
+    assert "step" in out.getvalue()
+    assert "warming up…" not in out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_quiet_shows_nothing(terminal):
+    assert run(10, terminal=terminal, quiet=True) == ""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_resumed_run_goes_on_where_it_was(terminal):
+    assert "step 30/30" in run(30, terminal=terminal, resumed_from=20, rows=make_rows(30)[20:])
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_metrics_that_are_missing_or_not_finite_do_not_stop_the_show(terminal):
+    output = run(2, terminal=terminal, rows=[{"step": 1}, {"step": 2, "reward/mean": math.nan}])
+    assert "step 2/2" in output
+
+
+def test_sparkline_spans_least_to_greatest():
+    assert sparkline([0.0, 0.5, 1.0], 8) == "▁▅█"
+    assert sparkline([3.0, 3.0], 8) == "▁▁"
+    assert sparkline([], 8) == ""
+    assert len(sparkline([float(value) for value in range(1000)], 24)) == 24
+
+
+def test_time_shares_leave_out_what_does_not_matter():
+    assert time_shares(make_rows(1)[0]) == "generate 50% train 30%"
+    assert time_shares({"step": 1}) == ""
+
+
+def test_durations_are_short():
+    shown = [duration(seconds) for seconds in (0.4, 59, 188, 7500, 273_600)]
+    assert shown == ["0s", "59s", "3m 08s", "2h 05m", "3d 04h"]

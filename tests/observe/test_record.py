@@ -1,0 +1,132 @@
+import json
+import math
+
+import pytest
+
+from rl.errors import RunError
+from rl.observe.record import RunRecord
+from rl.types import Completion, Prompt, Rollout
+
+
+def make_rollout(ordinal):
+    return Rollout(
+        prompt=Prompt(ordinal=ordinal, tokens=[4, 9], text="copy 3", answer="3"),
+        sample=1,
+        completion=Completion(tokens=[9, 2], logprobs=[-0.5, float("-inf")], versions=[6, 7], finish_reason="stop"),
+        text="3",
+        reward=1.0,
+        metrics={"format": 1.0},
+    )
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def refuse_constant(name):
+    raise AssertionError(f"{name} is not JSON")
+
+
+@pytest.fixture
+def record(tmp_path):
+    return RunRecord(tmp_path / "run")
+
+
+def fill(record, steps):
+    for step in range(1, steps + 1):
+        record.append_metrics({"step": step, "reward/mean": step / 10})
+        record.append_rollouts(step, [make_rollout(2 * step), make_rollout(2 * step + 1)])
+
+
+def test_the_folder_has_the_promised_layout(record):
+    record.write_config({"model": {"dim": 64}})
+    fill(record, 1)
+    record.write_summary({"steps": 1})
+    record.write_failure({"error": "x"})
+    assert {path.name for path in record.folder.iterdir()} == {
+        *("config.json", "metrics.jsonl", "rollouts.jsonl", "checkpoints", "logs", "summary.json", "failure.json")
+    }
+    assert json.loads((record.folder / "config.json").read_text()) == {"model": {"dim": 64}}
+
+
+def test_metrics_read_back_as_written(record):
+    assert record.read_metrics() == []
+    fill(record, 3)
+    assert record.read_metrics() == [{"step": step, "reward/mean": step / 10} for step in (1, 2, 3)]
+
+
+def test_a_rollout_keeps_all_that_is_needed_to_replay_it(record):
+    record.append_rollouts(5, [make_rollout(17)])
+    [row] = lines(record.rollouts_path)
+    assert (row["step"], row["ordinal"], row["sample"], row["completion"], row["reward"]) == (5, 17, 1, "3", 1.0)
+    assert (row["prompt_tokens"], row["tokens"], row["versions"]) == ([4, 9], [9, 2], [6, 7])
+    assert row["logprobs"] == [-0.5, None]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_written_as_null(record, value):
+    record.append_metrics({"step": 1, "loss/mean": value, "parts": [value, 1.0]})
+    record.write_summary({"deep": {"loss": value}})
+    for path in (record.metrics_path, record.folder / "summary.json"):
+        json.loads(path.read_text(), parse_constant=refuse_constant)
+    assert lines(record.metrics_path) == [{"step": 1, "loss/mean": None, "parts": [None, 1.0]}]
+    assert math.isnan(record.read_metrics()[0]["loss/mean"])
+
+
+def test_metrics_without_a_step_are_refused(record):
+    with pytest.raises(KeyError):
+        record.append_metrics({"reward/mean": 1.0})
+
+
+def test_a_last_line_torn_by_a_kill_is_passed_over_and_dropped(record):
+    fill(record, 3)
+    with record.metrics_path.open("a") as file:
+        file.write('{"step": 4, "rew')
+    assert [row["step"] for row in RunRecord(record.folder).read_metrics()] == [1, 2, 3]
+    record.drop_after(3)
+    record.append_metrics({"step": 4})
+    assert [row["step"] for row in lines(record.metrics_path)] == [1, 2, 3, 4]
+
+
+def test_a_broken_line_in_the_middle_is_named(record):
+    record.metrics_path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(RunError, match=r"metrics.jsonl line 2: not JSON"):
+        record.read_metrics()
+
+
+@pytest.mark.parametrize("step", [0, 2, 5, 9])
+def test_resuming_forgets_what_came_after_the_checkpoint(record, step):
+    fill(record, 5)
+    record.write_summary({})
+    record.write_failure({})
+    record.drop_after(step)
+    kept = list(range(1, min(step, 5) + 1))
+    assert [row["step"] for row in lines(record.metrics_path)] == kept
+    assert [row["step"] for row in lines(record.rollouts_path)] == [number for number in kept for _ in range(2)]
+    assert not (record.folder / "failure.json").exists()
+    assert not (record.folder / "summary.json").exists()
+
+
+def test_resuming_before_anything_was_written_is_fine(record):
+    record.drop_after(0)
+    assert record.read_metrics() == []
+
+
+def test_a_full_disk_is_named_with_its_file(record):
+    record.metrics_path.symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"metrics.jsonl: cannot be written: No space left on device"):
+        record.append_metrics({"step": 1})
+
+
+def test_a_write_that_fails_leaves_the_old_file_whole(record):
+    record.write_summary({"steps": 1})
+    (record.folder / "summary.json.tmp").symlink_to("/dev/full")
+    with pytest.raises(RunError, match="summary.json"):
+        record.write_summary({"steps": 2})
+    assert json.loads((record.folder / "summary.json").read_text()) == {"steps": 1}
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(RunError, match="run/checkpoints"):
+        RunRecord(tmp_path / "run")

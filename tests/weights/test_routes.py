@@ -1,0 +1,97 @@
+"""Routes cover every element once, or say which parameter is not covered."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl.model.parts import Box, Part
+from rl.weights.digest import merge_digests, part_digest
+from rl.weights.routes import Shard, plan_routes, shards_of
+
+
+def cut(shape: tuple[int, ...], dim: int | None, parts: int, index: int) -> Box:
+    if dim is None:
+        return Box((0,) * len(shape), shape)
+    size = -(-shape[dim] // parts)
+    low, high = min(index * size, shape[dim]), min((index + 1) * size, shape[dim])
+    offset = tuple(low if d == dim else 0 for d in range(len(shape)))
+    return Box(offset, tuple(high - low if d == dim else n for d, n in enumerate(shape)))
+
+
+@given(
+    rows=st.integers(1, 13),
+    columns=st.integers(1, 13),
+    source_dim=st.sampled_from([None, 0, 1]),
+    sources=st.integers(1, 5),
+    dim=st.sampled_from([None, 0, 1]),
+    readers=st.integers(1, 4),
+)
+def test_routes_carry_every_element_to_its_place(rows, columns, source_dim, sources, dim, readers):
+    shape = (rows, columns)
+    whole = torch.arange(rows * columns).view(shape)
+    full = Box.whole(shape)
+    boxes = [cut(shape, source_dim, sources, rank) for rank in range(sources)]
+    held = [shards_of({"w": Part(whole, shape, box)}) for box in boxes]
+    for reader in range(readers):
+        box = cut(shape, dim, readers, reader)
+        out = torch.full(box.shape, -1)
+        for route in plan_routes(held, {"w": Part(out, shape, box)}, reader=reader):
+            part = whole[route.shard.box.slices_in(full)][route.box.slices_in(route.shard.box)]
+            out[route.box.slices_in(box)] = part
+        assert torch.equal(out, whole[box.slices_in(full)])
+
+
+def test_replicas_are_read_from_different_sources():
+    shape = (4, 4)
+    full = Box.whole(shape)
+    names = ["a", "b", "c", "d"]
+    parts = {name: Part(torch.zeros(shape), shape, full) for name in names}
+    routes = plan_routes([shards_of(parts) for _ in range(4)], parts, reader=0)
+    assert {route.source for route in routes} == {0, 1, 2, 3}
+    assert len(routes) == 4
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([Shard("w", (4, 2), Box((0, 0), (3, 2)), 0)], "parameter w: 6 of 8 elements are covered"),
+        (
+            [Shard("w", (4, 2), Box((0, 0), (3, 2)), 0), Shard("w", (4, 2), Box((2, 0), (2, 2)), 0)],
+            "parameter w: the trainer's shards overlap",
+        ),
+        ([Shard("w", (4, 3), Box((0, 0), (4, 3)), 0)], "parameter w is"),
+        ([Shard("v", (4, 2), Box((0, 0), (4, 2)), 0)], "parameter v of the trainer has no place"),
+        ([], "parameter w of the generator is held by no trainer rank"),
+    ],
+)
+def test_what_cannot_be_routed_is_refused_by_name(shards, message):
+    with pytest.raises(ValueError, match=message):
+        plan_routes(
+            [[shard] for shard in shards], {"w": Part(torch.zeros(4, 2), (4, 2), Box((0, 0), (4, 2)))}, reader=0
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_digest_does_not_depend_on_the_cut_and_sees_every_bit_and_swap(dtype):
+    whole = torch.randn(6, 10).to(dtype)
+    shape = tuple(whole.shape)
+    full = Box.whole(shape)
+
+    def digest(tensor: torch.Tensor, dim: int, parts: int) -> dict[str, str]:
+        boxes = [cut(shape, dim, parts, i) for i in range(parts)]
+        return merge_digests({"w": (b, part_digest(Part(tensor[b.slices_in(full)], shape, b)))} for b in boxes)
+
+    expected = digest(whole, 0, 1)
+    assert digest(whole, 0, 3) == digest(whole, 1, 5) == expected
+    flipped = whole.clone()
+    flipped[3, 4] = torch.nextafter(flipped[3, 4], torch.tensor(9e9, dtype=dtype))
+    assert digest(flipped, 0, 2) != expected
+    swapped = whole[[1, 0, 2, 3, 4, 5]]
+    assert digest(swapped, 1, 2) != expected
+
+
+def test_replicas_that_differ_are_named():
+    box = Box((0,), (4,))
+    with pytest.raises(ValueError, match="parameter w: two ranks hold different values"):
+        merge_digests([{"w": (box, 1)}, {"w": (box, 2)}])

@@ -45,9 +45,10 @@ class Generator(Actor):
         await self._loop.serve()
 
     @concurrent_endpoint
-    async def connect(self, segments: list[Segment]) -> None:
+    async def connect(self, segments: list[Segment], first_reader: int) -> None:
+        reader = first_reader + self._rank
         self._subscriber = await self._loop.run_between_steps(
-            lambda engine: Subscriber(segments, self._parts(engine), reader=self._rank)
+            lambda engine: Subscriber(segments, self._parts(engine), reader=reader)
         )
 
     @concurrent_endpoint
@@ -106,9 +107,9 @@ class GeneratorMesh:
         await self._group.call("start", deadline=self._start_deadline)
         self._group.watch("serve")
 
-    async def connect(self, segments: list[Segment]) -> None:
-        """Plan the routes out of the trainer's memory."""
-        await self._group.call("connect", segments, deadline=self._deadline)
+    async def connect(self, segments: list[Segment], *, first_reader: int = 0) -> None:
+        """Plan the routes out of the trainer's memory, as its readers ``first_reader`` and following."""
+        await self._group.call("connect", segments, first_reader, deadline=self._deadline)
 
     async def pull_weights(self, version: int) -> None:
         """Generate with ``version``, which the trainer has pushed, from here on."""

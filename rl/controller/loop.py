@@ -124,7 +124,8 @@ class Controller:
         self.progress.stage("exporting the policy")
         export = self.record.folder / "export"
         await self.trainer.export_hf(export)
-        self.task.tokenizer.save_pretrained(export)
+        if self.config.model.hf_path is None:  # else the export has the original files
+            self.task.tokenizer.save_pretrained(export)
         return {
             "steps": self.state.step,
             "policy_version": self.trainer.version,

@@ -146,10 +146,13 @@ class GenerationEngine:
         dist.broadcast_object_list(shared, src=group.ranks[0], group=group.cpu_group)
         return shared[0]
 
-    def barrier(self) -> None:
-        """Wait until every rank of the group is here. Raises RuntimeError when a peer has gone."""
-        if self._group.world_size > 1:
-            dist.barrier(group=self._group.cpu_group)
+    def agree(self, done: bool) -> bool:
+        """Whether every rank of the group says ``done``. Raises RuntimeError when a peer has gone."""
+        if self._group.world_size == 1:
+            return done
+        vote = torch.tensor(int(done))
+        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group.cpu_group)
+        return bool(vote)
 
     def close(self) -> None:
         """Free the model, the KV cache and the process groups; peers still in a collective fail at once."""

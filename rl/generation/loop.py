@@ -62,8 +62,8 @@ class EngineLoop:
         await loop.close()
 
     The first exception in the thread ends the loop, fails all that is pending, and is raised by ``serve``. A rank
-    that fails while it pulls ends its peers too. One that fails within a step leaves them inside a collective: the
-    owner of the group must end their processes.
+    that fails to pull ends its peers too. One that fails within a step may leave them inside that step's collectives:
+    the owner of the group must end their processes.
     """
 
     def __init__(
@@ -197,11 +197,13 @@ class EngineLoop:
                 done.set_exception(error or RunError("the generation loop was closed"))
 
     def _turn(self, engine: GenerationEngine) -> None:
-        """Commands, visits, one step; again and again until told to close."""
+        """Visits, commands, one step; again and again until told to close."""
         with self._changed:
             self._engine = engine
         while True:
             asked, visits = self._take(engine)
+            for fn, done in visits:
+                _settle(done, fn(engine))
             commands = engine.share([command for command, _ in asked])
             for command in commands:
                 if isinstance(command, Close):
@@ -210,8 +212,6 @@ class EngineLoop:
             for _, done in asked:
                 if done is not None:
                     _settle(done, None)
-            for fn, done in visits:
-                _settle(done, fn(engine))
             if engine.busy:
                 for request_id, completion in engine.step():
                     self._deliver(request_id, completion)
@@ -233,9 +233,19 @@ class EngineLoop:
             case Abort(request_ids):
                 engine.abort(request_ids)
             case Pull(version):
-                self._pull(engine, version)
-                engine.barrier()  # a peer that could not pull ends this rank here, not inside the next step
-                engine.weights_changed(version)
+                self._pull_everywhere(engine, version)
+
+    def _pull_everywhere(self, engine: GenerationEngine, version: int) -> None:
+        """No rank goes on to the next step, and waits there for ever, unless all have the weights."""
+        pulled = False
+        try:
+            self._pull(engine, version)
+            pulled = True
+        finally:
+            everywhere = engine.agree(pulled)
+        if not everywhere:
+            raise RunError(f"another rank of this generator could not pull policy version {version}")
+        engine.weights_changed(version)
 
     def _deliver(self, request_id: str, completion: Completion) -> None:
         with self._changed:

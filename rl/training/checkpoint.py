@@ -17,6 +17,8 @@ from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 from rl.model.shape import QWEN3_NORM_EPS, ModelConfig, ModelShape, shape_of
 from rl.training.engine import TrainingEngine
 
+DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
+
 
 class _TrainState(Stateful):
     """What is neither weight nor optimizer: the policy version, and the controller's own state.
@@ -84,8 +86,18 @@ class Checkpointer:
         self._manager.dcp_save(weights, checkpoint_id=folder, async_mode=AsyncMode.DISABLED, to_hf=True)
         if dist.get_rank() == 0:
             shutil.rmtree(Path(folder) / "sharded", ignore_errors=True)  # what the export was merged from
-            (Path(folder) / "config.json").write_text(json.dumps(_hf_config(self.shape, self.hf_path), indent=2))
+            self._describe(Path(folder))
         dist.barrier()
+
+    def _describe(self, folder: Path) -> None:
+        """Put config, tokenizer and templates of the original model beside the weights, or a config of our own."""
+        if self.hf_path is None:
+            (folder / "config.json").write_text(json.dumps(_hf_config(self.shape), indent=2))
+            return
+        for pattern in DESCRIPTIONS:
+            for path in Path(self.hf_path).glob(pattern):
+                if not path.name.endswith(".safetensors.index.json"):
+                    shutil.copy(path, folder)
 
     def close(self) -> None:
         """Wait for saves under way and stop the manager's threads."""
@@ -93,9 +105,7 @@ class Checkpointer:
         self._manager.close()
 
 
-def _hf_config(shape: ModelShape, hf_path: str | None) -> dict[str, Any]:
-    if hf_path is not None:
-        return json.loads((Path(hf_path) / "config.json").read_text())
+def _hf_config(shape: ModelShape) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

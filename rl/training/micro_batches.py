@@ -75,13 +75,14 @@ def _pad(batch: Batch, rows: list[int], multiple_of: int) -> MicroBatch:
         return out
 
     tokens = rectangle(part.tokens)
+    positions = torch.arange(width).clamp(max=max(lengths) - 1)  # padding may pass the model's longest sequence
     weights = rectangle(part.weights)[:, 1:]
     return MicroBatch(
         rows=rows,
         lengths=lengths,
         tokens=tokens[:, :-1].contiguous(),
         targets=tokens[:, 1:].contiguous(),
-        positions=torch.arange(width).expand(len(lengths), width).contiguous(),
+        positions=positions.expand(len(lengths), width).contiguous(),
         weights=weights.contiguous() if rows else torch.zeros_like(weights),
         columns={name: rectangle(values)[:, 1:].contiguous() for name, values in part.columns.items()},
     )

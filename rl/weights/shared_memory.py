@@ -15,7 +15,7 @@ from rl.weights.routes import Route, Shard, plan_routes, shards_of
 
 HEADER_BYTES = 4096
 SLOTS = 2
-_SEQUENCE, _ACKNOWLEDGED = 0, 8  # header fields, int64: one sequence a slot, one version a reader
+_SEQUENCE, _ACKNOWLEDGED = 0, 8  # header fields, int64: one sequence a slot, one version + 1 a reader
 MAX_READERS = HEADER_BYTES // 8 - _ACKNOWLEDGED
 
 
@@ -81,7 +81,7 @@ class Publisher:
         held = (int(self._header[_SEQUENCE + version % SLOTS]) - 2) // 2
         deadline = time.monotonic() + timeout
         while self._header[_SEQUENCE + version % SLOTS]:
-            behind = [r for r in range(self._readers) if self._header[_ACKNOWLEDGED + r] < held]
+            behind = [r for r in range(self._readers) if self._header[_ACKNOWLEDGED + r] <= held]
             if not behind:
                 return
             if time.monotonic() > deadline:
@@ -125,13 +125,14 @@ class Subscriber:
             destination.copy_(source)
         self._check(version, "during")
         for header in self._headers:
-            header[_ACKNOWLEDGED + self._reader] = version
+            header[_ACKNOWLEDGED + self._reader] = version + 1
 
     def _check(self, version: int, when: str) -> None:
         for rank, header in enumerate(self._headers):
             sequence = int(header[_SEQUENCE + version % SLOTS])
             if sequence != 2 * version + 2:
-                holds = "is being written" if sequence % 2 else f"holds version {sequence // 2 - 1}"
+                held = f"version {sequence // 2 - 1}" if sequence else "nothing"
+                holds = "is being written" if sequence % 2 else f"holds {held}"
                 raise RunError(f"pull of version {version}: {when} the copy, the slot of trainer rank {rank} {holds}")
 
 

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from generation_ranks import generate, request
-from loop_scenarios import played
 
 from rl.errors import RunError
+from tests.generation.ranks import generate, request
+from tests.generation.scenarios import played
 
 
 def test_concurrent_calls_each_get_their_own_in_order(generator):

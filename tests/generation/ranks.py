@@ -58,6 +58,13 @@ class GeneratorRanks:
                 raise value
         return [value for _, value in replies]
 
+    def rebuild(self, model: ModelConfig) -> None:
+        """Close the engine of every rank and build one for ``model`` in the same processes, at a fresh port."""
+        port = free_port()
+        for pipe in self.pipes:
+            pipe.send((GeneratorRanks.rebuild, (model, port), {}))
+        self._replies()
+
     def close(self):
         """End every rank in good order; leave no process behind whatever happens."""
         for pipe in self.pipes:
@@ -97,6 +104,12 @@ def host(pipe, config: GeneratorConfig, model: ModelConfig) -> None:
     while (task := pipe.recv()) is not None:
         fn, args, kwargs = task
         try:
+            if fn is GeneratorRanks.rebuild:
+                engine.close()
+                os.environ["MASTER_PORT"] = str(args[1])
+                engine = GenerationEngine(config, args[0], seed=0)
+                pipe.send(("done", None))
+                continue
             pipe.send(("done", fn(engine, *args, **kwargs)))
         except Exception as error:
             pipe.send(("raised", error))

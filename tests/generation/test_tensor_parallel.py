@@ -4,25 +4,12 @@ import asyncio
 import time
 
 import pytest
-from conftest import TIED_FUSED, error, start
-from generation_ranks import generate, named_shm, push, request
-from loop_scenarios import played
-from test_generation_engine import PROMPTS, asked, swap_in_flight
 
 from rl.errors import ConfigError
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    ranks = start(TIED_FUSED, tp=2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture
-def generators(two_ranks, policy):
-    two_ranks.run(push, policy.weights, 1)
-    return two_ranks
+from tests.generation.policies import TIED_FUSED, UNTIED_SPLIT, Policy, error
+from tests.generation.ranks import generate, named_shm, push, request
+from tests.generation.scenarios import played
+from tests.generation.test_engine import PROMPTS, asked, swap_in_flight
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -54,12 +41,22 @@ def test_the_leaders_commands_reach_every_rank_in_order(generators, other_policy
     assert follower == ["RunError", "RunError"]
 
 
+def test_two_ranks_of_untied_and_unfused_weights_agree_with_torchtitan(two_ranks):
+    policy = Policy(UNTIED_SPLIT, seed=2)
+    two_ranks.rebuild(UNTIED_SPLIT)
+    two_ranks.run(push, policy.weights, 1)
+    first, second = two_ranks.run(generate, asked(max_tokens=40))
+    two_ranks.rebuild(TIED_FUSED)
+    assert first == second
+    assert max(error(policy, p, c) for p, c in zip(PROMPTS, first, strict=True)) <= 1e-5
+
+
 def test_a_rank_that_cannot_pull_ends_its_peers(generators, other_policy):
     """Last of this file: the engines are closed by their failed loops."""
     leader, follower = generators.run(played_unequally, other_policy.weights)
     assert follower == ["serve: no such version 2"]
-    assert {who.split(": ")[0] for who in leader} == {"serve", "generate", "pull"}
-    assert len({who.split(": ", 1)[1] for who in leader}) == 1
+    cause = "another rank of this generator could not pull policy version 2"
+    assert leader == [f"{who}: {cause}" for who in ("serve", "generate", "pull")]
 
 
 def test_a_degree_that_does_not_divide_the_model_is_refused():

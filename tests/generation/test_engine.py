@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
-from conftest import UNTIED_SPLIT, Policy, error, start
-from generation_ranks import finish, generate, push, request, write
 
 from rl.errors import RunError
+from tests.generation.policies import TIED_FUSED, UNTIED_SPLIT, Policy, error
+from tests.generation.ranks import finish, generate, push, request, write
 
 PROMPTS = [[5], list(range(1, 20)), [7] * 40, list(range(60, 0, -1)) * 2]
 
@@ -26,13 +26,13 @@ def test_logprobs_are_of_the_distribution_sampled_from(generator, policy, temper
         assert completion.finish_reason == "length"
 
 
-def test_untied_and_unfused_weights_give_the_same_logprobs_as_torchtitan():
+def test_untied_and_unfused_weights_give_the_same_logprobs_as_torchtitan(one_rank):
     policy = Policy(UNTIED_SPLIT, seed=2)
     assert "lm_head.weight" in policy.weights
-    ranks = start(UNTIED_SPLIT, tp=1)
-    ranks.run(push, policy.weights, 1)
-    (completions,) = ranks.run(generate, asked(max_tokens=40))
-    ranks.close()
+    one_rank.rebuild(UNTIED_SPLIT)
+    one_rank.run(push, policy.weights, 1)
+    (completions,) = one_rank.run(generate, asked(max_tokens=40))
+    one_rank.rebuild(TIED_FUSED)
     assert max(error(policy, p, c) for p, c in zip(PROMPTS, completions, strict=True)) <= 1e-5
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from generation_ranks import DEADLINE_S, write
+from tests.generation.ranks import DEADLINE_S, write
 
 
 class Borrowed:

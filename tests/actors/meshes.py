@@ -1,0 +1,115 @@
+"""Real meshes whose ranks also hand out their parameters, which no actor of Tiller does."""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import torch
+from monarch.actor import concurrent_endpoint, endpoint
+
+import rl.actors.generator as generator_module
+import rl.actors.trainer as trainer_module
+from rl.actors.generator import Generator, GeneratorMesh
+from rl.actors.group import Supervisor
+from rl.actors.trainer import PolicyTrainer, TrainerMesh
+from rl.generation.config import GeneratorConfig
+from rl.model.parts import Box, Part, Parts
+from rl.model.shape import ModelConfig
+from rl.training.config import TrainerConfig, default_adamw
+
+DEADLINE = 120.0
+
+
+class OpenTrainer(PolicyTrainer):
+    @endpoint
+    async def parts(self) -> Parts:
+        return {name: part._replace(tensor=part.tensor.clone()) for name, part in self.engine.parts().items()}
+
+
+class OpenGenerator(Generator):
+    @concurrent_endpoint
+    async def parts(self) -> Parts:
+        parts = await self._loop.run_between_steps(self._parts)
+        return {name: part._replace(tensor=part.tensor.clone()) for name, part in parts.items()}
+
+
+class Meshes:
+    """Starts meshes on one event loop and ends them all at exit."""
+
+    def __init__(self, folder: Path):
+        self._runner = asyncio.Runner()
+        self._folder = folder
+        self._supervisor = self._runner.run(self._make_supervisor())
+        self._meshes: list[Any] = []
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._runner.run(work)
+
+    async def trainer(self, config: TrainerConfig, model: ModelConfig, *, steps: int = 10) -> TrainerMesh:
+        mesh = TrainerMesh(config, model, self._supervisor, folder=self._folder, **deadlines())
+        self._meshes.append(mesh)
+        trainer_module.PolicyTrainer, kept = OpenTrainer, trainer_module.PolicyTrainer
+        try:
+            await mesh.start(seed=0, steps=steps)
+        finally:
+            trainer_module.PolicyTrainer = kept
+        return mesh
+
+    async def generator(self, config: GeneratorConfig, model: ModelConfig) -> GeneratorMesh:
+        mesh = GeneratorMesh(config, model, self._supervisor, folder=self._folder, **deadlines())
+        self._meshes.append(mesh)
+        generator_module.Generator, kept = OpenGenerator, generator_module.Generator
+        try:
+            await mesh.start(seed=0)
+        finally:
+            generator_module.Generator = kept
+        return mesh
+
+    async def stop(self, *meshes: Any) -> None:
+        for mesh in meshes:
+            self._meshes.remove(mesh)
+            await mesh.close()
+
+    def close(self) -> None:
+        self._supervisor.stop()
+        for mesh in self._meshes:
+            self.run(mesh.stop())
+        self._runner.close()
+
+    async def _make_supervisor(self) -> Supervisor:
+        return Supervisor()
+
+
+def deadlines() -> dict[str, float]:
+    return {"start_deadline": DEADLINE, "deadline": DEADLINE}
+
+
+def trainer_config(*, fsdp: int = 1, tp: int = 1) -> TrainerConfig:
+    config = TrainerConfig(optimizer=default_adamw(lr=1e-2), micro_batch_size=4)
+    config.parallelism.data_parallel_shard_degree = fsdp
+    config.parallelism.tensor_parallel_degree = tp
+    return config
+
+
+async def parts_of(mesh: Any) -> list[Parts]:
+    """Every rank's parameters, by value."""
+    return await mesh._group.call("parts", deadline=DEADLINE)
+
+
+def whole(ranks: list[Parts]) -> dict[str, torch.Tensor]:
+    """The parameters that the ranks' parts make up; every element must be held by someone."""
+    tensors: dict[str, torch.Tensor] = {}
+    for parts in ranks:
+        for name, part in parts.items():
+            tensor = tensors.setdefault(name, torch.full(part.shape, torch.nan, dtype=part.tensor.dtype))
+            place = part.box.slices_in(Box.whole(part.shape))
+            assert_same_or_unset(name, tensor[place], part)
+            tensor[place] = part.tensor
+    assert not any(tensor.isnan().any() for tensor in tensors.values())
+    return tensors
+
+
+def assert_same_or_unset(name: str, known: torch.Tensor, part: Part) -> None:
+    unset = known.isnan()
+    assert torch.equal(known.masked_fill(unset, 0), part.tensor.masked_fill(unset, 0)), f"{name}: ranks disagree"

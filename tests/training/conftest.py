@@ -1,0 +1,52 @@
+"""One rank in pytest's own process; each layout played once, by ranks of their own."""
+
+import pytest
+import torch.distributed as dist
+
+from tests.training.ranks import free_port, on_ranks, rank_environment
+from tests.training.scenes import LAYOUTS, MODELS, play
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lone_rank():
+    """pytest's process is a world of one rank; engines of a module share its process group."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in rank_environment(0, 1, free_port()).items():
+            patch.setenv(name, value)
+        yield
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    return str(tmp_path)
+
+
+@pytest.fixture(params=MODELS)
+def model_name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def played(tmp_path_factory):
+    """Plays a model in a layout, each once a session: (what each rank answered, folder)."""
+    done = {}
+
+    def plays(model: str, layout: str):
+        if (model, layout) not in done:
+            folder = str(tmp_path_factory.mktemp(f"{model}-{layout}"))
+            ranks = LAYOUTS[layout].ranks
+            alone = ranks == 1
+            answers = [play(model, layout, folder)] if alone else on_ranks(ranks, play, model, layout, folder)
+            done[model, layout] = answers, folder
+        return done[model, layout]
+
+    return plays
+
+
+@pytest.fixture
+def alone(played, model_name):
+    """What one rank answers for ``model_name``."""
+    (answer,), _ = played(model_name, "alone")
+    return answer

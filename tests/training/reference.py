@@ -1,0 +1,85 @@
+"""The same mathematics in float64, one sequence at a time, with nothing of Tiller or torchtitan."""
+
+import torch
+
+EPS = 1e-6
+
+
+class Qwen3:
+    """A dense Qwen3 on weights by torchtitan's names; arXiv:2505.09388 and transformers' modeling_qwen3."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], *, n_layers: int, n_heads: int, head_dim: int, theta: float):
+        self.weights = {name: tensor.double().requires_grad_() for name, tensor in weights.items()}
+        self.n_layers, self.n_heads, self.head_dim, self.theta = n_layers, n_heads, head_dim, theta
+
+    def __call__(self, tokens: list[int]) -> torch.Tensor:
+        """Logits [len(tokens), vocabulary]."""
+        embedding = self.weights["tok_embeddings.weight"]
+        x = embedding[tokens]
+        for layer in range(self.n_layers):
+            w = {k.split(".", 2)[2]: v for k, v in self.weights.items() if k.startswith(f"layers.{layer}.")}
+            x = x + self._attend(w, norm(x, w["attention_norm.weight"]))
+            h = norm(x, w["ffn_norm.weight"])
+            gate = h @ w["feed_forward.w1.weight"].T
+            x = x + (gate * gate.sigmoid() * (h @ w["feed_forward.w3.weight"].T)) @ w["feed_forward.w2.weight"].T
+        return norm(x, self.weights["norm.weight"]) @ self.weights.get("lm_head.weight", embedding).T
+
+    def _attend(self, w: dict[str, torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+        length, size = len(h), self.head_dim
+        if "attention.qkv_linear.wqkv.weight" in w:  # by kv group: its queries, its key, its value
+            groups = (h @ w["attention.qkv_linear.wqkv.weight"].T).view(length, -1, size)
+            per_group = self.n_heads // ((groups.shape[1] - self.n_heads) // 2) + 2
+            groups = groups.view(length, -1, per_group, size)
+            q, k, v = groups[:, :, :-2].reshape(length, -1, size), groups[:, :, -2], groups[:, :, -1]
+        else:
+            q, k, v = ((h @ w[f"attention.qkv_linear.w{n}.weight"].T).view(length, -1, size) for n in "qkv")
+        q = self._rotate(norm(q, w["attention.q_norm.weight"]))
+        k = self._rotate(norm(k, w["attention.k_norm.weight"]))
+        k, v = (t.repeat_interleave(self.n_heads // t.shape[1], dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        attended = scores.masked_fill(future, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", attended, v).reshape(length, -1) @ w["attention.wo.weight"].T
+
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+        half = self.head_dim // 2
+        frequency = self.theta ** -(torch.arange(half, dtype=torch.float64) / half)
+        angle = (torch.arange(len(x), dtype=torch.float64).unsqueeze(1) * frequency).unsqueeze(1)
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def per_token(model: Qwen3, tokens: list[int], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each token after the first, and the entropy of the distribution it was drawn from."""
+    probs = (model(tokens)[:-1] / temperature).softmax(-1)
+    return probs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1).log(), -(probs * probs.log()).sum(-1)
+
+
+def loss_sum(model: Qwen3, batch, *, temperature: float, clip: tuple[float, float], entropy_coef: float):
+    """Sum over the batch's tokens of weight times clipped policy loss with entropy bonus."""
+    total, low, high = torch.tensor(0.0, dtype=torch.float64), 1 - clip[0], 1 + clip[1]
+    sizes = batch.lengths.tolist()
+    columns = [batch.tokens, batch.weights, batch.columns["advantages"], batch.columns["behaviour_logprobs"]]
+    for tokens, weights, advantages, behaviour in zip(*(column.split(sizes) for column in columns), strict=True):
+        if len(tokens) == 1:
+            continue
+        logprobs, entropy = per_token(model, tokens.tolist(), temperature)
+        ratio = (logprobs - behaviour[1:].double()).exp()
+        gain = torch.minimum(ratio * advantages[1:], ratio.clamp(low, high) * advantages[1:])
+        total = total - (weights[1:] * (gain + entropy_coef * entropy)).sum()
+    return total
+
+
+def of_scene(weights: dict[str, torch.Tensor]) -> Qwen3:
+    """The reference of the models that the scenes play."""
+    return Qwen3(weights, n_layers=2, n_heads=4, head_dim=8, theta=1e6)
+
+
+def relative_error(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """Largest, over parameters, of the distance over the reference's norm."""
+    assert values.keys() == reference.keys()
+    return max(float((values[name] - wanted).norm() / wanted.norm()) for name, wanted in reference.items())

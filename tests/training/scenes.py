@@ -1,0 +1,243 @@
+"""What the tests have an engine do, in any layout; the same code runs on one rank and on four."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import ParallelismConfig, TrainingConfig
+
+from rl.algorithms.losses import dapo
+from rl.model.shape import ModelConfig
+from rl.training.checkpoint import Checkpointer
+from rl.training.config import TrainerConfig
+from rl.training.engine import TrainingEngine
+from rl.training.logprobs import logprobs_and_entropy
+from rl.types import Batch
+
+# 46 over tensor parallel 2 is 23, which FSDP over 2 then cuts unevenly; 15 is no multiple of any padding.
+SIZES = {"vocab_size": 30, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 46}
+TIED_FUSED = ModelConfig(**SIZES, max_seq_len=15, tie_embeddings=True, fuse_qkv=True)
+UNTIED_SPLIT = ModelConfig(**SIZES, max_seq_len=15, tie_embeddings=False, fuse_qkv=False)
+MODELS = {"tied_fused": TIED_FUSED, "untied_split": UNTIED_SPLIT}
+
+TEMPERATURE = 0.7
+LOSS = dapo(entropy_coef=0.05)
+RUN_STATE = {"step": 2, "next_ordinal": 64, "name": "a run"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ways the ranks replicate, shard and cut."""
+
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.shard * self.tp
+
+
+LAYOUTS = {
+    "alone": Layout(),
+    "fsdp2": Layout(shard=2),
+    "tp2": Layout(tp=2),
+    "replicate2": Layout(replicate=2),
+    "fsdp2_tp2": Layout(shard=2, tp=2),
+    "hsdp4": Layout(replicate=2, shard=2),
+}
+
+
+def engine_of(
+    model: ModelConfig,
+    *,
+    folder: str,
+    layout: Layout | None = None,
+    micro: int = 2,
+    lr: float = 1e-3,
+    warmup: int = 0,
+    max_norm: float = 1.0,
+) -> TrainingEngine:
+    """An engine whose random weights are three times torchtitan's, so that some tokens are likelier."""
+    layout = layout or Layout()
+    config = TrainerConfig(
+        parallelism=ParallelismConfig(
+            data_parallel_replicate_degree=layout.replicate,
+            data_parallel_shard_degree=layout.shard,
+            tensor_parallel_degree=layout.tp,
+            spmd_backend="partial_dtensor",
+        ),
+        training=TrainingConfig(mixed_precision_param="float32", max_norm=max_norm),
+        optimizer=default_adamw(lr=lr, weight_decay=0.1),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warmup, decay_ratio=0.0),
+        micro_batch_size=micro,
+    )
+    engine = TrainingEngine(config, model, seed=0, steps=10, folder=folder)
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+    return engine
+
+
+def ragged_batch(lengths: tuple[int, ...] = (4, 15, 1, 7, 11), seed: int = 0) -> Batch:
+    """Sequences up to the model's longest and down to one token, with a weight and columns of its own per token.
+
+    Prompts have weight 0, and so has every fifth token: a tool's answer within a completion.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    place = torch.cat([torch.arange(length) for length in lengths])
+    prompt = torch.cat([torch.full((length,), max(1, length // 3)) for length in lengths])
+    weights = torch.rand(total, generator=draw) + 0.5
+    return Batch(
+        tokens=torch.randint(SIZES["vocab_size"], (total,), generator=draw),
+        lengths=torch.tensor(lengths),
+        weights=weights.masked_fill((place < prompt) | (place % 5 == 4), 0.0),
+        columns={
+            "advantages": torch.randn(total, generator=draw),
+            "behaviour_logprobs": torch.randn(total, generator=draw) * 0.3 - 3.4,
+        },
+    )
+
+
+def broken(batch: Batch, row: int) -> Batch:
+    """The batch with an infinite advantage in one row."""
+    advantages = batch.columns["advantages"].clone()
+    end = int(batch.lengths[: row + 1].sum())
+    advantages[end - int(batch.lengths[row]) : end] = torch.inf
+    return Batch(
+        tokens=batch.tokens,
+        lengths=batch.lengths,
+        weights=batch.weights,
+        columns=batch.columns | {"advantages": advantages},
+    )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor, gathered by torch itself."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def weights_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in engine.model.named_parameters()}
+
+
+def gradients_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
+    return {name: whole(p.grad) for name, p in engine.model.named_parameters()}
+
+
+def accumulate(engine: TrainingEngine, *batches: Batch) -> dict[str, Any]:
+    """Gradients of ``batches``, one call each, what the calls returned, and what a step makes of it."""
+    calls = [engine.forward_backward(batch, LOSS.build(), temperature=TEMPERATURE) for batch in batches]
+    return {
+        "gradients": gradients_of(engine),
+        "rows": [rows for rows, _ in calls],
+        "metrics": [metrics for _, metrics in calls],
+        "step": engine.optim_step(),
+    }
+
+
+def learn(engine: TrainingEngine, batch: Batch) -> dict[str, float]:
+    """One optimizer step."""
+    _, metrics = engine.forward_backward(batch, LOSS.build(), temperature=TEMPERATURE)
+    return metrics | engine.optim_step() | {"version": engine.version}
+
+
+CUTS = {
+    "one by one": (1, [ragged_batch()]),
+    "by two": (2, [ragged_batch()]),
+    "by three": (3, [ragged_batch()]),
+    "all at once": (5, [ragged_batch()]),
+    "two calls": (2, [ragged_batch().select([0, 1]), ragged_batch().select([2, 3, 4])]),
+    "one row": (2, [ragged_batch().select([3])]),
+}
+
+
+def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
+    """All that the layout tests compare."""
+    still = engine_of(model, folder=folder, layout=layout, lr=0.0)
+    result: dict[str, Any] = {"weights": weights_of(still), "dp": (still.dp_rank, still.dp_degree), "cuts": {}}
+    result["forward"] = still.forward(ragged_batch(), temperature=TEMPERATURE)
+    for name, (micro, batches) in CUTS.items():
+        still.config.micro_batch_size = micro
+        result["cuts"][name] = accumulate(still, *batches)
+
+    engine = engine_of(model, folder=folder, layout=layout, warmup=4)
+    steps = [learn(engine, ragged_batch(seed=1))]
+    before = weights_of(engine)
+    steps.append(learn(engine, broken(ragged_batch(), row=1)))
+    after = weights_of(engine)
+    result["skipping_changed"] = [name for name in before if not torch.equal(before[name], after[name])]
+    steps.append(learn(engine, ragged_batch(seed=2)))
+
+    checkpointer = Checkpointer(engine, model, folder=folder)
+    checkpointer.save(2, RUN_STATE)
+    steps.append(learn(engine, ragged_batch(seed=3)))
+    checkpointer.export_hf(f"{folder}/export")
+    result |= {"steps": steps, "final": weights_of(engine)}
+    checkpointer.close()
+    return result
+
+
+def play(model: str, layout: str, folder: str) -> dict[str, Any]:
+    """``played`` by name, on a rank of its own."""
+    return played(MODELS[model], LAYOUTS[layout], folder)
+
+
+def resumed(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
+    """Load the newest checkpoint in ``folder`` and take the step that ``played`` took after it."""
+    engine = engine_of(model, folder=folder, layout=layout, warmup=4)
+    checkpointer = Checkpointer(engine, model, folder=folder)
+    state = checkpointer.load()
+    loaded = (engine.version, engine.skipped_steps)
+    checkpointer.close()
+    return {"run_state": state, "loaded": loaded, "step": learn(engine, ragged_batch(seed=3))}
+
+
+def adopted(folder: str, layout: Layout, export: str) -> dict[str, Any]:
+    """Load a Hugging Face folder, say what it thinks of a batch, and export it again."""
+    model = ModelConfig(hf_path=folder)
+    engine = engine_of(model, folder=export, layout=layout)
+    checkpointer = Checkpointer(engine, model, folder=export)
+    state = checkpointer.load()
+    rows = engine.forward(ragged_batch())
+    checkpointer.export_hf(export)
+    checkpointer.close()
+    return {"run_state": state, "rows": rows, "version": engine.version}
+
+
+def adopt(folder: str, layout: str, export: str) -> dict[str, Any]:
+    """``adopted`` by name, on a rank of its own."""
+    return adopted(folder, LAYOUTS[layout], export)
+
+
+def sharded_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> list[torch.Tensor]:
+    """Log-probs, entropy and the whole gradient of a sum of both, from logits split over the vocabulary."""
+    mesh = init_device_mesh("cpu", (2,))
+    split = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
+    logprobs, entropy = logprobs_and_entropy(split, targets, temperature=temperature)
+    weigh(logprobs, entropy).backward()
+    for wrong, message in ((distribute_tensor(logits, mesh, [Shard(1)]), "placed"), (split[..., :-1], "does not divide")):
+        try:
+            logprobs_and_entropy(wrong, targets)
+        except ValueError as error:
+            assert message in str(error)
+        else:
+            raise AssertionError(f"no error says {message!r}")
+    dist.destroy_process_group()
+    return [logprobs.detach(), entropy.detach(), whole(split.grad)]
+
+
+def weigh(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    """A sum in which each token's log-prob and entropy has a gradient of its own."""
+    place = torch.arange(logprobs.numel()).view(logprobs.shape) + 1.0
+    return (logprobs * place.sin() + entropy * place.cos()).sum()
+
+
+def resume(model: str, layout: str, folder: str) -> dict[str, Any]:
+    """``resumed`` by name, on a rank of its own."""
+    return resumed(MODELS[model], LAYOUTS[layout], folder)

@@ -1,0 +1,89 @@
+"""Every layout is the same trainer: weights, gradients, metrics and steps are those of one rank."""
+
+import pytest
+import torch
+
+from tests.training.reference import relative_error
+from tests.training.scenes import CUTS, LAYOUTS, ragged_batch
+
+PAIRS = [
+    ("tied_fused", "fsdp2"),
+    ("tied_fused", "tp2"),
+    ("tied_fused", "fsdp2_tp2"),
+    ("untied_split", "tp2"),
+    ("untied_split", "hsdp4"),
+]
+
+
+@pytest.fixture(params=PAIRS, ids="-".join)
+def pair(request, played):
+    """(what one rank answered, what each rank of the layout answered, the layout)."""
+    model, layout = request.param
+    (alone,), _ = played(model, "alone")
+    answers, _ = played(model, layout)
+    return alone, answers, LAYOUTS[layout]
+
+
+def test_every_layout_starts_from_the_same_weights(pair):
+    alone, answers, _ = pair
+    for answer in answers:
+        assert answer["weights"].keys() == alone["weights"].keys()
+        assert all(torch.equal(answer["weights"][name], weight) for name, weight in alone["weights"].items())
+
+
+def test_ranks_that_cut_the_model_share_rows_and_the_others_divide_them(pair):
+    _, answers, layout = pair
+    ways = layout.replicate * layout.shard
+    places = [answer["dp"] for answer in answers]
+    assert sorted(places) == sorted([(rank, ways) for rank in range(ways)] * layout.tp)
+    for answer in answers:
+        count = 5 // ways + (answer["dp"][0] < 5 % ways)  # of five rows
+        assert len(answer["forward"]) == count
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_gradients_do_not_depend_on_the_layout(pair, cut):
+    """Five rows over two or four ranks, and one row over them: some ranks run dummies."""
+    alone, answers, _ = pair
+    for answer in answers:
+        assert relative_error(answer["cuts"][cut]["gradients"], alone["cuts"][cut]["gradients"]) <= 1e-5
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_metrics_do_not_depend_on_the_layout_and_all_ranks_know_them(pair, cut):
+    alone, answers, _ = pair
+    wanted = alone["cuts"][cut]
+    for answer in answers:
+        assert answer["cuts"][cut]["metrics"] == answers[0]["cuts"][cut]["metrics"]
+        assert answer["cuts"][cut]["step"] == pytest.approx(wanted["step"], rel=1e-5)
+        for metrics, expected in zip(answer["cuts"][cut]["metrics"], wanted["metrics"], strict=True):
+            assert metrics == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_come_back_from_the_rank_that_ran_them(pair):
+    alone, answers, _ = pair
+    merged = {}
+    for answer in answers:
+        for row, values in answer["forward"].items():
+            again = answer["cuts"]["by two"]["rows"][0][row]
+            for name, value in values.items():
+                torch.testing.assert_close(value, alone["forward"][row][name], atol=1e-5, rtol=0)
+                torch.testing.assert_close(again[name], value, atol=1e-5, rtol=0)
+        merged |= answer["forward"]
+    assert merged.keys() == set(range(len(ragged_batch())))
+
+
+def test_a_non_finite_gradient_skips_the_step_on_every_rank(pair):
+    """Only the rank that holds the broken row sees it in its own part of the batch."""
+    _, answers, _ = pair
+    for answer in answers:
+        assert answer["skipping_changed"] == []
+        assert [step["version"] for step in answer["steps"]] == [1, 1, 2, 3]
+        assert [step["trainer/skipped_steps"] for step in answer["steps"]] == [0, 1, 1, 1]
+
+
+def test_steps_do_not_depend_on_the_layout(pair):
+    alone, answers, _ = pair
+    for answer in answers:
+        for step, expected in zip(answer["steps"], alone["steps"], strict=True):
+            assert step == pytest.approx(expected, rel=1e-5, nan_ok=True)

@@ -1,0 +1,47 @@
+"""The helper itself: tests of several ranks must fail soon, say why, and leave nothing behind."""
+
+import multiprocessing
+import os
+import time
+
+import pytest
+
+from tests.training.ranks import on_ranks
+
+
+def whoami():
+    return os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+
+def fails_on_rank_1():
+    if os.environ["RANK"] == "1":
+        raise ValueError("what went wrong")
+    time.sleep(60)
+
+
+def dies():
+    os._exit(3)
+
+
+def waits():
+    time.sleep(60)
+
+
+def test_answers_come_back_in_the_order_of_ranks():
+    assert on_ranks(2, whoami) == [("0", "2"), ("1", "2")]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (fails_on_rank_1, "rank 1 of 2 failed:\n(.|\n)*ValueError: what went wrong"),
+        (dies, "rank . of 2 died without a word"),
+        (waits, r"ranks \[0, 1\] of 2 did not answer in time"),
+    ],
+)
+def test_what_went_wrong_is_said_and_no_process_is_left(function, message):
+    begin = time.monotonic()
+    with pytest.raises(AssertionError, match=message):
+        on_ranks(2, function, deadline=1.5)
+    assert time.monotonic() - begin < 30
+    assert multiprocessing.active_children() == []

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,12 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._stopping = False
+        self._groups: dict[str, ActorGroup] = {}
         monarch.actor.unhandled_fault_hook = self._on_fault
+
+    def register(self, group: "ActorGroup") -> None:
+        """Have the death of the group's processes reported in its name."""
+        self._groups[group.name] = group
 
     def fail(self, error: BaseException) -> None:
         """Record ``error`` unless something failed before it, or the run is being taken down."""
@@ -56,7 +62,12 @@ class Supervisor:
         return [task.result() for task in tasks]
 
     def _on_fault(self, failure: MeshFailure) -> None:
-        self._loop.call_soon_threadsafe(self.fail, RunError(f"an actor process died: {failure}"))
+        # Called once for the actors of a role and once for each helper that Monarch runs beside them.
+        group = self._groups.get(failure.mesh_name.rpartition("-")[0])
+        if group is not None:
+            ranks = re.search(r"crashed_ranks=\[(\d+)", str(failure))
+            error = group.died(int(ranks[1]) if ranks else 0, "between calls", failure)
+            self._loop.call_soon_threadsafe(self.fail, error)
 
 
 class ActorGroup:
@@ -67,6 +78,7 @@ class ActorGroup:
         self._supervisor, self._logs = supervisor, logs
         self._procs: ProcMesh | None = None
         self._watching: list[asyncio.Task[None]] = []
+        supervisor.register(self)
 
     def spawn(
         self, actor: type[Actor], ranks: int, *args: Any, env: dict[str, str] | None = None, first_device: int = 0
@@ -102,24 +114,23 @@ class ActorGroup:
             await asyncio.wait_for(_resolve(procs.stop()), deadline)
 
     async def _call_rank(self, rank: int, endpoint: str, args: Sequence[Any]) -> Any:
-        where = f"{self.name} rank {rank}, {endpoint}"
         try:
             return await _resolve(getattr(self._actor.slice(ranks=rank), endpoint).call_one(*args))
         except ActorError as error:
             cause = error.exception
-            raise RunError(f"{where}: {type(cause).__name__}: {cause}\n{error}") from None
+            raise RunError(f"{self.name} rank {rank}, {endpoint}: {type(cause).__name__}: {cause}\n{error}") from None
         except Exception as error:
-            log = self._logs / f"{self.name}-{rank}.log"
-            raise RunError(f"{where}: the process died ({_first_line(error)})\n{_tail(log)}") from None
+            raise self.died(rank, endpoint, error) from None
+
+    def died(self, rank: int, during: str, cause: object) -> RunError:
+        """The error that says so, with what the rank's log ended on."""
+        reason = str(cause).strip().splitlines() or [type(cause).__name__]
+        log = self._logs / f"{self.name}-{rank}.log"
+        return RunError(f"{self.name} rank {rank}, {during}: the process died: {reason[-1].strip()}\n{_tail(log)}")
 
 
 async def _resolve(future: Any) -> Any:
     return await future
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _tail(log: Path, lines: int = 20) -> str:

@@ -56,6 +56,7 @@ class PolicyLoss(Configurable):
             "entropy/mean": Metric(entropy, "mean"),
             "ratio/mean": Metric(ratio, "mean"),
             "ratio/max": Metric(ratio, "max"),
+            "logprob/error_max": Metric(log_ratio.abs(), "max"),
             "ratio/clipped": Metric((clipped != ratio).float(), "mean"),
             "kl/behaviour": Metric(ratio - 1 - log_ratio, "mean"),  # k3: joschu.net/blog/kl-approx.html
         }

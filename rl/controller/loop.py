@@ -52,6 +52,8 @@ class Controller:
         """Train from the newest checkpoint to the last step; returns the run's summary."""
         self.state = RunState.from_dict(await self.trainer.load_checkpoint())
         self.record.drop_after(self.state.step)
+        if self.state.step:
+            self.progress.note(f"resumed after step {self.state.step}")
         await self.generator.connect(
             await self.trainer.open_segments(self.generator.dtype, readers=self.generator.ranks)
         )

@@ -15,25 +15,33 @@ class RankExecutor(ExecutorWithExternalLauncher):
 
     def _init_executor(self) -> None:
         super()._init_executor()
+        if self._rendezvous.startswith("file://"):
+            Path(self._rendezvous.removeprefix("file://")).unlink()
         _unlink_shared_memory()
 
     def _distributed_args(self) -> tuple[str, int, int]:
         """Rendezvous address, rank in the tensor-parallel group, index of the device on this host."""
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if self.parallel_config.world_size == 1:
-            address, rank, _ = UniProcExecutor._distributed_args(self)
-            return address, rank, local_rank
-        # vLLM names its shared memory after what follows the last colon: with env:// all groups of a host collide.
-        return f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", int(os.environ["RANK"]), local_rank
+            self._rendezvous, rank, _ = UniProcExecutor._distributed_args(self)
+        else:
+            # vLLM names its shared memory after what follows the last colon: under env:// all groups of a host collide
+            self._rendezvous = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            rank = int(os.environ["RANK"])
+        return self._rendezvous, rank, local_rank
 
 
 def _unlink_shared_memory() -> None:
-    """Take this group's shared memory out of the file system once every rank has mapped it.
+    """Take what this group's ranks share out of the file system once every rank has opened it.
 
-    vLLM never unlinks the segments of its CPU collectives, and a killed process cannot.
+    vLLM leaves these names behind, and a process that is killed cannot remove them.
     """
     group = get_tp_group()
-    group.mq_broadcaster = None  # unused; its destructor unlinks
+    if group.mq_broadcaster is not None and group.rank_in_group == 0:
+        handle = group.mq_broadcaster.handle
+        for socket in (handle.local_subscribe_addr, handle.local_notify_addr):
+            Path(socket.removeprefix("ipc://")).unlink()
+    group.mq_broadcaster = None  # unused; its destructor unlinks its buffer
     collectives = getattr(group.device_communicator, "dist_module", None)
     if isinstance(collectives, _CPUSHMDistributed):
         (SHARED_MEMORY / f"{collectives.group_name}_{group.rank_in_group}").unlink()

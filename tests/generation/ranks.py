@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import tempfile
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +26,7 @@ class GeneratorRanks:
     def __init__(self, config: GeneratorConfig, model: ModelConfig):
         spawn = multiprocessing.get_context("spawn")
         tp, port = config.tensor_parallel_degree, free_port()
+        self.folder = tempfile.TemporaryDirectory(prefix="tiller-ranks-")
         self.processes, self.pipes = [], []
         for rank in range(tp):
             here, there = spawn.Pipe()
@@ -34,6 +36,7 @@ class GeneratorRanks:
                 "WORLD_SIZE": tp,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
+                "TMPDIR": self.folder.name,
             }
             process = spawn.Process(target=host, args=(there, config, model), daemon=True)
             with variables(environment(config) | {name: str(value) for name, value in ranks.items()}):
@@ -71,6 +74,7 @@ class GeneratorRanks:
             pipe.send(None)
         for process in self.processes:
             process.join(30)
+        self.folder.cleanup()
         left = [process.pid for process in self.processes if process.is_alive()]
         for process in self.processes:
             process.kill()
@@ -100,7 +104,7 @@ def host(pipe, config: GeneratorConfig, model: ModelConfig) -> None:
 
     lazy = "vllm" not in sys.modules
     engine = GenerationEngine(config, model, seed=0)
-    pipe.send(("done", {"vllm_was_lazy": lazy, "unpushed": unpushed(engine), "named_shared_memory": named_shm()}))
+    pipe.send(("done", {"vllm_was_lazy": lazy, "unpushed": unpushed(engine)}))
     while (task := pipe.recv()) is not None:
         fn, args, kwargs = task
         try:
@@ -130,10 +134,11 @@ def unpushed(engine) -> dict:
     return {"all_nan": all(bool(p.isnan().all()) for p in engine.parameters().values()), "refusal": refusal}
 
 
-def named_shm() -> list[str]:
-    """Shared memory that this process maps and that still has a name in the file system."""
+def names_left(engine) -> list[str]:
+    """What this process would leave in /dev/shm and in its temporary folder, were it killed now."""
     with open("/proc/self/maps") as maps:
-        return [line.split(maxsplit=5)[5] for line in maps if "/dev/shm" in line and "(deleted)" not in line]
+        shared = [line.split(maxsplit=5)[5] for line in maps if "/dev/shm" in line and "(deleted)" not in line]
+    return shared + os.listdir(tempfile.gettempdir())
 
 
 def write(engine, weights: dict[str, torch.Tensor]) -> None:

@@ -102,7 +102,7 @@ def test_greedy_takes_the_likeliest_token_every_time(generator, policy):
     assert runs[0] == runs[1]
     assert error(policy, [1, 2, 3], runs[0]) <= 1e-5
     for end in range(16):
-        prompt = [1, 2, 3] + runs[0].tokens[:end]
+        prompt = [1, 2, 3, *runs[0].tokens[:end]]
         best = max(range(64), key=lambda token: policy.logprobs(prompt, [token]).item())
         assert runs[0].tokens[end] == best
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
 from rl.errors import ConfigError
 from tests.generation.policies import TIED_FUSED, UNTIED_SPLIT, Policy, error
-from tests.generation.ranks import generate, named_shm, push, request
+from tests.generation.ranks import generate, names_left, push, request
 from tests.generation.scenarios import played
 from tests.generation.test_engine import PROMPTS, asked, swap_in_flight
 
@@ -26,10 +27,10 @@ def test_weights_swap_on_all_ranks_between_the_same_steps(generators, policy, ot
     assert first[0].versions == [1] * 10 + [2] * 20
 
 
-def test_shared_memory_of_live_ranks_has_no_name_to_leak(generators):
-    """A name would outlive a killed rank; mapped but unlinked memory cannot."""
-    assert [born["named_shared_memory"] for born in generators.at_birth] == [[], []]
-    assert generators.run(mapped_segments) == [True, True]
+def test_live_ranks_hold_no_name_that_a_kill_would_leave_behind(generators, generator):
+    """Memory that is mapped but unlinked, and files that are gone, need nobody to clean up."""
+    assert [*generators.run(names_left), *generator.run(names_left)] == [[], [], []]
+    assert generators.run(maps_shared_memory) == [True, True]
 
 
 def test_the_leaders_commands_reach_every_rank_in_order(generators, other_policy):
@@ -70,9 +71,8 @@ def test_a_degree_that_does_not_divide_the_model_is_refused():
 # Run on the ranks.
 
 
-def mapped_segments(engine):
-    with open("/proc/self/maps") as maps:
-        return "cpushm" in maps.read() and named_shm() == []
+def maps_shared_memory(engine):
+    return "cpushm" in Path("/proc/self/maps").read_text()
 
 
 async def lead_or_follow(loop):

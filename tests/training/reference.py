@@ -80,6 +80,12 @@ def of_scene(weights: dict[str, torch.Tensor]) -> Qwen3:
 
 
 def relative_error(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """Largest, over parameters, of the distance over the reference's norm."""
+    """Distance over the reference's norm, of all parameters as one vector."""
     assert values.keys() == reference.keys()
-    return max(float((values[name] - wanted).norm() / wanted.norm()) for name, wanted in reference.items())
+    flat = [torch.cat([tensors[name].flatten() for name in reference]) for tensors in (values, reference)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+def worst_error(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """The largest relative error of any one parameter: a small one that is wrong cannot hide."""
+    return max(relative_error({name: values[name]}, {name: wanted}) for name, wanted in reference.items())

@@ -221,15 +221,17 @@ def sharded_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: f
     split = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
     logprobs, entropy = logprobs_and_entropy(split, targets, temperature=temperature)
     weigh(logprobs, entropy).backward()
-    for wrong, message in ((distribute_tensor(logits, mesh, [Shard(1)]), "placed"), (split[..., :-1], "does not divide")):
+    odd = distribute_tensor(logits[..., :-1].contiguous(), mesh, [Shard(2)])
+    for wrong, message in ((distribute_tensor(logits, mesh, [Shard(1)]), "placed"), (odd, "does not divide")):
         try:
             logprobs_and_entropy(wrong, targets)
         except ValueError as error:
             assert message in str(error)
         else:
             raise AssertionError(f"no error says {message!r}")
+    answer = [logprobs.detach(), entropy.detach(), whole(split.grad)]
     dist.destroy_process_group()
-    return [logprobs.detach(), entropy.detach(), whole(split.grad)]
+    return answer
 
 
 def weigh(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl.algorithms.losses import PolicyLoss
-from tests.training.reference import loss_sum, of_scene, per_token, relative_error
+from tests.training.reference import loss_sum, of_scene, per_token, relative_error, worst_error
 from tests.training.scenes import (
     CUTS,
     MODELS,
@@ -37,6 +37,7 @@ def test_gradient_is_the_whole_batchs_however_it_is_cut(alone, cut):
     batch, played = whole_batch(cut), alone["cuts"][cut]
     wanted, _ = reference_gradient(alone["weights"], batch, **DAPO)
     assert relative_error(played["gradients"], wanted) <= 1e-6
+    assert worst_error(played["gradients"], wanted) <= 3e-6  # float32 rounding in the smallest, the norms of q and k
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -82,6 +83,7 @@ def test_gradient_flows_through_the_entropy_bonus_alone(model_name, folder):
     wanted, _ = reference_gradient(weights_of(engine), batch, clip=(0.2, 0.2), entropy_coef=0.3)
     assert min(gradient.norm() for gradient in wanted.values()) > 1e-3
     assert relative_error(gradients_of(engine), wanted) <= 1e-6
+    assert worst_error(gradients_of(engine), wanted) <= 3e-6
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

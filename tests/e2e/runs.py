@@ -1,0 +1,108 @@
+"""Starts the program as a user does, and checks what it leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+TIMEOUT_S = 300.0
+TINY = [
+    "--config", "quickstart", "--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "4",
+    "--evaluation.prompts", "8", "--evaluation.samples", "0", "--generator.kv_cache_gib", "0.05",
+]  # fmt: skip
+
+
+class Run:
+    """One ``python -m rl.train``; every process that it starts carries a mark in its environment."""
+
+    def __init__(self, *arguments: str, folder: Path, pythonpath: Path | None = None):
+        self.folder = folder
+        self._mark = f"TILLER_TEST_RUN={uuid.uuid4().hex}"
+        self._shared_before = set(os.listdir("/dev/shm"))
+        name, value = self._mark.split("=")
+        environment = {**os.environ, name: value}
+        if pythonpath is not None:
+            environment["PYTHONPATH"] = str(pythonpath)
+        self._stderr = folder.with_suffix(".stderr")
+        self._stdout = folder.with_suffix(".stdout")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rl.train", *arguments, "--output-dir", str(folder)],
+            env=environment,
+            stdout=self._stdout.open("w"),
+            stderr=self._stderr.open("w"),
+            start_new_session=True,
+        )
+
+    def wait(self) -> int:
+        """Exit code; the run is killed when it takes too long."""
+        try:
+            return self.process.wait(TIMEOUT_S)
+        finally:
+            self.kill()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something to happen while the run is going on."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert self.process.poll() is None, f"ended early: {self.stderr}"
+            assert time.monotonic() < deadline, f"nothing happened: {self.stderr}"
+            time.sleep(0.05)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: len(self.metrics()) >= step)
+
+    def interrupt(self) -> None:
+        """Ctrl-C: the terminal sends it to the whole process group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        """kill -9 of the controller alone."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def metrics(self) -> list[dict]:
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def json(self, name: str) -> dict:
+        return json.loads((self.folder / name).read_text())
+
+    @property
+    def stdout(self) -> str:
+        return self._stdout.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr.read_text()
+
+    def processes(self) -> list[int]:
+        """Living processes that this run started, itself included."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    environment = (entry / "environ").read_bytes()
+                except OSError:  # it ended while we looked
+                    continue
+                if self._mark.encode() in environment:
+                    found.append(int(entry.name))
+        return found
+
+    def assert_nothing_left(self, within_s: float = 10.0) -> None:
+        """No process, so no port either; no shared memory."""
+        deadline = time.monotonic() + within_s
+        while left := self.processes() or set(os.listdir("/dev/shm")) - self._shared_before:
+            assert time.monotonic() < deadline, f"left behind: {left}"
+            time.sleep(0.1)
+
+
+def child(run: Run, log_name: str) -> int:
+    """The process of ``run`` that writes to ``log_name``."""
+    mark = f"TILLER_LOG={(run.folder / 'logs' / log_name).resolve()}".encode()
+    return next(pid for pid in run.processes() if mark in Path(f"/proc/{pid}/environ").read_bytes())

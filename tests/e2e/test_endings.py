@@ -1,0 +1,124 @@
+"""Whatever ends a run says so, with its own exit code, and leaves nothing behind."""
+
+import json
+import os
+import signal
+import textwrap
+import time
+
+import pytest
+
+from rl.train import main
+from tests.e2e.runs import TINY, Run, child
+
+
+def test_ctrl_c_ends_promptly_and_says_how_to_go_on(tmp_path):
+    run = Run(*TINY, "--steps", "100000", "--trainer.checkpoint.interval", "2", folder=tmp_path / "run")
+    run.until_step(4)
+    run.interrupt()
+    start = time.monotonic()
+    assert run.wait() == 130
+    assert time.monotonic() - start < 30
+    run.assert_nothing_left()
+    assert "interrupted by SIGINT after step" in run.stderr
+    assert "--resume" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_ctrl_c_during_the_start_leaves_nothing(tmp_path):
+    run = Run(*TINY, folder=tmp_path / "run")
+    run.until(lambda: (run.folder / "logs" / "trainer-0.log").exists())
+    run.interrupt()
+    assert run.wait() == 130
+    run.assert_nothing_left()
+    assert "interrupted by SIGINT after step 0; no checkpoint" in run.stderr
+
+
+def test_a_raising_reward_is_the_named_cause(tmp_path):
+    (tmp_path / "my_task.py").write_text(
+        textwrap.dedent(
+            """
+            from dataclasses import dataclass
+            from configs.quickstart import quickstart
+            from rl.config import RunConfig
+            from rl.tasks.copy_digits import CopyDigits
+
+            class Moody(CopyDigits):
+                @dataclass(kw_only=True, slots=True)
+                class Config(CopyDigits.Config):
+                    pass
+
+                def score(self, prompt, text, completion):
+                    if prompt.ordinal == 9:
+                        raise ZeroDivisionError("no reward today")
+                    return super().score(prompt, text, completion)
+
+            def moody() -> RunConfig:
+                config = quickstart()
+                config.data = Moody.Config(max_prompt_tokens=16)
+                return config
+            """
+        )
+    )
+    arguments = ["--config", "my_task.moody", *TINY[2:]]
+    run = Run(*arguments, folder=tmp_path / "run", pythonpath=tmp_path)
+    assert run.wait() == 1
+    run.assert_nothing_left()
+    failure = run.json("failure.json")
+    cause = "the reward of Moody raised ZeroDivisionError: no reward today; prompt 9, sample 0"
+    assert failure["error"].startswith(cause)
+    assert failure["step"] == failure["policy_version"] == 2
+    assert "my_task.py" in failure["traceback"]
+    assert cause in run.stderr
+
+
+@pytest.mark.parametrize("role", [pytest.param("trainer", marks=pytest.mark.long), "generator"])
+def test_a_killed_rank_ends_the_run_by_name(tmp_path, role):
+    run = Run(*TINY, "--steps", "100000", folder=tmp_path / "run")
+    run.until_step(2)
+    os.kill(child(run, f"{role}-0.log"), signal.SIGKILL)
+    assert run.wait() == 1
+    run.assert_nothing_left()
+    assert f"{role} rank 0" in run.stderr
+    assert "died" in run.json("failure.json")["error"]
+
+
+@pytest.mark.long
+def test_a_full_disk_ends_the_run_by_name(tmp_path):
+    run = Run(*TINY, "--steps", "100000", folder=tmp_path / "run")
+    run.until_step(2)
+    (run.folder / "metrics.jsonl").unlink()
+    (run.folder / "metrics.jsonl").symlink_to("/dev/full")
+    assert run.wait() == 1
+    run.assert_nothing_left()
+    assert "metrics.jsonl: cannot be written: No space left on device" in run.stderr
+
+
+@pytest.fixture
+def tiny_model(tmp_path):
+    (tmp_path / "model").mkdir()
+    config = {"model_type": "qwen3", "vocab_size": 8}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "gsm8k_jsonl", "--model.hf_path", "/no/such/folder"], "model.hf_path: there is no folder"),
+        (["--config", "gsm8k_jsonl", "--model.hf_path", "{model}"], "has no *.safetensors"),
+        (["--config", "gsm8k_jsonl"], "model.hf_path"),
+        ([*TINY, "--trainer.parallelism.tensor_parallel_degree", "3"], "tensor_parallel_degree is 3; it must divide"),
+        ([*TINY, "--trainer.parallelism.data_parallel_shard_degree", "-1"], "data_parallel_shard_degree is -1"),
+        ([*TINY, "--generator.tensor_parallel_degree", "4"], "generator.tensor_parallel_degree is 4"),
+        ([*TINY, "--resume"], "--resume: output_dir"),
+        ([*TINY, "--rollout.top_p", "0.9"], "rollout.top_p is 0.9; it must be 1.0"),
+        (["--config", "quikstart"], "did you mean quickstart?"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, tiny_model, capsys, arguments, message):
+    folder = tmp_path / "run"
+    filled = [argument.format(model=tiny_model) for argument in arguments]
+    assert main([*filled, "--output-dir", str(folder)]) == 2
+    assert message in capsys.readouterr().err
+    assert not folder.exists()

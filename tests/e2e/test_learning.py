@@ -1,0 +1,56 @@
+"""The quickstart learns, under one rank and under many."""
+
+import pytest
+
+from tests.e2e.runs import Run
+
+
+def rise(run: Run) -> tuple[float, float]:
+    rewards = [row["reward/mean"] for row in run.metrics()]
+    return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+
+
+def test_reward_climbs_and_the_run_folder_tells_everything(tmp_path):
+    run = Run("--config", "quickstart", "--steps", "80", folder=tmp_path / "run")
+    assert run.wait() == 0, run.stderr
+    run.assert_nothing_left()
+    first, last = rise(run)
+    assert first < 0.1
+    assert last > 0.4
+
+    rows = run.metrics()
+    assert [row["step"] for row in rows] == list(range(1, 81))
+    assert [row["policy_version"] for row in rows] == list(range(1, 81))
+    for name in ("loss/mean", "trainer/grad_norm", "entropy/mean", "timing/generate", "timing/train", "tokens_per_s"):
+        assert all(isinstance(row[name], float) for row in rows), name
+    assert max(row["logprob/error_max"] for row in rows) <= 1e-5  # lag 0: trainer and generator agree
+    summary = run.json("summary.json")
+    assert summary["steps"] == 80
+    assert summary["eval/prompts"] == 256
+    assert summary["eval/exact_match"] > 0.3
+    assert len(summary["policy_digest"]) == 64
+    assert run.json("config.json")["config"]["steps"] == 80
+    for name in ("curves.png", "rollouts.jsonl", "logs/trainer-0.log", "logs/generator-0.log", "checkpoints/step-80"):
+        assert (run.folder / name).exists(), name
+    assert not (run.folder / "failure.json").exists()
+    assert "mean reward per step" in run.stdout
+
+
+def test_every_layout_learns_the_same(tmp_path):
+    many = ["--trainer.parallelism.data_parallel_shard_degree", "2", "--trainer.parallelism.tensor_parallel_degree", "2"]
+    run = Run("--config", "quickstart", "--steps", "30", *many, "--generator.tensor_parallel_degree", "2", "--quiet",
+              folder=tmp_path / "run")  # fmt: skip
+    assert run.wait() == 0, run.stderr
+    run.assert_nothing_left()
+    first, last = rise(run)
+    assert last > 2.5 * first
+    assert max(row["logprob/error_max"] for row in run.metrics()) <= 1e-5
+    assert run.stdout == ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_quickstart_solves_its_task(tmp_path, seed):
+    run = Run("--config", "quickstart", "--seed", str(seed), folder=tmp_path / "run")
+    assert run.wait() == 0, run.stderr
+    assert run.json("summary.json")["eval/exact_match"] >= 0.95

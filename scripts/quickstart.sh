@@ -3,4 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
+unset PYTHONDONTWRITEBYTECODE # without cached bytecode every process starts seconds later
 exec .venv/bin/python -m rl.train --config quickstart "$@"

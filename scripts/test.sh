@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
+unset PYTHONDONTWRITEBYTECODE # without cached bytecode every process starts seconds later
 export OMP_NUM_THREADS=1 PATH="$PWD/.venv/bin:$PATH"
 
 marks=(-m "not long")

@@ -31,6 +31,8 @@ def build_model(config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *
     model_config.update_from_config(config=config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         built = model_config.build()
+    if built.enable_weight_tying:
+        _tie_after_tensor_parallel(built)
     built = parallelize_qwen3(
         built,
         parallel_dims=dims,
@@ -49,6 +51,17 @@ def build_model(config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *
         built.init_weights(buffer_device=None)
         _init_parameters(built, seed)
     return built.train()
+
+
+def _tie_after_tensor_parallel(model: Qwen3Model) -> None:
+    """Let FSDP see one weight: torchtitan's tensor parallelism unties it, and FSDP would pad the two apart."""
+    parallelize = model.parallelize
+
+    def parallelize_and_tie(dims: ParallelDims) -> None:
+        parallelize(dims)
+        model.tok_embeddings.weight = model.lm_head.weight
+
+    model.parallelize = parallelize_and_tie
 
 
 @torch.no_grad()

@@ -153,7 +153,7 @@ def _validate_numbers(config: RunConfig) -> None:
     for name, value, allowed in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         _require(
             value == allowed,
-            f"rollout.{name} is {value}; it must be {allowed}: cut distributions have log-probs that the trainer cannot compute",
+            f"rollout.{name} is {value}; it must be {allowed}: the trainer cannot compute log-probs of a cut distribution",
         )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig
-from rl.model.shape import ModelConfig, ModelShape, shape_of
+from rl.model.shape import ModelConfig, ModelShape, hf_config, shape_of
 from rl.model.tp_plan import check_divides
 from rl.platform import device_type
 from rl.types import Completion, GenerationRequest
@@ -166,12 +166,12 @@ def _start(config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: 
     from vllm import EngineArgs, LLMEngine
 
     from rl.generation.executor import RankExecutor
-    from rl.generation.model import LOAD_FORMAT, register
+    from rl.generation.model import ARCHITECTURE, LOAD_FORMAT, register
 
     register()
     on_cpu = device_type() == "cpu"
     with tempfile.TemporaryDirectory(prefix="tiller-model-") as folder:  # read while the config is made
-        Path(folder, "config.json").write_text(json.dumps(_hf_config(shape)))
+        Path(folder, "config.json").write_text(json.dumps(hf_config(shape) | {"architectures": [ARCHITECTURE]}))
         vllm_config = EngineArgs(
             model=folder,
             load_format=LOAD_FORMAT,
@@ -197,25 +197,6 @@ def _start(config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: 
             disable_log_stats=True,
         ).create_engine_config()
         return LLMEngine(vllm_config, RankExecutor, log_stats=False, multiprocess_mode=False)
-
-
-def _hf_config(shape: ModelShape) -> dict:
-    """What vLLM's own bookkeeping (KV cache, lengths, parallel sizes) reads of a model."""
-    from rl.generation.model import ARCHITECTURE
-
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.dim,
-        "num_hidden_layers": shape.n_layers,
-        "num_attention_heads": shape.n_heads,
-        "num_key_value_heads": shape.n_kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.hidden_dim,
-        "tie_word_embeddings": shape.tie_embeddings,
-        "max_position_embeddings": shape.max_seq_len,
-    }
 
 
 def _tp_group():

@@ -122,3 +122,25 @@ def read_hf_config(hf_path: str) -> dict:
                 f"model.hf_path: {name} in {folder / 'config.json'} is {value!r}; Tiller trains {allowed!r} only"
             )
     return hf
+
+
+def hf_config(shape: ModelShape) -> dict:
+    """``config.json`` of a Qwen3 of this shape, as transformers and vLLM read it."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.dim,
+        "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.hidden_dim,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
+        "max_position_embeddings": shape.max_seq_len,
+        "rms_norm_eps": QWEN3_NORM_EPS,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "dtype": shape.dtype,
+    }

@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from collections import deque
+from itertools import pairwise
 from types import TracebackType
 from typing import Self
 
@@ -158,7 +159,7 @@ def sparkline(values: deque[float] | list[float], width: int) -> str:
         return ""
     count = min(width, len(values))
     bounds = [len(values) * place // count for place in range(count + 1)]
-    means = [sum(values[start:end]) / (end - start) for start, end in zip(bounds, bounds[1:], strict=False)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(bounds)]
     low, high = min(means), max(means)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)

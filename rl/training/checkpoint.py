@@ -14,7 +14,7 @@ from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
-from rl.model.shape import QWEN3_NORM_EPS, ModelConfig, ModelShape, shape_of
+from rl.model.shape import ModelConfig, hf_config, shape_of
 from rl.training.engine import TrainingEngine
 
 DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -92,7 +92,7 @@ class Checkpointer:
     def _describe(self, folder: Path) -> None:
         """Put config, tokenizer and templates of the original model beside the weights, or a config of our own."""
         if self.hf_path is None:
-            (folder / "config.json").write_text(json.dumps(_hf_config(self.shape), indent=2))
+            (folder / "config.json").write_text(json.dumps(hf_config(self.shape), indent=2))
             return
         for pattern in DESCRIPTIONS:
             for path in Path(self.hf_path).glob(pattern):
@@ -103,24 +103,3 @@ class Checkpointer:
         """Wait for saves under way and stop the manager's threads."""
         self._manager.maybe_wait_for_saving()
         self._manager.close()
-
-
-def _hf_config(shape: ModelShape) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.dim,
-        "num_hidden_layers": shape.n_layers,
-        "num_attention_heads": shape.n_heads,
-        "num_key_value_heads": shape.n_kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.hidden_dim,
-        "tie_word_embeddings": shape.tie_embeddings,
-        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
-        "max_position_embeddings": shape.max_seq_len,
-        "rms_norm_eps": QWEN3_NORM_EPS,
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "dtype": shape.dtype,
-    }

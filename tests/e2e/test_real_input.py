@@ -41,9 +41,9 @@ def test_a_folder_and_a_file_train_and_the_export_generates(tmp_path, inputs):
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     original = AutoModelForCausalLM.from_pretrained(model)
-    assert any(
-        not torch.equal(a, b) for a, b in zip(trained.parameters(), original.parameters(), strict=True)
-    ), "training changed nothing"
+    assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), original.parameters(), strict=True)), (
+        "training changed nothing"
+    )
     chat = [{"role": "user", "content": "Ada has 2 pens. Bo has 3. How many together?"}]
     encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     generated = trained.generate(**encoded, max_new_tokens=8, do_sample=False)

@@ -167,6 +167,7 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
         result["cuts"][name] = accumulate(still, *batches)
 
     engine = engine_of(model, folder=folder, layout=layout, warmup=4)
+    parts = engine.parts()  # before the first forward, as a publisher takes them
     steps = [learn(engine, ragged_batch(seed=1))]
     before = weights_of(engine)
     steps.append(learn(engine, broken(ragged_batch(), row=1)))
@@ -178,6 +179,8 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
     checkpointer.save(2, RUN_STATE)
     steps.append(learn(engine, ragged_batch(seed=3)))
     checkpointer.export_hf(f"{folder}/export")
+    now = engine.parts()
+    result["stale_parts"] = [name for name, part in parts.items() if not torch.equal(part.tensor, now[name].tensor)]
     result |= {"steps": steps, "final": weights_of(engine)}
     checkpointer.close()
     return result

@@ -61,7 +61,9 @@ def test_loss_mean_is_the_weighted_mean(alone, cut):
 def test_token_metrics_are_over_the_tokens_that_have_weight(alone):
     batch, model = ragged_batch(), of_scene(alone["weights"])
     ratios, entropies, sizes = [], [], batch.lengths.tolist()
-    rows = zip(*(c.split(sizes) for c in (batch.tokens, batch.weights, batch.columns["behaviour_logprobs"])), strict=True)
+    rows = zip(
+        *(c.split(sizes) for c in (batch.tokens, batch.weights, batch.columns["behaviour_logprobs"])), strict=True
+    )
     for tokens, weights, behaviour in rows:
         logprobs, entropy = per_token(model, tokens.tolist(), TEMPERATURE)
         ratios.append((logprobs - behaviour[1:]).exp()[weights[1:] > 0])

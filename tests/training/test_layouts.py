@@ -87,3 +87,9 @@ def test_steps_do_not_depend_on_the_layout(pair):
     for answer in answers:
         for step, expected in zip(answer["steps"], alone["steps"], strict=True):
             assert step == pytest.approx(expected, rel=1e-5, nan_ok=True)
+
+
+def test_parts_follow_the_weights_from_before_the_first_forward(pair):
+    """A publisher takes them once; FSDP may pad its shards later, but not elsewhere."""
+    alone, answers, _ = pair
+    assert [answer["stale_parts"] for answer in [alone, *answers]] == [[]] * (1 + len(answers))

@@ -29,7 +29,9 @@ def test_values_and_gradients_are_those_of_log_softmax(temperature):
     logits.requires_grad_()
     logprobs, entropy = logprobs_and_entropy(logits, targets, temperature=temperature)
     weigh(logprobs, entropy).backward()
-    for value, wanted in zip((logprobs.detach(), entropy.detach(), logits.grad), plain(logits, targets, temperature), strict=True):
+    for value, wanted in zip(
+        (logprobs.detach(), entropy.detach(), logits.grad), plain(logits, targets, temperature), strict=True
+    ):
         assert_close(value.double(), wanted, atol=3e-6, rtol=1e-6)
 
 

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from rl.types import Batch
-from tests.training.scenes import LOSS, TEMPERATURE, TIED_FUSED, broken, engine_of, learn, ragged_batch, weights_of, whole
+from tests.training.scenes import (
+    LOSS,
+    TEMPERATURE,
+    TIED_FUSED,
+    broken,
+    engine_of,
+    learn,
+    ragged_batch,
+    weights_of,
+    whole,
+)
 
 
 @pytest.fixture

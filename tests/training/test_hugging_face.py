@@ -1,0 +1,152 @@
+"""A Hugging Face folder goes in and comes out bit for bit, and transformers agrees on what it says."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rl.model.shape import ModelConfig
+from rl.training.attention import dense_mask
+from rl.training.checkpoint import Checkpointer
+from tests.training.ranks import on_ranks
+from tests.training.scenes import LAYOUTS, SIZES, adopt, engine_of, ragged_batch
+
+FORMS = {
+    "tied": {},
+    "untied": {"tied": False},
+    "bfloat16": {"dtype": "bfloat16"},
+    "several files": {"tied": False, "max_shard_size": "20KB"},
+    "several files, tied": {"max_shard_size": "20KB", "theta": 1e4},
+}
+
+
+def write_folder(folder: Path, *, tied=True, dtype="float32", max_shard_size="1GB", theta=5e5) -> Path:
+    """A random Qwen3 as transformers saves it, norms and all, with weights large enough to matter."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=SIZES["vocab_size"],
+        hidden_size=SIZES["dim"],
+        intermediate_size=SIZES["hidden_dim"],
+        num_hidden_layers=SIZES["n_layers"],
+        num_attention_heads=SIZES["n_heads"],
+        num_key_value_heads=SIZES["n_kv_heads"],
+        head_dim=SIZES["head_dim"],
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        initializer_range=0.1,
+        dtype=dtype,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def transformers_model(folder: Path) -> torch.nn.Module:
+    """In float32; refuses a folder that lacks a weight or has one too many."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert {kind: list(names) for kind, names in info.items() if names} == {}
+    return model.eval()
+
+
+def open_folder(source: Path, out: Path, **fields):
+    """(engine with the weights of ``source``, its checkpointer)."""
+    model = ModelConfig(hf_path=str(source), **fields)
+    engine = engine_of(model, folder=str(out))
+    checkpointer = Checkpointer(engine, model, folder=str(out))
+    assert checkpointer.load() == {}
+    return engine, checkpointer
+
+
+@torch.no_grad()
+def logits_of(engine, tokens: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous()
+    return engine.model(tokens, positions=positions, attention_masks=dense_mask(positions))
+
+
+def same_tensors(one: Path, other: Path) -> None:
+    before, after = tensors_of(one), tensors_of(other)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name], tensor), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_comes_out_as_it_went_in(tmp_path, form):
+    source, out = write_folder(tmp_path / "in", **FORMS[form]), tmp_path / "out"
+    assert len(list(source.glob("*.safetensors"))) > 1 or "several" not in form
+    engine, checkpointer = open_folder(source, tmp_path)
+    checkpointer.export_hf(str(out))
+    checkpointer.close()
+    same_tensors(source, out)
+    assert [path.name for path in out.iterdir() if path.is_dir()] == []
+    assert json.loads((out / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    transformers_model(out)
+
+
+@pytest.mark.parametrize("fuse_qkv", [True, False])
+@pytest.mark.parametrize("form", ["untied", "bfloat16", "several files, tied"])
+def test_logits_are_those_of_transformers(tmp_path, form, fuse_qkv):
+    source = write_folder(tmp_path / "in", **FORMS[form])
+    engine, checkpointer = open_folder(source, tmp_path, fuse_qkv=fuse_qkv)
+    checkpointer.close()
+    tokens = torch.randint(SIZES["vocab_size"], (2, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = transformers_model(source)(tokens).logits
+    assert wanted.std() > 0.3
+    assert (logits_of(engine, tokens) - wanted).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_policy_from_random_weights_is_one_that_transformers_loads(tmp_path, tied):
+    model = ModelConfig(**SIZES, max_seq_len=64, tie_embeddings=tied, rope_theta=1e4)
+    engine, out = engine_of(model, folder=str(tmp_path)), tmp_path / "out"
+    checkpointer = Checkpointer(engine, model, folder=str(tmp_path))
+    checkpointer.export_hf(str(out))
+    checkpointer.close()
+    tokens = torch.randint(SIZES["vocab_size"], (1, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = transformers_model(out)(tokens).logits
+    assert (logits_of(engine, tokens) - wanted).abs().max() <= 1e-5
+    assert ("lm_head.weight" in tensors_of(out)) == (not tied)
+    again, checkpointer = open_folder(out, tmp_path / "again")  # an export is a folder to start from
+    checkpointer.close()
+    assert torch.equal(logits_of(again, tokens), logits_of(engine, tokens))
+
+
+def test_tensor_parallel_ranks_take_their_parts_and_export_the_whole(tmp_path):
+    source = write_folder(tmp_path / "in", tied=True, max_shard_size="20KB")
+    out = tmp_path / "out"
+    reference, batch = transformers_model(source), ragged_batch()
+    for answer in on_ranks(LAYOUTS["tp2"].ranks, adopt, str(source), "tp2", str(out)):
+        assert (answer["run_state"], answer["version"]) == ({}, 0)
+        for row, tokens in enumerate(batch.tokens.split(batch.lengths.tolist())):
+            with torch.no_grad():
+                every = reference(tokens.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
+            wanted = every.gather(1, tokens[1:].unsqueeze(1)).squeeze(1)
+            assert (answer["rows"][row]["logprobs"][1:] - wanted).abs().max() <= 1e-5 if len(wanted) else True
+    same_tensors(source, out)
+
+
+def test_four_ranks_export_the_weights_they_hold(played):
+    answers, folder = played("untied_split", "hsdp4")
+    exported, final = tensors_of(Path(folder) / "export"), answers[0]["final"]
+    assert len(exported) == len(final)
+    assert torch.equal(exported["lm_head.weight"], final["lm_head.weight"])
+    for layer in range(SIZES["n_layers"]):
+        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        for one, other in (("attention.qkv_linear.wk", "self_attn.k_proj"), ("feed_forward.w2", "mlp.down_proj")):
+            assert torch.equal(exported[f"{theirs}.{other}.weight"], final[f"{ours}.{one}.weight"])
+    transformers_model(Path(folder) / "export")

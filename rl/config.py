@@ -16,6 +16,7 @@ from rl.tasks.base import Task
 from rl.training.attention import attention_config
 from rl.training.config import TrainerConfig
 
+MODEL_SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "max_seq_len")
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
@@ -146,6 +147,7 @@ def _validate_numbers(config: RunConfig) -> None:
         "trainer.micro_batch_size": (config.trainer.micro_batch_size, 1),
         "evaluation.prompts": (config.evaluation.prompts, 0),
         "evaluation.samples": (config.evaluation.samples, 0),
+        **{f"model.{name}": (getattr(config.model, name), 1) for name in MODEL_SIZES},
     }
     for name, (value, least) in at_least.items():
         _require(value >= least, f"{name} is {value}; it must be at least {least}")
@@ -153,7 +155,7 @@ def _validate_numbers(config: RunConfig) -> None:
     for name, value, allowed in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         _require(
             value == allowed,
-            f"rollout.{name} is {value}; it must be {allowed}: the trainer cannot compute log-probs of a cut distribution",
+            f"rollout.{name} is {value}; it must be {allowed}: the trainer knows no log-probs of a cut distribution",
         )
 
 
@@ -194,3 +196,15 @@ def frozen(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [frozen(v) for v in value]
     return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+
+
+def changed_fields(before: Any, after: Any, name: str = "") -> list[str]:
+    """``field: old → new`` for every leaf in which two frozen configs differ."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = [*before, *(key for key in after if key not in before)]
+        return [
+            change
+            for key in names
+            for change in changed_fields(before.get(key), after.get(key), f"{name}.{key}" if name else key)
+        ]
+    return [] if before == after else [f"{name}: {before} → {after}"]

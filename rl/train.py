@@ -45,10 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    from monarch.actor import shutdown_context
-
     from rl.cli import parse_config
-    from rl.config import frozen
+    from rl.config import changed_fields, frozen
+    from rl.launch.local import start_runtime, stop_runtime
     from rl.observe.progress import Progress
     from rl.observe.record import RunRecord
 
@@ -58,27 +57,37 @@ def _train(arguments: list[str]) -> int:
     _check_folder(folder, config)
     record = RunRecord(folder)
     command = f"{PROGRAM} {shlex.join(arguments)}"
-    record.write_config({"name": name, "command": command, "config": frozen(config)})
+    resolved = frozen(config)
+    changes = changed_fields(record.read_config()["config"], resolved) if config.resume else []
+    changes = [change for change in changes if not change.startswith(("resume:", "quiet:", "output_dir:"))]
+    record.write_config({"name": name, "command": command, "config": resolved})
 
+    start_runtime(record.logs / "controller.log")
     with Progress(config.steps, quiet=config.quiet) as progress:
         progress.note(f"run folder: {folder}")
-        code = asyncio.run(_supervised(config, task, record, progress, command))
-    shutdown_context().get(timeout=10)
-    return code
+        for change in changes:
+            progress.note(f"resuming with another {change}")
+        outcome = asyncio.run(_supervised(config, task, record, progress, command))
+    stop_runtime()
+    if isinstance(outcome, int):
+        return outcome
+    _conclude(record, outcome, progress)
+    return 0
 
 
 async def _supervised(
     config: "RunConfig", task: "Task", record: "RunRecord", progress: "Progress", command: str
-) -> int:
-    """Run to an exit code; whatever happens, no process stays behind."""
+) -> dict[str, object] | int:
+    """The summary, or the exit code of a run that ended early; in any case no process stays behind."""
     interrupts = _Interrupts()
     run = _Run(config, task, record, progress)
     try:
-        summary = await run.run()
+        return await run.run()
     except asyncio.CancelledError:
         progress.error(f"interrupted by {interrupts.name} after step {run.step}; {_how_to_go_on(record, command)}")
         return interrupts.exit_code
     except Exception as error:
+        progress.error(f"failed after step {run.step}: {error}\ndetails: {record.folder / 'failure.json'}")
         record.write_failure(
             {
                 "error": str(error).splitlines()[0] if str(error) else type(error).__name__,
@@ -89,13 +98,10 @@ async def _supervised(
                 "command": command,
             }
         )
-        progress.error(f"failed after step {run.step}: {error}\ndetails: {record.folder / 'failure.json'}")
         return EXIT_FAILED
     finally:
         progress.stage("stopping")
         await run.stop()
-    _conclude(record, summary, progress)
-    return 0
 
 
 class _Run:

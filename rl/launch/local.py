@@ -1,15 +1,31 @@
 """Processes on this host."""
 
+import os
 import socket
 from pathlib import Path
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand  # not re-exported by monarch.actor
-from monarch.actor import Point, ProcMesh, default_bootstrap_cmd, this_host
+from monarch.actor import Point, ProcMesh, default_bootstrap_cmd, shutdown_context, this_host
 
 from rl.platform import device_type
 
 # Output goes to the rank's log from its first byte; Ctrl-C reaches the controller alone.
 _WRAPPER = 'trap "" INT; exec "$0" "$@" >>"$TILLER_LOG" 2>&1'
+
+
+def start_runtime(log: Path) -> None:
+    """Start Monarch in this process; what it says of itself on standard error goes to ``log``."""
+    kept = os.dup(2)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 2)
+    this_host()
+    os.dup2(kept, 2)
+    os.close(kept)
+
+
+def stop_runtime() -> None:
+    """Stop Monarch in this process, so that the interpreter can end."""
+    shutdown_context().get(timeout=10)
 
 
 def spawn_procs(name: str, ranks: int, *, env: dict[str, str], logs: Path, first_device: int = 0) -> ProcMesh:

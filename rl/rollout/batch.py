@@ -13,7 +13,7 @@ def make_batch(groups: list[list[Rollout]], *, normalize_std: bool, reduction: s
     Columns: ``advantages``, ``behaviour_logprobs`` and ``versions`` (the policy version of each
     token, -1 on prompts). All groups have the same number of rollouts.
     """
-    rewards = torch.tensor([[rollout.reward for rollout in group] for group in groups])
+    rewards = torch.tensor([[rollout.reward for rollout in group] for group in groups], dtype=torch.float32)
     advantages = group_advantages(rewards, normalize_std=normalize_std).flatten()
     rollouts = [rollout for group in groups for rollout in group]
     weights = token_weights(torch.tensor([len(r.completion.tokens) for r in rollouts]), reduction)
@@ -50,6 +50,7 @@ def rollout_metrics(groups: list[list[Rollout]]) -> dict[str, float]:
         "completion/length_max": float(max(lengths)),
         "completion/cut_off": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
     }
-    for name in rollouts[0].metrics:
-        metrics[f"reward/{name}"] = sum(r.metrics[name] for r in rollouts) / len(rollouts)
+    for name in sorted({name for r in rollouts for name in r.metrics}):
+        values = [r.metrics[name] for r in rollouts if name in r.metrics]
+        metrics[f"reward/{name}"] = sum(values) / len(values)
     return metrics

@@ -26,4 +26,5 @@ def test_killed_and_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
     assert resumed.wait() == 0, resumed.stderr
     assert numbers(resumed) == numbers(whole)
     assert resumed.json("summary.json")["policy_digest"] == whole.json("summary.json")["policy_digest"]
-    assert "resumed" in resumed.stdout
+    assert "resumed after step 4" in resumed.stdout
+    assert "resuming with another" not in resumed.stdout

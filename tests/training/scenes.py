@@ -86,20 +86,22 @@ def engine_of(
 def ragged_batch(lengths: tuple[int, ...] = (4, 15, 1, 7, 11), seed: int = 0) -> Batch:
     """Sequences up to the model's longest and down to one token, with a weight and columns of its own per token.
 
-    Prompts have weight 0, and so has every fifth token: a tool's answer within a completion.
+    Prompts have weight 0, and so has every fifth token: a tool's answer within a completion. The
+    ratios of these are by far the largest, so that any sum or extreme that counts them is wrong.
     """
     draw = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     place = torch.cat([torch.arange(length) for length in lengths])
     prompt = torch.cat([torch.full((length,), max(1, length // 3)) for length in lengths])
     weights = torch.rand(total, generator=draw) + 0.5
+    silent = (place < prompt) | (place % 5 == 4)
     return Batch(
         tokens=torch.randint(SIZES["vocab_size"], (total,), generator=draw),
         lengths=torch.tensor(lengths),
-        weights=weights.masked_fill((place < prompt) | (place % 5 == 4), 0.0),
+        weights=weights.masked_fill(silent, 0.0),
         columns={
             "advantages": torch.randn(total, generator=draw),
-            "behaviour_logprobs": torch.randn(total, generator=draw) * 0.3 - 3.4,
+            "behaviour_logprobs": (torch.randn(total, generator=draw) * 0.3 - 3.4).masked_fill(silent, -12.0),
         },
     )
 

@@ -87,7 +87,7 @@ def same_tensors(one: Path, other: Path) -> None:
 def test_a_folder_comes_out_as_it_went_in(tmp_path, form):
     source, out = write_folder(tmp_path / "in", **FORMS[form]), tmp_path / "out"
     assert len(list(source.glob("*.safetensors"))) > 1 or "several" not in form
-    engine, checkpointer = open_folder(source, tmp_path)
+    _, checkpointer = open_folder(source, tmp_path)
     checkpointer.export_hf(str(out))
     checkpointer.close()
     same_tensors(source, out)

@@ -1,0 +1,72 @@
+"""A batch says of each token what was true when it was sampled, and teaches completions only."""
+
+import pytest
+import torch
+
+from rl.rollout.batch import make_batch, rollout_metrics
+
+
+@pytest.fixture
+def groups(rollout):
+    return [
+        [rollout([1, 2], [7, 8, 9], reward=1.0), rollout([1, 2], [6], reward=0.0)],
+        [rollout([4], [5, 5], reward=2.0), rollout([4], [3, 2, 1, 9], reward=4.0)],
+    ]
+
+
+def test_columns_are_aligned_with_tokens(groups):
+    batch = make_batch(groups, normalize_std=False, reduction="token_mean")
+    assert batch.lengths.tolist() == [5, 3, 3, 5]
+    assert batch.tokens.tolist() == [1, 2, 7, 8, 9, 1, 2, 6, 4, 5, 5, 4, 3, 2, 1, 9]
+    assert batch.weights.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1, 1]
+    columns = {name: values.tolist() for name, values in batch.columns.items()}
+    assert columns["advantages"] == [0, 0, 0.5, 0.5, 0.5, 0, 0, -0.5, 0, -1, -1, 0, 1, 1, 1, 1]
+    assert columns["behaviour_logprobs"] == [0, 0, -7, -8, -9, 0, 0, -6, 0, -5, -5, 0, -3, -2, -1, -9]
+    assert columns["versions"] == [-1, -1, 3, 4, 5, -1, -1, 3, -1, 3, 4, -1, 3, 4, 5, 6]
+
+
+def test_dtypes_are_those_that_the_trainer_takes(groups):
+    batch = make_batch(groups, normalize_std=True, reduction="sequence_mean")
+    assert (batch.tokens.dtype, batch.lengths.dtype) == (torch.int64, torch.int64)
+    assert {values.dtype for values in [batch.weights, *batch.columns.values()]} == {torch.float32}
+
+
+def test_sequence_mean_gives_every_completion_the_weight_of_one(groups):
+    batch = make_batch(groups, normalize_std=True, reduction="sequence_mean")
+    sums = [weights.sum().item() for weights in batch.weights.split(batch.lengths.tolist())]
+    assert sums == pytest.approx([1.0, 1.0, 1.0, 1.0])
+
+
+def test_rewards_may_be_whole_numbers_or_truths(rollout):
+    groups = [
+        [rollout([1], [2], reward=1), rollout([1], [3], reward=0)],
+        [rollout([1], [2], reward=r) for r in (True, False)],
+    ]
+    batch = make_batch(groups, normalize_std=False, reduction="token_mean")
+    assert batch.columns["advantages"].tolist() == [0, 0.5, 0, -0.5, 0, 0.5, 0, -0.5]
+
+
+def test_selected_rows_take_their_columns_along(groups):
+    batch = make_batch(groups, normalize_std=False, reduction="token_mean").select([3, 0])
+    assert batch.tokens.tolist() == [4, 3, 2, 1, 9, 1, 2, 7, 8, 9]
+    assert batch.columns["versions"].tolist() == [-1, 3, 4, 5, 6, -1, -1, 3, 4, 5]
+    assert batch.lengths.tolist() == [5, 5]
+    assert len(batch.select([])) == len(batch.select([]).tokens) == 0
+
+
+def test_metrics_say_what_the_step_came_to(rollout):
+    flat = [rollout([1], [2, 3], reward=1.0, exact=1.0, words=4.0), rollout([1], [2], reward=1.0, words=0.0)]
+    mixed = [
+        rollout([1], [2] * 5, reward=0.0, words=2.0, finish_reason="length"),
+        rollout([1], [], reward=1.0, words=2.0),
+    ]
+    metrics = rollout_metrics([flat, mixed])
+    assert metrics == {
+        "reward/mean": 0.75,
+        "reward/flat_groups": 0.5,
+        "reward/exact": 0.25,
+        "reward/words": 2.0,
+        "completion/length_mean": 2.0,
+        "completion/length_max": 5.0,
+        "completion/cut_off": 0.25,
+    }

@@ -1,0 +1,104 @@
+"""What is asked for depends on ordinals alone; what comes back keeps its place."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+
+from rl.errors import RunError
+from rl.observe.spans import Stopwatch
+from rl.rollout.rollouter import Rollouter
+from rl.rollout.seeds import derive_seed
+from rl.tasks.base import Score
+from rl.types import Completion, Prompt, Sampling
+
+SAMPLING = Sampling(max_tokens=4, temperature=0.7, stop_token_ids=(2,))
+PROMPTS = [Prompt(ordinal=ordinal, tokens=[1, ordinal], text="", answer="") for ordinal in (5, 6, 7)]
+
+
+class Echo:
+    """A task whose reward is the first token; a completion that begins with ``poison`` makes it raise."""
+
+    def __init__(self, poison: int | None = None):
+        self.poison = poison
+
+    def decode(self, tokens):
+        return " ".join(map(str, tokens))
+
+    def score(self, prompt, text, completion):
+        if completion.tokens[0] == self.poison:
+            raise ZeroDivisionError("no such number")
+        return Score(reward=float(text.split()[0]), exact=prompt.ordinal == 6, metrics={"tokens": 1.0})
+
+
+class Recorder:
+    """A generator: each completion is ten times the prompt's ordinal plus the sample, in requests' order."""
+
+    def __init__(self):
+        self.requests = []
+
+    async def __call__(self, requests):
+        self.requests += requests
+        await asyncio.sleep(0)
+        places = [tuple(map(int, request.request_id.split("/")[-2:])) for request in requests]
+        return [
+            Completion(tokens=[10 * ordinal + sample], logprobs=[0.0], versions=[0], finish_reason="stop")
+            for ordinal, sample in places
+        ]
+
+
+def collect(generate, prompts=PROMPTS, *, seed=0, task=None, samples=2, **options):
+    rollouter = Rollouter(task or Echo(), generate, seed=seed, watch=Stopwatch())
+    return asyncio.run(rollouter.collect(prompts, SAMPLING, samples=samples, **options))
+
+
+def test_groups_and_samples_come_in_the_order_of_the_prompts():
+    groups = collect(Recorder())
+    assert [[r.reward for r in group] for group in groups] == [[50, 51], [60, 61], [70, 71]]
+    assert [[(r.prompt.ordinal, r.sample) for r in group] for group in groups][1] == [(6, 0), (6, 1)]
+    assert [group[0].text for group in groups] == ["50", "60", "70"]
+    assert groups[1][0].metrics == {"exact": 1.0, "tokens": 1.0}
+    assert groups[0][0].metrics["exact"] == 0.0
+
+
+def test_a_request_is_a_function_of_ordinal_and_sample_alone():
+    whole, parts = Recorder(), Recorder()
+    collect(whole)
+    for prompt in random.Random(0).sample(PROMPTS, 3):
+        collect(parts, [prompt])
+    assert sorted(parts.requests, key=str) == sorted(whole.requests, key=str)
+    first = whole.requests[0]
+    assert first.seed == derive_seed(0, 5, 0)
+    assert (first.prompt_tokens, first.sampling) == ([1, 5], SAMPLING)
+
+
+def test_ids_are_unique_and_streams_and_runs_have_seeds_of_their_own():
+    recorder = Recorder()
+    collect(recorder)
+    collect(recorder, stream="eval/sampled")
+    assert len({request.request_id for request in recorder.requests}) == 12
+    collect(recorder, seed=1)
+    assert len({request.seed for request in recorder.requests}) == 18
+
+
+def test_a_reward_that_raises_is_named_with_its_input():
+    with pytest.raises(
+        RunError, match="the reward of Echo raised ZeroDivisionError: no such number; prompt 6, sample 1"
+    ) as e:
+        collect(Recorder(), task=Echo(poison=61))
+    assert "completion '61'" in str(e.value)
+    assert isinstance(e.value.__cause__, ZeroDivisionError)
+
+
+def test_a_generator_that_loses_a_completion_is_found_out():
+    async def forgetful(requests):
+        return (await Recorder()(requests))[:-1]
+
+    with pytest.raises(ValueError, match="shorter"):
+        collect(forgetful)
+
+
+def test_prompts_may_repeat_with_other_ordinals():
+    again = [replace(PROMPTS[0], ordinal=8), PROMPTS[0]]
+    assert [[r.reward for r in group] for group in collect(Recorder(), again, samples=1)] == [[80], [50]]

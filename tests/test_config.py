@@ -1,0 +1,283 @@
+"""What a user may write on the command line, and what is said of what cannot work (C5)."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from rl.cli import find_config, parse_config
+from rl.config import RunConfig, frozen, validate
+from rl.errors import ConfigError
+from rl.tasks.copy_digits import CopyDigits
+
+PROGRAM = "python -m rl.train"
+
+
+def parse(*overrides: str, config: str = "quickstart") -> RunConfig:
+    return parse_config(["--config", config, *overrides], program=PROGRAM)[1]
+
+
+# What is given arrives, typed.
+
+
+def test_overrides_reach_nested_fields_as_their_own_type():
+    config = parse(
+        *("--trainer.parallelism.tensor_parallel_degree", "2", "--rollout.temperature", "0.7", "--seed", "3"),
+        *("--algorithm.loss.clip_high", "0.28", "--algorithm.loss.reduction", "token_mean", "--data.digits", "4"),
+        *("--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", "0.01", "--model.hf_path", "None"),
+    )
+    assert (config.trainer.parallelism.tensor_parallel_degree, config.rollout.temperature, config.seed) == (2, 0.7, 3)
+    assert (config.algorithm.loss.clip_high, config.algorithm.loss.reduction) == (0.28, "token_mean")
+    assert (config.data.digits, config.model.hf_path) == (4, None)
+    assert config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] == 0.01
+    assert isinstance(config.data, CopyDigits.Config)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        ["--trainer.micro-batch-size", "7"],
+        ["--trainer.micro_batch_size", "7"],
+        ["--trainer.micro-batch-size=7"],
+        ["--trainer.micro_batch_size=7"],
+    ],
+)
+def test_hyphens_underscores_and_equals_signs_are_one(written):
+    assert parse(*written).trainer.micro_batch_size == 7
+
+
+def test_flags_need_no_value_and_can_be_taken_back():
+    config = parse("--resume", "--quiet")
+    assert (config.resume, config.quiet) == (True, True)
+    config = parse("--no-resume", "--algorithm.no-normalize-std")
+    assert (config.resume, config.quiet, config.algorithm.normalize_std) == (False, False, False)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_the_config_may_be_named_anywhere_and_with_an_equals_sign(place):
+    arguments = ["--seed", "4"]
+    arguments.insert(place, "--config=quickstart")
+    name, config = parse_config(arguments, program=PROGRAM)
+    assert (name, config.seed) == ("quickstart", 4)
+
+
+def test_what_is_not_given_is_the_configs_own():
+    assert frozen(parse()) == frozen(find_config("quickstart")())
+
+
+# Names that do not exist.
+
+
+@pytest.mark.parametrize(
+    ("written", "near", "siblings"),
+    [
+        ("--sed", "--seed", "All in the config: algorithm, data, deadlines"),
+        ("--trainer.micro-batchsize", "--trainer.micro_batch_size", "All in trainer: trainer.activation_checkpoint"),
+        (
+            "--trainer.parallelism.tensor_paralel_degree",
+            "--trainer.parallelism.tensor_parallel_degree",
+            "All in trainer.parallelism: trainer.parallelism.context_parallel_degree",
+        ),
+        ("--rollot.max_tokens", "--rollout.max_tokens", "All in the config: algorithm"),
+        ("--data.digit", "--data.digits", "All in data: data.digits, data.max_prompt_tokens"),
+    ],
+)
+def test_an_unknown_field_is_answered_with_the_nearest_and_its_siblings(written, near, siblings):
+    with pytest.raises(ConfigError) as error:
+        parse(written, "2")
+    message = str(error.value)
+    assert message.startswith(f"{written.replace('-', '_').replace('__', '--')}: there is no such field; ")
+    assert near in message.partition("All in")[0]
+    assert siblings in message
+
+
+def test_an_unknown_config_is_answered_with_the_nearest_and_all():
+    with pytest.raises(ConfigError, match=r"--config quikstart: .*did you mean quickstart\? .*gsm8k_jsonl, quickstart"):
+        parse(config="quikstart")
+    with pytest.raises(ConfigError, match=r"--config xyzzy: there is no such config; All that exist: gsm8k_jsonl"):
+        parse(config="xyzzy")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--seed", "1"], ["--config"]])
+def test_a_missing_config_is_answered_with_usage_and_all(arguments):
+    with pytest.raises(ConfigError, match=r"--config NAME is missing\n(.|\n)*configs: .*quickstart"):
+        parse_config(arguments, program=PROGRAM)
+
+
+# Configs and tasks of other packages.
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A user's package with a task and a config of its own."""
+    (tmp_path / "shouting").mkdir()
+    (tmp_path / "shouting" / "__init__.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from rl.config import RunConfig\n"
+        "from rl.tasks.copy_digits import CopyDigits\n"
+        "class Shout(CopyDigits):\n"
+        "    @dataclass(kw_only=True, slots=True)\n"
+        "    class Config(CopyDigits.Config):\n"
+        "        loudness: float = 1.0\n"
+        "def loud() -> RunConfig:\n"
+        "    return RunConfig(data=Shout.Config(loudness=2.0))\n"
+        "def helper():\n"
+        "    return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return "shouting"
+
+
+def test_a_config_of_another_package_is_found_by_module_and_name(package):
+    config = parse("--data.loudness", "3", config=f"{package}.loud")
+    assert config.data.loudness == 3.0
+    assert frozen(config)["data"]["type"] == "shouting.Shout.Config"
+    with pytest.raises(ConfigError, match="--data.loudnes: .*did you mean --data.loudness"):
+        parse("--data.loudnes", "3", config=f"{package}.loud")
+
+
+@pytest.mark.parametrize("name", ["loudd", "helper", "RunConfig", "Shout"])
+def test_only_functions_that_return_a_run_config_are_configs(package, name):
+    with pytest.raises(
+        ConfigError, match=f"--config {package}.{name}: there is no such config; .*All that exist: loud$"
+    ):
+        parse(config=f"{package}.{name}")
+
+
+def test_a_module_that_cannot_be_imported_is_named():
+    with pytest.raises(
+        ConfigError, match=r"--config no.such.config: cannot import no.such \(.*\); is its folder on PYTHONPATH"
+    ):
+        parse(config="no.such.config")
+
+
+# Help, and values of the wrong type.
+
+
+def test_help_lists_nested_fields_and_ends_well(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse("--help")
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    for field in ("--seed", "--rollout.max-tokens", "--trainer.parallelism.tensor-parallel-degree", "--data.digits"):
+        assert field in text
+    assert "Optimizer steps." in text
+
+
+def test_help_without_a_config_lists_the_configs(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_config(["--help"], program=PROGRAM)
+    assert end.value.code == 0
+    assert "configs: gsm8k_jsonl, quickstart" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        (["--seed", "two"], "--seed"),
+        (["--rollout.max-tokens", "1.5"], "--rollout.max-tokens"),
+        (["--model.attention", "flash"], "--model.attention"),
+        (["--trainer.micro_batch_size"], "--trainer.micro-batch-size"),
+        (["--trainer.checkpoint.keep_latest_k", "1"], "trainer.checkpoint"),
+    ],
+)
+def test_a_value_of_the_wrong_type_ends_with_2_and_names_the_field(capsys, written, named):
+    with pytest.raises(SystemExit) as end:
+        parse(*written)
+    assert end.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+# Values that cannot work.
+
+
+REFUSED = [
+    ("steps", 0, "steps is 0; it must be at least 1"),
+    ("rollout.prompts_per_step", 0, "rollout.prompts_per_step is 0; it must be at least 1"),
+    ("rollout.samples_per_prompt", 1, "rollout.samples_per_prompt is 1; it must be at least 2"),
+    ("rollout.max_tokens", 0, "rollout.max_tokens is 0; it must be at least 1"),
+    ("rollout.recorded_per_step", -1, "rollout.recorded_per_step is -1; it must be at least 0"),
+    ("rollout.temperature", 0.0, "rollout.temperature is 0.0; it must be at least 0.01"),
+    ("rollout.top_p", 0.9, "rollout.top_p is 0.9; it must be 1.0: .*log-probs"),
+    ("rollout.top_k", 5, "rollout.top_k is 5; it must be 0: .*log-probs"),
+    ("trainer.micro_batch_size", 0, "trainer.micro_batch_size is 0; it must be at least 1"),
+    ("evaluation.prompts", -1, "evaluation.prompts is -1; it must be at least 0"),
+    ("evaluation.samples", -1, "evaluation.samples is -1; it must be at least 0"),
+    (
+        "data.max_prompt_tokens",
+        27,
+        "data.max_prompt_tokens=27 .*rollout.max_tokens=6 is 33; .*at most model.max_seq_len=32",
+    ),
+    ("model.n_layers", 0, "model.n_layers is 0; it must be at least 1"),
+    ("model.n_kv_heads", 3, "model.n_kv_heads is 3; it must divide model.n_heads=2"),
+    ("model.head_dim", 48, r"model.head_dim is 48; .*allows \[32, 64"),
+    ("model.hf_path", "/nowhere", "model.hf_path: there is no folder '/nowhere'; name one"),
+    ("model.attention", "varlen", "model.attention is 'varlen', which needs CUDA; .*allows 'auto' and 'dense'"),
+    (
+        "generator.tensor_parallel_degree",
+        3,
+        r"generator.tensor_parallel_degree is 3; .*n_heads=2.*allowed are \[1, 2\]",
+    ),
+    *[
+        (f"trainer.parallelism.{name}_degree", value, f"trainer.parallelism.{name}_degree is {value}; {allowed}")
+        for name, value, allowed in [
+            ("tensor_parallel", 4, r"it must divide .*n_kv_heads=2.*allowed are \[1, 2\]"),
+            ("tensor_parallel", 0, "it must be at least 1"),
+            ("data_parallel_shard", -1, "it must be at least 1"),
+            ("data_parallel_replicate", 0, "it must be at least 1"),
+            ("context_parallel", 2, "Tiller allows only 1"),
+            ("pipeline_parallel", 2, "Tiller allows only 1"),
+            ("expert_parallel", 2, "Tiller allows only 1"),
+        ]
+    ],
+    ("trainer.parallelism.spmd_backend", "full_dtensor", "spmd_backend is 'full_dtensor'; .*only 'partial_dtensor'"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), REFUSED)
+def test_a_value_that_cannot_work_is_refused_with_field_value_and_what_is_allowed(field, value, message, monkeypatch):
+    monkeypatch.setattr("rl.config.device_type", lambda: "cpu")
+    with pytest.raises(ConfigError, match=message):
+        parse(f"--{field}", str(value))
+
+
+def test_a_gpu_host_must_have_as_many_as_the_config_needs(monkeypatch):
+    config = find_config("quickstart")()
+    config.trainer.parallelism.data_parallel_shard_degree = 4
+    monkeypatch.setattr("rl.config.device_type", lambda: "cuda")
+    monkeypatch.setattr("rl.config.device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="the config needs 4 GPUs on this host, which has 2"):
+        validate(config)
+    config.trainer.parallelism.data_parallel_shard_degree = 2
+    validate(config)
+
+
+@pytest.mark.parametrize("temperature", [math.nan, -1.0])
+def test_temperatures_that_are_none_are_refused(temperature):
+    config = find_config("quickstart")()
+    config.rollout.temperature = temperature
+    with pytest.raises(ConfigError, match=f"rollout.temperature is {temperature}"):
+        validate(config)
+
+
+def test_shipped_configs_can_work():
+    validate(find_config("quickstart")())
+
+
+# The frozen copy.
+
+
+def test_the_frozen_copy_is_json_with_every_value_in_its_place():
+    config = parse(
+        "--rollout.temperature", "0.7", "--trainer.parallelism.tensor_parallel_degree", "2", "--output-dir", "x"
+    )
+    copy = json.loads(json.dumps(frozen(config)))
+    assert copy == frozen(config)
+    assert set(copy) == {field.name for field in dataclasses.fields(RunConfig)}
+    assert copy["trainer"]["parallelism"]["tensor_parallel_degree"] == 2
+    assert (copy["rollout"]["temperature"], copy["output_dir"], copy["model"]["hf_path"]) == (0.7, "x", None)
+    assert copy["data"] == {"type": "rl.tasks.copy_digits.CopyDigits.Config", "digits": 3, "max_prompt_tokens": 16}
+    assert CopyDigits.Config(**{k: v for k, v in copy["data"].items() if k != "type"}) == config.data
+    kwargs = copy["trainer"]["optimizer"]["param_groups"][0]["optimizer_kwargs"]
+    assert kwargs == {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}

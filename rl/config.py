@@ -37,8 +37,10 @@ class RolloutConfig:
     """Above 0. Behaviour and trainer log-probs are both of this distribution."""
 
     top_p: float = 1.0
+    """Below 1 is refused: the trainer could not compute the same log-probs."""
+
     top_k: int = 0
-    """top_p below 1 and top_k above 0 are refused: the trainer could not compute the same log-probs."""
+    """Above 0 is refused, as top_p below 1 is."""
 
     recorded_per_step: int = 4
     """Rollouts of each step that are written to rollouts.jsonl."""
@@ -49,6 +51,8 @@ class AlgorithmConfig:
     """What the rollouts teach."""
 
     loss: PolicyLoss.Config = field(default_factory=PolicyLoss.Config)
+    """What each token costs; ``grpo()`` and ``dapo()`` of rl.algorithms.losses make two."""
+
     normalize_std: bool = True
     """Whether advantages are divided by their group's standard deviation."""
 
@@ -69,7 +73,10 @@ class DeadlineConfig:
     """How long anything is waited for, in seconds, before the run fails and says what was silent."""
 
     start: float = 600.0
+    """For a mesh to start, imports and model included."""
+
     call: float = 600.0
+    """For any call to an actor, such as generating a step's completions."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,13 +1,21 @@
 """Which device this process computes on, told to torchtitan before it looks for itself."""
 
+import sys
+
 import torch
 import torchtitan.tools.utils as titan
 
 
 def select_device() -> None:
-    """Point torchtitan at the CPU on hosts without CUDA: it assumes CUDA there."""
-    if not torch.cuda.is_available():
-        titan.device_type, titan.device_module = "cpu", torch.cpu
+    """Point torchtitan at the CPU on hosts without CUDA: it assumes CUDA there.
+
+    Its modules keep copies of the choice, so those that were imported before are told as well.
+    """
+    if torch.cuda.is_available():
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan.") and hasattr(module, "device_type"):
+            module.device_type, module.device_module = "cpu", torch.cpu  # type: ignore[attr-defined]
 
 
 def device_type() -> str:

@@ -18,12 +18,22 @@ class ModelConfig:
     """Folder with config.json, safetensors and tokenizer. Its sizes replace the fields below."""
 
     vocab_size: int = 32
+    """Embeddings; at least the tokenizer's size."""
+
     dim: int = 64
+    """Width of the residual stream."""
+
     n_layers: int = 2
     n_heads: int = 2
+    """Query heads."""
+
     n_kv_heads: int = 2
+    """Key and value heads; divides n_heads."""
+
     head_dim: int = 32
     hidden_dim: int = 192
+    """Width of the feed-forward layers."""
+
     tie_embeddings: bool = True
     """Whether the embedding and the output head share one weight."""
 

@@ -118,15 +118,17 @@ class ActorGroup:
             return await _resolve(getattr(self._actor.slice(ranks=rank), endpoint).call_one(*args))
         except ActorError as error:
             cause = error.exception
-            raise RunError(f"{self.name} rank {rank}, {endpoint}: {type(cause).__name__}: {cause}\n{error}") from None
+            named = str(cause) if isinstance(cause, RunError) else f"{type(cause).__name__}: {cause}"
+            raise RunError(f"{self.name} rank {rank}, {endpoint}: {named}\n{error}") from None
         except Exception as error:
             raise self.died(rank, endpoint, error) from None
 
     def died(self, rank: int, during: str, cause: object) -> RunError:
         """The error that says so, with what the rank's log ended on."""
-        reason = str(cause).strip().splitlines() or [type(cause).__name__]
+        first, *rest = str(cause).strip().splitlines() or [type(cause).__name__]
+        reason = "\n".join(rest).removesuffix(")").strip() or first  # Monarch's first line names its own meshes
         log = self._logs / f"{self.name}-{rank}.log"
-        return RunError(f"{self.name} rank {rank}, {during}: the process died: {reason[-1].strip()}\n{_tail(log)}")
+        return RunError(f"{self.name} rank {rank}, {during}: the process died: {reason}\n{_tail(log)}")
 
 
 async def _resolve(future: Any) -> Any:

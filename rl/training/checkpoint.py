@@ -1,19 +1,23 @@
 """Checkpoints of a trainer rank through torchtitan's manager: DCP for resuming, Hugging Face for the world."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
+from rl.errors import RunError
 from rl.model.shape import ModelConfig, hf_config, shape_of
 from rl.training.engine import TrainingEngine
 
@@ -68,14 +72,16 @@ class Checkpointer:
     def save(self, step: int, run_state: dict[str, Any]) -> None:
         """Write step-``step``; ``run_state`` is JSON-able and comes back from ``load``."""
         self._state.run_state = run_state
-        self._manager.save(step)
+        with _as_run_error(f"checkpoint {step}"):
+            self._manager.save(step)
 
     def load(self, step: int = -1) -> dict[str, Any]:
         """Load checkpoint ``step``, or the newest complete one; where there is none, the Hugging Face folder.
 
         Returns the ``run_state`` of the checkpoint, empty if none was loaded.
         """
-        self._manager.load(step)
+        with _as_run_error("loading the checkpoint"):
+            self._manager.load(step)
         return self._state.run_state
 
     @torch.no_grad()
@@ -83,7 +89,8 @@ class Checkpointer:
         """Write safetensors and config.json that transformers loads, in the dtype the model started from."""
         dtype = TORCH_DTYPE_MAP.get(self.shape.dtype, torch.float32)
         weights = {name: tensor.to(dtype) for name, tensor in self._manager.states[MODEL].state_dict().items()}
-        self._manager.dcp_save(weights, checkpoint_id=folder, async_mode=AsyncMode.DISABLED, to_hf=True)
+        with _as_run_error("export"):
+            self._manager.dcp_save(weights, checkpoint_id=folder, async_mode=AsyncMode.DISABLED, to_hf=True)
         if dist.get_rank() == 0:
             shutil.rmtree(Path(folder) / "sharded", ignore_errors=True)  # what the export was merged from
             self._describe(Path(folder))
@@ -103,3 +110,12 @@ class Checkpointer:
         """Wait for saves under way and stop the manager's threads."""
         self._manager.maybe_wait_for_saving()
         self._manager.close()
+
+
+@contextlib.contextmanager
+def _as_run_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as error:  # a BaseException: it would end the actor without a word
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RunError(f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}") from error

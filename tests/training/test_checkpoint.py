@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rl.errors import RunError
 from rl.training.checkpoint import Checkpointer
 from tests.training.ranks import on_ranks
 from tests.training.scenes import LAYOUTS, RUN_STATE, TIED_FUSED, engine_of, resume
@@ -71,3 +72,14 @@ def test_the_newest_are_kept_and_any_of_them_can_be_asked_for(folder):
     assert kept == [f"step-{step}" for step in (3, 4)]
     with pytest.raises(FileNotFoundError, match="step-1"):
         checkpointer.load(1)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_and_leaves_the_one_before(folder):
+    engine = engine_of(TIED_FUSED, folder=folder)
+    checkpointer = Checkpointer(engine, TIED_FUSED, folder=folder)
+    checkpointer.save(1, {"step": 1})
+    (Path(folder) / "checkpoints" / "step-2").write_text("in the way")
+    with pytest.raises(RunError, match="checkpoint 2 failed on rank 0: FileExistsError"):
+        checkpointer.save(2, {"step": 2})
+    assert checkpointer.load() == {"step": 1}
+    checkpointer.close()

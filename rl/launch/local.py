@@ -18,9 +18,11 @@ def start_runtime(log: Path) -> None:
     kept = os.dup(2)
     with log.open("a") as file:
         os.dup2(file.fileno(), 2)
-    this_host()
-    os.dup2(kept, 2)
-    os.close(kept)
+    try:
+        this_host()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def stop_runtime() -> None:

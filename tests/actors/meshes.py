@@ -18,7 +18,7 @@ from rl.model.parts import Box, Part, Parts
 from rl.model.shape import ModelConfig
 from rl.training.config import TrainerConfig, default_adamw
 
-DEADLINE = 120.0
+DEADLINE = 300.0
 
 
 class OpenTrainer(PolicyTrainer):

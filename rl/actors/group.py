@@ -126,7 +126,9 @@ class ActorGroup:
     def died(self, rank: int, during: str, cause: object) -> RunError:
         """The error that says so, with what the rank's log ended on."""
         first, *rest = str(cause).strip().splitlines() or [type(cause).__name__]
-        reason = "\n".join(rest).removesuffix(")").strip() or first  # Monarch's first line names its own meshes
+        reason = "\n".join(rest).strip() or first  # Monarch's first line names its own meshes
+        if reason.count(")") > reason.count("("):
+            reason = reason.removesuffix(")")  # of the event's own parenthesis, which began in that line
         log = self._logs / f"{self.name}-{rank}.log"
         return RunError(f"{self.name} rank {rank}, {during}: the process died: {reason}\n{_tail(log)}")
 

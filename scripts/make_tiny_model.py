@@ -144,8 +144,9 @@ def main(argv: list[str] | None = None) -> None:
 
     print(f"{args.data}: {len(problems)} problems")
     print(f"{args.model_dir}: Qwen3, {model.num_parameters():,} random parameters, {model.config.vocab_size} tokens")
-    overrides = f"--model.hf_path {args.model_dir} --data.path {args.data}"
-    print(f"\nTrain on them:\n  python -m rl.train --config gsm8k_jsonl {overrides}")
+    inputs = f"--model.hf_path {args.model_dir} --data.path {args.data}"
+    small = "--steps 20 --rollout.max_tokens 64 --rollout.prompts_per_step 8"
+    print(f"\nTrain on them:\n  python -m rl.train --config gsm8k_jsonl {inputs} {small}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from torchtitan.config import Configurable
 
 from rl.algorithms.losses import PolicyLoss
 from rl.errors import ConfigError
-from rl.generation.config import GeneratorConfig
+from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.tp_plan import check_divides
 from rl.platform import device_count, device_type
@@ -114,6 +114,7 @@ def validate(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
     _validate_numbers(config)
     _validate_trainer_mesh(config.trainer)
+    _validate_resume(config)
     shape = shape_of(config.model)
     attention_config(config.model.attention)
     check_divides(
@@ -150,6 +151,7 @@ def _validate_numbers(config: RunConfig) -> None:
         "rollout.prompts_per_step": (rollout.prompts_per_step, 1),
         "rollout.samples_per_prompt": (rollout.samples_per_prompt, 2),
         "rollout.max_tokens": (rollout.max_tokens, 1),
+        "rollout.temperature": (rollout.temperature, MIN_TEMPERATURE),
         "rollout.recorded_per_step": (rollout.recorded_per_step, 0),
         "trainer.micro_batch_size": (config.trainer.micro_batch_size, 1),
         "evaluation.prompts": (config.evaluation.prompts, 0),
@@ -158,7 +160,6 @@ def _validate_numbers(config: RunConfig) -> None:
     }
     for name, (value, least) in at_least.items():
         _require(value >= least, f"{name} is {value}; it must be at least {least}")
-    _require(rollout.temperature >= 0.01, f"rollout.temperature is {rollout.temperature}; it must be at least 0.01")
     for name, value, allowed in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         _require(
             value == allowed,
@@ -180,6 +181,14 @@ def _validate_trainer_mesh(trainer: TrainerConfig) -> None:
     _require(
         parallelism.spmd_backend == "partial_dtensor",
         f"{field_name}.spmd_backend is {parallelism.spmd_backend!r}; with this torch only 'partial_dtensor' works",
+    )
+
+
+def _validate_resume(config: RunConfig) -> None:
+    step = config.trainer.checkpoint.load_step
+    _require(
+        step == -1,
+        f"trainer.checkpoint.load_step is {step}; it must be -1: --resume goes on from the newest, losing no work",
     )
 
 

@@ -61,7 +61,9 @@ async def _supervised(
     try:
         return await run.run()
     except asyncio.CancelledError:
-        progress.error(f"interrupted by {interrupts.name} after step {run.step}; {_how_to_go_on(record, command)}")
+        progress.error(
+            f"interrupted by {interrupts.name} after step {run.step}; {_how_to_go_on(config, record, command)}"
+        )
         return interrupts.exit_code
     except Exception as error:
         progress.error(f"failed after step {run.step}: {error}\ndetails: {record.folder / 'failure.json'}")
@@ -146,22 +148,23 @@ class _Interrupts:
 
 
 def _check_folder(folder: Path, config: RunConfig) -> None:
-    if (folder / "config.json").exists() and not config.resume:
+    holds_run = (folder / "config.json").exists()
+    if holds_run and not config.resume:
         raise ConfigError(
             f"output_dir: {folder} already holds a run; add --resume to go on with it, or name another folder"
         )
-    if config.resume and not (folder / "config.json").exists():
+    if config.resume and not holds_run:
         raise ConfigError(
             f"--resume: output_dir {str(folder)!r} holds no run; name the folder of the run to go on with"
         )
 
 
-def _how_to_go_on(record: RunRecord, command: str) -> str:
-    if not any(record.checkpoints.glob("step-*/.metadata")):
+def _how_to_go_on(config: RunConfig, record: RunRecord, command: str) -> str:
+    if not any((record.folder / config.trainer.checkpoint.folder).glob("step-*/.metadata")):
         return "no checkpoint was complete yet"
-    if "--output-dir" not in command:
-        command += f" --output-dir {record.folder}"
-    return f"go on with: {command}" + ("" if "--resume" in command else " --resume")
+    folder = "" if config.output_dir else f" --output-dir {record.folder}"
+    resume = "" if config.resume else " --resume"
+    return f"go on with: {command}{folder}{resume}"
 
 
 def _conclude(record: RunRecord, summary: dict[str, object], progress: Progress) -> None:

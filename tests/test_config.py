@@ -201,6 +201,7 @@ REFUSED = [
     ("rollout.temperature", 0.0, "rollout.temperature is 0.0; it must be at least 0.01"),
     ("rollout.top_p", 0.9, "rollout.top_p is 0.9; it must be 1.0: .*log-probs"),
     ("rollout.top_k", 5, "rollout.top_k is 5; it must be 0: .*log-probs"),
+    ("trainer.checkpoint.load_step", 4, "trainer.checkpoint.load_step is 4; it must be -1: .*the newest"),
     ("trainer.micro_batch_size", 0, "trainer.micro_batch_size is 0; it must be at least 1"),
     ("evaluation.prompts", -1, "evaluation.prompts is -1; it must be at least 0"),
     ("evaluation.samples", -1, "evaluation.samples is -1; it must be at least 0"),

@@ -65,9 +65,9 @@ class Supervisor:
         # Called once for the actors of a role and once for each helper that Monarch runs beside them.
         group = self._groups.get(failure.mesh_name.rpartition("-")[0])
         if group is not None:
-            ranks = re.search(r"crashed_ranks=\[(\d+)", str(failure))
-            error = group.died(int(ranks[1]) if ranks else 0, "between calls", failure)
-            self._loop.call_soon_threadsafe(self.fail, error)
+            parts = re.fullmatch(r"MeshFailure\(.*crashed_ranks=\[(\d+).*?event=(.*)\)", str(failure), re.DOTALL)
+            rank, event = (int(parts[1]), parts[2]) if parts else (0, str(failure))
+            self._loop.call_soon_threadsafe(self.fail, group.died(rank, "between calls", event))
 
 
 class ActorGroup:
@@ -127,8 +127,6 @@ class ActorGroup:
         """The error that says so, with what the rank's log ended on."""
         first, *rest = str(cause).strip().splitlines() or [type(cause).__name__]
         reason = "\n".join(rest).strip() or first  # Monarch's first line names its own meshes
-        if reason.count(")") > reason.count("("):
-            reason = reason.removesuffix(")")  # of the event's own parenthesis, which began in that line
         log = self._logs / f"{self.name}-{rank}.log"
         return RunError(f"{self.name} rank {rank}, {during}: the process died: {reason}\n{_tail(log)}")
 

@@ -49,9 +49,8 @@ class Controller:
         )
 
     async def run(self) -> dict[str, object]:
-        """Train from the newest checkpoint, or the one asked for, to the last step; returns the run's summary."""
-        step = self.config.trainer.checkpoint.load_step
-        self.state = RunState.from_dict(await self.trainer.load_checkpoint(step))
+        """Train from the newest checkpoint to the last step; returns the run's summary."""
+        self.state = RunState.from_dict(await self.trainer.load_checkpoint())
         self.record.drop_after(self.state.step)
         if self.state.step:
             self.progress.note(f"resumed after step {self.state.step}")

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+MIN_TEMPERATURE = 0.01  # vLLM silently raises smaller ones to this, and the log-probs would be another distribution's
+
 
 @dataclass(kw_only=True, slots=True)
 class GeneratorConfig:

@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 
 from rl.errors import RunError
-from rl.generation.config import GeneratorConfig
+from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
 from rl.model.shape import ModelConfig, ModelShape, hf_config, shape_of
 from rl.model.tp_plan import check_divides
 from rl.platform import device_type
 from rl.types import Completion, GenerationRequest
 
 COLLECTIVE_TIMEOUT_S = 600
-MIN_TEMPERATURE = 0.01  # vLLM silently raises smaller ones to this, and the log-probs would be another distribution's
 
 
 class GenerationEngine:

@@ -29,9 +29,9 @@ class Progress:
     every minute without one. ``quiet`` shows nothing.
     """
 
-    def __init__(self, total_steps: int, *, quiet: bool, resumed_from: int = 0, console: Console | None = None):
+    def __init__(self, total_steps: int, *, quiet: bool, console: Console | None = None):
         self.total_steps = total_steps
-        self.step = resumed_from
+        self.step = 0
         self.console = console or Console(quiet=quiet, highlight=False)
         self._is_live = self.console.is_terminal and not quiet
         self._quiet = quiet

@@ -81,7 +81,7 @@ def test_quiet_shows_nothing(terminal):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_resumed_run_goes_on_where_it_was(terminal):
-    assert "step 30/30" in run(30, terminal=terminal, resumed_from=20, rows=make_rows(30)[20:])
+    assert "step 30/30" in run(30, terminal=terminal, rows=make_rows(30)[20:])
 
 
 @pytest.mark.parametrize("terminal", [False, True])

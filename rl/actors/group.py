@@ -13,6 +13,8 @@ from monarch.actor import Actor, ActorError, MeshFailure, ProcMesh
 from rl.errors import RunError
 from rl.launch.local import spawn_procs
 
+GRACE_S = 2.0  # a call to the dead rank fails at about the same time, and knows better what it was doing
+
 
 class Supervisor:
     """Knows the first failure of a run; whoever waits for anything is told of it at once."""
@@ -67,7 +69,8 @@ class Supervisor:
         if group is not None:
             parts = re.fullmatch(r"MeshFailure\(.*crashed_ranks=\[(\d+).*?event=(.*)\)", str(failure), re.DOTALL)
             rank, event = (int(parts[1]), parts[2]) if parts else (0, str(failure))
-            self._loop.call_soon_threadsafe(self.fail, group.died(rank, "between calls", event))
+            error = group.died(rank, "between calls", event)
+            self._loop.call_soon_threadsafe(self._loop.call_later, GRACE_S, self.fail, error)
 
 
 class ActorGroup:

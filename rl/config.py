@@ -114,6 +114,7 @@ def validate(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
     _validate_numbers(config)
     _validate_trainer_mesh(config.trainer)
+    _validate_context_parallel(config)
     _validate_resume(config)
     shape = shape_of(config.model)
     attention_config(config.model.attention)
@@ -130,6 +131,11 @@ def validate(config: RunConfig) -> None:
         longest <= shape.max_seq_len,
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_tokens={config.rollout.max_tokens} "
         f"is {longest}; it must be at most model.max_seq_len={shape.max_seq_len}",
+    )
+    budget = config.trainer.micro_batch_tokens
+    _require(
+        budget is None or budget >= longest,
+        f"trainer.micro_batch_tokens is {budget}; it must be at least {longest}, the longest prompt and completion",
     )
     if device_type() == "cpu":
         _require(
@@ -154,12 +160,18 @@ def _validate_numbers(config: RunConfig) -> None:
         "rollout.temperature": (rollout.temperature, MIN_TEMPERATURE),
         "rollout.recorded_per_step": (rollout.recorded_per_step, 0),
         "trainer.micro_batch_size": (config.trainer.micro_batch_size, 1),
+        "trainer.logits_mib": (config.trainer.logits_mib, 1),
+        "trainer.max_skipped_steps": (config.trainer.max_skipped_steps, 0),
         "evaluation.prompts": (config.evaluation.prompts, 0),
         "evaluation.samples": (config.evaluation.samples, 0),
         **{f"model.{name}": (getattr(config.model, name), 1) for name in MODEL_SIZES},
     }
     for name, (value, least) in at_least.items():
         _require(value >= least, f"{name} is {value}; it must be at least {least}")
+    _require(
+        config.algorithm.loss.kl_coef == 0,
+        f"algorithm.loss.kl_coef is {config.algorithm.loss.kl_coef}; it must be 0: there is no reference policy so far",
+    )
     for name, value, allowed in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         _require(
             value == allowed,
@@ -169,18 +181,40 @@ def _validate_numbers(config: RunConfig) -> None:
 
 def _validate_trainer_mesh(trainer: TrainerConfig) -> None:
     parallelism, field_name = trainer.parallelism, "trainer.parallelism"
-    for name in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel"):
+    for name in ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel"):
         degree = getattr(parallelism, f"{name}_degree")
         _require(
             degree >= 1,
             f"{field_name}.{name}_degree is {degree}; it must be at least 1; the product of all is the number of ranks",
         )
-    for name in ("context_parallel", "pipeline_parallel", "expert_parallel"):
-        degree = getattr(parallelism, f"{name}_degree")
-        _require(degree == 1, f"{field_name}.{name}_degree is {degree}; Tiller allows only 1 so far")
+    stages = parallelism.pipeline_parallel_degree
+    _require(
+        stages == 1,
+        f"{field_name}.pipeline_parallel_degree is {stages}; it must be 1: cut the model by "
+        "data_parallel_shard_degree or tensor_parallel_degree instead",
+    )
+    experts = parallelism.expert_parallel_degree
+    _require(experts == 1, f"{field_name}.expert_parallel_degree is {experts}; Tiller allows only 1 so far")
     _require(
         parallelism.spmd_backend == "partial_dtensor",
         f"{field_name}.spmd_backend is {parallelism.spmd_backend!r}; with this torch only 'partial_dtensor' works",
+    )
+
+
+def _validate_context_parallel(config: RunConfig) -> None:
+    parallelism, attention = config.trainer.parallelism, config.model.attention
+    if parallelism.context_parallel_degree == 1:
+        return
+    _require(
+        attention != "varlen",
+        "model.attention is 'varlen', which cannot run under trainer.parallelism.context_parallel_degree="
+        f"{parallelism.context_parallel_degree}; 'auto' and 'flex' can",
+    )
+    balancer = parallelism.context_parallel_load_balancer
+    _require(
+        balancer != "ptrr" or device_type() == "cuda",
+        f"trainer.parallelism.context_parallel_load_balancer is {balancer!r}, which needs flex attention on CUDA; "
+        "this host allows 'headtail' and None",
     )
 
 

@@ -85,17 +85,19 @@ class Batch:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def token_index(self, rows: Sequence[int]) -> torch.Tensor:
+        """Places, int64, of all tokens of the given sequences, in the given order."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        starts, lengths = (self.lengths.cumsum(0) - self.lengths)[index], self.lengths[index]
+        owner = torch.repeat_interleave(torch.arange(len(index)), lengths)
+        return torch.arange(len(owner)) + (starts - (lengths.cumsum(0) - lengths))[owner]
+
     def select(self, rows: Sequence[int]) -> "Batch":
         """The given sequences, in the given order."""
-        ends = self.lengths.cumsum(0).tolist()
-        spans = [slice(ends[row] - int(self.lengths[row]), ends[row]) for row in rows]
-
-        def pick(values: torch.Tensor) -> torch.Tensor:
-            return torch.cat([values[span] for span in spans]) if spans else values[:0]
-
+        index = self.token_index(rows)
         return Batch(
-            tokens=pick(self.tokens),
-            lengths=self.lengths[list(rows)],
-            weights=pick(self.weights),
-            columns={name: pick(values) for name, values in self.columns.items()},
+            tokens=self.tokens[index],
+            lengths=self.lengths[torch.tensor(rows, dtype=torch.int64)],
+            weights=self.weights[index],
+            columns={name: values[index] for name, values in self.columns.items()},
         )

@@ -203,6 +203,10 @@ REFUSED = [
     ("rollout.top_k", 5, "rollout.top_k is 5; it must be 0: .*log-probs"),
     ("trainer.checkpoint.load_step", 4, "trainer.checkpoint.load_step is 4; it must be -1: .*the newest"),
     ("trainer.micro_batch_size", 0, "trainer.micro_batch_size is 0; it must be at least 1"),
+    ("trainer.micro_batch_tokens", 21, "trainer.micro_batch_tokens is 21; it must be at least 22, the longest"),
+    ("trainer.logits_mib", 0, "trainer.logits_mib is 0; it must be at least 1"),
+    ("trainer.max_skipped_steps", -1, "trainer.max_skipped_steps is -1; it must be at least 0"),
+    ("algorithm.loss.kl_coef", 0.1, "algorithm.loss.kl_coef is 0.1; it must be 0: there is no reference policy"),
     ("evaluation.prompts", -1, "evaluation.prompts is -1; it must be at least 0"),
     ("evaluation.samples", -1, "evaluation.samples is -1; it must be at least 0"),
     (
@@ -227,8 +231,8 @@ REFUSED = [
             ("tensor_parallel", 0, "it must be at least 1"),
             ("data_parallel_shard", -1, "it must be at least 1"),
             ("data_parallel_replicate", 0, "it must be at least 1"),
-            ("context_parallel", 2, "Tiller allows only 1"),
-            ("pipeline_parallel", 2, "Tiller allows only 1"),
+            ("context_parallel", 0, "it must be at least 1"),
+            ("pipeline_parallel", 2, "it must be 1: cut the model by .*tensor_parallel_degree"),
             ("expert_parallel", 2, "Tiller allows only 1"),
         ]
     ],
@@ -252,6 +256,22 @@ def test_a_gpu_host_must_have_as_many_as_the_config_needs(monkeypatch):
         validate(config)
     config.trainer.parallelism.data_parallel_shard_degree = 2
     validate(config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("context_parallel_load_balancer", "ptrr", "load_balancer is 'ptrr', .*allows 'headtail' and None"),
+        ("attention", "varlen", "'varlen', which cannot run under .*context_parallel_degree=2; 'auto' and 'flex' can"),
+    ],
+)
+def test_what_context_parallelism_cannot_run_is_refused(field, value, message):
+    config = find_config("quickstart")()
+    config.trainer.parallelism.context_parallel_degree = 2
+    validate(config)
+    setattr(config.model if field == "attention" else config.trainer.parallelism, field, value)
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
 
 
 @pytest.mark.parametrize("temperature", [math.nan, -1.0])

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,11 @@ class ActorGroup:
     async def call(self, endpoint: str, *args: Any, deadline: float, rank: int | None = None) -> list[Any]:
         """``endpoint`` of every rank, or of one; results in rank order. The first rank to fail ends the call."""
         ranks = range(self.ranks) if rank is None else [rank]
-        tasks = [asyncio.ensure_future(self._call_rank(r, endpoint, args)) for r in ranks]
+        return await self.call_each(endpoint, dict.fromkeys(ranks, args), deadline=deadline)
+
+    async def call_each(self, endpoint: str, args: Mapping[int, Sequence[Any]], *, deadline: float) -> list[Any]:
+        """``endpoint`` of the given ranks, each with arguments of its own."""
+        tasks = [asyncio.ensure_future(self._call_rank(rank, endpoint, own)) for rank, own in args.items()]
         return await self._supervisor.wait(tasks, deadline=deadline, what=f"{self.name}.{endpoint}")
 
     def watch(self, endpoint: str) -> None:

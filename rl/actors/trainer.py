@@ -10,9 +10,13 @@ from torchtitan.config import Configurable
 from rl.actors.group import ActorGroup, Supervisor
 from rl.model.shape import ModelConfig
 from rl.training.config import TrainerConfig
+from rl.training.micro_batches import balanced
 from rl.types import Batch
 from rl.weights.digest import PartDigests, digests
 from rl.weights.shared_memory import Publisher, Segment
+
+Outputs = dict[str, torch.Tensor]
+"""Per-token values by name, float32 [T]."""
 
 
 class PolicyTrainer(Actor):
@@ -31,17 +35,31 @@ class PolicyTrainer(Actor):
         self.checkpointer = Checkpointer(self.engine, self._model, folder=self._folder)
 
     @endpoint
-    async def forward(self, batch: Batch, temperature: float) -> dict[int, dict[str, torch.Tensor]]:
-        return self.engine.forward(batch, temperature=temperature)
+    async def forward(self, batch: Batch | None, temperature: float) -> Outputs | None:
+        outputs = self.engine.forward(self.engine.from_leader(batch), temperature=temperature)
+        return outputs if self.engine.is_leader else None
 
     @endpoint
-    async def forward_backward(self, batch: Batch, loss: Configurable.Config, temperature: float) -> Any:
-        return self.engine.forward_backward(batch, loss.build(), temperature=temperature)
+    async def forward_backward(
+        self, batch: Batch | None, loss: Configurable.Config, temperature: float, weight: float
+    ) -> tuple[Outputs, dict[str, float]] | None:
+        answer = self.engine.forward_backward(
+            self.engine.from_leader(batch), loss.build(), temperature=temperature, weight=weight
+        )
+        return answer if self.engine.is_leader else None
 
     @endpoint
-    async def optim_step(self) -> tuple[int, dict[str, float]]:
-        metrics = self.engine.optim_step()
+    async def optim_step(self, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
+        metrics = self.engine.optim_step(**options)
         return self.engine.version, metrics
+
+    @endpoint
+    async def offload(self, model: bool, optimizer: bool) -> None:
+        self.engine.offload(model=model, optimizer=optimizer)
+
+    @endpoint
+    async def onload(self, model: bool, optimizer: bool) -> None:
+        self.engine.onload(model=model, optimizer=optimizer)
 
     @endpoint
     async def open_segment(self, dtype: torch.dtype, readers: int) -> Segment:
@@ -100,21 +118,34 @@ class TrainerMesh:
         self._group.spawn(PolicyTrainer, self._config.ranks, self._config, self._model, seed, steps, str(self._folder))
         await self._group.call("start", deadline=self._start_deadline)
 
-    async def forward(self, batch: Batch, *, temperature: float) -> list[dict[str, torch.Tensor]]:
-        """Per-token ``logprobs`` and ``entropy`` of every sequence, in the batch's order."""
-        return _in_order(batch, await self._call("forward", batch, temperature))
+    async def forward(self, batch: Batch, *, temperature: float = 1.0) -> Outputs:
+        """``logprobs`` and ``entropy`` of each token, float32 [T] in the batch's order."""
+        shares = self._shares(batch)
+        return _merge(batch, shares, await self._call_leaders("forward", batch, shares, temperature))
 
     async def forward_backward(
-        self, batch: Batch, loss: Configurable.Config, *, temperature: float
-    ) -> tuple[list[dict[str, torch.Tensor]], dict[str, float]]:
-        """Accumulate the gradient of ``loss`` on ``batch``; per-token outputs in order, and metrics."""
-        answers = await self._call("forward_backward", batch, loss, temperature)
-        return _in_order(batch, [outputs for outputs, _ in answers]), answers[0][1]
+        self, batch: Batch, loss: Configurable.Config, *, temperature: float = 1.0, weight: float = 1.0
+    ) -> tuple[Outputs, dict[str, float]]:
+        """Add the gradient of ``loss`` on ``batch``, times ``weight``; what ``forward`` returns, and metrics."""
+        shares = self._shares(batch)
+        answers = await self._call_leaders("forward_backward", batch, shares, loss, temperature, weight)
+        return _merge(batch, shares, [outputs for outputs, _ in answers]), answers[0][1]
 
-    async def optim_step(self) -> dict[str, float]:
-        """Step on what was accumulated; ``version`` counts up unless the step was skipped."""
-        self.version, metrics = (await self._call("optim_step"))[0]
+    async def optim_step(self, **options: Any) -> dict[str, float]:
+        """Step on what was accumulated; ``version`` counts up unless the step was skipped.
+
+        ``options`` are those of TrainingEngine.optim_step: denominator, lr, betas, weight_decay, max_norm.
+        """
+        self.version, metrics = (await self._call("optim_step", options))[0]
         return metrics
+
+    async def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
+        """Move parameters, or gradients and optimizer state, to host memory."""
+        await self._call("offload", model, optimizer)
+
+    async def onload(self, *, model: bool = True, optimizer: bool = True) -> None:
+        """Bring them back, bit for bit."""
+        await self._call("onload", model, optimizer)
 
     async def open_segments(self, dtype: torch.dtype, *, readers: int) -> list[Segment]:
         """The ranks' shared memory, for ``readers`` generator ranks."""
@@ -153,9 +184,23 @@ class TrainerMesh:
     async def _call(self, endpoint_name: str, *args: Any) -> list[Any]:
         return await self._group.call(endpoint_name, *args, deadline=self._deadline)
 
+    def _shares(self, batch: Batch) -> list[list[int]]:
+        """Sequences of each data-parallel rank."""
+        return balanced(batch.lengths.tolist(), self._config.dp_degree)
 
-def _in_order(batch: Batch, answers: list[dict[int, dict[str, torch.Tensor]]]) -> list[dict[str, torch.Tensor]]:
-    merged: dict[int, dict[str, torch.Tensor]] = {}
-    for rows in answers:
-        merged |= rows
-    return [merged[row] for row in range(len(batch))]
+    async def _call_leaders(self, endpoint_name: str, batch: Batch, shares: list[list[int]], *args: Any) -> list[Any]:
+        """Call every rank, sending each part of the batch once; the answers of the data-parallel ranks."""
+        per_share = self._config.ranks // len(shares)
+        arguments: dict[int, tuple[Any, ...]] = dict.fromkeys(range(self._config.ranks), (None, *args))
+        for number, share in enumerate(shares):
+            arguments[number * per_share] = (batch.select(share), *args)
+        return (await self._group.call_each(endpoint_name, arguments, deadline=self._deadline))[::per_share]
+
+
+def _merge(batch: Batch, shares: list[list[int]], answers: list[Outputs]) -> Outputs:
+    """Per-token values of the whole batch, from those of its shares."""
+    merged = {name: torch.zeros(len(batch.tokens)) for name in answers[0]}
+    for share, outputs in zip(shares, answers, strict=True):
+        for name, values in outputs.items():
+            merged[name][batch.token_index(share)] = values
+    return merged

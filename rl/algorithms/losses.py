@@ -15,9 +15,9 @@ class Metric(NamedTuple):
 
 
 class PolicyLoss(Configurable):
-    """Clipped policy-gradient loss with an entropy bonus.
+    """Clipped policy-gradient loss, with an entropy bonus and a penalty for leaving a reference policy.
 
-    GRPO: arXiv:2402.03300, eq. 3 (one clip range, mean over each sequence, then over sequences).
+    GRPO: arXiv:2402.03300, eq. 3 and 4 (one clip range, mean over each sequence, then over sequences).
     DAPO: arXiv:2503.14476, eq. 8 (``clip_high`` above ``clip_low``, mean over all tokens).
     """
 
@@ -32,6 +32,9 @@ class PolicyLoss(Configurable):
         entropy_coef: float = 0.0
         """Bonus per token: this times the entropy (nats) of the distribution sampled from."""
 
+        kl_coef: float = 0.0
+        """Penalty per token: this times the k3 estimate of the divergence from the reference policy."""
+
         reduction: Literal["sequence_mean", "token_mean"] = "sequence_mean"
         """sequence_mean: every completion counts alike. token_mean: every token counts alike."""
 
@@ -43,8 +46,8 @@ class PolicyLoss(Configurable):
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """Loss per token and its metrics.
 
-        ``logprobs``, ``entropy`` and the columns ``advantages`` and ``behaviour_logprobs`` have one
-        shape; so has the loss.
+        ``logprobs``, ``entropy`` and the columns ``advantages`` and ``behaviour_logprobs`` are
+        float32 [C], and so is the loss; with ``kl_coef``, so is ``reference_logprobs``.
         """
         config, advantages = self.config, columns["advantages"]
         log_ratio = logprobs - columns["behaviour_logprobs"]
@@ -58,9 +61,19 @@ class PolicyLoss(Configurable):
             "ratio/max": Metric(ratio, "max"),
             "logprob/error_max": Metric(log_ratio.abs(), "max"),
             "ratio/clipped": Metric((clipped != ratio).float(), "mean"),
-            "kl/behaviour": Metric(ratio - 1 - log_ratio, "mean"),  # k3: joschu.net/blog/kl-approx.html
+            "kl/behaviour": Metric(k3(columns["behaviour_logprobs"], logprobs), "mean"),
         }
+        if config.kl_coef:
+            kl = k3(logprobs, columns["reference_logprobs"])
+            loss = loss + config.kl_coef * kl
+            metrics["kl/reference"] = Metric(kl, "mean")
         return loss, metrics
+
+
+def k3(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Estimate of KL(policy || reference) per token, never negative; joschu.net/blog/kl-approx.html."""
+    log_ratio = reference - logprobs
+    return log_ratio.exp() - 1 - log_ratio
 
 
 def grpo(**fields: float) -> PolicyLoss.Config:

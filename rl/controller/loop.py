@@ -4,14 +4,11 @@ Lockstep: each step's rollouts come from exactly the weights that it improves (s
 stages may overlap, the comment says what they would wait for.
 """
 
-import math
-
 from rl.actors.generator import GeneratorMesh
 from rl.actors.trainer import TrainerMesh
 from rl.config import RunConfig
 from rl.controller.evaluation import evaluate
 from rl.controller.state import RunState
-from rl.errors import RunError
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.observe.spans import Stopwatch
@@ -79,17 +76,13 @@ class Controller:
         return [self.task.prompt(ordinal) for ordinal in range(first, self.state.next_ordinal)]
 
     async def learn(self, groups: list[list[Rollout]]) -> dict[str, float]:
-        """One optimizer step on the groups. Raises RunError if the loss is not finite."""
+        """One optimizer step on the groups."""
         algorithm = self.config.algorithm
         with self.watch.span("train"):
             batch = make_batch(groups, normalize_std=algorithm.normalize_std, reduction=algorithm.loss.reduction)
             _, metrics = await self.trainer.forward_backward(  # async: as groups arrive
                 batch, algorithm.loss, temperature=self.sampling.temperature
             )
-            if not math.isfinite(metrics["loss/mean"]):
-                raise RunError(
-                    f"the loss is {metrics['loss/mean']} at step {self.state.step + 1}: lower the learning rate"
-                )
             metrics |= await self.trainer.optim_step()
         return metrics
 

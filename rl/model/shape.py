@@ -46,7 +46,7 @@ class ModelConfig:
     """One weight for the q, k and v projections."""
 
     attention: Literal["auto", "dense", "varlen", "flex"] = "auto"
-    """Trainer's attention. auto: varlen on CUDA, dense on CPU. varlen and flex need CUDA."""
+    """Trainer's attention. auto: dense on CPU; varlen on CUDA, or flex under context parallelism."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Attention that trains on CPU, where torchtitan ships none that does."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +9,9 @@ from torchtitan.models.common.attention import FlexAttention
 
 from rl.errors import ConfigError
 from rl.platform import device_type
+
+if TYPE_CHECKING:
+    from torchtitan.models.qwen3.model import Qwen3Model
 
 
 class DenseAttention(FlexAttention):
@@ -46,8 +49,23 @@ def dense_mask(positions: torch.Tensor) -> torch.Tensor:
     return ((document[:, :, None] == document[:, None, :]) & causal).unsqueeze(1)
 
 
-def attention_config(name: str) -> FlexAttention.Config | Any:
-    """torchtitan config of attention ``name``; ``auto`` is varlen on CUDA and dense on CPU.
+def attention_masks(model: "Qwen3Model", positions: torch.Tensor) -> Any:
+    """What the layers of ``model`` need to attend causally within the documents of ``positions`` [B, L]."""
+    if isinstance(model.config.first_attention.inner_attention, DenseAttention.Config):
+        return dense_mask(positions)
+    return model.get_attention_masks(positions)
+
+
+def shares_rows(inner_attention: Any) -> bool:
+    """Whether many sequences in one long row cost no more than in rows of their own."""
+    return not isinstance(inner_attention, DenseAttention.Config)
+
+
+def attention_config(name: str, *, context_parallel: bool = False) -> FlexAttention.Config | Any:
+    """torchtitan config of attention ``name``.
+
+    ``auto`` is dense on CPU, varlen on CUDA, and flex there under context parallelism, which
+    torchtitan's varlen cannot.
 
     varlen and flex run on CUDA only; Tiller's tests, which run on CPU, do not cover them.
     """
@@ -55,7 +73,7 @@ def attention_config(name: str) -> FlexAttention.Config | Any:
 
     cuda = device_type() == "cuda"
     if name == "auto":
-        name = "varlen" if cuda else "dense"
+        name = "dense" if not cuda else "flex" if context_parallel else "varlen"
     if name == "dense":
         return DenseAttention.Config()
     if not cuda:

@@ -37,16 +37,26 @@ class TrainerConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     micro_batch_size: int = 32
-    """Sequences per forward pass of a data-parallel rank; the gradient does not depend on it."""
+    """Most sequences per forward pass of a data-parallel rank, where micro_batch_tokens is unset."""
+
+    micro_batch_tokens: int | None = None
+    """Most tokens per forward pass of a data-parallel rank, padding included; at least the longest sequence."""
+
+    packing: bool = True
+    """Whether a row may hold several sequences, each with a mask of its own; else every row is padded."""
+
+    logits_mib: int = 1024
+    """Float32 logits that exist at once on a rank, in MiB; more of them are computed in chunks, and twice."""
+
+    max_skipped_steps: int = 3
+    """Optimizer steps in a row that may be skipped for a non-finite gradient; one more ends the run."""
+
+    @property
+    def dp_degree(self) -> int:
+        """Into how many parts a batch is cut."""
+        return self.parallelism.data_parallel_replicate_degree * self.parallelism.data_parallel_shard_degree
 
     @property
     def ranks(self) -> int:
         """Processes that the mesh needs."""
-        p = self.parallelism
-        return (
-            p.data_parallel_replicate_degree
-            * p.data_parallel_shard_degree
-            * p.context_parallel_degree
-            * p.tensor_parallel_degree
-            * p.pipeline_parallel_degree
-        )
+        return self.dp_degree * self.parallelism.context_parallel_degree * self.parallelism.tensor_parallel_degree

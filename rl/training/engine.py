@@ -1,36 +1,47 @@
 """The training engine of one rank: forward, forward_backward, optim_step."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
 from torchtitan.tools.utils import get_local_device
 
 from rl.algorithms.losses import Metric
+from rl.errors import RunError
 from rl.model.parts import Parts
 from rl.model.shape import ModelConfig
 from rl.platform import device_type
-from rl.training.attention import DenseAttention, dense_mask
+from rl.training.attention import attention_masks, shares_rows
 from rl.training.config import TrainerConfig
-from rl.training.logprobs import logprobs_and_entropy
-from rl.training.micro_batches import MicroBatch, micro_batches
+from rl.training.context import SequenceShard
+from rl.training.metrics import MetricTotals
+from rl.training.micro_batches import Cutting, MicroBatch, lay_out, plan
 from rl.training.model import build_model, parts_of
+from rl.training.residency import HostMemory
 from rl.types import Batch
 
 Loss = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
+"""From log-probs, entropies and columns of the tokens that count, each [C], to loss [C] and metrics.
+
+The tokens are those of weight above 0, of some whole sequences end to end; C may be 0.
+"""
 
 
 class TrainingEngine:
     """One rank's model, optimizer and schedule, under any layout that torchtitan offers.
 
-    Ranks are those of torch.distributed (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); all of them
-    call each method alike, with the same whole batch::
+    Ranks are those of torch.distributed (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). All of them
+    call each method alike; those of one data-parallel rank with the same part of the batch::
 
         engine = TrainingEngine(config, model, seed=0, steps=100, folder="run")
-        outputs, metrics = engine.forward_backward(batch, loss)   # any number of times
+        mine = batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
+        outputs, metrics = engine.forward_backward(mine, loss)    # any number of times
         metrics = engine.optim_step()                             # divides once, clips, steps, zeroes
 
     Losses are per token, weighted and summed; ``optim_step`` divides by the weight of all that was
@@ -57,160 +68,224 @@ class TrainingEngine:
         self.version = 0
         """Optimizer steps taken: the policy version of the weights."""
         self.skipped_steps = 0
-        self._accumulated = 0.0
-        self._batch_mesh = self.dims.get_optional_mesh("batch")
+        """Steps skipped for a non-finite gradient, over the whole run."""
+        self._skipped_in_a_row = 0
+        self._weight = 0.0
+        self._host = {"model": HostMemory(), "optimizer": HostMemory()}
 
-    @property
-    def dp_rank(self) -> int:
+        batch_mesh = self.dims.get_optional_mesh("batch")
+        self._batch_group = batch_mesh.get_group() if batch_mesh else None
+        self.dp_rank = batch_mesh.get_local_rank() if batch_mesh else 0
         """Which part of a batch this rank works on."""
-        return 0 if self._batch_mesh is None else self._batch_mesh.get_local_rank()
-
-    @property
-    def dp_degree(self) -> int:
+        self.dp_degree = batch_mesh.size() if batch_mesh else 1
         """Into how many parts a batch is cut."""
-        return 1 if self._batch_mesh is None else self._batch_mesh.size()
+        same_batch = self.dims.cp * self.dims.tp
+        self._same_batch = dist.new_subgroups(same_batch)[0] if same_batch > 1 else None
+        self.is_leader = dist.get_rank() % same_batch == 0
+        """Whether this is the first rank of its data-parallel rank."""
+        balancer = config.parallelism.context_parallel_load_balancer
+        self._sequence = SequenceShard(self.dims.get_mesh("cp"), balancer) if self.dims.cp_enabled else None
+
+    def from_leader(self, batch: Batch | None) -> Batch:
+        """The leader's batch, on every rank of the same data-parallel rank; the others may pass None."""
+        if self._same_batch is not None:
+            held = [batch]
+            dist.broadcast_object_list(held, group=self._same_batch, group_src=0)
+            batch = held[0]
+        assert batch is not None
+        return batch
 
     @torch.no_grad()
-    def forward(self, batch: Batch, *, temperature: float = 1.0) -> dict[int, dict[str, torch.Tensor]]:
-        """Per-token ``logprobs`` and ``entropy`` of this rank's rows: {row: {name: float32 [length]}}."""
-        outputs: dict[int, dict[str, torch.Tensor]] = {}
-        for micro in self._cut(batch):
+    def forward(self, batch: Batch, *, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+        """``logprobs`` and ``entropy`` of each token, float32 [T] in the batch's order."""
+        self._require("forward", "model")
+        outputs = _Outputs(batch)
+        for micro in self._micro_batches(batch):
             with self._context():
-                outputs |= _per_row(micro, *self._logprobs(micro, temperature))
-        return outputs
+                outputs.put(micro, *self._run(micro, temperature))
+        self._reshard()
+        return outputs.values
 
     def forward_backward(
-        self, batch: Batch, loss: Loss, *, temperature: float = 1.0
-    ) -> tuple[dict[int, dict[str, torch.Tensor]], dict[str, float]]:
-        """Accumulate the gradient of the batch's weighted loss; may be called several times.
+        self, batch: Batch, loss: Loss, *, temperature: float = 1.0, weight: float = 1.0
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """Add the gradient of the batch's weighted loss, times ``weight``; may be called several times.
 
-        Returns this rank's rows as ``forward`` does, and metrics reduced over all ranks:
-        ``loss/mean`` is the weighted mean.
+        ``weight`` scales the gradient linearly and leaves the denominator of ``optim_step`` alone.
+        Returns what ``forward`` does, and metrics reduced over all ranks: ``loss/mean`` is the
+        weighted mean.
         """
-        outputs: dict[int, dict[str, torch.Tensor]] = {}
-        totals = _MetricTotals(self.device, self._batch_mesh)
-        for micro in self._cut(batch):
+        self._require("forward_backward", "model", "optimizer")
+        outputs = _Outputs(batch)
+        totals = MetricTotals(self.device, self._batch_group)
+        for micro in self._micro_batches(batch):
             with self._context():
-                logprobs, entropy = self._logprobs(micro, temperature)
-                per_token, metrics = loss(logprobs, entropy, micro.columns)
-                (per_token * micro.weights).sum().backward()
-            totals.add(per_token.detach(), metrics, micro.weights)
-            outputs |= _per_row(micro, logprobs.detach(), entropy.detach())
-        self._accumulated += totals.weight
-        return outputs, totals.reduce()
+                logprobs, entropy = self._run(micro, temperature)
+                per_token, metrics = loss(logprobs[micro.counted], entropy[micro.counted], micro.columns)
+                (weight * (per_token * micro.weights).sum()).backward()
+            totals.add(per_token, metrics, micro.weights)
+            outputs.put(micro, logprobs.detach(), entropy.detach())
+        self._weight += float(batch.weights.sum(dtype=torch.float64))
+        return outputs.values, totals.reduce()
 
     @torch.no_grad()
-    def optim_step(self) -> dict[str, float]:
-        """Divide by the accumulated weight, clip, step and zero; adds one to ``version``.
+    def optim_step(
+        self,
+        *,
+        denominator: float | None = None,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        weight_decay: float | None = None,
+        max_norm: float | None = None,
+    ) -> dict[str, float]:
+        """Divide, clip, step and zero; adds one to ``version``.
 
-        A non-finite gradient norm skips the step on every rank and changes nothing but the count.
+        ``denominator`` is the weight of the whole batch on all ranks, by default what was
+        accumulated. The others take the config's place for this step, in all parameter groups.
+
+        A non-finite gradient norm skips the step on every rank and changes nothing but the counts.
+        Raises RunError at one more in a row than ``config.max_skipped_steps``.
         """
-        weight = self._sum_over_batch(self._accumulated)
+        self._require("optim_step", "model", "optimizer")
+        weight = self._over_batch(self._weight, dist.ReduceOp.SUM) if denominator is None else denominator
         if weight == 0:
             raise RuntimeError(
                 "optim_step: no weight was accumulated; call forward_backward with a batch of weight > 0 first"
             )
-        parameters = list(self.model.parameters())
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(1.0 / weight)
+            parameter.grad.mul_(1.0 / weight)
         norm = titan_dist.clip_grad_norm_(
-            parameters, self.config.training.max_norm, foreach=True, ep_enabled=self.dims.ep_enabled
+            parameters,
+            self.config.training.max_norm if max_norm is None else max_norm,
+            foreach=True,
+            ep_enabled=self.dims.ep_enabled,
         ).item()
-        metrics = {"trainer/grad_norm": norm, **{f"trainer/{k}": v for k, v in self.schedule.get_metrics().items()}}
-        if torch.isfinite(torch.tensor(norm)):
-            self.optimizers.step()
+        rates = {name: lr if lr is not None else rate for name, rate in self.schedule.get_metrics().items()}
+        if math.isfinite(norm):
+            with self._overridden(lr=lr, betas=betas, weight_decay=weight_decay):
+                self.optimizers.step()
             self.schedule.step()
             self.version += 1
+            self._skipped_in_a_row = 0
         else:
             self.skipped_steps += 1
+            self._skipped_in_a_row += 1
         self.optimizers.zero_grad()
-        self._accumulated = 0.0
-        return metrics | {"trainer/skipped_steps": float(self.skipped_steps), "trainer/weight": weight}
+        self._weight = 0.0
+        if self._skipped_in_a_row > self.config.max_skipped_steps:
+            raise RunError(
+                f"{self._skipped_in_a_row} optimizer steps in a row had a gradient norm of {norm} and were skipped, "
+                f"more than trainer.max_skipped_steps={self.config.max_skipped_steps}: lower the learning rate"
+            )
+        return {
+            "trainer/grad_norm": norm,
+            "trainer/skipped_steps": float(self.skipped_steps),
+            "trainer/weight": weight,
+            **{f"trainer/{name}": rate for name, rate in rates.items()},
+        }
 
     def parts(self) -> Parts:
         """This rank's live shards of the parameters."""
+        self._require("parts", "model")
         return parts_of(self.model)
+
+    def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
+        """Move parameters, or gradients and optimizer state, to host memory; their device memory is free."""
+        self._reshard()
+        if model and not self._host["model"].holds:
+            self._host["model"].take(self.model.parameters())
+        if optimizer and not self._host["optimizer"].holds:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            states = [value for each in self.optimizers for state in each.state.values() for value in state.values()]
+            self._host["optimizer"].take([*gradients, *(value for value in states if value.dim())])
+
+    def onload(self, *, model: bool = True, optimizer: bool = True) -> None:
+        """Bring them back, bit for bit; what was never away stays as it is."""
+        for name, wanted in (("model", model), ("optimizer", optimizer)):
+            if wanted:
+                self._host[name].bring_back()
 
     def close(self) -> None:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _cut(self, batch: Batch) -> Any:
-        multiple = 2 * self.dims.cp * self.dims.tp  # what sequence and context parallel divide
-        for micro in micro_batches(
-            batch,
-            dp_rank=self.dp_rank,
-            dp_degree=self.dp_degree,
-            size=self.config.micro_batch_size,
-            multiple_of=multiple,
-        ):
-            yield micro.to(self.device)
+    def _micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
+        """This rank's micro-batches, and dummies while another rank has more."""
+        cutting = self._cutting()
+        planned = plan(batch, cutting)
+        count = int(self._over_batch(len(planned), dist.ReduceOp.MAX))
+        if count == 0:
+            raise ValueError("the batch is empty; give at least one sequence")
+        for number in range(count):
+            rows = planned[number] if number < len(planned) else []
+            yield lay_out(batch, rows, cutting).to(self.device)
 
-    def _logprobs(self, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        masks = self._attention_masks(micro.positions)
-        logits = self.model(micro.tokens, positions=micro.positions, attention_masks=masks)
-        return logprobs_and_entropy(logits, micro.targets, temperature=temperature)
-
-    def _attention_masks(self, positions: torch.Tensor) -> Any:
+    def _cutting(self) -> Cutting:
         inner = self.model.config.first_attention.inner_attention
-        if isinstance(inner, DenseAttention.Config):
-            return dense_mask(positions)
-        return self.model.get_attention_masks(positions)
+        one_row = shares_rows(inner)
+        multiple = math.lcm(2 * self.dims.cp, self.dims.tp)  # what context and sequence parallel divide
+        if one_row and self.dims.cp_enabled:
+            multiple = math.lcm(multiple, 128 * self.dims.cp)  # flex attention's blocks
+        return Cutting(
+            sequences=self.config.micro_batch_size,
+            tokens=self.config.micro_batch_tokens,
+            pack=self.config.packing,
+            one_row=one_row,
+            multiple_of=multiple,
+        )
 
-    def _sum_over_batch(self, value: float) -> float:
-        if self._batch_mesh is None:
+    def _run(self, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of the micro-batch's tokens, float32 [T]."""
+        cells = [micro.tokens, micro.targets, micro.positions]
+        masks = attention_masks(self.model, micro.positions)
+        if self._sequence is not None:
+            cells, masks = self._sequence.shard(*cells, masks=masks)
+        tokens, targets, positions = cells
+        hidden = self.model(tokens, positions=positions, attention_masks=masks)
+        values = self.model.lm_head(hidden, targets, temperature)
+        if self._sequence is not None:
+            values = map(self._sequence.gather, values)
+        logprobs, entropy = map(micro.per_token, values)
+        return logprobs, entropy
+
+    def _over_batch(self, value: float, reduction: Any) -> float:
+        if self._batch_group is None:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, group=self._batch_mesh.get_group())
+        dist.all_reduce(total, reduction, self._batch_group)
         return float(total)
 
+    @contextmanager
+    def _overridden(self, **fields: Any) -> Iterator[None]:
+        given = {name: value for name, value in fields.items() if value is not None}
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        before = [{name: group[name] for name in given} for group in groups]
+        for group in groups:
+            group.update(given)
+        yield
+        for group, own in zip(groups, before, strict=True):
+            group.update(own)
 
-class _MetricTotals:
-    """Sums and extremes of per-token metrics over micro-batches, then over data-parallel ranks."""
+    def _reshard(self) -> None:
+        """Free what a forward pass without backward leaves gathered: the next one would see old weights."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
-    def __init__(self, device: torch.device, mesh: Any):
-        self._device, self._mesh = device, mesh
-        self._sums: dict[str, list[float]] = {}
-        self._extremes: dict[str, tuple[str, float]] = {}
-        self.weight = 0.0
-
-    def add(self, loss: torch.Tensor, metrics: dict[str, Metric], weights: torch.Tensor) -> None:
-        self.weight += float(weights.sum(dtype=torch.float64))
-        self._accumulate("loss/mean", loss, weights)
-        counted = weights > 0
-        for name, (values, reduction) in metrics.items():
-            values = values.detach()
-            if reduction == "mean":
-                self._accumulate(name, values, counted)
-                continue
-            sign = 1.0 if reduction == "max" else -1.0
-            best = float((sign * values).masked_fill(~counted, -torch.inf).max())
-            _, previous = self._extremes.get(name, (reduction, -torch.inf))
-            self._extremes[name] = (reduction, max(best, previous))
-
-    def _accumulate(self, name: str, values: torch.Tensor, weights: torch.Tensor) -> None:
-        pair = self._sums.setdefault(name, [0.0, 0.0])
-        pair[0] += float((values * weights).sum(dtype=torch.float64))
-        pair[1] += float(weights.sum(dtype=torch.float64))
-
-    def reduce(self) -> dict[str, float]:
-        """The metrics over all ranks; every rank returns the same."""
-        sums = torch.tensor(list(self._sums.values()), dtype=torch.float64, device=self._device)
-        extremes = torch.tensor([v for _, v in self._extremes.values()], dtype=torch.float64, device=self._device)
-        if self._mesh is not None:
-            dist.all_reduce(sums, dist.ReduceOp.SUM, self._mesh.get_group())
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, self._mesh.get_group())
-        reduced = {
-            name: float(total / weight) if weight > 0 else 0.0
-            for name, (total, weight) in zip(self._sums, sums, strict=True)
-        }
-        for (name, (reduction, _)), value in zip(self._extremes.items(), extremes, strict=True):
-            reduced[name] = float(value if reduction == "max" else -value)
-        return reduced
+    def _require(self, call: str, *names: str) -> None:
+        for name in names:
+            if self._host[name].holds:
+                raise RuntimeError(f"{call}: the {name} is offloaded; call onload() first")
 
 
-def _per_row(micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> dict[int, dict[str, torch.Tensor]]:
-    pairs = zip(micro.rows, micro.unpad(logprobs.cpu()), micro.unpad(entropy.cpu()), strict=True)
-    return {row: {"logprobs": lp, "entropy": h} for row, lp, h in pairs}
+class _Outputs:
+    """Per-token values of a batch [T], put together from its micro-batches."""
+
+    def __init__(self, batch: Batch):
+        self.values = {name: torch.zeros(len(batch.tokens)) for name in ("logprobs", "entropy")}
+
+    def put(self, micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> None:
+        for name, values in (("logprobs", logprobs), ("entropy", entropy)):
+            self.values[name][micro.index] = values.cpu()

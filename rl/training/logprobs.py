@@ -1,72 +1,159 @@
-"""Log-probabilities and entropies from logits whose vocabulary may be split over ranks."""
+"""Log-probabilities and entropies straight from hidden states, never from the logits of a whole batch."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
+from torchtitan.models.common import Linear
 
 
-class _LogProbs(torch.autograd.Function):
-    """Both values of one softmax, from each rank's own part of the vocabulary; nothing is gathered.
+class LogProbHead(Linear):
+    """The output projection and the softmax over it, as one module.
 
-    Forward: two all-reduces of a few numbers per token. Backward: none, since the gradient of a
-    rank's logits needs its own probabilities only.
+    Logits exist for as many tokens at a time as fit ``logits_mib``, and on each tensor-parallel
+    rank for its own part of the vocabulary alone: nothing is gathered. Where the tokens do not fit
+    at once, each chunk of them is projected a second time in the backward pass.
     """
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        logits_mib: int
+        """Float32 logits that may exist at once, in MiB; the softmax needs twice that."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.logits_mib = config.logits_mib
+
+    def forward(  # type: ignore[override]
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-prob of each target, and entropy in nats, under softmax(logits / temperature).
+
+        ``hidden`` [B, L, D], ``targets`` int64 [B, L]; both results are float32 [B, L], and
+        gradients flow through both.
+        """
+        weight, group = self.weight, None
+        vocab_size = weight.shape[0]
+        if isinstance(weight, DTensor):
+            group = weight.device_mesh.get_group()
+            weight = weight.to_local()
+        if isinstance(hidden, DTensor):
+            hidden = hidden.to_local(grad_placements=[Partial()])  # each rank's part of the vocabulary adds its own
+        logprobs, entropy = linear_logprobs(
+            hidden.flatten(0, -2),
+            weight,
+            targets.flatten(),
+            temperature=temperature,
+            chunk_tokens=max(1, (self.logits_mib << 20) // (4 * len(weight))),
+            vocab_size=vocab_size,
+            group=group,
+        )
+        return logprobs.view(targets.shape), entropy.view(targets.shape)
+
+
+def linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int,
+    vocab_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each target, and entropy in nats, under softmax(hidden @ weight.T / temperature).
+
+    ``hidden`` [T, D], ``targets`` int64 [T]; ``weight`` [V, D], or with a ``group`` this rank's
+    rows of it, cut as torch.chunk cuts ``vocab_size`` rows. Results are float32 [T]. The gradient
+    of ``hidden`` is this rank's part: their sum over the group is the whole.
+    """
+    first = 0
+    if group is not None:
+        first = dist.get_rank(group) * -(-(vocab_size or 0) // dist.get_world_size(group))
+    return _LinearLogProbs.apply(hidden, weight, targets - first, temperature, chunk_tokens, group)  # type: ignore[no-any-return]
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Forward: two all-reduces of a few numbers per token. Backward: none, since the gradient of a
+    rank's logits needs its own probabilities only."""
+
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: Any) -> Any:
-        z = logits.float() / temperature
-        rank = 0 if group is None else dist.get_rank(group)
-        local = targets - rank * z.shape[-1]
-        owned = (local >= 0) & (local < z.shape[-1])
-        index = local.clamp(0, z.shape[-1] - 1).unsqueeze(-1)
-
-        peak = z.amax(-1, keepdim=True)
-        if group is not None:
-            dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-        z = z - peak
-        exp = z.exp()
-        picked = z.gather(-1, index).squeeze(-1).masked_fill(~owned, 0.0)
-        sums = torch.stack([exp.sum(-1), (exp * z).sum(-1), picked])
-        if group is not None:
-            dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-        total, weighted, picked = sums
-        log_total = total.log()
-        logprobs, entropy = picked - log_total, log_total - weighted / total
-
-        probs = exp.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(probs, index, owned, entropy)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        group: Any,
+    ) -> Any:
+        logprobs, entropy, log_total = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
+        kept = None
+        for chunk in _chunks(len(hidden), chunk_tokens):
+            z = _scaled_logits(hidden[chunk], weight, temperature)
+            peak = z.amax(-1)
+            if group is not None:
+                dist.all_reduce(peak, dist.ReduceOp.MAX, group)
+            z -= peak.unsqueeze(-1)
+            owned, index = _owned(targets[chunk], len(weight))
+            picked = z.gather(-1, index).squeeze(-1).masked_fill(~owned, 0.0)
+            exp = z.exp()
+            sums = torch.stack([exp.sum(-1), torch.linalg.vecdot(exp, z), picked])
+            if group is not None:
+                dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+            total, weighted, picked = sums
+            log_sum = total.log()
+            logprobs[chunk] = picked - log_sum
+            entropy[chunk] = log_sum - weighted / total
+            log_total[chunk] = peak + log_sum
+            if chunk_tokens >= len(hidden) and ctx.needs_input_grad[0]:
+                kept = z.sub_(log_sum.unsqueeze(-1))
+        ctx.save_for_backward(hidden, weight, targets, entropy, log_total)
+        ctx.temperature, ctx.chunk_tokens, ctx.kept = temperature, chunk_tokens, kept
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        grad_logprobs, grad_entropy = grads
-        probs, index, owned, entropy = ctx.saved_tensors
-        # d logp / dz = onehot - p;  dH / dz = -p (log p + H)
-        grad = torch.xlogy(probs, probs).add_(probs * entropy.unsqueeze(-1)).mul_(-grad_entropy.unsqueeze(-1))
-        grad -= probs * grad_logprobs.unsqueeze(-1)
-        grad.scatter_add_(-1, index, (grad_logprobs * owned).unsqueeze(-1))
-        return (grad / ctx.temperature).to(ctx.dtype), None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        hidden, weight, targets, entropy, log_total = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # chunks add up in full precision
+        for chunk in _chunks(len(hidden), ctx.chunk_tokens):
+            logp, ctx.kept = ctx.kept, None
+            if logp is None:
+                logp = _scaled_logits(hidden[chunk], weight, ctx.temperature).sub_(log_total[chunk].unsqueeze(-1))
+            grad_logprobs, grad_entropy = (g if g is None else g[chunk].unsqueeze(-1) for g in grads)
+            # d logp / dz = onehot - p;  dH / dz = -p (log p + H)
+            grad = logp.exp()
+            if grad_entropy is None:
+                grad *= -grad_logprobs  # type: ignore[operator]
+            else:
+                logp.add_(entropy[chunk].unsqueeze(-1)).mul_(-grad_entropy)
+                grad *= logp if grad_logprobs is None else logp.sub_(grad_logprobs)
+            if grad_logprobs is not None:
+                owned, index = _owned(targets[chunk], len(weight))
+                grad.scatter_add_(-1, index, grad_logprobs * owned.unsqueeze(-1))
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            grad_hidden[chunk] = grad @ weight
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(grad.T, hidden[chunk])
+            else:
+                grad_weight += grad.T @ hidden[chunk]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
-def logprobs_and_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, *, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target, and entropy in nats, under softmax(logits / temperature).
+def _chunks(tokens: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
-    ``logits`` [B, L, V], plain or a DTensor split over its last dimension; ``targets`` int64
-    [B, L]. Both results are float32 [B, L]; gradients flow through both.
-    """
-    group = None
-    if isinstance(logits, DTensor):
-        (mesh, (placement,)) = (logits.device_mesh, logits.placements)
-        if placement.is_shard(logits.ndim - 1) and mesh.size() > 1:
-            if logits.shape[-1] % mesh.size():
-                raise ValueError(f"vocabulary of {logits.shape[-1]} does not divide over {mesh.size()} ranks")
-            group = mesh.get_group()
-        elif not placement.is_replicate():
-            raise ValueError(f"logits are placed {placement}; expected them split over the vocabulary")
-        logits = logits.to_local()
-    return _LogProbs.apply(logits, targets, temperature, group)  # type: ignore[no-any-return]
+
+def _scaled_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (hidden @ weight.T).float().div_(temperature)
+
+
+def _owned(targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which targets are among this rank's rows, and an index [T, 1] that is valid for all."""
+    owned = (targets >= 0) & (targets < rows)
+    return owned, targets.clamp(0, rows - 1).unsqueeze(-1)

@@ -1,88 +1,168 @@
-"""From a ragged Batch to the padded rectangles that one rank runs."""
+"""From a ragged Batch to the rectangles that one rank runs."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from rl.types import Batch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutting:
+    """How one rank's sequences are laid out; the gradient does not depend on it."""
+
+    sequences: int
+    """Most sequences in a micro-batch, where ``tokens`` is None."""
+
+    tokens: int | None
+    """Most cells in a micro-batch, padding included; a longer sequence gets one of its own."""
+
+    pack: bool
+    """Whether a row may hold several sequences, each a document of its own."""
+
+    one_row: bool
+    """Whether packed sequences share one long row. Else rows are as long as the longest sequence:
+    a dense mask costs the square of a row's length."""
+
+    multiple_of: int
+    """What the length of a row must divide by."""
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows padded to one length L, shifted so that position t predicts the token at t + 1.
+    """Sequences in rows of one length L, shifted so that each cell predicts the next token.
 
-    ``tokens``, ``targets``, ``positions`` int64 [B, L]; ``weights`` and columns float32 [B, L],
-    aligned with ``targets``. ``rows`` are indices into the batch; a dummy has none and weight 0.
+    ``tokens``, ``targets``, ``positions`` int64 [B, L]; a document starts where ``positions`` is 0.
+    Of the T tokens of its sequences, end to end, token t has place ``index[t]`` in the batch that
+    was cut, and is predicted in cell ``cells[t]`` of the flattened rectangle, unless ``first[t]``
+    says that nothing predicts it. ``counted`` int64 [C] are the t of weight above 0; ``weights``
+    and columns [C] are theirs.
     """
 
-    rows: list[int]
-    lengths: list[int]
+    index: torch.Tensor
     tokens: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor
+    cells: torch.Tensor
+    first: torch.Tensor
+    counted: torch.Tensor
     weights: torch.Tensor
     columns: dict[str, torch.Tensor]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same rows with their tensors on ``device``."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device),
-            targets=self.targets.to(device),
-            positions=self.positions.to(device),
-            weights=self.weights.to(device),
-            columns={name: values.to(device) for name, values in self.columns.items()},
-        )
+        """The same on ``device``; ``index`` stays where the outputs are put together."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("index", "columns")}
+        columns = {name: values.to(device) for name, values in self.columns.items()}
+        return replace(self, columns=columns, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
-    def unpad(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Per-row [length] tensors from ``values`` [B, L], aligned with the batch's tokens.
-
-        The first token of a sequence is predicted by nothing: its value is 0.
-        """
-        return [
-            torch.cat([values.new_zeros(1), values[i, : length - 1]])
-            for i, length in enumerate(self.lengths[: len(self.rows)])
-        ]
+    def per_token(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the cells [B, L] as values of the tokens [T]; 0 where nothing predicts."""
+        return values.flatten()[self.cells].masked_fill(self.first, 0.0)
 
 
-def micro_batches(batch: Batch, *, dp_rank: int, dp_degree: int, size: int, multiple_of: int) -> Iterator[MicroBatch]:
-    """Cut ``batch`` for one data-parallel rank; every rank yields the same number.
-
-    Rows go round to the ranks, longest first so that neighbours have like lengths; lengths are
-    padded to ``multiple_of``.
-    """
-    if len(batch) == 0:
-        raise ValueError("the batch is empty; give at least one sequence")
-    by_length = sorted(range(len(batch)), key=lambda row: (-int(batch.lengths[row]), row))
-    mine = by_length[dp_rank::dp_degree]
-    per_rank = -(-len(batch) // dp_degree)
-    for start in range(0, per_rank, size):
-        yield _pad(batch, mine[start : start + size], multiple_of)
+Rows = list[list[int]]
+"""Sequences of each row of a micro-batch, by their place in the batch."""
 
 
-def _pad(batch: Batch, rows: list[int], multiple_of: int) -> MicroBatch:
-    part = batch.select(rows or [0])
-    lengths = part.lengths.tolist()
-    width = -(-max(lengths) // multiple_of) * multiple_of
-    row = torch.repeat_interleave(torch.arange(len(lengths)), part.lengths)
-    starts = part.lengths.cumsum(0) - part.lengths
-    column = torch.arange(len(row)) - starts[row]
+def plan(batch: Batch, cutting: Cutting) -> list[Rows]:
+    """Micro-batches of the batch's sequences, longest first, so that neighbours have like lengths."""
+    sizes = _sizes(batch)
+    planned: list[_Filling] = []
+    for sequence in sorted(range(len(batch)), key=lambda i: (-sizes[i], i)):
+        if not (planned and planned[-1].take(sequence, sizes[sequence])):
+            planned.append(_Filling(cutting, sequence, sizes[sequence]))
+    return [filling.rows for filling in planned]
+
+
+def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
+    """The micro-batch of the given rows; without any, a dummy of one row that holds no sequence."""
+    sequences = [sequence for row in rows for sequence in row]
+    part, sizes = batch.select(sequences), _sizes(batch)
+    width = max([sum(sizes[i] for i in row) for row in rows], default=0)
+    width = _round_up(max(width, 1), cutting.multiple_of)
+    starts = []
+    for number, row in enumerate(rows):
+        cell = number * width
+        for sequence in row:
+            starts.append(cell)
+            cell += sizes[sequence]
+    owner = torch.repeat_interleave(torch.arange(len(part)), part.lengths)
+    place = torch.arange(len(owner)) - (part.lengths.cumsum(0) - part.lengths)[owner]
+    first = place == 0
+    cells = torch.tensor(starts, dtype=torch.int64)[owner] + place - 1
+    predicted, inputs = cells[~first], (~first).nonzero().squeeze(1) - 1
+    shape, longest = (max(len(rows), 1), width), max([1, *(sizes[i] for i in sequences)])
 
     def rectangle(values: torch.Tensor) -> torch.Tensor:
-        out = values.new_zeros(len(lengths), width + 1)
-        out[row, column] = values
-        return out
+        out = torch.zeros(shape[0] * width, dtype=torch.int64)
+        out[predicted] = values
+        return out.view(shape)
 
-    tokens = rectangle(part.tokens)
-    positions = torch.arange(width).clamp(max=max(lengths) - 1)  # padding may pass the model's longest sequence
-    weights = rectangle(part.weights)[:, 1:]
+    filled = rectangle(torch.ones_like(predicted)).bool()
+    padding = (~filled).cumsum(1).sub(1).clamp(max=longest - 1)  # may outgrow the model's longest sequence
+    counted = (part.weights > 0).nonzero().squeeze(1)
     return MicroBatch(
-        rows=rows,
-        lengths=lengths,
-        tokens=tokens[:, :-1].contiguous(),
-        targets=tokens[:, 1:].contiguous(),
-        positions=positions.expand(len(lengths), width).contiguous(),
-        weights=weights.contiguous() if rows else torch.zeros_like(weights),
-        columns={name: rectangle(values)[:, 1:].contiguous() for name, values in part.columns.items()},
+        index=batch.token_index(sequences),
+        tokens=rectangle(part.tokens[inputs]),
+        targets=rectangle(part.tokens[~first]),
+        positions=torch.where(filled, rectangle(place[inputs]), padding),
+        cells=cells.masked_fill(first, 0),
+        first=first,
+        counted=counted,
+        weights=part.weights[counted],
+        columns={name: values[counted] for name, values in part.columns.items()},
     )
+
+
+def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Sequences of each of ``parts`` ranks: like numbers of sequences (to one), and of tokens.
+
+    The longest first, each to the rank with the fewest tokens so far that has room (Graham, 1969).
+    """
+    room = -(-len(lengths) // parts)
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    tokens = [0] * parts
+    for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = min((r for r in range(parts) if len(shares[r]) < room), key=lambda r: (tokens[r], r))
+        shares[rank].append(sequence)
+        tokens[rank] += lengths[sequence]
+    return [sorted(share) for share in shares]
+
+
+class _Filling:
+    """A micro-batch that is being filled, longest sequence first."""
+
+    def __init__(self, cutting: Cutting, sequence: int, size: int):
+        self.cutting = cutting
+        self.rows: Rows = [[sequence]]
+        self._width, self._used, self._count = size, [size], 1
+
+    def take(self, sequence: int, size: int) -> bool:
+        """Whether the sequence fitted in: first where a row has room, else in a new row."""
+        if self.cutting.tokens is None and self._count == self.cutting.sequences:
+            return False
+        row = next((r for r, used in enumerate(self._used) if self._has_room(used, size)), len(self.rows))
+        used = [*self._used, 0][: max(row + 1, len(self._used))]
+        used[row] += size
+        cells = len(used) * _round_up(max(used), self.cutting.multiple_of)
+        if self.cutting.tokens is not None and cells > self.cutting.tokens:
+            return False
+        if row == len(self.rows):
+            self.rows.append([])
+        self.rows[row].append(sequence)
+        self._used = used
+        self._count += 1
+        return True
+
+    def _has_room(self, used: int, size: int) -> bool:
+        return self.cutting.pack and (self.cutting.one_row or used + size <= self._width)
+
+
+def _sizes(batch: Batch) -> list[int]:
+    """Cells that each sequence takes: one less than its tokens, since the last one predicts nothing."""
+    return [length - 1 for length in batch.lengths.tolist()]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

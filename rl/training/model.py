@@ -10,9 +10,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.common import Linear
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.tools.utils import set_default_dtype
 
 from rl.model.parts import Box, Part, Parts
@@ -21,14 +23,18 @@ from rl.model.shape import ModelConfig, shape_of
 from rl.platform import device_type
 from rl.training.attention import attention_config
 from rl.training.config import TrainerConfig
+from rl.training.logprobs import LogProbHead
 
 
 def build_model(config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *, seed: int, folder: str) -> Qwen3Model:
     """torchtitan's Qwen3, parallelized by torchtitan, with weights that depend on ``seed`` alone."""
     model_config = qwen3_config(
-        shape_of(model), fuse_qkv=model.fuse_qkv, inner_attention=attention_config(model.attention)
+        shape_of(model),
+        fuse_qkv=model.fuse_qkv,
+        inner_attention=attention_config(model.attention, context_parallel=dims.cp_enabled),
     )
     model_config.update_from_config(config=config)
+    model_config.lm_head = _log_prob_head(model_config.lm_head, config.logits_mib)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         built = model_config.build()
     if built.enable_weight_tying:
@@ -50,7 +56,20 @@ def build_model(config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *
     with torch.no_grad():
         built.init_weights(buffer_device=None)
         _init_parameters(built, seed)
+    built._skip_lm_head = True  # torchtitan's own switch: the head is called with the targets
     return built.train()
+
+
+def _log_prob_head(head: Linear.Config, logits_mib: int) -> LogProbHead.Config:
+    """A LogProbHead in place of ``head``. It keeps the sharding of the weight and sees to its activations itself."""
+    weight_only = ShardingConfig(state_shardings=head.sharding_config.state_shardings)
+    return LogProbHead.Config(
+        in_features=head.in_features,
+        out_features=head.out_features,
+        param_init=head.param_init,
+        sharding_config=weight_only,
+        logits_mib=logits_mib,
+    )
 
 
 def _tie_after_tensor_parallel(model: Qwen3Model) -> None:

@@ -111,9 +111,10 @@ async def assert_equal_logprobs(trainer, generators, temperature: float, toleran
         scored = await trainer.forward(
             Batch(tokens=tokens, lengths=lengths, weights=torch.ones(len(tokens))), temperature=temperature
         )
-        for prompt, completion, output in zip(PROMPTS, completions, scored, strict=True):
+        logprobs = scored["logprobs"].split(lengths.tolist())
+        for prompt, completion, own in zip(PROMPTS, completions, logprobs, strict=True):
             assert set(completion.versions) == {trainer.version}
-            difference = output["logprobs"][len(prompt) :] - torch.tensor(completion.logprobs)
+            difference = own[len(prompt) :] - torch.tensor(completion.logprobs)
             assert difference.abs().max() <= tolerance
 
 

@@ -87,6 +87,22 @@ def test_the_entropy_bonus_lowers_the_loss_by_its_coefficient(rollouts):
     torch.testing.assert_close(entropy.grad, torch.full_like(entropy, -0.3))
 
 
+def test_the_kl_penalty_is_the_papers(rollouts):
+    """GRPO eq. 4: ref / policy - log(ref / policy) - 1."""
+    logprobs, columns = rollouts
+    columns["reference_logprobs"] = columns["behaviour_logprobs"] - 0.2
+    plain, _ = grpo().build()(logprobs, torch.zeros_like(logprobs), columns)
+    loss, metrics = grpo(kl_coef=0.3).build()(logprobs, torch.zeros_like(logprobs), columns)
+    exact = logprobs.detach().double().requires_grad_()
+    ratio = (columns["reference_logprobs"].double() - exact).exp()
+    wanted = ratio - ratio.log() - 1
+    wanted.sum().backward()
+    torch.testing.assert_close(metrics["kl/reference"].values.double(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, plain + 0.3 * wanted.float(), rtol=1e-5, atol=1e-6)
+    (loss - plain).sum().backward()
+    torch.testing.assert_close(logprobs.grad.double(), 0.3 * exact.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_metrics_say_how_far_the_policies_are_apart(rollouts):
     logprobs, columns = rollouts
     entropy = torch.rand(len(logprobs))

@@ -15,6 +15,7 @@ from typing import Any
 
 DEADLINE_S = 120.0
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a server whose threads have started would wait for them
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
     ["tests.training.scenes", "torchtitan.components.metrics", "torchtitan.components.quantization.utils"]

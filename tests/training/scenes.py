@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import ParallelismConfig, TrainingConfig
 
@@ -15,7 +15,8 @@ from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
-from rl.training.logprobs import logprobs_and_entropy
+from rl.training.logprobs import linear_logprobs
+from rl.training.micro_batches import balanced
 from rl.types import Batch
 
 # 46 over tensor parallel 2 is 23, which FSDP over 2 then cuts unevenly; 15 is no multiple of any padding.
@@ -35,19 +36,35 @@ class Layout:
 
     replicate: int = 1
     shard: int = 1
+    cp: int = 1
     tp: int = 1
+    sequence_parallel: bool = True
 
     @property
     def ranks(self) -> int:
-        return self.replicate * self.shard * self.tp
+        return self.replicate * self.shard * self.cp * self.tp
+
+    @property
+    def parallelism(self) -> ParallelismConfig:
+        return ParallelismConfig(
+            data_parallel_replicate_degree=self.replicate,
+            data_parallel_shard_degree=self.shard,
+            context_parallel_degree=self.cp,
+            tensor_parallel_degree=self.tp,
+            enable_sequence_parallel=self.sequence_parallel,
+            spmd_backend="partial_dtensor",
+        )
 
 
 LAYOUTS = {
     "alone": Layout(),
     "fsdp2": Layout(shard=2),
     "tp2": Layout(tp=2),
-    "replicate2": Layout(replicate=2),
+    "tp2_no_sp": Layout(tp=2, sequence_parallel=False),
+    "cp2": Layout(cp=2),
     "fsdp2_tp2": Layout(shard=2, tp=2),
+    "fsdp2_cp2": Layout(shard=2, cp=2),
+    "cp2_tp2": Layout(cp=2, tp=2),
     "hsdp4": Layout(replicate=2, shard=2),
 }
 
@@ -57,30 +74,29 @@ def engine_of(
     *,
     folder: str,
     layout: Layout | None = None,
-    micro: int = 2,
     lr: float = 1e-3,
     warmup: int = 0,
     max_norm: float = 1.0,
+    **trainer: Any,
 ) -> TrainingEngine:
     """An engine whose random weights are three times torchtitan's, so that some tokens are likelier."""
-    layout = layout or Layout()
     config = TrainerConfig(
-        parallelism=ParallelismConfig(
-            data_parallel_replicate_degree=layout.replicate,
-            data_parallel_shard_degree=layout.shard,
-            tensor_parallel_degree=layout.tp,
-            spmd_backend="partial_dtensor",
-        ),
+        parallelism=(layout or Layout()).parallelism,
         training=TrainingConfig(mixed_precision_param="float32", max_norm=max_norm),
         optimizer=default_adamw(lr=lr, weight_decay=0.1),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warmup, decay_ratio=0.0),
-        micro_batch_size=micro,
+        **{"micro_batch_size": 2, **trainer},
     )
     engine = TrainingEngine(config, model, seed=0, steps=10, folder=folder)
     with torch.no_grad():
         for parameter in engine.model.parameters():
             parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
     return engine
+
+
+def share(engine: TrainingEngine, batch: Batch) -> Batch:
+    """The part of the batch that is the rank's own."""
+    return batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
 
 
 def ragged_batch(lengths: tuple[int, ...] = (4, 15, 1, 7, 11), seed: int = 0) -> Batch:
@@ -134,10 +150,10 @@ def gradients_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
 
 def accumulate(engine: TrainingEngine, *batches: Batch) -> dict[str, Any]:
     """Gradients of ``batches``, one call each, what the calls returned, and what a step makes of it."""
-    calls = [engine.forward_backward(batch, LOSS.build(), temperature=TEMPERATURE) for batch in batches]
+    calls = [engine.forward_backward(share(engine, batch), LOSS.build(), temperature=TEMPERATURE) for batch in batches]
     return {
         "gradients": gradients_of(engine),
-        "rows": [rows for rows, _ in calls],
+        "outputs": [outputs for outputs, _ in calls],
         "metrics": [metrics for _, metrics in calls],
         "step": engine.optim_step(),
     }
@@ -145,27 +161,41 @@ def accumulate(engine: TrainingEngine, *batches: Batch) -> dict[str, Any]:
 
 def learn(engine: TrainingEngine, batch: Batch) -> dict[str, float]:
     """One optimizer step."""
-    _, metrics = engine.forward_backward(batch, LOSS.build(), temperature=TEMPERATURE)
+    _, metrics = engine.forward_backward(share(engine, batch), LOSS.build(), temperature=TEMPERATURE)
     return metrics | engine.optim_step() | {"version": engine.version}
 
 
 CUTS = {
-    "one by one": (1, [ragged_batch()]),
-    "by two": (2, [ragged_batch()]),
-    "by three": (3, [ragged_batch()]),
-    "all at once": (5, [ragged_batch()]),
-    "two calls": (2, [ragged_batch().select([0, 1]), ragged_batch().select([2, 3, 4])]),
-    "one row": (2, [ragged_batch().select([3])]),
+    "one by one": ({"micro_batch_size": 1}, [ragged_batch()]),
+    "by two": ({"micro_batch_size": 2}, [ragged_batch()]),
+    "by three": ({"micro_batch_size": 3}, [ragged_batch()]),
+    "all at once": ({"micro_batch_size": 5}, [ragged_batch()]),
+    "padded": ({"micro_batch_size": 3, "packing": False}, [ragged_batch()]),
+    "20 tokens": ({"micro_batch_tokens": 20}, [ragged_batch()]),
+    "32 tokens, padded": ({"micro_batch_tokens": 32, "packing": False}, [ragged_batch()]),
+    "two calls": ({}, [ragged_batch().select([0, 1]), ragged_batch().select([2, 3, 4])]),
+    "one row": ({}, [ragged_batch().select([3])]),
 }
+
+
+def cut_by(engine: TrainingEngine, *, micro_batch_size=2, micro_batch_tokens=None, packing=True) -> None:
+    config = engine.config
+    config.micro_batch_size, config.micro_batch_tokens, config.packing = micro_batch_size, micro_batch_tokens, packing
 
 
 def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
     """All that the layout tests compare."""
     still = engine_of(model, folder=folder, layout=layout, lr=0.0)
-    result: dict[str, Any] = {"weights": weights_of(still), "dp": (still.dp_rank, still.dp_degree), "cuts": {}}
-    result["forward"] = still.forward(ragged_batch(), temperature=TEMPERATURE)
-    for name, (micro, batches) in CUTS.items():
-        still.config.micro_batch_size = micro
+    result: dict[str, Any] = {
+        "weights": weights_of(still),
+        "dp": (still.dp_rank, still.dp_degree),
+        "leader": still.is_leader,
+        "cuts": {},
+    }
+    result["share"] = balanced(ragged_batch().lengths.tolist(), still.dp_degree)[still.dp_rank]
+    result["forward"] = still.forward(share(still, ragged_batch()), temperature=TEMPERATURE)
+    for name, (cutting, batches) in CUTS.items():
+        cut_by(still, **cutting)
         result["cuts"][name] = accumulate(still, *batches)
 
     engine = engine_of(model, folder=folder, layout=layout, warmup=4)
@@ -209,10 +239,10 @@ def adopted(folder: str, layout: Layout, export: str) -> dict[str, Any]:
     engine = engine_of(model, folder=export, layout=layout)
     checkpointer = Checkpointer(engine, model, folder=export)
     state = checkpointer.load()
-    rows = engine.forward(ragged_batch())
+    outputs = engine.forward(share(engine, ragged_batch()))
     checkpointer.export_hf(export)
     checkpointer.close()
-    return {"run_state": state, "rows": rows, "version": engine.version}
+    return {"run_state": state, "outputs": outputs, "version": engine.version}
 
 
 def adopt(folder: str, layout: str, export: str) -> dict[str, Any]:
@@ -220,23 +250,20 @@ def adopt(folder: str, layout: str, export: str) -> dict[str, Any]:
     return adopted(folder, LAYOUTS[layout], export)
 
 
-def sharded_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> list[torch.Tensor]:
-    """Log-probs, entropy and the whole gradient of a sum of both, from logits split over the vocabulary."""
-    mesh = init_device_mesh("cpu", (2,))
-    split = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
-    logprobs, entropy = logprobs_and_entropy(split, targets, temperature=temperature)
-    weigh(logprobs, entropy).backward()
-    odd = distribute_tensor(logits[..., :-1].contiguous(), mesh, [Shard(2)])
-    for wrong, message in ((distribute_tensor(logits, mesh, [Shard(1)]), "placed"), (odd, "does not divide")):
-        try:
-            logprobs_and_entropy(wrong, targets)
-        except ValueError as error:
-            assert message in str(error)
-        else:
-            raise AssertionError(f"no error says {message!r}")
-    answer = [logprobs.detach(), entropy.detach(), whole(split.grad)]
+def sharded_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Log-probs, entropy and the whole gradients of a sum of both, from weights split over the vocabulary."""
+    init_device_mesh("cpu", (2,))
+    mine = weight.chunk(2)[dist.get_rank()].requires_grad_()
+    hidden.requires_grad_()
+    values = linear_logprobs(hidden, mine, targets, vocab_size=len(weight), group=dist.group.WORLD, **options)
+    weigh(*values).backward()
+    dist.all_reduce(hidden.grad)
+    parts = [None, None]
+    dist.all_gather_object(parts, mine.grad)
     dist.destroy_process_group()
-    return answer
+    return [value.detach() for value in values] + [hidden.grad, torch.cat(parts)]
 
 
 def weigh(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:

@@ -90,19 +90,21 @@ def test_gradient_flows_through_the_entropy_bonus_alone(model_name, folder):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("micro", [1, 3])
-def test_log_probs_and_entropies_come_back_for_the_right_rows(model_name, folder, temperature, micro):
+def test_log_probs_and_entropies_come_back_for_the_right_tokens(model_name, folder, temperature, micro):
     batch = ragged_batch((4, 15, 1, 7, 11, 2, 7))
-    engine = engine_of(MODELS[model_name], folder=folder, micro=micro)
+    engine = engine_of(MODELS[model_name], folder=folder, micro_batch_size=micro)
     model = of_scene(weights_of(engine))
-    rows = engine.forward(batch, temperature=temperature)
+    scored = engine.forward(batch, temperature=temperature)
     trained, _ = engine.forward_backward(batch, PolicyLoss.Config().build(), temperature=temperature)
-    assert rows.keys() == trained.keys() == set(range(len(batch)))
-    for row, tokens in enumerate(batch.tokens.split(batch.lengths.tolist())):
-        logprobs, entropy = per_token(model, tokens.tolist(), temperature)
-        for values in (rows[row], trained[row]):
-            assert values["logprobs"][0] == values["entropy"][0] == 0
-            torch.testing.assert_close(values["logprobs"][1:], logprobs.float(), atol=1e-5, rtol=0)
-            torch.testing.assert_close(values["entropy"][1:], entropy.float(), atol=1e-5, rtol=0)
+    sizes = batch.lengths.tolist()
+    for outputs in (scored, trained):
+        for tokens, logprobs, entropy in zip(
+            *(values.split(sizes) for values in (batch.tokens, outputs["logprobs"], outputs["entropy"])), strict=True
+        ):
+            wanted = per_token(model, tokens.tolist(), temperature)
+            assert logprobs[0] == entropy[0] == 0
+            torch.testing.assert_close(logprobs[1:], wanted[0].float(), atol=1e-5, rtol=0)
+            torch.testing.assert_close(entropy[1:], wanted[1].float(), atol=1e-5, rtol=0)
 
 
 def test_forward_leaves_no_gradient_and_no_weight(folder):

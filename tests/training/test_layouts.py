@@ -10,7 +10,11 @@ PAIRS = [
     ("tied_fused", "fsdp2"),
     ("tied_fused", "tp2"),
     ("tied_fused", "fsdp2_tp2"),
+    ("tied_fused", "fsdp2_cp2"),
     ("untied_split", "tp2"),
+    ("untied_split", "tp2_no_sp"),
+    ("untied_split", "cp2"),
+    ("untied_split", "cp2_tp2"),
     ("untied_split", "hsdp4"),
 ]
 
@@ -35,10 +39,9 @@ def test_ranks_that_cut_the_model_share_rows_and_the_others_divide_them(pair):
     _, answers, layout = pair
     ways = layout.replicate * layout.shard
     places = [answer["dp"] for answer in answers]
-    assert sorted(places) == sorted([(rank, ways) for rank in range(ways)] * layout.tp)
-    for answer in answers:
-        count = 5 // ways + (answer["dp"][0] < 5 % ways)  # of five rows
-        assert len(answer["forward"]) == count
+    assert sorted(places) == sorted([(rank, ways) for rank in range(ways)] * layout.cp * layout.tp)
+    assert [answer["leader"] for answer in answers].count(True) == ways
+    assert {answer["dp"][0] for answer in answers if answer["leader"]} == set(range(ways))
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -60,17 +63,16 @@ def test_metrics_do_not_depend_on_the_layout_and_all_ranks_know_them(pair, cut):
             assert metrics == pytest.approx(expected, rel=1e-5)
 
 
-def test_rows_come_back_from_the_rank_that_ran_them(pair):
+def test_outputs_are_those_of_one_rank_on_every_rank_that_has_the_sequence(pair):
     alone, answers, _ = pair
-    merged = {}
+    batch, seen = ragged_batch(), []
     for answer in answers:
-        for row, values in answer["forward"].items():
-            again = answer["cuts"]["by two"]["rows"][0][row]
-            for name, value in values.items():
-                torch.testing.assert_close(value, alone["forward"][row][name], atol=1e-5, rtol=0)
-                torch.testing.assert_close(again[name], value, atol=1e-5, rtol=0)
-        merged |= answer["forward"]
-    assert merged.keys() == set(range(len(ragged_batch())))
+        index = batch.token_index(answer["share"])
+        seen += answer["share"]
+        for outputs in (answer["forward"], answer["cuts"]["by two"]["outputs"][0]):
+            for name, values in outputs.items():
+                torch.testing.assert_close(values, alone["forward"][name][index], atol=1e-5, rtol=0)
+    assert set(seen) == set(range(len(batch)))
 
 
 def test_a_non_finite_gradient_skips_the_step_on_every_rank(pair):

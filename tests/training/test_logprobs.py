@@ -3,72 +3,107 @@
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl.training.logprobs import logprobs_and_entropy
+from rl.training.logprobs import linear_logprobs
 from tests.training.ranks import on_ranks
 from tests.training.scenes import sharded_logprobs, weigh
 
+TOKENS, WIDTH, VOCABULARY = 10, 6, 13
+CHUNKS = [1, 3, 10, 64]
 
-def random_logits(dtype=torch.float32):
+
+def random_head(dtype=torch.float32, scale=2.0):
     draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 5, 12, generator=draw) * 4
-    return logits.to(dtype), torch.randint(12, (2, 5), generator=draw)
+    hidden = (torch.randn(TOKENS, WIDTH, generator=draw) * scale).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=draw).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(VOCABULARY, (TOKENS,), generator=draw)
 
 
-def plain(logits, targets, temperature):
-    logits = logits.detach().double().requires_grad_()
-    every = torch.log_softmax(logits / temperature, -1)
+def plain(hidden, weight, targets, temperature, weigh=weigh):
+    """Values and gradients in float64, from logits in the dtype of the weights."""
+    hidden, weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    every = torch.log_softmax(hidden @ weight.T / temperature, -1)
     logprobs, entropy = every.gather(-1, targets.unsqueeze(-1)).squeeze(-1), -(every.exp() * every).sum(-1)
     weigh(logprobs, entropy).backward()
-    return logprobs.detach(), entropy.detach(), logits.grad
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
-def test_values_and_gradients_are_those_of_log_softmax(temperature):
-    logits, targets = random_logits()
-    logits.requires_grad_()
-    logprobs, entropy = logprobs_and_entropy(logits, targets, temperature=temperature)
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_values_and_gradients_are_those_of_log_softmax(temperature, chunk):
+    hidden, weight, targets = random_head()
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature=temperature, chunk_tokens=chunk)
     weigh(logprobs, entropy).backward()
-    for value, wanted in zip(
-        (logprobs.detach(), entropy.detach(), logits.grad), plain(logits, targets, temperature), strict=True
-    ):
-        assert_close(value.double(), wanted, atol=3e-6, rtol=1e-6)
+    ours = (logprobs.detach(), entropy.detach(), hidden.grad, weight.grad)
+    for value, wanted in zip(ours, plain(hidden, weight, targets, temperature), strict=True):
+        assert_close(value.double(), wanted, atol=2e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_each_value_has_its_own_gradient(which):
-    logits, targets = random_logits()
-    ours, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    logprobs_and_entropy(ours, targets)[which].sum().backward()
-    every = torch.log_softmax(theirs, -1)
-    value = [every.gather(-1, targets.unsqueeze(-1)), -(every.exp() * every)][which]
-    value.sum().backward()
-    assert_close(ours.grad.double(), theirs.grad, atol=1e-6, rtol=1e-6)
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_each_value_has_its_own_gradient(which, chunk):
+    hidden, weight, targets = random_head()
+    linear_logprobs(hidden, weight, targets, chunk_tokens=chunk)[which].sum().backward()
+    *_, grad_hidden, grad_weight = plain(hidden, weight, targets, 1.0, lambda *values: values[which].sum())
+    assert_close(hidden.grad.double(), grad_hidden, atol=1e-5, rtol=1e-6)
+    assert_close(weight.grad.double(), grad_weight, atol=1e-5, rtol=1e-6)
 
 
-def test_bfloat16_logits_are_taken_in_float32():
-    logits, targets = random_logits(torch.bfloat16)
-    logits.requires_grad_()
-    logprobs, entropy = logprobs_and_entropy(logits, targets, temperature=0.7)
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_bfloat16_logits_are_taken_in_float32(chunk):
+    hidden, weight, targets = random_head(torch.bfloat16)
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature=0.7, chunk_tokens=chunk)
     weigh(logprobs, entropy).backward()
-    wanted = plain(logits, targets, 0.7)
-    assert (logprobs.dtype, entropy.dtype, logits.grad.dtype) == (torch.float32, torch.float32, torch.bfloat16)
-    assert_close(logprobs.detach().double(), wanted[0], atol=3e-6, rtol=1e-6)
-    assert_close(logits.grad.double(), wanted[2], atol=1e-3, rtol=1e-2)
+    assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)
+    assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    every = torch.log_softmax((hidden @ weight.T).double() / 0.7, -1)
+    assert_close(logprobs.detach().double(), every.gather(-1, targets.unsqueeze(-1)).squeeze(-1), atol=3e-6, rtol=1e-6)
+    *_, grad_hidden, grad_weight = plain(hidden, weight, targets, 0.7)
+    for grad, wanted in ((hidden.grad, grad_hidden), (weight.grad, grad_weight)):
+        assert (grad.double() - wanted).norm() <= 0.02 * wanted.norm()
 
 
 def test_certain_tokens_give_finite_values_and_gradients():
-    logits = torch.tensor([[[1e4, -1e4, 0.0], [0.0, 0.0, -1e4]]]).requires_grad_()
-    logprobs, entropy = logprobs_and_entropy(logits, torch.tensor([[0, 2]]))
+    weight = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
+    hidden = torch.tensor([[1.0], [0.5]], requires_grad=True)
+    logprobs, entropy = linear_logprobs(hidden, weight, torch.tensor([0, 1]), chunk_tokens=8)
     weigh(logprobs, entropy).backward()
-    assert_close(logprobs.detach(), torch.tensor([[0.0, -1e4 - 0.6931472]]))
-    assert_close(entropy.detach(), torch.tensor([[0.0, 0.6931472]]))
-    assert logits.grad.isfinite().all()
+    assert_close(logprobs.detach(), torch.tensor([0.0, -1e4]))
+    assert_close(entropy.detach(), torch.zeros(2))
+    assert hidden.grad.isfinite().all()
+    assert weight.grad.isfinite().all()
 
 
-def test_a_vocabulary_split_over_ranks_gives_the_same():
-    logits, targets = random_logits()
-    wanted = plain(logits, targets, 0.7)
-    for answer in on_ranks(2, sharded_logprobs, logits, targets, 0.7):
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_a_vocabulary_split_over_ranks_gives_the_same(chunk):
+    """13 rows over two ranks: seven and six."""
+    hidden, weight, targets = (tensor.detach() for tensor in random_head())
+    wanted = plain(hidden, weight, targets, 0.7)
+    options = {"temperature": 0.7, "chunk_tokens": chunk}
+    for answer in on_ranks(2, sharded_logprobs, hidden, weight, targets, options):
         for value, expected in zip(answer, wanted, strict=True):
-            assert_close(value.double(), expected, atol=3e-6, rtol=1e-6)
+            assert_close(value.double(), expected, atol=2e-5, rtol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements that any operation's result had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+def test_no_more_logits_exist_at_once_than_a_chunk_has():
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(512, 2, generator=draw).requires_grad_()
+    weight, targets = torch.randn(1000, 2, generator=draw), torch.randint(1000, (512,), generator=draw)
+    with Largest() as seen:
+        logprobs, entropy = linear_logprobs(hidden, weight, targets, chunk_tokens=16)
+        (logprobs + entropy).sum().backward()
+    assert 0 < seen.elements <= 16 * 1000

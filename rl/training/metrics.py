@@ -1,0 +1,51 @@
+"""Per-token metrics over micro-batches, then over data-parallel ranks."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from rl.algorithms.losses import Metric
+
+
+class MetricTotals:
+    """Sums and extremes, kept on the device until ``reduce``. Every metric declares its reduction."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None):
+        self._device, self._group = device, group
+        self._sums: dict[str, torch.Tensor] = {}
+        self._extremes: dict[str, torch.Tensor] = {}
+        self._signs: dict[str, float] = {}
+
+    def add(self, loss: torch.Tensor, metrics: Mapping[str, Metric], weights: torch.Tensor) -> None:
+        """Count the loss of each token by its weight, and the other metrics by whether it has one."""
+        self._add_sum("loss/mean", loss, weights)
+        counted = weights > 0
+        for name, (values, reduction) in metrics.items():
+            if reduction == "mean":
+                self._add_sum(name, values, counted)
+                continue
+            self._signs[name] = 1.0 if reduction == "max" else -1.0
+            signed = (self._signs[name] * values.detach())[counted]
+            best = torch.cat([signed, signed.new_full((1,), -torch.inf)]).max()
+            self._extremes[name] = torch.maximum(best, self._extremes.get(name, best))
+
+    def _add_sum(self, name: str, values: torch.Tensor, weights: torch.Tensor) -> None:
+        weighted = torch.where(weights > 0, values.detach() * weights, 0.0)
+        pair = torch.stack([weighted.sum(dtype=torch.float64), weights.sum(dtype=torch.float64)])
+        self._sums[name] = self._sums.get(name, 0.0) + pair
+
+    def reduce(self) -> dict[str, float]:
+        """The metrics over all ranks; every rank returns the same."""
+        sums = torch.stack([*self._sums.values()])
+        extremes = torch.stack([torch.zeros((), device=self._device), *self._extremes.values()])
+        if self._group is not None:
+            dist.all_reduce(sums, dist.ReduceOp.SUM, self._group)
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
+        reduced = {
+            name: total / weight if weight > 0 else 0.0
+            for name, (total, weight) in zip(self._sums, sums.tolist(), strict=True)
+        }
+        for name, value in zip(self._extremes, extremes[1:].tolist(), strict=True):
+            reduced[name] = self._signs[name] * value
+        return reduced

@@ -1,0 +1,58 @@
+"""Moves tensors to host memory and back, so that several models can share a device."""
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class HostMemory:
+    """Holds the bytes of tensors that are away. The tensors stay the same objects, and so do all
+    views of them: their storages are emptied, and filled again by ``bring_back``.
+
+    On CUDA the host memory is pinned and kept for the next time; no test of Tiller covers that.
+    """
+
+    def __init__(self) -> None:
+        self._away: list[torch.UntypedStorage] = []
+        self._buffers: list[torch.Tensor] = []
+
+    @property
+    def holds(self) -> bool:
+        """Whether any bytes are away from their device."""
+        return bool(self._away)
+
+    @torch.no_grad()
+    def take(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Move the storages of ``tensors`` here; their devices have that memory back."""
+        self._away = list({s.data_ptr(): s for s in map(_storage, tensors) if s.nbytes()}.values())
+        sizes = [storage.nbytes() for storage in self._away]
+        if [len(buffer) for buffer in self._buffers] != sizes:
+            pinned = bool(self._away) and self._away[0].device.type == "cuda"
+            self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        for storage, buffer in zip(self._away, self._buffers, strict=True):
+            buffer.copy_(_bytes(storage), non_blocking=True)
+        self._synchronize()
+        for storage in self._away:
+            storage.resize_(0)
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Give every storage its bytes again."""
+        for storage, buffer in zip(self._away, self._buffers, strict=True):
+            storage.resize_(len(buffer))
+            _bytes(storage).copy_(buffer, non_blocking=True)
+        self._synchronize()
+        self._away = []
+
+    def _synchronize(self) -> None:
+        if any(storage.device.type == "cuda" for storage in self._away):
+            torch.cuda.synchronize()
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -243,8 +243,7 @@ class TrainingEngine:
         if self._sequence is not None:
             cells, masks = self._sequence.shard(*cells, masks=masks)
         tokens, targets, positions = cells
-        hidden = self.model(tokens, positions=positions, attention_masks=masks)
-        values = self.model.lm_head(hidden, targets, temperature)
+        values = self.model(tokens, targets, positions=positions, attention_masks=masks, temperature=temperature)
         if self._sequence is not None:
             values = map(self._sequence.gather, values)
         logprobs, entropy = map(micro.per_token, values)

@@ -42,16 +42,15 @@ class LogProbHead(Linear):
             weight = weight.to_local()
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local(grad_placements=[Partial()])  # each rank's part of the vocabulary adds its own
-        logprobs, entropy = linear_logprobs(
-            hidden.flatten(0, -2),
+        return linear_logprobs(
+            hidden,
             weight,
-            targets.flatten(),
+            targets,
             temperature=temperature,
             chunk_tokens=max(1, (self.logits_mib << 20) // (4 * len(weight))),
             vocab_size=vocab_size,
             group=group,
         )
-        return logprobs.view(targets.shape), entropy.view(targets.shape)
 
 
 def linear_logprobs(
@@ -66,14 +65,16 @@ def linear_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target, and entropy in nats, under softmax(hidden @ weight.T / temperature).
 
-    ``hidden`` [T, D], ``targets`` int64 [T]; ``weight`` [V, D], or with a ``group`` this rank's
-    rows of it, cut as torch.chunk cuts ``vocab_size`` rows. Results are float32 [T]. The gradient
-    of ``hidden`` is this rank's part: their sum over the group is the whole.
+    ``hidden`` [..., D], ``targets`` int64 [...]; ``weight`` [V, D], or with a ``group`` this rank's
+    rows of it, cut as torch.chunk cuts ``vocab_size`` rows. Results are float32, shaped like
+    ``targets``. The gradient of ``hidden`` is this rank's part: their sum over the group is the whole.
     """
     first = 0
     if group is not None:
         first = dist.get_rank(group) * -(-(vocab_size or 0) // dist.get_world_size(group))
-    return _LinearLogProbs.apply(hidden, weight, targets - first, temperature, chunk_tokens, group)  # type: ignore[no-any-return]
+    return _LinearLogProbs.apply(  # type: ignore[no-any-return]
+        hidden.flatten(0, -2), weight, targets - first, temperature, chunk_tokens, group
+    )
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -90,8 +91,8 @@ class _LinearLogProbs(torch.autograd.Function):
         chunk_tokens: int,
         group: Any,
     ) -> Any:
-        logprobs, entropy, log_total = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
-        kept = None
+        logprobs, entropy = (torch.empty_like(targets, dtype=torch.float32) for _ in range(2))
+        targets, log_total, kept = targets.flatten(), torch.empty(len(hidden), device=hidden.device), None
         for chunk in _chunks(len(hidden), chunk_tokens):
             z = _scaled_logits(hidden[chunk], weight, temperature)
             peak = z.amax(-1)
@@ -106,12 +107,12 @@ class _LinearLogProbs(torch.autograd.Function):
                 dist.all_reduce(sums, dist.ReduceOp.SUM, group)
             total, weighted, picked = sums
             log_sum = total.log()
-            logprobs[chunk] = picked - log_sum
-            entropy[chunk] = log_sum - weighted / total
+            logprobs.view(-1)[chunk] = picked - log_sum
+            entropy.view(-1)[chunk] = log_sum - weighted / total
             log_total[chunk] = peak + log_sum
             if chunk_tokens >= len(hidden) and ctx.needs_input_grad[0]:
                 kept = z.sub_(log_sum.unsqueeze(-1))
-        ctx.save_for_backward(hidden, weight, targets, entropy, log_total)
+        ctx.save_for_backward(hidden, weight, targets, entropy.view(-1), log_total)
         ctx.temperature, ctx.chunk_tokens, ctx.kept = temperature, chunk_tokens, kept
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -125,7 +126,7 @@ class _LinearLogProbs(torch.autograd.Function):
             logp, ctx.kept = ctx.kept, None
             if logp is None:
                 logp = _scaled_logits(hidden[chunk], weight, ctx.temperature).sub_(log_total[chunk].unsqueeze(-1))
-            grad_logprobs, grad_entropy = (g if g is None else g[chunk].unsqueeze(-1) for g in grads)
+            grad_logprobs, grad_entropy = (g if g is None else g.flatten()[chunk].unsqueeze(-1) for g in grads)
             # d logp / dz = onehot - p;  dH / dz = -p (log p + H)
             grad = logp.exp()
             if grad_entropy is None:

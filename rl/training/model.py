@@ -1,6 +1,7 @@
 """Builds the sharded torchtitan model of one trainer rank."""
 
 import hashlib
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -26,7 +27,28 @@ from rl.training.config import TrainerConfig
 from rl.training.logprobs import LogProbHead
 
 
-def build_model(config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *, seed: int, folder: str) -> Qwen3Model:
+class PolicyModel(Qwen3Model):
+    """torchtitan's Qwen3, ending in the log-probs of given targets; FSDP wants all of it in one forward."""
+
+    _skip_lm_head = True
+
+    def forward(  # type: ignore[override]
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        attention_masks: Any,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies, float32 [B, L], from ``tokens``, ``targets``, ``positions`` int64 [B, L]."""
+        hidden = super().forward(tokens, positions=positions, attention_masks=attention_masks)
+        return self.lm_head(hidden, targets, temperature)  # type: ignore[no-any-return]
+
+
+def build_model(
+    config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *, seed: int, folder: str
+) -> PolicyModel:
     """torchtitan's Qwen3, parallelized by torchtitan, with weights that depend on ``seed`` alone."""
     model_config = qwen3_config(
         shape_of(model),
@@ -36,7 +58,7 @@ def build_model(config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *
     model_config.update_from_config(config=config)
     model_config.lm_head = _log_prob_head(model_config.lm_head, config.logits_mib)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-        built = model_config.build()
+        built = PolicyModel(model_config)
     if built.enable_weight_tying:
         _tie_after_tensor_parallel(built)
     built = parallelize_qwen3(
@@ -56,7 +78,6 @@ def build_model(config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *
     with torch.no_grad():
         built.init_weights(buffer_device=None)
         _init_parameters(built, seed)
-    built._skip_lm_head = True  # torchtitan's own switch: the head is called with the targets
     return built.train()
 
 
@@ -72,7 +93,7 @@ def _log_prob_head(head: Linear.Config, logits_mib: int) -> LogProbHead.Config:
     )
 
 
-def _tie_after_tensor_parallel(model: Qwen3Model) -> None:
+def _tie_after_tensor_parallel(model: PolicyModel) -> None:
     """Let FSDP see one weight: torchtitan's tensor parallelism unties it, and FSDP would pad the two apart."""
     parallelize = model.parallelize
 

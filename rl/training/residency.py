@@ -14,7 +14,7 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        self._away: list[torch.UntypedStorage] = []
+        self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self._buffers: list[torch.Tensor] = []
 
     @property
@@ -25,28 +25,29 @@ class HostMemory:
     @torch.no_grad()
     def take(self, tensors: Iterable[torch.Tensor]) -> None:
         """Move the storages of ``tensors`` here; their devices have that memory back."""
-        self._away = list({s.data_ptr(): s for s in map(_storage, tensors) if s.nbytes()}.values())
-        sizes = [storage.nbytes() for storage in self._away]
+        storages = list({s.data_ptr(): s for s in map(_storage, tensors) if s.nbytes()}.values())
+        sizes = [storage.nbytes() for storage in storages]
         if [len(buffer) for buffer in self._buffers] != sizes:
-            pinned = bool(self._away) and self._away[0].device.type == "cuda"
+            pinned = bool(storages) and storages[0].device.type == "cuda"
             self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
-        for storage, buffer in zip(self._away, self._buffers, strict=True):
+        self._away = list(zip(storages, self._buffers, strict=True))
+        for storage, buffer in self._away:
             buffer.copy_(_bytes(storage), non_blocking=True)
         self._synchronize()
-        for storage in self._away:
+        for storage in storages:
             storage.resize_(0)
 
     @torch.no_grad()
     def bring_back(self) -> None:
         """Give every storage its bytes again."""
-        for storage, buffer in zip(self._away, self._buffers, strict=True):
+        for storage, buffer in self._away:
             storage.resize_(len(buffer))
             _bytes(storage).copy_(buffer, non_blocking=True)
         self._synchronize()
         self._away = []
 
     def _synchronize(self) -> None:
-        if any(storage.device.type == "cuda" for storage in self._away):
+        if any(storage.device.type == "cuda" for storage, _ in self._away):
             torch.cuda.synchronize()
 
 

@@ -59,18 +59,23 @@ def per_token(model: Qwen3, tokens: list[int], temperature: float) -> tuple[torc
     return probs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1).log(), -(probs * probs.log()).sum(-1)
 
 
-def loss_sum(model: Qwen3, batch, *, temperature: float, clip: tuple[float, float], entropy_coef: float):
-    """Sum over the batch's tokens of weight times clipped policy loss with entropy bonus."""
+def loss_sum(
+    model: Qwen3, batch, *, temperature: float, clip: tuple[float, float], entropy_coef: float = 0.0, kl_coef=0.0
+):
+    """Sum over the batch's tokens of weight times clipped policy loss with entropy bonus and KL penalty."""
     total, low, high = torch.tensor(0.0, dtype=torch.float64), 1 - clip[0], 1 + clip[1]
     sizes = batch.lengths.tolist()
-    columns = [batch.tokens, batch.weights, batch.columns["advantages"], batch.columns["behaviour_logprobs"]]
-    for tokens, weights, advantages, behaviour in zip(*(column.split(sizes) for column in columns), strict=True):
+    names = ("advantages", "behaviour_logprobs", "reference_logprobs")
+    columns = [batch.tokens, batch.weights, *(batch.columns[name] for name in names)]
+    for tokens, weights, advantages, behaviour, prior in zip(*(c.split(sizes) for c in columns), strict=True):
         if len(tokens) == 1:
             continue
         logprobs, entropy = per_token(model, tokens.tolist(), temperature)
         ratio = (logprobs - behaviour[1:].double()).exp()
         gain = torch.minimum(ratio * advantages[1:], ratio.clamp(low, high) * advantages[1:])
-        total = total - (weights[1:] * (gain + entropy_coef * entropy)).sum()
+        apart = prior[1:].double() - logprobs
+        cost = -gain - entropy_coef * entropy + kl_coef * (apart.exp() - 1 - apart)
+        total = total + (weights[1:] * cost)[weights[1:] > 0].sum()
     return total
 
 

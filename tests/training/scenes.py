@@ -26,7 +26,7 @@ UNTIED_SPLIT = ModelConfig(**SIZES, max_seq_len=15, tie_embeddings=False, fuse_q
 MODELS = {"tied_fused": TIED_FUSED, "untied_split": UNTIED_SPLIT}
 
 TEMPERATURE = 0.7
-LOSS = dapo(entropy_coef=0.05)
+LOSS = dapo(entropy_coef=0.05, kl_coef=0.1)
 RUN_STATE = {"step": 2, "next_ordinal": 64, "name": "a run"}
 
 
@@ -77,12 +77,13 @@ def engine_of(
     lr: float = 1e-3,
     warmup: int = 0,
     max_norm: float = 1.0,
+    dtype: str = "float32",
     **trainer: Any,
 ) -> TrainingEngine:
     """An engine whose random weights are three times torchtitan's, so that some tokens are likelier."""
     config = TrainerConfig(
         parallelism=(layout or Layout()).parallelism,
-        training=TrainingConfig(mixed_precision_param="float32", max_norm=max_norm),
+        training=TrainingConfig(mixed_precision_param=dtype, max_norm=max_norm),
         optimizer=default_adamw(lr=lr, weight_decay=0.1),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warmup, decay_ratio=0.0),
         **{"micro_batch_size": 2, **trainer},
@@ -118,6 +119,7 @@ def ragged_batch(lengths: tuple[int, ...] = (4, 15, 1, 7, 11), seed: int = 0) ->
         columns={
             "advantages": torch.randn(total, generator=draw),
             "behaviour_logprobs": (torch.randn(total, generator=draw) * 0.3 - 3.4).masked_fill(silent, -12.0),
+            "reference_logprobs": (torch.randn(total, generator=draw) * 0.3 - 3.4).masked_fill(silent, 12.0),
         },
     )
 

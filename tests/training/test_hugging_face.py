@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rl.model.shape import ModelConfig
-from rl.training.attention import dense_mask
 from rl.training.checkpoint import Checkpointer
+from rl.types import Batch
 from tests.training.ranks import on_ranks
-from tests.training.scenes import LAYOUTS, SIZES, adopt, engine_of, ragged_batch
+from tests.training.scenes import LAYOUTS, SIZES, adopt, engine_of, ragged_batch, whole
 
 FORMS = {
     "tied": {},
@@ -71,9 +71,15 @@ def open_folder(source: Path, out: Path, **fields):
 
 @torch.no_grad()
 def logits_of(engine, tokens: torch.Tensor) -> torch.Tensor:
-    positions = torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous()
-    hidden = engine.model(tokens, positions=positions, attention_masks=dense_mask(positions))
-    return hidden @ engine.model.lm_head.weight.T
+    """Logits [B, L, V] of rows of one length: the model itself only ends in log-probs."""
+    kept = []
+    handle = engine.model.norm.register_forward_hook(lambda module, given, hidden: kept.append(hidden))
+    lengths = torch.full((len(tokens),), tokens.shape[1] + 1)
+    padded = torch.cat([tokens, tokens[:, :1]], dim=1).flatten()
+    engine.config.micro_batch_size = len(tokens)
+    engine.forward(Batch(tokens=padded, lengths=lengths, weights=torch.ones(len(padded))))
+    handle.remove()
+    return kept[0] @ whole(engine.model.lm_head.weight).T
 
 
 def same_tensors(one: Path, other: Path) -> None:

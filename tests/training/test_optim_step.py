@@ -5,13 +5,16 @@ import dataclasses
 import pytest
 import torch
 
+from rl.errors import RunError
 from rl.types import Batch
+from tests.training.reference import relative_error
 from tests.training.scenes import (
     LOSS,
     TEMPERATURE,
     TIED_FUSED,
     broken,
     engine_of,
+    gradients_of,
     learn,
     ragged_batch,
     weights_of,
@@ -62,6 +65,74 @@ def test_the_learning_rate_follows_its_schedule_by_policy_version(build):
     rates = [step["trainer/lr/AdamW"] for step in steps]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
     assert [step["version"] for step in steps] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_given_denominator_takes_the_place_of_the_accumulated_weight(build):
+    """So that training can begin before the batch is complete."""
+    at_once, in_parts = build(max_norm=1e6), build(max_norm=1e6)
+    batch = ragged_batch()
+    norm = learn(at_once, batch)["trainer/grad_norm"]
+    for rows in ([0, 1], [2, 3, 4]):
+        in_parts.forward_backward(batch.select(rows), LOSS.build(), temperature=TEMPERATURE)
+    step = in_parts.optim_step(denominator=2 * float(batch.weights.sum()))
+    assert step["trainer/grad_norm"] == pytest.approx(norm / 2, rel=1e-6)
+
+
+def test_a_weight_scales_the_gradient_and_not_the_denominator(build):
+    plain, scaled = build(), build()
+    plain.forward_backward(ragged_batch(), LOSS.build())
+    scaled.forward_backward(ragged_batch(), LOSS.build(), weight=0.25)
+    scaled.forward_backward(ragged_batch(), LOSS.build(), weight=2.0)
+    gradients = gradients_of(plain)
+    assert relative_error(gradients_of(scaled), {name: 2.25 * g for name, g in gradients.items()}) <= 1e-6
+    weight = plain.optim_step()["trainer/weight"]
+    assert scaled.optim_step()["trainer/weight"] == 2 * weight
+
+
+def test_a_steps_own_options_hold_for_that_step_alone(build):
+    engine, usual = build(warmup=4), build(warmup=4)
+    for each, options in ((engine, {"lr": 0.0, "betas": (0.0, 0.0), "max_norm": 1e-3}), (usual, {})):
+        before = weights_of(each)
+        each.forward_backward(ragged_batch(), LOSS.build())
+        step = each.optim_step(**options)
+        still = [torch.equal(before[name], weight) for name, weight in weights_of(each).items()]
+        assert all(still) == (each is engine)
+    assert step["trainer/lr/AdamW"] == 0.25e-3
+    taken = torch.cat([moment.flatten() for moment in moments(engine)]).norm()
+    assert taken == pytest.approx(1e-3, rel=1e-4)  # beta 0 remembers the whole gradient, clipped
+    (group,) = [group for each in engine.optimizers for group in each.param_groups]
+    (untouched,) = [group for each in usual.optimizers for group in each.param_groups]
+    assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in untouched.items() if k != "params"}
+
+
+def test_weight_decay_can_be_given_for_a_step(build):
+    engine = build()
+    engine.forward_backward(ragged_batch(), LOSS.build())
+    before = weights_of(engine)
+    engine.optim_step(lr=1e-4, weight_decay=5e3)  # a decay of lr * weight_decay: to a half
+    sizes = [float(weight.norm() / before[name].norm()) for name, weight in weights_of(engine).items()]
+    assert sizes == pytest.approx([0.5] * len(sizes), rel=0.01)
+
+
+def test_more_skipped_steps_in_a_row_than_allowed_end_the_run(build):
+    engine = build(max_skipped_steps=1)
+    learn(engine, broken(ragged_batch(), 0))
+    learn(engine, ragged_batch())
+    learn(engine, broken(ragged_batch(), 0))  # one in a row again
+    with pytest.raises(RunError, match=r"2 optimizer steps in a row .* trainer.max_skipped_steps=1: lower"):
+        learn(engine, broken(ragged_batch(), 0))
+    assert (engine.version, engine.skipped_steps) == (1, 3)
+
+
+def test_a_forward_between_the_gradient_and_its_step_does_not_keep_old_weights(build):
+    """FSDP leaves weights gathered after a forward pass that no backward follows."""
+    with_it, without = build(lr=0.1), build(lr=0.1)
+    for engine in (with_it, without):
+        engine.forward_backward(ragged_batch(), LOSS.build())
+        if engine is with_it:
+            engine.forward(ragged_batch())
+        engine.optim_step()
+    assert torch.equal(with_it.forward(ragged_batch())["logprobs"], without.forward(ragged_batch())["logprobs"])
 
 
 def test_the_loss_falls(build):

@@ -1,0 +1,130 @@
+"""However a batch is cut, every token is predicted once, in a document of its own, within the budget."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl.training.micro_batches import Cutting, balanced, lay_out, plan
+from rl.types import Batch
+
+LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
+CUTTINGS = st.builds(
+    Cutting,
+    sequences=st.integers(1, 5),
+    tokens=st.none() | st.integers(24, 80),
+    pack=st.booleans(),
+    one_row=st.booleans(),
+    multiple_of=st.sampled_from([1, 2, 8]),
+)
+
+
+def batch_of(lengths: list[int]) -> Batch:
+    """Every token is its own place in the batch, and its weight too: the first of each sequence has none."""
+    places = torch.arange(sum(lengths))
+    first = torch.cat([torch.arange(length) == 0 for length in lengths])
+    return Batch(
+        tokens=places,
+        lengths=torch.tensor(lengths),
+        weights=places.float().masked_fill(first, 0.0),
+        columns={"place": places.float()},
+    )
+
+
+def micro_batches(batch, cutting):
+    return [lay_out(batch, rows, cutting) for rows in plan(batch, cutting)]
+
+
+@given(LENGTHS, CUTTINGS)
+def test_every_token_is_predicted_once_from_the_one_before_it(lengths, cutting):
+    batch, seen = batch_of(lengths), []
+    for micro in micro_batches(batch, cutting):
+        predicted = ~micro.first
+        places = micro.index[predicted]
+        assert torch.equal(micro.targets.flatten()[micro.cells][predicted], places)
+        assert torch.equal(micro.tokens.flatten()[micro.cells][predicted], places - 1)
+        seen += micro.index.tolist()
+        assert torch.equal(micro.per_token(micro.targets.float()), torch.where(predicted, micro.index, 0).float())
+    assert sorted(seen) == list(range(len(batch.tokens)))
+
+
+@given(LENGTHS, CUTTINGS)
+def test_sequences_are_documents_that_count_from_zero_and_padding_is_none_of_theirs(lengths, cutting):
+    batch = batch_of(lengths)
+    starts = set((batch.lengths.cumsum(0) - batch.lengths).tolist())
+    for micro in micro_batches(batch, cutting):
+        document = (micro.positions == 0).flatten().cumsum(0).view(micro.positions.shape)
+        used = torch.zeros(micro.tokens.numel(), dtype=torch.bool)
+        used[micro.cells[~micro.first]] = True
+        own = micro.tokens[used.view(micro.tokens.shape)]
+        begins = torch.tensor([max(s for s in starts if s <= t) for t in own.tolist()], dtype=torch.int64)
+        assert torch.equal(micro.positions[used.view(micro.tokens.shape)], own - begins)
+        owners = {}
+        for number, begin in zip(document[used.view(document.shape)].tolist(), begins.tolist(), strict=True):
+            assert owners.setdefault(number, begin) == begin
+        assert len(set(owners.values())) == len(owners)
+        assert owners.keys().isdisjoint(document[~used.view(document.shape)].tolist())
+
+
+@given(LENGTHS, CUTTINGS)
+def test_weights_and_columns_are_those_of_the_tokens_that_count(lengths, cutting):
+    for micro in micro_batches(batch_of(lengths), cutting):
+        places = micro.index[micro.counted]
+        assert torch.equal(micro.weights, places.float())
+        assert torch.equal(micro.columns["place"], places.float())
+        assert (torch.isin(micro.index, places) | micro.first).all()
+
+
+@given(LENGTHS, CUTTINGS)
+def test_micro_batches_keep_to_the_limit(lengths, cutting):
+    for rows in plan(batch_of(lengths), cutting):
+        micro = lay_out(batch_of(lengths), rows, cutting)
+        count = sum(map(len, rows))
+        assert micro.tokens.shape[1] % cutting.multiple_of == 0
+        if cutting.tokens is None:
+            assert count <= cutting.sequences
+        else:
+            assert count == 1 or micro.tokens.numel() <= cutting.tokens
+        if not cutting.pack:
+            assert all(len(row) == 1 for row in rows)
+
+
+def test_packing_fills_rows_that_padding_would_waste():
+    batch = batch_of([17, 9, 9, 5, 5, 5, 5])
+    packed, padded = (
+        lay_out(batch, plan(batch, cutting)[0], cutting)
+        for cutting in (
+            Cutting(sequences=7, tokens=None, pack=pack, one_row=False, multiple_of=1) for pack in (True, False)
+        )
+    )
+    assert packed.tokens.shape == (3, 16)
+    assert padded.tokens.shape == (7, 16)
+
+
+def test_without_rows_a_dummy_holds_nothing():
+    cutting = Cutting(sequences=2, tokens=None, pack=True, one_row=False, multiple_of=8)
+    dummy = lay_out(batch_of([3, 4]), [], cutting)
+    assert dummy.tokens.shape == (1, 8)
+    assert dummy.per_token(torch.ones(1, 8)).shape == dummy.weights.shape == dummy.columns["place"].shape == (0,)
+
+
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
+def test_ranks_get_like_numbers_of_sequences_and_none_is_lost(lengths, parts):
+    shares = balanced(lengths, parts)
+    assert sorted(sequence for share in shares for sequence in share) == list(range(len(lengths)))
+    assert max(map(len, shares)) == -(-len(lengths) // parts)
+    assert all(share == sorted(share) for share in shares)
+
+
+def test_ranks_get_like_numbers_of_tokens():
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 1000, (256,), generator=draw).tolist()
+    loads = [sum(lengths[i] for i in share) for share in balanced(lengths, 8)]
+    assert max(loads) <= 1.01 * min(loads)
+
+
+@pytest.mark.parametrize("rows", [[2, 0], [], [1, 1]])
+def test_selected_sequences_are_found_by_their_token_index(rows):
+    batch = batch_of([3, 1, 4])
+    assert torch.equal(batch.tokens[batch.token_index(rows)], batch.select(rows).tokens)
+    assert batch.select(rows).lengths.tolist() == [[3, 1, 4][row] for row in rows]

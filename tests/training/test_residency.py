@@ -1,0 +1,86 @@
+"""Parameters and optimizer state go to host memory and come back bit for bit; meanwhile nothing uses them."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.training.scenes import LOSS, MODELS, engine_of, gradients_of, learn, ragged_batch, weights_of
+
+
+def resident(tensors) -> int:
+    """Bytes that the tensors hold on their device."""
+    local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.untyped_storage().nbytes() for tensor in local)
+
+
+def moments(engine) -> list[torch.Tensor]:
+    (optimizer,) = engine.optimizers
+    return [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+
+
+def test_a_round_trip_between_calls_changes_nothing(model_name, folder):
+    away, at_home = (engine_of(MODELS[model_name], folder=folder) for _ in range(2))
+    for seed in range(3):
+        for engine in (away, at_home):
+            engine.forward(ragged_batch(seed=seed))
+            engine.forward_backward(ragged_batch(seed=seed), LOSS.build())
+            if engine is away:
+                engine.offload()
+                engine.onload()
+        assert all(map(torch.equal, gradients_of(away).values(), gradients_of(at_home).values()))
+        assert away.optim_step() == at_home.optim_step()
+        away.offload()
+        away.onload(model=True, optimizer=False)
+        assert torch.equal(away.forward(ragged_batch())["logprobs"], at_home.forward(ragged_batch())["logprobs"])
+        away.onload()
+        assert all(map(torch.equal, moments(away), moments(at_home)))
+    assert all(map(torch.equal, weights_of(away).values(), weights_of(at_home).values()))
+
+
+def test_the_device_has_its_memory_back_meanwhile(model_name, folder):
+    engine = engine_of(MODELS[model_name], folder=folder)
+    learn(engine, ragged_batch())
+    engine.forward_backward(ragged_batch(), LOSS.build())
+    weights, state = list(engine.model.parameters()), moments(engine)
+    gradients = [parameter.grad for parameter in weights]
+    before = resident(weights), resident(state), resident(gradients)
+    assert min(before) > 0
+    engine.offload(model=False)
+    assert (resident(weights), resident(state), resident(gradients)) == (before[0], 0, 0)
+    engine.offload()
+    assert resident([*weights, *state, *gradients]) == 0
+    engine.onload(optimizer=False)
+    assert (resident(weights), resident(state)) == (before[0], 0)
+    engine.onload()
+    assert (resident(weights), resident(state), resident(gradients)) == before
+
+
+def test_live_parts_show_the_weights_again_after_a_round_trip(folder):
+    """A publisher holds views of the parameters."""
+    engine = engine_of(MODELS["tied_fused"], folder=folder)
+    parts = engine.parts()
+    engine.offload()
+    engine.onload()
+    learn(engine, ragged_batch())
+    assert all(torch.equal(parts[name].tensor, part.tensor) for name, part in engine.parts().items())
+
+
+def test_what_is_away_is_not_used(folder):
+    engine = engine_of(MODELS["tied_fused"], folder=folder)
+    learn(engine, ragged_batch())
+    before = weights_of(engine)
+    engine.offload()
+    calls = {
+        "forward": lambda: engine.forward(ragged_batch()),
+        "forward_backward": lambda: engine.forward_backward(ragged_batch(), LOSS.build()),
+        "optim_step": engine.optim_step,
+        "parts": engine.parts,
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=f"{name}: the model is offloaded; call onload"):
+            call()
+    engine.onload(optimizer=False)
+    with pytest.raises(RuntimeError, match="forward_backward: the optimizer is offloaded"):
+        calls["forward_backward"]()
+    engine.onload()
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())

@@ -68,6 +68,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def push_weights(self) -> int:
+        self.engine.require_resident("push_weights", "model")
         self.publisher.publish(self.engine.version)
         return self.engine.version
 

@@ -98,7 +98,7 @@ class TrainingEngine:
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """``logprobs`` and ``entropy`` of each token, float32 [T] in the batch's order."""
-        self._require("forward", "model")
+        self.require_resident("forward", "model")
         outputs = _Outputs(batch)
         for micro in self._micro_batches(batch):
             with self._context():
@@ -115,7 +115,7 @@ class TrainingEngine:
         Returns what ``forward`` does, and metrics reduced over all ranks: ``loss/mean`` is the
         weighted mean.
         """
-        self._require("forward_backward", "model", "optimizer")
+        self.require_resident("forward_backward", "model", "optimizer")
         outputs = _Outputs(batch)
         totals = MetricTotals(self.device, self._batch_group)
         for micro in self._micro_batches(batch):
@@ -146,7 +146,7 @@ class TrainingEngine:
         A non-finite gradient norm skips the step on every rank and changes nothing but the counts.
         Raises RunError at one more in a row than ``config.max_skipped_steps``.
         """
-        self._require("optim_step", "model", "optimizer")
+        self.require_resident("optim_step", "model", "optimizer")
         weight = self._over_batch(self._weight, dist.ReduceOp.SUM) if denominator is None else denominator
         if weight == 0:
             raise RuntimeError(
@@ -187,7 +187,7 @@ class TrainingEngine:
 
     def parts(self) -> Parts:
         """This rank's live shards of the parameters."""
-        self._require("parts", "model")
+        self.require_resident("parts", "model")
         return parts_of(self.model)
 
     def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
@@ -205,6 +205,12 @@ class TrainingEngine:
         for name, wanted in (("model", model), ("optimizer", optimizer)):
             if wanted:
                 self._host[name].bring_back()
+
+    def require_resident(self, call: str, *names: str) -> None:
+        """Raise RuntimeError if the ``model`` or ``optimizer`` is away, saying that ``call`` needs it."""
+        for name in names:
+            if self._host[name].holds:
+                raise RuntimeError(f"{call}: the {name} is offloaded; call onload() first")
 
     def close(self) -> None:
         """Leave the process group."""
@@ -225,7 +231,7 @@ class TrainingEngine:
     def _cutting(self) -> Cutting:
         inner = self.model.config.first_attention.inner_attention
         one_row = shares_rows(inner)
-        multiple = math.lcm(2 * self.dims.cp, self.dims.tp)  # what context and sequence parallel divide
+        multiple = self.dims.cp * math.lcm(2, self.dims.tp)  # each divides what the one before left of a row
         if one_row and self.dims.cp_enabled:
             multiple = math.lcm(multiple, 128 * self.dims.cp)  # flex attention's blocks
         return Cutting(
@@ -272,11 +278,6 @@ class TrainingEngine:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def _require(self, call: str, *names: str) -> None:
-        for name in names:
-            if self._host[name].holds:
-                raise RuntimeError(f"{call}: the {name} is offloaded; call onload() first")
 
 
 class _Outputs:

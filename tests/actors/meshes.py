@@ -17,6 +17,7 @@ from rl.generation.config import GeneratorConfig
 from rl.model.parts import Box, Part, Parts
 from rl.model.shape import ModelConfig
 from rl.training.config import TrainerConfig, default_adamw
+from rl.types import Batch
 
 DEADLINE = 300.0
 
@@ -25,6 +26,22 @@ class OpenTrainer(PolicyTrainer):
     @endpoint
     async def parts(self) -> Parts:
         return {name: part._replace(tensor=part.tensor.clone()) for name, part in self.engine.parts().items()}
+
+    @endpoint
+    async def watch_payloads(self) -> None:
+        """From now on, note how many tokens each message brings this rank."""
+        self._payloads: list[int] = []
+        share_out = self.engine.from_leader
+
+        def noted(batch: Batch | None) -> Batch:
+            self._payloads.append(0 if batch is None else len(batch.tokens))
+            return share_out(batch)
+
+        self.engine.from_leader = noted
+
+    @endpoint
+    async def payloads(self) -> list[int]:
+        return self._payloads
 
 
 class OpenGenerator(Generator):

@@ -1,0 +1,68 @@
+"""The trainer mesh takes and returns whole batches, whatever its ranks do with them."""
+
+import pytest
+import torch
+
+from rl.algorithms.losses import grpo
+from rl.errors import RunError
+from rl.weights.digest import merge_digests
+from tests.actors.meshes import DEADLINE, Meshes, trainer_config
+from tests.actors.test_layouts import batch, model_config
+
+
+@pytest.fixture(scope="module")
+def meshes(tmp_path_factory):
+    meshes = Meshes(tmp_path_factory.mktemp("meshes"))
+    yield meshes
+    meshes.close()
+
+
+@pytest.fixture(scope="module")
+def trainer(meshes):
+    return meshes.run(meshes.trainer(trainer_config(fsdp=2, tp=2), model_config(tied=True)))
+
+
+def test_outputs_come_back_in_the_batchs_order(meshes, trainer):
+    async def check():
+        together = await trainer.forward(batch(), temperature=0.7)
+        trained, metrics = await trainer.forward_backward(batch(), grpo(), temperature=0.7)
+        alone = [await trainer.forward(batch().select([row]), temperature=0.7) for row in range(len(batch()))]
+        for name in ("logprobs", "entropy"):
+            wanted = torch.cat([outputs[name] for outputs in alone])
+            assert wanted.unique().numel() > len(batch())
+            torch.testing.assert_close(together[name], wanted, atol=1e-5, rtol=0)
+            torch.testing.assert_close(trained[name], wanted, atol=1e-5, rtol=0)
+        assert metrics["entropy/mean"] > 0
+
+    meshes.run(check())
+
+
+def test_each_part_of_a_batch_is_sent_once(meshes, trainer):
+    """Four ranks, two data-parallel: the second of each tensor-parallel pair hears of its part from the first."""
+
+    async def check():
+        await trainer._group.call("watch_payloads", deadline=DEADLINE)
+        await trainer.forward(batch())
+        payloads = await trainer._group.call("payloads", deadline=DEADLINE)
+        assert [rank[0] > 0 for rank in payloads] == [True, False, True, False]
+        assert sum(rank[0] for rank in payloads) == len(batch().tokens)
+
+    meshes.run(check())
+
+
+def test_options_and_residency_reach_every_rank(meshes, trainer):
+    async def check():
+        await trainer.forward_backward(batch(), grpo())
+        before, version = merge_digests(await trainer.weight_digests()), trainer.version
+        await trainer.open_segments(torch.float32, readers=1)
+        await trainer.offload()
+        with pytest.raises(RunError, match="trainer rank ., push_weights: .*the model is offloaded; call onload"):
+            await trainer.push_weights()
+        await trainer.onload()
+        assert merge_digests(await trainer.weight_digests()) == before
+        metrics = await trainer.optim_step(lr=0.0)
+        assert trainer.version == version + 1
+        assert metrics["trainer/lr/AdamW"] == 0.0
+        assert merge_digests(await trainer.weight_digests()) == before
+
+    meshes.run(check())

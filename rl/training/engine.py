@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
 from torchtitan.tools.utils import get_local_device
@@ -22,7 +21,7 @@ from rl.training.config import TrainerConfig
 from rl.training.context import SequenceShard
 from rl.training.metrics import MetricTotals
 from rl.training.micro_batches import Cutting, MicroBatch, lay_out, plan
-from rl.training.model import build_model, parts_of
+from rl.training.model import build_model, parts_of, reshard
 from rl.training.residency import HostMemory
 from rl.types import Batch
 
@@ -60,9 +59,10 @@ class TrainingEngine:
         titan_dist.set_spmd_backend(config.parallelism.spmd_backend)
         self._context = titan_dist.get_spmd_context(parallel_dims=self.dims)
         self.dims.build_mesh()
-        titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])
 
         self.model = build_model(config, model, self.dims, seed=seed, folder=folder)
+        # After the model, whose initializers draw as much as a rank's shards ask for: from here on all draw alike.
+        titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])
         self.optimizers = config.optimizer.build(model_parts=[self.model])
         self.schedule = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=steps)
         self.version = 0
@@ -103,7 +103,7 @@ class TrainingEngine:
         for micro in self._micro_batches(batch):
             with self._context():
                 outputs.put(micro, *self._run(micro, temperature))
-        self._reshard()
+        reshard(self.model)
         return outputs.values
 
     def forward_backward(
@@ -192,7 +192,7 @@ class TrainingEngine:
 
     def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
         """Move parameters, or gradients and optimizer state, to host memory; their device memory is free."""
-        self._reshard()
+        reshard(self.model)
         if model and not self._host["model"].holds:
             self._host["model"].take(self.model.parameters())
         if optimizer and not self._host["optimizer"].holds:
@@ -272,12 +272,6 @@ class TrainingEngine:
         yield
         for group, own in zip(groups, before, strict=True):
             group.update(own)
-
-    def _reshard(self) -> None:
-        """Free what a forward pass without backward leaves gathered: the next one would see old weights."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 class _Outputs:

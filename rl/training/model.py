@@ -121,6 +121,13 @@ def _init_parameters(model: nn.Module, seed: int) -> None:
             local_tensor(parameter).copy_(full[local_box(parameter).slices_in(Box.whole(full.shape))])
 
 
+def reshard(model: nn.Module) -> None:
+    """Make the parameters shards again: FSDP keeps the head whole for a backward pass, which may not come."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's shard, sharing memory with the parameter."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter

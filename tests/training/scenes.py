@@ -18,6 +18,7 @@ from rl.training.engine import TrainingEngine
 from rl.training.logprobs import linear_logprobs
 from rl.training.micro_batches import balanced
 from rl.types import Batch
+from rl.weights.digest import digests
 
 # 46 over tensor parallel 2 is 23, which FSDP over 2 then cuts unevenly; 15 is no multiple of any padding.
 SIZES = {"vocab_size": 30, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 46}
@@ -194,8 +195,10 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
         "leader": still.is_leader,
         "cuts": {},
     }
+    boxes = {name: part.box for name, part in still.parts().items()}
     result["share"] = balanced(ragged_batch().lengths.tolist(), still.dp_degree)[still.dp_rank]
     result["forward"] = still.forward(share(still, ragged_batch()), temperature=TEMPERATURE)
+    result["moved_parts"] = [name for name, part in still.parts().items() if part.box != boxes[name]]
     for name, (cutting, batches) in CUTS.items():
         cut_by(still, **cutting)
         result["cuts"][name] = accumulate(still, *batches)
@@ -211,6 +214,7 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
 
     checkpointer = Checkpointer(engine, model, folder=folder)
     checkpointer.save(2, RUN_STATE)
+    result |= {"saved": digests(engine.parts()), "drawn": torch.rand(4)}
     steps.append(learn(engine, ragged_batch(seed=3)))
     checkpointer.export_hf(f"{folder}/export")
     now = engine.parts()
@@ -230,9 +234,10 @@ def resumed(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
     engine = engine_of(model, folder=folder, layout=layout, warmup=4)
     checkpointer = Checkpointer(engine, model, folder=folder)
     state = checkpointer.load()
-    loaded = (engine.version, engine.skipped_steps)
+    result = {"run_state": state, "ignored": checkpointer.ignored, "loaded": (engine.version, engine.skipped_steps)}
     checkpointer.close()
-    return {"run_state": state, "loaded": loaded, "step": learn(engine, ragged_batch(seed=3))}
+    result |= {"weights": digests(engine.parts()), "drawn": torch.rand(4)}
+    return result | {"step": learn(engine, ragged_batch(seed=3))}
 
 
 def adopted(folder: str, layout: Layout, export: str) -> dict[str, Any]:
@@ -244,7 +249,8 @@ def adopted(folder: str, layout: Layout, export: str) -> dict[str, Any]:
     outputs = engine.forward(share(engine, ragged_batch()))
     checkpointer.export_hf(export)
     checkpointer.close()
-    return {"run_state": state, "outputs": outputs, "version": engine.version}
+    parts = [part.box.numel for part in engine.parts().values()]
+    return {"run_state": state, "outputs": outputs, "version": engine.version, "parts": parts}
 
 
 def adopt(folder: str, layout: str, export: str) -> dict[str, Any]:

@@ -95,3 +95,9 @@ def test_parts_follow_the_weights_from_before_the_first_forward(pair):
     """A publisher takes them once; FSDP may pad its shards later, but not elsewhere."""
     alone, answers, _ = pair
     assert [answer["stale_parts"] for answer in [alone, *answers]] == [[]] * (1 + len(answers))
+
+
+def test_parts_are_shards_after_a_forward_without_a_backward(pair):
+    """FSDP keeps the head gathered for a backward pass: a copy that no step changes and no checkpoint reaches."""
+    _, answers, _ = pair
+    assert [answer["moved_parts"] for answer in answers] == [[]] * len(answers)

@@ -1,0 +1,242 @@
+"""Hugging Face safetensors in and out: each rank reads and writes exactly its own parts of the weights."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.models.qwen3 import Qwen3Model
+
+from rl.errors import RunError
+from rl.model.parts import Box, Parts
+from rl.model.shape import ModelShape, hf_config
+from rl.training.hugging_face_names import HuggingFaceNames, Piece, Shapes
+from rl.training.model import parts_of
+from rl.training.together import on_every_rank, on_first_rank
+
+INDEX = "model.safetensors.index.json"
+DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
+FILE_BYTES = 5 * 10**9
+"""Largest file of an export that follows no other folder's split; one tensor may exceed it."""
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class HuggingFaceFolders:
+    """Reads a model's weights from Hugging Face folders and writes them as such; all ranks call alike.
+
+    Nothing is gathered: beside its own parts a rank holds one piece of a tensor at a time. Where one
+    rank fails, all of them raise RunError with its rank and cause.
+    """
+
+    def __init__(self, model: Qwen3Model, shape: ModelShape, source: str | None):
+        self._model, self._shape = model, shape
+        self._source = Path(source) if source is not None else None
+        self._names = HuggingFaceNames(model.config)
+
+    @torch.no_grad()
+    def load(self, folder: str) -> None:
+        """Copy the folder's tensors into the model, cast to its dtype.
+
+        Raises RunError that names a tensor which is missing, too many or of another shape.
+        """
+        on_every_rank(f"loading {folder}", lambda: self._read(Path(folder)))
+
+    @torch.no_grad()
+    def export(self, folder: str) -> None:
+        """Write the weights in the dtype that the model started from, config.json, and what the source adds.
+
+        Files are split as the source's are. ``folder`` appears when it is whole, in place of an earlier export.
+        """
+        whole = Path(folder)
+        partial = whole.with_name(f"{whole.name}.partial")
+        dtype = TORCH_DTYPE_MAP.get(self._shape.dtype, torch.float32)
+        layouts = on_first_rank("export", lambda: self._create(whole, partial, dtype))
+        written = on_every_rank("export", lambda: self._write(partial, layouts, dtype))
+        on_first_rank("export", lambda: self._finish(whole, partial, layouts, sum(written)))
+
+    def _tensors(self) -> Shapes:
+        return self._names.tensors({name: part.shape for name, part in parts_of(self._model).items()})
+
+    def _by_file(self, parts: Parts, files: dict[str, str]) -> Iterator[tuple[str, list[tuple[Piece, torch.Tensor]]]]:
+        """The pieces of ``parts``, each with the part it indexes, file by file."""
+        pieces = [
+            (files[piece.tensor], (piece, part.tensor))
+            for name, part in parts.items()
+            for piece in self._names.pieces(name, part.shape, part.box)
+        ]
+        for file, group in groupby(sorted(pieces, key=itemgetter(0)), key=itemgetter(0)):
+            yield file, [entry for _, entry in group]
+
+    def _read(self, folder: Path) -> None:
+        files = tensor_files(folder)
+        _check_names(self._tensors(), files, folder)
+        for file, pieces in self._by_file(parts_of(self._model), files):
+            with safe_open(folder / file, framework="pt") as tensors:
+                for piece, part in pieces:
+                    stored = tensors.get_slice(piece.tensor)
+                    if tuple(stored.get_shape()) != piece.shape:
+                        raise RunError(
+                            f"{folder / file}: {piece.tensor} is {stored.get_shape()}, the model's is {[*piece.shape]}"
+                        )
+                    part[piece.here].copy_(stored[piece.there.slices_in(Box.whole(piece.shape))])
+
+    def _create(self, whole: Path, partial: Path, dtype: torch.dtype) -> dict[str, "_FileLayout"]:
+        if whole.exists() and any(whole.iterdir()) and not any(whole.glob("*.safetensors")):
+            raise RunError(f"{whole} holds something other than a model; name another folder to export to")
+        tensors = self._tensors()
+        files = tensor_files(self._source) if self._source is not None else {}
+        if not files.keys() >= tensors.keys():
+            files = _split(tensors, dtype)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        layouts = _lay_out(tensors, files, dtype)
+        for file, layout in layouts.items():
+            with (partial / file).open("wb") as out:
+                out.write(layout.header)
+                out.truncate(layout.size)
+        return layouts
+
+    def _write(self, folder: Path, layouts: dict[str, "_FileLayout"], dtype: torch.dtype) -> int:
+        files = {tensor: file for file, layout in layouts.items() for tensor in layout.starts}
+        written = 0
+        for file, pieces in self._by_file(_parts_to_write(self._model), files):
+            with (folder / file).open("r+b", buffering=0) as out:
+                for piece, part in pieces:
+                    values = part[piece.here].to("cpu", dtype).contiguous()
+                    _write_piece(out.fileno(), piece, layouts[file].starts[piece.tensor], values)
+                    written += values.nbytes
+                os.fsync(out)
+        return written
+
+    def _finish(self, whole: Path, partial: Path, layouts: dict[str, "_FileLayout"], written: int) -> None:
+        total = sum(layout.size - len(layout.header) for layout in layouts.values())
+        if written != total:
+            raise RunError(f"the ranks wrote {written} of {total} bytes: their parts do not tile the model")
+        if len(layouts) > 1:
+            index = {tensor: file for file, layout in layouts.items() for tensor in layout.starts}
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+            (partial / INDEX).write_text(text)
+        self._describe(partial)
+        if whole.exists():
+            shutil.rmtree(whole)
+        partial.rename(whole)
+
+    def _describe(self, folder: Path) -> None:
+        """Put config, tokenizer and templates of the source beside the weights, or a config of our own."""
+        if self._source is None:
+            (folder / "config.json").write_text(json.dumps(hf_config(self._shape), indent=2))
+            return
+        for pattern in DESCRIPTIONS:
+            for path in self._source.glob(pattern):
+                if not path.name.endswith(".safetensors.index.json"):
+                    shutil.copy(path, folder)
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Which file of a Hugging Face folder holds which tensor: {tensor: file name}."""
+    if (folder / INDEX).is_file():
+        return json.loads((folder / INDEX).read_text())["weight_map"]
+    files: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            files |= dict.fromkeys(tensors.keys(), path.name)
+    return files
+
+
+def _check_names(wanted: Shapes, files: dict[str, str], folder: Path) -> None:
+    missing = [name for name in wanted if name not in files]
+    if missing:
+        raise RunError(f"{folder} lacks {_first_of(missing)}; its config.json asks for it")
+    # A tied model has no head of its own, and rotary frequencies are computed.
+    surplus = [name for name in files if name not in wanted and not name.endswith(("lm_head.weight", ".inv_freq"))]
+    if surplus:
+        raise RunError(f"{folder} holds {_first_of(surplus)}, for which the model has no place")
+
+
+def _first_of(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+class _FileLayout(NamedTuple):
+    """A safetensors file: the header with its own length, then the tensors one after the other."""
+
+    header: bytes
+    starts: dict[str, int]
+    """Byte of the file at which each tensor begins."""
+    size: int
+
+
+def _lay_out(tensors: Shapes, files: dict[str, str], dtype: torch.dtype) -> dict[str, _FileLayout]:
+    """{file: layout} of ``tensors`` over ``files``, which says {tensor: file}."""
+    contents: dict[str, Shapes] = {}
+    for name, shape in tensors.items():
+        contents.setdefault(files[name], {})[name] = shape
+    return {file: _file_layout(shapes, dtype) for file, shapes in contents.items()}
+
+
+def _file_layout(tensors: Shapes, dtype: torch.dtype) -> _FileLayout:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts, end = {}, 0
+    for name, shape in tensors.items():
+        starts[name], end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": [*shape], "data_offsets": [starts[name], end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    header = len(text).to_bytes(8, "little") + text
+    return _FileLayout(header, {name: len(header) + start for name, start in starts.items()}, len(header) + end)
+
+
+def _split(tensors: Shapes, dtype: torch.dtype) -> dict[str, str]:
+    """{tensor: file}, in files of at most FILE_BYTES, in Hugging Face's naming."""
+    numbers, number, filled = {}, 1, 0
+    for name, shape in tensors.items():
+        size = math.prod(shape) * dtype.itemsize
+        if filled and filled + size > FILE_BYTES:
+            number, filled = number + 1, 0
+        numbers[name], filled = number, filled + size
+    if number == 1:
+        return dict.fromkeys(tensors, "model.safetensors")
+    return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}
+
+
+def _parts_to_write(model: Qwen3Model) -> Parts:
+    """This rank's parts, but for those that a rank before it holds as well."""
+    parts = zip(parts_of(model).items(), model.parameters(), strict=True)
+    return {name: part for (name, part), parameter in parts if _is_first_replica(parameter)}
+
+
+def _is_first_replica(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return dist.get_rank() == 0
+    place = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
+    return all(coordinate == 0 for coordinate, placement in place if placement.is_replicate())
+
+
+def _write_piece(file: int, piece: Piece, start: int, values: torch.Tensor) -> None:
+    """Write ``values`` into the tensor that begins at byte ``start``, whole rows at once where it can.
+
+    Not through a memory map: there a full disk kills the process, and two hosts overwrite each other's
+    part of a page that they share on a network file system.
+    """
+    row_bytes = math.prod(piece.shape[1:]) * values.element_size()
+    first = start + piece.there.offset[0] * row_bytes + sum(piece.there.offset[1:]) * values.element_size()
+    rows = values.view(torch.uint8).numpy()
+    for index, run in enumerate(rows.reshape(1, -1) if piece.there.shape[1:] == piece.shape[1:] else rows):
+        _write_all(file, memoryview(run), first + index * row_bytes)
+
+
+def _write_all(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(file, data, offset)
+        data, offset = data[count:], offset + count

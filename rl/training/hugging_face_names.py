@@ -1,0 +1,96 @@
+"""Where the parameters of torchtitan's Qwen3 lie in Hugging Face's tensors, rectangle by rectangle."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
+
+from rl.errors import RunError
+from rl.model.parts import Box
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of whole tensors, by name."""
+
+
+class Block(NamedTuple):
+    """A rectangle of a parameter that lies, as it is, in one Hugging Face tensor."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    """Of the whole tensor, which may lack leading dimensions of the parameter."""
+    box: Box
+    """Within the parameter."""
+    offset: tuple[int, ...]
+    """Where the rectangle begins in the tensor."""
+
+
+class Piece(NamedTuple):
+    """What one rank's part of a parameter and a Hugging Face tensor have in common."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    there: Box
+    """Within the tensor."""
+    here: tuple[int | slice, ...]
+    """Index into the part."""
+
+
+class HuggingFaceNames:
+    """The table of torchtitan's adapter, and what it does to shapes.
+
+    Most parameters are one tensor. The rows of a fused qkv weight lie group by group of its key-value
+    heads: the group's query heads, its key head, its value head. Experts [E, ...] are a tensor each.
+    """
+
+    def __init__(self, model: Qwen3Model.Config):
+        table = Qwen3StateDictAdapter(model, None).from_hf_map
+        self._names = {ours: theirs for theirs, ours in table.items() if ours is not None}
+        attention = model.first_attention
+        head = attention.head_dim
+        self._group_rows = {"wq": attention.n_heads // attention.n_kv_heads * head, "wk": head, "wv": head}
+
+    def tensors(self, parameters: Shapes) -> Shapes:
+        """The Hugging Face tensors that hold ``parameters``, in the parameters' order."""
+        return {block.tensor: block.shape for item in parameters.items() for block in self.blocks(*item)}
+
+    def pieces(self, name: str, shape: tuple[int, ...], box: Box) -> Iterator[Piece]:
+        """The pieces that tile ``box`` of parameter ``name`` of ``shape``."""
+        for block in self.blocks(name, shape):
+            common = block.box.intersect(box)
+            if common is None:
+                continue
+            lacks = len(shape) - len(block.shape)
+            starts = zip(common.offset[lacks:], block.box.offset[lacks:], block.offset, strict=True)
+            there = Box(tuple(ours - begin + theirs for ours, begin, theirs in starts), common.shape[lacks:])
+            here = common.slices_in(box)
+            yield Piece(block.tensor, block.shape, there, (*(s.start for s in here[:lacks]), *here[lacks:]))
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
+        """The blocks that tile parameter ``name`` of ``shape``; raises RunError if it has no place there."""
+        if "qkv_linear.wqkv." in name:
+            yield from self._fused_blocks(name, shape)
+        elif ".inner_experts." in name:
+            for expert in range(shape[0]):
+                begin = (0,) * (len(shape) - 1)
+                yield Block(self._translate(name, expert), shape[1:], Box((expert, *begin), (1, *shape[1:])), begin)
+        else:
+            yield Block(self._translate(name), shape, Box.whole(shape), (0,) * len(shape))
+
+    def _fused_blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
+        rest, begin = shape[1:], (0,) * (len(shape) - 1)
+        groups, row = shape[0] // sum(self._group_rows.values()), 0
+        for group in range(groups):
+            for projection, rows in self._group_rows.items():
+                tensor = self._translate(name.replace("wqkv", projection))
+                box = Box((row, *begin), (rows, *rest))
+                yield Block(tensor, (groups * rows, *rest), box, (group * rows, *begin))
+                row += rows
+
+    def _translate(self, name: str, expert: int | None = None) -> str:
+        layer = re.search(r"\d+", name)
+        pattern = self._names.get(re.sub(r"\d+", "{}", name, count=1))
+        if pattern is None:
+            raise RunError(f"parameter {name} has no place in a Hugging Face Qwen3")
+        return pattern.format(layer and layer[0], expert)

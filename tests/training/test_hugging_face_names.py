@@ -1,0 +1,110 @@
+"""Whatever box of a parameter a rank holds, its pieces are those that torchtitan's adapter makes of the whole."""
+
+from itertools import pairwise, product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common.attention import FusedQKVLinear
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter, _build_qwen3_moe_layers, _qwen3_norm
+
+from rl.errors import RunError
+from rl.model.parts import Box
+from rl.model.qwen3 import qwen3_config
+from rl.model.shape import ModelConfig, shape_of
+from rl.training.attention import DenseAttention
+from rl.training.hugging_face_names import HuggingFaceNames
+
+HEADS = {"n_heads": 6, "n_kv_heads": 2, "head_dim": 4}
+SIZES = {"vocab_size": 11, "dim": 6, "n_layers": 2, **HEADS}
+EXPERTS = 3
+
+
+def dense(fuse_qkv: bool) -> Qwen3Model.Config:
+    shape = shape_of(ModelConfig(**SIZES, hidden_dim=5, tie_embeddings=False))
+    return qwen3_config(shape, fuse_qkv=fuse_qkv, inner_attention=DenseAttention.Config())
+
+
+def mixture() -> Qwen3Model.Config:
+    layers = _build_qwen3_moe_layers(
+        n_layers=2,
+        dim=6,
+        **HEADS,
+        moe_hidden_dim=5,
+        num_experts=EXPERTS,
+        top_k=2,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        rope=CosSinRoPE.Config(dim=4, max_seq_len=16, theta=1e4),
+    )
+    return Qwen3Model.Config(
+        vocab_size=11,
+        dim=6,
+        norm=_qwen3_norm(6),
+        tok_embeddings=Embedding.Config(num_embeddings=11, embedding_dim=6),
+        lm_head=Linear.Config(in_features=6, out_features=11),
+        layers=layers,
+    )
+
+
+CONFIGS = {"fused": dense(True), "split": dense(False), "mixture of experts": mixture()}
+
+
+def parameters_of(config: Qwen3Model.Config) -> dict[str, torch.Tensor]:
+    """All parameters, with a value of its own in each element."""
+    with torch.device("meta"):
+        model = config.build()
+    first, parameters = 0, {}
+    for name, parameter in model.named_parameters():
+        parameters[name] = torch.arange(first, first + parameter.numel()).view(parameter.shape)
+        first += parameter.numel()
+    return parameters
+
+
+def by_the_adapter(config: Qwen3Model.Config, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """torchtitan's own way: qkv is split by the module's hook, then the adapter renames and unstacks."""
+    state = dict(parameters)
+    fused = SimpleNamespace(head_dim=HEADS["head_dim"], heads_per_kv=3, r_dim=5)
+    for layer in range(SIZES["n_layers"]):
+        FusedQKVLinear._split_qkv_on_save(fused, state, f"layers.{layer}.attention.qkv_linear.", None)
+    return Qwen3StateDictAdapter(config, None).to_hf(state)
+
+
+def boxes_of(shape: tuple[int, ...], cuts: tuple[list[int], ...]) -> list[Box]:
+    """The boxes between ``cuts``, some of them empty, which tile a tensor of ``shape``."""
+    edges = [sorted([0, *(cut % (size + 1) for cut in here), size]) for size, here in zip(shape, cuts, strict=False)]
+    ranges = product(*(pairwise(edge) for edge in edges))
+    return [Box(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in ranges]
+
+
+some_cuts = st.lists(st.integers(0, 400), max_size=3)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=40, deadline=None)
+@given(cuts=st.tuples(some_cuts, some_cuts, some_cuts))
+def test_the_pieces_of_any_boxes_are_what_the_adapter_makes_of_the_whole(name, cuts):
+    names, parameters = HuggingFaceNames(CONFIGS[name]), parameters_of(CONFIGS[name])
+    wanted = by_the_adapter(CONFIGS[name], parameters)
+    shapes = names.tensors({name: tuple(whole.shape) for name, whole in parameters.items()})
+    assert shapes == {tensor: tuple(values.shape) for tensor, values in wanted.items()}
+
+    gathered = {tensor: torch.full(shape, -1) for tensor, shape in shapes.items()}
+    for parameter, whole in parameters.items():
+        for box in boxes_of(tuple(whole.shape), cuts):
+            part = whole[box.slices_in(Box.whole(whole.shape))]
+            pieces = list(names.pieces(parameter, tuple(whole.shape), box))
+            assert sum(piece.there.numel for piece in pieces) == part.numel()
+            for piece in pieces:
+                target = gathered[piece.tensor][piece.there.slices_in(Box.whole(piece.shape))]
+                assert (target == -1).all()  # no other box had this place
+                target.copy_(part[piece.here])
+    assert all(torch.equal(gathered[tensor], values) for tensor, values in wanted.items())
+
+
+def test_a_parameter_without_a_place_is_named():
+    with pytest.raises(RunError, match="layers.0.attention.sinks has no place in a Hugging Face Qwen3"):
+        list(HuggingFaceNames(CONFIGS["fused"]).blocks("layers.0.attention.sinks", (4,)))

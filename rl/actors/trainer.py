@@ -50,6 +50,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def optim_step(self, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
+        self.checkpointer.wait_for_staging()
         metrics = self.engine.optim_step(**options)
         return self.engine.version, metrics
 
@@ -81,9 +82,9 @@ class PolicyTrainer(Actor):
         self.checkpointer.save(step, run_state)
 
     @endpoint
-    async def load_checkpoint(self, step: int) -> tuple[int, dict[str, Any]]:
+    async def load_checkpoint(self, step: int) -> tuple[int, dict[str, Any], list[str]]:
         run_state = self.checkpointer.load(step)
-        return self.engine.version, run_state
+        return self.engine.version, run_state, self.checkpointer.ignored
 
     @endpoint
     async def export_hf(self, folder: str) -> None:
@@ -164,10 +165,13 @@ class TrainerMesh:
         """Write checkpoint ``step`` with the controller's state in it."""
         await self._call("save_checkpoint", step, run_state)
 
-    async def load_checkpoint(self, step: int = -1) -> dict[str, Any]:
-        """Load checkpoint ``step``, the newest if -1, or the model's own folder; returns the controller's state."""
-        self.version, run_state = (await self._call("load_checkpoint", step))[0]
-        return run_state
+    async def load_checkpoint(self, step: int = -1) -> tuple[dict[str, Any], list[str]]:
+        """Load checkpoint ``step``, the newest if -1, or the model's own folder.
+
+        Returns the controller's state, and the names of checkpoints that were ignored because they are incomplete.
+        """
+        self.version, run_state, ignored = (await self._call("load_checkpoint", step))[0]
+        return run_state, ignored
 
     async def export_hf(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""

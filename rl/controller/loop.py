@@ -47,7 +47,10 @@ class Controller:
 
     async def run(self) -> dict[str, object]:
         """Train from the newest checkpoint to the last step; returns the run's summary."""
-        self.state = RunState.from_dict(await self.trainer.load_checkpoint())
+        state, ignored = await self.trainer.load_checkpoint()
+        for name in ignored:
+            self.progress.note(f"ignored {name}: it is incomplete")
+        self.state = RunState.from_dict(state)
         self.record.drop_after(self.state.step)
         if self.state.step:
             self.progress.note(f"resumed after step {self.state.step}")

@@ -1,121 +1,212 @@
-"""Checkpoints of a trainer rank through torchtitan's manager: DCP for resuming, Hugging Face for the world."""
+"""Checkpoints of a trainer rank: DCP through torchtitan's manager for resuming, Hugging Face for the world."""
 
-import contextlib
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+import torch.nn as nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
-from torchtitan.components.checkpointer.base import MODEL
-from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.models.qwen3 import Qwen3StateDictAdapter
+from torchtitan.components.checkpointer.base import LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+from torchtitan.components.checkpointer.dcp import CheckpointManager
+from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from rl.errors import RunError
-from rl.model.shape import ModelConfig, hf_config, shape_of
+from rl.model.shape import ModelConfig, shape_of
+from rl.platform import device_type
 from rl.training.engine import TrainingEngine
+from rl.training.hugging_face import HuggingFaceFolders
+from rl.training.hugging_face_names import Shapes
+from rl.training.step_folders import StepFolders
+from rl.training.together import failures_as_run_error, on_first_rank
 
-DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
+
+class Checkpointer:
+    """Saves to and loads from ``folder``/``config.folder``/step-N; all ranks call each method alike.
+
+    With ``async_mode`` other than ``disabled``, ``save`` returns while the values of that moment are
+    still being written; call ``wait_for_staging`` before the next optimizer step. A save that fails is
+    a RunError of ``save`` itself, else of the next ``save``, ``load`` or ``close``.
+    """
+
+    def __init__(self, engine: TrainingEngine, model: ModelConfig, *, folder: str):
+        config = engine.config.checkpoint
+        self._config, self._hf_path = config, model.hf_path
+        self._folders = StepFolders(Path(folder) / config.folder)
+        self._hugging_face = HuggingFaceFolders(engine.model, shape_of(model), model.hf_path)
+        self._state = _TrainState(engine)
+        self._saving = 0
+        self.ignored: list[str] = []
+        """What ``load`` found to be incomplete, as "checkpoints/step-12"."""
+        self._manager = CheckpointManager(
+            # The controller says when; and the manager would count and delete checkpoints that are not complete.
+            dataclasses.replace(config, enable=True, interval=1, keep_latest_k=0),
+            dataloader=None,
+            model_parts=[],  # its wrapper of the model gathers fused weights and keeps the copies
+            optimizers=engine.optimizers,
+            lr_schedulers=engine.schedule,
+            states={TRAIN_STATE: self._state},
+            sd_adapter=None,
+            base_folder=folder,
+        )
+        self._manager.states[MODEL] = _Weights(engine.model)
+
+    def save(self, step: int, run_state: dict[str, Any]) -> None:
+        """Write step-``step``; ``run_state`` is JSON-able and comes back from ``load``."""
+        if self._config.load_only:
+            return
+        self._finish_saving()
+        self._state.run_state, self._saving = run_state, step
+        on_first_rank(f"checkpoint {step}", lambda: self._folders.make(step))
+        with failures_as_run_error(f"checkpoint {step}"):
+            self._manager.save(step)
+        if self._manager.save_future is None:
+            self._purge()
+
+    def wait_for_staging(self) -> None:
+        """Return when the weights may change without changing the checkpoint under way."""
+        self._manager.maybe_wait_for_staging()
+
+    def load(self, step: int = -1) -> dict[str, Any]:
+        """Load checkpoint ``step``, or the newest complete one; where there is none, what the config starts from.
+
+        Returns the ``run_state`` of the checkpoint, empty if none was loaded. Raises RunError for a
+        checkpoint that is damaged, of another model or not there.
+        """
+        self._finish_saving()
+        found, self.ignored = on_first_rank("looking for checkpoints", lambda: self._find(step))
+        if found is not None:
+            path = self._folders.path(found)
+            advice = f"; delete {path} to go back to the checkpoint before it"
+            self._load(path, found, what=f"loading {self._folders.name(found)}", advice=advice)
+        elif (path := self._config.initial_load_path) and not self._config.initial_load_in_hf:
+            self._load(Path(path), -1, what=f"loading {path}")
+        elif source := path or self._hf_path:
+            self._hugging_face.load(source)
+        return self._state.run_state
+
+    def export_hf(self, folder: str) -> None:
+        """Write safetensors and config.json that transformers loads, in the dtype the model started from."""
+        self._hugging_face.export(folder)
+
+    def close(self) -> None:
+        """Wait for the save under way and stop the manager's threads."""
+        try:
+            self._finish_saving()
+        finally:
+            self._manager.close()
+
+    def _finish_saving(self) -> None:
+        """Wait for the save under way; then what it replaces can go."""
+        if self._manager.save_future is None:
+            return
+        try:
+            with failures_as_run_error(f"checkpoint {self._saving}"):
+                self._manager.maybe_wait_for_saving()
+        finally:
+            self._manager.save_future = None  # a failure is told once
+        self._purge()
+
+    def _purge(self) -> None:
+        on_first_rank("deleting old checkpoints", lambda: self._folders.purge(self._config.keep_latest_k))
+
+    def _find(self, step: int) -> tuple[int | None, list[str]]:
+        """(the step to load, names of what is incomplete)."""
+        complete = self._folders.complete()
+        if step != -1 and step not in complete:
+            raise RunError(f"there is no complete checkpoint {self._folders.path(step)}; there are {complete}")
+        found = step if step != -1 else max(complete, default=None)
+        return found, [self._folders.name(step) for step in self._folders.incomplete()]
+
+    def _load(self, path: Path, step: int, *, what: str, advice: str = "") -> None:
+        """Have the manager load ``step``, which lies at ``path``, once it is known to be of this model."""
+        ours = {name: tuple(tensor.shape) for name, tensor in self._manager.states[MODEL].state_dict().items()}
+        on_first_rank(what, lambda: _check_model(path, ours), advice=advice)
+        with failures_as_run_error(what, advice=advice):
+            self._manager.load(step)
+
+
+class _Weights(Stateful):
+    """The live parameters, tied ones once, and persistent buffers, by torchtitan's names: no hook, no gather."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        named = [*self._model.named_parameters(), *_persistent_buffers(self._model)]
+        return {canonical_fqn(name): tensor.detach() for name, tensor in named}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: DCP has read into the parameters themselves."""
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 class _TrainState(Stateful):
-    """What is neither weight nor optimizer: the policy version, and the controller's own state.
+    """What is neither weight nor optimizer: version, counts, random numbers, and the controller's own state.
 
-    It is written in the same DCP checkpoint, so that both are complete or neither is.
+    It is written in the same DCP checkpoint, so that both are complete or neither is. All ranks draw
+    the same random numbers, so that one state is every rank's, in any layout.
     """
 
     def __init__(self, engine: TrainingEngine):
-        self.engine = engine
+        self._engine = engine
         self.run_state: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "version": self.engine.version,
-            "skipped_steps": self.engine.skipped_steps,
+            "version": self._engine.version,
+            "skipped_steps": self._engine.skipped_steps,
             "run_state": json.dumps(self.run_state),
+            "rng": json.dumps(_rng_states()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.engine.version = state["version"]
-        self.engine.skipped_steps = state["skipped_steps"]
+        self._engine.version = state["version"]
+        self._engine.skipped_steps = state["skipped_steps"]
         self.run_state = json.loads(state["run_state"])
+        _set_rng_states(json.loads(state["rng"]))
 
 
-class Checkpointer:
-    """Saves to and loads from ``folder``/``config.folder``/step-N; all ranks call each method alike."""
-
-    def __init__(self, engine: TrainingEngine, model: ModelConfig, *, folder: str):
-        self.engine, self.shape, self.hf_path = engine, shape_of(model), model.hf_path
-        self._state = _TrainState(engine)
-        self._adapter = Qwen3StateDictAdapter(engine.model.config, model.hf_path)
-        config = dataclasses.replace(engine.config.checkpoint, enable=True, interval=1)  # the controller says when
-        if model.hf_path is not None:
-            config.initial_load_path = str(Path(model.hf_path).resolve())
-            config.initial_load_in_hf = config.initial_load_model_only = True
-        self._manager = CheckpointManager(
-            config,
-            dataloader=None,
-            model_parts=[engine.model],
-            optimizers=engine.optimizers,
-            lr_schedulers=engine.schedule,
-            states={"train_state": self._state},
-            sd_adapter=self._adapter,
-            base_folder=folder,
-        )
-
-    def save(self, step: int, run_state: dict[str, Any]) -> None:
-        """Write step-``step``; ``run_state`` is JSON-able and comes back from ``load``."""
-        self._state.run_state = run_state
-        with _as_run_error(f"checkpoint {step}"):
-            self._manager.save(step)
-
-    def load(self, step: int = -1) -> dict[str, Any]:
-        """Load checkpoint ``step``, or the newest complete one; where there is none, the Hugging Face folder.
-
-        Returns the ``run_state`` of the checkpoint, empty if none was loaded.
-        """
-        with _as_run_error("loading the checkpoint"):
-            self._manager.load(step)
-        return self._state.run_state
-
-    @torch.no_grad()
-    def export_hf(self, folder: str) -> None:
-        """Write safetensors and config.json that transformers loads, in the dtype the model started from."""
-        dtype = TORCH_DTYPE_MAP.get(self.shape.dtype, torch.float32)
-        weights = {name: tensor.to(dtype) for name, tensor in self._manager.states[MODEL].state_dict().items()}
-        with _as_run_error("export"):
-            self._manager.dcp_save(weights, checkpoint_id=folder, async_mode=AsyncMode.DISABLED, to_hf=True)
-        if dist.get_rank() == 0:
-            shutil.rmtree(Path(folder) / "sharded", ignore_errors=True)  # what the export was merged from
-            self._describe(Path(folder))
-        dist.barrier()
-
-    def _describe(self, folder: Path) -> None:
-        """Put config, tokenizer and templates of the original model beside the weights, or a config of our own."""
-        if self.hf_path is None:
-            (folder / "config.json").write_text(json.dumps(hf_config(self.shape), indent=2))
-            return
-        for pattern in DESCRIPTIONS:
-            for path in Path(self.hf_path).glob(pattern):
-                if not path.name.endswith(".safetensors.index.json"):
-                    shutil.copy(path, folder)
-
-    def close(self) -> None:
-        """Wait for saves under way and stop the manager's threads."""
-        self._manager.maybe_wait_for_saving()
-        self._manager.close()
+def _rng_states() -> dict[str, str]:
+    """State of torch's generators in hex, by device."""
+    states = {"cpu": torch.get_rng_state()}
+    if device_type() == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {device: state.numpy().tobytes().hex() for device, state in states.items()}
 
 
-@contextlib.contextmanager
-def _as_run_error(what: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointException as error:  # a BaseException: it would end the actor without a word
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise RunError(f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}") from error
+def _set_rng_states(states: dict[str, str]) -> None:
+    for device, text in states.items():
+        state = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        if device == "cpu":
+            torch.set_rng_state(state)
+        elif device_type() == "cuda":
+            torch.cuda.set_rng_state(state)
+
+
+def _check_model(path: Path, ours: Shapes) -> None:
+    """Raise RunError if the checkpoint's weights are not named and sized as ``ours``; DCP ignores surplus ones."""
+    entries = FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = {
+        name: tuple(entry.size)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and name.partition(".")[0] not in (OPTIMIZER, LR_SCHEDULER)
+    }
+    fused, fuse = (any(".wqkv." in name for name in names) for names in (saved, ours))
+    if fused != fuse:
+        raise RunError(f"{path} was saved with model.fuse_qkv={fused}; load it with that, not with {fuse}")
+    differing = [name for name in {**ours, **saved} if saved.get(name) != ours.get(name)]
+    if differing:
+        name = differing[0]
+        there, here = ([*shapes[name]] if name in shapes else "absent" for shapes in (saved, ours))
+        raise RunError(f"{path} is of another model: {name} is {there} in the checkpoint, {here} in this run")

@@ -1,41 +1,50 @@
 """A checkpoint of any layout goes on in any other, exactly where it was; an incomplete one does not exist (C6)."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl.errors import RunError
-from rl.training.checkpoint import Checkpointer
+from rl.weights.digest import digests, merge_digests
+from tests.training.disk import (
+    checkpointer_of,
+    everything,
+    full_disk,
+    save_and_step_on,
+    write_to_a_disk_full_on_rank_1,
+)
 from tests.training.ranks import on_ranks
 from tests.training.scenes import LAYOUTS, RUN_STATE, TIED_FUSED, engine_of, resume
 
-SAVED_BY = ("tied_fused", "fsdp2_tp2")
+PAIRS = [
+    ("tied_fused", "fsdp2_tp2", "alone"),
+    ("tied_fused", "fsdp2_tp2", "tp2"),
+    ("tied_fused", "tp2", "fsdp2"),
+    ("tied_fused", "alone", "hsdp4"),
+    ("untied_split", "hsdp4", "fsdp2_tp2"),
+]
 
 
-@pytest.fixture
-def saved(played, folder) -> tuple[dict, str]:
-    """What four ranks did after they saved step 2, and a copy of their folder."""
-    answers, origin = played(*SAVED_BY)
+@pytest.mark.parametrize(("model", "saved_by", "resumed_by"), PAIRS)
+def test_any_layout_goes_on_where_any_other_stopped(played, folder, model, saved_by, resumed_by):
+    saved, origin = played(model, saved_by)
     shutil.copytree(Path(origin) / "checkpoints", Path(folder) / "checkpoints")
-    return answers[0]["steps"][-1], folder
-
-
-def check(answer: dict, next_step: dict) -> None:
-    assert answer["run_state"] == RUN_STATE
-    assert answer["loaded"] == (2, 1)  # the version, and the step that was skipped
-    assert answer["step"] == pytest.approx(next_step, rel=1e-6)
-
-
-def test_four_ranks_checkpoint_goes_on_in_one_rank(saved):
-    next_step, folder = saved
-    check(resume("tied_fused", "alone", folder), next_step)
-
-
-def test_four_ranks_checkpoint_goes_on_under_tensor_parallel_2(saved):
-    next_step, folder = saved
-    for answer in on_ranks(LAYOUTS["tp2"].ranks, resume, "tied_fused", "tp2", folder):
-        check(answer, next_step)
+    alone = resumed_by == "alone"
+    answers = (
+        [resume(model, resumed_by, folder)]
+        if alone
+        else on_ranks(LAYOUTS[resumed_by].ranks, resume, model, resumed_by, folder)
+    )
+    assert merge_digests(a["weights"] for a in answers) == merge_digests(s["saved"] for s in saved)
+    for answer in answers:
+        assert answer["run_state"] == RUN_STATE
+        assert answer["loaded"] == (2, 1)  # the version, and the step that was skipped
+        assert answer["step"] == pytest.approx(saved[0]["steps"][-1], rel=1e-6)  # the optimizer's moments too
+        assert torch.equal(answer["drawn"], saved[0]["drawn"])
+        assert answer["ignored"] == []
 
 
 def test_one_ranks_checkpoint_goes_on_bit_for_bit(played, folder):
@@ -44,42 +53,203 @@ def test_one_ranks_checkpoint_goes_on_bit_for_bit(played, folder):
     assert resume("untied_split", "alone", folder)["step"] == answer["steps"][-1]
 
 
-def test_a_checkpoint_that_was_killed_in_the_middle_is_ignored(saved):
-    next_step, folder = saved
-    whole = Path(folder) / "checkpoints" / "step-2"
-    shutil.copytree(whole, whole.with_name("step-3"))
-    (whole.with_name("step-3") / ".metadata").unlink()
-    check(resume("tied_fused", "alone", folder), next_step)
-
-
-def test_without_a_checkpoint_training_starts_afresh(folder):
+def test_weights_are_saved_as_they_are_held(folder):
+    """No copy, no q, k and v made from a fused weight, a tied one once; buffers that cannot be computed again."""
     engine = engine_of(TIED_FUSED, folder=folder)
-    checkpointer = Checkpointer(engine, TIED_FUSED, folder=folder)
-    assert checkpointer.load() == {}
-    assert engine.version == 0
+    engine.model.register_buffer("load_bias", torch.tensor([1.0, 2.0]))
+    engine.model.register_buffer("load_count", torch.tensor([3.0]), persistent=False)
+    checkpointer = checkpointer_of(engine, folder)
+    weights = checkpointer._manager.states["model"].state_dict()
+    assert weights.keys() == {"load_bias", *engine.parts()}
+    held = {tensor.data_ptr() for tensor in (engine.model.load_bias, *engine.model.parameters())}
+    assert {tensor.data_ptr() for tensor in weights.values()} == held
+
+    checkpointer.save(1, {})
+    engine.model.load_bias.zero_(), engine.model.load_count.zero_()
+    checkpointer.load()
+    assert (engine.model.load_bias.tolist(), engine.model.load_count.tolist()) == ([1.0, 2.0], [0.0])
     checkpointer.close()
 
 
-def test_the_newest_are_kept_and_any_of_them_can_be_asked_for(folder):
+def test_without_a_checkpoint_training_starts_afresh(one):
+    engine, checkpointer, _ = one
+    assert checkpointer.load() == {}
+    assert (engine.version, checkpointer.ignored) == (0, [])
+
+
+# What is on disk.
+
+
+@pytest.fixture
+def one(folder):
+    """(an engine, its checkpointer, the folder of its checkpoints)."""
     engine = engine_of(TIED_FUSED, folder=folder)
-    checkpointer = Checkpointer(engine, TIED_FUSED, folder=folder)
+    checkpointer = checkpointer_of(engine, folder)
+    yield engine, checkpointer, Path(folder) / "checkpoints"
+    checkpointer.close()
+
+
+def names_in(checkpoints: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints.iterdir())
+
+
+def test_a_checkpoint_that_was_killed_in_the_middle_is_ignored_by_name(one):
+    _, checkpointer, checkpoints = one
+    checkpointer.save(2, RUN_STATE)
+    shutil.copytree(checkpoints / "step-2", checkpoints / "step-12")
+    (checkpoints / "step-12" / ".metadata").unlink()
+    assert checkpointer.load() == RUN_STATE
+    assert checkpointer.ignored == ["checkpoints/step-12"]
+
+
+def test_the_newest_are_kept_and_any_of_them_can_be_asked_for(one):
+    _, checkpointer, checkpoints = one
     for step in range(1, 5):
         checkpointer.save(step, {"step": step})
+    assert names_in(checkpoints) == ["step-3", "step-4"]
     assert checkpointer.load(3) == {"step": 3}
     assert checkpointer.load() == {"step": 4}
-    checkpointer.close()
-    kept = sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
-    assert kept == [f"step-{step}" for step in (3, 4)]
-    with pytest.raises(FileNotFoundError, match="step-1"):
+    with pytest.raises(RunError, match=r"no complete checkpoint .*step-1; there are \[3, 4\]"):
         checkpointer.load(1)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_an_error_and_leaves_the_one_before(folder):
-    engine = engine_of(TIED_FUSED, folder=folder)
-    checkpointer = Checkpointer(engine, TIED_FUSED, folder=folder)
+def test_incomplete_checkpoints_do_not_count_and_go_once_a_newer_one_is_complete(one):
+    _, checkpointer, checkpoints = one
+    for step in (2, 4):
+        checkpointer.save(step, {"step": step})
+    for step in (3, 5, 7, 9):
+        (checkpoints / f"step-{step}").mkdir()
+    (checkpoints / "step-6.txt").write_text("not a checkpoint")
+    checkpointer.save(8, {"step": 8})
+    assert names_in(checkpoints) == ["step-4", "step-6.txt", "step-8", "step-9"]
+    checkpointer.save(9, {"step": 9})  # what a killed save has left is written anew
+    assert checkpointer.load() == {"step": 9}
+
+
+def test_keeping_the_latest_0_keeps_all(folder):
+    checkpointer = checkpointer_of(engine_of(TIED_FUSED, folder=folder), folder, keep_latest_k=0)
+    for step in range(1, 5):
+        checkpointer.save(step, {})
+    checkpointer.close()
+    assert len(names_in(Path(folder) / "checkpoints")) == 4
+
+
+def test_a_deletion_that_is_killed_leaves_nothing_that_looks_complete(one, monkeypatch):
+    _, checkpointer, checkpoints = one
+    for step in (1, 2):
+        checkpointer.save(step, {"step": step})
+    with monkeypatch.context() as killed:
+        killed.setattr("rl.training.step_folders.shutil.rmtree", lambda path, **_: next(path.iterdir()).unlink())
+        checkpointer.save(3, {"step": 3})
+    assert (checkpoints / "step-1").is_dir()
+    assert checkpointer.load() == {"step": 3}
+    assert checkpointer.ignored == ["checkpoints/step-1"]
+
+
+def test_a_complete_checkpoint_is_not_written_over(one):
+    _, checkpointer, _ = one
     checkpointer.save(1, {"step": 1})
-    (Path(folder) / "checkpoints" / "step-2").write_text("in the way")
-    with pytest.raises(RunError, match="checkpoint 2 failed on rank 0: FileExistsError"):
-        checkpointer.save(2, {"step": 2})
+    with pytest.raises(RunError, match=r"checkpoints/step-1 is there and complete: delete .* to write it again"):
+        checkpointer.save(1, {"step": "another"})
     assert checkpointer.load() == {"step": 1}
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [remove, truncate])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+def test_a_damaged_checkpoint_is_named_with_the_way_back(one, file, damage):
+    _, checkpointer, checkpoints = one
+    for step in (1, 2):
+        checkpointer.save(step, {"step": step})
+    damage(checkpoints / "step-2" / file)
+    if (file, damage) != (".metadata", remove):  # which is a checkpoint that is not complete
+        with pytest.raises(RunError, match=r"loading checkpoints/step-2 failed on rank 0: .*; delete .*/step-2 to go"):
+            checkpointer.load()
+        shutil.rmtree(checkpoints / "step-2")
+    assert checkpointer.load() == {"step": 1}
+
+
+OTHERS = {
+    "fuse_qkv": (False, r"step-1 was saved with model.fuse_qkv=True; load it with that, not with False"),
+    "vocab_size": (40, r"another model: tok_embeddings.weight is \[30, 32\] in the checkpoint, \[40, 32\] in this"),
+    "n_layers": (1, r"another model: layers.1.*weight is \[.*\] in the checkpoint, absent in this run"),
+    "tie_embeddings": (False, r"another model: lm_head.weight is absent in the checkpoint, \[30, 32\] in this run"),
+}
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_a_checkpoint_of_another_model_is_refused_by_name(one, field):
+    _, checkpointer, checkpoints = one
+    checkpointer.save(1, {})
+    value, message = OTHERS[field]
+    model = dataclasses.replace(TIED_FUSED, **{field: value})
+    other = checkpointer_of(engine_of(model, folder=str(checkpoints.parent)), str(checkpoints.parent), model)
+    with pytest.raises(RunError, match=message):
+        other.load()
+    other.close()
+
+
+# Saves that fail.
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(folder, mode):
+    engine = engine_of(TIED_FUSED, folder=folder)
+    checkpointer = checkpointer_of(engine, folder, async_mode=mode)
+    checkpointer.save(1, {"step": 1})
+    checkpointer._finish_saving()
+    with pytest.raises(RunError, match="checkpoint 2 failed on rank 0: OSError: .*File too large"), full_disk():
+        checkpointer.save(2, {"step": 2})
+        checkpointer.close()
+    assert checkpointer.load() == {"step": 1}
+    assert checkpointer.ignored == ["checkpoints/step-2"]
+    checkpointer.save(3, {"step": 3})
+    assert checkpointer.load() == {"step": 3}
+    checkpointer.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "cause"), [("checkpoints", "NotADirectoryError"), ("checkpoints/step-1", "FileExists")]
+)
+def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(one, place, cause):
+    _, checkpointer, checkpoints = one
+    (checkpoints.parent / place).parent.mkdir(exist_ok=True)
+    (checkpoints.parent / place).write_text("in the way")
+    with pytest.raises(RunError, match=f"checkpoint 1 failed on rank 0: {cause}.*checkpoints/step-1"):
+        checkpointer.save(1, {})
+
+
+def test_a_failure_of_one_rank_is_every_ranks_error(folder):
+    for said in on_ranks(2, write_to_a_disk_full_on_rank_1, "fsdp2", folder):
+        assert [line.partition(":")[0] for line in said] == [
+            f"{what} failed on rank 1" for what in ("checkpoint 1", "export")
+        ]
+        assert all("File too large" in line for line in said)
+
+
+# Saves beside the training.
+
+
+@pytest.mark.parametrize("layout", ["alone", "fsdp2_tp2"])
+def test_an_async_save_holds_the_values_of_its_moment(folder, layout):
+    """Weights and moments, although the steps after it are taken before a byte is written."""
+    ranks = LAYOUTS[layout].ranks
+    answers = [save_and_step_on(layout, folder)] if ranks == 1 else on_ranks(ranks, save_and_step_on, layout, folder)
+    for answer in answers:
+        assert answer["complete while writing"] == [1, 2]  # not yet deleted
+        assert answer["complete at the end"] == [2, 3]
+    at_save, now = (merge_digests(a[when] for a in answers) for when in ("at the save", "a step later"))
+    assert not set(at_save.values()) & set(now.values())
+
+    engine = engine_of(TIED_FUSED, folder=folder)
+    checkpointer = checkpointer_of(engine, folder)
+    assert checkpointer.load() == {"step": 3}
+    assert merge_digests([digests(everything(engine))]) == at_save
     checkpointer.close()

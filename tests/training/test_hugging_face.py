@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from rl.errors import RunError
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.types import Batch
+from tests.training.disk import adopt_and_count, full_disk
 from tests.training.ranks import on_ranks
 from tests.training.scenes import LAYOUTS, SIZES, adopt, engine_of, ragged_batch, whole
 
@@ -133,6 +135,103 @@ def test_a_policy_from_random_weights_is_one_that_transformers_loads(tmp_path, t
     assert torch.equal(logits_of(again, tokens), logits_of(engine, tokens))
 
 
+# Folders that do not fit.
+
+
+def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
+    """Add, replace or (None) remove tensors of a folder of one file."""
+    tensors = tensors_of(folder) | change
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors", {"format": "pt"})
+
+
+NORM, HEAD, FREQUENCIES = "model.norm.weight", "lm_head.weight", "model.layers.1.self_attn.rotary_emb.inv_freq"
+MISFITS = {
+    "missing": ({NORM: None}, rf"lacks {NORM}; its config.json asks for it"),
+    "missing head": ({HEAD: None}, rf"lacks {HEAD}; its config.json asks for it"),
+    "too many": ({"model.extra": torch.ones(2), "z": torch.ones(2)}, r"holds model.extra and 1 more, .* no place"),
+    "another shape": ({NORM: torch.ones(33)}, rf"model.safetensors: {NORM} is \[33\], the model's is \[32\]"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_tensor_that_does_not_fit_is_an_error_that_names_it(tmp_path, misfit):
+    source = write_folder(tmp_path / "in", tied=False)
+    change, message = MISFITS[misfit]
+    rewrite(source, change)
+    with pytest.raises(RunError, match=message):
+        open_folder(source, tmp_path)
+
+
+def test_what_a_model_computes_or_shares_may_be_in_the_folder(tmp_path):
+    source = write_folder(tmp_path / "in", tied=True)
+    embedding = tensors_of(source)["model.embed_tokens.weight"]
+    rewrite(source, {HEAD: embedding.clone(), FREQUENCIES: torch.ones(4)})
+    engine, checkpointer = open_folder(source, tmp_path)
+    checkpointer.close()
+    assert torch.equal(engine.parts()["tok_embeddings.weight"].tensor, embedding)
+
+
+def test_a_checkpoint_of_the_run_goes_before_the_folder_it_started_from(tmp_path):
+    source = write_folder(tmp_path / "in")
+    engine, checkpointer = open_folder(source, tmp_path)
+    with torch.no_grad():
+        engine.parts()["norm.weight"].tensor.fill_(7.0)
+    checkpointer.save(1, {"step": 1})
+    checkpointer.close()
+    engine = engine_of(ModelConfig(hf_path=str(source)), folder=str(tmp_path))
+    checkpointer = Checkpointer(engine, ModelConfig(hf_path=str(source)), folder=str(tmp_path))
+    assert checkpointer.load() == {"step": 1}
+    checkpointer.close()
+    assert (engine.parts()["norm.weight"].tensor == 7.0).all()
+
+
+# Exports.
+
+
+def test_large_weights_are_split_over_files_as_hugging_face_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.training.hugging_face.FILE_BYTES", 20_000)
+    model = ModelConfig(**SIZES, max_seq_len=64)
+    engine, out = engine_of(model, folder=str(tmp_path)), tmp_path / "out"
+    checkpointer = Checkpointer(engine, model, folder=str(tmp_path))
+    checkpointer.export_hf(str(out))
+    checkpointer.close()
+    files = sorted(out.glob("*.safetensors"))
+    assert [path.name for path in files] == [
+        f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)
+    ]
+    assert len(files) > 2
+    assert all(path.stat().st_size < 22_000 for path in files)
+    transformers_model(out)
+
+
+def test_an_export_that_fails_leaves_the_one_before_and_the_next_replaces_it(tmp_path):
+    source, out = write_folder(tmp_path / "in"), tmp_path / "out"
+    engine, checkpointer = open_folder(source, tmp_path)
+    checkpointer.export_hf(str(out))
+    with torch.no_grad():
+        engine.parts()["norm.weight"].tensor.fill_(7.0)
+    with pytest.raises(RunError, match="export failed on rank 0: OSError: .*File too large"), full_disk():
+        checkpointer.export_hf(str(out))
+    same_tensors(source, out)
+    checkpointer.export_hf(str(out))
+    checkpointer.close()
+    assert (tensors_of(out)[NORM] == 7.0).all()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_an_export_does_not_replace_what_is_no_model(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    _, checkpointer = open_folder(write_folder(tmp_path / "in"), tmp_path)
+    with pytest.raises(RunError, match="out holds something other than a model; name another folder"):
+        checkpointer.export_hf(str(tmp_path / "out"))
+    checkpointer.close()
+    assert (tmp_path / "out" / "thesis.txt").is_file()
+
+
+# Several ranks.
+
+
 def test_tensor_parallel_ranks_take_their_parts_and_export_the_whole(tmp_path):
     source = write_folder(tmp_path / "in", tied=True, max_shard_size="20KB")
     out = tmp_path / "out"
@@ -158,3 +257,16 @@ def test_four_ranks_export_the_weights_they_hold(played):
         for one, other in (("attention.qkv_linear.wk", "self_attn.k_proj"), ("feed_forward.w2", "mlp.down_proj")):
             assert torch.equal(exported[f"{theirs}.{other}.weight"], final[f"{ours}.{one}.weight"])
     transformers_model(Path(folder) / "export")
+
+
+@pytest.mark.parametrize("layout", ["fsdp2_tp2", "hsdp4"])
+def test_a_rank_reads_and_writes_its_own_parts_piece_by_piece(tmp_path, layout):
+    source, out = write_folder(tmp_path / "in", tied=False), tmp_path / "out"
+    answers = on_ranks(LAYOUTS[layout].ranks, adopt_and_count, str(source), layout, str(out))
+    same_tensors(source, out)
+    for answer in answers:
+        assert sum(answer["read"]) == sum(answer["parts"])
+        assert max(answer["read"]) <= max(answer["parts"])
+    everything = sum(tensor.numel() for tensor in tensors_of(source).values())
+    assert sum(sum(answer["written"]) for answer in answers) == everything  # none twice
+    assert all(max(answer["written"]) <= max(answer["parts"]) for answer in answers if answer["written"])

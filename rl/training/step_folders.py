@@ -1,0 +1,65 @@
+"""The checkpoints on disk: which are complete, and how they are deleted."""
+
+import re
+import shutil
+from pathlib import Path
+
+from rl.errors import RunError
+
+
+class StepFolders:
+    """``folder``/step-N. A checkpoint is complete once it has ``.metadata``, which DCP writes last.
+
+    So ``.metadata`` goes first when one is deleted: what a kill leaves of it is incomplete.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def path(self, step: int) -> Path:
+        """Where checkpoint ``step`` lies or would lie."""
+        return self.folder / f"step-{step}"
+
+    def name(self, step: int) -> str:
+        """The checkpoint's name for a person: checkpoints/step-N."""
+        return f"{self.folder.name}/step-{step}"
+
+    def complete(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        return [step for step in self._steps() if self._is_complete(step)]
+
+    def incomplete(self) -> list[int]:
+        """Steps of what killed saves and deletions have left, oldest first."""
+        return [step for step in self._steps() if not self._is_complete(step)]
+
+    def make(self, step: int) -> None:
+        """An empty folder for checkpoint ``step``, in place of an incomplete one.
+
+        Raises RunError where a complete one is: written over, it would look complete before it is.
+        """
+        if self._is_complete(step):
+            raise RunError(f"{self.name(step)} is there and complete: delete {self.path(step)} to write it again")
+        if self.path(step).is_dir():
+            self._delete(step)
+        self.path(step).mkdir(parents=True)
+
+    def purge(self, keep: int) -> None:
+        """Delete all but the ``keep`` newest complete checkpoints (0: none), and incomplete ones before the newest."""
+        complete = self.complete()
+        kept = complete[-keep:]
+        for step in self._steps():
+            if step not in kept and complete and step < complete[-1]:
+                self._delete(step)
+
+    def _delete(self, step: int) -> None:
+        (self.path(step) / ".metadata").unlink(missing_ok=True)
+        shutil.rmtree(self.path(step), ignore_errors=True)  # what resists is incomplete: the next purge tries again
+
+    def _is_complete(self, step: int) -> bool:
+        return (self.path(step) / ".metadata").is_file()
+
+    def _steps(self) -> list[int]:
+        if not self.folder.is_dir():
+            return []
+        names = (re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(name[1]) for name in names if name)

@@ -1,0 +1,154 @@
+"""Disks that fail, and what ranks do on them."""
+
+import contextlib
+import dataclasses
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed.checkpoint import FileSystemWriter
+
+from rl.errors import RunError
+from rl.model.parts import Part, Parts
+from rl.model.shape import ModelConfig
+from rl.training import hugging_face
+from rl.training.checkpoint import Checkpointer
+from rl.training.engine import TrainingEngine
+from rl.training.hugging_face_names import Piece
+from rl.training.model import local_box, local_tensor
+from rl.training.step_folders import StepFolders
+from rl.weights.digest import digests
+from tests.training.scenes import LAYOUTS, TIED_FUSED, adopted, engine_of, learn, ragged_batch
+
+
+@contextlib.contextmanager
+def full_disk(free: int = 4096) -> Iterator[None]:
+    """No file of this process grows beyond ``free`` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def checkpointer_of(
+    engine: TrainingEngine, folder: str, model: ModelConfig = TIED_FUSED, **checkpoint: object
+) -> Checkpointer:
+    """A checkpointer with fields of its config set."""
+    engine.config.checkpoint = dataclasses.replace(engine.config.checkpoint, **checkpoint)
+    return Checkpointer(engine, model, folder=folder)
+
+
+def write_to_a_disk_full_on_rank_1(layout: str, folder: str) -> list[str]:
+    """What a checkpoint and an export that do not fit on one rank's disk say on this rank."""
+    engine = engine_of(TIED_FUSED, folder=folder, layout=LAYOUTS[layout])
+    checkpointer = checkpointer_of(engine, folder)
+    said = []
+    for write in (lambda: checkpointer.save(1, {}), lambda: checkpointer.export_hf(f"{folder}/export")):
+        with full_disk() if os.environ["RANK"] == "1" else contextlib.nullcontext():
+            try:
+                write()
+            except RunError as error:
+                said.append(str(error))
+    checkpointer.close()
+    return said
+
+
+def save_and_step_on(layout: str, folder: str) -> dict[str, Any]:
+    """Three async saves, the last of them held back until the optimizer has stepped."""
+    engine = engine_of(TIED_FUSED, folder=folder, layout=LAYOUTS[layout])
+    checkpointer = checkpointer_of(engine, folder, async_mode="async", keep_latest_k=2)
+    for step in (1, 2):
+        learn(engine, ragged_batch(seed=step))
+        checkpointer.save(step, {"step": step})
+    learn(engine, ragged_batch(seed=3))
+    answer: dict[str, Any] = {"at the save": digests(everything(engine))}
+    with held_writes("step-3"):
+        checkpointer.save(3, {"step": 3})
+        learn(engine, ragged_batch(seed=4))
+        answer["a step later"] = digests(everything(engine))
+        answer["complete while writing"] = StepFolders(Path(folder) / "checkpoints").complete()
+    checkpointer.close()
+    dist.barrier()
+    answer["complete at the end"] = StepFolders(Path(folder) / "checkpoints").complete()
+    return answer
+
+
+@contextlib.contextmanager
+def held_writes(name: str) -> Iterator[None]:
+    """DCP writes no data into the folder of that name before the end of the block."""
+    end, write = threading.Event(), FileSystemWriter.write_data
+
+    def write_later(writer: FileSystemWriter, *args: Any) -> Any:
+        assert writer.path.name != name or end.wait(60)
+        return write(writer, *args)
+
+    with mock.patch.object(FileSystemWriter, "write_data", write_later):
+        try:
+            yield
+        finally:
+            end.set()
+
+
+def adopt_and_count(folder: str, layout: str, export: str) -> dict[str, list[int]]:
+    """Elements of this rank's parts, and of every piece that it reads from a Hugging Face folder and writes to one."""
+    read: list[int] = []
+    written: list[int] = []
+
+    def open_counted(*args: Any, **kwargs: Any) -> CountedFile:
+        return CountedFile(safe_open(*args, **kwargs), read)
+
+    def write_counted(file: int, piece: Piece, start: int, values: torch.Tensor) -> None:
+        written.append(values.numel())
+        write_piece(file, piece, start, values)
+
+    write_piece = hugging_face._write_piece
+    with (
+        mock.patch.object(hugging_face, "safe_open", open_counted),
+        mock.patch.object(hugging_face, "_write_piece", write_counted),
+    ):
+        parts = adopted(folder, LAYOUTS[layout], export)["parts"]
+    return {"parts": parts, "read": read, "written": written}
+
+
+class CountedFile(contextlib.AbstractContextManager):
+    """A safetensors file that gives slices alone, and counts their elements."""
+
+    def __init__(self, file: Any, read: list[int]):
+        self._file, self._read = file, read
+
+    def __exit__(self, *args: Any) -> None:
+        self._file.__exit__(*args)
+
+    def keys(self) -> list[str]:
+        return self._file.keys()
+
+    def get_slice(self, name: str) -> Any:
+        return CountedSlice(self._file.get_slice(name), self._read)
+
+
+class CountedSlice:
+    """A slice of such a file."""
+
+    def __init__(self, stored: Any, read: list[int]):
+        self.get_shape, self._stored, self._read = stored.get_shape, stored, read
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        values = self._stored[index]
+        self._read.append(values.numel())
+        return values
+
+
+def everything(engine: TrainingEngine) -> Parts:
+    """This rank's parts of the weights and of the optimizer's moments."""
+    state = {name: t for name, t in engine.optimizers.state_dict().items() if name.endswith(("exp_avg", "exp_avg_sq"))}
+    moments = {name: Part(local_tensor(t), tuple(t.shape), local_box(t)) for name, t in state.items()}
+    return engine.parts() | moments

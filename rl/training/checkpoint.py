@@ -35,7 +35,7 @@ class Checkpointer:
 
     def __init__(self, engine: TrainingEngine, model: ModelConfig, *, folder: str):
         config = engine.config.checkpoint
-        self._config, self._hf_path = config, model.hf_path
+        self._engine, self._config, self._hf_path = engine, config, model.hf_path
         self._folders = StepFolders(Path(folder) / config.folder)
         self._hugging_face = HuggingFaceFolders(engine.model, shape_of(model), model.hf_path)
         self._state = _TrainState(engine)
@@ -59,6 +59,7 @@ class Checkpointer:
         """Write step-``step``; ``run_state`` is JSON-able and comes back from ``load``."""
         if self._config.load_only:
             return
+        self._engine.require_resident("save", "model", "optimizer")
         self._finish_saving()
         self._state.run_state, self._saving = run_state, step
         on_first_rank(f"checkpoint {step}", lambda: self._folders.make(step))
@@ -77,6 +78,7 @@ class Checkpointer:
         Returns the ``run_state`` of the checkpoint, empty if none was loaded. Raises RunError for a
         checkpoint that is damaged, of another model or not there.
         """
+        self._engine.require_resident("load", "model", "optimizer")
         self._finish_saving()
         found, self.ignored = on_first_rank("looking for checkpoints", lambda: self._find(step))
         if found is not None:
@@ -91,6 +93,7 @@ class Checkpointer:
 
     def export_hf(self, folder: str) -> None:
         """Write safetensors and config.json that transformers loads, in the dtype the model started from."""
+        self._engine.require_resident("export_hf", "model")
         self._hugging_face.export(folder)
 
     def close(self) -> None:
@@ -166,6 +169,7 @@ class _TrainState(Stateful):
         return {
             "version": self._engine.version,
             "skipped_steps": self._engine.skipped_steps,
+            "skipped_in_a_row": self._engine.skipped_in_a_row,
             "run_state": json.dumps(self.run_state),
             "rng": json.dumps(_rng_states()),
         }
@@ -173,6 +177,7 @@ class _TrainState(Stateful):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._engine.version = state["version"]
         self._engine.skipped_steps = state["skipped_steps"]
+        self._engine.skipped_in_a_row = state["skipped_in_a_row"]
         self.run_state = json.loads(state["run_state"])
         _set_rng_states(json.loads(state["rng"]))
 

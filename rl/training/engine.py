@@ -69,7 +69,8 @@ class TrainingEngine:
         """Optimizer steps taken: the policy version of the weights."""
         self.skipped_steps = 0
         """Steps skipped for a non-finite gradient, over the whole run."""
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
+        """Of these, the ones since the last step that was taken."""
         self._weight = 0.0
         self._host = {"model": HostMemory(), "optimizer": HostMemory()}
 
@@ -167,15 +168,15 @@ class TrainingEngine:
                 self.optimizers.step()
             self.schedule.step()
             self.version += 1
-            self._skipped_in_a_row = 0
+            self.skipped_in_a_row = 0
         else:
             self.skipped_steps += 1
-            self._skipped_in_a_row += 1
+            self.skipped_in_a_row += 1
         self.optimizers.zero_grad()
         self._weight = 0.0
-        if self._skipped_in_a_row > self.config.max_skipped_steps:
+        if self.skipped_in_a_row > self.config.max_skipped_steps:
             raise RunError(
-                f"{self._skipped_in_a_row} optimizer steps in a row had a gradient norm of {norm} and were skipped, "
+                f"{self.skipped_in_a_row} optimizer steps in a row had a gradient norm of {norm} and were skipped, "
                 f"more than trainer.max_skipped_steps={self.config.max_skipped_steps}: lower the learning rate"
             )
         return {

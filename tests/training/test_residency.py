@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from rl.training.checkpoint import Checkpointer
 from tests.training.scenes import LOSS, MODELS, engine_of, gradients_of, learn, ragged_batch, weights_of
 
 
@@ -69,8 +70,12 @@ def test_what_is_away_is_not_used(folder):
     engine = engine_of(MODELS["tied_fused"], folder=folder)
     learn(engine, ragged_batch())
     before = weights_of(engine)
+    checkpointer = Checkpointer(engine, MODELS["tied_fused"], folder=folder)
     engine.offload()
     calls = {
+        "save": lambda: checkpointer.save(1, {}),
+        "load": checkpointer.load,
+        "export_hf": lambda: checkpointer.export_hf(f"{folder}/export"),
         "forward": lambda: engine.forward(ragged_batch()),
         "forward_backward": lambda: engine.forward_backward(ragged_batch(), LOSS.build()),
         "optim_step": engine.optim_step,
@@ -83,4 +88,5 @@ def test_what_is_away_is_not_used(folder):
     with pytest.raises(RuntimeError, match="forward_backward: the optimizer is offloaded"):
         calls["forward_backward"]()
     engine.onload()
+    checkpointer.close()
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())

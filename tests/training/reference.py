@@ -59,11 +59,9 @@ def per_token(model: Qwen3, tokens: list[int], temperature: float) -> tuple[torc
     return probs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1).log(), -(probs * probs.log()).sum(-1)
 
 
-def loss_sum(
-    model: Qwen3, batch, *, temperature: float, clip: tuple[float, float], entropy_coef: float = 0.0, kl_coef=0.0
-):
+def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
     """Sum over the batch's tokens of weight times clipped policy loss with entropy bonus and KL penalty."""
-    total, low, high = torch.tensor(0.0, dtype=torch.float64), 1 - clip[0], 1 + clip[1]
+    total, low, high = torch.tensor(0.0, dtype=torch.float64), 1 - loss.clip_low, 1 + loss.clip_high
     sizes = batch.lengths.tolist()
     names = ("advantages", "behaviour_logprobs", "reference_logprobs")
     columns = [batch.tokens, batch.weights, *(batch.columns[name] for name in names)]
@@ -74,7 +72,7 @@ def loss_sum(
         ratio = (logprobs - behaviour[1:].double()).exp()
         gain = torch.minimum(ratio * advantages[1:], ratio.clamp(low, high) * advantages[1:])
         apart = prior[1:].double() - logprobs
-        cost = -gain - entropy_coef * entropy + kl_coef * (apart.exp() - 1 - apart)
+        cost = -gain - loss.entropy_coef * entropy + loss.kl_coef * (apart.exp() - 1 - apart)
         total = total + (weights[1:] * cost)[weights[1:] > 0].sum()
     return total
 

@@ -1,6 +1,6 @@
 """What the tests have an engine do, in any layout; the same code runs on one rank and on four."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import ParallelismConfig, TrainingConfig
 
-from rl.algorithms.losses import dapo
+from rl.algorithms.losses import PolicyLoss, dapo, grpo
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.config import TrainerConfig
@@ -89,7 +89,7 @@ def engine_of(
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warmup, decay_ratio=0.0),
         **{"micro_batch_size": 2, **trainer},
     )
-    engine = TrainingEngine(config, model, seed=0, steps=10, folder=folder)
+    engine = TrainingEngine(config, model, seed=0, steps=20, folder=folder)
     with torch.no_grad():
         for parameter in engine.model.parameters():
             parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
@@ -125,17 +125,18 @@ def ragged_batch(lengths: tuple[int, ...] = (4, 15, 1, 7, 11), seed: int = 0) ->
     )
 
 
+def without_advantages() -> Batch:
+    """A batch from which the policy term learns nothing."""
+    batch = ragged_batch()
+    return replace(batch, columns=batch.columns | {"advantages": torch.zeros(len(batch.tokens))})
+
+
 def broken(batch: Batch, row: int) -> Batch:
     """The batch with an infinite advantage in one row."""
     advantages = batch.columns["advantages"].clone()
     end = int(batch.lengths[: row + 1].sum())
     advantages[end - int(batch.lengths[row]) : end] = torch.inf
-    return Batch(
-        tokens=batch.tokens,
-        lengths=batch.lengths,
-        weights=batch.weights,
-        columns=batch.columns | {"advantages": advantages},
-    )
+    return replace(batch, columns=batch.columns | {"advantages": advantages})
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,9 +152,9 @@ def gradients_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     return {name: whole(p.grad) for name, p in engine.model.named_parameters()}
 
 
-def accumulate(engine: TrainingEngine, *batches: Batch) -> dict[str, Any]:
+def accumulate(engine: TrainingEngine, *batches: Batch, loss: PolicyLoss.Config = LOSS) -> dict[str, Any]:
     """Gradients of ``batches``, one call each, what the calls returned, and what a step makes of it."""
-    calls = [engine.forward_backward(share(engine, batch), LOSS.build(), temperature=TEMPERATURE) for batch in batches]
+    calls = [engine.forward_backward(share(engine, batch), loss.build(), temperature=TEMPERATURE) for batch in batches]
     return {
         "gradients": gradients_of(engine),
         "outputs": [outputs for outputs, _ in calls],
@@ -168,16 +169,28 @@ def learn(engine: TrainingEngine, batch: Batch) -> dict[str, float]:
     return metrics | engine.optim_step() | {"version": engine.version}
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Batches, each one call, how each is cut into micro-batches, and the loss."""
+
+    batches: tuple[Batch, ...] = (ragged_batch(),)
+    fields: dict[str, Any] = field(default_factory=dict)
+    loss: PolicyLoss.Config = field(default_factory=lambda: LOSS)
+
+
 CUTS = {
-    "one by one": ({"micro_batch_size": 1}, [ragged_batch()]),
-    "by two": ({"micro_batch_size": 2}, [ragged_batch()]),
-    "by three": ({"micro_batch_size": 3}, [ragged_batch()]),
-    "all at once": ({"micro_batch_size": 5}, [ragged_batch()]),
-    "padded": ({"micro_batch_size": 3, "packing": False}, [ragged_batch()]),
-    "20 tokens": ({"micro_batch_tokens": 20}, [ragged_batch()]),
-    "32 tokens, padded": ({"micro_batch_tokens": 32, "packing": False}, [ragged_batch()]),
-    "two calls": ({}, [ragged_batch().select([0, 1]), ragged_batch().select([2, 3, 4])]),
-    "one row": ({}, [ragged_batch().select([3])]),
+    "one by one": Cut(fields={"micro_batch_size": 1}),
+    "by two": Cut(fields={"micro_batch_size": 2}),
+    "by three": Cut(fields={"micro_batch_size": 3}),
+    "all at once": Cut(fields={"micro_batch_size": 5}),
+    "padded": Cut(fields={"micro_batch_size": 3, "packing": False}),
+    "20 tokens": Cut(fields={"micro_batch_tokens": 20}),
+    "32 tokens, padded": Cut(fields={"micro_batch_tokens": 32, "packing": False}),
+    "two calls": Cut((ragged_batch().select([0, 1]), ragged_batch().select([2, 3, 4]))),
+    "one row": Cut((ragged_batch().select([3]),)),
+    "policy alone": Cut(loss=grpo()),
+    "entropy alone": Cut((without_advantages(),), loss=grpo(entropy_coef=0.3)),
+    "KL alone": Cut((without_advantages(),), loss=grpo(kl_coef=0.3)),
 }
 
 
@@ -199,9 +212,9 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
     result["share"] = balanced(ragged_batch().lengths.tolist(), still.dp_degree)[still.dp_rank]
     result["forward"] = still.forward(share(still, ragged_batch()), temperature=TEMPERATURE)
     result["moved_parts"] = [name for name, part in still.parts().items() if part.box != boxes[name]]
-    for name, (cutting, batches) in CUTS.items():
-        cut_by(still, **cutting)
-        result["cuts"][name] = accumulate(still, *batches)
+    for name, cut in CUTS.items():
+        cut_by(still, **cut.fields)
+        result["cuts"][name] = accumulate(still, *cut.batches, loss=cut.loss)
 
     engine = engine_of(model, folder=folder, layout=layout, warmup=4)
     parts = engine.parts()  # before the first forward, as a publisher takes them

@@ -4,15 +4,18 @@ import dataclasses
 from typing import Any
 
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common.moe import MoE
 from torchtitan.models.qwen3 import (  # the registry's own building blocks, not exported by name
     _EMBEDDING_INIT,
     _EMBEDDING_SKIP_INIT,
     _LINEAR_INIT,
     Qwen3Model,
     _build_qwen3_layers,
+    _build_qwen3_moe_layers,
     _qwen3_norm,
 )
 
+from rl.model.experts import Experts
 from rl.model.shape import ModelShape
 
 
@@ -21,20 +24,31 @@ def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> 
 
     ``inner_attention`` is a torchtitan module config, or a function from layer index to one.
     """
-    layers = _build_qwen3_layers(
-        n_layers=shape.n_layers,
-        dim=shape.dim,
-        n_heads=shape.n_heads,
-        n_kv_heads=shape.n_kv_heads,
-        head_dim=shape.head_dim,
-        hidden_dim=shape.hidden_dim,
-        fuse_qkv=fuse_qkv,
-        attn_backend="flex",
-        rope=CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_seq_len, theta=shape.rope_theta),
-    )
+    common: dict[str, Any] = {
+        "n_layers": shape.n_layers,
+        "dim": shape.dim,
+        "n_heads": shape.n_heads,
+        "n_kv_heads": shape.n_kv_heads,
+        "head_dim": shape.head_dim,
+        "fuse_qkv": fuse_qkv,
+        "attn_backend": "flex",
+        "rope": CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_seq_len, theta=shape.rope_theta),
+    }
+    if shape.num_experts:
+        layers = _build_qwen3_moe_layers(
+            **common,
+            moe_hidden_dim=shape.moe_hidden_dim,
+            num_experts=shape.num_experts,
+            top_k=shape.experts_per_token,
+            moe_comm_backend="standard",
+        )
+    else:
+        layers = _build_qwen3_layers(**common, hidden_dim=shape.hidden_dim)
     for index, layer in enumerate(layers):
         attention = inner_attention(index) if callable(inner_attention) else inner_attention
         layer.attention = dataclasses.replace(layer.attention, inner_attention=attention)
+        if layer.moe is not None:
+            layer.moe = _own_experts(layer.moe)
     return Qwen3Model.Config(
         vocab_size=shape.vocab_size,
         dim=shape.dim,
@@ -48,3 +62,11 @@ def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> 
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=_LINEAR_INIT),
         layers=layers,
     )
+
+
+def _own_experts(moe: MoE.Config) -> MoE.Config:
+    """``moe`` with Tiller's experts, and without a balancing bias: it would move the policy past the gradient."""
+    experts = moe.routed_experts.inner_experts
+    fields = {field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}
+    routed = dataclasses.replace(moe.routed_experts, inner_experts=Experts.Config(**fields))
+    return dataclasses.replace(moe, load_balance_coeff=None, routed_experts=routed)

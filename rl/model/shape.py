@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rl.errors import ConfigError
 
@@ -12,7 +12,7 @@ QWEN3_NORM_EPS = 1e-6
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """A dense Qwen3: random weights of the given sizes, or a Hugging Face folder."""
+    """A Qwen3, dense or with experts: random weights of the given sizes, or a Hugging Face folder."""
 
     hf_path: str | None = None
     """Folder with config.json, safetensors and tokenizer. Its sizes replace the fields below."""
@@ -32,7 +32,16 @@ class ModelConfig:
 
     head_dim: int = 32
     hidden_dim: int = 192
-    """Width of the feed-forward layers."""
+    """Width of the feed-forward layers of a dense model."""
+
+    num_experts: int = 0
+    """Experts in place of each feed-forward layer; 0 for a dense model."""
+
+    experts_per_token: int = 0
+    """How many of the experts each token goes through; the router weighs them so that they sum to 1."""
+
+    moe_hidden_dim: int = 0
+    """Width of each expert."""
 
     tie_embeddings: bool = True
     """Whether the embedding and the output head share one weight."""
@@ -60,6 +69,9 @@ class ModelShape:
     n_kv_heads: int
     head_dim: int
     hidden_dim: int
+    num_experts: int
+    experts_per_token: int
+    moe_hidden_dim: int
     tie_embeddings: bool
     rope_theta: float
     max_seq_len: int
@@ -70,7 +82,7 @@ class ModelShape:
 def shape_of(config: ModelConfig) -> ModelShape:
     """Sizes of the policy; reads ``config.json`` where ``hf_path`` is set.
 
-    Raises ConfigError for a folder that is missing, incomplete or not a dense Qwen3.
+    Raises ConfigError for a folder that is missing, incomplete or not a Qwen3 that torchtitan has.
     """
     if config.hf_path is None:
         return ModelShape(
@@ -81,6 +93,9 @@ def shape_of(config: ModelConfig) -> ModelShape:
             n_kv_heads=config.n_kv_heads,
             head_dim=config.head_dim,
             hidden_dim=config.hidden_dim,
+            num_experts=config.num_experts,
+            experts_per_token=config.experts_per_token,
+            moe_hidden_dim=config.moe_hidden_dim,
             tie_embeddings=config.tie_embeddings,
             rope_theta=config.rope_theta,
             max_seq_len=config.max_seq_len,
@@ -89,6 +104,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
     hf = read_hf_config(config.hf_path)
     heads = hf["num_attention_heads"]
     rope = hf.get("rope_parameters") or {}
+    experts = hf.get("num_experts") or hf.get("num_local_experts") or 0  # transformers 5 writes the second name
     return ModelShape(
         vocab_size=hf["vocab_size"],
         dim=hf["hidden_size"],
@@ -97,6 +113,9 @@ def shape_of(config: ModelConfig) -> ModelShape:
         n_kv_heads=hf.get("num_key_value_heads", heads),
         head_dim=hf.get("head_dim", hf["hidden_size"] // heads),
         hidden_dim=hf["intermediate_size"],
+        num_experts=experts,
+        experts_per_token=hf["num_experts_per_tok"] if experts else 0,
+        moe_hidden_dim=hf["moe_intermediate_size"] if experts else 0,
         tie_embeddings=hf.get("tie_word_embeddings", False),
         rope_theta=rope.get("rope_theta", hf.get("rope_theta", 1e6)),
         max_seq_len=min(config.max_seq_len, hf["max_position_embeddings"]),
@@ -119,26 +138,45 @@ def read_hf_config(hf_path: str) -> dict:
         )
     hf = json.loads((folder / "config.json").read_text())
     rope_type = (hf.get("rope_parameters") or hf.get("rope_scaling") or {}).get("rope_type", "default")
-    required = {
-        "model_type": (hf.get("model_type"), "qwen3"),
-        "rms_norm_eps": (hf.get("rms_norm_eps", QWEN3_NORM_EPS), QWEN3_NORM_EPS),
-        "attention_bias": (hf.get("attention_bias", False), False),
-        "use_sliding_window": (hf.get("use_sliding_window", False), False),
-        "rope_type": (rope_type, "default"),
+    required: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "model_type": (hf.get("model_type"), ("qwen3", "qwen3_moe")),
+        "rms_norm_eps": (hf.get("rms_norm_eps", QWEN3_NORM_EPS), (QWEN3_NORM_EPS,)),
+        "attention_bias": (hf.get("attention_bias", False), (False,)),
+        "use_sliding_window": (hf.get("use_sliding_window", False), (False,)),
+        "hidden_act": (hf.get("hidden_act", "silu"), ("silu",)),
+        "rope_type": (rope_type, ("default",)),
     }
+    if hf.get("model_type") == "qwen3_moe":
+        required |= {
+            "decoder_sparse_step": (hf.get("decoder_sparse_step", 1), (1,)),
+            "mlp_only_layers": (hf.get("mlp_only_layers") or [], ([],)),
+            "norm_topk_prob": (hf.get("norm_topk_prob", False), (True,)),
+            "shared_expert_intermediate_size": (hf.get("shared_expert_intermediate_size") or 0, (0,)),
+        }
     for name, (value, allowed) in required.items():
-        if value != allowed:
+        if value not in allowed:
             raise ConfigError(
-                f"model.hf_path: {name} in {folder / 'config.json'} is {value!r}; Tiller trains {allowed!r} only"
+                f"model.hf_path: {name} in {folder / 'config.json'} is {value!r}; "
+                f"Tiller trains {' or '.join(map(repr, allowed))} only"
             )
     return hf
 
 
 def hf_config(shape: ModelShape) -> dict:
-    """``config.json`` of a Qwen3 of this shape, as transformers and vLLM read it."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+    """``config.json`` of a Qwen3, dense or with experts, of this shape, as transformers and vLLM read it."""
+    kind: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    if shape.num_experts:
+        kind = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "moe_intermediate_size": shape.moe_hidden_dim,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return kind | {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.dim,
         "num_hidden_layers": shape.n_layers,

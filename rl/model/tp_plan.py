@@ -77,7 +77,7 @@ def check_divides(field: str, degree: int, shape: ModelShape) -> None:
         "n_heads": shape.n_heads,
         "n_kv_heads": shape.n_kv_heads,
         "vocab_size": shape.vocab_size,
-        "hidden_dim": shape.hidden_dim,
+        **({"moe_hidden_dim": shape.moe_hidden_dim} if shape.num_experts else {"hidden_dim": shape.hidden_dim}),
     }
     allowed = [d for d in range(1, shape.n_kv_heads + 1) if all(size % d == 0 for size in sizes.values())]
     if degree not in allowed:

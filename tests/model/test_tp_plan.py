@@ -64,3 +64,9 @@ def test_degrees_that_do_not_divide_the_model_are_refused_with_those_that_do(deg
     sizes = "n_heads=8, n_kv_heads=4, vocab_size=24, hidden_dim=40"
     with pytest.raises(ConfigError, match=rf"some.field is {degree}; .*{sizes}: allowed are \[1, 2, 4\]"):
         check_divides("some.field", degree, shape)
+
+
+def test_of_a_mixture_the_experts_width_is_cut():
+    shape = shape_of(ModelConfig(**SIZES, num_experts=4, experts_per_token=2, moe_hidden_dim=6))
+    with pytest.raises(ConfigError, match=r"some.field is 4; .*moe_hidden_dim=6: allowed are \[1, 2\]"):
+        check_divides("some.field", 4, shape)

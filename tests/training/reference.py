@@ -6,11 +6,23 @@ EPS = 1e-6
 
 
 class Qwen3:
-    """A dense Qwen3 on weights by torchtitan's names; arXiv:2505.09388 and transformers' modeling_qwen3."""
+    """A Qwen3 on weights by torchtitan's names; arXiv:2505.09388 and transformers' modeling_qwen3 and qwen3_moe.
 
-    def __init__(self, weights: dict[str, torch.Tensor], *, n_layers: int, n_heads: int, head_dim: int, theta: float):
+    Where the weights are those of experts, each token goes through ``top_k`` of them.
+    """
+
+    def __init__(
+        self,
+        weights: dict[str, torch.Tensor],
+        *,
+        n_layers: int,
+        n_heads: int,
+        head_dim: int,
+        theta: float,
+        top_k: int = 2,
+    ):
         self.weights = {name: tensor.double().requires_grad_() for name, tensor in weights.items()}
-        self.n_layers, self.n_heads, self.head_dim, self.theta = n_layers, n_heads, head_dim, theta
+        self.n_layers, self.n_heads, self.head_dim, self.theta, self.top_k = n_layers, n_heads, head_dim, theta, top_k
 
     def __call__(self, tokens: list[int]) -> torch.Tensor:
         """Logits [len(tokens), vocabulary]."""
@@ -20,8 +32,10 @@ class Qwen3:
             w = {k.split(".", 2)[2]: v for k, v in self.weights.items() if k.startswith(f"layers.{layer}.")}
             x = x + self._attend(w, norm(x, w["attention_norm.weight"]))
             h = norm(x, w["ffn_norm.weight"])
-            gate = h @ w["feed_forward.w1.weight"].T
-            x = x + (gate * gate.sigmoid() * (h @ w["feed_forward.w3.weight"].T)) @ w["feed_forward.w2.weight"].T
+            if "moe.router.gate.weight" in w:
+                x = x + self._mix(w, h)
+            else:
+                x = x + feed_forward(h, *(w[f"feed_forward.w{n}.weight"] for n in (1, 2, 3)))
         return norm(x, self.weights["norm.weight"]) @ self.weights.get("lm_head.weight", embedding).T
 
     def _attend(self, w: dict[str, torch.Tensor], h: torch.Tensor) -> torch.Tensor:
@@ -41,12 +55,27 @@ class Qwen3:
         attended = scores.masked_fill(future, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", attended, v).reshape(length, -1) @ w["attention.wo.weight"].T
 
+    def _mix(self, w: dict[str, torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+        """The ``top_k`` likeliest experts of each token, by their share of the probability of these."""
+        probs = (h @ w["moe.router.gate.weight"].T).softmax(-1)
+        kept = probs * (probs >= probs.sort(descending=True).values[:, self.top_k - 1 : self.top_k])
+        share = kept / kept.sum(-1, keepdim=True)
+        experts = zip(
+            *(w[f"moe.routed_experts.inner_experts.{n}"] for n in ("w1_EFD", "w2_EDF", "w3_EFD")), strict=True
+        )
+        return (torch.stack([feed_forward(h, *weights) for weights in experts], -1) @ share.unsqueeze(-1)).squeeze(-1)
+
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         half = self.head_dim // 2
         frequency = self.theta ** -(torch.arange(half, dtype=torch.float64) / half)
         angle = (torch.arange(len(x), dtype=torch.float64).unsqueeze(1) * frequency).unsqueeze(1)
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+
+def feed_forward(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
+    gate = x @ w1.T
+    return (gate * gate.sigmoid() * (x @ w3.T)) @ w2.T
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,29 @@
+"""A mixture's experts in the precision of their input, where torchtitan's compute in bfloat16 whatever it is."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.moe import GroupedExperts
+
+
+class Experts(GroupedExperts):
+    """torchtitan's grouped experts in bfloat16 on CUDA; elsewhere one plain product per expert.
+
+    A GroupedExperts by type and by parameters, so that torchtitan shards and wraps it as its own.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Tokens [R, D] in the order of this rank's experts, and how many each gets int64 [E] -> [R, D]."""
+        if x_RD.is_cuda and x_RD.dtype == torch.bfloat16:
+            return super().forward(x_RD, num_tokens_per_expert_E)
+        weights = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
+        # torch._grouped_mm would serve, but its backward on CPU refuses many shapes and strides.
+        tokens = x_RD.split(num_tokens_per_expert_E.tolist())
+        experts = zip(tokens, *(w.unbind() for w in weights), strict=True)
+        return torch.cat([(F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w3, w2 in experts])

@@ -1,5 +1,9 @@
 """Tiller: RL post-training on torchtitan, vLLM and Monarch actors."""
 
+import logging
+
 from rl.platform import select_device
 
 select_device()  # must precede every other torchtitan import
+for name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(name).setLevel(logging.ERROR)  # importing torchao warns of CUDA libraries, wanted or not

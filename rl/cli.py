@@ -20,7 +20,8 @@ from rl.errors import ConfigError
 USAGE = """usage: {program} --config NAME [--FIELD VALUE ...]
 
 NAME is a function of the configs package, or MODULE.FUNCTION of your own package. Any field of the
-config can be given, e.g. --seed 1 --trainer.parallelism.tensor_parallel_degree 2.
+config can be given, e.g. --seed 1 --trainer.parallelism.tensor_parallel_degree 2; a choice between
+kinds is given by its name, e.g. trainer.activation-checkpoint:full or trainer.float8:linear.
 {program} --config NAME --help lists them all.
 
 configs: {configs}"""
@@ -39,6 +40,7 @@ def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunCon
             args=overrides,
             prog=f"{program} --config {name}",
             registry=custom_registry,
+            config=(tyro.conf.CascadeSubcommandArgs,),  # any field may follow trainer.float8:linear
         )
     except ValueError as error:  # a torchtitan dataclass refused its values
         raise ConfigError(str(error)) from error
@@ -103,13 +105,14 @@ def _take_name(arguments: list[str], program: str) -> tuple[str, list[str]]:
 
 def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
     known = set(_field_names(config))
+    chosen = {argument.partition(":")[0].replace("-", "_") for argument in overrides}  # a choice brings its own fields
     for argument in overrides:
         if not argument.startswith("--") or argument == "--help":
             continue
         given = re.sub(r"(^|\.)no_", r"\1", argument[2:].partition("=")[0].replace("-", "_"))  # --no-flag negates
-        if given in known or (given.rpartition(".")[0] in known and not _has_fields(config, given.rpartition(".")[0])):
-            continue  # below a field without fields of its own, such as a dict, tyro knows better
         section = given.rpartition(".")[0]
+        if given in known or (section in known and (section in chosen or not _has_fields(config, section))):
+            continue  # below a field without fields of its own, such as a dict, tyro knows better
         while section and not any(name.startswith(f"{section}.") for name in known):
             section = section.rpartition(".")[0]
         prefix = f"{section}." if section else ""

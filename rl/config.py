@@ -4,12 +4,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.config import Configurable
+from torchtitan.config import Configurable, ParallelismConfig
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 
 from rl.algorithms.losses import PolicyLoss
 from rl.errors import ConfigError
 from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
-from rl.model.shape import ModelConfig, shape_of
+from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.model.tp_plan import check_divides
 from rl.platform import device_count, device_type
 from rl.tasks.base import Task
@@ -115,13 +117,19 @@ def validate(config: RunConfig) -> None:
     _validate_numbers(config)
     _validate_trainer_mesh(config.trainer)
     _validate_context_parallel(config)
+    _validate_training_modes(config.trainer)
     _validate_resume(config)
     shape = shape_of(config.model)
+    _validate_experts(shape, config.trainer.parallelism)
     attention_config(config.model.attention)
     check_divides(
         "trainer.parallelism.tensor_parallel_degree", config.trainer.parallelism.tensor_parallel_degree, shape
     )
     check_divides("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
+    _require(
+        shape.num_experts == 0,
+        f"model.num_experts is {shape.num_experts}; the generator runs dense models so far: set it to 0",
+    )
     _require(
         shape.n_heads % shape.n_kv_heads == 0,
         f"model.n_kv_heads is {shape.n_kv_heads}; it must divide model.n_heads={shape.n_heads}",
@@ -159,6 +167,7 @@ def _validate_numbers(config: RunConfig) -> None:
         "rollout.max_tokens": (rollout.max_tokens, 1),
         "rollout.temperature": (rollout.temperature, MIN_TEMPERATURE),
         "rollout.recorded_per_step": (rollout.recorded_per_step, 0),
+        "model.num_experts": (config.model.num_experts, 0),
         "trainer.micro_batch_size": (config.trainer.micro_batch_size, 1),
         "trainer.logits_mib": (config.trainer.logits_mib, 1),
         "trainer.max_skipped_steps": (config.trainer.max_skipped_steps, 0),
@@ -193,8 +202,6 @@ def _validate_trainer_mesh(trainer: TrainerConfig) -> None:
         f"{field_name}.pipeline_parallel_degree is {stages}; it must be 1: cut the model by "
         "data_parallel_shard_degree or tensor_parallel_degree instead",
     )
-    experts = parallelism.expert_parallel_degree
-    _require(experts == 1, f"{field_name}.expert_parallel_degree is {experts}; Tiller allows only 1 so far")
     _require(
         parallelism.spmd_backend == "partial_dtensor",
         f"{field_name}.spmd_backend is {parallelism.spmd_backend!r}; with this torch only 'partial_dtensor' works",
@@ -215,6 +222,62 @@ def _validate_context_parallel(config: RunConfig) -> None:
         balancer != "ptrr" or device_type() == "cuda",
         f"trainer.parallelism.context_parallel_load_balancer is {balancer!r}, which needs flex attention on CUDA; "
         "this host allows 'headtail' and None",
+    )
+
+
+def _validate_training_modes(trainer: TrainerConfig) -> None:
+    if trainer.float8 is not None:
+        emulate = trainer.float8.emulate
+        _require(
+            emulate or has_cuda_capability(8, 9) or has_rocm_capability(9, 4),
+            "trainer.float8.emulate is False; it must be True on this host, which has no GPU that computes in float8 "
+            "(NVIDIA SM89 or AMD gfx942, or later)",
+        )
+        _require(
+            not (emulate and trainer.compiles_model),
+            "trainer.float8.emulate is True; with trainer.compile.enable=True it must be False: "
+            "emulated float8 cannot be compiled",
+        )
+    _require(
+        trainer.compiles_model or not isinstance(trainer.activation_checkpoint, MemoryBudgetAC.Config),
+        "trainer.activation_checkpoint is memory-budget, which only a compiled model can keep: "
+        "set trainer.compile.enable to True, or choose selective, full or none",
+    )
+
+
+def _validate_experts(shape: ModelShape, parallelism: ParallelismConfig) -> None:
+    field_name, degree = "trainer.parallelism.expert_parallel_degree", parallelism.expert_parallel_degree
+    if shape.num_experts == 0:
+        _require(degree == 1, f"{field_name} is {degree}; it must be 1 where model.num_experts is 0")
+        return
+    _require(
+        1 <= shape.experts_per_token <= shape.num_experts,
+        f"model.experts_per_token is {shape.experts_per_token}; "
+        f"it must be between 1 and model.num_experts={shape.num_experts}",
+    )
+    _require(shape.moe_hidden_dim >= 1, f"model.moe_hidden_dim is {shape.moe_hidden_dim}; it must be at least 1")
+    shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+    ranks = shards * parallelism.tensor_parallel_degree
+    allowed = [d for d in range(1, shape.num_experts + 1) if shape.num_experts % d == 0 and ranks % d == 0]
+    _require(
+        degree in allowed,
+        f"{field_name} is {degree}; it must divide model.num_experts={shape.num_experts} and "
+        f"data_parallel_shard*context_parallel*tensor_parallel={ranks}: allowed are {allowed}",
+    )
+    _require(
+        degree == 1 or parallelism.tensor_parallel_degree == 1 or parallelism.enable_sequence_parallel,
+        "trainer.parallelism.enable_sequence_parallel is False; "
+        "it must be True where experts and tensors are parallel both",
+    )
+    width, replicas = shape.moe_hidden_dim, parallelism.data_parallel_replicate_degree
+    if degree > 1:
+        shards, holders = ranks // degree, ranks
+    else:
+        width, holders = width // parallelism.tensor_parallel_degree, shards * replicas
+    _require(
+        holders <= shape.num_experts or (shape.dim % shards == 0 and width % shards == 0),
+        f"model.moe_hidden_dim is {shape.moe_hidden_dim} and model.dim is {shape.dim}; with more ranks ({holders}) "
+        f"than experts ({shape.num_experts}) FSDP cuts both, so the {shards} shards must divide them",
     )
 
 

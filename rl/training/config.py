@@ -1,11 +1,19 @@
 """Fields of the trainer: torchtitan's own dataclasses, and how a batch is cut."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+import tyro
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
+from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+
+Float8Config = (
+    Annotated[Float8LinearConverter.Config, tyro.conf.subcommand("linear")]
+    | Annotated[None, tyro.conf.subcommand("none")]
+)
 
 
 def one_rank() -> ParallelismConfig:
@@ -26,6 +34,11 @@ class TrainerConfig:
         default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
     )
     activation_checkpoint: ActivationCheckpointingConfig = None
+    """What the backward pass computes again; trainer.activation-checkpoint:full on the command line."""
+
+    float8: Float8Config = None
+    """Linear layers in float8, all but the output head; trainer.float8:linear on the command line."""
+
     compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint: CheckpointManager.Config = field(
         default_factory=lambda: CheckpointManager.Config(
@@ -55,6 +68,11 @@ class TrainerConfig:
     def dp_degree(self) -> int:
         """Into how many parts a batch is cut."""
         return self.parallelism.data_parallel_replicate_degree * self.parallelism.data_parallel_shard_degree
+
+    @property
+    def compiles_model(self) -> bool:
+        """Whether torch.compile is given the model, and not only the loss."""
+        return self.compile.enable and "model" in self.compile.components
 
     @property
     def ranks(self) -> int:

@@ -1,14 +1,17 @@
 """Builds the sharded torchtitan model of one trainer rank."""
 
+import dataclasses
 import hashlib
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import Linear
@@ -55,12 +58,16 @@ def build_model(
         fuse_qkv=model.fuse_qkv,
         inner_attention=attention_config(model.attention, context_parallel=dims.cp_enabled),
     )
+    if config.float8 is not None:
+        model_config = _in_float8(model_config, config.float8, compiled=config.compiles_model)
     model_config.update_from_config(config=config)
     model_config.lm_head = _log_prob_head(model_config.lm_head, config.logits_mib)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         built = PolicyModel(model_config)
     if built.enable_weight_tying:
         _tie_after_tensor_parallel(built)
+    if dims.tp_enabled:
+        _keep_gradients_of_experts(built)
     built = parallelize_qwen3(
         built,
         parallel_dims=dims,
@@ -93,6 +100,19 @@ def _log_prob_head(head: Linear.Config, logits_mib: int) -> LogProbHead.Config:
     )
 
 
+def _in_float8(
+    model_config: Qwen3Model.Config, float8: Float8LinearConverter.Config, *, compiled: bool
+) -> Qwen3Model.Config:
+    """``model_config`` with its linear layers in float8."""
+    converter = dataclasses.replace(
+        float8,
+        # Log-probs are what RL stands on, and a token's experts should not hang on the rounding of a score.
+        filter_fqns=[*float8.filter_fqns, "lm_head", "router.gate"],
+        model_compile_enabled=compiled,
+    )
+    return converter.build().convert(model_config)
+
+
 def _tie_after_tensor_parallel(model: PolicyModel) -> None:
     """Let FSDP see one weight: torchtitan's tensor parallelism unties it, and FSDP would pad the two apart."""
     parallelize = model.parallelize
@@ -102,6 +122,21 @@ def _tie_after_tensor_parallel(model: PolicyModel) -> None:
         model.tok_embeddings.weight = model.lm_head.weight
 
     model.parallelize = parallelize_and_tie
+
+
+def _keep_gradients_of_experts(model: Qwen3Model) -> None:
+    """Mend what tensor parallelism does to gradients on their way back from torchtitan's experts."""
+
+    def mend(_experts: nn.Module, args: tuple) -> tuple:
+        x, scores, *routing = args
+        if isinstance(x._local_tensor, AsyncCollectiveTensor):
+            x._local_tensor = x._local_tensor.trigger_wait()  # torch's local_map waits too, but drops the gradient
+        # Each rank has a part of a score's gradient: unless added up here, DTensor scatters them over uneven rows.
+        return x, scores.redistribute(placements=scores.placements), *routing
+
+    for layer in model.layers.values():
+        if layer.moe_enabled:
+            layer.moe.routed_experts.register_forward_pre_hook(mend)
 
 
 @torch.no_grad()

@@ -24,7 +24,9 @@ from rl.weights.digest import digests
 SIZES = {"vocab_size": 30, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 46}
 TIED_FUSED = ModelConfig(**SIZES, max_seq_len=15, tie_embeddings=True, fuse_qkv=True)
 UNTIED_SPLIT = ModelConfig(**SIZES, max_seq_len=15, tie_embeddings=False, fuse_qkv=False)
-MODELS = {"tied_fused": TIED_FUSED, "untied_split": UNTIED_SPLIT}
+EXPERTS = replace(TIED_FUSED, num_experts=4, experts_per_token=2, moe_hidden_dim=20)
+FEW_EXPERTS = replace(EXPERTS, num_experts=2, tie_embeddings=False)  # fewer than four ranks: FSDP cuts within them
+MODELS = {"tied_fused": TIED_FUSED, "untied_split": UNTIED_SPLIT, "experts": EXPERTS}
 
 TEMPERATURE = 0.7
 LOSS = dapo(entropy_coef=0.05, kl_coef=0.1)
@@ -40,6 +42,8 @@ class Layout:
     cp: int = 1
     tp: int = 1
     sequence_parallel: bool = True
+    ep: int = 1
+    """Among how many of these ranks the experts are divided; it adds none."""
 
     @property
     def ranks(self) -> int:
@@ -52,6 +56,7 @@ class Layout:
             data_parallel_shard_degree=self.shard,
             context_parallel_degree=self.cp,
             tensor_parallel_degree=self.tp,
+            expert_parallel_degree=self.ep,
             enable_sequence_parallel=self.sequence_parallel,
             spmd_backend="partial_dtensor",
         )
@@ -67,6 +72,8 @@ LAYOUTS = {
     "fsdp2_cp2": Layout(shard=2, cp=2),
     "cp2_tp2": Layout(cp=2, tp=2),
     "hsdp4": Layout(replicate=2, shard=2),
+    "ep2": Layout(shard=2, ep=2),
+    "fsdp2_tp2_ep2": Layout(shard=2, tp=2, ep=2),
 }
 
 
@@ -152,6 +159,19 @@ def gradients_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     return {name: whole(p.grad) for name, p in engine.model.named_parameters()}
 
 
+@torch.no_grad()
+def logits_of(engine: TrainingEngine, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits [B, L, V] of rows of one length: the model itself only ends in log-probs."""
+    kept: list[torch.Tensor] = []
+    handle = engine.model.norm.register_forward_hook(lambda module, given, hidden: kept.append(hidden))
+    lengths = torch.full((len(tokens),), tokens.shape[1] + 1)
+    padded = torch.cat([tokens, tokens[:, :1]], dim=1).flatten()
+    engine.config.micro_batch_size = len(tokens)
+    engine.forward(Batch(tokens=padded, lengths=lengths, weights=torch.ones(len(padded))))
+    handle.remove()
+    return kept[0][:, : tokens.shape[1]] @ whole(engine.model.lm_head.weight).T
+
+
 def accumulate(engine: TrainingEngine, *batches: Batch, loss: PolicyLoss.Config = LOSS) -> dict[str, Any]:
     """Gradients of ``batches``, one call each, what the calls returned, and what a step makes of it."""
     calls = [engine.forward_backward(share(engine, batch), loss.build(), temperature=TEMPERATURE) for batch in batches]
@@ -235,6 +255,13 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
     result |= {"steps": steps, "final": weights_of(engine)}
     checkpointer.close()
     return result
+
+
+def held(model: ModelConfig, layout: Layout, folder: str, **trainer: Any) -> dict[str, Any]:
+    """What a rank holds of the weights, and the whole gradient of a batch of five rows and of one more."""
+    engine = engine_of(model, folder=folder, layout=layout, **trainer)
+    of_parts = digests(engine.parts())
+    return {"digests": of_parts} | accumulate(engine, ragged_batch(), ragged_batch().select([3]))
 
 
 def play(model: str, layout: str, folder: str) -> dict[str, Any]:

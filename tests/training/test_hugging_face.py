@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from rl.errors import RunError
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
-from rl.types import Batch
 from tests.training.disk import adopt_and_count, full_disk
 from tests.training.ranks import on_ranks
-from tests.training.scenes import LAYOUTS, SIZES, adopt, engine_of, ragged_batch, whole
+from tests.training.scenes import LAYOUTS, SIZES, adopt, engine_of, logits_of, ragged_batch
 
 FORMS = {
     "tied": {},
@@ -69,19 +68,6 @@ def open_folder(source: Path, out: Path, **fields):
     checkpointer = Checkpointer(engine, model, folder=str(out))
     assert checkpointer.load() == {}
     return engine, checkpointer
-
-
-@torch.no_grad()
-def logits_of(engine, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [B, L, V] of rows of one length: the model itself only ends in log-probs."""
-    kept = []
-    handle = engine.model.norm.register_forward_hook(lambda module, given, hidden: kept.append(hidden))
-    lengths = torch.full((len(tokens),), tokens.shape[1] + 1)
-    padded = torch.cat([tokens, tokens[:, :1]], dim=1).flatten()
-    engine.config.micro_batch_size = len(tokens)
-    engine.forward(Batch(tokens=padded, lengths=lengths, weights=torch.ones(len(padded))))
-    handle.remove()
-    return kept[0] @ whole(engine.model.lm_head.weight).T
 
 
 def same_tensors(one: Path, other: Path) -> None:

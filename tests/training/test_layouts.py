@@ -16,6 +16,9 @@ PAIRS = [
     ("untied_split", "cp2"),
     ("untied_split", "cp2_tp2"),
     ("untied_split", "hsdp4"),
+    ("experts", "ep2"),
+    ("experts", "fsdp2_tp2"),
+    ("experts", "fsdp2_tp2_ep2"),
 ]
 
 

@@ -1,0 +1,57 @@
+"""Linear layers in float8, emulated here: the same in every layout, and not the output head."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from torchtitan.components.quantization import Float8Linear, Float8LinearConverter
+
+from tests.training.ranks import on_ranks
+from tests.training.reference import relative_error, worst_error
+from tests.training.scenes import EXPERTS, TIED_FUSED, Layout, engine_of, held
+
+FLOAT8 = Float8LinearConverter.Config(emulate=True)
+IN_FLOAT8 = {"float8": FLOAT8, "micro_batch_size": 1}
+# float8 takes layers whose sizes are multiples of 16 and leaves the others as they are.
+DENSE = replace(TIED_FUSED, hidden_dim=64, vocab_size=32)
+MIXED = replace(EXPERTS, num_experts=16, vocab_size=32)
+LAYOUTS = {"fsdp2": Layout(shard=2), "tp2": Layout(tp=2), "fsdp2_tp2": Layout(shard=2, tp=2)}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, lone_rank):
+    """What one rank computes of rows one by one, in float8."""
+    return held(DENSE, Layout(), str(tmp_path_factory.mktemp("alone")), **IN_FLOAT8)
+
+
+def test_it_is_on(alone, folder):
+    exact = held(DENSE, Layout(), folder, micro_batch_size=1)
+    assert alone["digests"] == exact["digests"]
+    assert 0.02 < relative_error(alone["gradients"], exact["gradients"]) < 0.5
+    assert alone["metrics"][0]["loss/mean"] == pytest.approx(exact["metrics"][0]["loss/mean"], abs=0.02)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_gradients_do_not_depend_on_the_layout(alone, folder, layout):
+    """Of rows one by one: those that share a micro-batch share the scale of their activations."""
+    for answer in on_ranks(layout.ranks, partial(held, **IN_FLOAT8), DENSE, layout, folder):
+        assert worst_error(answer["gradients"], alone["gradients"]) <= 1e-5
+
+
+def converted(engine) -> set[str]:
+    """Names of the layers that compute in float8."""
+    return {name for name, module in engine.model.named_modules() if isinstance(module, Float8Linear)}
+
+
+@pytest.mark.parametrize("model", [DENSE, MIXED], ids=["dense", "experts"])
+def test_all_linear_layers_but_head_and_router_are_converted(model, folder):
+    layer = {"attention.qkv_linear.wqkv", "attention.wo"}
+    if not model.num_experts:
+        layer |= {"feed_forward.w1", "feed_forward.w2", "feed_forward.w3"}
+    engine = engine_of(model, folder=folder, float8=FLOAT8)
+    assert converted(engine) == {f"layers.{index}.{name}" for index in range(model.n_layers) for name in layer}
+
+
+def test_layers_that_the_user_excludes_are_not(folder):
+    engine = engine_of(DENSE, folder=folder, float8=replace(FLOAT8, filter_fqns=["attention", "layers.1"]))
+    assert converted(engine) == {f"layers.0.feed_forward.{name}" for name in ("w1", "w2", "w3")}

@@ -102,7 +102,7 @@ class _LinearLogProbs(torch.autograd.Function):
             owned, index = _owned(targets[chunk], len(weight))
             picked = z.gather(-1, index).squeeze(-1).masked_fill(~owned, 0.0)
             exp = z.exp()
-            sums = torch.stack([exp.sum(-1), torch.linalg.vecdot(exp, z), picked])
+            sums = torch.stack([exp.sum(-1), exp.mul_(z).sum(-1), picked])
             if group is not None:
                 dist.all_reduce(sums, dist.ReduceOp.SUM, group)
             total, weighted, picked = sums
@@ -112,6 +112,7 @@ class _LinearLogProbs(torch.autograd.Function):
             log_total[chunk] = peak + log_sum
             if chunk_tokens >= len(hidden) and ctx.needs_input_grad[0]:
                 kept = z.sub_(log_sum.unsqueeze(-1))
+            del z, exp  # the next chunk's would be made while these are still held
         ctx.save_for_backward(hidden, weight, targets, entropy.view(-1), log_total)
         ctx.temperature, ctx.chunk_tokens, ctx.kept = temperature, chunk_tokens, kept
         ctx.set_materialize_grads(False)
@@ -143,6 +144,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad_weight.addmm_(grad.T, hidden[chunk])
             else:
                 grad_weight += grad.T @ hidden[chunk]
+            del logp, grad
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 

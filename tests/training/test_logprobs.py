@@ -1,7 +1,10 @@
 """Log-probs and entropies, and the gradients of both, are those of a float64 log_softmax."""
 
+from itertools import accumulate
+
 import pytest
 import torch
+from torch.profiler import profile
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,3 +110,16 @@ def test_no_more_logits_exist_at_once_than_a_chunk_has():
         logprobs, entropy = linear_logprobs(hidden, weight, targets, chunk_tokens=16)
         (logprobs + entropy).sum().backward()
     assert 0 < seen.elements <= 16 * 1000
+
+
+@pytest.mark.parametrize("chunk", [64, 512])
+def test_no_more_memory_is_held_than_twice_the_logits_of_a_chunk(chunk):
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(512, 2, generator=draw).requires_grad_()
+    weight, targets = torch.randn(5000, 2, generator=draw), torch.randint(5000, (512,), generator=draw)
+    with profile(profile_memory=True) as seen:
+        logprobs, entropy = linear_logprobs(hidden, weight, targets, chunk_tokens=chunk)
+        (logprobs + entropy).sum().backward()
+    changes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    logits = 4 * chunk * len(weight)
+    assert 1.9 * logits < max(accumulate(changes)) < 2.2 * logits

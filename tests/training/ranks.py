@@ -11,14 +11,22 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Self
+
+from torch.distributed import TCPStore
 
 DEADLINE_S = 120.0
+STORE_OF_PARENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a server whose threads have started would wait for them
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
-    ["tests.training.scenes", "torchtitan.components.metrics", "torchtitan.components.quantization.utils"]
+    [
+        "tests.training.scenes",
+        "torchtitan.components.metrics",
+        "torchtitan.components.quantization.utils",
+        "torchtitan.trainer",  # which Qwen3's config imports late, with pandas and more behind it
+    ]
 )
 
 
@@ -28,24 +36,49 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, deadline: flo
     Raises AssertionError with the traceback of the rank that failed first, or the ranks that were
     silent for ``deadline`` seconds. No process is left in any case.
     """
-    port = free_port()
-    readers, processes = [], []
-    try:
+    with Ranks(count, function, *args) as ranks:
+        return ranks.answers(deadline)
+
+
+class Ranks:
+    """``function(*args)`` running on ``count`` ranks; a context manager that leaves no process behind."""
+
+    def __init__(self, count: int, function: Callable[..., Any], *args: Any):
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that stays its own
+        self._readers: list[Connection] = []
+        self._processes: list[Any] = []
         for rank in range(count):
             reader, writer = _server.Pipe(duplex=False)
-            process = _server.Process(target=_rank, args=(writer, rank, count, port, function, args), daemon=True)
+            environment = rank_environment(rank, count, self._store.port) | STORE_OF_PARENT
+            process = _server.Process(target=_rank, args=(writer, environment, function, args), daemon=True)
             process.start()
             writer.close()
-            readers.append(reader)
-            processes.append(process)
-        answers = _collect(readers, time.monotonic() + deadline)
-        for process in processes:
+            self._readers.append(reader)
+            self._processes.append(process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def answers(self, deadline: float) -> list[Any]:
+        """What each rank returned."""
+        answers = _collect(self._readers, time.monotonic() + deadline)
+        for process in self._processes:
             process.join(20)
-        assert [process.exitcode for process in processes] == [0] * count, "a rank did not end in good order"
+        assert all(process.exitcode == 0 for process in self._processes), "a rank did not end in good order"
         return answers
-    finally:
-        for process in processes:
+
+    def are_alive(self) -> bool:
+        """Whether none has ended."""
+        return all(process.is_alive() for process in self._processes)
+
+    def kill(self) -> None:
+        """SIGKILL, rank 0 first; returns when all are dead."""
+        for process in self._processes:
             process.kill()
+        for process in self._processes:
             process.join()
 
 
@@ -77,8 +110,8 @@ def _collect(readers: list[Connection], end: float) -> list[Any]:
     return [answers[rank] for rank in range(len(readers))]
 
 
-def _rank(writer: Connection, rank: int, count: int, port: int, function: Callable[..., Any], args: Any) -> None:
-    os.environ.update(rank_environment(rank, count, port))
+def _rank(writer: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
+    os.environ.update(environment)
     try:
         answer = (False, function(*args))
     except BaseException:

@@ -86,6 +86,7 @@ def engine_of(
     warmup: int = 0,
     max_norm: float = 1.0,
     dtype: str = "float32",
+    steps: int = 20,
     **trainer: Any,
 ) -> TrainingEngine:
     """An engine whose random weights are three times torchtitan's, so that some tokens are likelier."""
@@ -96,7 +97,7 @@ def engine_of(
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warmup, decay_ratio=0.0),
         **{"micro_batch_size": 2, **trainer},
     )
-    engine = TrainingEngine(config, model, seed=0, steps=20, folder=folder)
+    engine = TrainingEngine(config, model, seed=0, steps=steps, folder=folder)
     with torch.no_grad():
         for parameter in engine.model.parameters():
             parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)

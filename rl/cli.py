@@ -14,8 +14,9 @@ import tyro
 from torchtitan.config import ConfigManager
 from torchtitan.config.manager import custom_registry
 
-from rl.config import RunConfig, validate
+from rl.config import RunConfig
 from rl.errors import ConfigError
+from rl.validation import validate
 
 USAGE = """usage: {program} --config NAME [--FIELD VALUE ...]
 

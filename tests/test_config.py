@@ -9,9 +9,10 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 from rl.cli import find_config, parse_config
-from rl.config import RunConfig, frozen, validate
+from rl.config import RunConfig, frozen
 from rl.errors import ConfigError
 from rl.tasks.copy_digits import CopyDigits
+from rl.validation import validate
 
 PROGRAM = "python -m rl.train"
 
@@ -289,7 +290,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("field", "value", "message"), REFUSED)
 def test_a_value_that_cannot_work_is_refused_with_field_value_and_what_is_allowed(field, value, message, monkeypatch):
-    monkeypatch.setattr("rl.config.device_type", lambda: "cpu")
+    monkeypatch.setattr("rl.validation.device_type", lambda: "cpu")
     with pytest.raises(ConfigError, match=message):
         parse(f"--{field}", str(value))
 
@@ -330,7 +331,7 @@ def parse_fields(fields: dict) -> RunConfig:
     ],
 )
 def test_experts_are_refused_where_they_cannot_be_divided_as_asked(fields, message, monkeypatch):
-    monkeypatch.setattr("rl.config.device_type", lambda: "cpu")
+    monkeypatch.setattr("rl.validation.device_type", lambda: "cpu")
     with pytest.raises(ConfigError, match=message):
         parse_fields(MIXTURE | fields)
 
@@ -350,21 +351,21 @@ def test_experts_are_refused_where_they_cannot_be_divided_as_asked(fields, messa
     ],
 )
 def test_ways_to_train_that_cannot_work_are_refused(arguments, message, monkeypatch):
-    monkeypatch.setattr("rl.config.has_cuda_capability", lambda *_: False)
+    monkeypatch.setattr("rl.validation.has_cuda_capability", lambda *_: False)
     with pytest.raises(ConfigError, match=message):
         parse(*arguments)
 
 
 def test_a_gpu_of_the_right_kind_computes_in_float8_itself(monkeypatch):
-    monkeypatch.setattr("rl.config.has_cuda_capability", lambda major, minor: (major, minor) <= (8, 9))
+    monkeypatch.setattr("rl.validation.has_cuda_capability", lambda major, minor: (major, minor) <= (8, 9))
     assert not parse("trainer.float8:linear", "--trainer.compile.enable").trainer.float8.emulate
 
 
 def test_a_gpu_host_must_have_as_many_as_the_config_needs(monkeypatch):
     config = find_config("quickstart")()
     config.trainer.parallelism.data_parallel_shard_degree = 4
-    monkeypatch.setattr("rl.config.device_type", lambda: "cuda")
-    monkeypatch.setattr("rl.config.device_count", lambda: 2)
+    monkeypatch.setattr("rl.validation.device_type", lambda: "cuda")
+    monkeypatch.setattr("rl.validation.device_count", lambda: 2)
     with pytest.raises(ConfigError, match="the config needs 4 GPUs on this host, which has 2"):
         validate(config)
     config.trainer.parallelism.data_parallel_shard_degree = 2

@@ -1,0 +1,199 @@
+"""What a run cannot work with, said before any process starts."""
+
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
+
+from rl.config import RunConfig
+from rl.errors import ConfigError
+from rl.generation.config import MIN_TEMPERATURE
+from rl.model.shape import ModelShape, shape_of
+from rl.model.tp_plan import check_divides
+from rl.platform import device_count, device_type
+from rl.training.attention import attention_config
+from rl.training.config import TrainerConfig
+
+MODEL_SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "max_seq_len")
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+def validate(config: RunConfig) -> None:
+    """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
+    _validate_numbers(config)
+    _validate_trainer_mesh(config.trainer)
+    _validate_context_parallel(config)
+    _validate_training_modes(config.trainer)
+    _validate_resume(config)
+    shape = shape_of(config.model)
+    _validate_experts(shape, config.trainer.parallelism)
+    attention_config(config.model.attention)
+    check_divides(
+        "trainer.parallelism.tensor_parallel_degree", config.trainer.parallelism.tensor_parallel_degree, shape
+    )
+    check_divides("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
+    _require(
+        shape.num_experts == 0,
+        f"model.num_experts is {shape.num_experts}; the generator runs dense models so far: set it to 0",
+    )
+    _require(
+        shape.n_heads % shape.n_kv_heads == 0,
+        f"model.n_kv_heads is {shape.n_kv_heads}; it must divide model.n_heads={shape.n_heads}",
+    )
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    _require(
+        longest <= shape.max_seq_len,
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_tokens={config.rollout.max_tokens} "
+        f"is {longest}; it must be at most model.max_seq_len={shape.max_seq_len}",
+    )
+    budget = config.trainer.micro_batch_tokens
+    _require(
+        budget is None or budget >= longest,
+        f"trainer.micro_batch_tokens is {budget}; it must be at least {longest}, the longest prompt and completion",
+    )
+    if device_type() == "cpu":
+        _require(
+            shape.head_dim in CPU_HEAD_DIMS,
+            f"model.head_dim is {shape.head_dim}; vLLM's CPU attention allows {list(CPU_HEAD_DIMS)}",
+        )
+    else:
+        ranks = max(config.trainer.ranks, config.generator.tensor_parallel_degree)
+        _require(
+            ranks <= device_count(),
+            f"the config needs {ranks} GPUs on this host, which has {device_count()}; lower a parallelism degree",
+        )
+
+
+def _validate_numbers(config: RunConfig) -> None:
+    rollout = config.rollout
+    at_least: dict[str, tuple[float, float]] = {
+        "steps": (config.steps, 1),
+        "rollout.prompts_per_step": (rollout.prompts_per_step, 1),
+        "rollout.samples_per_prompt": (rollout.samples_per_prompt, 2),
+        "rollout.max_tokens": (rollout.max_tokens, 1),
+        "rollout.temperature": (rollout.temperature, MIN_TEMPERATURE),
+        "rollout.recorded_per_step": (rollout.recorded_per_step, 0),
+        "model.num_experts": (config.model.num_experts, 0),
+        "trainer.micro_batch_size": (config.trainer.micro_batch_size, 1),
+        "trainer.logits_mib": (config.trainer.logits_mib, 1),
+        "trainer.max_skipped_steps": (config.trainer.max_skipped_steps, 0),
+        "evaluation.prompts": (config.evaluation.prompts, 0),
+        "evaluation.samples": (config.evaluation.samples, 0),
+        **{f"model.{name}": (getattr(config.model, name), 1) for name in MODEL_SIZES},
+    }
+    for name, (value, least) in at_least.items():
+        _require(value >= least, f"{name} is {value}; it must be at least {least}")
+    _require(
+        config.algorithm.loss.kl_coef == 0,
+        f"algorithm.loss.kl_coef is {config.algorithm.loss.kl_coef}; it must be 0: there is no reference policy so far",
+    )
+    for name, value, allowed in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
+        _require(
+            value == allowed,
+            f"rollout.{name} is {value}; it must be {allowed}: the trainer knows no log-probs of a cut distribution",
+        )
+
+
+def _validate_trainer_mesh(trainer: TrainerConfig) -> None:
+    parallelism, field_name = trainer.parallelism, "trainer.parallelism"
+    for name in ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel"):
+        degree = getattr(parallelism, f"{name}_degree")
+        _require(
+            degree >= 1,
+            f"{field_name}.{name}_degree is {degree}; it must be at least 1; the product of all is the number of ranks",
+        )
+    stages = parallelism.pipeline_parallel_degree
+    _require(
+        stages == 1,
+        f"{field_name}.pipeline_parallel_degree is {stages}; it must be 1: cut the model by "
+        "data_parallel_shard_degree or tensor_parallel_degree instead",
+    )
+    _require(
+        parallelism.spmd_backend == "partial_dtensor",
+        f"{field_name}.spmd_backend is {parallelism.spmd_backend!r}; with this torch only 'partial_dtensor' works",
+    )
+
+
+def _validate_context_parallel(config: RunConfig) -> None:
+    parallelism, attention = config.trainer.parallelism, config.model.attention
+    if parallelism.context_parallel_degree == 1:
+        return
+    _require(
+        attention != "varlen",
+        "model.attention is 'varlen', which cannot run under trainer.parallelism.context_parallel_degree="
+        f"{parallelism.context_parallel_degree}; 'auto' and 'flex' can",
+    )
+    balancer = parallelism.context_parallel_load_balancer
+    _require(
+        balancer != "ptrr" or device_type() == "cuda",
+        f"trainer.parallelism.context_parallel_load_balancer is {balancer!r}, which needs flex attention on CUDA; "
+        "this host allows 'headtail' and None",
+    )
+
+
+def _validate_training_modes(trainer: TrainerConfig) -> None:
+    if trainer.float8 is not None:
+        emulate = trainer.float8.emulate
+        _require(
+            emulate or has_cuda_capability(8, 9) or has_rocm_capability(9, 4),
+            "trainer.float8.emulate is False; it must be True on this host, which has no GPU that computes in float8 "
+            "(NVIDIA SM89 or AMD gfx942, or later)",
+        )
+        _require(
+            not (emulate and trainer.compiles_model),
+            "trainer.float8.emulate is True; with trainer.compile.enable=True it must be False: "
+            "emulated float8 cannot be compiled",
+        )
+    _require(
+        trainer.compiles_model or not isinstance(trainer.activation_checkpoint, MemoryBudgetAC.Config),
+        "trainer.activation_checkpoint is memory-budget, which only a compiled model can keep: "
+        "set trainer.compile.enable to True, or choose selective, full or none",
+    )
+
+
+def _validate_experts(shape: ModelShape, parallelism: ParallelismConfig) -> None:
+    field_name, degree = "trainer.parallelism.expert_parallel_degree", parallelism.expert_parallel_degree
+    if shape.num_experts == 0:
+        _require(degree == 1, f"{field_name} is {degree}; it must be 1 where model.num_experts is 0")
+        return
+    _require(
+        1 <= shape.experts_per_token <= shape.num_experts,
+        f"model.experts_per_token is {shape.experts_per_token}; "
+        f"it must be between 1 and model.num_experts={shape.num_experts}",
+    )
+    _require(shape.moe_hidden_dim >= 1, f"model.moe_hidden_dim is {shape.moe_hidden_dim}; it must be at least 1")
+    shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+    ranks = shards * parallelism.tensor_parallel_degree
+    allowed = [d for d in range(1, shape.num_experts + 1) if shape.num_experts % d == 0 and ranks % d == 0]
+    _require(
+        degree in allowed,
+        f"{field_name} is {degree}; it must divide model.num_experts={shape.num_experts} and "
+        f"data_parallel_shard*context_parallel*tensor_parallel={ranks}: allowed are {allowed}",
+    )
+    _require(
+        degree == 1 or parallelism.tensor_parallel_degree == 1 or parallelism.enable_sequence_parallel,
+        "trainer.parallelism.enable_sequence_parallel is False; "
+        "it must be True where experts and tensors are parallel both",
+    )
+    width, replicas = shape.moe_hidden_dim, parallelism.data_parallel_replicate_degree
+    if degree > 1:
+        shards, holders = ranks // degree, ranks
+    else:
+        width, holders = width // parallelism.tensor_parallel_degree, shards * replicas
+    _require(
+        holders <= shape.num_experts or (shape.dim % shards == 0 and width % shards == 0),
+        f"model.moe_hidden_dim is {shape.moe_hidden_dim} and model.dim is {shape.dim}; with more ranks ({holders}) "
+        f"than experts ({shape.num_experts}) FSDP cuts both, so the {shards} shards must divide them",
+    )
+
+
+def _validate_resume(config: RunConfig) -> None:
+    step = config.trainer.checkpoint.load_step
+    _require(
+        step == -1,
+        f"trainer.checkpoint.load_step is {step}; it must be -1: --resume goes on from the newest, losing no work",
+    )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)

@@ -72,6 +72,42 @@ def test_a_raising_reward_is_the_named_cause(tmp_path):
     assert cause in run.stderr
 
 
+def test_a_loss_that_stays_non_finite_skips_steps_and_then_ends_the_run(tmp_path):
+    (tmp_path / "my_loss.py").write_text(
+        textwrap.dedent(
+            """
+            from dataclasses import dataclass
+            from configs.quickstart import quickstart
+            from rl.algorithms.losses import PolicyLoss
+            from rl.config import RunConfig
+
+            class Cracked(PolicyLoss):
+                @dataclass(kw_only=True, slots=True)
+                class Config(PolicyLoss.Config):
+                    pass
+
+                def __call__(self, logprobs, entropy, columns):
+                    loss, metrics = super().__call__(logprobs, entropy, columns)
+                    return loss * float("nan"), metrics
+
+            def cracked() -> RunConfig:
+                config = quickstart()
+                config.algorithm.loss = Cracked.Config()
+                return config
+            """
+        )
+    )
+    arguments = ["--config", "my_loss.cracked", *TINY[2:], "--trainer.max-skipped-steps", "2"]
+    run = Run(*arguments, folder=tmp_path / "run", pythonpath=tmp_path)
+    assert run.wait() == 1
+    run.assert_nothing_left()
+    failure = run.json("failure.json")
+    cause = "optim_step: 3 optimizer steps in a row had a gradient norm of nan and were skipped, more than "
+    assert cause + "trainer.max_skipped_steps=2: lower the learning rate" in failure["error"]
+    assert (failure["step"], failure["policy_version"]) == (2, 0)
+    assert [row["trainer/skipped_steps"] for row in run.metrics()] == [1, 2]
+
+
 @pytest.mark.parametrize("role", [pytest.param("trainer", marks=pytest.mark.long), "generator"])
 def test_a_killed_rank_ends_the_run_by_name(tmp_path, role):
     run = Run(*TINY, "--steps", "100000", folder=tmp_path / "run")

@@ -123,5 +123,7 @@ def test_a_rank_that_dies_between_calls_ends_whatever_is_waited_for(in_group):
 
     message, seconds = in_group(work)
     assert message.startswith("moody rank 1, between calls: the process died: ")
-    assert "Killed(sig=9)\nend of" in message
+    reason, found, _ = message.partition("\nend of ")
+    assert found
+    assert reason.endswith(("Killed(sig=9)", "The process likely crashed"))  # on a busy host Monarch knows no more
     assert seconds < 55

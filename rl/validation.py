@@ -32,10 +32,6 @@ def validate(config: RunConfig) -> None:
     )
     check_divides("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
     _require(
-        shape.num_experts == 0,
-        f"model.num_experts is {shape.num_experts}; the generator runs dense models so far: set it to 0",
-    )
-    _require(
         shape.n_heads % shape.n_kv_heads == 0,
         f"model.n_kv_heads is {shape.n_kv_heads}; it must divide model.n_heads={shape.n_heads}",
     )

@@ -1,6 +1,6 @@
 """Write a tiny random Qwen3 in Hugging Face form and arithmetic word problems to train it on.
 
-Usage: python scripts/make_tiny_model.py --model-dir DIR --data FILE [--lines 200] [--seed 0] [--untied]
+Usage: python scripts/make_tiny_model.py --model-dir DIR --data FILE [--lines 200] [--seed 0] [--untied] [--experts 4]
 
 No download: the tokenizer is trained on the problems. The same seed writes the same bytes.
 """
@@ -15,7 +15,14 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.utils import logging
 
 NAMES = ["Ada", "Ben", "Chen", "Dora", "Emil", "Fay", "Gus", "Hana"]
@@ -99,11 +106,16 @@ def train_tokenizer(problems: list[dict[str, str]]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, tied: bool) -> Qwen3ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, tied: bool, experts: int) -> PreTrainedModel:
     """Random fp32 weights; the vocabulary is rounded up to a multiple of 8 for tensor parallelism."""
     torch.manual_seed(seed)
     stop_token_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    config = Qwen3Config(
+    kind, sizes = Qwen3Config, {}
+    if experts:
+        kind = Qwen3MoeConfig
+        sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+    config = kind(
+        **sizes,
         vocab_size=-(-len(tokenizer) // 8) * 8,
         hidden_size=64,
         intermediate_size=192,
@@ -117,7 +129,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, tied: bool) -> Qwe
         pad_token_id=stop_token_ids[1],
         dtype="float32",
     )
-    model = Qwen3ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(eos_token_id=stop_token_ids, pad_token_id=stop_token_ids[1])
     return model
 
@@ -129,21 +141,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lines", type=int, default=200, help="how many problems")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--untied", action="store_true", help="give the output head weights of its own")
+    parser.add_argument("--experts", type=int, default=0, help="experts in each layer, of which a token takes two")
     args = parser.parse_args(argv)
     if not 2 <= args.lines <= 10_000:
         parser.error(f"--lines: {args.lines} is not between 2 and 10000")
+    if args.experts == 1 or args.experts < 0:
+        parser.error(f"--experts: {args.experts} is neither 0, for a dense model, nor at least 2")
 
     logging.disable_progress_bar()
     problems = make_problems(args.lines, args.seed)
     args.data.parent.mkdir(parents=True, exist_ok=True)
     args.data.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     tokenizer = train_tokenizer(problems)
-    model = make_model(tokenizer, args.seed, tied=not args.untied)
+    model = make_model(tokenizer, args.seed, tied=not args.untied, experts=args.experts)
     model.save_pretrained(args.model_dir)
     tokenizer.save_pretrained(args.model_dir)
 
     print(f"{args.data}: {len(problems)} problems")
-    print(f"{args.model_dir}: Qwen3, {model.num_parameters():,} random parameters, {model.config.vocab_size} tokens")
+    size = f"{model.num_parameters():,} random parameters, {model.config.vocab_size} tokens"
+    print(f"{args.model_dir}: {type(model).__name__}, {size}")
     inputs = f"--model.hf_path {args.model_dir} --data.path {args.data}"
     small = "--steps 20 --rollout.max_tokens 64 --rollout.prompts_per_step 8"
     print(f"\nTrain on them:\n  python -m rl.train --config gsm8k_jsonl {inputs} {small}")

@@ -1,7 +1,7 @@
 """torchtitan's Qwen3 inside vLLM: the trainer's own model file, with paged attention and local shards.
 
 Tensor parallelism is the table of ``rl.model.tp_plan`` and vLLM's collectives: a parameter is made at its local
-shape, row-cut layers and the embedding add up over the ranks, and every rank gets all logits.
+shape, row-cut layers, experts and the embedding add up over the ranks, and every rank gets all logits.
 
 The tests run this on CPU, eager. CUDA and ``torch.compile`` take the same lines and are not covered by them.
 """
@@ -123,7 +123,7 @@ def _add_collectives(model: Qwen3Model) -> None:
     model.tok_embeddings.register_forward_hook(add_up)
     for layer in model.layers.values():
         layer.attention.wo.register_forward_hook(add_up)
-        layer.feed_forward.w2.register_forward_hook(add_up)
+        (layer.moe if layer.moe_enabled else layer.feed_forward.w2).register_forward_hook(add_up)
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})

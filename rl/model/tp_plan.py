@@ -23,11 +23,16 @@ class Cut(Enum):
     """Input features: each rank sums over some of them, an all-reduce adds up."""
     VOCAB = 2
     """Rows of the vocabulary, in the embedding and the output head."""
+    EXPERTS_COLUMN = 3
+    """Output features of every expert: each rank computes some of each."""
+    EXPERTS_ROW = 4
+    """Input features of every expert; the all-reduce comes after the experts are mixed."""
     REPLICATED = -1
 
     @property
     def dim(self) -> int | None:
-        return {Cut.COLUMN: 0, Cut.VOCAB: 0, Cut.ROW: 1, Cut.REPLICATED: None}[self]
+        cut = {Cut.COLUMN: 0, Cut.VOCAB: 0, Cut.ROW: 1, Cut.EXPERTS_COLUMN: 1, Cut.EXPERTS_ROW: 2}
+        return cut.get(self)
 
 
 TP_PLAN: tuple[tuple[str, Cut], ...] = (
@@ -37,6 +42,9 @@ TP_PLAN: tuple[tuple[str, Cut], ...] = (
     (r"layers\.\d+\.attention\.wo\.weight", Cut.ROW),
     (r"layers\.\d+\.feed_forward\.(w1|w3)\.weight", Cut.COLUMN),
     (r"layers\.\d+\.feed_forward\.w2\.weight", Cut.ROW),
+    (r"layers\.\d+\.moe\.routed_experts\.inner_experts\.(w1_EFD|w3_EFD)", Cut.EXPERTS_COLUMN),
+    (r"layers\.\d+\.moe\.routed_experts\.inner_experts\.w2_EDF", Cut.EXPERTS_ROW),
+    (r"layers\.\d+\.moe\.router\.gate\.weight", Cut.REPLICATED),
     (r"(layers\.\d+\.(attention_norm|ffn_norm|attention\.q_norm|attention\.k_norm)|norm)\.weight", Cut.REPLICATED),
 )
 

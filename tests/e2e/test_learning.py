@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.runs import Run
+from tests.e2e.runs import TINY, Run
 
 
 def rise(run: Run) -> tuple[float, float]:
@@ -53,6 +53,16 @@ def test_every_layout_learns_the_same(tmp_path):
     assert last > 2.5 * first
     assert max(row["logprob/error_max"] for row in run.metrics()) <= 1e-5
     assert run.stdout == ""
+
+
+def test_a_mixture_of_experts_generates_as_it_was_trained(tmp_path):
+    mixture = ["--model.num_experts", "4", "--model.experts_per_token", "2", "--model.moe_hidden_dim", "96"]
+    many = [f"--trainer.parallelism.{name}_degree=2" for name in ("data_parallel_shard", "expert_parallel")]
+    run = Run(*TINY, "--steps", "6", *mixture, *many, folder=tmp_path / "run")
+    assert run.wait() == 0, run.stderr
+    run.assert_nothing_left()
+    assert [row["policy_version"] for row in run.metrics()] == list(range(1, 7))
+    assert max(row["logprob/error_max"] for row in run.metrics()) <= 1e-5
 
 
 @pytest.mark.long

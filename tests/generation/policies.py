@@ -10,6 +10,7 @@ from rl.types import Completion
 SIZES = {"vocab_size": 64, "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "max_seq_len": 256}
 TIED_FUSED = ModelConfig(**SIZES, tie_embeddings=True, fuse_qkv=True)
 UNTIED_SPLIT = ModelConfig(**SIZES, tie_embeddings=False, fuse_qkv=False)
+EXPERTS = ModelConfig(**SIZES, num_experts=4, experts_per_token=2, moe_hidden_dim=48)
 
 
 class Policy:

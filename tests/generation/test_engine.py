@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl.errors import RunError
-from tests.generation.policies import TIED_FUSED, UNTIED_SPLIT, Policy, error
+from tests.generation.policies import EXPERTS, TIED_FUSED, UNTIED_SPLIT, Policy, error
 from tests.generation.ranks import finish, generate, push, request, write
 
 PROMPTS = [[5], list(range(1, 20)), [7] * 40, list(range(60, 0, -1)) * 2]
@@ -26,10 +26,10 @@ def test_logprobs_are_of_the_distribution_sampled_from(generator, policy, temper
         assert completion.finish_reason == "length"
 
 
-def test_untied_and_unfused_weights_give_the_same_logprobs_as_torchtitan(one_rank):
-    policy = Policy(UNTIED_SPLIT, seed=2)
-    assert "lm_head.weight" in policy.weights
-    one_rank.rebuild(UNTIED_SPLIT)
+@pytest.mark.parametrize("model", [UNTIED_SPLIT, EXPERTS], ids=["untied, split", "experts"])
+def test_other_forms_of_the_model_give_the_same_logprobs_as_torchtitan(one_rank, model):
+    policy = Policy(model, seed=2)
+    one_rank.rebuild(model)
     one_rank.run(push, policy.weights, 1)
     (completions,) = one_rank.run(generate, asked(max_tokens=40))
     one_rank.rebuild(TIED_FUSED)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl.errors import ConfigError
-from tests.generation.policies import TIED_FUSED, UNTIED_SPLIT, Policy, error
+from tests.generation.policies import EXPERTS, TIED_FUSED, UNTIED_SPLIT, Policy, error
 from tests.generation.ranks import generate, names_left, push, request
 from tests.generation.scenarios import played
 from tests.generation.test_engine import PROMPTS, asked, swap_in_flight
@@ -42,9 +42,10 @@ def test_the_leaders_commands_reach_every_rank_in_order(generators, other_policy
     assert follower == ["RunError", "RunError"]
 
 
-def test_two_ranks_of_untied_and_unfused_weights_agree_with_torchtitan(two_ranks):
-    policy = Policy(UNTIED_SPLIT, seed=2)
-    two_ranks.rebuild(UNTIED_SPLIT)
+@pytest.mark.parametrize("model", [UNTIED_SPLIT, EXPERTS], ids=["untied, split", "experts"])
+def test_two_ranks_of_other_forms_of_the_model_agree_with_torchtitan(two_ranks, model):
+    policy = Policy(model, seed=2)
+    two_ranks.rebuild(model)
     two_ranks.run(push, policy.weights, 1)
     first, second = two_ranks.run(generate, asked(max_tokens=40))
     two_ranks.rebuild(TIED_FUSED)

@@ -13,28 +13,36 @@ from rl.training.attention import DenseAttention
 SIZES = {"vocab_size": 24, "dim": 16, "n_heads": 8, "n_kv_heads": 4, "head_dim": 4, "hidden_dim": 40}
 
 
-def parameters(tied: bool, fused: bool) -> dict[str, torch.Tensor]:
-    config = ModelConfig(**SIZES, tie_embeddings=tied, fuse_qkv=fused)
+EXPERTS = {"num_experts": 3, "experts_per_token": 2, "moe_hidden_dim": 12}
+
+
+def parameters(tied: bool, fused: bool, experts: bool) -> dict[str, torch.Tensor]:
+    config = ModelConfig(**SIZES, tie_embeddings=tied, fuse_qkv=fused, **(EXPERTS if experts else {}))
     with torch.device("meta"):
         model = qwen3_config(shape_of(config), fuse_qkv=fused, inner_attention=DenseAttention.Config()).build()
     return dict(model.named_parameters())
 
 
-FORMS = pytest.mark.parametrize(("tied", "fused"), [(True, True), (True, False), (False, True), (False, False)])
+FORMS = pytest.mark.parametrize(
+    ("tied", "fused", "experts"),
+    [(True, True, False), (True, False, False), (False, True, False), (False, False, False), (True, True, True)],
+)
 
 
 @FORMS
-def test_every_parameter_has_one_line_and_weights_that_are_cut_are_large(tied, fused):
-    cuts = {name: cut_of(name) for name in parameters(tied, fused)}
-    assert {name for name, cut in cuts.items() if cut is Cut.REPLICATED} == {name for name in cuts if "norm" in name}
+def test_every_parameter_has_one_line_and_weights_that_are_cut_are_large(tied, fused, experts):
+    cuts = {name: cut_of(name) for name in parameters(tied, fused, experts)}
+    replicated = {name for name, cut in cuts.items() if cut is Cut.REPLICATED}
+    assert replicated == {name for name in cuts if "norm" in name or "router" in name}
+    assert any("experts" in name for name in cuts) == experts
     assert ("lm_head.weight" in cuts) == (not tied)
     assert any(name.endswith("wqkv.weight") for name in cuts) == fused
 
 
 @FORMS
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_boxes_of_all_ranks_tile_each_parameter(tied, fused, tp):
-    for name, parameter in parameters(tied, fused).items():
+def test_boxes_of_all_ranks_tile_each_parameter(tied, fused, experts, tp):
+    for name, parameter in parameters(tied, fused, experts).items():
         shape = tuple(parameter.shape)
         covered = torch.zeros(shape, dtype=torch.int)
         for rank in range(tp):
@@ -45,7 +53,9 @@ def test_boxes_of_all_ranks_tile_each_parameter(tied, fused, tp):
         assert (covered == times).all(), name
 
 
-@pytest.mark.parametrize("name", ["layers.0.attention.wo.bias", "layers.0.moe.router.gate.weight", "norms.weight", ""])
+@pytest.mark.parametrize(
+    "name", ["layers.0.attention.wo.bias", "layers.0.moe.shared_experts.w1.weight", "norms.weight", ""]
+)
 def test_a_parameter_without_a_line_is_named(name):
     with pytest.raises(KeyError, match=f"no line for parameter '{name}'"):
         cut_of(name)
@@ -67,6 +77,6 @@ def test_degrees_that_do_not_divide_the_model_are_refused_with_those_that_do(deg
 
 
 def test_of_a_mixture_the_experts_width_is_cut():
-    shape = shape_of(ModelConfig(**SIZES, num_experts=4, experts_per_token=2, moe_hidden_dim=6))
+    shape = shape_of(ModelConfig(**SIZES, **EXPERTS | {"moe_hidden_dim": 6}))
     with pytest.raises(ConfigError, match=r"some.field is 4; .*moe_hidden_dim=6: allowed are \[1, 2\]"):
         check_divides("some.field", 4, shape)

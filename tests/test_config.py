@@ -317,7 +317,7 @@ def parse_fields(fields: dict) -> RunConfig:
     ],
 )
 def test_experts_can_be_divided_in_many_ways(fields, monkeypatch):
-    monkeypatch.setattr("rl.config.device_type", lambda: "cpu")
+    monkeypatch.setattr("rl.validation.device_type", lambda: "cpu")
     assert parse_fields(MIXTURE | fields).model.num_experts == 4
 
 

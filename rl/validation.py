@@ -51,6 +51,11 @@ def validate(config: RunConfig) -> None:
             shape.head_dim in CPU_HEAD_DIMS,
             f"model.head_dim is {shape.head_dim}; vLLM's CPU attention allows {list(CPU_HEAD_DIMS)}",
         )
+        mode = config.trainer.checkpoint.async_mode
+        _require(
+            mode != "async_with_pinned_mem",
+            f"trainer.checkpoint.async_mode is {mode!r}, which needs CUDA; this host allows 'disabled' and 'async'",
+        )
     else:
         ranks = max(config.trainer.ranks, config.generator.tensor_parallel_degree)
         _require(

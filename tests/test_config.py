@@ -249,6 +249,11 @@ REFUSED = [
     ("rollout.top_p", 0.9, "rollout.top_p is 0.9; it must be 1.0: .*log-probs"),
     ("rollout.top_k", 5, "rollout.top_k is 5; it must be 0: .*log-probs"),
     ("trainer.checkpoint.load_step", 4, "trainer.checkpoint.load_step is 4; it must be -1: .*the newest"),
+    (
+        "trainer.checkpoint.async_mode",
+        "async_with_pinned_mem",
+        "trainer.checkpoint.async_mode is 'async_with_pinned_mem', which needs CUDA; .*allows 'disabled' and 'async'",
+    ),
     ("trainer.micro_batch_size", 0, "trainer.micro_batch_size is 0; it must be at least 1"),
     ("trainer.micro_batch_tokens", 21, "trainer.micro_batch_tokens is 21; it must be at least 22, the longest"),
     ("trainer.logits_mib", 0, "trainer.logits_mib is 0; it must be at least 1"),

@@ -83,7 +83,7 @@ class Checkpointer:
         found, self.ignored = on_first_rank("looking for checkpoints", lambda: self._find(step))
         if found is not None:
             path = self._folders.path(found)
-            advice = f"; delete {path} to go back to the checkpoint before it"
+            advice = f"; if it is damaged, deleting {path} goes back to the checkpoint before it"
             self._load(path, found, what=f"loading {self._folders.name(found)}", advice=advice)
         elif (path := self._config.initial_load_path) and not self._config.initial_load_in_hf:
             self._load(Path(path), -1, what=f"loading {path}")

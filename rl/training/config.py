@@ -45,7 +45,11 @@ class TrainerConfig:
             enable=True, folder="checkpoints", interval=50, keep_latest_k=2, initial_load_model_only=False
         )
     )
-    """folder is inside the run folder; interval is in optimizer steps. A run ends with a checkpoint in any case."""
+    """folder is inside the run folder; interval is in optimizer steps; keep_latest_k counts complete checkpoints.
+
+    A run ends with a checkpoint in any case. A run without one starts from initial_load_path, where that is set: a
+    checkpoint of another run, of which initial_load_model_only takes the weights alone.
+    """
     comm: CommConfig = field(default_factory=lambda: CommConfig(trace_buf_size=0))
     debug: DebugConfig = field(default_factory=DebugConfig)
 

@@ -22,9 +22,11 @@ def test_killed_and_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
     assert again.wait() == 2
     assert "already holds a run; add --resume" in again.stderr
 
+    (tmp_path / "killed" / "checkpoints" / "step-7").mkdir()  # as a kill in the middle of a save leaves it
     resumed = Run(*ARGUMENTS, "--resume", folder=tmp_path / "killed")
     assert resumed.wait() == 0, resumed.stderr
     assert numbers(resumed) == numbers(whole)
     assert resumed.json("summary.json")["policy_digest"] == whole.json("summary.json")["policy_digest"]
     assert "resumed after step 4" in resumed.stdout
+    assert "ignored checkpoints/step-7: it is incomplete" in resumed.stdout
     assert "resuming with another" not in resumed.stdout

@@ -1,4 +1,4 @@
-"""Disks that fail, and what ranks do on them."""
+"""Disks that are full, slow or counted, and what ranks do on them."""
 
 import contextlib
 import dataclasses

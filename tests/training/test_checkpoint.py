@@ -17,7 +17,7 @@ from tests.training.disk import (
     write_to_a_disk_full_on_rank_1,
 )
 from tests.training.ranks import on_ranks
-from tests.training.scenes import LAYOUTS, RUN_STATE, TIED_FUSED, engine_of, resume
+from tests.training.scenes import LAYOUTS, RUN_STATE, TIED_FUSED, engine_of, learn, ragged_batch, resume
 
 PAIRS = [
     ("tied_fused", "fsdp2_tp2", "alone"),
@@ -75,6 +75,21 @@ def test_without_a_checkpoint_training_starts_afresh(one):
     engine, checkpointer, _ = one
     assert checkpointer.load() == {}
     assert (engine.version, checkpointer.ignored) == (0, [])
+
+
+@pytest.mark.parametrize("model_only", [True, False])
+def test_a_run_can_start_from_another_runs_checkpoint(one, tmp_path_factory, model_only):
+    engine, checkpointer, checkpoints = one
+    learn(engine, ragged_batch(seed=1))
+    checkpointer.save(1, {"step": 1})
+    folder = str(tmp_path_factory.mktemp("another"))
+    other = engine_of(TIED_FUSED, folder=folder)
+    source = {"initial_load_path": str(checkpoints / "step-1"), "initial_load_model_only": model_only}
+    starter = checkpointer_of(other, folder, **source)
+    assert starter.load() == ({} if model_only else {"step": 1})
+    starter.close()
+    assert digests(other.parts()) == digests(engine.parts())
+    assert other.version == (0 if model_only else 1)
 
 
 # What is on disk.
@@ -170,7 +185,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_back(one, file, damage):
         checkpointer.save(step, {"step": step})
     damage(checkpoints / "step-2" / file)
     if (file, damage) != (".metadata", remove):  # which is a checkpoint that is not complete
-        with pytest.raises(RunError, match=r"loading checkpoints/step-2 failed on rank 0: .*; delete .*/step-2 to go"):
+        with pytest.raises(RunError, match=r"loading checkpoints/step-2 failed on rank 0: .*deleting .*/step-2 goes"):
             checkpointer.load()
         shutil.rmtree(checkpoints / "step-2")
     assert checkpointer.load() == {"step": 1}

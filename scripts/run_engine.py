@@ -1,0 +1,99 @@
+r"""The training engine by itself, for profiling and debugging: no actors, no generator, random batches.
+
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 scripts/run_engine.py --config quickstart --steps 10 \
+    --trainer.parallelism.data_parallel_shard_degree 2 [--profile DIR]
+
+Takes a config by name and any override, as ``python -m rl.train`` does. Weights are random too: of a Hugging
+Face folder only the sizes are read.
+"""
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import profile
+
+from rl.algorithms.losses import token_weights
+from rl.cli import parse_config
+from rl.config import RunConfig
+from rl.errors import EXIT_CONFIG, ConfigError
+from rl.model.shape import shape_of
+from rl.platform import device_type
+from rl.training.engine import TrainingEngine
+from rl.training.micro_batches import balanced
+from rl.types import Batch
+
+
+def main() -> int:
+    """Run on one rank; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="trace one step more, to DIR/rank-N.json")
+    arguments, overrides = parser.parse_known_args()
+    rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "no")
+    try:
+        _, config = parse_config(overrides, program="torchrun scripts/run_engine.py")
+        if ranks != str(config.trainer.ranks):
+            raise ConfigError(
+                f"torchrun started {ranks} ranks, but the config's parallelism degrees come to {config.trainer.ranks}: "
+                f"give torchrun --nproc-per-node {config.trainer.ranks}, or change --trainer.parallelism.*_degree"
+            )
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+
+    engine = TrainingEngine(config.trainer, config.model, seed=config.seed, steps=config.steps + 1, folder="runs")
+    speeds = []
+    for step in range(1, config.steps + 1):
+        batch, start = random_batch(config, seed=step), time.perf_counter()
+        metrics = train(engine, batch, config)
+        speeds.append(int(batch.lengths.sum()) / (time.perf_counter() - start))
+        if rank == "0":
+            numbers = f"loss {metrics['loss/mean']:+.4f}  grad norm {metrics['trainer/grad_norm']:.4f}"
+            print(f"step {step}  {numbers}  {speeds[-1]:,.0f} tokens/s", flush=True)
+    if rank == "0":
+        print(f"mean after the first step: {statistics.mean(speeds[1:] or speeds):,.0f} tokens/s", flush=True)
+    if arguments.profile is not None:
+        arguments.profile.mkdir(parents=True, exist_ok=True)
+        with profile() as trace:
+            train(engine, random_batch(config, seed=0), config)
+        trace.export_chrome_trace(str(arguments.profile / f"rank-{rank}.json"))
+    engine.close()
+    return 0
+
+
+def random_batch(config: RunConfig, seed: int) -> Batch:
+    """The sequences of one step of ``config``: random tokens, prompts and completions of random lengths."""
+    draw = torch.Generator().manual_seed(seed)
+    vocab_size, count = shape_of(config.model).vocab_size, config.rollout.prompts_per_step
+    count *= config.rollout.samples_per_prompt
+    prompts = torch.randint(1, config.data.max_prompt_tokens + 1, (count,), generator=draw)
+    completions = torch.randint(1, config.rollout.max_tokens + 1, (count,), generator=draw)
+    owner = torch.repeat_interleave(torch.arange(count), prompts + completions)
+    spoken = torch.cat([torch.arange(int(n)) for n in prompts + completions]) >= prompts[owner]
+    uniform = torch.full(owner.shape, -math.log(vocab_size))
+    advantages = torch.randn(count, generator=draw)[owner]
+    return Batch(
+        tokens=torch.randint(vocab_size, owner.shape, generator=draw),
+        lengths=prompts + completions,
+        weights=token_weights(completions, config.algorithm.loss.reduction)[owner] * spoken,
+        columns={"advantages": advantages, "behaviour_logprobs": uniform, "reference_logprobs": uniform},
+    )
+
+
+def train(engine: TrainingEngine, batch: Batch, config: RunConfig) -> dict[str, float]:
+    """One optimizer step on this rank's share of the batch, all of which every rank knows."""
+    mine = batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
+    loss, temperature = config.algorithm.loss.build(), config.rollout.temperature
+    _, metrics = engine.forward_backward(mine, loss, temperature=temperature)
+    metrics |= engine.optim_step()
+    torch.get_device_module(device_type()).synchronize()
+    return metrics
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,73 @@
+"""The engine under plain torchrun: steps, their mean, and a trace of each rank."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from tests.bench.programs import module, run
+from tests.training.ranks import free_port, rank_environment
+
+SCRIPT = "scripts/run_engine.py"
+TINY = ["--config", "quickstart", "--steps", "3", "--rollout.prompts_per_step", "2"]
+
+
+NUMBER = r"([+-]?[\d,]+\.?\d*)"
+
+
+def steps_of(out: str) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step, from what the script printed."""
+    *steps, mean = out.splitlines()
+    assert re.fullmatch(rf"mean after the first step: {NUMBER} tokens/s", mean)
+    found = []
+    for number, line in enumerate(steps, start=1):
+        match = re.fullmatch(rf"step {number}  loss {NUMBER}  grad norm {NUMBER}  {NUMBER} tokens/s", line)
+        assert match, line
+        found.append((float(match[1]), float(match[2])))
+    return found
+
+
+def test_two_ranks_of_torchrun_train_as_one_does_and_are_traced(tmp_path, monkeypatch, capsys):
+    options = ["--trainer.parallelism.data_parallel_shard_degree", "2", "--profile", tmp_path / "traces"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    losses = steps_of(run(*torchrun, SCRIPT, *TINY, *options))
+    for rank in range(2):
+        trace = json.loads((tmp_path / "traces" / f"rank-{rank}.json").read_text())
+        names = {event.get("name") for event in trace["traceEvents"]}
+        assert {"aten::mm", "c10d::_reduce_scatter_base_"} <= names
+
+    for name, value in rank_environment(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["run_engine.py", *TINY])
+    assert module(SCRIPT, monkeypatch).main() == 0
+    alone = steps_of(capsys.readouterr().out)
+    assert len(alone) == 3
+    for step, wanted in zip(losses, alone, strict=True):
+        assert step == pytest.approx(wanted, abs=2e-4)
+
+
+def test_a_wrong_number_of_ranks_is_told_in_a_sentence(monkeypatch, capsys):
+    script = module(SCRIPT, monkeypatch)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr("sys.argv", ["run_engine.py", *TINY, "--trainer.parallelism.tensor_parallel_degree", "2"])
+    assert script.main() == 2
+    said = capsys.readouterr().err
+    assert "torchrun started 3 ranks" in said
+    assert "--nproc-per-node 2" in said
+
+
+def test_batches_are_of_the_configs_sizes(monkeypatch):
+    script = module(SCRIPT, monkeypatch)
+    _, config = script.parse_config(["--config", "quickstart"], program="test")
+    batch = script.random_batch(config, seed=1)
+    assert len(batch) == config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    assert batch.lengths.min() >= 2
+    assert batch.lengths.max() <= config.data.max_prompt_tokens + config.rollout.max_tokens
+    assert len(set(batch.lengths.tolist())) > 10
+    assert int(batch.lengths.sum()) == len(batch.tokens) == len(batch.weights)
+    assert 0 <= batch.tokens.min() <= batch.tokens.max() < config.model.vocab_size
+    for weights in batch.weights.split(batch.lengths.tolist()):
+        assert weights.sum() == pytest.approx(1)  # grpo: every completion counts alike
+        assert weights[0] == 0
+        assert (weights > 0).tolist() == sorted((weights > 0).tolist())

@@ -1,0 +1,75 @@
+"""Runs a function on several ranks of torch.distributed, each in a process of its own."""
+
+import logging
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_context = multiprocessing.get_context("fork")
+
+
+def on_ranks(count: int, function: Callable[..., Any], *args: Any, deadline: float = 600.0) -> list[Any]:
+    """What ``function(*args)`` returns on each of ``count`` ranks.
+
+    Ranks are forks of this process, so they start at once; it must not have run a tensor operation,
+    whose threads a fork lacks. Raises RuntimeError with the traceback of the rank that failed first,
+    or if they take ``deadline`` seconds. No process is left in any case.
+    """
+    port, started = _free_port(), []
+    try:
+        for rank in range(count):
+            reader, writer = _context.Pipe(duplex=False)
+            process = _context.Process(target=_rank, args=(writer, rank, count, port, function, args), daemon=True)
+            process.start()
+            writer.close()
+            started.append((process, reader))
+        return _collect([reader for _, reader in started], time.monotonic() + deadline)
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.join()
+
+
+def become_rank(rank: int, count: int, port: int | None = None) -> None:
+    """Set what torch.distributed reads in this process's environment."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or _free_port()}
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, **address}
+    os.environ.update({name: str(value) for name, value in values.items()})
+
+
+def _collect(readers: list[Connection], end: float) -> list[Any]:
+    answers: dict[Connection, Any] = {}
+    while waiting := [reader for reader in readers if reader not in answers]:
+        ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            raise RuntimeError(f"ranks {[readers.index(reader) for reader in waiting]} did not answer in time")
+        for reader in ready:
+            try:
+                error, answers[reader] = reader.recv()
+            except EOFError:
+                raise RuntimeError(f"rank {readers.index(reader)} died without a word") from None
+            if error:
+                raise RuntimeError(f"rank {readers.index(reader)} of {len(readers)} failed:\n{error}")
+    return [answers[reader] for reader in readers]
+
+
+def _rank(writer: Connection, rank: int, count: int, port: int, function: Callable[..., Any], args: Any) -> None:
+    become_rank(rank, count, port)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        writer.send((None, function(*args)))
+    except Exception:
+        writer.send((traceback.format_exc(), None))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -100,12 +100,12 @@ class TrainingEngine:
     def forward(self, batch: Batch, *, temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """``logprobs`` and ``entropy`` of each token, float32 [T] in the batch's order."""
         self.require_resident("forward", "model")
-        outputs = _Outputs(batch)
+        outputs = _Outputs()
         for micro in self._micro_batches(batch):
             with self._context():
                 outputs.put(micro, *self._run(micro, temperature))
         reshard(self.model)
-        return outputs.values
+        return outputs.of(batch)
 
     def forward_backward(
         self, batch: Batch, loss: Loss, *, temperature: float = 1.0, weight: float = 1.0
@@ -117,7 +117,7 @@ class TrainingEngine:
         weighted mean.
         """
         self.require_resident("forward_backward", "model", "optimizer")
-        outputs = _Outputs(batch)
+        outputs = _Outputs()
         totals = MetricTotals(self.device, self._batch_group)
         for micro in self._micro_batches(batch):
             with self._context():
@@ -127,7 +127,7 @@ class TrainingEngine:
             totals.add(per_token, metrics, micro.weights)
             outputs.put(micro, logprobs.detach(), entropy.detach())
         self._weight += float(batch.weights.sum(dtype=torch.float64))
-        return outputs.values, totals.reduce()
+        return outputs.of(batch), totals.reduce()
 
     @torch.no_grad()
     def optim_step(
@@ -232,7 +232,8 @@ class TrainingEngine:
     def _cutting(self) -> Cutting:
         inner = self.model.config.first_attention.inner_attention
         one_row = shares_rows(inner)
-        multiple = self.dims.cp * math.lcm(2, self.dims.tp)  # each divides what the one before left of a row
+        blocks = 1 if self.config.float8 is None else 16  # of a float8 product's rows
+        multiple = self.dims.cp * math.lcm(2, self.dims.tp, blocks)
         if one_row and self.dims.cp_enabled:
             multiple = math.lcm(multiple, 128 * self.dims.cp)  # flex attention's blocks
         return Cutting(
@@ -276,11 +277,19 @@ class TrainingEngine:
 
 
 class _Outputs:
-    """Per-token values of a batch [T], put together from its micro-batches."""
+    """Per-token values of a batch, put together from its micro-batches."""
 
-    def __init__(self, batch: Batch):
-        self.values = {name: torch.zeros(len(batch.tokens)) for name in ("logprobs", "entropy")}
+    def __init__(self) -> None:
+        self._index: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
 
     def put(self, micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> None:
-        for name, values in (("logprobs", logprobs), ("entropy", entropy)):
-            self.values[name][micro.index] = values.cpu()
+        """Add a micro-batch's tokens; they stay on the device, so that it need not be waited for."""
+        self._index.append(micro.index)
+        self._values.append(torch.stack([logprobs, entropy]))
+
+    def of(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Values [T] in the batch's order."""
+        values = torch.zeros(2, len(batch.tokens))
+        values[:, torch.cat(self._index)] = torch.cat(self._values, dim=1).cpu()
+        return {"logprobs": values[0], "entropy": values[1]}

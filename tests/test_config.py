@@ -5,8 +5,6 @@ import json
 import math
 
 import pytest
-from torchtitan.components.quantization import Float8LinearConverter
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 from rl.cli import find_config, parse_config
 from rl.config import RunConfig, frozen
@@ -69,43 +67,6 @@ def test_what_is_not_given_is_the_configs_own():
     assert frozen(parse()) == frozen(find_config("quickstart")())
 
 
-# Choices between kinds of config, each with fields of its own.
-
-
-@pytest.mark.parametrize(
-    ("choice", "chosen"),
-    [
-        ("full", FullAC.Config()),
-        ("selective", SelectiveAC.Config()),
-        ("memory-budget", MemoryBudgetAC.Config()),
-        ("none", None),
-    ],
-)
-def test_activation_checkpointing_is_chosen_by_name(choice, chosen):
-    config = parse(f"trainer.activation-checkpoint:{choice}", "--trainer.compile.enable")
-    assert config.trainer.activation_checkpoint == chosen
-
-
-def test_fields_may_stand_on_either_side_of_a_choice():
-    config = parse(
-        *("--steps", "7", "trainer.activation_checkpoint:selective", "--trainer.activation_checkpoint.debug"),
-        *("trainer.float8:linear", "--seed", "3", "--trainer.float8.emulate", "--trainer.float8.filter-fqns", "wo,w2"),
-    )
-    assert (config.steps, config.seed) == (7, 3)
-    assert config.trainer.activation_checkpoint == SelectiveAC.Config(debug=True)
-    assert config.trainer.float8 == Float8LinearConverter.Config(emulate=True, filter_fqns=["wo", "w2"])
-    assert parse().trainer.float8 is None
-
-
-def test_another_choice_than_the_configs_own_brings_its_own_fields(package):
-    budget = ["trainer.activation-checkpoint:memory-budget", "--trainer.activation-checkpoint.memory-budget", "0.3"]
-    config = parse(*budget, "trainer.float8:none", "--trainer.compile.enable", config=f"{package}.frugal")
-    assert config.trainer.activation_checkpoint == MemoryBudgetAC.Config(memory_budget=0.3)
-    assert config.trainer.float8 is None
-    config = parse("--trainer.float8.filter-fqns", "wo", config=f"{package}.frugal")
-    assert config.trainer.float8 == Float8LinearConverter.Config(emulate=True, filter_fqns=["wo"])
-
-
 # Names that do not exist.
 
 
@@ -154,8 +115,6 @@ def package(tmp_path, monkeypatch):
     (tmp_path / "shouting").mkdir()
     (tmp_path / "shouting" / "__init__.py").write_text(
         "from dataclasses import dataclass\n"
-        "from torchtitan.components.quantization import Float8LinearConverter\n"
-        "from torchtitan.distributed.activation_checkpoint import FullAC\n"
         "from rl.config import RunConfig\n"
         "from rl.tasks.copy_digits import CopyDigits\n"
         "class Shout(CopyDigits):\n"
@@ -164,11 +123,6 @@ def package(tmp_path, monkeypatch):
         "        loudness: float = 1.0\n"
         "def loud() -> RunConfig:\n"
         "    return RunConfig(data=Shout.Config(loudness=2.0))\n"
-        "def frugal() -> RunConfig:\n"
-        "    config = loud()\n"
-        "    config.trainer.activation_checkpoint = FullAC.Config()\n"
-        "    config.trainer.float8 = Float8LinearConverter.Config(emulate=True)\n"
-        "    return config\n"
         "def helper():\n"
         "    return None\n"
     )
@@ -187,7 +141,7 @@ def test_a_config_of_another_package_is_found_by_module_and_name(package):
 @pytest.mark.parametrize("name", ["loudd", "helper", "RunConfig", "Shout"])
 def test_only_functions_that_return_a_run_config_are_configs(package, name):
     with pytest.raises(
-        ConfigError, match=f"--config {package}.{name}: there is no such config; .*All that exist: frugal, loud$"
+        ConfigError, match=f"--config {package}.{name}: there is no such config; .*All that exist: loud$"
     ):
         parse(config=f"{package}.{name}")
 
@@ -298,82 +252,6 @@ def test_a_value_that_cannot_work_is_refused_with_field_value_and_what_is_allowe
     monkeypatch.setattr("rl.validation.device_type", lambda: "cpu")
     with pytest.raises(ConfigError, match=message):
         parse(f"--{field}", str(value))
-
-
-MIXTURE = {"model.num_experts": 4, "model.experts_per_token": 2, "model.moe_hidden_dim": 20}
-EP, DP, TP = (
-    f"trainer.parallelism.{name}_degree" for name in ("expert_parallel", "data_parallel_shard", "tensor_parallel")
-)
-
-
-def parse_fields(fields: dict) -> RunConfig:
-    return parse(*(f"--{name}" if value is None else f"--{name}={value}" for name, value in fields.items()))
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {EP: 2, DP: 2},
-        {EP: 4, DP: 2, TP: 2},
-        {EP: 2, TP: 2},
-        {DP: 8, "model.moe_hidden_dim": 24},
-        {"generator.tensor_parallel_degree": 2},
-    ],
-)
-def test_experts_can_be_divided_in_many_ways(fields, monkeypatch):
-    monkeypatch.setattr("rl.validation.device_type", lambda: "cpu")
-    assert parse_fields(MIXTURE | fields).model.num_experts == 4
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"model.experts_per_token": 0}, "model.experts_per_token is 0; it must be between 1 and model.num_experts=4"),
-        ({"model.experts_per_token": 5}, "model.experts_per_token is 5; it must be between 1 and model.num_experts=4"),
-        ({"model.moe_hidden_dim": 0}, "model.moe_hidden_dim is 0; it must be at least 1"),
-        ({EP: 0}, rf"{EP} is 0; it must divide model.num_experts=4 .*allowed are \[1\]"),
-        ({EP: 2}, rf"{EP} is 2; .*data_parallel_shard\*context_parallel\*tensor_parallel=1: allowed are \[1\]"),
-        ({EP: 3, DP: 3}, rf"{EP} is 3; it must divide model.num_experts=4 .*=3: allowed are \[1\]"),
-        ({EP: 8, DP: 8}, rf"{EP} is 8; it must divide model.num_experts=4 .*=8: allowed are \[1, 2, 4\]"),
-        ({TP: 2, "model.moe_hidden_dim": 21}, rf"{TP} is 2; .*moe_hidden_dim=21: allowed are \[1\]"),
-        (
-            {EP: 2, TP: 2, "trainer.parallelism.no_enable_sequence_parallel": None},
-            "enable_sequence_parallel is False; it must be True where experts and tensors",
-        ),
-        ({DP: 8}, r"moe_hidden_dim is 20 .*more ranks \(8\) than experts \(4\) FSDP cuts both, so the 8 shards"),
-        ({DP: 16, EP: 2}, "the 8 shards must divide them"),
-    ],
-)
-def test_experts_are_refused_where_they_cannot_be_divided_as_asked(fields, message, monkeypatch):
-    monkeypatch.setattr("rl.validation.device_type", lambda: "cpu")
-    with pytest.raises(ConfigError, match=message):
-        parse_fields(MIXTURE | fields)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["trainer.float8:linear"], "trainer.float8.emulate is False; it must be True on this host, .*SM89"),
-        (
-            ["trainer.float8:linear", "--trainer.float8.emulate", "--trainer.compile.enable"],
-            "trainer.float8.emulate is True; with trainer.compile.enable=True it must be False",
-        ),
-        (
-            ["trainer.activation-checkpoint:memory-budget"],
-            "trainer.activation_checkpoint is memory-budget, .*set trainer.compile.enable to True, or choose selective",
-        ),
-    ],
-)
-def test_ways_to_train_that_cannot_work_are_refused(arguments, message, monkeypatch):
-    monkeypatch.setattr("rl.validation.has_cuda_capability", lambda *_: False)
-    with pytest.raises(ConfigError, match=message):
-        parse(*arguments)
-
-
-def test_a_gpu_of_the_right_kind_computes_in_float8_itself(monkeypatch):
-    monkeypatch.setattr("rl.validation.has_cuda_capability", lambda major, minor: (major, minor) <= (8, 9))
-    assert not parse("trainer.float8:linear", "--trainer.compile.enable").trainer.float8.emulate
 
 
 def test_a_gpu_host_must_have_as_many_as_the_config_needs(monkeypatch):

@@ -65,7 +65,7 @@ IN_FLOAT8 = replace(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9, help="turns that each side takes")
+    parser.add_argument("--repeats", type=int, default=8, help="turns that each side takes")
     parser.add_argument("--plot", metavar="FILE", help="also measure smaller vocabularies, and draw them as a PNG file")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, only to see that everything runs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -92,8 +92,8 @@ def speeds(cases: dict[str, Case], repeats: int) -> dict[str, float]:
     """Ours over the others in tokens per second for each case, and how far the losses were ever apart."""
     result, spreads = {}, []
     for suffix, case in cases.items():
-        sizes = f"{case.model.n_layers} layers, vocabulary {case.model.vocab_size:,}{suffix[4:].replace('_', ', ')}"
-        print(f"{sizes}: ours", end=" ", flush=True)
+        fields = "".join(f", {name}={value}" for name, value in case.trainer.items())
+        print(f"{case.model.n_layers} layers, vocabulary {case.model.vocab_size:,}{fields}: ours", end=" ", flush=True)
         times, spread = on_ranks(1, run_case, case, repeats)[0]
         print(f"{case.tokens / statistics.median(times['ours']):,.0f} tokens/s", end="")
         for other in case.others:
@@ -106,6 +106,7 @@ def speeds(cases: dict[str, Case], repeats: int) -> dict[str, float]:
 
 
 def run_case(case: Case, repeats: int) -> tuple[dict[str, list[float]], float]:
+    """``take_turns`` in a process of its own."""
     _, sides = build(case)
     return take_turns(sides, repeats)
 
@@ -113,13 +114,14 @@ def run_case(case: Case, repeats: int) -> tuple[dict[str, list[float]], float]:
 def take_turns(sides: dict[str, Step], repeats: int) -> tuple[dict[str, list[float]], float]:
     """Seconds of each side's steps after the first, and the largest difference of the sides' losses."""
     times: dict[str, list[float]] = {name: [] for name in sides}
-    spread = 0.0
+    order, spread = list(sides), 0.0
     for _ in range(1 + repeats):
         losses = []
-        for name, step in sides.items():
+        for name in order:
             begin = clock()
-            losses.append(step())
+            losses.append(sides[name]())
             times[name].append(clock() - begin)
+        order.reverse()  # a step may leave caches that the next one likes
         spread = max(spread, max(losses) - min(losses))
     return {name: seconds[1:] for name, seconds in times.items()}, spread
 

@@ -58,15 +58,16 @@ def build(case: Case) -> tuple[TrainingEngine, dict[str, Step]]:
 
 
 def make_batch(case: Case) -> Batch:
-    """Random tokens; the first quarter of each sequence is a prompt."""
+    """Random tokens; the first quarter of each sequence is a prompt, and some ratios are clipped."""
     draw, count, length = torch.Generator().manual_seed(0), case.sequences, case.model.max_seq_len
+    noise = 0.3 * torch.randn(case.tokens, generator=draw)
     return Batch(
         tokens=torch.randint(case.model.vocab_size, (case.tokens,), generator=draw),
         lengths=torch.full((count,), length),
         weights=(torch.arange(length) >= length // 4).float().repeat(count),
         columns={
             "advantages": torch.randn(count, generator=draw).repeat_interleave(length),
-            "behaviour_logprobs": torch.full((case.tokens,), -math.log(case.model.vocab_size)),
+            "behaviour_logprobs": noise - math.log(case.model.vocab_size),
         },
     )
 

@@ -11,9 +11,9 @@ SCRIPT = "scripts/bench/layouts.py"
 
 
 def test_rows_are_measured_and_the_last_line_is_json():
-    *table, last = python(SCRIPT, "--only", "fsdp2", "ep2", "--json").splitlines()
+    *table, last = python(SCRIPT, "--only", "fsdp2", "moe-ep2", "--json").splitlines()
     result = json.loads(last)
-    assert [row["name"] for row in result["layouts"]] == ["fsdp2", "ep2"]
+    assert [row["name"] for row in result["layouts"]] == ["fsdp2", "moe-ep2"]
     assert len(table) == 4
     for row in result["layouts"]:
         assert row["ok"]

@@ -65,6 +65,7 @@ class TrainingEngine:
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])
         self.optimizers = config.optimizer.build(model_parts=[self.model])
         self.schedule = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=steps)
+        self._steps = steps
         self.version = 0
         """Optimizer steps taken: the policy version of the weights."""
         self.skipped_steps = 0
@@ -148,6 +149,8 @@ class TrainingEngine:
         Raises RunError at one more in a row than ``config.max_skipped_steps``.
         """
         self.require_resident("optim_step", "model", "optimizer")
+        if self.version == self._steps:
+            raise RuntimeError(f"optim_step: the schedule ends after {self._steps} steps; build the engine with more")
         weight = self._over_batch(self._weight, dist.ReduceOp.SUM) if denominator is None else denominator
         if weight == 0:
             raise RuntimeError(

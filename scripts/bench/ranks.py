@@ -11,6 +11,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
+
 _context = multiprocessing.get_context("fork")
 
 

@@ -141,6 +141,16 @@ def test_the_loss_falls(build):
     assert losses[-1] < losses[0] - 0.1
 
 
+def test_no_step_is_taken_past_the_end_of_the_schedule(build):
+    engine = build(steps=1)
+    learn(engine, ragged_batch())
+    before = weights_of(engine)
+    with pytest.raises(RuntimeError, match="the schedule ends after 1 steps; build the engine with more"):
+        learn(engine, ragged_batch())
+    assert engine.version == 1
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
+
+
 def test_a_step_without_weight_is_refused(build):
     engine = build()
     batch = ragged_batch()

@@ -18,7 +18,8 @@ from torch.distributed import TCPStore
 DEADLINE_S = 120.0
 STORE_OF_PARENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a server whose threads have started would wait for them
+# A server that forks must have one thread, or what the others hold breaks; PyTorch and pyarrow's allocator start some.
+os.environ |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
     [

@@ -27,6 +27,15 @@ def waits():
     time.sleep(60)
 
 
+def threads_of_parent() -> list[str]:
+    return os.listdir(f"/proc/{os.getppid()}/task")
+
+
+def test_ranks_are_forked_from_a_server_of_one_thread():
+    (threads,) = on_ranks(1, threads_of_parent)
+    assert len(threads) == 1
+
+
 def test_answers_come_back_in_the_order_of_ranks():
     assert on_ranks(2, whoami) == [("0", "2"), ("1", "2")]
 

@@ -206,6 +206,7 @@ def _merge(batch: Batch, shares: list[list[int]], answers: list[Outputs]) -> Out
     """Per-token values of the whole batch, from those of its shares."""
     merged = {name: torch.zeros(len(batch.tokens)) for name in answers[0]}
     for share, outputs in zip(shares, answers, strict=True):
+        index = batch.token_index(share)
         for name, values in outputs.items():
-            merged[name][batch.token_index(share)] = values
+            merged[name][index] = values
     return merged

@@ -78,7 +78,8 @@ def plan(batch: Batch, cutting: Cutting) -> list[Rows]:
 def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
     """The micro-batch of the given rows; without any, a dummy of one row that holds no sequence."""
     sequences = [sequence for row in rows for sequence in row]
-    part, sizes = batch.select(sequences), _sizes(batch)
+    part = batch.select(sequences)
+    sizes = dict(zip(sequences, _sizes(part), strict=True))
     width = max([sum(sizes[i] for i in row) for row in rows], default=0)
     width = _round_up(max(width, 1), cutting.multiple_of)
     starts = []

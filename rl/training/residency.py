@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from rl.training.model import local_tensor
 
 
 class HostMemory:
@@ -52,7 +53,7 @@ class HostMemory:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+    return local_tensor(tensor).untyped_storage()
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl.model.parts import Box, Part
@@ -29,6 +28,7 @@ from tests.training.scenes import (
     ragged_batch,
     resume,
 )
+from tests.training.test_hugging_face import same_tensors
 
 LAYOUTS = {
     "tp2": (EXPERTS, Layout(tp=2)),
@@ -136,10 +136,6 @@ def write_folder(folder: Path, *, tied: bool) -> Path:
     return folder
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_folder_of_transformers_says_the_same_here_and_comes_out_as_it_went_in(tmp_path, tied):
@@ -156,9 +152,7 @@ def test_a_folder_of_transformers_says_the_same_here_and_comes_out_as_it_went_in
 
     checkpointer.export_hf(str(out))
     checkpointer.close()
-    before, after = tensors_of(source), tensors_of(out)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    same_tensors(source, out)
 
 
 @torch.no_grad()

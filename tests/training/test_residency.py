@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from rl.training.checkpoint import Checkpointer
+from rl.training.model import local_tensor
 from tests.training.scenes import LOSS, MODELS, engine_of, gradients_of, learn, ragged_batch, weights_of
 
 
 def resident(tensors) -> int:
     """Bytes that the tensors hold on their device."""
-    local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(tensor.untyped_storage().nbytes() for tensor in local)
+    return sum(local_tensor(tensor).untyped_storage().nbytes() for tensor in tensors)
 
 
 def moments(engine) -> list[torch.Tensor]:

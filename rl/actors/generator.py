@@ -8,7 +8,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from rl.actors.group import ActorGroup, Supervisor
 from rl.generation.config import GeneratorConfig, environment
-from rl.model.parts import Parts
+from rl.model.parts import Part
 from rl.model.shape import ModelConfig
 from rl.model.tp_plan import local_part
 from rl.types import Completion, GenerationRequest
@@ -67,9 +67,9 @@ class Generator(Actor):
     async def close(self) -> None:
         await self._loop.close()
 
-    def _parts(self, engine: "GenerationEngine") -> Parts:
+    def _parts(self, engine: "GenerationEngine") -> list[Part]:
         tp, rank = self._config.tensor_parallel_degree, self._rank
-        return {name: local_part(name, own, tp=tp, rank=rank) for name, own in engine.parameters().items()}
+        return [local_part(name, own, tp=tp, rank=rank) for name, own in engine.parameters().items()]
 
 
 class GeneratorMesh:

@@ -64,7 +64,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def open_segment(self, dtype: torch.dtype, readers: int) -> Segment:
-        self.publisher = Publisher(self.engine.parts(), dtype, readers=readers)
+        self.publisher = Publisher(list(self.engine.parts().values()), dtype, readers=readers)
         return self.publisher.segment
 
     @endpoint
@@ -75,7 +75,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def weight_digests(self, dtype: torch.dtype | None) -> PartDigests:
-        return digests(self.engine.parts(), dtype=dtype)
+        return digests(self.engine.parts().values(), dtype=dtype)
 
     @endpoint
     async def save_checkpoint(self, step: int, run_state: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Rectangular parts of tensors: the language of sharding, routing and digests."""
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -36,13 +37,43 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
 
-class Part(NamedTuple):
-    """One rank's own part of a parameter: the tensor, the shape of the whole, and where it lies in it."""
+class Region(NamedTuple):
+    """Which part of which parameter a rank holds."""
 
-    tensor: torch.Tensor
+    name: str
+    """torchtitan's; a tied parameter goes by one name."""
     shape: tuple[int, ...]
+    """Of the whole parameter."""
     box: Box
 
 
+Layout = tuple[Region, ...]
+"""All that one rank holds, in the rank's own order."""
+
+
+class Part(NamedTuple):
+    """A region with the tensor, of the box's shape, that holds it."""
+
+    region: Region
+    tensor: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        return self.region.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.region.shape
+
+    @property
+    def box(self) -> Box:
+        return self.region.box
+
+
 Parts = dict[str, Part]
-"""All parameters of one rank by torchtitan's names, tied ones once."""
+"""One rank's parts by name, where it holds one of each parameter."""
+
+
+def layout_of(parts: Iterable[Part]) -> Layout:
+    """The regions of ``parts``, in their order."""
+    return tuple(part.region for part in parts)

@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 
 from rl.errors import ConfigError
-from rl.model.parts import Box, Part
+from rl.model.parts import Box, Part, Region
 from rl.model.shape import ModelShape
 
 
@@ -76,7 +76,7 @@ def local_part(name: str, tensor: torch.Tensor, *, tp: int, rank: int) -> Part:
     """``tensor``, which rank ``rank`` of ``tp`` holds of parameter ``name``, with its place in the whole."""
     dim = cut_of(name).dim
     shape = tuple(n * tp if d == dim else n for d, n in enumerate(tensor.shape))
-    return Part(tensor, shape, local_box(name, shape, tp=tp, rank=rank))
+    return Part(Region(name, shape, local_box(name, shape, tp=tp, rank=rank)), tensor)
 
 
 def check_divides(field: str, degree: int, shape: ModelShape) -> None:

@@ -21,7 +21,7 @@ from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.tools.utils import set_default_dtype
 
-from rl.model.parts import Box, Part, Parts
+from rl.model.parts import Box, Part, Parts, Region
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, shape_of
 from rl.platform import device_type
@@ -178,7 +178,10 @@ def local_box(parameter: torch.Tensor) -> Box:
 
 def parts_of(model: nn.Module) -> Parts:
     """This rank's live parameters; they change as the optimizer steps."""
-    return {
-        canonical_fqn(name): Part(local_tensor(parameter).detach(), tuple(parameter.shape), local_box(parameter))
-        for name, parameter in model.named_parameters()
-    }
+    parts = (part_of(canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
+    return {part.name: part for part in parts}
+
+
+def part_of(name: str, parameter: torch.Tensor) -> Part:
+    """This rank's part of one tensor."""
+    return Part(Region(name, tuple(parameter.shape), local_box(parameter)), local_tensor(parameter).detach())

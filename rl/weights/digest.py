@@ -6,20 +6,20 @@ from collections.abc import Iterable
 
 import torch
 
-from rl.model.parts import Box, Part, Parts
+from rl.model.parts import Box, Part
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18  # elements at once: the int64 positions and products of a few megabytes stay in the cache
 _WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-PartDigests = dict[str, tuple[Box, int]]
-"""What one rank says of its parts: {name: (box, digest)}."""
+PartDigests = dict[tuple[str, Box], int]
+"""What one rank says of its parts, by name and box."""
 
 
-def digests(parts: Parts, *, dtype: torch.dtype | None = None) -> PartDigests:
+def digests(parts: Iterable[Part], *, dtype: torch.dtype | None = None) -> PartDigests:
     """Digests of one rank's parts, cast to ``dtype`` first if given."""
     return {
-        name: (part.box, part_digest(part._replace(tensor=part.tensor.to(dtype)) if dtype else part))
-        for name, part in parts.items()
+        (part.name, part.box): part_digest(part._replace(tensor=part.tensor.to(dtype)) if dtype else part)
+        for part in parts
     }
 
 
@@ -29,18 +29,24 @@ def part_digest(part: Part) -> int:
 
     The digest of a tensor is the sum, modulo 2^64, of those of any parts that tile it.
     """
-    tensor, shape, box = part
-    bits = tensor.detach().contiguous().view(_WIDTH[tensor.element_size()]).reshape(-1)
-    position = torch.zeros(box.shape, dtype=torch.int64, device=tensor.device)
-    stride = 1
-    for dim in reversed(range(len(shape))):
-        index = torch.arange(box.offset[dim], box.offset[dim] + box.shape[dim], device=tensor.device)
-        position += (index * stride).view([-1 if d == dim else 1 for d in range(len(shape))])
-        stride *= shape[dim]
+    tensor = part.tensor.detach().contiguous()
+    bits = tensor.view(_WIDTH[tensor.element_size()]).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for values, places in zip(bits.split(_CHUNK), position.reshape(-1).split(_CHUNK), strict=True):
-        total += (_mix(places) * (values.to(torch.int64) + 0x9E3779B9)).sum()
+    for start in range(0, len(bits), _CHUNK):
+        values = bits[start : start + _CHUNK]
+        index = torch.arange(start, start + len(values), device=tensor.device)
+        total += (_mix(_position(index, part)) * (values.to(torch.int64) + 0x9E3779B9)).sum()
     return int(total)
+
+
+def _position(index: torch.Tensor, part: Part) -> torch.Tensor:
+    """Where in the whole parameter, flattened, the part's flattened elements ``index`` lie."""
+    position, stride = torch.zeros_like(index), 1
+    for offset, size, whole in zip(*map(reversed, (*part.box, part.shape)), strict=True):
+        position += (index % size + offset) * stride
+        index = index // size
+        stride *= whole
+    return position
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -56,12 +62,15 @@ def merge_digests(ranks: Iterable[PartDigests]) -> dict[str, str]:
 
     Raises ValueError, naming the parameter, where two ranks hold the same part with different values.
     """
-    parts: dict[str, dict[Box, int]] = {}
+    parts: dict[tuple[str, Box], int] = {}
     for rank in ranks:
-        for name, (box, digest) in rank.items():
-            if parts.setdefault(name, {}).setdefault(box, digest) != digest:
+        for (name, box), digest in rank.items():
+            if parts.setdefault((name, box), digest) != digest:
                 raise ValueError(f"parameter {name}: two ranks hold different values of the same part {box}")
-    return {name: f"{sum(boxes.values()) % (1 << 64):016x}" for name, boxes in parts.items()}
+    totals: dict[str, int] = {}
+    for (name, _), digest in parts.items():
+        totals[name] = totals.get(name, 0) + digest
+    return {name: f"{total % (1 << 64):016x}" for name, total in totals.items()}
 
 
 def policy_digest(digests: dict[str, str]) -> str:

@@ -1,64 +1,49 @@
-"""Which part of which trainer shard goes where in a generator rank: from shapes and placements alone."""
+"""Which part of which trainer shard goes where in a generator: from shapes and placements alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl.model.parts import Box, Part
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """What one trainer rank holds of one parameter; ``start`` counts elements from its slot's begin."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
-    box: Box
-    start: int
+from rl.model.parts import Box, Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Copy the part ``box`` of parameter ``name`` out of ``shard``, which trainer rank ``source`` holds."""
+    """Copy the part ``box`` of a parameter from trainer rank ``source`` to one rank of a generator."""
 
     source: int
-    shard: Shard
+    held: int
+    """Which region of the source's layout it lies in."""
+    wanted: int
+    """Which region of the reader's layout it goes to."""
     box: Box
 
 
-def shards_of(parts: Mapping[str, Part], *, align: int = 64) -> tuple[Shard, ...]:
-    """Lay the parts of one rank end to end, each beginning on a multiple of ``align`` elements."""
-    shards, start = [], 0
-    for name, part in parts.items():
-        shards.append(Shard(name, part.shape, part.box, start))
-        start += -(-part.box.numel // align) * align
-    return tuple(shards)
+def plan_routes(sources: Sequence[Layout], wanted: Layout, *, reader: int) -> list[Route]:
+    """Routes that fill the regions ``wanted`` by one generator rank from the trainer ranks' layouts.
 
-
-def plan_routes(sources: Sequence[Sequence[Shard]], destinations: Mapping[str, Part], *, reader: int) -> list[Route]:
-    """Routes that fill the parts of the generator rank ``reader``.
-
-    Equal shards on several trainer ranks are read from one of them, a different one per reader and
-    parameter. Raises ValueError, naming the parameter, unless every element of every destination is
-    covered exactly once and every parameter of the trainer is asked for.
+    Equal regions on several trainer ranks are read from one of them, a different one per reader and
+    region. Raises ValueError, naming the parameter, unless every element wanted is covered exactly
+    once and the rank wants something of every parameter of the trainer.
     """
-    offered: dict[str, dict[Box, list[tuple[int, Shard]]]] = {}
-    for rank, shards in enumerate(sources):
-        for shard in shards:
-            offered.setdefault(shard.name, {}).setdefault(shard.box, []).append((rank, shard))
-    if unknown := sorted(offered.keys() - destinations.keys()):
+    offered: dict[str, dict[Box, list[tuple[int, int]]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank, layout in enumerate(sources):
+        for index, (name, shape, box) in enumerate(layout):
+            offered.setdefault(name, {}).setdefault(box, []).append((rank, index))
+            shapes[name] = shape
+    if unknown := sorted(offered.keys() - {region.name for region in wanted}):
         raise ValueError(f"parameter {unknown[0]} of the trainer has no place in the generator")
     routes: list[Route] = []
-    for index, (name, (_, shape, box)) in enumerate(destinations.items()):
+    for index, (name, shape, box) in enumerate(wanted):
         if name not in offered:
             raise ValueError(f"parameter {name} of the generator is held by no trainer rank")
+        if shapes[name] != shape:
+            raise ValueError(f"parameter {name} is {shapes[name]} in the trainer and {shape} in the generator")
         parts = []
-        for source_box, replicas in offered[name].items():
-            rank, shard = replicas[(reader + index) % len(replicas)]
-            if shard.shape != shape:
-                raise ValueError(f"parameter {name} is {shard.shape} in the trainer and {shape} in the generator")
-            if (part := box.intersect(source_box)) is not None:
-                parts.append(Route(rank, shard, part))
+        for held, replicas in offered[name].items():
+            if (part := box.intersect(held)) is not None:
+                rank, at = replicas[(reader + index) % len(replicas)]
+                parts.append(Route(rank, at, index, part))
         _check_partition(name, box, [route.box for route in parts])
         routes += parts
     return routes

@@ -4,14 +4,15 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rl.errors import RunError
-from rl.model.parts import Part
-from rl.weights.routes import Route, Shard, plan_routes, shards_of
+from rl.model.parts import Box, Layout, Part, layout_of
+from rl.weights.routes import Route, plan_routes
+from rl.weights.transport import starts_of
 
 HEADER_BYTES = 4096
 SLOTS = 2
@@ -28,7 +29,7 @@ class Segment:
     fd: int
     dtype: torch.dtype
     slot_bytes: int
-    shards: tuple[Shard, ...]
+    layout: Layout
 
 
 class Publisher:
@@ -49,21 +50,20 @@ class Publisher:
     crash of anyone leaves it behind, and the size of /dev/shm does not limit it.
     """
 
-    def __init__(self, parameters: Mapping[str, Part], dtype: torch.dtype, *, readers: int):
+    def __init__(self, parameters: Sequence[Part], dtype: torch.dtype, *, readers: int):
         """Takes two slots of memory, each the size of the rank's shards in ``dtype``."""
         if readers > MAX_READERS:
             raise ValueError(f"readers is {readers}; the header has room for {MAX_READERS}")
-        self._shards = shards_of(parameters)
-        self._tensors = [part.tensor for part in parameters.values()]
-        last = self._shards[-1]
-        slot_bytes = -(-(last.start + last.box.numel) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._tensors = [part.tensor for part in parameters]
+        _, count = starts_of([part.box.numel for part in parameters])
+        slot_bytes = -(-count * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.memfd_create("tiller-weights")
         os.ftruncate(fd, HEADER_BYTES + SLOTS * slot_bytes)
-        self.segment = Segment(socket.gethostname(), os.getpid(), fd, dtype, slot_bytes, self._shards)
+        self.segment = Segment(socket.gethostname(), os.getpid(), fd, dtype, slot_bytes, layout_of(parameters))
         self._header, slots = _map(fd, self.segment)
         for slot in slots:
             slot.zero_()  # first use of a page is ten times slower than the next: pay it here
-        self._views = [[_view(slot, shard) for shard in self._shards] for slot in slots]
+        self._views = [_views(slot, self.segment.layout) for slot in slots]
         self._readers = readers
 
     def publish(self, version: int, *, timeout: float = 60.0) -> None:
@@ -97,7 +97,7 @@ class Subscriber:
     def __init__(
         self,
         segments: Sequence[Segment],
-        parameters: Mapping[str, Part],
+        parameters: Sequence[Part],
         *,
         reader: int,
     ):
@@ -105,15 +105,28 @@ class Subscriber:
         here = socket.gethostname()
         if elsewhere := sorted({s.host for s in segments} - {here}):
             raise RunError(f"the trainer runs on {elsewhere}, the generator on {here}: shared memory needs one host")
-        routes = plan_routes([segment.shards for segment in segments], parameters, reader=reader)
-        for name, part in parameters.items():
+        routes = plan_routes([segment.layout for segment in segments], layout_of(parameters), reader=reader)
+        for part in parameters:
             if part.tensor.dtype != segments[0].dtype:
-                raise RunError(f"{name} is {part.tensor.dtype} in the generator and pushed as {segments[0].dtype}")
+                raise RunError(f"{part.name} is {part.tensor.dtype} in the generator and pushed as {segments[0].dtype}")
         mapped = [_map_of(segment) for segment in segments]
         self._headers = [header for header, _ in mapped]
+        views = [
+            [_views(slot, s.layout) for s, (_, slots) in zip(segments, mapped, strict=True) for slot in [slots[i]]]
+            for i in range(SLOTS)
+        ]
         self._reader = reader
         self._copies = [
-            [_endpoints(route, mapped[route.source][1][slot], parameters) for route in routes] for slot in range(SLOTS)
+            [
+                _endpoints(
+                    route,
+                    views[slot][route.source][route.held],
+                    segments[route.source].layout[route.held].box,
+                    parameters[route.wanted],
+                )
+                for route in routes
+            ]
+            for slot in range(SLOTS)
         ]
 
     @torch.no_grad()
@@ -156,10 +169,13 @@ def _map_of(segment: Segment) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return header, slots
 
 
-def _view(slot: torch.Tensor, shard: Shard) -> torch.Tensor:
-    return slot[shard.start : shard.start + shard.box.numel].view(shard.box.shape)
+def _views(slot: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    starts, _ = starts_of([region.box.numel for region in layout])
+    return [
+        slot[start : start + region.box.numel].view(region.box.shape)
+        for start, region in zip(starts, layout, strict=True)
+    ]
 
 
-def _endpoints(route: Route, slot: torch.Tensor, parameters: Mapping[str, Part]) -> tuple[torch.Tensor, torch.Tensor]:
-    own, _, box = parameters[route.shard.name]
-    return own[route.box.slices_in(box)], _view(slot, route.shard)[route.box.slices_in(route.shard.box)]
+def _endpoints(route: Route, held: torch.Tensor, held_box: Box, wanted: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    return wanted.tensor[route.box.slices_in(wanted.box)], held[route.box.slices_in(held_box)]

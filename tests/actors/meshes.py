@@ -14,7 +14,7 @@ from rl.actors.generator import Generator, GeneratorMesh
 from rl.actors.group import Supervisor
 from rl.actors.trainer import PolicyTrainer, TrainerMesh
 from rl.generation.config import GeneratorConfig
-from rl.model.parts import Box, Part, Parts
+from rl.model.parts import Box, Part
 from rl.model.shape import ModelConfig
 from rl.training.config import TrainerConfig, default_adamw
 from rl.types import Batch
@@ -24,8 +24,8 @@ DEADLINE = 300.0
 
 class OpenTrainer(PolicyTrainer):
     @endpoint
-    async def parts(self) -> Parts:
-        return {name: part._replace(tensor=part.tensor.clone()) for name, part in self.engine.parts().items()}
+    async def parts(self) -> list[Part]:
+        return [part._replace(tensor=part.tensor.clone()) for part in self.engine.parts().values()]
 
     @endpoint
     async def watch_payloads(self) -> None:
@@ -46,9 +46,9 @@ class OpenTrainer(PolicyTrainer):
 
 class OpenGenerator(Generator):
     @concurrent_endpoint
-    async def parts(self) -> Parts:
+    async def parts(self) -> list[Part]:
         parts = await self._loop.run_between_steps(self._parts)
-        return {name: part._replace(tensor=part.tensor.clone()) for name, part in parts.items()}
+        return [part._replace(tensor=part.tensor.clone()) for part in parts]
 
 
 class Meshes:
@@ -109,16 +109,17 @@ def trainer_config(*, fsdp: int = 1, tp: int = 1) -> TrainerConfig:
     return config
 
 
-async def parts_of(mesh: Any) -> list[Parts]:
+async def parts_of(mesh: Any) -> list[list[Part]]:
     """Every rank's parameters, by value."""
     return await mesh._group.call("parts", deadline=DEADLINE)
 
 
-def whole(ranks: list[Parts]) -> dict[str, torch.Tensor]:
+def whole(ranks: list[list[Part]]) -> dict[str, torch.Tensor]:
     """The parameters that the ranks' parts make up; every element must be held by someone."""
     tensors: dict[str, torch.Tensor] = {}
     for parts in ranks:
-        for name, part in parts.items():
+        for part in parts:
+            name = part.name
             tensor = tensors.setdefault(name, torch.full(part.shape, torch.nan, dtype=part.tensor.dtype))
             place = part.box.slices_in(Box.whole(part.shape))
             assert_same_or_unset(name, tensor[place], part)

@@ -48,7 +48,11 @@ def test_boxes_of_all_ranks_tile_each_parameter(tied, fused, experts, tp):
         for rank in range(tp):
             box = local_box(name, shape, tp=tp, rank=rank)
             covered[box.slices_in(Box.whole(shape))] += 1
-            assert local_part(name, torch.empty(box.shape, device="meta"), tp=tp, rank=rank)[1:] == (shape, box)
+            assert local_part(name, torch.empty(box.shape, device="meta"), tp=tp, rank=rank).region == (
+                name,
+                shape,
+                box,
+            )
         times = tp if cut_of(name) is Cut.REPLICATED else 1
         assert (covered == times).all(), name
 

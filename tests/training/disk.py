@@ -16,13 +16,13 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemWriter
 
 from rl.errors import RunError
-from rl.model.parts import Part, Parts
+from rl.model.parts import Parts
 from rl.model.shape import ModelConfig
 from rl.training import hugging_face
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_names import Piece
-from rl.training.model import local_box, local_tensor
+from rl.training.model import part_of
 from rl.training.step_folders import StepFolders
 from rl.weights.digest import digests
 from tests.training.scenes import LAYOUTS, TIED_FUSED, adopted, engine_of, learn, ragged_batch
@@ -70,11 +70,11 @@ def save_and_step_on(layout: str, folder: str) -> dict[str, Any]:
         learn(engine, ragged_batch(seed=step))
         checkpointer.save(step, {"step": step})
     learn(engine, ragged_batch(seed=3))
-    answer: dict[str, Any] = {"at the save": digests(everything(engine))}
+    answer: dict[str, Any] = {"at the save": digests(everything(engine).values())}
     with held_writes("step-3"):
         checkpointer.save(3, {"step": 3})
         learn(engine, ragged_batch(seed=4))
-        answer["a step later"] = digests(everything(engine))
+        answer["a step later"] = digests(everything(engine).values())
         answer["complete while writing"] = StepFolders(Path(folder) / "checkpoints").complete()
     checkpointer.close()
     dist.barrier()
@@ -150,5 +150,5 @@ class CountedSlice:
 def everything(engine: TrainingEngine) -> Parts:
     """This rank's parts of the weights and of the optimizer's moments."""
     state = {name: t for name, t in engine.optimizers.state_dict().items() if name.endswith(("exp_avg", "exp_avg_sq"))}
-    moments = {name: Part(local_tensor(t), tuple(t.shape), local_box(t)) for name, t in state.items()}
+    moments = {name: part_of(name, t) for name, t in state.items()}
     return engine.parts() | moments

@@ -49,7 +49,7 @@ def train(plan: Plan, folder: str, life: int = 0) -> dict[str, Any]:
         if step % plan.saved_every == 0:
             checkpointer.save(step, {"step": step})
     checkpointer.close()
-    return {"version": engine.version, "digests": digests(everything(engine))}
+    return {"version": engine.version, "digests": digests(everything(engine).values())}
 
 
 def note(folder: str, **what: Any) -> None:

@@ -248,7 +248,7 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
 
     checkpointer = Checkpointer(engine, model, folder=folder)
     checkpointer.save(2, RUN_STATE)
-    result |= {"saved": digests(engine.parts()), "drawn": torch.rand(4)}
+    result |= {"saved": digests(engine.parts().values()), "drawn": torch.rand(4)}
     steps.append(learn(engine, ragged_batch(seed=3)))
     checkpointer.export_hf(f"{folder}/export")
     now = engine.parts()
@@ -261,7 +261,7 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
 def held(model: ModelConfig, layout: Layout, folder: str, **trainer: Any) -> dict[str, Any]:
     """What a rank holds of the weights, and the whole gradient of a batch of five rows and of one more."""
     engine = engine_of(model, folder=folder, layout=layout, **trainer)
-    of_parts = digests(engine.parts())
+    of_parts = digests(engine.parts().values())
     return {"digests": of_parts} | accumulate(engine, ragged_batch(), ragged_batch().select([3]))
 
 
@@ -277,7 +277,7 @@ def resumed(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
     state = checkpointer.load()
     result = {"run_state": state, "ignored": checkpointer.ignored, "loaded": (engine.version, engine.skipped_steps)}
     checkpointer.close()
-    result |= {"weights": digests(engine.parts()), "drawn": torch.rand(4)}
+    result |= {"weights": digests(engine.parts().values()), "drawn": torch.rand(4)}
     return result | {"step": learn(engine, ragged_batch(seed=3))}
 
 

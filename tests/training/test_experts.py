@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rl.model.parts import Box, Part
+from rl.model.parts import Box, Region
 from rl.model.shape import ModelConfig
 from rl.model.tp_plan import local_box
 from rl.training.checkpoint import Checkpointer
 from rl.weights.digest import merge_digests
-from rl.weights.routes import Shard, plan_routes
+from rl.weights.routes import plan_routes
 from tests.training.ranks import on_ranks
 from tests.training.reference import worst_error
 from tests.training.scenes import (
@@ -53,7 +53,7 @@ def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, mod
     wanted = alone[model.num_experts]
     answers = on_ranks(layout.ranks, held, model, layout, folder)
     assert merge_digests(answer["digests"] for answer in answers) == merge_digests([wanted["digests"]])
-    boxes = [{name: box for name, (box, _) in answer["digests"].items()} for answer in [wanted, *answers]]
+    boxes = [dict(answer["digests"].keys()) for answer in [wanted, *answers]]
     assert_routes(boxes[0], boxes[1:])
     for answer in answers:
         assert worst_error(answer["gradients"], wanted["gradients"]) <= 1e-5
@@ -62,10 +62,10 @@ def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, mod
 def assert_routes(whole: dict[str, Box], held: list[dict[str, Box]]) -> None:
     """Generators of one and of two ranks can be filled from what trainer ranks hold, each element once."""
     shapes = {name: box.shape for name, box in whole.items()}
-    sources = [[Shard(name, shapes[name], box, 0) for name, box in boxes.items()] for boxes in held]
+    sources = [tuple(Region(name, shapes[name], box) for name, box in boxes.items()) for boxes in held]
     for tp, rank in ((1, 0), (2, 0), (2, 1)):
         boxes = {name: local_box(name, shape, tp=tp, rank=rank) for name, shape in shapes.items()}
-        wanted = {name: Part(torch.empty(box.shape, device="meta"), shapes[name], box) for name, box in boxes.items()}
+        wanted = tuple(Region(name, shapes[name], box) for name, box in boxes.items())
         routes = plan_routes(sources, wanted, reader=rank)
         assert sum(route.box.numel for route in routes) == sum(box.numel for box in boxes.values())
 

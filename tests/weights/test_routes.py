@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.model.parts import Box, Part
-from rl.weights.digest import merge_digests, part_digest
-from rl.weights.routes import Shard, plan_routes, shards_of
+from rl.model.parts import Box, Part, Region
+from rl.weights.digest import digests, merge_digests
+from rl.weights.routes import plan_routes
 
 
 def cut(shape: tuple[int, ...], dim: int | None, parts: int, index: int) -> Box:
@@ -32,12 +32,13 @@ def test_routes_carry_every_element_to_its_place(rows, columns, source_dim, sour
     whole = torch.arange(rows * columns).view(shape)
     full = Box.whole(shape)
     boxes = [cut(shape, source_dim, sources, rank) for rank in range(sources)]
-    held = [shards_of({"w": Part(whole, shape, box)}) for box in boxes]
+    held = [(Region("w", shape, box),) for box in boxes]
     for reader in range(readers):
         box = cut(shape, dim, readers, reader)
         out = torch.full(box.shape, -1)
-        for route in plan_routes(held, {"w": Part(out, shape, box)}, reader=reader):
-            part = whole[route.shard.box.slices_in(full)][route.box.slices_in(route.shard.box)]
+        for route in plan_routes(held, (Region("w", shape, box),), reader=reader):
+            source = boxes[route.source]
+            part = whole[source.slices_in(full)][route.box.slices_in(source)]
             out[route.box.slices_in(box)] = part
         assert torch.equal(out, whole[box.slices_in(full)])
 
@@ -46,30 +47,28 @@ def test_replicas_are_read_from_different_sources():
     shape = (4, 4)
     full = Box.whole(shape)
     names = ["a", "b", "c", "d"]
-    parts = {name: Part(torch.zeros(shape), shape, full) for name in names}
-    routes = plan_routes([shards_of(parts) for _ in range(4)], parts, reader=0)
+    layout = tuple(Region(name, shape, full) for name in names)
+    routes = plan_routes([layout] * 4, layout, reader=0)
     assert {route.source for route in routes} == {0, 1, 2, 3}
     assert len(routes) == 4
 
 
 @pytest.mark.parametrize(
-    ("shards", "message"),
+    ("regions", "message"),
     [
-        ([Shard("w", (4, 2), Box((0, 0), (3, 2)), 0)], "parameter w: 6 of 8 elements are covered"),
+        ([Region("w", (4, 2), Box((0, 0), (3, 2)))], "parameter w: 6 of 8 elements are covered"),
         (
-            [Shard("w", (4, 2), Box((0, 0), (3, 2)), 0), Shard("w", (4, 2), Box((2, 0), (2, 2)), 0)],
+            [Region("w", (4, 2), Box((0, 0), (3, 2))), Region("w", (4, 2), Box((2, 0), (2, 2)))],
             "parameter w: the trainer's shards overlap",
         ),
-        ([Shard("w", (4, 3), Box((0, 0), (4, 3)), 0)], "parameter w is"),
-        ([Shard("v", (4, 2), Box((0, 0), (4, 2)), 0)], "parameter v of the trainer has no place"),
+        ([Region("w", (4, 3), Box((0, 0), (4, 3)))], "parameter w is"),
+        ([Region("v", (4, 2), Box((0, 0), (4, 2)))], "parameter v of the trainer has no place"),
         ([], "parameter w of the generator is held by no trainer rank"),
     ],
 )
-def test_what_cannot_be_routed_is_refused_by_name(shards, message):
+def test_what_cannot_be_routed_is_refused_by_name(regions, message):
     with pytest.raises(ValueError, match=message):
-        plan_routes(
-            [[shard] for shard in shards], {"w": Part(torch.zeros(4, 2), (4, 2), Box((0, 0), (4, 2)))}, reader=0
-        )
+        plan_routes([(region,) for region in regions], (Region("w", (4, 2), Box.whole((4, 2))),), reader=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,7 +79,7 @@ def test_digest_does_not_depend_on_the_cut_and_sees_every_bit_and_swap(dtype):
 
     def digest(tensor: torch.Tensor, dim: int, parts: int) -> dict[str, str]:
         boxes = [cut(shape, dim, parts, i) for i in range(parts)]
-        return merge_digests({"w": (b, part_digest(Part(tensor[b.slices_in(full)], shape, b)))} for b in boxes)
+        return merge_digests(digests([Part(Region("w", shape, b), tensor[b.slices_in(full)])]) for b in boxes)
 
     expected = digest(whole, 0, 1)
     assert digest(whole, 0, 3) == digest(whole, 1, 5) == expected
@@ -94,4 +93,4 @@ def test_digest_does_not_depend_on_the_cut_and_sees_every_bit_and_swap(dtype):
 def test_replicas_that_differ_are_named():
     box = Box((0,), (4,))
     with pytest.raises(ValueError, match="parameter w: two ranks hold different values"):
-        merge_digests([{"w": (box, 1)}, {"w": (box, 2)}])
+        merge_digests([{("w", box): 1}, {("w", box): 2}])

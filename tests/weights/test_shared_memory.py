@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from rl.errors import RunError
-from rl.model.parts import Box, Part
+from rl.model.parts import Box, Part, Region
 from rl.weights.shared_memory import Publisher, Subscriber
 
 SHAPE = (6, 4)
 
 
 def rows(tensor: torch.Tensor, start: int, stop: int) -> Part:
-    return Part(tensor[start:stop], SHAPE, Box((start, 0), (stop - start, SHAPE[1])))
+    return Part(Region("w", SHAPE, Box((start, 0), (stop - start, SHAPE[1]))), tensor[start:stop])
 
 
 @pytest.fixture
 def pair():
     """Two trainer ranks with three rows each, one reader that wants rows 2 to 4 in bfloat16."""
     trained = torch.randn(SHAPE)
-    publishers = [Publisher({"w": rows(trained, s, s + 3)}, torch.bfloat16, readers=1) for s in (0, 3)]
+    publishers = [Publisher([rows(trained, s, s + 3)], torch.bfloat16, readers=1) for s in (0, 3)]
     pulled = torch.zeros(SHAPE, dtype=torch.bfloat16)
-    subscriber = Subscriber([p.segment for p in publishers], {"w": rows(pulled, 2, 5)}, reader=0)
+    subscriber = Subscriber([p.segment for p in publishers], [rows(pulled, 2, 5)], reader=0)
     return trained, publishers, pulled, subscriber
 
 
@@ -95,7 +95,7 @@ def test_a_slot_is_not_reused_before_its_version_was_pulled(pair):
 def test_a_generator_in_another_dtype_is_refused(pair):
     _, publishers, _, _ = pair
     with pytest.raises(RunError, match=r"w is torch.float32 in the generator and pushed as torch.bfloat16"):
-        Subscriber([p.segment for p in publishers], {"w": rows(torch.zeros(SHAPE), 0, 6)}, reader=0)
+        Subscriber([p.segment for p in publishers], [rows(torch.zeros(SHAPE), 0, 6)], reader=0)
 
 
 def test_another_process_reads_it_and_nothing_is_left_by_name(pair, tmp_path):
@@ -109,7 +109,7 @@ def test_another_process_reads_it_and_nothing_is_left_by_name(pair, tmp_path):
         from tests.weights.test_shared_memory import SHAPE, rows, Subscriber
         pulled = torch.zeros(SHAPE, dtype=torch.bfloat16)
         segments = torch.load(sys.argv[1], weights_only=False)
-        Subscriber(segments, {"w": rows(pulled, 0, 6)}, reader=0).pull(0)
+        Subscriber(segments, [rows(pulled, 0, 6)], reader=0).pull(0)
         torch.save(pulled, sys.argv[2])
         """
     )

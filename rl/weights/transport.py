@@ -1,0 +1,60 @@
+"""What every transport of the push offers, whatever carries the bytes."""
+
+from typing import Any, Protocol
+
+ALIGN = 64
+"""Elements: where a region begins in a buffer, for whole cache lines and vector loads."""
+
+
+class Publisher(Protocol):
+    """A trainer rank's side: holds two versions of its shards, cast to the generator's dtype.
+
+    Usage, on the rank of the trainer and on the rank of the generator::
+
+        publisher = ...                          subscriber = ...(addresses of all trainer ranks)
+        await publisher.publish(v)
+                                                 await subscriber.fetch(v)      # generation goes on
+                                                 held = subscriber.pull(v)      # generation stands still
+    """
+
+    address: Any
+    """Where subscribers find it; can be sent to another process."""
+
+    async def publish(self, version: int) -> None:
+        """Make the current weights readable as ``version``. They must not change before this returns.
+
+        Raises RunError where a slot cannot be had in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds; subscribers fail from here on."""
+        ...
+
+
+class Subscriber(Protocol):
+    """A generator rank's side."""
+
+    async def fetch(self, version: int) -> None:
+        """Bring ``version``, published by all trainer ranks, near; the parameters stay as they are."""
+        ...
+
+    def pull(self, version: int) -> int:
+        """Overwrite this rank's parameters; returns the version that they hold now.
+
+        Raises RunError where ``version`` is not there whole.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+def starts_of(numels: list[int]) -> tuple[list[int], int]:
+    """Where regions of these sizes begin when they lie end to end, aligned, and the elements of all."""
+    starts, end = [], 0
+    for numel in numels:
+        starts.append(end)
+        end += -(-numel // ALIGN) * ALIGN
+    return starts, end

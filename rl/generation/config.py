@@ -38,6 +38,18 @@ class GeneratorConfig:
     prefix_caching: bool = True
     """Share the KV cache of equal prompt prefixes, as of the samples of one group."""
 
+    swap: Literal["drain", "recompute", "continue"] = "recompute"
+    """What becomes of the requests in flight when newer weights are pulled.
+
+    - ``drain``: the pull waits until they have finished; requests that arrive meanwhile wait for the new weights.
+      Every completion is of one version.
+    - ``recompute``: they keep their tokens, and the KV of all of them is computed anew. Earlier tokens are of the
+      versions they were drawn from; later ones are of the new version, with exactly the log-probs that it gives them.
+    - ``continue``: they keep their tokens and their KV: the pause is that of the copy alone. Later tokens are of the
+      new version in name; their log-probs are of the distribution really sampled from, that of the new weights over
+      KV of the older ones, which no forward pass of one policy reproduces. Requests that start later share none of it.
+    """
+
 
 def environment(config: GeneratorConfig) -> dict[str, str]:
     """Variables that a generator rank must be launched with: vLLM and OpenMP read them at import.

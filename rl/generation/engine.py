@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rl.errors import RunError
+from rl.generation import prefix_cache
 from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
 from rl.model.shape import ModelConfig, ModelShape, hf_config, shape_of
 from rl.model.tp_plan import check_divides
@@ -42,6 +43,7 @@ class GenerationEngine:
         """
         self.shape = shape_of(model)
         check_divides("generator.tensor_parallel_degree", config.tensor_parallel_degree, self.shape)
+        self.swap = config.swap
         self.version: int | None = None
         self._engine = _start(config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed)
         self._titan = self._engine.model_executor.driver_worker.get_model().titan
@@ -57,10 +59,14 @@ class GenerationEngine:
     def weights_changed(self, version: int) -> None:
         """Tell the engine that its parameters now hold policy ``version``.
 
-        Drops every cached key and value; running requests go on with the new weights from their last token.
-        Raises RunError if the cache survived.
+        Requests in flight go on as ``GeneratorConfig.swap`` says; all others see no key or value of older weights.
+        Raises RunError if the cache survived, as it does where ``drain`` left a request running.
         """
-        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+        if self.swap == "continue":
+            forgotten = prefix_cache.forget(self._engine)
+        else:
+            forgotten = self._engine.reset_prefix_cache(reset_running_requests=self.swap == "recompute")
+        if not forgotten:
             raise RunError(f"vLLM did not reset its prefix cache for policy version {version}")
         self._engine.engine_core.set_weight_version(str(version))
         self.version = version
@@ -145,13 +151,13 @@ class GenerationEngine:
         dist.broadcast_object_list(shared, src=group.ranks[0], group=group.cpu_group)
         return shared[0]
 
-    def agree(self, done: bool) -> bool:
-        """Whether every rank of the group says ``done``. Raises RuntimeError when a peer has gone."""
+    def span(self, value: int) -> tuple[int, int]:
+        """Least and greatest ``value`` of the ranks of the group. Raises RuntimeError when a peer has gone."""
         if self._group.world_size == 1:
-            return done
-        vote = torch.tensor(int(done))
-        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group.cpu_group)
-        return bool(vote)
+            return value, value
+        ends = torch.tensor([value, -value])
+        dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=self._group.cpu_group)
+        return int(ends[0]), -int(ends[1])
 
     def close(self) -> None:
         """Free the model, the KV cache and the process groups; peers still in a collective fail at once."""

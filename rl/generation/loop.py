@@ -37,6 +37,16 @@ class Close:
 
 Command = Add | Abort | Pull | Close
 
+NOTHING = -1  # the version of a rank whose pull failed
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What a pull brought: the version that the generator holds now, and how long no step could run, in seconds."""
+
+    version: int
+    pause_s: float
+
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -51,8 +61,9 @@ class EngineLoop:
     """Generates continuously in a thread of its own.
 
     ``make_engine`` builds the engine in that thread. ``pull(engine, version)`` copies the weights of a policy version
-    into ``engine.parameters()``. With tensor parallelism every rank runs a loop, rank 0 leads: what it is asked for
-    reaches all ranks before the same step. ``generate`` and ``pull`` are for rank 0, the rest for every rank::
+    into ``engine.parameters()``; where it brings a newer one it returns which. With tensor parallelism every rank runs
+    a loop, rank 0 leads: what it is asked for reaches all ranks before the same step. ``generate`` and ``pull`` are
+    for rank 0, the rest for every rank::
 
         loop = EngineLoop(make_engine, pull)
         await loop.start()
@@ -69,14 +80,15 @@ class EngineLoop:
     def __init__(
         self,
         make_engine: Callable[[], GenerationEngine],
-        pull: Callable[[GenerationEngine, int], None],
+        pull: Callable[[GenerationEngine, int], int | None],
     ):
         self._make_engine = make_engine
         self._pull = pull
         self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
         self._changed = threading.Condition()  # guards all below
         self._engine: GenerationEngine | None = None
-        self._commands: list[tuple[Command, Future | None]] = []
+        self._commands: list[Command] = []
+        self._pulls: list[tuple[int, Future]] = []
         self._visits: list[tuple[Callable[[GenerationEngine], Any], Future]] = []
         self._calls: dict[str, _Call] = {}
         self._pending: set[Future] = set()
@@ -104,17 +116,24 @@ class EngineLoop:
                 engine.check(request)
             call = _Call(ids, {}, self._promise())
             self._calls.update(dict.fromkeys(ids, call))
-            self._tell(Add(requests))
-        call.done.add_done_callback(lambda done: self._forget(ids) if done.cancelled() else None)
+            self._tell(add := Add(requests))
+        call.done.add_done_callback(lambda done: self._forget(ids, add) if done.cancelled() else None)
         return await asyncio.wrap_future(call.done)
 
-    async def pull(self, version: int) -> None:
-        """Have every rank pull policy ``version`` before the same step; running requests go on with it."""
+    async def pull(self, version: int) -> Pulled:
+        """Have every rank pull policy ``version`` before the same step; what is in flight follows ``engine.swap``.
+
+        One that has not begun is dropped for a newer one: both return when the newer is in. Returns at once where
+        the generator holds ``version`` or a newer one.
+        """
         with self._changed:
-            self._leader()
+            engine = self._leader()
+            if engine.version is not None and engine.version >= version:
+                return Pulled(engine.version, 0.0)
             done = self._promise()
-            self._tell(Pull(version), done)
-        await asyncio.wrap_future(done)
+            self._pulls.append((version, done))
+            self._changed.notify()
+        return await asyncio.wrap_future(done)
 
     async def run_between_steps(self, fn: Callable[[GenerationEngine], Any]) -> Any:
         """``fn(engine)``, run by this rank's thread between two steps. No collectives: peers do not take part.
@@ -165,16 +184,19 @@ class EngineLoop:
             self._ended.result()
             raise RunError("the generation loop is closed")
 
-    def _tell(self, command: Command, done: Future | None = None) -> None:
-        self._commands.append((command, done))
+    def _tell(self, command: Command) -> None:
+        self._commands.append(command)
         self._changed.notify()
 
-    def _forget(self, ids: list[str]) -> None:
+    def _forget(self, ids: list[str], add: Add) -> None:
         """Abort the requests of a caller that was cancelled."""
         with self._changed:
             for request_id in ids:
                 self._calls.pop(request_id, None)
-            self._tell(Abort(ids))
+            if add in self._commands:
+                self._commands.remove(add)
+            else:
+                self._tell(Abort(ids))
 
     def _run(self) -> None:
         error: BaseException | None = None
@@ -201,29 +223,33 @@ class EngineLoop:
         with self._changed:
             self._engine = engine
         while True:
-            asked, visits = self._take(engine)
+            commands, visits = self._take(engine)
             for fn, done in visits:
                 _settle(done, fn(engine))
-            commands = engine.share([command for command, _ in asked])
-            for command in commands:
+            for command in engine.share(commands):
                 if isinstance(command, Close):
                     return
                 self._execute(engine, command)
-            for _, done in asked:
-                if done is not None:
-                    _settle(done, None)
             if engine.busy:
                 for request_id, completion in engine.step():
                     self._deliver(request_id, completion)
 
     def _take(self, engine: GenerationEngine) -> tuple[list, list]:
-        """What was asked since the last step. A leader without work sleeps here, its followers in ``share``."""
+        """What was asked since the last step. A leader without work sleeps here, its followers in ``share``.
+
+        The newest pull goes first: what has not begun begins with its weights. While it drains, so waits what is new.
+        """
         with self._changed:
             if engine.leads and not engine.busy:
-                self._changed.wait_for(lambda: self._commands or self._visits, timeout=HEARTBEAT_S)
-            taken = self._commands, self._visits
-            self._commands, self._visits = [], []
-            return taken
+                self._changed.wait_for(lambda: self._commands or self._pulls or self._visits, timeout=HEARTBEAT_S)
+            visits, self._visits = self._visits, []
+            commands, self._commands = self._commands, []
+            if self._pulls and engine.swap == "drain" and engine.busy:
+                self._commands = [command for command in commands if isinstance(command, Add)]
+                commands = [command for command in commands if not isinstance(command, Add)]
+            elif self._pulls:
+                commands.insert(0, Pull(max(version for version, _ in self._pulls)))
+            return commands, visits
 
     def _execute(self, engine: GenerationEngine, command: Command) -> None:
         match command:
@@ -233,19 +259,36 @@ class EngineLoop:
             case Abort(request_ids):
                 engine.abort(request_ids)
             case Pull(version):
-                self._pull_everywhere(engine, version)
+                self._swap(engine, version)
 
-    def _pull_everywhere(self, engine: GenerationEngine, version: int) -> None:
-        """No rank goes on to the next step, and waits there for ever, unless all have the weights."""
-        pulled = False
-        try:
-            self._pull(engine, version)
-            pulled = True
-        finally:
-            everywhere = engine.agree(pulled)
-        if not everywhere:
-            raise RunError(f"another rank of this generator could not pull policy version {version}")
+    def _swap(self, engine: GenerationEngine, version: int) -> None:
+        """Pull on every rank, and tell all whom the version brought serves."""
+        began = time.perf_counter()
+        version = self._pull_everywhere(engine, version)
         engine.weights_changed(version)
+        pulled = Pulled(version, time.perf_counter() - began)
+        with self._changed:
+            served = [done for wanted, done in self._pulls if wanted <= version]
+            self._pulls = [(wanted, done) for wanted, done in self._pulls if wanted > version]
+        for done in served:
+            _settle(done, pulled)
+
+    def _pull_everywhere(self, engine: GenerationEngine, version: int) -> int:
+        """The version, this or a newer one, that every rank holds now.
+
+        No rank goes on to the next step, and waits there for ever, unless all have the weights.
+        """
+        held = oldest = NOTHING
+        while oldest < version:
+            wanted, brought = version, NOTHING
+            try:
+                brought = held if held == wanted else self._pull(engine, wanted) or wanted
+            finally:
+                oldest, version = engine.span(brought)
+            if oldest == NOTHING:
+                raise RunError(f"another rank of this generator could not pull policy version {wanted}")
+            held = brought
+        return version
 
     def _deliver(self, request_id: str, completion: Completion) -> None:
         with self._changed:

@@ -18,6 +18,11 @@ def other_policy() -> Policy:
 
 
 @pytest.fixture(scope="session")
+def third_policy() -> Policy:
+    return Policy(TIED_FUSED, seed=2)
+
+
+@pytest.fixture(scope="session")
 def one_rank():
     ranks = GeneratorRanks(GeneratorConfig(kv_cache_gib=0.05, block_size=32), TIED_FUSED)
     yield ranks
@@ -43,3 +48,9 @@ def generators(two_ranks, policy):
     """Two ranks of one generator that hold ``policy`` as version 1."""
     two_ranks.run(push, policy.weights, 1)
     return two_ranks
+
+
+@pytest.fixture(params=["generator", "generators"], ids=["one rank", "two ranks"])
+def one_or_two_ranks(request):
+    """One generator of either kind, which holds ``policy`` as version 1."""
+    return request.getfixturevalue(request.param)

@@ -1,5 +1,7 @@
 """Tiny random policies in torchtitan, the reference that generators are held against."""
 
+from functools import partial
+
 import torch
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
@@ -40,3 +42,31 @@ def error(policy: Policy, prompt: list[int], completion: Completion, temperature
     """Largest difference between the completion's log-probs and the policy's own."""
     own = policy.logprobs(prompt, completion.tokens, temperature)
     return (torch.tensor(completion.logprobs) - own).abs().max().item()
+
+
+def logprobs_of_swaps(policies: list[Policy], prompt: list[int], tokens: list[int], drawn: list[int]) -> torch.Tensor:
+    """What each policy says, float32 [len(policies), len(tokens)], where one follows the other over its cache.
+
+    ``drawn[i]`` tokens had been drawn when ``policies[i + 1]`` took over. The last of them had not been fed back:
+    keys and values of the positions before it stay as the earlier policies left them.
+    """
+    caches: dict[str, tuple[torch.Tensor, ...]] = {}
+    said = []
+    for policy, end in zip(policies, [0, *(len(prompt) + n - 1 for n in drawn)], strict=True):
+        hooks = [
+            layer.attention.inner_attention.register_forward_pre_hook(partial(over_older, caches, name, end))
+            for name, layer in policy.model.layers.items()
+        ]
+        said.append(policy.logprobs(prompt, tokens))
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(said)
+
+
+def over_older(caches: dict, layer: str, end: int, _module, args: tuple[torch.Tensor, ...]):
+    """Queries as they are; keys and values [B, L, N, H] of positions before ``end`` from the pass before."""
+    queries, *own = args
+    if end:
+        own = [torch.cat([old[:, :end], new[:, end:]], 1) for old, new in zip(caches[layer], own, strict=True)]
+    caches[layer] = tuple(own)
+    return queries, *own

@@ -1,6 +1,7 @@
 """Plays a coroutine against an EngineLoop around a rank's engine; runs on the rank."""
 
 import asyncio
+from contextlib import contextmanager
 
 from tests.generation.ranks import DEADLINE_S, write
 
@@ -18,16 +19,26 @@ class Borrowed:
         self._real.abort(["a", "b", "c", "r", "s", "good"])
 
 
-def played(engine, scenario, *args, pull=("raise", None), keep_engine=True):
-    """What ``await scenario(loop, *args)`` returns. ``pull`` is ("weights", full weights) or ("raise", None)."""
+def played(engine, scenario, *args, pull=("raise", None), swap="recompute", keep_engine=True):
+    """What ``await scenario(loop, *args)`` returns.
+
+    ``pull`` is ("weights", full weights of any version), ("raise", None), or ("newest", {version: full weights}) where
+    rank r finds all but the r newest at its first pull, and all of them later.
+    """
     from rl.generation.loop import EngineLoop
 
     how, weights = pull
+    hidden = 0 if engine.leads else 1
 
     def pull_now(engine, version):
+        nonlocal hidden
         if how == "raise":
             raise RuntimeError(f"no such version {version}")
-        write(engine, weights)
+        if how == "weights":
+            return write(engine, weights)
+        version, hidden = sorted(weights)[-1 - hidden], 0
+        write(engine, weights[version])
+        return version
 
     async def main():
         loop = EngineLoop(lambda: Borrowed(engine) if keep_engine else engine, pull_now)
@@ -36,4 +47,15 @@ def played(engine, scenario, *args, pull=("raise", None), keep_engine=True):
         await loop.close()
         return result
 
-    return asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+    with swapping(engine, swap):
+        return asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+@contextmanager
+def swapping(engine, swap):
+    """The engine swaps in this mode meanwhile."""
+    engine.swap, usual = swap, engine.swap
+    try:
+        yield
+    finally:
+        engine.swap = usual

@@ -1,0 +1,134 @@
+"""Newer weights under requests in flight, in each of the three modes: every version and log-prob is true."""
+
+import pytest
+import torch
+
+from rl.errors import RunError
+from tests.generation.policies import error, logprobs_of_swaps
+from tests.generation.ranks import finish, push, request
+from tests.generation.scenarios import swapping
+
+REQUESTS = [
+    request("a", [9] * 70, max_tokens=60, seed=1),
+    request("b", range(50), max_tokens=90, seed=2),
+    request("c", [*range(40), 7], max_tokens=50, seed=3),
+]
+DRAWN = [10, 45]  # tokens that each has when a newer version comes
+
+
+@pytest.mark.parametrize("swap", ["recompute", "continue"])
+def test_every_token_in_flight_has_its_version_and_that_versions_logprob(
+    one_or_two_ranks, policy, other_policy, third_policy, swap
+):
+    policies, newer = [policy, other_policy, third_policy], {2: other_policy.weights, 3: third_policy.weights}
+    completions, *followers = one_or_two_ranks.run(swap_in_flight, swap, newer)
+    assert all(same == completions for same in followers)
+    for each, completion in zip(REQUESTS, completions, strict=True):
+        prompt, tokens = each.prompt_tokens, completion.tokens
+        assert completion.versions == [1] * 10 + [2] * 35 + [3] * (len(tokens) - 45)
+        claimed = torch.tensor(completion.versions) - 1, torch.arange(len(tokens))
+        fresh = torch.stack([policy.logprobs(prompt, tokens) for policy in policies])[claimed]
+        mixed = logprobs_of_swaps(policies, prompt, tokens, DRAWN)[claimed]
+        said = torch.tensor(completion.logprobs)
+        assert (said - (mixed if swap == "continue" else fresh)).abs().max() <= 1e-4
+        assert (fresh - mixed).abs().max() > 0.1  # the two can be told apart
+
+
+@pytest.mark.parametrize("swap", ["recompute", "continue"])
+def test_nobody_else_sees_a_key_or_value_of_older_weights(one_or_two_ranks, other_policy, swap):
+    """Not those of finished requests, nor those that requests in flight filled before the swap or fill after it."""
+    asked, completions = one_or_two_ranks.run(share_prefixes_across_a_swap, swap, other_policy.weights)[0]
+    for each, completion in zip(asked, completions, strict=True):
+        assert set(completion.versions) == {2}
+        assert error(other_policy, each.prompt_tokens, completion) <= 1e-4, each.request_id
+
+
+def test_a_request_preempted_at_the_swap_is_computed_wholly_anew(generator, policy, other_policy):
+    """It has tokens, and waits for memory, when its neighbour goes on with the KV it has."""
+    ((running, preempted),) = generator.run(swap_while_preempted, other_policy.weights)
+    for each, completion, goes_on in [(REQUESTS[0], running, True), (REQUESTS[1], preempted, False)]:
+        prompt, tokens, drawn = each.prompt_tokens, completion.tokens, completion.versions.count(1)
+        assert 0 < drawn < len(tokens)
+        assert completion.versions == [1] * drawn + [2] * (len(tokens) - drawn)
+        old, new = logprobs_of_swaps([policy, other_policy], prompt, tokens, [drawn])
+        new = new if goes_on else other_policy.logprobs(prompt, tokens)
+        truth = torch.cat([old[:drawn], new[drawn:]])
+        assert (torch.tensor(completion.logprobs) - truth).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("swap", ["drain", "continue"])
+def test_a_cache_that_survives_is_an_error(generator, swap):
+    with pytest.raises(RunError, match="did not reset its prefix cache for policy version 9"):
+        generator.run(swap_with_stuck_cache, swap)
+
+
+# Run on the ranks.
+
+
+def swap_in_flight(engine, swap, newer):
+    for each in REQUESTS:
+        engine.add(each)
+    steps = 0
+    with swapping(engine, swap):
+        for drawn, (version, weights) in zip(DRAWN, newer.items(), strict=True):
+            while steps < drawn:
+                assert engine.step() == []
+                steps += 1
+            push(engine, weights, version)
+    return finish(engine, REQUESTS)
+
+
+def share_prefixes_across_a_swap(engine, swap, weights):
+    finished = request("finished", [9] * 70, max_tokens=60, seed=8)
+    engine.add(finished)
+    (before,) = finish(engine, [finished])
+    flying = request("flying", [5] * 70, max_tokens=120, seed=1)
+    engine.add(flying)
+    for _ in range(10):
+        engine.step()
+    waiting = request("waiting", [5] * 70, seed=4)
+    engine.add(waiting)
+    with swapping(engine, swap):
+        push(engine, weights, 2)
+    fresh = request("fresh", [5] * 70, seed=5)  # its blocks lead to those that "flying" fills from now on
+    engine.add(fresh)
+    *first, flown = finish(engine, [waiting, fresh, flying])
+    heirs = [
+        request("heir of flying", flying.prompt_tokens + flown.tokens[:100], seed=6),
+        request("heir of finished", finished.prompt_tokens + before.tokens, seed=7),
+    ]
+    for each in heirs:
+        engine.add(each)
+    return [waiting, fresh, *heirs], [*first, *finish(engine, heirs)]
+
+
+def swap_while_preempted(engine, weights):
+    scheduler = scheduler_of(engine)
+    pool = scheduler.kv_cache_manager.block_pool
+    for each in REQUESTS[:2]:
+        engine.add(each)
+    engine.step()
+    taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    while len(scheduler.running) == 2:  # until one needs a block and takes the other's
+        engine.step()
+    with swapping(engine, "continue"):
+        push(engine, weights, 2)
+    pool.free_blocks(taken)
+    return finish(engine, REQUESTS[:2])
+
+
+def swap_with_stuck_cache(engine, swap):
+    engine.add(request("r", [3] * 70, max_tokens=9))
+    engine.step()
+    manager = scheduler_of(engine).kv_cache_manager
+    manager.evict_blocks = lambda blocks: None
+    try:
+        with swapping(engine, swap):
+            engine.weights_changed(9)
+    finally:
+        del manager.evict_blocks
+        engine.abort(["r"])
+
+
+def scheduler_of(engine):
+    return engine._engine.engine_core.engine_core.scheduler

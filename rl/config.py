@@ -11,6 +11,7 @@ from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.base import Task
 from rl.training.config import TrainerConfig
+from rl.weights.config import WeightPushConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,6 +35,10 @@ class RolloutConfig:
 
     top_k: int = 0
     """Above 0 is refused, as top_p below 1 is."""
+
+    max_staleness: int = 0
+    """Optimizer steps by which the weights that sampled a rollout may be older than those it trains. 0: one batch is
+    generated, then trained on. 1: the next batch is generated meanwhile, and the push runs behind both."""
 
     recorded_per_step: int = 4
     """Rollouts of each step that are written to rollouts.jsonl."""
@@ -84,6 +89,7 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    weights: WeightPushConfig = field(default_factory=WeightPushConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
 

@@ -1,6 +1,9 @@
-"""Which device this process computes on, told to torchtitan before it looks for itself."""
+"""Where this process computes: its device, told to torchtitan before that looks for itself, and its host."""
 
+import os
+import socket
 import sys
+from pathlib import Path
 
 import torch
 import torchtitan.tools.utils as titan
@@ -26,3 +29,9 @@ def device_type() -> str:
 def device_count() -> int:
     """GPUs of this host; 0 without CUDA."""
     return torch.cuda.device_count()
+
+
+def memory_domain() -> str:
+    """Equal for processes that can map each other's memory: one boot of one host, one PID namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}/{boot[:8]}/{os.stat('/proc/self/ns/pid').st_ino}"

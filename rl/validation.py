@@ -24,6 +24,7 @@ def validate(config: RunConfig) -> None:
     _validate_context_parallel(config)
     _validate_training_modes(config.trainer)
     _validate_resume(config)
+    _validate_push(config)
     shape = shape_of(config.model)
     _validate_experts(shape, config.trainer.parallelism)
     attention_config(config.model.attention)
@@ -192,6 +193,26 @@ def _validate_resume(config: RunConfig) -> None:
     _require(
         step == -1,
         f"trainer.checkpoint.load_step is {step}; it must be -1: --resume goes on from the newest, losing no work",
+    )
+
+
+def _validate_push(config: RunConfig) -> None:
+    staleness, push = config.rollout.max_staleness, config.weights
+    _require(staleness in (0, 1), f"rollout.max_staleness is {staleness}; it must be 0 or 1")
+    _require(
+        push.transport != "cuda_ipc" or device_type() == "cuda",
+        "weights.transport is 'cuda_ipc', which needs CUDA; this host allows 'auto', 'shared_memory', 'rdma' and "
+        "'torchstore'",
+    )
+    _require(
+        not push.delta or push.transport in ("auto", "rdma", "torchstore"),
+        f"weights.delta is True; with weights.transport={push.transport!r} it must be False: a copy of everything is "
+        "as quick there",
+    )
+    tolerance = push.canary_tolerance
+    _require(
+        tolerance is None or tolerance >= 0,
+        f"weights.canary_tolerance is {tolerance}; it must be None, 0 for no canary, or above",
     )
 
 

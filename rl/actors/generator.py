@@ -1,22 +1,26 @@
 """Generator: the vLLM engine loop as an actor, and the controller's handle to its mesh."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from rl.actors.group import ActorGroup, Supervisor
+from rl.errors import RunError
 from rl.generation.config import GeneratorConfig, environment
-from rl.model.parts import Part
+from rl.model.parts import Layout, Part, layout_of
 from rl.model.shape import ModelConfig
 from rl.model.tp_plan import local_part
+from rl.platform import memory_domain
 from rl.types import Completion, GenerationRequest
 from rl.weights.digest import PartDigests, digests
-from rl.weights.shared_memory import Segment, Subscriber
+from rl.weights.open import Transfer, open_subscriber
+from rl.weights.transport import Subscriber
 
 if TYPE_CHECKING:
     from rl.generation.engine import GenerationEngine
+    from rl.generation.loop import Pulled
 
 
 class Generator(Actor):
@@ -25,6 +29,7 @@ class Generator(Actor):
     def __init__(self, config: GeneratorConfig, model: ModelConfig, seed: int):
         self._config, self._model, self._seed = config, model, seed
         self._rank = current_rank().rank
+        self._subscriber: Subscriber | None = None
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -34,8 +39,8 @@ class Generator(Actor):
         def make_engine() -> GenerationEngine:
             return GenerationEngine(self._config, self._model, seed=self._seed)
 
-        def pull(engine: GenerationEngine, version: int) -> None:
-            self._subscriber.pull(version)
+        def pull(engine: GenerationEngine, version: int) -> int:
+            return self._connected().pull(version)
 
         self._loop = EngineLoop(make_engine, pull)
         await self._loop.start()
@@ -45,15 +50,23 @@ class Generator(Actor):
         await self._loop.serve()
 
     @concurrent_endpoint
-    async def connect(self, segments: list[Segment], first_reader: int) -> None:
-        reader = first_reader + self._rank
-        self._subscriber = await self._loop.run_between_steps(
-            lambda engine: Subscriber(segments, self._parts(engine), reader=reader)
-        )
+    async def layout(self) -> tuple[str, Layout]:
+        return memory_domain(), layout_of(await self._loop.run_between_steps(self._parts))
 
     @concurrent_endpoint
-    async def pull_weights(self, version: int) -> None:
-        await self._loop.pull(version)
+    async def connect(self, transfer: Transfer, addresses: list[Any], generator: int) -> None:
+        if self._subscriber is not None:
+            self._subscriber.close()
+        parts = await self._loop.run_between_steps(self._await_weights)
+        self._subscriber = open_subscriber(transfer, addresses, parts, generator=generator, rank=self._rank)
+
+    @concurrent_endpoint
+    async def fetch_weights(self, version: int) -> None:
+        await self._connected().fetch(version)
+
+    @concurrent_endpoint
+    async def pull_weights(self, version: int) -> "Pulled":
+        return await self._loop.pull(version)
 
     @concurrent_endpoint
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
@@ -66,6 +79,15 @@ class Generator(Actor):
     @concurrent_endpoint
     async def close(self) -> None:
         await self._loop.close()
+
+    def _await_weights(self, engine: "GenerationEngine") -> list[Part]:
+        engine.version = None  # the versions of a trainer that was restarted may be lower
+        return self._parts(engine)
+
+    def _connected(self) -> Subscriber:
+        if self._subscriber is None:
+            raise RunError("this generator is not connected to a trainer: connect before pull_weights")
+        return self._subscriber
 
     def _parts(self, engine: "GenerationEngine") -> list[Part]:
         tp, rank = self._config.tensor_parallel_degree, self._rank
@@ -107,14 +129,24 @@ class GeneratorMesh:
         await self._group.call("start", deadline=self._start_deadline)
         self._group.watch("serve")
 
-    async def connect(self, segments: list[Segment], *, first_reader: int = 0) -> None:
-        """Plan the routes out of the trainer's memory, as its readers ``first_reader`` and following."""
-        await self._group.call("connect", segments, first_reader, deadline=self._deadline)
+    async def layouts(self) -> list[tuple[str, Layout]]:
+        """Each rank's memory domain, and what it holds of the parameters."""
+        return await self._group.call("layout", deadline=self._deadline)
 
-    async def pull_weights(self, version: int) -> None:
-        """Generate with ``version``, which the trainer has pushed, from here on."""
-        await self._group.call("pull_weights", version, rank=0, deadline=self._deadline)
-        self.version = version
+    async def connect(self, transfer: Transfer, addresses: list[Any], *, generator: int = 0) -> None:
+        """Plan the routes from the trainer's ranks, as generator number ``generator`` of the run."""
+        await self._group.call("connect", transfer, addresses, generator, deadline=self._deadline)
+        self.version = None
+
+    async def pull_weights(self, version: int) -> float:
+        """Generate with ``version``, which the trainer has pushed, from here on; or a newer one, if that came first.
+
+        Returns the seconds that generation stood still for it.
+        """
+        await self._group.call("fetch_weights", version, deadline=self._deadline)
+        pulled = (await self._group.call("pull_weights", version, rank=0, deadline=self._deadline))[0]
+        self.version = pulled.version
+        return pulled.pause_s
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Completions of ``requests``, in their order."""

@@ -1,46 +1,74 @@
 """PolicyTrainer: the training engine as an actor, and the controller's handle to its mesh."""
 
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.config import Configurable
 
 from rl.actors.group import ActorGroup, Supervisor
+from rl.model.parts import Layout, layout_of
 from rl.model.shape import ModelConfig
+from rl.platform import memory_domain
 from rl.training.config import TrainerConfig
 from rl.training.micro_batches import balanced
 from rl.types import Batch
 from rl.weights.digest import PartDigests, digests
-from rl.weights.shared_memory import Publisher, Segment
+from rl.weights.open import Transfer, open_publisher
+from rl.weights.transport import Publisher, Sent
+
+T = TypeVar("T")
 
 Outputs = dict[str, torch.Tensor]
 """Per-token values by name, float32 [T]."""
 
 
 class PolicyTrainer(Actor):
-    """One rank. Engines are built by ``start``, so that a failing one is an error with a traceback."""
+    """One rank. The engine has a thread of its own, so that a push runs behind whatever the engine does next.
+
+    Calls to the engine run one after another, in the order they arrived. What changes or moves the
+    weights first waits for a push that is under way. Engines are built by ``start``, so that a
+    failing one is an error with a traceback.
+    """
 
     def __init__(self, config: TrainerConfig, model: ModelConfig, seed: int, steps: int, folder: str):
         self._config, self._model = config, model
         self._seed, self._steps, self._folder = seed, steps, folder
+        self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._publishing: asyncio.Task[Sent] | None = None
+        self.publisher: Publisher | None = None
 
-    @endpoint
+    @concurrent_endpoint
     async def start(self) -> None:
+        await self._in_engine(self._build)
+
+    def _build(self) -> None:
         from rl.training.checkpoint import Checkpointer
         from rl.training.engine import TrainingEngine
 
         self.engine = TrainingEngine(self._config, self._model, seed=self._seed, steps=self._steps, folder=self._folder)
         self.checkpointer = Checkpointer(self.engine, self._model, folder=self._folder)
 
-    @endpoint
+    @concurrent_endpoint
     async def forward(self, batch: Batch | None, temperature: float) -> Outputs | None:
+        return await self._in_engine(self._forward, batch, temperature)
+
+    def _forward(self, batch: Batch | None, temperature: float) -> Outputs | None:
         outputs = self.engine.forward(self.engine.from_leader(batch), temperature=temperature)
         return outputs if self.engine.is_leader else None
 
-    @endpoint
+    @concurrent_endpoint
     async def forward_backward(
+        self, batch: Batch | None, loss: Configurable.Config, temperature: float, weight: float
+    ) -> tuple[Outputs, dict[str, float]] | None:
+        return await self._in_engine(self._forward_backward, batch, loss, temperature, weight)
+
+    def _forward_backward(
         self, batch: Batch | None, loss: Configurable.Config, temperature: float, weight: float
     ) -> tuple[Outputs, dict[str, float]] | None:
         answer = self.engine.forward_backward(
@@ -48,52 +76,81 @@ class PolicyTrainer(Actor):
         )
         return answer if self.engine.is_leader else None
 
-    @endpoint
+    @concurrent_endpoint
     async def optim_step(self, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
+        await self._published()
+        return await self._in_engine(self._optim_step, options)
+
+    def _optim_step(self, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
         self.checkpointer.wait_for_staging()
         metrics = self.engine.optim_step(**options)
         return self.engine.version, metrics
 
-    @endpoint
+    @concurrent_endpoint
     async def offload(self, model: bool, optimizer: bool) -> None:
-        self.engine.offload(model=model, optimizer=optimizer)
+        await self._published()
+        await self._in_engine(self.engine.offload, model=model, optimizer=optimizer)
 
-    @endpoint
+    @concurrent_endpoint
     async def onload(self, model: bool, optimizer: bool) -> None:
-        self.engine.onload(model=model, optimizer=optimizer)
+        await self._in_engine(self.engine.onload, model=model, optimizer=optimizer)
 
-    @endpoint
-    async def open_segment(self, dtype: torch.dtype, readers: int) -> Segment:
-        self.publisher = Publisher(list(self.engine.parts().values()), dtype, readers=readers)
-        return self.publisher.segment
+    @concurrent_endpoint
+    async def layout(self) -> tuple[str, Layout]:
+        return memory_domain(), layout_of((await self._in_engine(self.engine.parts)).values())
 
-    @endpoint
-    async def push_weights(self) -> int:
+    @concurrent_endpoint
+    async def open_publisher(self, transfer: Transfer, rank: int) -> Any:
+        parts = list((await self._in_engine(self.engine.parts)).values())
+        self.publisher = open_publisher(transfer, parts, rank=rank)
+        return self.publisher.address
+
+    @concurrent_endpoint
+    async def push_weights(self) -> tuple[int, Sent]:
+        version = await self._in_engine(self._pushable_version)
+        assert self.publisher is not None, "open_publisher comes first"
+        self._publishing = asyncio.ensure_future(self.publisher.publish(version))
+        return version, await self._publishing
+
+    def _pushable_version(self) -> int:
         self.engine.require_resident("push_weights", "model")
-        self.publisher.publish(self.engine.version)
         return self.engine.version
 
-    @endpoint
+    @concurrent_endpoint
     async def weight_digests(self, dtype: torch.dtype | None) -> PartDigests:
-        return digests(self.engine.parts().values(), dtype=dtype)
+        return await self._in_engine(lambda: digests(self.engine.parts().values(), dtype=dtype))
 
-    @endpoint
+    @concurrent_endpoint
     async def save_checkpoint(self, step: int, run_state: dict[str, Any]) -> None:
-        self.checkpointer.save(step, run_state)
+        await self._in_engine(self.checkpointer.save, step, run_state)
 
-    @endpoint
+    @concurrent_endpoint
     async def load_checkpoint(self, step: int) -> tuple[int, dict[str, Any], list[str]]:
-        run_state = self.checkpointer.load(step)
+        await self._published()
+        run_state = await self._in_engine(self.checkpointer.load, step)
         return self.engine.version, run_state, self.checkpointer.ignored
 
-    @endpoint
+    @concurrent_endpoint
     async def export_hf(self, folder: str) -> None:
-        self.checkpointer.export_hf(folder)
+        await self._in_engine(self.checkpointer.export_hf, folder)
 
-    @endpoint
+    @concurrent_endpoint
     async def close(self) -> None:
+        await self._published()
+        if self.publisher is not None:
+            self.publisher.close()
+        await self._in_engine(self._close)
+
+    def _close(self) -> None:
         self.checkpointer.close()
         self.engine.close()
+
+    async def _published(self) -> None:
+        if self._publishing is not None:
+            await self._publishing
+
+    async def _in_engine(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._engine_thread, partial(call, *args, **kwargs))
 
 
 class TrainerMesh:
@@ -149,13 +206,24 @@ class TrainerMesh:
         """Bring them back, bit for bit."""
         await self._call("onload", model, optimizer)
 
-    async def open_segments(self, dtype: torch.dtype, *, readers: int) -> list[Segment]:
-        """The ranks' shared memory, for ``readers`` generator ranks."""
-        return await self._call("open_segment", dtype, readers)
+    async def layouts(self) -> list[tuple[str, Layout]]:
+        """Each rank's memory domain, and what it holds of the parameters."""
+        return await self._call("layout")
 
-    async def push_weights(self) -> int:
-        """Make the current weights readable; returns their version."""
-        return (await self._call("push_weights"))[0]
+    async def open_publishers(self, transfer: Transfer) -> list[Any]:
+        """Make each rank ready to push; the addresses that generators connect to."""
+        arguments = {rank: (transfer, rank) for rank in range(self._config.ranks)}
+        return await self._group.call_each("open_publisher", arguments, deadline=self._deadline)
+
+    async def push_weights(self) -> tuple[int, Sent]:
+        """Make the current weights readable; their version, and the bytes of all ranks.
+
+        It runs behind ``forward`` and ``forward_backward`` that are called meanwhile; what changes or
+        moves the weights waits for it.
+        """
+        answers = await self._call("push_weights")
+        sent = [sent for _, sent in answers]
+        return answers[0][0], Sent(sum(s.bytes_full for s in sent), sum(s.bytes_sent for s in sent))
 
     async def weight_digests(self, dtype: torch.dtype | None = None) -> list[PartDigests]:
         """Digests of every rank's shards, cast to ``dtype`` if given."""

@@ -1,14 +1,18 @@
 """The loop: generate, score, compare, learn, push.
 
-Lockstep: each step's rollouts come from exactly the weights that it improves (staleness 0). Where
-stages may overlap, the comment says what they would wait for.
+In lockstep each step's rollouts come from exactly the weights that it improves. With ``max_staleness`` 1
+they come from the weights one step before, always: what is sampled depends on the config, not on timing.
 """
+
+import asyncio
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.trainer import TrainerMesh
 from rl.config import RunConfig
 from rl.controller.evaluation import evaluate
+from rl.controller.push import WeightPush
 from rl.controller.state import RunState
+from rl.errors import RunError
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.observe.spans import Stopwatch
@@ -36,6 +40,7 @@ class Controller:
         self.record, self.progress = record, progress
         self.state = RunState()
         self.watch = Stopwatch()
+        self.push = WeightPush(config, trainer, [generator], self.watch)
         self.rollouter = Rollouter(task, generator.generate, seed=config.seed, watch=self.watch)
         self.sampling = Sampling(
             max_tokens=config.rollout.max_tokens,
@@ -54,23 +59,45 @@ class Controller:
         self.record.drop_after(self.state.step)
         if self.state.step:
             self.progress.note(f"resumed after step {self.state.step}")
-        await self.generator.connect(
-            await self.trainer.open_segments(self.generator.dtype, readers=self.generator.ranks)
+        transfer = await self.push.connect()
+        self.progress.note(
+            f"push: {transfer.transport}, {len(transfer.sources)} → {len(transfer.wanted)} ranks, {transfer.dtype}"
         )
-        await self.push()
+        self.push.begin()
+        await self.push.arrive()
 
         self.watch.lap()
         while self.state.step < self.config.steps:
-            groups = await self.rollouter.collect(  # async: a producer behind a bounded queue
-                self.next_prompts(), self.sampling, samples=self.config.rollout.samples_per_prompt
-            )
+            groups = self.state.ahead or await self.sample()
+            self.state.ahead = []
+            ahead = self.sample_ahead()
             metrics = await self.learn(groups)
-            await self.push()  # async: behind the next forward_backward
+            self.push.begin()
+            if ahead is not None:
+                self.state.ahead = await ahead
             self.state.step += 1
             self.report(groups, metrics)
             await self.checkpoint_if_due()
 
+        await self.push.arrive()
         return await self.finish()
+
+    async def sample(self) -> list[list[Rollout]]:
+        """The next step's groups, from the weights that were pushed last."""
+        await self.push.arrive()
+        return await self.rollouter.collect(
+            self.next_prompts(), self.sampling, samples=self.config.rollout.samples_per_prompt
+        )
+
+    def sample_ahead(self) -> "asyncio.Task[list[list[Rollout]]] | None":
+        """With ``max_staleness`` 1, begin to sample what the step after this one trains on.
+
+        Its weights are those of before this step, which is one step back for the next: never more, since
+        the next step is not begun before the groups are there.
+        """
+        if self.config.rollout.max_staleness == 0 or self.state.step + 1 == self.config.steps:
+            return None
+        return asyncio.create_task(self.sample())
 
     def next_prompts(self) -> list[Prompt]:
         """The next ``prompts_per_step`` of the stream."""
@@ -83,18 +110,21 @@ class Controller:
         algorithm = self.config.algorithm
         with self.watch.span("train"):
             batch = make_batch(groups, normalize_std=algorithm.normalize_std, reduction=algorithm.loss.reduction)
-            _, metrics = await self.trainer.forward_backward(  # async: as groups arrive
+            staleness = self._staleness(groups)
+            _, metrics = await self.trainer.forward_backward(
                 batch, algorithm.loss, temperature=self.sampling.temperature
             )
+            await self.push.settle()
             metrics |= await self.trainer.optim_step()
-        return metrics
+        return metrics | {"rollout/staleness_max": staleness}
 
-    async def push(self) -> None:
-        """Bring the trainer's weights to the generator, unless it has them (a skipped step changes none)."""
-        if self.generator.version == self.trainer.version:
-            return
-        with self.watch.span("push"):
-            await self.generator.pull_weights(await self.trainer.push_weights())
+    def _staleness(self, groups: list[list[Rollout]]) -> int:
+        """Of the oldest token, in optimizer steps. Raises RunError above ``max_staleness``."""
+        oldest = min(version for group in groups for rollout in group for version in rollout.completion.versions)
+        staleness, bound = self.trainer.version - oldest, self.config.rollout.max_staleness
+        if staleness > bound:
+            raise RunError(f"a token of policy version {oldest} reached version {self.trainer.version}: {bound=}")
+        return staleness
 
     async def checkpoint_if_due(self) -> None:
         """Save every ``interval`` steps and after the last."""
@@ -107,7 +137,7 @@ class Controller:
     def report(self, groups: list[list[Rollout]], metrics: dict[str, float]) -> None:
         """Write and show what the step came to."""
         row: dict[str, float] = {"step": self.state.step, "policy_version": self.trainer.version}
-        row |= rollout_metrics(groups) | metrics | self.watch.lap()
+        row |= rollout_metrics(groups) | metrics | self.push.metrics | self.watch.lap()
         tokens = sum(len(rollout.completion.tokens) for group in groups for rollout in group)
         row["tokens_per_s"] = tokens / row["timing/step"]
         rollouts = [rollout for group in groups for rollout in group]

@@ -1,181 +1,300 @@
 """The push between processes of one host, through memory that both map."""
 
+import asyncio
+import dataclasses
+import fcntl
 import mmap
 import os
-import socket
+import secrets
 import time
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rl.errors import RunError
-from rl.model.parts import Box, Layout, Part, layout_of
-from rl.weights.routes import Route, plan_routes
-from rl.weights.transport import starts_of
+from rl.model.parts import Layout, Part, layout_of
+from rl.platform import memory_domain
+from rl.weights.cuda_memory import DeviceMemory, pin, unpin
+from rl.weights.routes import plan_routes
+from rl.weights.transport import Sent, starts_of
 
-HEADER_BYTES = 4096
+HEADER_BYTES = mmap.PAGESIZE
 SLOTS = 2
-_SEQUENCE, _ACKNOWLEDGED = 0, 8  # header fields, int64: one sequence a slot, one version + 1 a reader
-MAX_READERS = HEADER_BYTES // 8 - _ACKNOWLEDGED
+_VERSION, _TOKEN = 0, 1  # header fields, int64; the version is stored as version + 1, 0 for none
+_NONE = -1
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where a trainer rank's memory is found, and what lies in it."""
+    """Where a trainer rank's slots are found, and what lies in each."""
 
-    host: str
+    domain: str
     pid: int
-    fd: int
+    fds: tuple[int, ...]
+    token: int
     dtype: torch.dtype
-    slot_bytes: int
     layout: Layout
+    device: tuple[DeviceMemory, ...] = ()
+    """Of each slot, where the weights stay on the GPU."""
+
+    @property
+    def slot_bytes(self) -> int:
+        _, count = starts_of([region.box.numel for region in self.layout])
+        return -(-count * self.dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Publisher:
     """A trainer rank's side of the push.
 
-    Two slots hold the shards of two versions, version v in slot v % 2, cast to the generator's
-    dtype. A slot's sequence number is odd while it is written and 2v + 2 when it holds version v.
-    A reader checks it before and after its copy, so it sees all of v or fails; after the copy it
-    acknowledges v. The publisher overwrites a slot only when every reader has acknowledged the
-    version in it or a newer one. ::
+    Two slots hold the rank's shards of two versions, cast to the generator's dtype. Each slot is a
+    memory of its own with a header that says which version it holds, none while it is written. Who
+    uses a slot holds a lock on it, the writer alone, readers together; ending a copy's lock is the
+    reader's acknowledgement. ::
 
-        publisher = Publisher(parameters, dtype)      # trainer rank
-        subscriber = Subscriber(segments, ...)        # generator rank, segments of all trainer ranks
-        publisher.publish(v)                          # returns when v is readable
-        subscriber.pull(v)                            # returns when the generator's parameters are v
+        publisher = Publisher(parts, dtype)                     # trainer rank
+        subscriber = Subscriber(segments, parts, reader=0)      # generator rank, segments of all trainer ranks
+        await publisher.publish(v)                              # v is readable
+        held = subscriber.pull(v)                               # the generator's parameters are those of held
+
+    - publish(v) takes the slot that does not hold the newest version: lock, unset the header, cast
+      and copy, set the header to v, unlock.
+    - pull(v) locks a slot that holds v on every trainer rank, copies its slices, unlocks. Where v is
+      gone because newer versions came, it takes the newest that all ranks hold. The ranks of one
+      generator compare what they got, and those behind pull again.
+
+    So a reader sees all of one version or an error (a header that is unset under a reader's lock is
+    a writer that died), and no slot is reused under a reader. A publish waits only for readers in
+    the middle of a copy of the older version. Locks belong to open files: the kernel drops them with
+    the process, however it ends, so the dead block no one.
 
     The memory has no name (memfd): the kernel frees it with the last process that maps it, so no
     crash of anyone leaves it behind, and the size of /dev/shm does not limit it.
+
+    On CUDA (not run by any test) host slots are pinned, so that copies run at the bus's speed on a
+    stream of their own; with ``on_device`` the slots lie in GPU memory that generator ranks of the
+    same host open, and weights go from device to device.
     """
 
-    def __init__(self, parameters: Sequence[Part], dtype: torch.dtype, *, readers: int):
+    def __init__(self, parts: Sequence[Part], dtype: torch.dtype, *, on_device: bool = False):
         """Takes two slots of memory, each the size of the rank's shards in ``dtype``."""
-        if readers > MAX_READERS:
-            raise ValueError(f"readers is {readers}; the header has room for {MAX_READERS}")
-        self._tensors = [part.tensor for part in parameters]
-        _, count = starts_of([part.box.numel for part in parameters])
-        slot_bytes = -(-count * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = os.memfd_create("tiller-weights")
-        os.ftruncate(fd, HEADER_BYTES + SLOTS * slot_bytes)
-        self.segment = Segment(socket.gethostname(), os.getpid(), fd, dtype, slot_bytes, layout_of(parameters))
-        self._header, slots = _map(fd, self.segment)
-        for slot in slots:
-            slot.zero_()  # first use of a page is ten times slower than the next: pay it here
-        self._views = [_views(slot, self.segment.layout) for slot in slots]
-        self._readers = readers
+        self._tensors = [part.tensor for part in parts]
+        fds = tuple(os.memfd_create("tiller-weights") for _ in range(SLOTS))
+        segment = Segment(memory_domain(), os.getpid(), fds, secrets.randbits(62), dtype, layout_of(parts))
+        if on_device:
+            device = [DeviceMemory.allocate(segment.slot_bytes, self._tensors[0].device) for _ in fds]
+            segment = dataclasses.replace(segment, device=tuple(device))
+        for fd in fds:
+            os.truncate(fd, HEADER_BYTES + (0 if on_device else segment.slot_bytes))
+        self.address = segment
+        self._slots = [_Slot(fd, segment, index) for index, fd in enumerate(fds)]
+        for slot in self._slots:
+            slot.memory.zero_()  # first use of a page is ten times slower than the next: pay it here
+            slot.header[_TOKEN] = segment.token
 
-    def publish(self, version: int, *, timeout: float = 60.0) -> None:
-        """Make the current weights readable as ``version``. Raises RunError after ``timeout`` seconds."""
-        slot = version % SLOTS
-        self._await_readers(version, timeout)
-        self._header[_SEQUENCE + slot] = 2 * version + 1
-        for view, tensor in zip(self._views[slot], self._tensors, strict=True):
-            view.copy_(tensor)
-        if self._tensors[0].is_cuda:
-            torch.cuda.synchronize()
-        self._header[_SEQUENCE + slot] = 2 * version + 2
+    async def publish(self, version: int) -> Sent:
+        """Make the current weights readable as ``version``; they must not change before this returns.
 
-    def _await_readers(self, version: int, timeout: float) -> None:
-        held = (int(self._header[_SEQUENCE + version % SLOTS]) - 2) // 2
-        deadline = time.monotonic() + timeout
-        while self._header[_SEQUENCE + version % SLOTS]:
-            behind = [r for r in range(self._readers) if self._header[_ACKNOWLEDGED + r] <= held]
-            if not behind:
-                return
+        Raises RunError where a reader holds the slot longer than TIMEOUT_S.
+        """
+        await asyncio.to_thread(self.write, version)
+        size = sum(view.nbytes for view in self._slots[0].views)
+        return Sent(bytes_full=size, bytes_sent=size)
+
+    def write(self, version: int) -> None:
+        """``publish``, in this thread."""
+        with self._claimed(version) as slot:
+            copy_all(zip(slot.views, self._tensors, strict=True), self._tensors[0])
+            slot.version = version
+
+    @contextmanager
+    def _claimed(self, version: int):
+        """The slot to overwrite, locked and unset."""
+        slot = min(self._slots, key=lambda slot: slot.version)
+        held, deadline = slot.version, time.monotonic() + TIMEOUT_S
+        while not slot.lock(fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"publish of version {version}: generator ranks {behind} did not pull {held} within {timeout:.0f} s"
+                    f"publish of version {version}: a generator rank has been copying version {held} "
+                    f"for {TIMEOUT_S:.0f} s; see whether it hangs"
                 )
-            time.sleep(0.001)
+            time.sleep(0.0005)
+        slot.version = _NONE
+        try:
+            yield slot
+        finally:
+            slot.unlock()
+
+    def close(self) -> None:
+        """Unmap the slots; they are gone when the last reader closes too."""
+        for slot in self._slots:
+            slot.close()
+        for memory in self.address.device:
+            memory.free()
 
 
 class Subscriber:
     """A generator rank's side of the push: see Publisher for the protocol."""
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        parameters: Sequence[Part],
-        *,
-        reader: int,
-    ):
-        """``segments`` of all trainer ranks; ``parameters`` are overwritten in place by each pull."""
-        here = socket.gethostname()
-        if elsewhere := sorted({s.host for s in segments} - {here}):
-            raise RunError(f"the trainer runs on {elsewhere}, the generator on {here}: shared memory needs one host")
-        routes = plan_routes([segment.layout for segment in segments], layout_of(parameters), reader=reader)
-        for part in parameters:
+    def __init__(self, segments: Sequence[Segment], parts: Sequence[Part], *, reader: int):
+        """``segments`` of all trainer ranks; the tensors of ``parts`` are overwritten in place by each pull.
+
+        Equal shards of several trainer ranks are read from one of them, another for the next ``reader``.
+        """
+        if elsewhere := {segment.domain for segment in segments} - {memory_domain()}:
+            raise RunError(
+                f"the trainer runs in {sorted(elsewhere)}, the generator in {memory_domain()}: shared memory needs "
+                "one host and one PID namespace; set weights.transport to 'rdma' or 'auto'"
+            )
+        for part in parts:
             if part.tensor.dtype != segments[0].dtype:
                 raise RunError(f"{part.name} is {part.tensor.dtype} in the generator and pushed as {segments[0].dtype}")
-        mapped = [_map_of(segment) for segment in segments]
-        self._headers = [header for header, _ in mapped]
-        views = [
-            [_views(slot, s.layout) for s, (_, slots) in zip(segments, mapped, strict=True) for slot in [slots[i]]]
-            for i in range(SLOTS)
-        ]
-        self._reader = reader
-        self._copies = [
-            [
-                _endpoints(
-                    route,
-                    views[slot][route.source][route.held],
-                    segments[route.source].layout[route.held].box,
-                    parameters[route.wanted],
-                )
-                for route in routes
-            ]
-            for slot in range(SLOTS)
+        routes = plan_routes([segment.layout for segment in segments], layout_of(parts), reader=reader)
+        self._like = parts[0].tensor
+        self._sources = [_open(rank, segment) for rank, segment in enumerate(segments)]
+        self._copies: dict[_Slot, list[tuple[torch.Tensor, torch.Tensor]]] = {
+            slot: [] for source in self._sources for slot in source
+        }
+        for route in routes:
+            box, wanted = segments[route.source].layout[route.held].box, parts[route.wanted]
+            destination = wanted.tensor[route.box.slices_in(wanted.box)]
+            for slot in self._sources[route.source]:
+                self._copies[slot].append((destination, slot.views[route.held][route.box.slices_in(box)]))
+
+    async def fetch(self, version: int) -> None:
+        """Nothing: what a trainer rank has published is near already."""
+
+    def pull(self, version: int) -> int:
+        """Overwrite this rank's parameters with ``version``, or the newest where that is gone; returns which.
+
+        Raises RunError where some trainer rank does not hold it, or nothing newer, whole.
+        """
+        deadline = time.monotonic() + TIMEOUT_S
+        target = version
+        while not (claimed := self.claim(target)):
+            target = min(self._newest(source) for source in self._sources)
+            if target < version or time.monotonic() > deadline:
+                raise RunError(f"pull of version {version}: {self._say_held()}")
+        copy_all((pair for slot in claimed for pair in self._copies[slot]), self._like)
+        self.release(claimed)
+        return target
+
+    def claim(self, version: int) -> list["_Slot"]:
+        """A locked slot of every trainer rank that holds ``version``; empty where one has none."""
+        claimed: list[_Slot] = []
+        for source in self._sources:
+            slot = next((slot for slot in source if slot.lock_for(version)), None)
+            if slot is None:
+                self.release(claimed)
+                return []
+            claimed.append(slot)
+        return claimed
+
+    def release(self, claimed: list["_Slot"]) -> None:
+        """Unlock what was claimed."""
+        for slot in claimed:
+            slot.unlock()
+
+    def close(self) -> None:
+        """Unmap the trainer's memory."""
+        for slot in self._copies:
+            slot.close()
+        self._copies = {}
+
+    @staticmethod
+    def _newest(source: list["_Slot"]) -> int:
+        return max(slot.version for slot in source)
+
+    def _say_held(self) -> str:
+        held = [sorted({slot.version for slot in source} - {_NONE}) for source in self._sources]
+        return "; ".join(f"trainer rank {rank} holds {versions or 'nothing'}" for rank, versions in enumerate(held))
+
+
+class _Slot:
+    """One process's view of a slot: its lock, its header, and the regions in it."""
+
+    def __init__(self, fd: int, segment: Segment, index: int):
+        self._fd = fd
+        self._mapped = mmap.mmap(fd, 0)
+        self.header = torch.frombuffer(self._mapped, dtype=torch.int64, count=HEADER_BYTES // 8)
+        if segment.device:
+            self.memory = segment.device[index].tensor(own=segment.pid == os.getpid())
+        else:
+            self.memory = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=HEADER_BYTES)
+            pin(self.memory)
+        starts, _ = starts_of([region.box.numel for region in segment.layout])
+        flat = self.memory.view(segment.dtype)
+        self.views = [
+            flat[start : start + region.box.numel].view(region.box.shape)
+            for start, region in zip(starts, segment.layout, strict=True)
         ]
 
-    @torch.no_grad()
-    def pull(self, version: int) -> None:
-        """Overwrite this rank's parameters with ``version``. Raises RunError if it is not there whole."""
-        slot = version % SLOTS
-        self._check(version, "before")
-        for destination, source in self._copies[slot]:
+    @property
+    def version(self) -> int:
+        """Policy version that it holds; -1 for none."""
+        return int(self.header[_VERSION]) - 1
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.header[_VERSION] = version + 1
+
+    def lock(self, kind: int) -> bool:
+        """Whether the lock, fcntl.LOCK_EX or LOCK_SH, could be had at once."""
+        try:
+            fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def lock_for(self, version: int) -> bool:
+        """Whether a reader's lock could be had and the slot holds ``version``."""
+        if self.version != version or not self.lock(fcntl.LOCK_SH):
+            return False
+        if self.version == version:
+            return True
+        self.unlock()
+        return False
+
+    def unlock(self) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Forget the mapping, which the kernel drops with the last tensor of it."""
+        if not self.memory.is_cuda:
+            unpin(self.memory)
+        os.close(self._fd)
+
+
+def _open(rank: int, segment: Segment) -> list[_Slot]:
+    """The slots of trainer rank ``rank``, mapped into this process."""
+    slots = []
+    for index, fd in enumerate(segment.fds):
+        path = f"/proc/{segment.pid}/fd/{fd}"
+        if not os.path.exists(path):
+            raise RunError(f"trainer rank {rank}, process {segment.pid}, has ended; start its mesh again")
+        slot = _Slot(os.open(path, os.O_RDWR), segment, index)
+        if int(slot.header[_TOKEN]) != segment.token:
+            raise RunError(f"process {segment.pid} is no longer trainer rank {rank}; start its mesh again")
+        slots.append(slot)
+        if not segment.device:
+            slot.memory[:: mmap.PAGESIZE].sum()  # map the pages now, not during the first pull
+    return slots
+
+
+@torch.no_grad()
+def copy_all(pairs: Any, like: torch.Tensor) -> None:
+    """Copy each (destination, source), casting; on CUDA behind the work of ``like``'s device and on a side stream."""
+    if not like.is_cuda:
+        for destination, source in pairs:
             destination.copy_(source)
-        self._check(version, "during")
-        for header in self._headers:
-            header[_ACKNOWLEDGED + self._reader] = version + 1
-
-    def _check(self, version: int, when: str) -> None:
-        for rank, header in enumerate(self._headers):
-            sequence = int(header[_SEQUENCE + version % SLOTS])
-            if sequence != 2 * version + 2:
-                held = f"version {sequence // 2 - 1}" if sequence else "nothing"
-                holds = "is being written" if sequence % 2 else f"holds {held}"
-                raise RunError(f"pull of version {version}: {when} the copy, the slot of trainer rank {rank} {holds}")
-
-
-def _map(fd: int, segment: Segment) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    memory = mmap.mmap(fd, HEADER_BYTES + SLOTS * segment.slot_bytes)
-    header = torch.frombuffer(memory, dtype=torch.int64, count=HEADER_BYTES // 8)
-    count = segment.slot_bytes // segment.dtype.itemsize
-    slots = [
-        torch.frombuffer(memory, dtype=segment.dtype, count=count, offset=HEADER_BYTES + i * segment.slot_bytes)
-        for i in range(SLOTS)
-    ]
-    return header, slots
-
-
-def _map_of(segment: Segment) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    fd = os.open(f"/proc/{segment.pid}/fd/{segment.fd}", os.O_RDWR)
-    header, slots = _map(fd, segment)
-    os.close(fd)
-    for slot in slots:
-        slot.view(torch.uint8)[:: mmap.PAGESIZE].sum()  # map the pages now, not during the first pull
-    return header, slots
-
-
-def _views(slot: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    starts, _ = starts_of([region.box.numel for region in layout])
-    return [
-        slot[start : start + region.box.numel].view(region.box.shape)
-        for start, region in zip(starts, layout, strict=True)
-    ]
-
-
-def _endpoints(route: Route, held: torch.Tensor, held_box: Box, wanted: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    return wanted.tensor[route.box.slices_in(wanted.box)], held[route.box.slices_in(held_box)]
+        return
+    with torch.cuda.device(like.device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+        stream.synchronize()

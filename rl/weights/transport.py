@@ -1,9 +1,20 @@
 """What every transport of the push offers, whatever carries the bytes."""
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 ALIGN = 64
 """Elements: where a region begins in a buffer, for whole cache lines and vector loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes that a generator has to read of one trainer rank for a version, all its ranks together."""
+
+    bytes_full: int
+    """Where it holds no version yet."""
+    bytes_sent: int
+    """Where it holds the version before: less than all where only what changed is sent."""
 
 
 class Publisher(Protocol):
@@ -20,7 +31,7 @@ class Publisher(Protocol):
     address: Any
     """Where subscribers find it; can be sent to another process."""
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version: int) -> Sent:
         """Make the current weights readable as ``version``. They must not change before this returns.
 
         Raises RunError where a slot cannot be had in time.

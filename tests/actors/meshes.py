@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from monarch.actor import concurrent_endpoint, endpoint
+from monarch.actor import concurrent_endpoint
 
 import rl.actors.generator as generator_module
 import rl.actors.trainer as trainer_module
@@ -18,16 +19,19 @@ from rl.model.parts import Box, Part
 from rl.model.shape import ModelConfig
 from rl.training.config import TrainerConfig, default_adamw
 from rl.types import Batch
+from rl.weights.config import TransportName
+from rl.weights.open import Transfer
 
 DEADLINE = 300.0
 
 
 class OpenTrainer(PolicyTrainer):
-    @endpoint
+    @concurrent_endpoint
     async def parts(self) -> list[Part]:
-        return [part._replace(tensor=part.tensor.clone()) for part in self.engine.parts().values()]
+        parts = (await self._in_engine(self.engine.parts)).values()
+        return [part._replace(tensor=part.tensor.clone()) for part in parts]
 
-    @endpoint
+    @concurrent_endpoint
     async def watch_payloads(self) -> None:
         """From now on, note how many tokens each message brings this rank."""
         self._payloads: list[int] = []
@@ -39,7 +43,7 @@ class OpenTrainer(PolicyTrainer):
 
         self.engine.from_leader = noted
 
-    @endpoint
+    @concurrent_endpoint
     async def payloads(self) -> list[int]:
         return self._payloads
 
@@ -107,6 +111,17 @@ def trainer_config(*, fsdp: int = 1, tp: int = 1) -> TrainerConfig:
     config.parallelism.data_parallel_shard_degree = fsdp
     config.parallelism.tensor_parallel_degree = tp
     return config
+
+
+async def connect(trainer: TrainerMesh, *generators: GeneratorMesh, transport: TransportName = "shared_memory") -> None:
+    """Open a push from the trainer to generators, whose layouts may differ where the transport is shared memory."""
+    sources = tuple(layout for _, layout in await trainer.layouts())
+    dtype = generators[0].dtype if generators else torch.float32
+    transfer = Transfer(transport, dtype, sources, (), len(generators), False)
+    addresses = await trainer.open_publishers(transfer)
+    for number, generator in enumerate(generators):
+        wanted = tuple(layout for _, layout in await generator.layouts())
+        await generator.connect(replace(transfer, wanted=wanted), addresses, generator=number)
 
 
 async def parts_of(mesh: Any) -> list[list[Part]]:

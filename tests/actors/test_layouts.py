@@ -10,7 +10,7 @@ from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.types import Batch, GenerationRequest, Sampling
 from rl.weights.digest import merge_digests, policy_digest
-from tests.actors.meshes import Meshes, parts_of, trainer_config, whole
+from tests.actors.meshes import Meshes, connect, parts_of, trainer_config, whole
 
 LAYOUTS = {"1": {}, "FSDP2": {"fsdp": 2}, "TP2": {"tp": 2}, "FSDP2xTP2": {"fsdp": 2, "tp": 2}}
 INITIAL: dict[bool, str] = {}  # digest of the weights that the first layout started from
@@ -51,9 +51,7 @@ def trainer(request, meshes, generators):
 
     async def start():
         trainer = await meshes.trainer(trainer_config(**LAYOUTS[request.param]), model_config(tied))
-        segments = await trainer.open_segments(readers[0].dtype, readers=3)
-        for generator, first_reader in zip(readers, (0, 1), strict=True):
-            await generator.connect(segments, first_reader=first_reader)
+        await connect(trainer, *readers)
         return trainer
 
     trainer = meshes.run(start())
@@ -79,7 +77,7 @@ def batch() -> Batch:
 
 
 async def push(trainer, generators) -> None:
-    version = await trainer.push_weights()
+    version, _ = await trainer.push_weights()
     for generator in generators:
         await generator.pull_weights(version)
 

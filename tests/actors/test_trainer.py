@@ -6,7 +6,7 @@ import torch
 from rl.algorithms.losses import grpo
 from rl.errors import RunError
 from rl.weights.digest import merge_digests
-from tests.actors.meshes import DEADLINE, Meshes, trainer_config
+from tests.actors.meshes import DEADLINE, Meshes, connect, trainer_config
 from tests.actors.test_layouts import batch, model_config
 
 
@@ -54,7 +54,7 @@ def test_options_and_residency_reach_every_rank(meshes, trainer):
     async def check():
         await trainer.forward_backward(batch(), grpo())
         before, version = merge_digests(await trainer.weight_digests()), trainer.version
-        await trainer.open_segments(torch.float32, readers=1)
+        await connect(trainer)
         await trainer.offload()
         with pytest.raises(RunError, match="trainer rank ., push_weights: .*the model is offloaded; call onload"):
             await trainer.push_weights()

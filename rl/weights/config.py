@@ -1,0 +1,26 @@
+"""How weights get from the trainer to the generators, and how far that is trusted."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+TransportName = Literal["shared_memory", "cuda_ipc", "rdma", "torchstore"]
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightPushConfig:
+    """The push after each optimizer step."""
+
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "rdma", "torchstore"] = "auto"
+    """What carries the weights. ``auto`` takes shared memory where trainer and generators are on one host, RDMA else
+    (over TCP where there is no RDMA). ``cuda_ipc`` goes from GPU to GPU of one host; ``torchstore`` puts a store in
+    between."""
+
+    delta: bool = False
+    """Send only the elements that changed where that is less (``rdma`` and ``torchstore``); bit for bit the same."""
+
+    digests: bool = False
+    """Compare a digest of every parameter after each push, as every rank of the trainer and the generators has it."""
+
+    canary_tolerance: float | None = None
+    """Largest difference between the log-probs of trainer and generators, on a fixed prompt after each push, that the
+    run goes on with. None: 1e-3 where the generators compute in float32, 0.5 in bfloat16. 0 for no canary."""

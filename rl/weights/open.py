@@ -1,0 +1,55 @@
+"""Both ends of a push, for the transport that the topology or the config chooses."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl.model.parts import Layout, Part
+from rl.weights import shared_memory
+from rl.weights.config import TransportName
+from rl.weights.transport import Publisher, Subscriber
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What every rank at either end must know of the push."""
+
+    transport: TransportName
+    dtype: torch.dtype
+    sources: tuple[Layout, ...]
+    """Of the trainer's ranks."""
+    wanted: tuple[Layout, ...]
+    """Of the ranks of one generator; all generators are alike."""
+    generators: int
+    delta: bool
+
+
+def choose_transport(wish: str, domains: Collection[str]) -> TransportName:
+    """The transport wished for, or the quickest for ranks in these memory domains."""
+    if wish != "auto":
+        return wish  # type: ignore[return-value]
+    return "shared_memory" if len(set(domains)) == 1 else "rdma"
+
+
+def open_publisher(transfer: Transfer, parts: Sequence[Part], *, rank: int) -> Publisher:
+    """The trainer rank's end, within its actor."""
+    if transfer.transport in ("shared_memory", "cuda_ipc"):
+        return shared_memory.Publisher(parts, transfer.dtype, on_device=transfer.transport == "cuda_ipc")
+    raise NotImplementedError(transfer.transport)
+
+
+def open_subscriber(
+    transfer: Transfer,
+    addresses: Sequence[Any],
+    parts: Sequence[Part],
+    *,
+    generator: int,
+    rank: int,
+) -> Subscriber:
+    """The end of rank ``rank`` of generator number ``generator``."""
+    if transfer.transport in ("shared_memory", "cuda_ipc"):
+        reader = generator * len(transfer.wanted) + rank
+        return shared_memory.Subscriber(addresses, parts, reader=reader)
+    raise NotImplementedError(transfer.transport)

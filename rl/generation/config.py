@@ -20,7 +20,8 @@ class GeneratorConfig:
     """Requests decoded together; more wait in the engine's queue."""
 
     max_batched_tokens: int = 8192
-    """Most tokens in one engine step. Longer prompts are prefilled in chunks."""
+    """Most tokens in one engine step. Longer prompts are prefilled in chunks; on CPU, where they cannot be, a step
+    takes at least one whole sequence."""
 
     kv_cache_gib: float = 1.0
     """KV cache of each rank in GiB, on CPU."""

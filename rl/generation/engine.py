@@ -191,7 +191,8 @@ def _start(config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: 
             cpu_distributed_timeout_seconds=COLLECTIVE_TIMEOUT_S,
             distributed_timeout_seconds=COLLECTIVE_TIMEOUT_S,
             max_num_seqs=config.max_running_requests,
-            max_num_batched_tokens=config.max_batched_tokens,
+            max_num_batched_tokens=max(config.max_batched_tokens, shape.max_seq_len if on_cpu else 0),
+            enable_chunked_prefill=not on_cpu,  # after a chunk vLLM rewinds the request's seed: CPU generators cannot
             kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) if on_cpu else None,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,

@@ -6,6 +6,8 @@ from rl.generation.config import GeneratorConfig
 from tests.generation.policies import TIED_FUSED, Policy
 from tests.generation.ranks import GeneratorRanks, push
 
+SMALL = {"kv_cache_gib": 0.05, "block_size": 32, "max_batched_tokens": 256}
+
 
 @pytest.fixture(scope="session")
 def policy() -> Policy:
@@ -24,14 +26,14 @@ def third_policy() -> Policy:
 
 @pytest.fixture(scope="session")
 def one_rank():
-    ranks = GeneratorRanks(GeneratorConfig(kv_cache_gib=0.05, block_size=32), TIED_FUSED)
+    ranks = GeneratorRanks(GeneratorConfig(**SMALL), TIED_FUSED)
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="session")
 def two_ranks():
-    ranks = GeneratorRanks(GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05, block_size=32), TIED_FUSED)
+    ranks = GeneratorRanks(GeneratorConfig(tensor_parallel_degree=2, **SMALL), TIED_FUSED)
     yield ranks
     ranks.close()
 

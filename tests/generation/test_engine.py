@@ -26,6 +26,15 @@ def test_logprobs_are_of_the_distribution_sampled_from(generator, policy, temper
         assert completion.finish_reason == "length"
 
 
+def test_more_prompt_tokens_than_a_step_takes_are_spread_over_steps(generator, policy):
+    requests = [request(f"r{i}", [i + 1] * 100, max_tokens=5, seed=i) for i in range(4)]
+    (completions,) = generator.run(generate, requests)
+    (alone,) = generator.run(generate, [requests[3]])
+    assert completions[3].tokens == alone[0].tokens
+    for each, completion in zip(requests, completions, strict=True):
+        assert error(policy, each.prompt_tokens, completion) <= 1e-5
+
+
 @pytest.mark.parametrize("model", [UNTIED_SPLIT, EXPERTS], ids=["untied, split", "experts"])
 def test_other_forms_of_the_model_give_the_same_logprobs_as_torchtitan(one_rank, model):
     policy = Policy(model, seed=2)

@@ -111,9 +111,11 @@ def swap_while_preempted(engine, weights):
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
     while len(scheduler.running) == 2:  # until one needs a block and takes the other's
         engine.step()
-    with swapping(engine, "continue"):
-        push(engine, weights, 2)
-    pool.free_blocks(taken)
+    try:
+        with swapping(engine, "continue"):
+            push(engine, weights, 2)
+    finally:
+        pool.free_blocks(taken)
     return finish(engine, REQUESTS[:2])
 
 

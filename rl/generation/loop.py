@@ -274,20 +274,19 @@ class EngineLoop:
             _settle(done, pulled)
 
     def _pull_everywhere(self, engine: GenerationEngine, version: int) -> int:
-        """The version, this or a newer one, that every rank holds now.
+        """The version, this or a newer one, that every rank holds now: those behind the newest found pull again.
 
         No rank goes on to the next step, and waits there for ever, unless all have the weights.
         """
-        held = oldest = NOTHING
+        brought = oldest = NOTHING
         while oldest < version:
-            wanted, brought = version, NOTHING
+            wanted, held, brought = version, brought, NOTHING
             try:
                 brought = held if held == wanted else self._pull(engine, wanted) or wanted
             finally:
                 oldest, version = engine.span(brought)
             if oldest == NOTHING:
                 raise RunError(f"another rank of this generator could not pull policy version {wanted}")
-            held = brought
         return version
 
     def _deliver(self, request_id: str, completion: Completion) -> None:

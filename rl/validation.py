@@ -6,9 +6,9 @@ from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 
 from rl.config import RunConfig
 from rl.errors import ConfigError
-from rl.generation.config import MIN_TEMPERATURE
+from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
 from rl.model.shape import ModelShape, shape_of
-from rl.model.tp_plan import check_divides
+from rl.model.tp_plan import check_divides, check_generator
 from rl.platform import device_count, device_type
 from rl.training.attention import attention_config
 from rl.training.config import TrainerConfig
@@ -31,7 +31,7 @@ def validate(config: RunConfig) -> None:
     check_divides(
         "trainer.parallelism.tensor_parallel_degree", config.trainer.parallelism.tensor_parallel_degree, shape
     )
-    check_divides("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
+    _validate_generator(config.generator, shape)
     _require(
         shape.n_heads % shape.n_kv_heads == 0,
         f"model.n_kv_heads is {shape.n_kv_heads}; it must divide model.n_heads={shape.n_heads}",
@@ -185,6 +185,15 @@ def _validate_experts(shape: ModelShape, parallelism: ParallelismConfig) -> None
         holders <= shape.num_experts or (shape.dim % shards == 0 and width % shards == 0),
         f"model.moe_hidden_dim is {shape.moe_hidden_dim} and model.dim is {shape.dim}; with more ranks ({holders}) "
         f"than experts ({shape.num_experts}) FSDP cuts both, so the {shards} shards must divide them",
+    )
+
+
+def _validate_generator(generator: GeneratorConfig, shape: ModelShape) -> None:
+    check_generator(generator.tensor_parallel_degree, shape, expert_parallel=generator.expert_parallel)
+    _require(
+        generator.enforce_eager or not generator.expert_parallel,
+        "generator.enforce_eager is False; it must be True with generator.expert_parallel=True: "
+        "how many tokens a rank's experts get is not known when a model is compiled",
     )
 
 

@@ -11,7 +11,6 @@ from rl.errors import RunError
 from rl.generation.config import GeneratorConfig, environment
 from rl.model.parts import Layout, Part, layout_of
 from rl.model.shape import ModelConfig
-from rl.model.tp_plan import local_part
 from rl.platform import memory_domain
 from rl.types import Completion, GenerationRequest
 from rl.weights.digest import PartDigests, digests
@@ -51,7 +50,7 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def layout(self) -> tuple[str, Layout]:
-        return memory_domain(), layout_of(await self._loop.run_between_steps(self._parts))
+        return memory_domain(), layout_of(await self._loop.run_between_steps(lambda engine: engine.parameters()))
 
     @concurrent_endpoint
     async def connect(self, transfer: Transfer, addresses: list[Any], generator: int) -> None:
@@ -74,7 +73,7 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def weight_digests(self) -> PartDigests:
-        return await self._loop.run_between_steps(lambda engine: digests(self._parts(engine)))
+        return await self._loop.run_between_steps(lambda engine: digests(engine.parameters()))
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -82,16 +81,12 @@ class Generator(Actor):
 
     def _await_weights(self, engine: "GenerationEngine") -> list[Part]:
         engine.version = None  # the versions of a trainer that was restarted may be lower
-        return self._parts(engine)
+        return engine.parameters()
 
     def _connected(self) -> Subscriber:
         if self._subscriber is None:
             raise RunError("this generator is not connected to a trainer: connect before pull_weights")
         return self._subscriber
-
-    def _parts(self, engine: "GenerationEngine") -> list[Part]:
-        tp, rank = self._config.tensor_parallel_degree, self._rank
-        return [local_part(name, own, tp=tp, rank=rank) for name, own in engine.parameters().items()]
 
 
 class GeneratorMesh:

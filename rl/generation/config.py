@@ -11,7 +11,11 @@ class GeneratorConfig:
     """One generator: a vLLM engine on ``tensor_parallel_degree`` ranks."""
 
     tensor_parallel_degree: int = 1
-    """Ranks among which one copy of the policy is cut. Must divide heads, kv heads, hidden size and vocabulary."""
+    """Ranks among which one copy of the policy is cut. Must divide heads and hidden size, and divide the kv heads or
+    be a multiple of them."""
+
+    expert_parallel: bool = False
+    """Whether these ranks divide whole experts among them, which they must divide, in place of each one's features."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the generator's parameters, activations and KV cache. RoPE, logits and log-probs are float32."""

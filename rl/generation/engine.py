@@ -13,8 +13,9 @@ import torch.distributed as dist
 from rl.errors import RunError
 from rl.generation import prefix_cache
 from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
+from rl.model.parts import Part, local_parts
 from rl.model.shape import ModelConfig, ModelShape, hf_config, shape_of
-from rl.model.tp_plan import check_divides
+from rl.model.tp_plan import check_generator, generator_layout
 from rl.platform import device_type
 from rl.types import Completion, GenerationRequest
 
@@ -27,8 +28,8 @@ class GenerationEngine:
     With tensor parallelism every rank owns one and must make the same calls in the same order::
 
         engine = GenerationEngine(config, model, seed=0)
-        for name, local in engine.parameters().items():
-            local.copy_(...)
+        for part in engine.parameters():
+            part.tensor.copy_(...)
         engine.weights_changed(version=0)
         engine.add(request)
         while engine.busy:
@@ -42,19 +43,25 @@ class GenerationEngine:
         The process must have been launched with ``rl.generation.config.environment(config)``.
         """
         self.shape = shape_of(model)
-        check_divides("generator.tensor_parallel_degree", config.tensor_parallel_degree, self.shape)
+        check_generator(config.tensor_parallel_degree, self.shape, expert_parallel=config.expert_parallel)
         self.swap = config.swap
         self.version: int | None = None
         self._engine = _start(config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed)
         self._titan = self._engine.model_executor.driver_worker.get_model().titan
         self._group = _tp_group()
+        self._layout = generator_layout(
+            self.shape,
+            fuse_qkv=model.fuse_qkv,
+            tp=config.tensor_parallel_degree,
+            expert_parallel=config.expert_parallel,
+        )[self._group.rank_in_group]
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Live local shards by torchtitan's parameter names: where the weight push writes, with ``copy_``.
+    def parameters(self) -> list[Part]:
+        """Live local parts of torchtitan's parameters: where the weight push writes, with ``copy_``.
 
         A tied weight appears once, as ``tok_embeddings.weight``.
         """
-        return {name: parameter.data for name, parameter in self._titan.named_parameters()}
+        return local_parts({name: parameter.data for name, parameter in self._titan.named_parameters()}, self._layout)
 
     def weights_changed(self, version: int) -> None:
         """Tell the engine that its parameters now hold policy ``version``.
@@ -182,7 +189,11 @@ def _start(config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: 
             load_format=LOAD_FORMAT,
             skip_tokenizer_init=True,
             generation_config="vllm",
-            additional_config={"shape": asdict(shape), "fuse_qkv": fuse_qkv},
+            additional_config={
+                "shape": asdict(shape),
+                "fuse_qkv": fuse_qkv,
+                "expert_parallel": config.expert_parallel,
+            },
             dtype=config.dtype,
             seed=seed,
             max_model_len=shape.max_seq_len,

@@ -1,17 +1,20 @@
 """torchtitan's Qwen3 inside vLLM: the trainer's own model file, with paged attention and local shards.
 
 Tensor parallelism is the table of ``rl.model.tp_plan`` and vLLM's collectives: a parameter is made at its local
-shape, row-cut layers, experts and the embedding add up over the ranks, and every rank gets all logits.
+shape, row-cut layers, experts and the embedding add up over the ranks, and every rank gets all logits. Expert
+parallelism gives each rank the tokens of its own experts.
 
 The tests run this on CPU, eager. CUDA and ``torch.compile`` take the same lines and are not covered by them.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torchtitan.models.common.token_dispatcher import LocalDispatchMetadata, LocalTokenDispatcher
 from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.protocols.module import Module
 from vllm.compilation.decorators import support_torch_compile
@@ -26,9 +29,10 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.registry import ModelRegistry
 
+from rl.model.parts import Layout, local_parts, local_shapes
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelShape
-from rl.model.tp_plan import local_box
+from rl.model.tp_plan import generator_layout
 
 ARCHITECTURE = "TillerQwen3ForCausalLM"
 LOAD_FORMAT = "tiller"
@@ -65,6 +69,26 @@ class PagedAttention(Module):
         return out.view(q_BLNH.shape)
 
 
+class OwnExperts(LocalTokenDispatcher):
+    """Gives the rank's own experts their tokens, where the ranks divide whole experts among them."""
+
+    def __init__(self, shape: ModelShape, *, tp: int, rank: int):
+        super().__init__(LocalTokenDispatcher.Config(num_experts=shape.num_experts, top_k=shape.experts_per_token))
+        held = shape.num_experts // tp
+        self.own = slice(rank * held, (rank + 1) * held)
+
+    def dispatch(self, x_TD: torch.Tensor, *routing: torch.Tensor) -> tuple:
+        """As torchtitan's, of the own experts alone; asks the device how many tokens these have."""
+        sorted_ND, counts_E, metadata = super().dispatch(x_TD, *routing)
+        first, count = int(counts_E[: self.own.start].sum()), int(counts_E[self.own].sum())
+        mine = slice(first, first + count)
+        own_metadata = LocalDispatchMetadata(
+            token_indices_experts_sorted_N=metadata.token_indices_experts_sorted_N[mine],
+            topk_scores_experts_sorted_N=metadata.topk_scores_experts_sorted_N[mine],
+        )
+        return sorted_ND[mine], counts_E[self.own], own_metadata
+
+
 def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     """This rank's part of the model that ``vllm_config.additional_config`` describes.
 
@@ -72,20 +96,24 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     """
     asked: Any = vllm_config.additional_config
     shape = ModelShape(**asked["shape"])
-    tp = vllm_config.parallel_config.tensor_parallel_size
-    attention = {"n_heads": shape.n_heads // tp, "n_kv_heads": shape.n_kv_heads // tp, "head_dim": shape.head_dim}
+    tp, rank = vllm_config.parallel_config.tensor_parallel_size, get_tp_group().rank_in_group
+    heads = {"n_heads": shape.n_heads // tp, "n_kv_heads": max(1, shape.n_kv_heads // tp)}
     config = qwen3_config(
-        shape,
+        dataclasses.replace(shape, **heads),
         fuse_qkv=asked["fuse_qkv"],
-        inner_attention=lambda layer: PagedAttention.Config(layer=layer, **attention),
+        inner_attention=lambda layer: PagedAttention.Config(layer=layer, head_dim=shape.head_dim, **heads),
     )
     with torch.device("meta"):
         model = config.build()
+    layouts = generator_layout(shape, fuse_qkv=asked["fuse_qkv"], tp=tp, expert_parallel=asked["expert_parallel"])
     with _device(vllm_config):
-        _make_parameters(model, tp=tp, rank=get_tp_group().rank_in_group, dtype=vllm_config.model_config.dtype)
+        _make_parameters(model, layouts, rank=rank, dtype=vllm_config.model_config.dtype)
     _make_rope_cache(model, _device(vllm_config))
     if tp > 1:
         _add_collectives(model)
+    if asked["expert_parallel"]:
+        for layer in model.layers.values():
+            layer.moe.routed_experts.token_dispatcher = OwnExperts(shape, tp=tp, rank=rank)
     model._skip_lm_head = True  # vLLM asks for the logits of the last positions only
     return model
 
@@ -94,13 +122,15 @@ def _device(vllm_config: VllmConfig) -> torch.device:
     return torch.device(str(vllm_config.device_config.device))
 
 
-def _make_parameters(model: Qwen3Model, *, tp: int, rank: int, dtype: Any) -> None:
-    """Replace every meta parameter by this rank's box of it, filled with NaN."""
-    for name, whole in list(model.named_parameters()):
-        box = local_box(name, tuple(whole.shape), tp=tp, rank=rank)
-        local = torch.full(box.shape, torch.nan, dtype=dtype)
+def _make_parameters(model: Qwen3Model, layouts: tuple[Layout, ...], *, rank: int, dtype: Any) -> None:
+    """Replace every meta parameter by this rank's part of it, filled with NaN."""
+    # All ranks' tensors have the shapes of the first's, as collectives want: what a rank does not own of them is zero.
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in local_shapes(layouts[0]).items()}
+    for part in local_parts(tensors, layouts[rank]):
+        part.tensor.fill_(torch.nan)
+    for name, _ in list(model.named_parameters()):
         module, _, leaf = name.rpartition(".")
-        model.get_submodule(module).register_parameter(leaf, nn.Parameter(local, requires_grad=False))
+        model.get_submodule(module).register_parameter(leaf, nn.Parameter(tensors[name], requires_grad=False))
     if model.enable_weight_tying:
         model.lm_head.weight = model.tok_embeddings.weight
 
@@ -169,7 +199,9 @@ class TillerQwen3ForCausalLM(nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab_size] on every rank: each samples for itself, from the same numbers."""
         logits = self.titan.lm_head(hidden_states)
-        return tensor_model_parallel_all_gather(logits) if self.tp > 1 else logits
+        if self.tp == 1:
+            return logits
+        return tensor_model_parallel_all_gather(logits)[:, : self.titan.config.vocab_size]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         raise NotImplementedError("weights are pushed into the parameters, never loaded by vLLM")

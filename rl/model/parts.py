@@ -1,7 +1,7 @@
 """Rectangular parts of tensors: the language of sharding, routing and digests."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,11 @@ class Box(NamedTuple):
         """Index of this box within the tensor that holds ``outer``."""
         starts = (o - p for o, p in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + n) for start, n in zip(starts, self.shape, strict=True))
+
+    def slab(self, dim: int, start: int, size: int) -> "Box":
+        """The part of this box that has ``size`` along dimension ``dim``, from ``start`` of the box on."""
+        offset = tuple(o + start if d == dim else o for d, o in enumerate(self.offset))
+        return Box(offset, tuple(size if d == dim else n for d, n in enumerate(self.shape)))
 
     @property
     def numel(self) -> int:
@@ -72,6 +77,25 @@ class Part(NamedTuple):
 
 Parts = dict[str, Part]
 """One rank's parts by name, where it holds one of each parameter."""
+
+
+def local_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Shape of the tensor, by name, that holds a rank's regions of one parameter one above the other."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, _, box in layout:
+        above = shapes[name][0] if name in shapes else 0
+        shapes[name] = (above + box.shape[0], *box.shape[1:])
+    return shapes
+
+
+def local_parts(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list[Part]:
+    """Views of ``tensors`` for the regions of ``layout``; rows below the last region belong to none."""
+    parts, ends = [], dict.fromkeys(tensors, 0)
+    for region in layout:
+        start, rows = ends[region.name], region.box.shape[0]
+        parts.append(Part(region, tensors[region.name][start : start + rows]))
+        ends[region.name] += rows
+    return parts
 
 
 def layout_of(parts: Iterable[Part]) -> Layout:

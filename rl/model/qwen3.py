@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Any
 
+import torch
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.qwen3 import (  # the registry's own building blocks, not exported by name
     _EMBEDDING_INIT,
@@ -62,6 +64,14 @@ def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> 
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=_LINEAR_INIT),
         layers=layers,
     )
+
+
+def parameter_shapes(shape: ModelShape, *, fuse_qkv: bool) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters by torchtitan's names, a tied one once; takes no memory."""
+    config = qwen3_config(shape, fuse_qkv=fuse_qkv, inner_attention=ScaledDotProductAttention.Config())
+    with torch.device("meta"):
+        model = config.build()
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _own_experts(moe: MoE.Config) -> MoE.Config:

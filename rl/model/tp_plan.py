@@ -2,43 +2,37 @@
 
 Three read it: the generator's model builder cuts by it, the weight router slices by it, the
 planner counts bytes by it.
+
+Parameters alone are pushed. Buffers are each side's own: a RoPE cache is computed in float32 and never cast.
 """
 
 import re
 from enum import Enum
 
-import torch
-
 from rl.errors import ConfigError
-from rl.model.parts import Box, Part, Region
+from rl.model.parts import Box, Layout, Region
+from rl.model.qwen3 import parameter_shapes
 from rl.model.shape import ModelShape
 
 
 class Cut(Enum):
-    """Which dimension of a parameter the ranks divide among them."""
+    """What of a parameter the ranks divide among them."""
 
-    COLUMN = 0
-    """Output features: each rank computes some of them. Fused qkv is cut by whole kv groups."""
-    ROW = 1
-    """Input features: each rank sums over some of them, an all-reduce adds up."""
-    VOCAB = 2
-    """Rows of the vocabulary, in the embedding and the output head."""
-    EXPERTS_COLUMN = 3
-    """Output features of every expert: each rank computes some of each."""
-    EXPERTS_ROW = 4
-    """Input features of every expert; the all-reduce comes after the experts are mixed."""
-    REPLICATED = -1
-
-    @property
-    def dim(self) -> int | None:
-        cut = {Cut.COLUMN: 0, Cut.VOCAB: 0, Cut.ROW: 1, Cut.EXPERTS_COLUMN: 1, Cut.EXPERTS_ROW: 2}
-        return cut.get(self)
+    COLUMN = "output features: each rank computes some of them"
+    ROW = "input features: each rank sums over some of them, an all-reduce adds up"
+    KV_GROUPS = "kv heads with the query heads they serve; ranks that share a kv head divide its queries"
+    VOCAB = "rows of the vocabulary, the last rank has fewer where they do not come out even"
+    EXPERTS_COLUMN = "output features of every expert, or whole experts"
+    EXPERTS_ROW = "input features of every expert, or whole experts; the all-reduce comes after the experts are mixed"
+    REPLICATED = "nothing"
 
 
+# Gate and up projections are two parameters, w1 and w3, in torchtitan's model, so there is nothing to take apart.
 TP_PLAN: tuple[tuple[str, Cut], ...] = (
     (r"tok_embeddings\.weight", Cut.VOCAB),
     (r"lm_head\.weight", Cut.VOCAB),
-    (r"layers\.\d+\.attention\.qkv_linear\.(wqkv|wq|wk|wv)\.weight", Cut.COLUMN),
+    (r"layers\.\d+\.attention\.qkv_linear\.(wqkv|wk|wv)\.weight", Cut.KV_GROUPS),
+    (r"layers\.\d+\.attention\.qkv_linear\.wq\.weight", Cut.COLUMN),
     (r"layers\.\d+\.attention\.wo\.weight", Cut.ROW),
     (r"layers\.\d+\.feed_forward\.(w1|w3)\.weight", Cut.COLUMN),
     (r"layers\.\d+\.feed_forward\.w2\.weight", Cut.ROW),
@@ -57,30 +51,74 @@ def cut_of(name: str) -> Cut:
     raise KeyError(f"the generator's tensor-parallel plan has no line for parameter {name!r}")
 
 
-def local_box(name: str, shape: tuple[int, ...], *, tp: int, rank: int) -> Box:
-    """The part of parameter ``name`` of global ``shape`` that rank ``rank`` of ``tp`` holds.
+def generator_layout(
+    shape: ModelShape, *, fuse_qkv: bool, tp: int, expert_parallel: bool = False
+) -> tuple[Layout, ...]:
+    """What each of a generator's ``tp`` ranks holds of a policy of ``shape``, from rank 0 on.
 
-    Raises ValueError where ``tp`` does not divide the dimension that is cut.
+    With ``expert_parallel`` the ranks divide whole experts among them, else the features of each.
+    Regions of two ranks are equal or have nothing in common. Raises ValueError, naming the
+    parameter, where ``tp`` does not fit the model: see ``check_generator``.
     """
-    dim = cut_of(name).dim
-    if dim is None or tp == 1:
-        return Box.whole(shape)
-    if shape[dim] % tp:
-        raise ValueError(f"{name}: dimension {dim} of {tuple(shape)} cannot be cut into {tp} equal parts")
-    size = shape[dim] // tp
-    offset = tuple(rank * size if d == dim else 0 for d in range(len(shape)))
-    return Box(offset, tuple(size if d == dim else n for d, n in enumerate(shape)))
+    shapes = parameter_shapes(shape, fuse_qkv=fuse_qkv)
+
+    def boxes(name: str, rank: int) -> list[Box]:
+        if expert_parallel and cut_of(name) in (Cut.EXPERTS_COLUMN, Cut.EXPERTS_ROW):
+            return [_even(name, shapes[name], 0, tp, rank)]
+        return _boxes(name, shapes[name], shape, tp, rank)
+
+    return tuple(tuple(Region(n, shapes[n], box) for n in shapes for box in boxes(n, rank)) for rank in range(tp))
 
 
-def local_part(name: str, tensor: torch.Tensor, *, tp: int, rank: int) -> Part:
-    """``tensor``, which rank ``rank`` of ``tp`` holds of parameter ``name``, with its place in the whole."""
-    dim = cut_of(name).dim
-    shape = tuple(n * tp if d == dim else n for d, n in enumerate(tensor.shape))
-    return Part(Region(name, shape, local_box(name, shape, tp=tp, rank=rank)), tensor)
+def _boxes(name: str, whole: tuple[int, ...], shape: ModelShape, tp: int, rank: int) -> list[Box]:
+    match cut_of(name):
+        case Cut.REPLICATED:
+            return [Box.whole(whole)]
+        case Cut.VOCAB:
+            size = -(-whole[0] // tp)  # as torchtitan's embedding counts
+            start = min(rank * size, whole[0])
+            return [Box.whole(whole).slab(0, start, min(size, whole[0] - start))]
+        case Cut.KV_GROUPS if tp > shape.n_kv_heads:
+            sharers = tp // shape.n_kv_heads
+            group = _even(name, whole, 0, shape.n_kv_heads, rank // sharers)
+            rows = group.shape[0]
+            keys = min(rows, 2 * shape.head_dim)  # fused, a group's rows are its queries, then its key and value
+            queries = (rows - keys) // sharers
+            shared = group.slab(0, rows - keys, keys)
+            return [group.slab(0, rank % sharers * queries, queries), shared] if queries else [shared]
+        case Cut.KV_GROUPS | Cut.COLUMN:
+            dim = 0
+        case Cut.ROW | Cut.EXPERTS_COLUMN:
+            dim = 1
+        case Cut.EXPERTS_ROW:
+            dim = 2
+    return [_even(name, whole, dim, tp, rank)]
+
+
+def _even(name: str, whole: tuple[int, ...], dim: int, parts: int, index: int) -> Box:
+    if whole[dim] % parts:
+        raise ValueError(f"{name}: dimension {dim} of {whole} cannot be cut into {parts} equal parts")
+    size = whole[dim] // parts
+    return Box.whole(whole).slab(dim, index * size, size)
+
+
+def check_generator(tp: int, shape: ModelShape, *, expert_parallel: bool) -> None:
+    """Raise ConfigError unless a generator of ``tp`` ranks can hold a policy of ``shape``; any vocabulary fits."""
+    if expert_parallel and not shape.num_experts:
+        raise ConfigError("generator.expert_parallel is True; it must be False where model.num_experts is 0")
+    width = "num_experts" if expert_parallel else "moe_hidden_dim" if shape.num_experts else "hidden_dim"
+    heads, kv_heads, size = shape.n_heads, shape.n_kv_heads, getattr(shape, width)
+    divides = [d for d in range(1, heads + 1) if heads % d == 0 and size % d == 0]
+    allowed = [d for d in divides if kv_heads % d == 0 or d % kv_heads == 0]
+    if tp not in allowed:
+        raise ConfigError(
+            f"generator.tensor_parallel_degree is {tp}; it must divide the model's n_heads={heads} and {width}={size}, "
+            f"and divide n_kv_heads={kv_heads} or be a multiple of it: allowed are {allowed}"
+        )
 
 
 def check_divides(field: str, degree: int, shape: ModelShape) -> None:
-    """Raise ConfigError unless ``degree`` divides all that tensor parallelism cuts."""
+    """Raise ConfigError unless ``degree`` divides all that the trainer's tensor parallelism cuts."""
     sizes = {
         "n_heads": shape.n_heads,
         "n_kv_heads": shape.n_kv_heads,

@@ -51,7 +51,7 @@ class OpenTrainer(PolicyTrainer):
 class OpenGenerator(Generator):
     @concurrent_endpoint
     async def parts(self) -> list[Part]:
-        parts = await self._loop.run_between_steps(self._parts)
+        parts = await self._loop.run_between_steps(lambda engine: engine.parameters())
         return [part._replace(tensor=part.tensor.clone()) for part in parts]
 
 

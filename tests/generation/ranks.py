@@ -9,12 +9,13 @@ import socket
 import sys
 import tempfile
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from rl.generation.config import GeneratorConfig, environment
+from rl.model.parts import Box
 from rl.model.shape import ModelConfig
-from rl.model.tp_plan import local_box
 from rl.types import Completion, GenerationRequest, Sampling
 
 DEADLINE_S = 180
@@ -61,11 +62,14 @@ class GeneratorRanks:
                 raise value
         return [value for _, value in replies]
 
-    def rebuild(self, model: ModelConfig) -> None:
-        """Close the engine of every rank and build one for ``model`` in the same processes, at a fresh port."""
+    def rebuild(self, model: ModelConfig, **changes) -> None:
+        """Close the engine of every rank and build one for ``model`` in the same processes, at a fresh port.
+
+        ``changes`` are to the ranks' config.
+        """
         port = free_port()
         for pipe in self.pipes:
-            pipe.send((GeneratorRanks.rebuild, (model, port), {}))
+            pipe.send((GeneratorRanks.rebuild, (model, port), changes))
         self._replies()
 
     def close(self):
@@ -111,7 +115,7 @@ def host(pipe, config: GeneratorConfig, model: ModelConfig) -> None:
             if fn is GeneratorRanks.rebuild:
                 engine.close()
                 os.environ["MASTER_PORT"] = str(args[1])
-                engine = GenerationEngine(config, args[0], seed=0)
+                engine = GenerationEngine(replace(config, **kwargs), args[0], seed=0)
                 pipe.send(("done", None))
                 continue
             pipe.send(("done", fn(engine, *args, **kwargs)))
@@ -131,7 +135,7 @@ def unpushed(engine) -> dict:
         refusal = None
     except Exception as error:
         refusal = f"{type(error).__name__}: {error}"
-    return {"all_nan": all(bool(p.isnan().all()) for p in engine.parameters().values()), "refusal": refusal}
+    return {"all_nan": all(bool(part.tensor.isnan().all()) for part in engine.parameters()), "refusal": refusal}
 
 
 def names_left(engine) -> list[str]:
@@ -143,12 +147,10 @@ def names_left(engine) -> list[str]:
 
 def write(engine, weights: dict[str, torch.Tensor]) -> None:
     """Copy this rank's part of full ``weights`` into the engine's parameters, and tell nobody."""
-    tp, rank = engine._group.world_size, engine._group.rank_in_group
-    parameters = engine.parameters()
-    assert parameters.keys() == weights.keys()
-    for name, local in parameters.items():
-        box = local_box(name, tuple(weights[name].shape), tp=tp, rank=rank)
-        local.copy_(weights[name][tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))])
+    parts = engine.parameters()
+    assert {part.name for part in parts} == weights.keys()
+    for part in parts:
+        part.tensor.copy_(weights[part.name][part.box.slices_in(Box.whole(part.shape))])
 
 
 def push(engine, weights: dict[str, torch.Tensor], version: int) -> None:

@@ -51,6 +51,16 @@ def test_parameters_are_named_as_the_trainer_names_them(generator, policy):
     assert "lm_head.weight" not in names  # tied
 
 
+def test_a_push_in_bfloat16_leaves_the_rope_cache_in_float32(one_rank, policy):
+    one_rank.rebuild(TIED_FUSED, dtype="bfloat16")
+    one_rank.run(push, policy.weights, 1)
+    (caches,) = one_rank.run(rope_caches)
+    one_rank.rebuild(TIED_FUSED)
+    for cache, layer in zip(caches, policy.model.layers.values(), strict=True):
+        assert cache.dtype == torch.float32
+        assert torch.equal(cache, layer.attention.rope.cache)
+
+
 def test_a_generator_without_weights_refuses(one_rank):
     unpushed = one_rank.at_birth[0]["unpushed"]
     assert unpushed["all_nan"]
@@ -161,7 +171,11 @@ def test_importing_the_config_or_the_engine_imports_no_vllm(one_rank):
 
 
 def parameter_shapes(engine):
-    return {name: tuple(parameter.shape) for name, parameter in engine.parameters().items()}
+    return {part.name: tuple(part.tensor.shape) for part in engine.parameters()}
+
+
+def rope_caches(engine):
+    return [layer.attention.rope.cache.clone() for layer in engine._titan.layers.values()]
 
 
 def change_with_stuck_cache(engine):

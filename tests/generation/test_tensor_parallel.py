@@ -5,10 +5,20 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl.errors import ConfigError
-from tests.generation.policies import EXPERTS, TIED_FUSED, UNTIED_SPLIT, Policy, error
-from tests.generation.ranks import generate, names_left, push, request
+from rl.generation.config import GeneratorConfig
+from tests.generation.policies import (
+    EXPERTS,
+    NARROW,
+    SIZES,
+    TIED_FUSED,
+    UNTIED_SPLIT,
+    Policy,
+    error,
+)
+from tests.generation.ranks import GeneratorRanks, generate, names_left, push, request
 from tests.generation.scenarios import played
 from tests.generation.test_engine import PROMPTS, asked, swap_in_flight
 
@@ -42,15 +52,39 @@ def test_the_leaders_commands_reach_every_rank_in_order(generators, other_policy
     assert follower == ["RunError", "RunError"]
 
 
-@pytest.mark.parametrize("model", [UNTIED_SPLIT, EXPERTS], ids=["untied, split", "experts"])
-def test_two_ranks_of_other_forms_of_the_model_agree_with_torchtitan(two_ranks, model):
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [(UNTIED_SPLIT, {}), (EXPERTS, {}), (EXPERTS, {"expert_parallel": True})],
+    ids=["untied, split", "experts", "whole experts"],
+)
+def test_two_ranks_of_other_forms_of_the_model_agree_with_torchtitan(two_ranks, model, changes):
     policy = Policy(model, seed=2)
-    two_ranks.rebuild(model)
+    two_ranks.rebuild(model, **changes)
     two_ranks.run(push, policy.weights, 1)
-    first, second = two_ranks.run(generate, asked(max_tokens=40))
+    worst = agreed_error(two_ranks, policy)
     two_ranks.rebuild(TIED_FUSED)
-    assert first == second
-    assert max(error(policy, p, c) for p, c in zip(PROMPTS, first, strict=True)) <= 1e-5
+    assert worst <= 1e-5
+
+
+def test_ranks_that_share_kv_heads_and_pad_the_vocabulary_agree_with_torchtitan():
+    """Four ranks with half a kv head each, whole experts, and a vocabulary of which the last has less."""
+    policy = Policy(NARROW, seed=3)
+    config = GeneratorConfig(tensor_parallel_degree=4, expert_parallel=True, kv_cache_gib=0.05, block_size=32)
+    ranks = GeneratorRanks(config, NARROW)
+    try:
+        ranks.run(push, policy.weights, 1)
+        worst, widths = agreed_error(ranks, policy, max_tokens=8), ranks.run(logits_width)
+    finally:
+        ranks.close()
+    assert worst <= 1e-5
+    assert widths == [NARROW.vocab_size] * 4
+
+
+def agreed_error(ranks: GeneratorRanks, policy: Policy, max_tokens: int = 40) -> float:
+    """Largest error of the log-probs, which all ranks must agree on."""
+    first, *others = ranks.run(generate, asked(max_tokens=max_tokens))
+    assert all(other == first for other in others)
+    return max(error(policy, prompt, completion) for prompt, completion in zip(PROMPTS, first, strict=True))
 
 
 def test_a_rank_that_cannot_pull_ends_its_peers(generators, other_policy):
@@ -62,14 +96,18 @@ def test_a_rank_that_cannot_pull_ends_its_peers(generators, other_policy):
 
 
 def test_a_degree_that_does_not_divide_the_model_is_refused():
-    from rl.generation.config import GeneratorConfig
     from rl.generation.engine import GenerationEngine
 
-    with pytest.raises(ConfigError, match="generator.tensor_parallel_degree is 3; .* allowed are \\[1, 2\\]"):
+    with pytest.raises(ConfigError, match="generator.tensor_parallel_degree is 3; .* allowed are \\[1, 2, 4\\]"):
         GenerationEngine(GeneratorConfig(tensor_parallel_degree=3), TIED_FUSED, seed=0)
 
 
 # Run on the ranks.
+
+
+def logits_width(engine):
+    model = engine._engine.model_executor.driver_worker.get_model()
+    return model.compute_logits(torch.ones(1, SIZES["dim"])).shape[1]
 
 
 def maps_shared_memory(engine):

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl.model.parts import Box, Region
-from rl.model.shape import ModelConfig
-from rl.model.tp_plan import local_box
+from rl.model.shape import ModelConfig, ModelShape, shape_of
+from rl.model.tp_plan import generator_layout
 from rl.training.checkpoint import Checkpointer
 from rl.weights.digest import merge_digests
 from rl.weights.routes import plan_routes
@@ -54,20 +54,18 @@ def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, mod
     answers = on_ranks(layout.ranks, held, model, layout, folder)
     assert merge_digests(answer["digests"] for answer in answers) == merge_digests([wanted["digests"]])
     boxes = [dict(answer["digests"].keys()) for answer in [wanted, *answers]]
-    assert_routes(boxes[0], boxes[1:])
+    assert_routes(shape_of(model), boxes[0], boxes[1:])
     for answer in answers:
         assert worst_error(answer["gradients"], wanted["gradients"]) <= 1e-5
 
 
-def assert_routes(whole: dict[str, Box], held: list[dict[str, Box]]) -> None:
+def assert_routes(shape: ModelShape, whole: dict[str, Box], held: list[dict[str, Box]]) -> None:
     """Generators of one and of two ranks can be filled from what trainer ranks hold, each element once."""
-    shapes = {name: box.shape for name, box in whole.items()}
-    sources = [tuple(Region(name, shapes[name], box) for name, box in boxes.items()) for boxes in held]
-    for tp, rank in ((1, 0), (2, 0), (2, 1)):
-        boxes = {name: local_box(name, shape, tp=tp, rank=rank) for name, shape in shapes.items()}
-        wanted = tuple(Region(name, shapes[name], box) for name, box in boxes.items())
-        routes = plan_routes(sources, wanted, reader=rank)
-        assert sum(route.box.numel for route in routes) == sum(box.numel for box in boxes.values())
+    sources = [tuple(Region(name, whole[name].shape, box) for name, box in boxes.items()) for boxes in held]
+    for tp, expert_parallel in ((1, False), (2, False), (2, True)):
+        for rank, wanted in enumerate(generator_layout(shape, fuse_qkv=True, tp=tp, expert_parallel=expert_parallel)):
+            routes = plan_routes(sources, wanted, reader=rank)
+            assert sum(route.box.numel for route in routes) == sum(region.box.numel for region in wanted)
 
 
 def test_a_checkpoint_of_divided_experts_goes_on_in_one_rank(played):

@@ -53,6 +53,20 @@ def build_model(
     config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *, seed: int, folder: str
 ) -> PolicyModel:
     """torchtitan's Qwen3, parallelized by torchtitan, with weights that depend on ``seed`` alone."""
+    built = sharded_model(config, model, dims, folder=folder)
+    if device_type() == "cpu":
+        for module in built.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    built.to_empty(device=device_type())
+    with torch.no_grad():
+        built.init_weights(buffer_device=None)
+        _init_parameters(built, seed)
+    return built.train()
+
+
+def sharded_model(config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *, folder: str) -> PolicyModel:
+    """The same model on the meta device: shapes and placements, without memory."""
     model_config = qwen3_config(
         shape_of(model),
         fuse_qkv=model.fuse_qkv,
@@ -68,7 +82,7 @@ def build_model(
         _tie_after_tensor_parallel(built)
     if dims.tp_enabled:
         _keep_gradients_of_experts(built)
-    built = parallelize_qwen3(
+    return parallelize_qwen3(  # type: ignore[no-any-return]
         built,
         parallel_dims=dims,
         training=config.training,
@@ -77,15 +91,6 @@ def build_model(
         ac_config=config.activation_checkpoint,
         dump_folder=folder,
     )
-    if device_type() == "cpu":
-        for module in built.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-    built.to_empty(device=device_type())
-    with torch.no_grad():
-        built.init_weights(buffer_device=None)
-        _init_parameters(built, seed)
-    return built.train()
 
 
 def _log_prob_head(head: Linear.Config, logits_mib: int) -> LogProbHead.Config:

@@ -1,0 +1,53 @@
+"""Which part of which parameter each trainer rank holds, known before any of them runs."""
+
+import itertools
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.distributed import ParallelDims
+
+from rl.model.parts import Box, Layout, Region
+from rl.model.shape import ModelConfig
+from rl.training.config import TrainerConfig
+from rl.training.model import sharded_model
+
+
+def trainer_layout(config: TrainerConfig, model: ModelConfig) -> tuple[Layout, ...]:
+    """What each rank of the trainer holds, from rank 0 on, as torchtitan shards the model.
+
+    Builds rank 0's model without memory, in a process group that is gone afterwards and reaches
+    nobody; takes seconds at any size. Raises RuntimeError in a process that is in a group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("trainer_layout makes a process group of its own; call it in a process that has none")
+    dist.init_process_group("fake", rank=0, world_size=config.ranks)
+    try:
+        dims = ParallelDims.from_config(config.parallelism, config.ranks)
+        named = sharded_model(config, model, dims, folder="").named_parameters()
+        regions = [_regions(canonical_fqn(name), parameter, config.ranks) for name, parameter in named]
+    finally:
+        dist.destroy_process_group()
+    return tuple(zip(*regions, strict=True))
+
+
+def _regions(name: str, parameter: torch.Tensor, ranks: int) -> list[Region]:
+    """What each of ``ranks`` holds of one parameter."""
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return [Region(name, shape, Box.whole(shape))] * ranks
+    mesh = parameter.device_mesh
+    boxes = _boxes(shape, tuple(mesh.shape), tuple(parameter.placements))
+    by_rank = dict(zip(mesh.mesh.flatten().tolist(), boxes, strict=True))
+    return [Region(name, shape, by_rank[rank]) for rank in range(ranks)]
+
+
+@cache
+def _boxes(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]) -> list[Box]:
+    """Of a tensor of ``shape``, what each place of a mesh holds, in the mesh's own order; layers are alike."""
+    places = itertools.product(*map(range, mesh))
+    held = (_compute_local_shape_and_global_offset(shape, mesh, list(place), placements) for place in places)
+    return [Box(offset, local) for local, offset in held]

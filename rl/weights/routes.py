@@ -1,9 +1,16 @@
 """Which part of which trainer shard goes where in a generator: from shapes and placements alone."""
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+
+import torch
 
 from rl.model.parts import Box, Layout
+
+SHOWN = 4  # trainer ranks that a line of a plan's table names
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,41 +25,125 @@ class Route:
     box: Box
 
 
+@dataclass(frozen=True, slots=True)
+class PushPlan:
+    """All routes from a trainer to one generator."""
+
+    sources: tuple[Layout, ...]
+    """By trainer rank."""
+    wanted: tuple[Layout, ...]
+    """By generator rank."""
+    routes: tuple[list[Route], ...]
+    """By generator rank."""
+
+    def elements(self) -> list[Counter[int]]:
+        """How many elements each generator rank reads from each trainer rank."""
+        counts: list[Counter[int]] = [Counter() for _ in self.routes]
+        for count, routes in zip(counts, self.routes, strict=True):
+            for route in routes:
+                count[route.source] += route.box.numel
+        return counts
+
+    def describe(self, dtype: torch.dtype) -> str:
+        """A table for people: MiB of ``dtype`` that each generator rank reads, and from which trainer ranks most."""
+
+        def mib(count: int) -> str:
+            return f"{count * dtype.itemsize / 2**20:,.1f}"
+
+        elements = self.elements()
+        lines = [
+            f"{len(self.sources)} trainer ranks -> {len(self.wanted)} generator ranks: "
+            f"{mib(sum(each.total() for each in elements))} MiB in {dtype}, {sum(map(len, self.routes)):,} routes",
+            "reader    routes         MiB  from rank: MiB",
+        ]
+        for reader, (each, routes) in enumerate(zip(elements, self.routes, strict=True)):
+            most = dict(each.most_common(SHOWN))
+            origins = [f"{rank}: {mib(most[rank])}" for rank in sorted(most)]
+            if others := len(each) - len(most):
+                origins.append(f"{others} others: {mib(each.total() - sum(most.values()))}")
+            lines.append(f"{reader:6}  {len(routes):8,}  {mib(each.total()):>10}  {', '.join(origins)}")
+        return "\n".join(lines)
+
+
+def plan_push(sources: Sequence[Layout], wanted: Sequence[Layout], *, first_reader: int = 0) -> PushPlan:
+    """The plan from all trainer ranks' layouts to those of a generator, whose ranks read as ``first_reader`` and on.
+
+    Raises ValueError, naming the parameter, unless the trainer's shards fill every region exactly
+    once and the generator's ranks together have a place for every element.
+    """
+    offers = _offers(sources)
+    routes = tuple(_routes(offers, layout, first_reader + rank) for rank, layout in enumerate(wanted))
+    for name, (shape, boxes) in _offers(wanted).items():
+        _check_partition(name, tuple(boxes), Box.whole(shape), "generator")
+    return PushPlan(tuple(sources), tuple(wanted), routes)
+
+
 def plan_routes(sources: Sequence[Layout], wanted: Layout, *, reader: int) -> list[Route]:
     """Routes that fill the regions ``wanted`` by one generator rank from the trainer ranks' layouts.
 
-    Equal regions on several trainer ranks are read from one of them, a different one per reader and
-    region. Raises ValueError, naming the parameter, unless every element wanted is covered exactly
-    once and the rank wants something of every parameter of the trainer.
+    Of equal regions on several trainer ranks, each is read from the one that was asked for least so
+    far; where that leaves a choice, readers differ. Raises ValueError, naming the parameter, unless
+    every element wanted is covered exactly once and the rank wants something of every parameter of
+    the trainer.
     """
-    offered: dict[str, dict[Box, list[tuple[int, int]]]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for rank, layout in enumerate(sources):
+    return _routes(_offers(sources), wanted, reader)
+
+
+_Offers = dict[str, tuple[tuple[int, ...], dict[Box, list[tuple[int, int]]]]]
+"""By name: shape of the whole, and by box who holds it, as (rank, index in its layout)."""
+
+
+def _offers(layouts: Sequence[Layout]) -> _Offers:
+    offers: _Offers = {}
+    for rank, layout in enumerate(layouts):
         for index, (name, shape, box) in enumerate(layout):
-            offered.setdefault(name, {}).setdefault(box, []).append((rank, index))
-            shapes[name] = shape
-    if unknown := sorted(offered.keys() - {region.name for region in wanted}):
+            known, holders = offers.setdefault(name, (shape, {}))
+            if known != shape:
+                raise ValueError(f"parameter {name} is {known} on one rank and {shape} on rank {rank}")
+            holders.setdefault(box, []).append((rank, index))
+    return offers
+
+
+def _routes(offers: _Offers, wanted: Layout, reader: int) -> list[Route]:
+    if unknown := sorted(offers.keys() - {region.name for region in wanted}):
         raise ValueError(f"parameter {unknown[0]} of the trainer has no place in the generator")
     routes: list[Route] = []
+    asked: Counter[int] = Counter()  # elements by source
     for index, (name, shape, box) in enumerate(wanted):
-        if name not in offered:
+        if name not in offers:
             raise ValueError(f"parameter {name} of the generator is held by no trainer rank")
-        if shapes[name] != shape:
-            raise ValueError(f"parameter {name} is {shapes[name]} in the trainer and {shape} in the generator")
-        parts = []
-        for held, replicas in offered[name].items():
-            if (part := box.intersect(held)) is not None:
-                rank, at = replicas[(reader + index) % len(replicas)]
-                parts.append(Route(rank, at, index, part))
-        _check_partition(name, box, [route.box for route in parts])
-        routes += parts
+        whole, holders = offers[name]
+        if whole != shape:
+            raise ValueError(f"parameter {name} is {whole} in the trainer and {shape} in the generator")
+        boxes = tuple(holders)
+        _check_partition(name, boxes, box, "trainer")
+        for held, part in _pieces(boxes, box):
+            replicas = holders[held]
+            first = (reader + index) % len(replicas)
+            source, at = min(replicas[first:] + replicas[:first], key=lambda replica: asked[replica[0]])
+            asked[source] += part.numel
+            routes.append(Route(source, at, index, part))
     return routes
 
 
-def _check_partition(name: str, whole: Box, parts: list[Box]) -> None:
-    for i, part in enumerate(parts):
-        if any(part.intersect(other) for other in parts[:i]):
-            raise ValueError(f"parameter {name}: the trainer's shards overlap at {part}")
-    covered = sum(part.numel for part in parts)
+def _check_partition(name: str, boxes: tuple[Box, ...], whole: Box, owner: str) -> None:
+    if (overlap := _overlap(boxes)) is not None:
+        raise ValueError(f"parameter {name}: the {owner}'s shards overlap at {overlap}")
+    covered = sum(part.numel for _, part in _pieces(boxes, whole))
     if covered != whole.numel:
-        raise ValueError(f"parameter {name}: {covered} of {whole.numel} elements are covered by the trainer's shards")
+        raise ValueError(f"parameter {name}: {covered} of {whole.numel} elements are covered by the {owner}'s shards")
+
+
+# Cached, because all layers of a model are cut alike.
+
+
+@cache
+def _overlap(boxes: tuple[Box, ...]) -> Box | None:
+    """What two of the boxes have in common, if any do."""
+    return next(filter(None, (a.intersect(b) for a, b in itertools.combinations(boxes, 2))), None)
+
+
+@cache
+def _pieces(boxes: tuple[Box, ...], whole: Box) -> list[tuple[Box, Box]]:
+    """The boxes that have a part in ``whole``, each with that part."""
+    return [(box, part) for box in boxes if (part := box.intersect(whole)) is not None]

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.model.parts import Box, Part, Region
+from rl.model.parts import Box, Layout, Part, Region
 from rl.weights.digest import digests, merge_digests
-from rl.weights.routes import plan_routes
+from rl.weights.routes import plan_push, plan_routes
 
 
 def cut(shape: tuple[int, ...], dim: int | None, parts: int, index: int) -> Box:
@@ -43,14 +43,25 @@ def test_routes_carry_every_element_to_its_place(rows, columns, source_dim, sour
         assert torch.equal(out, whole[box.slices_in(full)])
 
 
-def test_replicas_are_read_from_different_sources():
-    shape = (4, 4)
-    full = Box.whole(shape)
-    names = ["a", "b", "c", "d"]
-    layout = tuple(Region(name, shape, full) for name in names)
-    routes = plan_routes([layout] * 4, layout, reader=0)
-    assert {route.source for route in routes} == {0, 1, 2, 3}
-    assert len(routes) == 4
+def replicated(sizes: list[int]) -> Layout:
+    return tuple(Region(f"p{i}", (size,), Box.whole((size,))) for i, size in enumerate(sizes))
+
+
+@pytest.mark.parametrize("sizes", [[4] * 8, [9, 1, 9, 1, 9, 1, 9, 1], [8, *[1] * 8]])
+def test_replicas_are_asked_for_equal_shares(sizes):
+    """Also where sizes come in a rhythm that matches the number of replicas."""
+    layout = replicated(sizes)
+    for reader in range(3):
+        (counts,) = plan_push([layout] * 2, [layout], first_reader=reader).elements()
+        assert counts[0] == counts[1] == sum(sizes) // 2
+
+
+def test_readers_begin_with_different_replicas():
+    layout = replicated([4])
+    sources = [plan_routes([layout] * 4, layout, reader=reader)[0].source for reader in range(4)]
+    assert sorted(sources) == [0, 1, 2, 3]
+    plan = plan_push([layout] * 4, [layout] * 2, first_reader=2)
+    assert [routes[0].source for routes in plan.routes] == sources[2:]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +80,33 @@ def test_replicas_are_read_from_different_sources():
 def test_what_cannot_be_routed_is_refused_by_name(regions, message):
     with pytest.raises(ValueError, match=message):
         plan_routes([(region,) for region in regions], (Region("w", (4, 2), Box.whole((4, 2))),), reader=0)
+
+
+def test_a_generator_without_a_place_for_every_element_is_refused():
+    shape = (4, 2)
+    trainer = [(Region("w", shape, Box.whole(shape)),)]
+
+    def rows(start: int, stop: int) -> Layout:
+        return (Region("w", shape, Box((start, 0), (stop - start, 2))),)
+
+    plan_push(trainer, [rows(0, 2), rows(2, 4), rows(2, 4)])
+    with pytest.raises(ValueError, match="parameter w: 6 of 8 elements are covered by the generator's shards"):
+        plan_push(trainer, [rows(0, 1), rows(1, 3)])
+    with pytest.raises(ValueError, match="parameter w: the generator's shards overlap at"):
+        plan_push(trainer, [rows(0, 3), rows(2, 4)])
+
+
+def test_a_plan_says_who_reads_how_much_from_whom():
+    shape = (6, 2**19)
+    held = [(Region("w", shape, cut(shape, 0, 6, rank)),) for rank in range(6)]
+    plan = plan_push(held, [(Region("w", shape, cut(shape, 1, 2, rank)),) for rank in range(2)])
+    assert plan.elements() == [dict.fromkeys(range(6), 2**18)] * 2
+    assert plan.describe(torch.bfloat16).splitlines() == [
+        "6 trainer ranks -> 2 generator ranks: 6.0 MiB in torch.bfloat16, 12 routes",
+        "reader    routes         MiB  from rank: MiB",
+        "     0         6         3.0  0: 0.5, 1: 0.5, 2: 0.5, 3: 0.5, 2 others: 1.0",
+        "     1         6         3.0  0: 0.5, 1: 0.5, 2: 0.5, 3: 0.5, 2 others: 1.0",
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

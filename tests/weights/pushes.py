@@ -1,0 +1,98 @@
+"""What trainer ranks push, and what readers laid out as generators pull; runs on the trainer's ranks."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tests.training.scenes as scenes
+from rl.model.parts import Box, Layout, layout_of, local_parts, local_shapes
+from rl.model.shape import ModelConfig, shape_of
+from rl.model.tp_plan import generator_layout
+from rl.weights.digest import PartDigests, digests, merge_digests
+from rl.weights.shared_memory import Publisher, Segment, Subscriber
+
+DTYPE = torch.bfloat16
+# Half a kv head for each of four readers, and of the vocabulary 8, 8, 8 and 6 rows.
+TIED_FUSED = ModelConfig(
+    vocab_size=30, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=52, max_seq_len=15
+)
+EXPERTS = replace(TIED_FUSED, num_experts=4, experts_per_token=2, moe_hidden_dim=20)
+MODELS = {
+    "tied_fused": TIED_FUSED,
+    "untied_fused": replace(TIED_FUSED, tie_embeddings=False),
+    "tied_split": replace(TIED_FUSED, fuse_qkv=False),
+    "untied_split": replace(TIED_FUSED, tie_embeddings=False, fuse_qkv=False),
+    "experts": EXPERTS,
+    "untied_split_experts": replace(EXPERTS, tie_embeddings=False, fuse_qkv=False),
+}
+TRAINERS = scenes.LAYOUTS | {"fsdp4": scenes.Layout(shard=4)}
+
+
+def generators(model: ModelConfig) -> list[tuple[Layout, ...]]:
+    """Layouts of all generators that the tests push ``model`` to."""
+    degrees: list[dict[str, Any]] = [{"tp": 1}, {"tp": 2}, {"tp": 4}]
+    if model.num_experts:
+        degrees += [{"tp": 2, "expert_parallel": True}, {"tp": 4, "expert_parallel": True}]
+    return [generator_layout(shape_of(model), fuse_qkv=model.fuse_qkv, **each) for each in degrees]
+
+
+class Reader:
+    """A rank of a generator: tensors of its own."""
+
+    def __init__(self, layouts: tuple[Layout, ...], rank: int, segments: list[Segment], number: int):
+        self._tensors = {name: torch.zeros(shape, dtype=DTYPE) for name, shape in local_shapes(layouts[0]).items()}
+        self._parts = local_parts(self._tensors, layouts[rank])
+        self._subscriber = Subscriber(segments, self._parts, reader=number)
+
+    def pull(self, version: int, weights: dict[str, torch.Tensor]) -> PartDigests:
+        """Digests of what it pulled, which must be its parts of the whole ``weights`` and nothing else."""
+        self._subscriber.pull(version)
+        written = dict.fromkeys(self._tensors, 0)
+        for part in self._parts:
+            whole = weights[part.name]
+            assert torch.equal(part.tensor, whole[part.box.slices_in(Box.whole(tuple(whole.shape)))]), part.region
+            written[part.name] += part.box.shape[0]
+        assert not any(tensor[written[name] :].any() for name, tensor in self._tensors.items())
+        return digests(self._parts)
+
+
+def push_all(cases: list[tuple[str, str]], folder: str) -> list[Layout]:
+    """``push`` for each (model, trainer layout)."""
+    return [push(MODELS[model], TRAINERS[layout], folder) for model, layout in cases]
+
+
+def push(model: ModelConfig, layout: scenes.Layout, folder: str) -> Layout:
+    """Push two versions to all generators, whose ranks this trainer's ranks play in turn; what this rank held."""
+    engine = scenes.engine_of(model, folder=folder, layout=layout)
+    held = list(engine.parts().values())
+    places = [(layouts, rank) for layouts in generators(model) for rank in range(len(layouts))]
+    publisher = Publisher(held, DTYPE, readers=len(places))
+    segments = gathered(publisher.segment)
+    readers = {
+        number: Reader(*place, segments, number)
+        for number, place in enumerate(places)
+        if number % dist.get_world_size() == dist.get_rank()
+    }
+    for version in range(2):
+        publisher.publish(version)
+        dist.barrier()
+        weights = {name: tensor.to(DTYPE) for name, tensor in scenes.weights_of(engine).items()}
+        trained = merge_digests(gathered(digests(held, dtype=DTYPE)))
+        pulled = {number: reader.pull(version, weights) for number, reader in readers.items()}
+        by_number = {number: own for rank in gathered(pulled) for number, own in rank.items()}
+        for layouts in generators(model):
+            own = [by_number[number] for number, place in enumerate(places) if place[0] == layouts]
+            assert merge_digests(own) == trained
+        with torch.no_grad():
+            for part in held:
+                part.tensor.mul_(1.5)
+    return layout_of(held)
+
+
+def gathered(own: Any) -> list[Any]:
+    """The object of every rank, on every rank."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone

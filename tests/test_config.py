@@ -281,6 +281,18 @@ def test_what_context_parallelism_cannot_run_is_refused(field, value, message):
         validate(config)
 
 
+def test_a_generator_that_divides_experts_has_some_and_is_eager():
+    config = find_config("quickstart")()
+    config.generator.expert_parallel = True
+    with pytest.raises(ConfigError, match="generator.expert_parallel is True; it must be False where model.num_exp"):
+        validate(config)
+    config.model.num_experts, config.model.experts_per_token, config.model.moe_hidden_dim = 4, 2, 64
+    validate(config)
+    config.generator.enforce_eager = False
+    with pytest.raises(ConfigError, match="generator.enforce_eager is False; it must be True with .*expert_parallel"):
+        validate(config)
+
+
 @pytest.mark.parametrize("temperature", [math.nan, -1.0])
 def test_temperatures_that_are_none_are_refused(temperature):
     config = find_config("quickstart")()

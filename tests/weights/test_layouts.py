@@ -1,12 +1,18 @@
 """Any trainer layout pushes to any generator layout, bit for bit; and layouts are known before ranks run."""
 
+import resource
+
 import pytest
 import torch.distributed as dist
 
 from rl.model.parts import Layout
+from rl.model.shape import ModelConfig, shape_of
+from rl.model.tp_plan import generator_layout
 from rl.training.config import TrainerConfig
 from rl.training.layout import trainer_layout
+from rl.weights.routes import plan_push
 from tests.training.ranks import on_ranks
+from tests.training.scenes import Layout as TrainerLayout
 from tests.weights.pushes import MODELS, TRAINERS, push_all
 
 CASES = [
@@ -31,6 +37,13 @@ def pushed(request, tmp_path_factory) -> dict[tuple[str, str], list[Layout]]:
     return dict(zip(cases, zip(*ranks, strict=True), strict=True))
 
 
+# Qwen3-30B-A3B.
+LARGE = ModelConfig(
+    vocab_size=151936, dim=2048, n_layers=48, n_heads=32, n_kv_heads=4, head_dim=128,
+    num_experts=128, experts_per_token=8, moe_hidden_dim=768, tie_embeddings=False,
+)  # fmt: skip
+
+
 def test_every_reader_holds_its_part_of_every_version_bit_for_bit(pushed):
     assert len(pushed) >= 6
 
@@ -39,3 +52,27 @@ def test_the_layout_planned_without_ranks_is_the_one_they_have(pushed):
     for case, held in pushed.items():
         assert planned(*case) == held, case
     assert not dist.is_initialized()
+
+
+def test_a_large_model_on_many_ranks_is_planned_here_and_every_replica_gives_its_share():
+    """30 billion parameters, HSDP2x8 with TP4 and EP8, to eight ranks of whole experts: two per kv head."""
+    parallelism = TrainerLayout(replicate=2, shard=8, tp=4, ep=8).parallelism
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    held = trainer_layout(TrainerConfig(parallelism=parallelism), LARGE)
+    wanted = generator_layout(shape_of(LARGE), fuse_qkv=True, tp=8, expert_parallel=True)
+    plan = plan_push(held, wanted)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+    assert sum(region.box.numel for region in held[0]) < 1.1 * 30.53e9 / 32
+    for elements, layout in zip(plan.elements(), wanted, strict=True):
+        assert elements.total() == sum(region.box.numel for region in layout)
+        halves = [sum(elements[rank] for rank in range(first, first + 32)) for first in (0, 32)]
+        assert halves[0] == pytest.approx(halves[1], rel=0.05)
+
+
+def test_a_rank_is_told_to_plan_elsewhere():
+    dist.init_process_group("fake", rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="call it in a process that has none"):
+            planned("tied_fused", "alone")
+    finally:
+        dist.destroy_process_group()

@@ -14,7 +14,7 @@ SIZES = {"vocab_size": 64, "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads":
 TIED_FUSED = ModelConfig(**SIZES, tie_embeddings=True, fuse_qkv=True)
 UNTIED_SPLIT = ModelConfig(**SIZES, tie_embeddings=False, fuse_qkv=False)
 EXPERTS = ModelConfig(**SIZES, num_experts=4, experts_per_token=2, moe_hidden_dim=48)
-NARROW = replace(EXPERTS, vocab_size=65, tie_embeddings=False)
+NARROW = replace(EXPERTS, n_kv_heads=1, vocab_size=65, tie_embeddings=False)
 
 
 class Policy:

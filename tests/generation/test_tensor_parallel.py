@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,35 +55,36 @@ def test_the_leaders_commands_reach_every_rank_in_order(generators, other_policy
 
 @pytest.mark.parametrize(
     ("model", "changes"),
-    [(UNTIED_SPLIT, {}), (EXPERTS, {}), (EXPERTS, {"expert_parallel": True})],
-    ids=["untied, split", "experts", "whole experts"],
+    [(UNTIED_SPLIT, {}), (EXPERTS, {}), (NARROW, {"expert_parallel": True})],
+    ids=["untied, split", "experts", "whole experts, a shared kv head and an odd vocabulary"],
 )
 def test_two_ranks_of_other_forms_of_the_model_agree_with_torchtitan(two_ranks, model, changes):
     policy = Policy(model, seed=2)
     two_ranks.rebuild(model, **changes)
     two_ranks.run(push, policy.weights, 1)
-    worst = agreed_error(two_ranks, policy)
+    worst, widths = agreed_error(two_ranks, policy), two_ranks.run(logits_width)
     two_ranks.rebuild(TIED_FUSED)
     assert worst <= 1e-5
+    assert widths == [model.vocab_size] * 2
 
 
-def test_ranks_that_share_kv_heads_and_pad_the_vocabulary_agree_with_torchtitan():
-    """Four ranks with half a kv head each, whole experts, and a vocabulary of which the last has less."""
-    policy = Policy(NARROW, seed=3)
+@pytest.mark.long
+def test_four_ranks_with_half_a_kv_head_each_agree_with_torchtitan():
+    model = replace(NARROW, n_kv_heads=2)
+    policy = Policy(model, seed=3)
     config = GeneratorConfig(tensor_parallel_degree=4, expert_parallel=True, kv_cache_gib=0.05, block_size=32)
-    ranks = GeneratorRanks(config, NARROW)
+    ranks = GeneratorRanks(config, model)
     try:
         ranks.run(push, policy.weights, 1)
-        worst, widths = agreed_error(ranks, policy, max_tokens=8), ranks.run(logits_width)
+        worst = agreed_error(ranks, policy)
     finally:
         ranks.close()
     assert worst <= 1e-5
-    assert widths == [NARROW.vocab_size] * 4
 
 
-def agreed_error(ranks: GeneratorRanks, policy: Policy, max_tokens: int = 40) -> float:
+def agreed_error(ranks: GeneratorRanks, policy: Policy) -> float:
     """Largest error of the log-probs, which all ranks must agree on."""
-    first, *others = ranks.run(generate, asked(max_tokens=max_tokens))
+    first, *others = ranks.run(generate, asked(max_tokens=40))
     assert all(other == first for other in others)
     return max(error(policy, prompt, completion) for prompt, completion in zip(PROMPTS, first, strict=True))
 

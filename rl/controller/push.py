@@ -89,7 +89,7 @@ class WeightPush:
         await self._publishing
         with self._watch.span("push"):
             pauses = await asyncio.gather(*(generator.pull_weights(self._begun) for generator in self._generators))
-        self.metrics["push/pause"] = max(pauses)
+        self.metrics["timing/push_pause"] = max(pauses)
         with self._watch.span("check"):
             for number in range(len(self._generators)):
                 await self._check(number)

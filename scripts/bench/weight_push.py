@@ -1,0 +1,272 @@
+"""The weight push against a plain copy of the same bytes, transport by transport, in one run.
+
+Usage: python scripts/bench/weight_push.py [--rounds N] [--transports NAME ...] [--no-sizes] [--json]
+
+Ranks are actors with random weights in the real shapes and layouts: a trainer of FSDP2 x TP2 in float32 and
+generators of TP2 in bfloat16. Within a round each transport publishes (cast and copy out of the shards) and pulls
+(into the generator's parameters), then every generator rank copies as many bytes with one copy_. Ratios are
+medians over the rounds; the first push after opening is cold and reported apart. torchstore stores what Tiller
+packs for each reader, so it is spared its own resharding. "memory" is what a trainer rank's resident memory grew
+by, over the bytes of its own shards in bfloat16.
+
+The second table is shared memory alone: model sizes, and 1, 2 and 4 generators pulling one after another.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+from monarch.actor import Actor, concurrent_endpoint, current_rank
+
+import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
+from rl.launch.local import spawn_procs, start_runtime, stop_runtime
+from rl.model.parts import Layout, Part
+from rl.model.shape import ModelConfig, shape_of
+from rl.model.tp_plan import generator_layout
+from rl.training.config import TrainerConfig
+from rl.training.layout import trainer_layout
+from rl.weights.open import Transfer, open_publisher, open_subscriber
+
+TRANSPORTS = ("shared_memory", "rdma", "torchstore")
+DEADLINE_S = 600.0
+MEMCPY_BYTES = 1 << 28  # at once: far beyond every cache, and little beside the weights
+QWEN3_0_6B = ModelConfig(
+    vocab_size=151_936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072, max_seq_len=2049
+)
+SIZES = {
+    "0.05B": replace(QWEN3_0_6B, vocab_size=32_768, dim=512, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=1536),
+    "0.2B": replace(QWEN3_0_6B, vocab_size=65_536, n_layers=10),
+    "0.6B": QWEN3_0_6B,
+    "1.7B": replace(QWEN3_0_6B, dim=2048, hidden_dim=6144),
+}
+TINY = {"tiny": replace(SIZES["0.05B"], vocab_size=512, dim=128, n_layers=1, hidden_dim=256)}
+
+
+class Rank(Actor):
+    """A rank with random weights of a layout and both ends of pushes."""
+
+    def __init__(self, layouts: tuple[Layout, ...], dtype: torch.dtype, generator: int):
+        torch.set_num_threads(1)
+        self.rank = current_rank().rank
+        layout = layouts[self.rank]
+        self.parts = [Part(region, torch.randn(region.box.shape, dtype=dtype)) for region in layout]
+        self.generator = generator
+        self.bytes = sum(part.tensor.nbytes for part in self.parts)
+        self.source, self.scratch = (torch.ones(min(self.bytes, MEMCPY_BYTES), dtype=torch.uint8) for _ in range(2))
+        self.ends: dict[str, Any] = {}
+
+    @concurrent_endpoint
+    async def open_publisher(self, transfer: Transfer) -> tuple[Any, float]:
+        before = _resident()
+        publisher = self.ends[transfer.transport] = open_publisher(transfer, self.parts, rank=self.rank)
+        grew = _resident() - before
+        return publisher.address, grew / sum(part.box.numel * transfer.dtype.itemsize for part in self.parts)
+
+    @concurrent_endpoint
+    async def open_subscriber(self, transfer: Transfer, addresses: list[Any]) -> None:
+        self.ends[transfer.transport] = open_subscriber(
+            transfer, addresses, self.parts, generator=self.generator, rank=self.rank
+        )
+
+    @concurrent_endpoint
+    async def publish(self, transport: str, version: int) -> None:
+        await self.ends[transport].publish(version)
+
+    @concurrent_endpoint
+    async def pull(self, transport: str, version: int) -> None:
+        await self.ends[transport].fetch(version)
+        held = self.ends[transport].pull(version)
+        assert held == version, (held, version)
+
+    @concurrent_endpoint
+    async def memcpy(self) -> None:
+        left = self.bytes
+        while left > 0:
+            size = min(left, len(self.source))
+            self.scratch[:size].copy_(self.source[:size])
+            left -= size
+
+    @concurrent_endpoint
+    async def sample(self) -> list[torch.Tensor]:
+        """A few elements of every part, to see that the weights came."""
+        return [part.tensor.flatten()[:2].to(torch.bfloat16) for part in self.parts]
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        for end in self.ends.values():
+            end.close()
+
+
+class Ranks:
+    """A mesh of Rank actors."""
+
+    def __init__(self, name: str, layouts: tuple[Layout, ...], dtype: torch.dtype, logs: Path, generator: int = 0):
+        self.layouts, self.procs = layouts, spawn_procs(name, len(layouts), env={}, logs=logs)
+        self._actors: Any = self.procs.spawn(name, Rank, layouts, dtype, generator)
+
+    async def call(self, endpoint: str, *args: Any) -> list[Any]:
+        answers = getattr(self._actors, endpoint).call(*args)
+        return [answer for _, answer in await asyncio.wait_for(_resolve(answers), DEADLINE_S)]
+
+    async def timed(self, endpoint: str, *args: Any) -> float:
+        begun = time.perf_counter()
+        await self.call(endpoint, *args)
+        return time.perf_counter() - begun
+
+    async def stop(self) -> None:
+        await self.call("close")
+        await _resolve(self.procs.stop())
+
+
+class Pushes:
+    """A trainer and some generators of one model, and the versions pushed between them so far."""
+
+    def __init__(self, model: ModelConfig, generators: int, logs: Path):
+        config = TrainerConfig()
+        config.parallelism.data_parallel_shard_degree = config.parallelism.tensor_parallel_degree = 2
+        self.trainer = Ranks("trainer", trainer_layout(config, model), torch.float32, logs)
+        wanted = generator_layout(shape_of(model), fuse_qkv=model.fuse_qkv, tp=2)
+        self.generators = [
+            Ranks(f"generator{number}", wanted, torch.bfloat16, logs, number) for number in range(generators)
+        ]
+        self.version = 0
+
+    async def open(self, transport: str) -> float:
+        """Open both ends; the trainer's growth in memory."""
+        transfer = Transfer(
+            transport,  # type: ignore[arg-type]
+            torch.bfloat16,
+            self.trainer.layouts,
+            self.generators[0].layouts,
+            len(self.generators),
+            delta=False,
+        )
+        answers = await self.trainer.call("open_publisher", transfer)
+        for generator in self.generators:
+            await generator.call("open_subscriber", transfer, [address for address, _ in answers])
+        return max(grew for _, grew in answers)
+
+    async def push(self, transport: str) -> tuple[float, float]:
+        """Seconds of the publish, and of the pulls of all generators one after another."""
+        self.version += 1
+        published = await self.trainer.timed("publish", transport, self.version)
+        return published, sum([await each.timed("pull", transport, self.version) for each in self.generators])
+
+    async def memcpy(self) -> float:
+        return sum([await each.timed("memcpy") for each in self.generators])
+
+    @property
+    def bytes(self) -> int:
+        return sum(region.box.numel * 2 for layout in self.generators[0].layouts for region in layout)
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(ranks.stop() for ranks in [self.trainer, *self.generators]))
+
+
+async def compare(model: ModelConfig, transports: list[str], rounds: int, logs: Path) -> dict[str, Any]:
+    """Every transport against a copy of the same bytes, in turns."""
+    pushes = Pushes(model, 1, logs)
+    result: dict[str, Any] = {"bytes": pushes.bytes, "transports": {}}
+    for transport in transports:
+        memory = await pushes.open(transport)
+        cold = sum(await pushes.push(transport))
+        result["transports"][transport] = {"memory": memory, "cold": cold, "rounds": []}
+    await pushes.memcpy()
+    for _ in range(rounds):
+        for transport in transports:
+            published, pulled = await pushes.push(transport)
+            copied = await pushes.memcpy()
+            result["transports"][transport]["rounds"].append((published, pulled, copied))
+    await pushes.stop()
+    for row in result["transports"].values():
+        times = row.pop("rounds")
+        row["pull_over_memcpy"] = statistics.median(pulled / copied for _, pulled, copied in times)
+        row["total_over_memcpy"] = statistics.median((out + pulled) / copied for out, pulled, copied in times)
+        row["cold_over_memcpy"] = row.pop("cold") / statistics.median(copied for _, _, copied in times)
+        row["gb_per_s"] = pushes.bytes / 1e9 / statistics.median(pulled for _, pulled, _ in times)
+    return result
+
+
+async def growth(models: dict[str, ModelConfig], rounds: int, logs: Path) -> list[dict[str, Any]]:
+    """Push over shared memory as the model, then the number of generators grows."""
+    smallest = next(iter(models.values()))
+    cases = [(name, model, 1) for name, model in models.items()]
+    cases += [(next(iter(models)), smallest, count) for count in (2, 4)]
+    rows = []
+    for name, model, count in cases:
+        pushes = Pushes(model, count, logs)
+        await pushes.open("shared_memory")
+        await pushes.push("shared_memory")
+        times = [(*await pushes.push("shared_memory"), await pushes.memcpy()) for _ in range(rounds)]
+        await pushes.stop()
+        publish, pull = (statistics.median(each[i] for each in times) for i in (0, 1))
+        ratio = statistics.median((out + pulled) / copy for out, pulled, copy in times)
+        row = {"model": name, "generators": count, "bytes": pushes.bytes, "publish_s": publish, "pull_s": pull}
+        rows.append(row | {"ns_per_byte": (publish + pull) * 1e9 / pushes.bytes, "total_over_memcpy": ratio})
+    return rows
+
+
+async def _resolve(future: Any) -> Any:
+    return await future
+
+
+def _resident() -> int:
+    """Bytes of this process's resident memory, shared memory included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{result['bytes'] / 1e9:.2f} GB, FSDP2 x TP2 float32 -> TP2 bfloat16")
+    print("transport       pull/memcpy  total/memcpy  cold/memcpy   GB/s  memory")
+    for name, row in result["transports"].items():
+        print(
+            f"{name:15} {row['pull_over_memcpy']:11.2f}  {row['total_over_memcpy']:12.2f}  "
+            f"{row['cold_over_memcpy']:11.1f}  {row['gb_per_s']:5.2f}  {row['memory']:6.2f}"
+        )
+    for row in result.get("sizes", []):
+        print(
+            f"{row['model']:>6} x {row['generators']} generators: {row['bytes'] / 1e6:8.1f} MB, publish "
+            f"{row['publish_s'] * 1e3:7.1f} ms, pull {row['pull_s'] * 1e3:7.1f} ms, {row['ns_per_byte']:.2f} ns a "
+            f"byte, {row['total_over_memcpy']:.2f} x memcpy"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--no-sizes", action="store_true", help="leave out the second table")
+    parser.add_argument("--tiny", action="store_true", help="a model of a few parameters, to try the program")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    options = parser.parse_args()
+    models = TINY if options.tiny else SIZES
+    with tempfile.TemporaryDirectory() as folder:
+        logs = Path(folder)
+        start_runtime(logs / "controller.log")
+        main_model = models["tiny" if options.tiny else "0.6B"]
+        result = asyncio.run(compare(main_model, options.transports, options.rounds, logs))
+        if not options.no_sizes:
+            result["sizes"] = asyncio.run(growth(models, options.rounds, logs))
+        stop_runtime()
+    ours = result["transports"]["shared_memory"]
+    result |= {key: ours[key] for key in ("pull_over_memcpy", "total_over_memcpy")}
+    if "torchstore" in result["transports"]:
+        store = result["transports"]["torchstore"]
+        result["torchstore_over_ours"] = store["total_over_memcpy"] / ours["total_over_memcpy"]
+    show(result)
+    if options.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

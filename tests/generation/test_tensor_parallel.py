@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,10 +63,12 @@ def test_two_ranks_of_other_forms_of_the_model_agree_with_torchtitan(two_ranks, 
     policy = Policy(model, seed=2)
     two_ranks.rebuild(model, **changes)
     two_ranks.run(push, policy.weights, 1)
-    worst, widths = agreed_error(two_ranks, policy), two_ranks.run(logits_width)
+    worst, widths, padding = agreed_error(two_ranks, policy), two_ranks.run(logits_width), two_ranks.run(owned_by_none)
     two_ranks.rebuild(TIED_FUSED)
     assert worst <= 1e-5
     assert widths == [model.vocab_size] * 2
+    assert padding[0] == {}
+    assert padding[1] == ({"tok_embeddings.weight": [0.0], "lm_head.weight": [0.0]} if model is NARROW else {})
 
 
 @pytest.mark.long
@@ -110,6 +113,15 @@ def test_a_degree_that_does_not_divide_the_model_is_refused():
 def logits_width(engine):
     model = engine._engine.model_executor.driver_worker.get_model()
     return model.compute_logits(torch.ones(1, SIZES["dim"])).shape[1]
+
+
+def owned_by_none(engine):
+    """Largest value of each row of a parameter that no part covers."""
+    rows = Counter()
+    for part in engine.parameters():
+        rows[part.name] += len(part.tensor)
+    left = {name: parameter[rows[name] :] for name, parameter in engine._titan.named_parameters()}
+    return {name: row.abs().amax(1).tolist() for name, row in left.items() if len(row)}
 
 
 def maps_shared_memory(engine):

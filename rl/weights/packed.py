@@ -1,0 +1,277 @@
+"""The push over a network: the protocol between blobs of trainer ranks and copies of them near a generator."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from rl.errors import RunError
+from rl.model.parts import Layout, Part, layout_of
+from rl.weights import delta as deltas
+from rl.weights.blobs import host_memory, plan_blobs
+from rl.weights.transport import Sent
+
+SLOTS = 2
+_SEQUENCE, _VERSION, _DELTAS = 0, 1, 2  # columns of a header: from the last on, the bytes of each blob's delta
+
+
+class PackedPublisher:
+    """A trainer rank's side of a push over a network.
+
+    Blobs are packed in the generator's dtype into two slots by turns. A slot's header has a sequence number, odd while
+    the slot is written and 2n + 2 when it holds push n, and the version. A reader reads the headers, then the blobs
+    into memory of its own, then the headers again: equal ones before and after say that nothing was written between,
+    and if not, the fetch is refused. So nothing torn gets as far as a parameter. Then it acknowledges the sequence
+    number to all publishers, and ``pull`` copies from its own memory, whatever the publishers do meanwhile. ::
+
+        publisher = ...(parts, dtype, rank=, sources=, wanted=)       # trainer rank, in an endpoint of its actor
+        subscriber = ...(addresses, parts, rank=, wanted=)            # generator rank, addresses of all trainer ranks
+        sent = await publisher.publish(v)                             # when all trainer ranks have returned:
+        await subscriber.fetch(v)                                     # generation goes on
+        subscriber.pull(v)                                            # generation stands still
+
+    A slot is reused when every reader has acknowledged its push or a newer one. A reader that does not within
+    ``patience`` seconds is waited for no more until it acknowledges again: a dead one delays one publish, and one that
+    was only slow finds its version gone, and is told which one to fetch instead. All ranks of a generator must hold
+    the same version, so a fetch never chooses one by itself.
+
+    With ``delta``, each blob is compared with the one in the other slot. Where the code of what changed is at most half
+    as large, readers that hold the push before fetch only that; the whole blob is there for all others. Memory: two
+    slots, each no larger than the rank's shards in ``dtype``, and half of that again with ``delta``. On CUDA, which no
+    test covers, it is pinned memory of the host.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        dtype: torch.dtype,
+        *,
+        rank: int,
+        sources: Sequence[Layout],
+        wanted: Sequence[Layout],
+        replicas: int = 1,
+        delta: bool = False,
+        patience: float = 60.0,
+    ):
+        """``parts`` of trainer rank ``rank``, pushed to ``replicas`` generators of the layouts ``wanted``."""
+        self.blobs = plan_blobs(sources, wanted)[rank]
+        self._readers, self._patience = replicas * len(wanted), patience
+        self._device = device = parts[0].tensor.device
+        self._header = torch.zeros(SLOTS, _DELTAS + len(self.blobs), dtype=torch.int64)
+        self._slots = [[host_memory(blob.numel, dtype, device) for blob in self.blobs] for _ in range(SLOTS)]
+        self._deltas = [
+            [host_memory(whole.nbytes // 2 if delta else 0, torch.uint8, device) for whole in slot]
+            for slot in self._slots
+        ]
+        self._copies = [
+            [
+                (view, parts[piece.held].tensor[piece.box.slices_in(parts[piece.held].box)])
+                for blob, whole in zip(self.blobs, slot, strict=True)
+                for piece, view in zip(blob.pieces, blob.views(whole), strict=True)
+            ]
+            for slot in self._slots
+        ]
+        self._push = time.time_ns()  # no two publishers' pushes are taken for one another, not even after a restart
+        self._given_up: dict[int, int] = {}
+        self._packer = ThreadPoolExecutor(1)  # one: a publish that was cancelled ends before the next one packs
+
+    async def publish(self, version: int) -> Sent:
+        """Make the current weights readable as ``version``. They must not change before this returns."""
+        slot = self._push % SLOTS
+        row = self._header[slot]
+        await self._await_readers(int(row[_SEQUENCE]))
+        row[_SEQUENCE] = 2 * self._push + 1
+        await self._put_header(slot)
+        await asyncio.get_running_loop().run_in_executor(self._packer, self._pack, slot)
+        await self._put_slot(slot)
+        row[_VERSION] = version
+        row[_SEQUENCE] += 1
+        await self._put_header(slot)
+        self._push += 1
+        return self._sent(slot)
+
+    def close(self) -> None:
+        """Give back what it holds; subscribers fail from here on."""
+        self._packer.shutdown()
+
+    async def _acknowledged(self) -> list[int]:
+        """The last sequence number that each reader acknowledged, 0 for none."""
+        raise NotImplementedError
+
+    async def _put_header(self, slot: int) -> None:
+        """Show readers the slot's row of the header, if they do not see this process's memory."""
+
+    async def _put_slot(self, slot: int) -> None:
+        """Show readers the slot's blobs and deltas, if they do not see this process's memory."""
+
+    async def _await_readers(self, sequence: int) -> None:
+        deadline = time.monotonic() + self._patience
+        while sequence and sequence % 2 == 0:
+            acknowledged = await self._acknowledged()
+            behind = {r: a for r, a in enumerate(acknowledged) if a < sequence and self._given_up.get(r) != a}
+            if not behind:
+                return
+            if time.monotonic() > deadline:
+                self._given_up.update(behind)
+            await asyncio.sleep(0.001)
+
+    @torch.no_grad()
+    def _pack(self, slot: int) -> None:
+        for view, source in self._copies[slot]:
+            view.copy_(source, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        has_base = int(self._header[1 - slot, _SEQUENCE]) == 2 * self._push
+        buffers = zip(self._slots[slot], self._slots[1 - slot], self._deltas[slot], strict=True)
+        self._header[slot, _DELTAS:] = torch.tensor(
+            [deltas.encode(new, old, out) if has_base else 0 for new, old, out in buffers]
+        )
+
+    def _sent(self, slot: int) -> Sent:
+        full = sent = 0
+        for blob, whole, code in zip(self.blobs, self._slots[slot], self._header[slot, _DELTAS:].tolist(), strict=True):
+            full += whole.nbytes * len(blob.readers)
+            sent += (code or whole.nbytes) * len(blob.readers)
+        return Sent(full, sent)
+
+
+class Read(NamedTuple):
+    """Bring a blob, or the first ``delta`` bytes of its delta if there is one, into ``into``."""
+
+    source: int
+    blob: int
+    slot: int
+    delta: int
+    into: torch.Tensor
+
+
+class PackedSubscriber:
+    """A generator rank's side: see PackedPublisher for the protocol.
+
+    Its own memory is as large as its parameters, and half of that again with ``delta``.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        dtype: torch.dtype,
+        *,
+        rank: int,
+        sources: Sequence[Layout],
+        wanted: Sequence[Layout],
+        delta: bool = False,
+    ):
+        """``parts`` of rank ``rank`` of the generator are overwritten in place by each pull."""
+        if layout_of(parts) != tuple(wanted[rank]):
+            raise ValueError(f"the parts of generator rank {rank} are not those of the layouts that were planned with")
+        for part in parts:
+            if part.tensor.dtype != dtype:
+                raise RunError(f"{part.name} is {part.tensor.dtype} in the generator and pushed as {dtype}")
+        self._parts, self._dtype, self._rank, self._delta = parts, dtype, rank, delta
+        self._blobs = plan_blobs(sources, wanted)
+        self._fetching, self._pulling = asyncio.Lock(), threading.Lock()
+        self._make_staging()
+
+    def _make_staging(self) -> None:
+        device = self._parts[0].tensor.device
+        self._held: list[int] = [0] * len(self._blobs)
+        self._fetched: int | None = None
+        self._staged: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for source, blobs in enumerate(self._blobs):
+            for index, blob in enumerate(blobs):
+                if self._rank not in blob.readers:
+                    continue
+                whole = host_memory(blob.numel, self._dtype, device)
+                code = host_memory(whole.nbytes // 2 if self._delta else 0, torch.uint8, device)
+                self._staged[source, index] = whole, code
+                self._copies += [
+                    (self._parts[place].tensor[piece.box.slices_in(self._parts[place].box)], view)
+                    for piece, view in zip(blob.pieces, blob.views(whole), strict=True)
+                    for reader, place in piece.places
+                    if reader == self._rank
+                ]
+
+    async def fetch(self, version: int) -> None:
+        """Bring ``version``, published by all trainer ranks, near; the parameters stay as they are.
+
+        Drops what was fetched before. Raises RunError if it is not there whole or no longer.
+        """
+        async with self._fetching:
+            await asyncio.to_thread(self._drop)
+            rows = [_row(header, version, rank) for rank, header in enumerate(await self._headers())]
+            reads = [read for key in self._staged if (read := self._missing(*key, rows[key[0]]))]
+            try:
+                await self._read(reads)
+                for rank, (header, row) in enumerate(zip(await self._headers(), rows, strict=True)):
+                    if header[_slot(row)].tolist() != row:
+                        raise RunError(f"fetch of version {version}: trainer rank {rank} overwrote it meanwhile")
+                await asyncio.to_thread(self._apply, reads)
+            except BaseException:
+                self._make_staging()  # a transfer that was cut short may still write to what there was
+                raise
+            self._held, self._fetched = [row[_SEQUENCE] for row in rows], version
+            await self._acknowledge(self._held)
+
+    @torch.no_grad()
+    def pull(self, version: int) -> int:
+        """Overwrite this rank's parameters; returns the version. Raises RunError unless it was fetched last."""
+        with self._pulling:
+            if self._fetched != version:
+                raise RunError(f"pull of version {version}: fetched is {self._fetched}; call fetch({version}) first")
+            for live, staged in self._copies:
+                live.copy_(staged, non_blocking=True)
+            if self._parts[0].tensor.is_cuda:
+                torch.cuda.synchronize(self._parts[0].tensor.device)
+        return version
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        self._fetched, self._staged, self._copies = None, {}, []
+
+    async def _headers(self) -> list[torch.Tensor]:
+        """Each trainer rank's header now, int64 [SLOTS, columns]."""
+        raise NotImplementedError
+
+    async def _read(self, reads: list[Read]) -> None:
+        """Do all ``reads``."""
+        raise NotImplementedError
+
+    async def _acknowledge(self, sequences: list[int]) -> None:
+        """Tell each publisher the sequence number that was read of it."""
+        raise NotImplementedError
+
+    def _drop(self) -> None:
+        with self._pulling:  # not while a pull copies from it
+            self._fetched = None
+
+    def _missing(self, source: int, blob: int, row: list[int]) -> Read | None:
+        """What brings a blob from what is held of it to the push ``row``."""
+        whole, code = self._staged[source, blob]
+        if self._held[source] == row[_SEQUENCE]:
+            return None
+        size = row[_DELTAS + blob] if self._held[source] == row[_SEQUENCE] - 2 else 0
+        return Read(source, blob, _slot(row), size, code if size else whole)
+
+    def _apply(self, reads: list[Read]) -> None:
+        for source, blob, _, size, into in reads:
+            if size:
+                deltas.apply(into[:size], self._staged[source, blob][0])
+
+
+def _slot(row: list[int]) -> int:
+    return (row[_SEQUENCE] // 2 - 1) % SLOTS
+
+
+def _row(header: torch.Tensor, version: int, rank: int) -> list[int]:
+    """The newest push of ``version``."""
+    whole = [row for row in header.tolist() if row[_SEQUENCE] and row[_SEQUENCE] % 2 == 0]
+    found = [row for row in whole if row[_VERSION] == version]
+    if not found:
+        there = " and ".join(str(row[_VERSION]) for row in sorted(whole)) or "nothing"
+        raise RunError(f"fetch of version {version}: trainer rank {rank} holds {there}")
+    return max(found)

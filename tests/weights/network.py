@@ -1,0 +1,144 @@
+"""Two trainer ranks and the two ranks of a generator, and a network that is only memory."""
+
+import asyncio
+from collections.abc import Callable
+
+import torch
+
+from rl.model.parts import Box, Layout, Part, Region, layout_of
+from rl.weights.packed import PackedPublisher, PackedSubscriber, Read
+
+SHAPES = {"rows": (6, 5), "columns": (4, 50), "norm": (7,)}
+RANKS = 2
+DTYPE = torch.bfloat16
+Weights = dict[str, torch.Tensor]
+
+
+def initial() -> Weights:
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+def change(weights: Weights, share: float, seed: int) -> None:
+    """Add one to about ``share`` of all elements."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in weights.values():
+        tensor += (torch.rand(tensor.shape, generator=generator) < share).float()
+
+
+def trainer_parts(weights: Weights, rank: int) -> list[Part]:
+    """Rows of everything but the norm, which both ranks hold."""
+    return [_part(name, whole, None if name == "norm" else 0, rank) for name, whole in weights.items()]
+
+
+def generator_parts(weights: Weights, rank: int) -> list[Part]:
+    """The second parameter's columns, the first one's rows, all of the norm."""
+    cuts = {"rows": 0, "columns": 1, "norm": None}
+    return [_part(name, whole, cuts[name], rank) for name, whole in weights.items()]
+
+
+def layouts() -> tuple[list[Layout], list[Layout]]:
+    """Of the trainer's ranks and the generator's."""
+    return tuple(
+        [layout_of(parts(initial(), rank)) for rank in range(RANKS)] for parts in (trainer_parts, generator_parts)
+    )
+
+
+def live_parts(rank: int) -> list[Part]:
+    """Parameters of a generator rank before its first pull: NaN."""
+    return generator_parts({name: torch.full(s, torch.nan, dtype=DTYPE) for name, s in SHAPES.items()}, rank)
+
+
+def same(parts: list[Part], weights: Weights, rank: int) -> bool:
+    """Whether ``parts`` of a generator rank are the cast ``weights``, bit for bit."""
+    wanted = generator_parts({name: whole.to(DTYPE) for name, whole in weights.items()}, rank)
+    return all(
+        torch.equal(a.tensor.contiguous().view(torch.int16), b.tensor.contiguous().view(torch.int16))
+        for a, b in zip(parts, wanted, strict=True)
+    )
+
+
+def _part(name: str, whole: torch.Tensor, dim: int | None, rank: int) -> Part:
+    box = Box.whole(whole.shape)
+    if dim is not None:
+        size = whole.shape[dim] // RANKS
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim], shape[dim] = rank * size, size
+        box = Box(tuple(offset), tuple(shape))
+    return Part(Region(name, tuple(whole.shape), box), whole[box.slices_in(Box.whole(whole.shape))])
+
+
+class Gates:
+    """Where a coroutine or its thread stops, again and again, until it is let on."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.waiting: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        if self.closed:
+            self.waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self.waiting
+            finally:
+                self.waiting = None
+
+    def let_on(self) -> None:
+        if self.waiting and not self.waiting.done():
+            self.waiting.set_result(None)
+
+
+class MemoryPublisher(PackedPublisher):
+    """Shows its memory to subscribers of the same process."""
+
+    def __init__(self, weights: Weights, rank: int, *, replicas: int = 1, **options: object):
+        sources, wanted = layouts()
+        parts = trainer_parts(weights, rank)
+        super().__init__(parts, DTYPE, rank=rank, sources=sources, wanted=wanted, replicas=replicas, **options)
+        self.gates, self.loop = Gates(), None
+        self.acknowledged = [0] * (replicas * RANKS)
+
+    async def _acknowledged(self) -> list[int]:
+        return self.acknowledged
+
+    async def _put_header(self, slot: int) -> None:
+        self.loop = asyncio.get_running_loop()
+        await self.gates.wait()
+
+    def _pack(self, slot: int) -> None:
+        copies, self._copies[slot] = self._copies[slot], self._copies[slot][:1]
+        super()._pack(slot)
+        self._copies[slot] = copies
+        if self.gates.closed:
+            asyncio.run_coroutine_threadsafe(self.gates.wait(), self.loop).result()
+        super()._pack(slot)
+
+
+class MemorySubscriber(PackedSubscriber):
+    def __init__(self, publishers: list[MemoryPublisher], rank: int, *, replica: int = 0, delta: bool = False):
+        sources, wanted = layouts()
+        self.parts = live_parts(rank)
+        super().__init__(self.parts, DTYPE, rank=rank, sources=sources, wanted=wanted, delta=delta)
+        self.publishers, self.reader, self.gates = publishers, replica * RANKS + rank, Gates()
+        self.reads: list[Read] = []
+        self.late: Callable[[], None] = lambda: None
+
+    async def _headers(self) -> list[torch.Tensor]:
+        await self.gates.wait()
+        return [publisher._header.clone() for publisher in self.publishers]
+
+    async def _read(self, reads: list[Read]) -> None:
+        self.reads = reads
+        for read in reads:
+            publisher = self.publishers[read.source]
+            memory = (publisher._deltas if read.delta else publisher._slots)[read.slot][read.blob]
+            into = read.into[: read.delta] if read.delta else read.into
+            half = len(into) // 2
+            into[:half] = memory[:half]
+            self.late = lambda into=into, half=half: into[half:].fill_(3)
+            await self.gates.wait()
+            into[half:] = memory[half : len(into)]
+        self.late = lambda: None
+
+    async def _acknowledge(self, sequences: list[int]) -> None:
+        for publisher, sequence in zip(self.publishers, sequences, strict=True):
+            publisher.acknowledged[self.reader] = sequence

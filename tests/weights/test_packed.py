@@ -1,0 +1,342 @@
+"""The protocol of a push over a network: bit for bit or refused, whatever stops where."""
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rl.errors import RunError
+from rl.model.parts import Box, Part, Region
+from rl.weights import delta
+from rl.weights.blobs import plan_blobs
+from rl.weights.packed import PackedSubscriber
+from rl.weights.transport import Sent, starts_of
+from tests.weights.network import (
+    DTYPE,
+    RANKS,
+    MemoryPublisher,
+    MemorySubscriber,
+    change,
+    initial,
+    layouts,
+    live_parts,
+    same,
+)
+
+REPLICAS = 2
+
+
+def make(weights, *, replicas=1, **options):
+    publishers = [MemoryPublisher(weights, rank, replicas=replicas, **options) for rank in range(RANKS)]
+    use_delta = options.get("delta", False)
+    return publishers, [MemorySubscriber(publishers, rank, delta=use_delta) for rank in range(RANKS)]
+
+
+async def push(publishers, version) -> Sent:
+    """What the first of them sent."""
+    first, *_ = [await publisher.publish(version) for publisher in publishers]
+    return first
+
+
+async def pull(subscribers, version) -> None:
+    for subscriber in subscribers:
+        await subscriber.fetch(version)
+        subscriber.pull(version)
+
+
+def holds(subscribers, weights) -> bool:
+    return all(same(subscriber.parts, weights, rank) for rank, subscriber in enumerate(subscribers))
+
+
+def copied(weights):
+    return {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def test_nothing_lies_in_two_blobs_and_a_blob_has_one_set_of_readers():
+    sources, wanted = layouts()
+    for layout, blobs in zip(sources, plan_blobs(sources, wanted), strict=True):
+        assert len({blob.readers for blob in blobs}) == len(blobs)
+        parts = [(piece.held, piece.box) for blob in blobs for piece in blob.pieces]
+        assert len(set(parts)) == len(parts)
+        assert sum(box.numel for _, box in parts) <= sum(region.box.numel for region in layout)
+    everyone = frozenset(range(RANKS))
+    region = Region("w", (4, 2), Box.whole((4, 2)))
+    assert [[blob.readers for blob in blobs] for blobs in plan_blobs([(region,)], [(region,)] * RANKS)] == [[everyone]]
+
+
+def test_slots_are_no_larger_than_the_shards_in_the_transfer_dtype():
+    weights = initial()
+    publisher = MemoryPublisher(weights, 0)
+    sizes = [region.box.numel for region in layouts()[0][0]]
+    routes = sum(len(blob.pieces) for blob in publisher.blobs)
+    assert sum(memory.numel() for memory in publisher._slots[0]) <= starts_of(sizes)[1] + 64 * (routes - len(sizes))
+    assert sum(memory.numel() for slot in publisher._deltas for memory in slot) == 0
+
+
+def test_versions_arrive_cast_in_any_order_of_numbers():
+    async def work():
+        weights = initial()
+        publishers, subscribers = make(weights)
+        for version in (3, 4, 6, 8, 8, 2):
+            change(weights, 1.0, seed=version)
+            expected = copied(weights)
+            await push(publishers, version)
+            change(weights, 1.0, seed=99)  # what the optimizer does next is not seen
+            await pull(subscribers, version)
+            assert holds(subscribers, expected)
+
+    asyncio.run(work())
+
+
+def test_only_what_changed_is_read_where_that_is_smaller():
+    async def work():
+        weights = initial()
+        publishers, subscribers = make(weights, delta=True, patience=0.0)
+        sent = await push(publishers, 0)
+        assert sent.bytes_sent == sent.bytes_full == sum(b.numel * 2 * len(b.readers) for b in publishers[0].blobs)
+        await pull(subscribers, 0)
+        weights["rows"][0, 0] += 1.0
+        sent = await push(publishers, 1)
+        assert sent == Sent(sent.bytes_full, 4 * sum(len(b.readers) for b in publishers[0].blobs) + 2 + 2)
+        await subscribers[0].fetch(1)
+        assert all(read.delta for read in subscribers[0].reads)
+        subscribers[0].pull(1)
+        change(weights, 1.0, seed=1)
+        sent = await push(publishers, 2)
+        assert sent.bytes_sent == sent.bytes_full
+        await subscribers[0].fetch(2)
+        assert not any(read.delta for read in subscribers[0].reads)
+        weights["rows"][0, 0] += 1.0
+        await push(publishers, 3)
+        await pull(subscribers, 3)  # the second skipped two versions
+        assert not any(read.delta for read in subscribers[1].reads)
+        assert all(read.delta for read in subscribers[0].reads)
+        assert holds(subscribers, weights)
+
+    asyncio.run(work())
+
+
+def test_a_version_that_is_not_there_is_refused_and_said_what_is():
+    async def work():
+        weights = initial()
+        publishers, subscribers = make(weights)
+        with pytest.raises(RunError, match="fetch of version 0: trainer rank 0 holds nothing"):
+            await subscribers[0].fetch(0)
+        await push(publishers, 0)
+        await publishers[0].publish(1)
+        with pytest.raises(RunError, match="fetch of version 1: trainer rank 1 holds 0"):
+            await subscribers[0].fetch(1)
+        with pytest.raises(RunError, match=r"pull of version 0: fetched is None; call fetch\(0\) first"):
+            subscribers[0].pull(0)
+        await subscribers[0].fetch(0)
+        with pytest.raises(RunError, match="pull of version 1: fetched is 0"):
+            subscribers[0].pull(1)
+
+    asyncio.run(work())
+
+
+def test_a_slot_waits_for_its_readers_but_not_twice_for_a_dead_one():
+    async def work():
+        weights = initial()
+        publishers, (here, gone) = make(weights, patience=3600.0)
+        await push(publishers, 0)
+        await push(publishers, 1)
+        waiting = asyncio.create_task(publishers[0].publish(2))
+        for subscriber in (here, gone):
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            await subscriber.fetch(1)
+        await waiting
+        await publishers[1].publish(2)
+        await push(publishers, 3)
+        await here.fetch(3)
+        publishers[0]._patience, start = 0.2, time.monotonic()
+        await publishers[0].publish(4)
+        assert time.monotonic() - start >= 0.2
+        publishers[1]._patience = 0.2
+        await publishers[1].publish(4)
+        await here.fetch(4)
+        for publisher in publishers:
+            publisher._patience = 3600.0
+        await asyncio.wait_for(push(publishers, 5), 30)
+        with pytest.raises(RunError, match="fetch of version 3: trainer rank 0 holds 4 and 5"):
+            await gone.fetch(3)
+        await gone.fetch(4)
+        await here.fetch(5)
+        await asyncio.wait_for(push(publishers, 6), 30)
+        waiting = asyncio.create_task(push(publishers, 7))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()  # it came back, so it is waited for again
+        await gone.fetch(6)
+        await asyncio.wait_for(waiting, 30)
+
+    asyncio.run(work())
+
+
+def test_a_generator_of_another_dtype_or_layout_is_refused():
+    sources, wanted = layouts()
+    parts = [Part(part.region, part.tensor.float()) for part in live_parts(0)]
+    with pytest.raises(RunError, match=r"rows is torch.float32 in the generator and pushed as torch.bfloat16"):
+        PackedSubscriber(parts, DTYPE, rank=0, sources=sources, wanted=wanted)
+    with pytest.raises(ValueError, match="the parts of generator rank 0 are not those of the layouts"):
+        PackedSubscriber(live_parts(1), DTYPE, rank=0, sources=sources, wanted=wanted)
+
+
+class Pushes(RuleBasedStateMachine):
+    """Publishers and readers that stop at every step, are cut short, die and come back; no one waits for anyone."""
+
+    @initialize(use_delta=st.booleans())
+    def start(self, use_delta):
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(delta, "BLOCK", 32)
+        self.loop = asyncio.new_event_loop()
+        self.options = {"delta": use_delta, "patience": 0.0, "replicas": REPLICAS}
+        self.weights, self.version, self.history = initial(), 0, {0: None}
+        self.tasks, self.readers = {}, {}
+        self.restart_trainer()
+
+    @rule()
+    def restart_trainer(self):
+        for key in list(self.tasks):
+            self.cut_short(key)
+        self.publishers = [MemoryPublisher(self.weights, rank, **self.options) for rank in range(RANKS)]
+        for publisher in self.publishers:
+            publisher.gates.closed = True
+        for reader in range(REPLICAS * RANKS):
+            self.respawn(reader)
+        self.history = {self.version: copied(self.weights)}
+
+    @rule(reader=st.integers(0, REPLICAS * RANKS - 1))
+    def respawn(self, reader):
+        self.cut_short(("fetch", reader))
+        replica, rank = divmod(reader, RANKS)
+        subscriber = MemorySubscriber(self.publishers, rank, replica=replica, delta=self.options["delta"])
+        subscriber.gates.closed = True
+        self.readers[reader] = subscriber, None
+
+    @precondition(lambda self: not any(kind == "publish" for kind, _ in self.tasks))
+    @rule(share=st.sampled_from([0.0, 0.01, 0.05, 0.5]), step=st.integers(1, 3), seed=st.integers(0, 1000))
+    def train(self, share, step, seed):
+        change(self.weights, share, seed)
+        self.version += step
+        self.history[self.version] = copied(self.weights)
+
+    @rule(rank=st.integers(0, RANKS - 1))
+    def begin_publish(self, rank):
+        self.begin(("publish", rank), self.publishers[rank].publish(self.version))
+
+    @rule(reader=st.integers(0, REPLICAS * RANKS - 1), age=st.integers(0, 2))
+    def begin_fetch(self, reader, age):
+        version = sorted(self.history)[max(-1 - age, -len(self.history))]
+        self.begin(("fetch", reader), self.readers[reader][0].fetch(version))
+
+    @precondition(lambda self: self.tasks)
+    @rule(data=st.data(), steps=st.integers(1, 12))
+    def go_on(self, data, steps):
+        key = data.draw(st.sampled_from(sorted(self.tasks)))
+        for _ in range(steps):
+            if key in self.tasks:
+                self.gates(key).let_on()
+                self.settle(key)
+
+    @precondition(lambda self: self.tasks)
+    @rule(data=st.data())
+    def stop_one(self, data):
+        self.cut_short(data.draw(st.sampled_from(sorted(self.tasks))))
+
+    @rule(reader=st.integers(0, REPLICAS * RANKS - 1), age=st.integers(0, 2))
+    def pull(self, reader, age):
+        subscriber, _ = self.readers[reader]
+        version = sorted(self.history)[max(-1 - age, -len(self.history))]
+        try:
+            self.readers[reader] = subscriber, subscriber.pull(version)
+        except RunError:
+            return
+        assert self.readers[reader][1] == version
+
+    @rule()
+    def all_is_well_when_left_alone(self):
+        for key in list(self.tasks):
+            self.cut_short(key)
+        for rank in range(RANKS):
+            self.to_the_end(("publish", rank), self.publishers[rank].publish(self.version))
+        for reader, (subscriber, _) in self.readers.items():
+            self.to_the_end(("fetch", reader), subscriber.fetch(self.version))
+            self.readers[reader] = subscriber, subscriber.pull(self.version)
+
+    @invariant()
+    def parameters_are_those_of_one_version(self):
+        for reader, (subscriber, version) in getattr(self, "readers", {}).items():
+            if version is None:
+                assert all(part.tensor.isnan().all() for part in subscriber.parts)
+            else:
+                assert same(subscriber.parts, self.history[version], reader % RANKS), f"{reader}: not {version}"
+
+    def teardown(self):
+        if hasattr(self, "loop"):
+            for key in list(self.tasks):
+                self.cut_short(key)
+            for publisher in self.publishers:
+                publisher.close()
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            self.loop.close()
+            self.patch.undo()
+
+    def gates(self, key):
+        kind, index = key
+        return (self.publishers[index] if kind == "publish" else self.readers[index][0]).gates
+
+    def begin(self, key, coroutine):
+        if key in self.tasks:
+            coroutine.close()
+            return
+        self.tasks[key] = self.loop.create_task(coroutine)
+        self.settle(key)
+
+    def to_the_end(self, key, coroutine):
+        self.begin(key, coroutine)
+        while (task := self.tasks.get(key)) is not None:
+            self.gates(key).let_on()
+            self.settle(key)
+        task = self.last
+        task.result()
+
+    def settle(self, key):
+        """Run until the task stands at a gate or is done; a refused fetch is done too."""
+        task, gates = self.tasks[key], self.gates(key)
+
+        async def still():
+            deadline = time.monotonic() + 30
+            while not task.done() and (gates.waiting is None or gates.waiting.done()):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(still())
+        if task.done():
+            self.last = self.tasks.pop(key)
+            if self.last.exception() is not None:
+                assert isinstance(self.last.exception(), RunError)
+
+    def cut_short(self, key):
+        """As if the endpoint had been cancelled: what its threads and transfers had begun goes on behind its back."""
+        task = self.tasks.pop(key, None)
+        if task is None:
+            return
+        gates = self.gates(key)
+        task.cancel()
+        self.loop.run_until_complete(asyncio.wait([task], timeout=30))
+        assert task.done()
+        gates.let_on()
+        if key[0] == "fetch":
+            self.readers[key[1]][0].late()
+        else:
+            self.loop.run_until_complete(
+                asyncio.wrap_future(self.publishers[key[1]]._packer.submit(int), loop=self.loop)
+            )
+
+
+Pushes.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPushes = Pushes.TestCase

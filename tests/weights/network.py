@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -36,6 +37,7 @@ def generator_parts(weights: Weights, rank: int) -> list[Part]:
     return [_part(name, whole, cuts[name], rank) for name, whole in weights.items()]
 
 
+@cache
 def layouts() -> tuple[list[Layout], list[Layout]]:
     """Of the trainer's ranks and the generator's."""
     return tuple(
@@ -73,9 +75,11 @@ class Gates:
     def __init__(self) -> None:
         self.closed = False
         self.waiting: asyncio.Future[None] | None = None
+        self.at = ""
 
-    async def wait(self) -> None:
+    async def wait(self, at: str = "") -> None:
         if self.closed:
+            self.at = at
             self.waiting = asyncio.get_running_loop().create_future()
             try:
                 await self.waiting
@@ -109,7 +113,7 @@ class MemoryPublisher(PackedPublisher):
         super()._pack(slot)
         self._copies[slot] = copies
         if self.gates.closed:
-            asyncio.run_coroutine_threadsafe(self.gates.wait(), self.loop).result()
+            asyncio.run_coroutine_threadsafe(self.gates.wait("pack"), self.loop).result()
         super()._pack(slot)
 
 

@@ -125,7 +125,7 @@ class PackedPublisher:
             view.copy_(source, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        has_base = int(self._header[1 - slot, _SEQUENCE]) == 2 * self._push
+        has_base = bool(self._header[1 - slot, _SEQUENCE])
         buffers = zip(self._slots[slot], self._slots[1 - slot], self._deltas[slot], strict=True)
         self._header[slot, _DELTAS:] = torch.tensor(
             [deltas.encode(new, old, out) if has_base else 0 for new, old, out in buffers]

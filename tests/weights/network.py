@@ -9,7 +9,7 @@ import torch
 from rl.model.parts import Box, Layout, Part, Region, layout_of
 from rl.weights.packed import PackedPublisher, PackedSubscriber, Read
 
-SHAPES = {"rows": (6, 5), "columns": (4, 50), "norm": (7,)}
+SHAPES = {"rows": (12, 30), "columns": (4, 50), "norm": (128,), "scale": (70,)}
 RANKS = 2
 DTYPE = torch.bfloat16
 Weights = dict[str, torch.Tensor]
@@ -27,14 +27,15 @@ def change(weights: Weights, share: float, seed: int) -> None:
 
 
 def trainer_parts(weights: Weights, rank: int) -> list[Part]:
-    """Rows of everything but the norm, which both ranks hold."""
-    return [_part(name, whole, None if name == "norm" else 0, rank) for name, whole in weights.items()]
+    """Rows of everything but the scale, which both ranks hold."""
+    return [_part(name, whole, None if name == "scale" else 0, rank) for name, whole in weights.items()]
 
 
 def generator_parts(weights: Weights, rank: int) -> list[Part]:
-    """The second parameter's columns, the first one's rows, all of the norm."""
-    cuts = {"rows": 0, "columns": 1, "norm": None}
-    return [_part(name, whole, cuts[name], rank) for name, whole in weights.items()]
+    """Rows of one, columns of another, all of the rest; each rank in an order of its own."""
+    cuts = {"rows": 0, "columns": 1}
+    parts = [_part(name, whole, cuts.get(name), rank) for name, whole in weights.items()]
+    return parts[rank:] + parts[:rank]
 
 
 @cache
@@ -139,7 +140,7 @@ class MemorySubscriber(PackedSubscriber):
             half = len(into) // 2
             into[:half] = memory[:half]
             self.late = lambda into=into, half=half: into[half:].fill_(3)
-            await self.gates.wait()
+            await self.gates.wait("read")
             into[half:] = memory[half : len(into)]
         self.late = lambda: None
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from functools import cache
 
 import torch
 
@@ -13,6 +12,7 @@ SHAPES = {"rows": (12, 30), "columns": (4, 50), "norm": (128,), "scale": (70,)}
 RANKS = 2
 DTYPE = torch.bfloat16
 Weights = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
 
 
 def initial() -> Weights:
@@ -38,17 +38,18 @@ def generator_parts(weights: Weights, rank: int) -> list[Part]:
     return parts[rank:] + parts[:rank]
 
 
-@cache
-def layouts() -> tuple[list[Layout], list[Layout]]:
+def layouts(shapes: Shapes = SHAPES) -> tuple[list[Layout], list[Layout]]:
     """Of the trainer's ranks and the generator's."""
-    return tuple(
-        [layout_of(parts(initial(), rank)) for rank in range(RANKS)] for parts in (trainer_parts, generator_parts)
+    weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    sources, wanted = (
+        [layout_of(parts(weights, rank)) for rank in range(RANKS)] for parts in (trainer_parts, generator_parts)
     )
+    return sources, wanted
 
 
-def live_parts(rank: int) -> list[Part]:
+def live_parts(rank: int, shapes: Shapes = SHAPES) -> list[Part]:
     """Parameters of a generator rank before its first pull: NaN."""
-    return generator_parts({name: torch.full(s, torch.nan, dtype=DTYPE) for name, s in SHAPES.items()}, rank)
+    return generator_parts({name: torch.full(s, torch.nan, dtype=DTYPE) for name, s in shapes.items()}, rank)
 
 
 def same(parts: list[Part], weights: Weights, rank: int) -> bool:

@@ -1,0 +1,119 @@
+"""The push between hosts: one-sided reads of the trainer's memory by Monarch, over TCP where there is no RDMA."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from monarch.rdma import RDMAAction, RDMABuffer
+
+from rl.model.parts import Layout, Part
+from rl.weights.packed import SLOTS, PackedPublisher, PackedSubscriber, Read
+
+FIRST_CHUNK = 1 << 16  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A trainer rank's memory, as a process elsewhere reaches it."""
+
+    header: RDMABuffer
+    acknowledgements: list[RDMABuffer]
+    """One of each reader, which writes it."""
+    slots: list[list[RDMABuffer]]
+    """By slot and blob."""
+    deltas: list[list[list[RDMABuffer]]]
+    """By slot and blob, in chunks: only whole buffers can be read."""
+
+
+class Publisher(PackedPublisher):
+    """Serves its memory to readers, which take it without a word from this rank: see PackedPublisher.
+
+    To be created in an endpoint of a Monarch actor, as all buffers are.
+    """
+
+    def __init__(self, parts: Sequence[Part], dtype: torch.dtype, **options: Any):
+        """``options`` are those of PackedPublisher."""
+        super().__init__(parts, dtype, **options)
+        self._acknowledgements = torch.zeros(self._readers, dtype=torch.int64)
+        self.address = Address(
+            _buffer(self._header.view(-1)),
+            [_buffer(word) for word in self._acknowledgements.split(1)],
+            [[_buffer(blob) for blob in slot] for slot in self._slots],
+            [[[_buffer(chunk) for chunk in chunks_of(code)] for code in slot] for slot in self._deltas],
+        )
+
+    def close(self) -> None:
+        super().close()
+        slots = (buffer for slot in self.address.slots for buffer in slot)
+        chunks = (buffer for slot in self.address.deltas for blob in slot for buffer in blob)
+        for buffer in (self.address.header, *self.address.acknowledgements, *slots, *chunks):
+            buffer.drop()
+
+    async def _acknowledged(self) -> list[int]:
+        return self._acknowledgements.tolist()
+
+
+class Subscriber(PackedSubscriber):
+    """Reads all it needs of all trainer ranks in one batch: see PackedPublisher."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        parts: Sequence[Part],
+        dtype: torch.dtype,
+        *,
+        rank: int,
+        sources: Sequence[Layout],
+        wanted: Sequence[Layout],
+        replica: int = 0,
+        delta: bool = False,
+        timeout: int = 60,
+    ):
+        """``timeout`` in seconds is that of each batch."""
+        super().__init__(parts, dtype, rank=rank, sources=sources, wanted=wanted, delta=delta)
+        self._addresses, self._reader, self._timeout = addresses, replica * len(wanted) + rank, timeout
+
+    async def _headers(self) -> list[torch.Tensor]:
+        headers = [torch.zeros(address.header.size() // 8, dtype=torch.int64) for address in self._addresses]
+        await self._read_all([(h, address.header) for h, address in zip(headers, self._addresses, strict=True)])
+        return [header.view(SLOTS, -1) for header in headers]
+
+    async def _read(self, reads: list[Read]) -> None:
+        await self._read_all([pair for read in reads for pair in self._pairs(read)])
+
+    def _pairs(self, read: Read) -> list[tuple[torch.Tensor, RDMABuffer]]:
+        address = self._addresses[read.source]
+        if not read.delta:
+            return [(read.into, address.slots[read.slot][read.blob])]
+        return list(zip(chunks_of(read.into, read.delta), address.deltas[read.slot][read.blob], strict=False))
+
+    async def _read_all(self, pairs: list[tuple[torch.Tensor, RDMABuffer]]) -> None:
+        if not pairs:
+            return
+        action = RDMAAction()
+        for into, buffer in pairs:
+            action.read_remote(into.view(torch.uint8), buffer)
+        await action.submit(timeout=self._timeout)
+
+    async def _acknowledge(self, sequences: list[int]) -> None:
+        action = RDMAAction()
+        for word, address in zip(torch.tensor(sequences).split(1), self._addresses, strict=True):
+            action.write_remote(address.acknowledgements[self._reader], word.view(torch.uint8))
+        await action.submit(timeout=self._timeout)
+
+
+def chunks_of(area: torch.Tensor, used: int | None = None) -> list[torch.Tensor]:
+    """Cuts of ``area``, uint8 [bytes]: all of them, or those that hold its first ``used`` bytes.
+
+    Each is a quarter of all before it, so that no more than 1.25 times ``used`` are read, or FIRST_CHUNK.
+    """
+    chunks, start = [], 0
+    while start < (len(area) if used is None else used):
+        chunks.append(area[start : start + max(FIRST_CHUNK, start // 4)])
+        start += len(chunks[-1])
+    return chunks
+
+
+def _buffer(memory: torch.Tensor) -> RDMABuffer:
+    return RDMABuffer(memory.view(torch.uint8))

@@ -1,0 +1,106 @@
+"""Trainer ranks and generator ranks of a push as real actors. A version's weights follow from its number."""
+
+import asyncio
+import os
+from typing import Any
+
+import torch
+from monarch.actor import Actor, ProcMesh, current_rank, endpoint
+
+from rl.weights import rdma
+from rl.weights.transport import Sent
+from tests.weights.network import DTYPE, Weights, change, layouts, live_parts, same, trainer_parts
+
+DEADLINE = 120.0
+SHAPES = {"rows": (256, 300), "columns": (64, 5000), "norm": (128,), "scale": (70,)}
+TRANSPORTS = {"rdma": rdma}
+
+
+def weights_of(version: int) -> Weights:
+    """Even versions are all new; odd ones differ from the one before in few elements."""
+    generator = torch.Generator().manual_seed(version // 2)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    if version % 2:
+        change(weights, 0.001, seed=version)
+    return weights
+
+
+class TrainerRank(Actor):
+    def __init__(self, transport: str, options: dict[str, Any]):
+        sources, wanted = layouts(SHAPES)
+        self.weights, rank = weights_of(0), current_rank().rank
+        self.make = lambda: TRANSPORTS[transport].Publisher(
+            trainer_parts(self.weights, rank), DTYPE, rank=rank, sources=sources, wanted=wanted, **options
+        )
+
+    @endpoint
+    async def open(self) -> Any:
+        self.publisher = self.make()
+        return self.publisher.address
+
+    @endpoint
+    async def publish(self, version: int) -> Sent:
+        for name, values in weights_of(version).items():
+            self.weights[name].copy_(values)
+        return await self.publisher.publish(version)
+
+    @endpoint
+    async def close(self) -> None:
+        self.publisher.close()
+
+
+class GeneratorRank(Actor):
+    def __init__(self, transport: str, options: dict[str, Any]):
+        self.transport, self.options, self.rank = TRANSPORTS[transport], options, current_rank().rank
+
+    @endpoint
+    async def connect(self, addresses: list[Any]) -> None:
+        sources, wanted = layouts(SHAPES)
+        self.parts = live_parts(self.rank, SHAPES)
+        self.subscriber = self.transport.Subscriber(
+            addresses, self.parts, DTYPE, rank=self.rank, sources=sources, wanted=wanted, **self.options
+        )
+
+    @endpoint
+    async def pull(self, version: int) -> tuple[bool, int]:
+        """Whether the parameters are those of ``version``, and how many deltas were read for that."""
+        deltas, read = [], self.subscriber._read
+
+        async def noted(reads: list[Any]) -> None:
+            deltas.extend(r for r in reads if r.delta)
+            await read(reads)
+
+        self.subscriber._read = noted
+        try:
+            await self.subscriber.fetch(version)
+        finally:
+            self.subscriber._read = read
+        held = self.subscriber.pull(version)
+        return same(self.parts, weights_of(held), self.rank), len(deltas)
+
+    @endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+async def call(endpoint: Any, *args: Any) -> list[Any]:
+    """Answers of all ranks, in their order."""
+
+    async def answers() -> Any:
+        return await endpoint.call(*args)
+
+    return [value for _, value in await asyncio.wait_for(answers(), DEADLINE)]
+
+
+async def check_pushes(trainer: ProcMesh, generator: ProcMesh, transport: str, versions: range) -> None:
+    """Every version arrives bit for bit on every rank, as a delta where the version before was there and is near."""
+    publishers = trainer.spawn("publishers", TrainerRank, transport, {"delta": True})
+    readers = generator.spawn("readers", GeneratorRank, transport, {"delta": True})
+    await call(readers.connect, await call(publishers.open))
+    for version in versions:
+        sent = await call(publishers.publish, version)
+        pulled = await call(readers.pull, version)
+        near = version % 2 and version > versions.start
+        assert all(same for same, _ in pulled), f"version {version}: {pulled}"
+        assert [deltas > 0 for _, deltas in pulled] == [bool(near)] * len(pulled)
+        assert all((s.bytes_sent < s.bytes_full / 10) == bool(near) for s in sent)

@@ -59,10 +59,9 @@ class Controller:
         self.record.drop_after(self.state.step)
         if self.state.step:
             self.progress.note(f"resumed after step {self.state.step}")
-        transfer = await self.push.connect()
-        self.progress.note(
-            f"push: {transfer.transport}, {len(transfer.sources)} → {len(transfer.wanted)} ranks, {transfer.dtype}"
-        )
+        plan = await self.push.connect()
+        (self.record.logs / "push.txt").write_text(plan)
+        self.progress.note("push over " + ", ".join(plan.splitlines()[:2]).removeprefix("transport: "))
         self.push.begin()
         await self.push.arrive()
 

@@ -34,8 +34,11 @@ class WeightPush:
         self.metrics: dict[str, float] = {}
         """Of the last push."""
 
-    async def connect(self) -> Transfer:
-        """Plan the routes and open both ends of each; what was agreed on."""
+    async def connect(self) -> str:
+        """Plan the routes and open both ends of each; the plan, for people.
+
+        Raises ValueError, naming the parameter, where the trainer's layout does not fill the generators'.
+        """
         sources, wanted = await asyncio.gather(self._trainer.layouts(), self._generators[0].layouts())
         transfer = Transfer(
             transport=choose_transport(self._config.transport, [domain for domain, _ in [*sources, *wanted]]),
@@ -45,6 +48,7 @@ class WeightPush:
             generators=len(self._generators),
             delta=self._config.delta,
         )
+        plan = transfer.describe()
         addresses = await self._trainer.open_publishers(transfer)
         await asyncio.gather(
             *(
@@ -52,7 +56,7 @@ class WeightPush:
                 for number, generator in enumerate(self._generators)
             )
         )
-        return transfer
+        return plan
 
     def begin(self) -> None:
         """Publish the trainer's weights, unless that was done (a skipped step changes none). Does not wait."""

@@ -9,6 +9,7 @@ import torch
 from rl.model.parts import Layout, Part
 from rl.weights import shared_memory
 from rl.weights.config import TransportName
+from rl.weights.routes import plan_push
 from rl.weights.transport import Publisher, Subscriber
 
 
@@ -25,6 +26,15 @@ class Transfer:
     generators: int
     delta: bool
 
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What the transports over a network plan with."""
+        return {"sources": self.sources, "wanted": self.wanted, "delta": self.delta}
+
+    def describe(self) -> str:
+        """What goes where, and how; for people. Raises ValueError, naming the parameter, where something does not."""
+        return f"transport: {self.transport}\n{plan_push(self.sources, self.wanted).describe(self.dtype)}\n"
+
 
 def choose_transport(wish: str, domains: Collection[str]) -> TransportName:
     """The transport wished for, or the quickest for ranks in these memory domains."""
@@ -34,22 +44,20 @@ def choose_transport(wish: str, domains: Collection[str]) -> TransportName:
 
 
 def open_publisher(transfer: Transfer, parts: Sequence[Part], *, rank: int) -> Publisher:
-    """The trainer rank's end, within its actor."""
+    """The trainer rank's end, opened within its actor."""
     if transfer.transport in ("shared_memory", "cuda_ipc"):
         return shared_memory.Publisher(parts, transfer.dtype, on_device=transfer.transport == "cuda_ipc")
-    raise NotImplementedError(transfer.transport)
+    from rl.weights import rdma
+
+    return rdma.Publisher(parts, transfer.dtype, rank=rank, replicas=transfer.generators, **transfer.plan)
 
 
 def open_subscriber(
-    transfer: Transfer,
-    addresses: Sequence[Any],
-    parts: Sequence[Part],
-    *,
-    generator: int,
-    rank: int,
+    transfer: Transfer, addresses: Sequence[Any], parts: Sequence[Part], *, generator: int, rank: int
 ) -> Subscriber:
     """The end of rank ``rank`` of generator number ``generator``."""
     if transfer.transport in ("shared_memory", "cuda_ipc"):
-        reader = generator * len(transfer.wanted) + rank
-        return shared_memory.Subscriber(addresses, parts, reader=reader)
-    raise NotImplementedError(transfer.transport)
+        return shared_memory.Subscriber(addresses, parts, reader=generator * len(transfer.wanted) + rank)
+    from rl.weights import rdma
+
+    return rdma.Subscriber(addresses, parts, transfer.dtype, rank=rank, replica=generator, **transfer.plan)

@@ -19,6 +19,7 @@ import os
 import statistics
 import tempfile
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
 from rl.launch.local import spawn_procs, start_runtime, stop_runtime
-from rl.model.parts import Layout, Part
+from rl.model.parts import Layout, Part, Region
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.tp_plan import generator_layout
 from rl.training.config import TrainerConfig
 from rl.training.layout import trainer_layout
+from rl.weights.digest import PartDigests, digests, merge_digests
 from rl.weights.open import Transfer, open_publisher, open_subscriber
 
 TRANSPORTS = ("shared_memory", "rdma", "torchstore")
@@ -59,7 +61,7 @@ class Rank(Actor):
         torch.set_num_threads(1)
         self.rank = current_rank().rank
         layout = layouts[self.rank]
-        self.parts = [Part(region, torch.randn(region.box.shape, dtype=dtype)) for region in layout]
+        self.parts = [Part(region, random_values(region, dtype)) for region in layout]
         self.generator = generator
         self.bytes = sum(part.tensor.nbytes for part in self.parts)
         self.source, self.scratch = (torch.ones(min(self.bytes, MEMCPY_BYTES), dtype=torch.uint8) for _ in range(2))
@@ -97,14 +99,20 @@ class Rank(Actor):
             left -= size
 
     @concurrent_endpoint
-    async def sample(self) -> list[torch.Tensor]:
-        """A few elements of every part, to see that the weights came."""
-        return [part.tensor.flatten()[:2].to(torch.bfloat16) for part in self.parts]
+    async def digests(self) -> PartDigests:
+        """Of the first layer, in bfloat16: enough to see that the weights came."""
+        return digests((part for part in self.parts if part.name.startswith("layers.0.")), dtype=torch.bfloat16)
 
     @concurrent_endpoint
     async def close(self) -> None:
         for end in self.ends.values():
             end.close()
+
+
+def random_values(region: Region, dtype: torch.dtype) -> torch.Tensor:
+    """Equal on every rank that holds the region, and different elsewhere."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(region).encode()))
+    return torch.randn(region.box.shape, dtype=dtype, generator=generator)
 
 
 class Ranks:
@@ -162,6 +170,13 @@ class Pushes:
         published = await self.trainer.timed("publish", transport, self.version)
         return published, sum([await each.timed("pull", transport, self.version) for each in self.generators])
 
+    async def check(self) -> None:
+        """Raise RuntimeError unless every generator holds the trainer's weights."""
+        trained = merge_digests(await self.trainer.call("digests"))
+        for generator in self.generators:
+            if merge_digests(await generator.call("digests")) != trained:
+                raise RuntimeError("the generator does not hold what the trainer pushed: nothing was measured")
+
     async def memcpy(self) -> float:
         return sum([await each.timed("memcpy") for each in self.generators])
 
@@ -180,6 +195,7 @@ async def compare(model: ModelConfig, transports: list[str], rounds: int, logs: 
     for transport in transports:
         memory = await pushes.open(transport)
         cold = sum(await pushes.push(transport))
+        await pushes.check()
         result["transports"][transport] = {"memory": memory, "cold": cold, "rounds": []}
     await pushes.memcpy()
     for _ in range(rounds):
@@ -207,6 +223,7 @@ async def growth(models: dict[str, ModelConfig], rounds: int, logs: Path) -> lis
         pushes = Pushes(model, count, logs)
         await pushes.open("shared_memory")
         await pushes.push("shared_memory")
+        await pushes.check()
         times = [(*await pushes.push("shared_memory"), await pushes.memcpy()) for _ in range(rounds)]
         await pushes.stop()
         publish, pull = (statistics.median(each[i] for each in times) for i in (0, 1))

@@ -131,11 +131,15 @@ class PackedPublisher:
             [deltas.encode(new, old, out) if has_base else 0 for new, old, out in buffers]
         )
 
+    def _delta_sizes(self, slot: int) -> list[int]:
+        """Bytes of each blob's delta, 0 where there is none."""
+        return self._header[slot, _DELTAS:].tolist()
+
     def _sent(self, slot: int) -> Sent:
         full = sent = 0
-        for blob, whole, code in zip(self.blobs, self._slots[slot], self._header[slot, _DELTAS:].tolist(), strict=True):
+        for blob, whole, size in zip(self.blobs, self._slots[slot], self._delta_sizes(slot), strict=True):
             full += whole.nbytes * len(blob.readers)
-            sent += (code or whole.nbytes) * len(blob.readers)
+            sent += (size or whole.nbytes) * len(blob.readers)
         return Sent(full, sent)
 
 

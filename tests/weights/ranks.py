@@ -1,19 +1,21 @@
 """Trainer ranks and generator ranks of a push as real actors. A version's weights follow from its number."""
 
 import asyncio
+import importlib
 import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from monarch.actor import Actor, ProcMesh, current_rank, endpoint
+from monarch.actor import Actor, ActorError, ProcMesh, current_rank, endpoint
 
-from rl.weights import rdma
 from rl.weights.transport import Sent
 from tests.weights.network import DTYPE, Weights, change, layouts, live_parts, same, trainer_parts
 
 DEADLINE = 120.0
 SHAPES = {"rows": (256, 300), "columns": (64, 5000), "norm": (128,), "scale": (70,)}
-TRANSPORTS = {"rdma": rdma}
 
 
 def weights_of(version: int) -> Weights:
@@ -25,11 +27,15 @@ def weights_of(version: int) -> Weights:
     return weights
 
 
+def module(transport: str) -> Any:
+    return importlib.import_module(f"rl.weights.{transport}")
+
+
 class TrainerRank(Actor):
     def __init__(self, transport: str, options: dict[str, Any]):
         sources, wanted = layouts(SHAPES)
         self.weights, rank = weights_of(0), current_rank().rank
-        self.make = lambda: TRANSPORTS[transport].Publisher(
+        self.make = lambda: module(transport).Publisher(
             trainer_parts(self.weights, rank), DTYPE, rank=rank, sources=sources, wanted=wanted, **options
         )
 
@@ -51,7 +57,7 @@ class TrainerRank(Actor):
 
 class GeneratorRank(Actor):
     def __init__(self, transport: str, options: dict[str, Any]):
-        self.transport, self.options, self.rank = TRANSPORTS[transport], options, current_rank().rank
+        self.transport, self.options, self.rank = module(transport), options, current_rank().rank
 
     @endpoint
     async def connect(self, addresses: list[Any]) -> None:
@@ -104,3 +110,27 @@ async def check_pushes(trainer: ProcMesh, generator: ProcMesh, transport: str, v
         assert all(same for same, _ in pulled), f"version {version}: {pulled}"
         assert [deltas > 0 for _, deltas in pulled] == [bool(near)] * len(pulled)
         assert all((s.bytes_sent < s.bytes_full / 10) == bool(near) for s in sent)
+
+
+async def check_a_killed_reader(spawn: Callable[[str], ProcMesh], transport: str) -> tuple[Any, Any]:
+    """Both ranks of a generator die and others come in their place; returns the publishers and the new readers."""
+    publishers = spawn("trainer").spawn("publishers", TrainerRank, transport, {"delta": True, "patience": 0.1})
+    addresses = await call(publishers.open)
+    readers = spawn("generator").spawn("readers", GeneratorRank, transport, {"delta": True})
+    await call(readers.connect, addresses)
+    with pytest.raises(ActorError, match="fetch of version 0: trainer rank 0 holds nothing"):
+        await call(readers.pull, 0)
+    await call(publishers.publish, 0)
+    assert await call(readers.pull, 0) == [(True, 0)] * 2
+    for pid in await call(readers.pid):
+        os.kill(pid, signal.SIGKILL)
+    for version in (1, 2, 3):
+        await call(publishers.publish, version)
+    readers = spawn("successor").spawn("readers", GeneratorRank, transport, {"delta": True})
+    await call(readers.connect, addresses)
+    with pytest.raises(ActorError, match="fetch of version 1: trainer rank 0 holds 2 and 3"):
+        await call(readers.pull, 1)
+    assert await call(readers.pull, 3) == [(True, 0)] * 2
+    await call(publishers.publish, 5)
+    assert await call(readers.pull, 5) == [(True, 0)] * 2
+    return publishers, readers

@@ -1,0 +1,118 @@
+"""The push through a store in between: torchstore's volume, in a process of its own, keeps what trainers put there."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from monarch.actor import ProcMesh
+
+from rl.model.parts import Layout, Part
+from rl.weights.packed import SLOTS, PackedPublisher, PackedSubscriber, Read
+from rl.weights.torchstore_compat import torchstore
+
+STORE = "tiller"
+
+
+async def open_store(procs: ProcMesh, *, name: str = STORE) -> None:
+    """Start a store whose volume lives in the one process of ``procs``, on whichever host has the memory.
+
+    To be awaited by the controller. It takes two slots of each trainer rank, as large as its shards in the transfer
+    dtype, and whatever deltas are put there.
+    """
+    await torchstore.initialize(1, torchstore.SingletonStrategy(), name, procs)
+
+
+async def close_store(*, name: str = STORE) -> None:
+    """Empty the store; its process is the caller's to stop."""
+    await torchstore.shutdown(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Under which names a trainer rank puts what it publishes: few, and the same for every version."""
+
+    store: str
+    rank: int
+
+    def key(self, *parts: object) -> str:
+        return ".".join(map(str, ("trainer", self.rank, *parts)))
+
+    async def put(self, value: torch.Tensor, *parts: object) -> None:
+        await torchstore.put(self.key(*parts), value, self.store)
+
+    async def get(self, *parts: object) -> torch.Tensor:
+        return await torchstore.get(self.key(*parts), store_name=self.store)
+
+
+class Publisher(PackedPublisher):
+    """Puts its slots into the store: see PackedPublisher. What it put stays there when it is closed."""
+
+    def __init__(self, parts: Sequence[Part], dtype: torch.dtype, *, rank: int, store: str = STORE, **options: Any):
+        """``options`` are those of PackedPublisher."""
+        super().__init__(parts, dtype, rank=rank, **options)
+        torchstore.reset_client(store)
+        self.address = Address(store, rank)
+        self._opened = False
+
+    async def _acknowledged(self) -> list[int]:
+        words = [self.address.get("acknowledged", reader) for reader in range(self._readers)]
+        return [int(word) for word in await asyncio.gather(*words)]
+
+    async def _put_header(self, slot: int) -> None:
+        if not self._opened:
+            for reader in range(self._readers):
+                await self.address.put(torch.zeros(1, dtype=torch.int64), "acknowledged", reader)
+            self._opened = True
+        await self.address.put(self._header, "header")
+
+    async def _put_slot(self, slot: int) -> None:
+        for b, (whole, code, size) in enumerate(
+            zip(self._slots[slot], self._deltas[slot], self._delta_sizes(slot), strict=True)
+        ):
+            await self.address.put(whole, "blob", slot, b)
+            if size:
+                await self.address.put(code[:size].clone(), "delta", slot, b)  # of a view, all the memory would go
+
+
+class Subscriber(PackedSubscriber):
+    """Gets what it wants from the store: see PackedPublisher."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        parts: Sequence[Part],
+        dtype: torch.dtype,
+        *,
+        rank: int,
+        sources: Sequence[Layout],
+        wanted: Sequence[Layout],
+        replica: int = 0,
+        delta: bool = False,
+    ):
+        super().__init__(parts, dtype, rank=rank, sources=sources, wanted=wanted, delta=delta)
+        torchstore.reset_client(addresses[0].store)
+        self._addresses, self._reader = addresses, replica * len(wanted) + rank
+
+    async def _headers(self) -> list[torch.Tensor]:
+        return await asyncio.gather(*map(_header, self._addresses))
+
+    async def _read(self, reads: list[Read]) -> None:
+        await asyncio.gather(*map(self._read_one, reads))
+
+    async def _read_one(self, read: Read) -> None:
+        value = await self._addresses[read.source].get("delta" if read.delta else "blob", read.slot, read.blob)
+        size = min(len(value), read.delta or len(value))  # one that was overwritten meanwhile may be shorter
+        read.into[:size] = value[:size]
+
+    async def _acknowledge(self, sequences: list[int]) -> None:
+        words = torch.tensor(sequences).split(1)
+        for word, address in zip(words, self._addresses, strict=True):
+            await address.put(word.clone(), "acknowledged", self._reader)
+
+
+async def _header(address: Address) -> torch.Tensor:
+    if not await torchstore.exists(address.key("header"), address.store):
+        return torch.zeros(SLOTS, 1, dtype=torch.int64)
+    return await address.get("header")

@@ -1,0 +1,53 @@
+"""The push through torchstore: between real processes, and with a store that is opened anew."""
+
+import inspect
+
+import pytest
+import torchstore.api
+from torchstore.controller import Controller
+
+from rl.weights import store
+from tests.weights.ranks import check_a_killed_reader, check_pushes
+
+
+@pytest.fixture
+def with_store(with_procs):
+    """Runs ``work(spawn)`` while a store is open."""
+
+    def run(work):
+        async def opened(spawn):
+            await store.open_store(spawn("store", 1))
+            try:
+                await work(spawn)
+            finally:
+                await store.close_store()
+
+        with_procs(opened)
+
+    return run
+
+
+def test_every_version_arrives_bit_for_bit_and_nothing_piles_up(with_store):
+    async def work(spawn):
+        trainer, generator = spawn("trainer"), spawn("generator")
+        await check_pushes(trainer, generator, "store", range(4))
+        keys = sorted(await (await torchstore.client(store.STORE)).keys())
+        await check_pushes(trainer, generator, "store", range(4, 8))
+        assert sorted(await (await torchstore.client(store.STORE)).keys()) == keys
+
+    with_store(work)
+
+
+def test_a_killed_reader_holds_nobody_up_and_its_successor_takes_the_whole_version(with_store, no_fault_hook):
+    async def work(spawn):
+        await check_a_killed_reader(spawn, "store")
+
+    with_store(work)
+
+
+def test_torchstore_is_changed_only_where_this_monarch_refuses_it():
+    methods = {
+        name: value._method for name in dir(Controller) if hasattr(value := getattr(Controller, name), "_method")
+    }
+    kinds = {inspect.iscoroutinefunction(method) for method in methods.values()}
+    assert (torchstore.api.Controller is Controller) == (len(kinds) == 1)

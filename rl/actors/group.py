@@ -1,7 +1,6 @@
 """Actors of one role, called rank by rank; every call has a deadline and fails by name."""
 
 import asyncio
-import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import monarch.actor
 from monarch.actor import Actor, ActorError, MeshFailure, ProcMesh
 
 from rl.errors import RunError
-from rl.launch.local import spawn_procs
+from rl.launch.local import spawn_procs, stop_procs
 
 GRACE_S = 2.0  # a call to the dead rank fails at about the same time, and knows better what it was doing
 
@@ -112,13 +111,10 @@ class ActorGroup:
 
         self._watching = [asyncio.ensure_future(watch_rank(rank)) for rank in range(self.ranks)]
 
-    async def stop(self, deadline: float = 20.0) -> None:
+    async def stop(self) -> None:
         """End the processes, if there are any left."""
         procs, self._procs = self._procs, None
-        if procs is None:
-            return
-        with contextlib.suppress(Exception):  # a mesh that has already failed cannot stop more than that
-            await asyncio.wait_for(_resolve(procs.stop()), deadline)
+        await stop_procs(procs)
 
     async def _call_rank(self, rank: int, endpoint: str, args: Sequence[Any]) -> Any:
         try:

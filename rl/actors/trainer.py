@@ -12,6 +12,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.config import Configurable
 
 from rl.actors.group import ActorGroup, Supervisor
+from rl.actors.store import StoreProcess
 from rl.model.parts import Layout, layout_of
 from rl.model.shape import ModelConfig
 from rl.platform import memory_domain
@@ -102,6 +103,8 @@ class PolicyTrainer(Actor):
     @concurrent_endpoint
     async def open_publisher(self, transfer: Transfer, rank: int) -> Any:
         parts = list((await self._in_engine(self.engine.parts)).values())
+        if self.publisher is not None:
+            self.publisher.close()
         self.publisher = open_publisher(transfer, parts, rank=rank)
         return self.publisher.address
 
@@ -169,6 +172,7 @@ class TrainerMesh:
         self._config, self._model, self._folder = config, model, folder
         self._start_deadline, self._deadline = start_deadline, deadline
         self._group = ActorGroup("trainer", supervisor, logs=folder / "logs")
+        self._store: StoreProcess | None = None
         self.version = 0
         """Policy version of the trainer's weights."""
 
@@ -212,6 +216,8 @@ class TrainerMesh:
 
     async def open_publishers(self, transfer: Transfer) -> list[Any]:
         """Make each rank ready to push; the addresses that generators connect to."""
+        if transfer.transport == "torchstore" and self._store is None:
+            self._store = await StoreProcess.start(logs=self._folder / "logs")
         arguments = {rank: (transfer, rank) for rank in range(self._config.ranks)}
         return await self._group.call_each("open_publisher", arguments, deadline=self._deadline)
 
@@ -253,6 +259,8 @@ class TrainerMesh:
     async def stop(self) -> None:
         """End the processes, whatever they are doing."""
         await self._group.stop()
+        if self._store is not None:
+            await self._store.stop()
 
     async def _call(self, endpoint_name: str, *args: Any) -> list[Any]:
         return await self._group.call(endpoint_name, *args, deadline=self._deadline)

@@ -1,5 +1,7 @@
 """Processes on this host."""
 
+import asyncio
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -59,6 +61,17 @@ def spawn_procs(name: str, ranks: int, *, env: dict[str, str], logs: Path, first
         )
 
     return this_host().spawn_procs(per_host={"ranks": ranks}, name=name, bootstrap_command=command)
+
+
+async def stop_procs(procs: ProcMesh | None, *, deadline: float = 20.0) -> None:
+    """End the processes, if there are any."""
+
+    async def stopped(mesh: ProcMesh) -> None:
+        await mesh.stop()
+
+    if procs is not None:
+        with contextlib.suppress(Exception):  # a mesh that has already failed cannot stop more than that
+            await asyncio.wait_for(stopped(procs), deadline)
 
 
 def _free_port() -> int:

@@ -1,5 +1,6 @@
 """Both ends of a push, for the transport that the topology or the config chooses."""
 
+import importlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +48,8 @@ def open_publisher(transfer: Transfer, parts: Sequence[Part], *, rank: int) -> P
     """The trainer rank's end, opened within its actor."""
     if transfer.transport in ("shared_memory", "cuda_ipc"):
         return shared_memory.Publisher(parts, transfer.dtype, on_device=transfer.transport == "cuda_ipc")
-    from rl.weights import rdma
-
-    return rdma.Publisher(parts, transfer.dtype, rank=rank, replicas=transfer.generators, **transfer.plan)
+    network = _network(transfer.transport)
+    return network.Publisher(parts, transfer.dtype, rank=rank, replicas=transfer.generators, **transfer.plan)
 
 
 def open_subscriber(
@@ -58,6 +58,10 @@ def open_subscriber(
     """The end of rank ``rank`` of generator number ``generator``."""
     if transfer.transport in ("shared_memory", "cuda_ipc"):
         return shared_memory.Subscriber(addresses, parts, reader=generator * len(transfer.wanted) + rank)
-    from rl.weights import rdma
+    network = _network(transfer.transport)
+    return network.Subscriber(addresses, parts, transfer.dtype, rank=rank, replica=generator, **transfer.plan)
 
-    return rdma.Subscriber(addresses, parts, transfer.dtype, rank=rank, replica=generator, **transfer.plan)
+
+def _network(transport: TransportName) -> Any:
+    """The transport's module; imported only where it is used, since it takes seconds."""
+    return importlib.import_module({"rdma": "rl.weights.rdma", "torchstore": "rl.weights.store"}[transport])

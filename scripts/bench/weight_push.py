@@ -30,6 +30,7 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
+from rl.actors.store import StoreProcess
 from rl.launch.local import spawn_procs, start_runtime, stop_runtime
 from rl.model.parts import Layout, Part, Region
 from rl.model.shape import ModelConfig, shape_of
@@ -147,7 +148,8 @@ class Pushes:
         self.generators = [
             Ranks(f"generator{number}", wanted, torch.bfloat16, logs, number) for number in range(generators)
         ]
-        self.version = 0
+        self.version, self.logs = 0, logs
+        self.store: StoreProcess | None = None
 
     async def open(self, transport: str) -> float:
         """Open both ends; the trainer's growth in memory."""
@@ -159,6 +161,8 @@ class Pushes:
             len(self.generators),
             delta=False,
         )
+        if transport == "torchstore":
+            self.store = await StoreProcess.start(logs=self.logs)
         answers = await self.trainer.call("open_publisher", transfer)
         for generator in self.generators:
             await generator.call("open_subscriber", transfer, [address for address, _ in answers])
@@ -186,6 +190,8 @@ class Pushes:
 
     async def stop(self) -> None:
         await asyncio.gather(*(ranks.stop() for ranks in [self.trainer, *self.generators]))
+        if self.store is not None:
+            await self.store.stop()
 
 
 async def compare(model: ModelConfig, transports: list[str], rounds: int, logs: Path) -> dict[str, Any]:

@@ -1,0 +1,27 @@
+"""The process that a push through torchstore has in between."""
+
+from pathlib import Path
+
+from monarch.actor import ProcMesh
+
+from rl.launch.local import spawn_procs, stop_procs
+
+
+class StoreProcess:
+    """Holds torchstore's volume; every rank of the run finds it by name."""
+
+    def __init__(self, procs: ProcMesh):
+        self._procs = procs
+
+    @classmethod
+    async def start(cls, *, logs: Path) -> "StoreProcess":
+        """Spawn the process and open an empty store in it."""
+        from rl.weights.store import open_store
+
+        procs = spawn_procs("store", 1, env={}, logs=logs)
+        await open_store(procs)
+        return cls(procs)
+
+    async def stop(self) -> None:
+        """End the process, and with it what it stores."""
+        await stop_procs(self._procs)

@@ -4,12 +4,9 @@ import pytest
 
 from tests.e2e.runs import TINY, Run
 
-RUN = [*TINY, "--steps", "4", "--weights.digests", "--quiet"]
-TRANSPORTS = {
-    "rdma": ["--weights.transport", "rdma"],
-    "delta": ["--weights.transport", "rdma", "--weights.delta", "--generator.dtype", "bfloat16"],
-    "torchstore": ["--weights.transport", "torchstore"],
-}
+RUN = [*TINY, "--steps", "4", "--weights.digests", "--generator.dtype", "bfloat16", "--quiet"]
+SLOWLY = ["--trainer.training.max_norm", "1e-8"]  # beside Adam's epsilon: few elements of bfloat16 change in a step
+TRANSPORTS = {"rdma": ["--weights.delta"], "torchstore": []}
 
 
 def numbers(run: Run) -> list[dict]:
@@ -22,22 +19,18 @@ def numbers(run: Run) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def over_shared_memory(tmp_path_factory):
-    """Runs over shared memory, one for each dtype of the generator."""
-    runs = {}
-    for dtype in ("float32", "bfloat16"):
-        runs[dtype] = Run(*RUN, "--generator.dtype", dtype, folder=tmp_path_factory.mktemp("runs") / dtype)
-    assert all(run.wait() == 0 for run in runs.values()), [run.stderr for run in runs.values()]
-    return runs
+    run = Run(*RUN, *SLOWLY, folder=tmp_path_factory.mktemp("runs") / "shared_memory")
+    assert run.wait() == 0, run.stderr
+    return run
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_run_is_the_same_over_every_transport(name, over_shared_memory, tmp_path):
-    run = Run(*RUN, *TRANSPORTS[name], folder=tmp_path / name)
+    run = Run(*RUN, *SLOWLY, "--weights.transport", name, *TRANSPORTS[name], folder=tmp_path / name)
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
-    same = over_shared_memory["bfloat16" if name == "delta" else "float32"]
-    assert numbers(run) == numbers(same)
-    assert run.json("summary.json")["policy_digest"] == same.json("summary.json")["policy_digest"]
-    pushes = [row for row in run.metrics() if row["push/bytes"]]
-    assert (name == "delta") == any(row["push/bytes_sent"] < row["push/bytes"] for row in pushes)
-    assert (run.folder / "logs" / "push.txt").read_text().startswith(f"transport: {TRANSPORTS[name][1]}\n")
+    assert numbers(run) == numbers(over_shared_memory)
+    assert run.json("summary.json")["policy_digest"] == over_shared_memory.json("summary.json")["policy_digest"]
+    less = [row["push/bytes_sent"] < row["push/bytes"] for row in run.metrics()]
+    assert less == [False, *[name == "rdma"] * 3], "the first push has no base"
+    assert (run.folder / "logs" / "push.txt").read_text().startswith(f"transport: {name}\n")

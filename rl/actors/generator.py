@@ -54,9 +54,7 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def connect(self, transfer: Transfer, addresses: list[Any], generator: int) -> None:
-        if self._subscriber is not None:
-            self._subscriber.close()
-        parts = await self._loop.run_between_steps(self._await_weights)
+        parts = await self._loop.run_between_steps(self._disconnected)
         self._subscriber = open_subscriber(transfer, addresses, parts, generator=generator, rank=self._rank)
 
     @concurrent_endpoint
@@ -79,7 +77,10 @@ class Generator(Actor):
     async def close(self) -> None:
         await self._loop.close()
 
-    def _await_weights(self, engine: "GenerationEngine") -> list[Part]:
+    def _disconnected(self, engine: "GenerationEngine") -> list[Part]:
+        if self._subscriber is not None:  # between steps, so that no pull uses it
+            self._subscriber.close()
+            self._subscriber = None
         engine.version = None  # the versions of a trainer that was restarted may be lower
         return engine.parameters()
 

@@ -33,15 +33,15 @@ class PolicyTrainer(Actor):
     """One rank. The engine has a thread of its own, so that a push runs behind whatever the engine does next.
 
     Calls to the engine run one after another, in the order they arrived. What changes or moves the
-    weights first waits for a push that is under way. Engines are built by ``start``, so that a
-    failing one is an error with a traceback.
+    weights first waits for a push that is under way, and a push for what changes them. Engines are
+    built by ``start``, so that a failing one is an error with a traceback.
     """
 
     def __init__(self, config: TrainerConfig, model: ModelConfig, seed: int, steps: int, folder: str):
         self._config, self._model = config, model
         self._seed, self._steps, self._folder = seed, steps, folder
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._publishing: asyncio.Task[Sent] | None = None
+        self._turn, self._weights = asyncio.Lock(), asyncio.Lock()  # fair: first come, first served
         self.publisher: Publisher | None = None
 
     @concurrent_endpoint
@@ -79,8 +79,7 @@ class PolicyTrainer(Actor):
 
     @concurrent_endpoint
     async def optim_step(self, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
-        await self._published()
-        return await self._in_engine(self._optim_step, options)
+        return await self._changing(self._optim_step, options)
 
     def _optim_step(self, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
         self.checkpointer.wait_for_staging()
@@ -89,8 +88,7 @@ class PolicyTrainer(Actor):
 
     @concurrent_endpoint
     async def offload(self, model: bool, optimizer: bool) -> None:
-        await self._published()
-        await self._in_engine(self.engine.offload, model=model, optimizer=optimizer)
+        await self._changing(self.engine.offload, model=model, optimizer=optimizer)
 
     @concurrent_endpoint
     async def onload(self, model: bool, optimizer: bool) -> None:
@@ -103,21 +101,17 @@ class PolicyTrainer(Actor):
     @concurrent_endpoint
     async def open_publisher(self, transfer: Transfer, rank: int) -> Any:
         parts = list((await self._in_engine(self.engine.parts)).values())
-        if self.publisher is not None:
-            self.publisher.close()
+        await self._close_publisher()
         self.publisher = open_publisher(transfer, parts, rank=rank)
         return self.publisher.address
 
     @concurrent_endpoint
     async def push_weights(self) -> tuple[int, Sent]:
-        version = await self._in_engine(self._pushable_version)
-        assert self.publisher is not None, "open_publisher comes first"
-        self._publishing = asyncio.ensure_future(self.publisher.publish(version))
-        return version, await self._publishing
-
-    def _pushable_version(self) -> int:
-        self.engine.require_resident("push_weights", "model")
-        return self.engine.version
+        async with self._weights:
+            assert self.publisher is not None, "open_publisher comes first"
+            self.engine.require_resident("push_weights", "model")
+            version = self.engine.version
+            return version, await self.publisher.publish(version)
 
     @concurrent_endpoint
     async def weight_digests(self, dtype: torch.dtype | None) -> PartDigests:
@@ -129,8 +123,7 @@ class PolicyTrainer(Actor):
 
     @concurrent_endpoint
     async def load_checkpoint(self, step: int) -> tuple[int, dict[str, Any], list[str]]:
-        await self._published()
-        run_state = await self._in_engine(self.checkpointer.load, step)
+        run_state = await self._changing(self.checkpointer.load, step)
         return self.engine.version, run_state, self.checkpointer.ignored
 
     @concurrent_endpoint
@@ -139,20 +132,29 @@ class PolicyTrainer(Actor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        await self._published()
-        if self.publisher is not None:
-            self.publisher.close()
+        await self._close_publisher()
         await self._in_engine(self._close)
 
     def _close(self) -> None:
         self.checkpointer.close()
         self.engine.close()
 
-    async def _published(self) -> None:
-        if self._publishing is not None:
-            await self._publishing
+    async def _close_publisher(self) -> None:
+        async with self._weights:
+            if self.publisher is not None:
+                self.publisher.close()
+            self.publisher = None
 
     async def _in_engine(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        async with self._turn:
+            return await self._run(call, *args, **kwargs)
+
+    async def _changing(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """``_in_engine``, for what changes or moves the weights."""
+        async with self._turn, self._weights:
+            return await self._run(call, *args, **kwargs)
+
+    async def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._engine_thread, partial(call, *args, **kwargs))
 
 

@@ -6,10 +6,10 @@ from rl.actors.generator import GeneratorMesh
 from rl.actors.trainer import TrainerMesh
 from rl.config import RunConfig
 from rl.model.shape import shape_of
-from rl.types import Batch, GenerationRequest, Sampling
+from rl.types import Batch, Completion, GenerationRequest, Sampling
 
 TOKENS = 4
-LENGTH = 192  # prompt tokens, above a block of the KV cache: a stale one would be found there
+BLOCK = 128  # largest of vLLM's own block sizes of the KV cache
 
 
 class Canary:
@@ -22,22 +22,23 @@ class Canary:
         self.tolerance = tolerance
         """Largest difference of a log-prob that passes; 0 for no canary."""
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-        length = max(1, min(LENGTH, longest - TOKENS))
+        more_than_a_block = (config.generator.block_size or BLOCK) + 64  # a stale one would be found there
+        length = max(1, min(more_than_a_block, longest - TOKENS))
         drawn = torch.randint(shape_of(config.model).vocab_size, (length,), generator=torch.Generator().manual_seed(0))
         self._prompt = drawn.tolist()
         self._sampling = Sampling(max_tokens=min(TOKENS, longest - 1), temperature=config.rollout.temperature)
 
-    async def difference(self, trainer: TrainerMesh, generator: GeneratorMesh) -> float:
-        """Largest difference of a log-prob between the two, which must hold the same version."""
+    async def ask(self, generator: GeneratorMesh, version: int) -> Completion:
+        """What the generator answers with policy ``version``."""
         request = GenerationRequest(
-            request_id=f"canary/{trainer.version}",
-            prompt_tokens=self._prompt,
-            seed=trainer.version,
-            sampling=self._sampling,
+            request_id=f"canary/{version}", prompt_tokens=self._prompt, seed=version, sampling=self._sampling
         )
-        completion = (await generator.generate([request]))[0]
-        tokens = torch.tensor(self._prompt + completion.tokens)
+        return (await generator.generate([request]))[0]
+
+    async def difference(self, trainer: TrainerMesh, answer: Completion) -> float:
+        """Largest difference of a log-prob between the answer and the trainer, which must hold the same version."""
+        tokens = torch.tensor(self._prompt + answer.tokens)
         batch = Batch(tokens=tokens, lengths=torch.tensor([len(tokens)]), weights=torch.ones(len(tokens)))
         scored = await trainer.forward(batch, temperature=self._sampling.temperature)
         own = scored["logprobs"][len(self._prompt) :]
-        return float((own - torch.tensor(completion.logprobs)).abs().max())
+        return float((own - torch.tensor(answer.logprobs)).abs().max())

@@ -56,6 +56,8 @@ class Controller:
         for name in ignored:
             self.progress.note(f"ignored {name}: it is incomplete")
         self.state = RunState.from_dict(state)
+        if self.config.rollout.max_staleness == 0:  # it may have been 1 when the checkpoint was saved
+            self.state.forget_ahead()
         self.record.drop_after(self.state.step)
         if self.state.step:
             self.progress.note(f"resumed after step {self.state.step}")
@@ -79,6 +81,7 @@ class Controller:
             await self.checkpoint_if_due()
 
         await self.push.arrive()
+        await self.push.settle()
         return await self.finish()
 
     async def sample(self) -> list[list[Rollout]]:
@@ -113,7 +116,8 @@ class Controller:
             _, metrics = await self.trainer.forward_backward(
                 batch, algorithm.loss, temperature=self.sampling.temperature
             )
-            await self.push.settle()
+        await self.push.settle()
+        with self.watch.span("train"):
             metrics |= await self.trainer.optim_step()
         return metrics | {"rollout/staleness_max": staleness}
 

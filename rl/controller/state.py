@@ -19,6 +19,11 @@ class RunState:
     ahead: list[list[Rollout]] = field(default_factory=list)
     """Groups sampled for the next step by weights older than the checkpoint's; empty in lockstep."""
 
+    def forget_ahead(self) -> None:
+        """Have the prompts of ``ahead`` put again."""
+        self.next_ordinal -= len(self.ahead)
+        self.ahead = []
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
         return asdict(self)

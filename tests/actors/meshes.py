@@ -1,6 +1,7 @@
-"""Real meshes whose ranks also hand out their parameters, which no actor of Tiller does."""
+"""Real meshes whose ranks also hand out their parameters, and push with faults, which no actor of Tiller does."""
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from rl.training.config import TrainerConfig, default_adamw
 from rl.types import Batch
 from rl.weights.config import TransportName
 from rl.weights.open import Transfer
+from rl.weights.transport import Sent
 
 DEADLINE = 300.0
 
@@ -47,12 +49,90 @@ class OpenTrainer(PolicyTrainer):
     async def payloads(self) -> list[int]:
         return self._payloads
 
+    @concurrent_endpoint
+    async def skip(self, name: str) -> None:
+        """From now on, publish of ``name`` what it is now."""
+        place = [region.name for region in self.publisher.address.layout].index(name)
+        self.publisher._tensors[place] = self.publisher._tensors[place].clone()
+
+    @concurrent_endpoint
+    async def tear(self) -> None:
+        """Leave the next slot as a writer does that dies before it is done."""
+        publish = self.publisher.publish
+
+        async def torn(version: int) -> Sent:
+            sent = await publish(version)
+            max(self.publisher._slots, key=lambda slot: slot.version).version = -1
+            return sent
+
+        self.publisher.publish = torn
+
+    @concurrent_endpoint
+    async def publish_only_behind(self, method: str, wait_s: float) -> None:
+        """Have publish return when the engine's next ``method`` is over, which waits for publish to begin."""
+        began, over = threading.Event(), threading.Event()
+        publish, run = self.publisher.publish, getattr(self, method)
+
+        async def behind(version: int) -> Sent:
+            began.set()
+            self._was_behind = await asyncio.to_thread(over.wait, wait_s)
+            return await publish(version)
+
+        def awaited(*args: Any) -> Any:
+            assert began.wait(wait_s), f"{method} was over before publish began"
+            answer = run(*args)
+            over.set()
+            return answer
+
+        self.publisher.publish = behind
+        setattr(self, method, awaited)
+
+    @concurrent_endpoint
+    async def was_behind(self) -> bool:
+        """Whether publish went on until the method was over; undoes ``publish_only_behind``."""
+        for name in ("_forward_backward", "_optim_step"):
+            self.__dict__.pop(name, None)
+        del self.publisher.publish
+        return self._was_behind
+
+    @concurrent_endpoint
+    async def segments(self) -> int:
+        return mapped_segments()
+
 
 class OpenGenerator(Generator):
     @concurrent_endpoint
     async def parts(self) -> list[Part]:
         parts = await self._loop.run_between_steps(lambda engine: engine.parameters())
         return [part._replace(tensor=part.tensor.clone()) for part in parts]
+
+    @concurrent_endpoint
+    async def cross(self, one: str, other: str) -> None:
+        """From now on, pull into each of two parameters the slices of the other."""
+        parts = await self._loop.run_between_steps(lambda engine: engine.parameters())
+        names = {part.tensor.untyped_storage().data_ptr(): part.name for part in parts}
+        for copies in self._subscriber._copies.values():
+            places = {names[destination.untyped_storage().data_ptr()]: i for i, (destination, _) in enumerate(copies)}
+            if {one, other} <= places.keys():
+                i, j = places[one], places[other]
+                (to_one, from_one), (to_other, from_other) = copies[i], copies[j]
+                copies[i], copies[j] = (to_one, from_other), (to_other, from_one)
+
+    @concurrent_endpoint
+    async def reset_prefix_cache(self, really: bool) -> None:
+        """Whether vLLM does from now on what it says."""
+
+        def patch(engine: Any) -> None:
+            if really:
+                del engine._engine.reset_prefix_cache
+            else:
+                engine._engine.reset_prefix_cache = lambda **_: True
+
+        await self._loop.run_between_steps(patch)
+
+    @concurrent_endpoint
+    async def segments(self) -> int:
+        return mapped_segments()
 
 
 class Meshes:
@@ -100,6 +180,11 @@ class Meshes:
 
     async def _make_supervisor(self) -> Supervisor:
         return Supervisor()
+
+
+def mapped_segments() -> int:
+    """How many slots of a push this process maps."""
+    return Path("/proc/self/maps").read_text().count("/memfd:tiller-weights")
 
 
 def deadlines() -> dict[str, float]:

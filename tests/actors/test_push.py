@@ -1,0 +1,254 @@
+"""The push between real meshes: checked as configured, behind the trainer's work, and never of the wrong weights."""
+
+import asyncio
+
+import pytest
+import torch
+
+from rl.algorithms.losses import grpo
+from rl.config import RolloutConfig, RunConfig
+from rl.controller.push import WeightPush
+from rl.errors import RunError
+from rl.generation.config import GeneratorConfig
+from rl.observe.spans import Stopwatch
+from rl.tasks.copy_digits import CopyDigits
+from rl.weights.config import WeightPushConfig
+from rl.weights.digest import merge_digests
+from tests.actors.meshes import DEADLINE, Meshes, connect, trainer_config
+from tests.actors.test_layouts import assert_equal_weights, batch, model_config
+
+FIRST, OTHER = "layers.0.feed_forward.w2.weight", "layers.1.feed_forward.w2.weight"
+NORM, OTHER_NORM = "layers.0.attention_norm.weight", "layers.1.attention_norm.weight"
+DIGESTS = {"digests": True, "canary_tolerance": 0.0}
+CANARY = {"digests": False}
+BOTH = {"digests": True}
+
+
+@pytest.fixture(scope="module")
+def meshes(tmp_path_factory):
+    meshes = Meshes(tmp_path_factory.mktemp("meshes"))
+    yield meshes
+    meshes.close()
+
+
+@pytest.fixture(scope="module")
+def pair(meshes):
+    """Two trainer ranks and the two ranks of a generator, whose KV blocks are smaller than the canary's prompt."""
+    generator = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05, block_size=32)
+
+    async def start():
+        return await asyncio.gather(
+            meshes.trainer(trainer_config(fsdp=2), model_config(tied=True), steps=100),
+            meshes.generator(generator, model_config(tied=True)),
+        )
+
+    return meshes.run(start())
+
+
+def make_push(trainer, generator, weights: dict) -> WeightPush:
+    config = RunConfig(
+        data=CopyDigits.Config(max_prompt_tokens=64),
+        model=model_config(tied=True),
+        rollout=RolloutConfig(max_tokens=8),
+        generator=GeneratorConfig(block_size=32),
+        weights=WeightPushConfig(**weights),
+    )
+    return WeightPush(config, trainer, [generator], Stopwatch())
+
+
+async def pushed(push: WeightPush) -> None:
+    push.begin()
+    await push.arrive()
+    await push.settle()
+
+
+async def trained(trainer) -> None:
+    await trainer.forward_backward(batch(), grpo(entropy_coef=0.01))
+    await trainer.optim_step()
+
+
+async def ask(mesh, endpoint: str, *args, rank: int | None = None):
+    return await mesh._group.call(endpoint, *args, rank=rank, deadline=DEADLINE)
+
+
+async def whole_digests(mesh) -> dict[str, str]:
+    return merge_digests(await mesh.weight_digests())
+
+
+def test_a_push_without_faults_passes_and_tells_what_it_moved(meshes, pair):
+    trainer, generator = pair
+
+    async def check():
+        push = make_push(trainer, generator, BOTH)
+        await push.connect()
+        for _ in range(3):
+            await pushed(push)
+            await assert_equal_weights(trainer, [generator])
+            await trained(trainer)
+        return push.metrics
+
+    metrics = meshes.run(check())
+    assert metrics["push/bytes"] == metrics["push/bytes_sent"] > 100_000
+    assert 0 <= metrics["push/canary"] < 1e-4
+    assert 0 < metrics["timing/push_pause"] < 10
+
+
+@pytest.mark.parametrize("weights", [DIGESTS, CANARY], ids=["digests", "canary"])
+@pytest.mark.parametrize("fault", ["skipped parameter", "swapped slice"])
+def test_weights_that_differ_are_found_at_that_push_and_the_first_is_named(meshes, pair, fault, weights):
+    trainer, generator = pair
+
+    async def check():
+        push = make_push(trainer, generator, weights)
+        await push.connect()
+        await pushed(push)
+        if fault == "skipped parameter":
+            await ask(trainer, "skip", FIRST, rank=1)
+        else:
+            await ask(generator, "cross", FIRST, OTHER, rank=1)
+        await trained(trainer)
+        with pytest.raises(RunError) as error:
+            await pushed(push)
+        return str(error.value), push
+
+    message, push = meshes.run(check())
+    wrong = 1 if fault == "skipped parameter" else 2
+    assert message.startswith(f"push of policy version {trainer.version}: {wrong} of ")
+    assert message.endswith(f"parameters of generator 0 differ from the trainer's; the first is {FIRST}")
+    assert ("push/canary" in push.metrics) == (weights is CANARY)
+
+
+def test_ranks_of_a_generator_that_hold_different_copies_are_found_and_the_parameter_is_named(meshes, pair):
+    trainer, generator = pair
+
+    async def check():
+        push = make_push(trainer, generator, DIGESTS)
+        await push.connect()
+        await ask(generator, "cross", NORM, OTHER_NORM, rank=1)
+        with pytest.raises(RunError, match=f"version {trainer.version}: generator 0: parameter {NORM}: two ranks hold"):
+            await pushed(push)
+
+    meshes.run(check())
+
+
+def test_a_prefix_cache_that_was_not_reset_is_found_by_the_canary_which_says_that_the_weights_are_right(meshes, pair):
+    trainer, generator = pair
+
+    async def check():
+        push = make_push(trainer, generator, BOTH)
+        await push.connect()
+        await pushed(push)
+        await ask(generator, "reset_prefix_cache", False)
+        await trained(trainer)
+        with pytest.raises(RunError, match=f"canary of policy version {trainer.version}: a log-prob of generator 0 "
+                           r"differs by .* all parameters are equal, so a cache of older weights"):  # fmt: skip
+            await pushed(push)
+        await ask(generator, "reset_prefix_cache", True)
+        await trained(trainer)
+        await pushed(push)
+
+    meshes.run(check())
+
+
+def test_a_generator_in_another_dtype_is_refused_before_anything_is_pushed(meshes, pair):
+    trainer, generator = pair
+
+    async def check():
+        generator.dtype = torch.bfloat16  # what the trainer is told to push
+        try:
+            with pytest.raises(RunError, match="tok_embeddings.weight is torch.float32 in the generator and pushed as "
+                               "torch.bfloat16"):  # fmt: skip
+                await make_push(trainer, generator, BOTH).connect()
+        finally:
+            generator.dtype = torch.float32
+
+    meshes.run(check())
+
+
+@pytest.mark.parametrize("first", ["push_weights", "forward_backward"])
+def test_publish_and_forward_backward_run_at_the_same_time_whichever_was_asked_for_first(meshes, pair, first):
+    """Each ends only when the other has begun."""
+    trainer, generator = pair
+
+    async def check():
+        await connect(trainer, generator)
+        await ask(trainer, "publish_only_behind", "_forward_backward", 60.0)
+        calls = [trainer.push_weights(), trainer.forward_backward(batch(), grpo(entropy_coef=0.01))]
+        await asyncio.gather(*(calls if first == "push_weights" else reversed(calls)))
+        assert await ask(trainer, "was_behind") == [True, True]
+        await trainer.optim_step()
+
+    meshes.run(check())
+
+
+def test_an_optimizer_step_asked_for_at_once_waits_for_the_push_and_later_calls_wait_for_the_step(meshes, pair):
+    trainer, generator = pair
+
+    async def check():
+        await connect(trainer, generator)
+        await trainer.forward_backward(batch(), grpo(entropy_coef=0.01))
+        before, version = await whole_digests(trainer), trainer.version
+        await ask(trainer, "publish_only_behind", "_optim_step", 0.5)
+        (published, _), _, after = await asyncio.gather(
+            trainer.push_weights(), trainer.optim_step(), whole_digests(trainer)
+        )
+        assert await ask(trainer, "was_behind") == [False, False]
+        assert (published, trainer.version) == (version, version + 1)
+        await generator.pull_weights(version)
+        assert await whole_digests(generator) == before
+        assert after != before
+        assert after == await whole_digests(trainer)
+
+    meshes.run(check())
+
+
+def test_connecting_again_leaves_no_memory_of_the_push_before(meshes, pair):
+    trainer, generator = pair
+
+    async def check():
+        for _ in range(3):
+            await connect(trainer, generator)
+        assert await ask(trainer, "segments") == [2, 2]
+        assert await ask(generator, "segments") == [4, 4]
+
+    meshes.run(check())
+
+
+def test_another_trainer_with_a_lower_version_takes_over(meshes, pair):
+    trainer, generator = pair
+
+    async def check():
+        push = make_push(trainer, generator, BOTH)
+        await push.connect()
+        await trained(trainer)
+        await pushed(push)
+        another = await meshes.trainer(trainer_config(), model_config(tied=True))
+        push = make_push(another, generator, BOTH)
+        await push.connect()
+        await pushed(push)
+        assert trainer.version > another.version == generator.version == 0
+        await assert_equal_weights(another, [generator])
+        await push.connect()  # as for a trainer that came back with the version that was pushed last
+        await pushed(push)
+        await assert_equal_weights(another, [generator])
+        await meshes.stop(another)
+
+    meshes.run(check())
+
+
+def test_a_slot_whose_writer_ended_in_the_middle_is_refused_by_the_pull(meshes, pair):
+    """Last: it ends the generator."""
+    trainer, generator = pair
+
+    async def check():
+        push = make_push(trainer, generator, BOTH)
+        await push.connect()
+        await pushed(push)
+        await ask(trainer, "tear", rank=1)
+        await trained(trainer)
+        version = trainer.version
+        held = rf"trainer rank 0 holds \[{version - 1}, {version}\]; trainer rank 1 holds \[{version - 1}\]"
+        with pytest.raises(RunError, match=f"pull of version {version}: {held}"):
+            await pushed(push)
+
+    meshes.run(check())

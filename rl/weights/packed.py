@@ -90,8 +90,8 @@ class PackedPublisher:
         await self._put_slot(slot)
         row[_VERSION] = version
         row[_SEQUENCE] += 1
+        self._push += 1  # at once: a number that was shown as whole is never given again
         await self._put_header(slot)
-        self._push += 1
         return self._sent(slot)
 
     def close(self) -> None:

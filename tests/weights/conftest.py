@@ -10,7 +10,10 @@ from rl.launch.local import spawn_procs
 
 @pytest.fixture
 def with_procs(tmp_path):
-    """Runs ``work(spawn)``; ``spawn(name)`` gives a mesh of processes, and all of them end with it."""
+    """Runs ``work(spawn)``, where ``spawn(name)`` gives a mesh of processes. All end with it."""
+
+    # Never taken back: Monarch hears of a death seconds later, and would interrupt the test that runs then.
+    monarch.actor.unhandled_fault_hook = lambda failure: None
 
     def run(work):
         async def started():
@@ -39,9 +42,3 @@ async def stop(mesh):
         await asyncio.wait_for(stopped(), 20)
     except Exception as error:
         print(f"{mesh}: {error}")  # a mesh that has failed
-
-
-@pytest.fixture
-def no_fault_hook(monkeypatch):
-    """The death of a process does not end this one."""
-    monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", lambda failure: None)

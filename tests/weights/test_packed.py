@@ -205,6 +205,29 @@ def test_a_publish_that_was_cancelled_does_not_write_into_the_next_one():
     asyncio.run(work())
 
 
+def test_a_publish_that_was_cancelled_at_its_end_is_not_taken_for_the_next_one():
+    async def work():
+        weights = initial()
+        publishers, (subscriber, _) = make(weights)
+        await publishers[1].publish(0)
+        gates = publishers[0].gates
+        gates.closed = True
+        cancelled = asyncio.create_task(publishers[0].publish(0))
+        while (numbers := publishers[0]._header[:, 0]).max() == 0 or (numbers % 2).any():
+            gates.let_on()
+            await asyncio.sleep(0.01)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        gates.closed = False
+        await pull([subscriber], 0)
+        change(weights, 1.0, seed=0)
+        await push(publishers, 1)
+        await pull([subscriber], 1)
+        assert same(subscriber.parts, weights, 0)
+
+    asyncio.run(work())
+
+
 def test_a_pull_in_the_middle_of_a_fetch_is_refused():
     async def work():
         weights = initial()

@@ -14,7 +14,7 @@ def test_every_version_arrives_bit_for_bit(with_procs):
     with_procs(lambda spawn: check_pushes(spawn("trainer"), spawn("generator"), "rdma", range(5)))
 
 
-def test_a_killed_reader_holds_nobody_up_and_its_successor_takes_the_whole_version(with_procs, no_fault_hook):
+def test_a_killed_reader_holds_nobody_up_and_its_successor_takes_the_whole_version(with_procs):
     async def work(spawn):
         publishers, readers = await check_a_killed_reader(spawn, "rdma")
         await call(publishers.close)

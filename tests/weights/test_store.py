@@ -38,7 +38,7 @@ def test_every_version_arrives_bit_for_bit_and_nothing_piles_up(with_store):
     with_store(work)
 
 
-def test_a_killed_reader_holds_nobody_up_and_its_successor_takes_the_whole_version(with_store, no_fault_hook):
+def test_a_killed_reader_holds_nobody_up_and_its_successor_takes_the_whole_version(with_store):
     async def work(spawn):
         await check_a_killed_reader(spawn, "store")
 

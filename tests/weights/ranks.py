@@ -14,7 +14,7 @@ from monarch.actor import Actor, ActorError, ProcMesh, current_rank, endpoint
 from rl.weights.transport import Sent
 from tests.weights.network import DTYPE, Weights, change, layouts, live_parts, same, trainer_parts
 
-DEADLINE = 120.0
+DEADLINE = 60.0
 SHAPES = {"rows": (256, 300), "columns": (64, 5000), "norm": (128,), "scale": (70,)}
 
 
@@ -100,7 +100,7 @@ async def call(endpoint: Any, *args: Any) -> list[Any]:
 
 async def check_pushes(trainer: ProcMesh, generator: ProcMesh, transport: str, versions: range) -> None:
     """Every version arrives bit for bit on every rank, as a delta where the version before was there and is near."""
-    publishers = trainer.spawn("publishers", TrainerRank, transport, {"delta": True})
+    publishers = trainer.spawn("publishers", TrainerRank, transport, {"delta": True, "patience": 3600.0})
     readers = generator.spawn("readers", GeneratorRank, transport, {"delta": True})
     await call(readers.connect, await call(publishers.open))
     for version in versions:

@@ -228,6 +228,23 @@ def test_a_publish_that_was_cancelled_at_its_end_is_not_taken_for_the_next_one()
     asyncio.run(work())
 
 
+def test_a_publisher_that_was_restarted_is_not_taken_for_the_one_before():
+    async def work():
+        weights = initial()
+        publishers, (subscriber, _) = make(weights, delta=True)
+        await push(publishers, 0)
+        await pull([subscriber], 0)
+        change(weights, 1.0, seed=0)
+        subscriber.publishers, _ = make(weights, delta=True)
+        for version in (0, 1):
+            await push(subscriber.publishers, version)
+            await pull([subscriber], version)
+            assert same(subscriber.parts, weights, 0)
+            change(weights, 0.01, seed=1)
+
+    asyncio.run(work())
+
+
 def test_a_pull_in_the_middle_of_a_fetch_is_refused():
     async def work():
         weights = initial()

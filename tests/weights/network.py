@@ -26,6 +26,10 @@ def change(weights: Weights, share: float, seed: int) -> None:
         tensor += (torch.rand(tensor.shape, generator=generator) < share).float()
 
 
+def copied(weights: Weights) -> Weights:
+    return {name: tensor.clone() for name, tensor in weights.items()}
+
+
 def trainer_parts(weights: Weights, rank: int) -> list[Part]:
     """Rows of everything but the scale, which both ranks hold."""
     return [_part(name, whole, None if name == "scale" else 0, rank) for name, whole in weights.items()]

@@ -14,8 +14,8 @@ from rl.model.shape import ModelConfig
 from rl.platform import memory_domain
 from rl.types import Completion, GenerationRequest
 from rl.weights.digest import PartDigests, digests
-from rl.weights.open import Transfer, open_subscriber
-from rl.weights.transport import Subscriber
+from rl.weights.open import open_subscriber
+from rl.weights.transport import Subscriber, Transfer
 
 if TYPE_CHECKING:
     from rl.generation.engine import GenerationEngine

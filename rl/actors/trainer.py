@@ -20,8 +20,8 @@ from rl.training.config import TrainerConfig
 from rl.training.micro_batches import balanced
 from rl.types import Batch
 from rl.weights.digest import PartDigests, digests
-from rl.weights.open import Transfer, open_publisher
-from rl.weights.transport import Publisher, Sent
+from rl.weights.open import open_publisher
+from rl.weights.transport import Publisher, Sent, Transfer
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from rl.errors import RunError
 from rl.observe.spans import Stopwatch
 from rl.types import Completion
 from rl.weights.digest import PartDigests, merge_digests
-from rl.weights.open import Transfer, choose_transport
-from rl.weights.transport import Sent
+from rl.weights.open import choose_transport
+from rl.weights.transport import Sent, Transfer
 
 
 class WeightPush:

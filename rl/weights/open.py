@@ -2,39 +2,12 @@
 
 import importlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from rl.model.parts import Layout, Part
+from rl.model.parts import Part
 from rl.weights import shared_memory
 from rl.weights.config import TransportName
-from rl.weights.routes import plan_push
-from rl.weights.transport import Publisher, Subscriber
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """What every rank at either end must know of the push."""
-
-    transport: TransportName
-    dtype: torch.dtype
-    sources: tuple[Layout, ...]
-    """Of the trainer's ranks."""
-    wanted: tuple[Layout, ...]
-    """Of the ranks of one generator; all generators are alike."""
-    generators: int
-    delta: bool
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        """What the transports over a network plan with."""
-        return {"sources": self.sources, "wanted": self.wanted, "delta": self.delta}
-
-    def describe(self) -> str:
-        """What goes where, and how; for people. Raises ValueError, naming the parameter, where something does not."""
-        return f"transport: {self.transport}\n{plan_push(self.sources, self.wanted).describe(self.dtype)}\n"
+from rl.weights.transport import Publisher, Subscriber, Transfer
 
 
 def choose_transport(wish: str, domains: Collection[str]) -> TransportName:
@@ -49,7 +22,7 @@ def open_publisher(transfer: Transfer, parts: Sequence[Part], *, rank: int) -> P
     if transfer.transport in ("shared_memory", "cuda_ipc"):
         return shared_memory.Publisher(parts, transfer.dtype, on_device=transfer.transport == "cuda_ipc")
     network = _network(transfer.transport)
-    return network.Publisher(parts, transfer.dtype, rank=rank, replicas=transfer.generators, **transfer.plan)
+    return network.Publisher(parts, transfer, rank=rank)
 
 
 def open_subscriber(
@@ -59,7 +32,7 @@ def open_subscriber(
     if transfer.transport in ("shared_memory", "cuda_ipc"):
         return shared_memory.Subscriber(addresses, parts, reader=generator * len(transfer.wanted) + rank)
     network = _network(transfer.transport)
-    return network.Subscriber(addresses, parts, transfer.dtype, rank=rank, replica=generator, **transfer.plan)
+    return network.Subscriber(addresses, parts, transfer, rank=rank, generator=generator)
 
 
 def _network(transport: TransportName) -> Any:

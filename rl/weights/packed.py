@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from rl.errors import RunError
-from rl.model.parts import Layout, Part, layout_of
+from rl.model.parts import Part, layout_of
 from rl.weights import delta as deltas
 from rl.weights.blobs import host_memory, plan_blobs
-from rl.weights.transport import Sent
+from rl.weights.transport import Sent, Transfer
 
 SLOTS = 2
 _SEQUENCE, _VERSION, _DELTAS = 0, 1, 2  # columns of a header: from the last on, the bytes of each blob's delta
@@ -28,8 +28,8 @@ class PackedPublisher:
     and if not, the fetch is refused. So nothing torn gets as far as a parameter. Then it acknowledges the sequence
     number to all publishers, and ``pull`` copies from its own memory, whatever the publishers do meanwhile. ::
 
-        publisher = ...(parts, dtype, rank=, sources=, wanted=)       # trainer rank, in an endpoint of its actor
-        subscriber = ...(addresses, parts, rank=, wanted=)            # generator rank, addresses of all trainer ranks
+        publisher = ...(parts, transfer, rank=)                       # trainer rank, in an endpoint of its actor
+        subscriber = ...(addresses, parts, transfer, rank=)           # generator rank, addresses of all trainer ranks
         sent = await publisher.publish(v)                             # when all trainer ranks have returned:
         await subscriber.fetch(v)                                     # generation goes on
         subscriber.pull(v)                                            # generation stands still
@@ -48,23 +48,20 @@ class PackedPublisher:
     def __init__(
         self,
         parts: Sequence[Part],
-        dtype: torch.dtype,
+        transfer: Transfer,
         *,
         rank: int,
-        sources: Sequence[Layout],
-        wanted: Sequence[Layout],
-        replicas: int = 1,
-        delta: bool = False,
         patience: float = 60.0,
     ):
-        """``parts`` of trainer rank ``rank``, pushed to ``replicas`` generators of the layouts ``wanted``."""
-        self.blobs = plan_blobs(sources, wanted)[rank]
-        self._readers, self._patience = replicas * len(wanted), patience
+        """``parts`` of trainer rank ``rank``."""
+        dtype = transfer.dtype
+        self.blobs = plan_blobs(transfer.sources, transfer.wanted)[rank]
+        self._readers, self._patience = transfer.generators * len(transfer.wanted), patience
         self._device = device = parts[0].tensor.device
         self._header = torch.zeros(SLOTS, _DELTAS + len(self.blobs), dtype=torch.int64)
         self._slots = [[host_memory(blob.numel, dtype, device) for blob in self.blobs] for _ in range(SLOTS)]
         self._deltas = [
-            [host_memory(whole.nbytes // 2 if delta else 0, torch.uint8, device) for whole in slot]
+            [host_memory(whole.nbytes // 2 if transfer.delta else 0, torch.uint8, device) for whole in slot]
             for slot in self._slots
         ]
         self._copies = [
@@ -162,21 +159,18 @@ class PackedSubscriber:
     def __init__(
         self,
         parts: Sequence[Part],
-        dtype: torch.dtype,
+        transfer: Transfer,
         *,
         rank: int,
-        sources: Sequence[Layout],
-        wanted: Sequence[Layout],
-        delta: bool = False,
     ):
         """``parts`` of rank ``rank`` of the generator are overwritten in place by each pull."""
-        if layout_of(parts) != tuple(wanted[rank]):
+        if layout_of(parts) != transfer.wanted[rank]:
             raise ValueError(f"the parts of generator rank {rank} are not those of the layouts that were planned with")
         for part in parts:
-            if part.tensor.dtype != dtype:
-                raise RunError(f"{part.name} is {part.tensor.dtype} in the generator and pushed as {dtype}")
-        self._parts, self._dtype, self._rank, self._delta = parts, dtype, rank, delta
-        self._blobs = plan_blobs(sources, wanted)
+            if part.tensor.dtype != transfer.dtype:
+                raise RunError(f"{part.name} is {part.tensor.dtype} in the generator and pushed as {transfer.dtype}")
+        self._parts, self._dtype, self._rank, self._delta = parts, transfer.dtype, rank, transfer.delta
+        self._blobs = plan_blobs(transfer.sources, transfer.wanted)
         self._fetching, self._pulling = asyncio.Lock(), threading.Lock()
         self._make_staging()
 

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from monarch.rdma import RDMAAction, RDMABuffer
 
-from rl.model.parts import Layout, Part
+from rl.model.parts import Part
 from rl.weights.packed import SLOTS, PackedPublisher, PackedSubscriber, Read
+from rl.weights.transport import Transfer
 
 FIRST_CHUNK = 1 << 16  # bytes
+TIMEOUT_S = 60  # of a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,9 @@ class Publisher(PackedPublisher):
     To be created in an endpoint of a Monarch actor, as all buffers are.
     """
 
-    def __init__(self, parts: Sequence[Part], dtype: torch.dtype, **options: Any):
+    def __init__(self, parts: Sequence[Part], transfer: Transfer, **options: Any):
         """``options`` are those of PackedPublisher."""
-        super().__init__(parts, dtype, **options)
+        super().__init__(parts, transfer, **options)
         self._acknowledgements = torch.zeros(self._readers, dtype=torch.int64)
         self.address = Address(
             _buffer(self._header.view(-1)),
@@ -58,21 +60,10 @@ class Subscriber(PackedSubscriber):
     """Reads all it needs of all trainer ranks in one batch: see PackedPublisher."""
 
     def __init__(
-        self,
-        addresses: Sequence[Address],
-        parts: Sequence[Part],
-        dtype: torch.dtype,
-        *,
-        rank: int,
-        sources: Sequence[Layout],
-        wanted: Sequence[Layout],
-        replica: int = 0,
-        delta: bool = False,
-        timeout: int = 60,
+        self, addresses: Sequence[Address], parts: Sequence[Part], transfer: Transfer, *, rank: int, generator: int = 0
     ):
-        """``timeout`` in seconds is that of each batch."""
-        super().__init__(parts, dtype, rank=rank, sources=sources, wanted=wanted, delta=delta)
-        self._addresses, self._reader, self._timeout = addresses, replica * len(wanted) + rank, timeout
+        super().__init__(parts, transfer, rank=rank)
+        self._addresses, self._reader = addresses, generator * len(transfer.wanted) + rank
 
     async def _headers(self) -> list[torch.Tensor]:
         headers = [torch.zeros(address.header.size() // 8, dtype=torch.int64) for address in self._addresses]
@@ -94,13 +85,13 @@ class Subscriber(PackedSubscriber):
         action = RDMAAction()
         for into, buffer in pairs:
             action.read_remote(into.view(torch.uint8), buffer)
-        await action.submit(timeout=self._timeout)
+        await action.submit(timeout=TIMEOUT_S)
 
     async def _acknowledge(self, sequences: list[int]) -> None:
         action = RDMAAction()
         for word, address in zip(torch.tensor(sequences).split(1), self._addresses, strict=True):
             action.write_remote(address.acknowledgements[self._reader], word.view(torch.uint8))
-        await action.submit(timeout=self._timeout)
+        await action.submit(timeout=TIMEOUT_S)
 
 
 def chunks_of(area: torch.Tensor, used: int | None = None) -> list[torch.Tensor]:

@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from monarch.actor import ProcMesh
 
-from rl.model.parts import Layout, Part
+from rl.model.parts import Part
 from rl.weights.packed import SLOTS, PackedPublisher, PackedSubscriber, Read
 from rl.weights.torchstore_compat import torchstore
+from rl.weights.transport import Transfer
 
 STORE = "tiller"
 
 
-async def open_store(procs: ProcMesh, *, name: str = STORE) -> None:
+async def open_store(procs: ProcMesh) -> None:
     """Start a store whose volume lives in the one process of ``procs``, on whichever host has the memory.
 
     To be awaited by the controller. It takes two slots of each trainer rank, as large as its shards in the transfer
     dtype, and whatever deltas are put there.
     """
-    await torchstore.initialize(1, torchstore.SingletonStrategy(), name, procs)
+    await torchstore.initialize(1, torchstore.SingletonStrategy(), STORE, procs)
 
 
 async def close_store(*, name: str = STORE) -> None:
@@ -33,27 +34,26 @@ async def close_store(*, name: str = STORE) -> None:
 class Address:
     """Under which names a trainer rank puts what it publishes: few, and the same for every version."""
 
-    store: str
     rank: int
 
     def key(self, *parts: object) -> str:
         return ".".join(map(str, ("trainer", self.rank, *parts)))
 
     async def put(self, value: torch.Tensor, *parts: object) -> None:
-        await torchstore.put(self.key(*parts), value, self.store)
+        await torchstore.put(self.key(*parts), value, STORE)
 
     async def get(self, *parts: object) -> torch.Tensor:
-        return await torchstore.get(self.key(*parts), store_name=self.store)
+        return await torchstore.get(self.key(*parts), store_name=STORE)
 
 
 class Publisher(PackedPublisher):
     """Puts its slots into the store: see PackedPublisher. What it put stays there when it is closed."""
 
-    def __init__(self, parts: Sequence[Part], dtype: torch.dtype, *, rank: int, store: str = STORE, **options: Any):
+    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int, **options: Any):
         """``options`` are those of PackedPublisher."""
-        super().__init__(parts, dtype, rank=rank, **options)
-        torchstore.reset_client(store)
-        self.address = Address(store, rank)
+        super().__init__(parts, transfer, rank=rank, **options)
+        torchstore.reset_client(STORE)
+        self.address = Address(rank)
         self._opened = False
 
     async def _acknowledged(self) -> list[int]:
@@ -80,20 +80,11 @@ class Subscriber(PackedSubscriber):
     """Gets what it wants from the store: see PackedPublisher."""
 
     def __init__(
-        self,
-        addresses: Sequence[Address],
-        parts: Sequence[Part],
-        dtype: torch.dtype,
-        *,
-        rank: int,
-        sources: Sequence[Layout],
-        wanted: Sequence[Layout],
-        replica: int = 0,
-        delta: bool = False,
+        self, addresses: Sequence[Address], parts: Sequence[Part], transfer: Transfer, *, rank: int, generator: int = 0
     ):
-        super().__init__(parts, dtype, rank=rank, sources=sources, wanted=wanted, delta=delta)
-        torchstore.reset_client(addresses[0].store)
-        self._addresses, self._reader = addresses, replica * len(wanted) + rank
+        super().__init__(parts, transfer, rank=rank)
+        torchstore.reset_client(STORE)
+        self._addresses, self._reader = addresses, generator * len(transfer.wanted) + rank
 
     async def _headers(self) -> list[torch.Tensor]:
         return await asyncio.gather(*map(_header, self._addresses))
@@ -113,6 +104,6 @@ class Subscriber(PackedSubscriber):
 
 
 async def _header(address: Address) -> torch.Tensor:
-    if not await torchstore.exists(address.key("header"), address.store):
+    if not await torchstore.exists(address.key("header"), STORE):
         return torch.zeros(SLOTS, 1, dtype=torch.int64)
     return await address.get("header")

@@ -3,8 +3,32 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
+from rl.model.parts import Layout
+from rl.weights.config import TransportName
+from rl.weights.routes import plan_push
+
 ALIGN = 64
 """Elements: where a region begins in a buffer, for whole cache lines and vector loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What every rank at either end must know of the push."""
+
+    transport: TransportName
+    dtype: torch.dtype
+    sources: tuple[Layout, ...]
+    """Of the trainer's ranks."""
+    wanted: tuple[Layout, ...]
+    """Of the ranks of one generator; all generators are alike."""
+    generators: int = 1
+    delta: bool = False
+
+    def describe(self) -> str:
+        """What goes where, and how; for people. Raises ValueError, naming the parameter, where something does not."""
+        return f"transport: {self.transport}\n{plan_push(self.sources, self.wanted).describe(self.dtype)}\n"
 
 
 @dataclass(frozen=True, slots=True)

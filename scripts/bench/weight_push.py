@@ -38,7 +38,8 @@ from rl.model.tp_plan import generator_layout
 from rl.training.config import TrainerConfig
 from rl.training.layout import trainer_layout
 from rl.weights.digest import PartDigests, digests, merge_digests
-from rl.weights.open import Transfer, open_publisher, open_subscriber
+from rl.weights.open import open_publisher, open_subscriber
+from rl.weights.transport import Transfer
 
 TRANSPORTS = ("shared_memory", "rdma", "torchstore")
 DEADLINE_S = 600.0

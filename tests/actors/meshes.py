@@ -21,8 +21,7 @@ from rl.model.shape import ModelConfig
 from rl.training.config import TrainerConfig, default_adamw
 from rl.types import Batch
 from rl.weights.config import TransportName
-from rl.weights.open import Transfer
-from rl.weights.transport import Sent
+from rl.weights.transport import Sent, Transfer
 
 DEADLINE = 300.0
 

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from rl.model.parts import Box, Layout, Part, Region, layout_of
 from rl.weights.packed import PackedPublisher, PackedSubscriber, Read
+from rl.weights.transport import Transfer
 
 SHAPES = {"rows": (12, 30), "columns": (4, 50), "norm": (128,), "scale": (70,)}
 RANKS = 2
@@ -49,6 +51,11 @@ def layouts(shapes: Shapes = SHAPES) -> tuple[list[Layout], list[Layout]]:
         [layout_of(parts(weights, rank)) for rank in range(RANKS)] for parts in (trainer_parts, generator_parts)
     )
     return sources, wanted
+
+
+def transfer(shapes: Shapes = SHAPES, *, generators: int = 1, delta: bool = False) -> Transfer:
+    sources, wanted = (tuple(each) for each in layouts(shapes))
+    return Transfer("rdma", DTYPE, sources, wanted, generators, delta)
 
 
 def live_parts(rank: int, shapes: Shapes = SHAPES) -> list[Part]:
@@ -100,12 +107,10 @@ class Gates:
 class MemoryPublisher(PackedPublisher):
     """Shows its memory to subscribers of the same process."""
 
-    def __init__(self, weights: Weights, rank: int, *, replicas: int = 1, **options: object):
-        sources, wanted = layouts()
-        parts = trainer_parts(weights, rank)
-        super().__init__(parts, DTYPE, rank=rank, sources=sources, wanted=wanted, replicas=replicas, **options)
+    def __init__(self, weights: Weights, rank: int, *, patience: float = 60.0, **options: Any):
+        super().__init__(trainer_parts(weights, rank), transfer(**options), rank=rank, patience=patience)
         self.gates, self.loop = Gates(), None
-        self.acknowledged = [0] * (replicas * RANKS)
+        self.acknowledged = [0] * self._readers
 
     async def _acknowledged(self) -> list[int]:
         return self.acknowledged
@@ -125,9 +130,8 @@ class MemoryPublisher(PackedPublisher):
 
 class MemorySubscriber(PackedSubscriber):
     def __init__(self, publishers: list[MemoryPublisher], rank: int, *, replica: int = 0, delta: bool = False):
-        sources, wanted = layouts()
         self.parts = live_parts(rank)
-        super().__init__(self.parts, DTYPE, rank=rank, sources=sources, wanted=wanted, delta=delta)
+        super().__init__(self.parts, transfer(delta=delta), rank=rank)
         self.publishers, self.reader, self.gates = publishers, replica * RANKS + rank, Gates()
         self.reads: list[Read] = []
         self.late: Callable[[], None] = lambda: None

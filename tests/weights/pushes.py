@@ -68,15 +68,15 @@ def push(model: ModelConfig, layout: scenes.Layout, folder: str) -> Layout:
     engine = scenes.engine_of(model, folder=folder, layout=layout)
     held = list(engine.parts().values())
     places = [(layouts, rank) for layouts in generators(model) for rank in range(len(layouts))]
-    publisher = Publisher(held, DTYPE, readers=len(places))
-    segments = gathered(publisher.segment)
+    publisher = Publisher(held, DTYPE)
+    segments = gathered(publisher.address)
     readers = {
         number: Reader(*place, segments, number)
         for number, place in enumerate(places)
         if number % dist.get_world_size() == dist.get_rank()
     }
     for version in range(2):
-        publisher.publish(version)
+        publisher.write(version)
         dist.barrier()
         weights = {name: tensor.to(DTYPE) for name, tensor in scenes.weights_of(engine).items()}
         trained = merge_digests(gathered(digests(held, dtype=DTYPE)))

@@ -12,7 +12,7 @@ import torch
 from monarch.actor import Actor, ActorError, ProcMesh, current_rank, endpoint
 
 from rl.weights.transport import Sent
-from tests.weights.network import DTYPE, Weights, change, layouts, live_parts, same, trainer_parts
+from tests.weights.network import Weights, change, live_parts, same, trainer_parts, transfer
 
 DEADLINE = 60.0
 SHAPES = {"rows": (256, 300), "columns": (64, 5000), "norm": (128,), "scale": (70,)}
@@ -32,11 +32,10 @@ def module(transport: str) -> Any:
 
 
 class TrainerRank(Actor):
-    def __init__(self, transport: str, options: dict[str, Any]):
-        sources, wanted = layouts(SHAPES)
+    def __init__(self, transport: str, patience: float):
         self.weights, rank = weights_of(0), current_rank().rank
         self.make = lambda: module(transport).Publisher(
-            trainer_parts(self.weights, rank), DTYPE, rank=rank, sources=sources, wanted=wanted, **options
+            trainer_parts(self.weights, rank), transfer(SHAPES, delta=True), rank=rank, patience=patience
         )
 
     @endpoint
@@ -56,16 +55,13 @@ class TrainerRank(Actor):
 
 
 class GeneratorRank(Actor):
-    def __init__(self, transport: str, options: dict[str, Any]):
-        self.transport, self.options, self.rank = module(transport), options, current_rank().rank
+    def __init__(self, transport: str):
+        self.transport, self.rank = module(transport), current_rank().rank
 
     @endpoint
     async def connect(self, addresses: list[Any]) -> None:
-        sources, wanted = layouts(SHAPES)
         self.parts = live_parts(self.rank, SHAPES)
-        self.subscriber = self.transport.Subscriber(
-            addresses, self.parts, DTYPE, rank=self.rank, sources=sources, wanted=wanted, **self.options
-        )
+        self.subscriber = self.transport.Subscriber(addresses, self.parts, transfer(SHAPES, delta=True), rank=self.rank)
 
     @endpoint
     async def pull(self, version: int) -> tuple[bool, int]:
@@ -100,8 +96,8 @@ async def call(endpoint: Any, *args: Any) -> list[Any]:
 
 async def check_pushes(trainer: ProcMesh, generator: ProcMesh, transport: str, versions: range) -> None:
     """Every version arrives bit for bit on every rank, as a delta where the version before was there and is near."""
-    publishers = trainer.spawn("publishers", TrainerRank, transport, {"delta": True, "patience": 3600.0})
-    readers = generator.spawn("readers", GeneratorRank, transport, {"delta": True})
+    publishers = trainer.spawn("publishers", TrainerRank, transport, 3600.0)
+    readers = generator.spawn("readers", GeneratorRank, transport)
     await call(readers.connect, await call(publishers.open))
     for version in versions:
         sent = await call(publishers.publish, version)
@@ -114,9 +110,9 @@ async def check_pushes(trainer: ProcMesh, generator: ProcMesh, transport: str, v
 
 async def check_a_killed_reader(spawn: Callable[[str], ProcMesh], transport: str) -> tuple[Any, Any]:
     """Both ranks of a generator die and others come in their place; returns the publishers and the new readers."""
-    publishers = spawn("trainer").spawn("publishers", TrainerRank, transport, {"delta": True, "patience": 0.1})
+    publishers = spawn("trainer").spawn("publishers", TrainerRank, transport, 0.1)
     addresses = await call(publishers.open)
-    readers = spawn("generator").spawn("readers", GeneratorRank, transport, {"delta": True})
+    readers = spawn("generator").spawn("readers", GeneratorRank, transport)
     await call(readers.connect, addresses)
     with pytest.raises(ActorError, match="fetch of version 0: trainer rank 0 holds nothing"):
         await call(readers.pull, 0)
@@ -126,7 +122,7 @@ async def check_a_killed_reader(spawn: Callable[[str], ProcMesh], transport: str
         os.kill(pid, signal.SIGKILL)
     for version in (1, 2, 3):
         await call(publishers.publish, version)
-    readers = spawn("successor").spawn("readers", GeneratorRank, transport, {"delta": True})
+    readers = spawn("successor").spawn("readers", GeneratorRank, transport)
     await call(readers.connect, addresses)
     with pytest.raises(ActorError, match="fetch of version 1: trainer rank 0 holds 2 and 3"):
         await call(readers.pull, 1)

@@ -11,7 +11,6 @@ from rl.weights.blobs import plan_blobs
 from rl.weights.packed import PackedSubscriber
 from rl.weights.transport import Sent, starts_of
 from tests.weights.network import (
-    DTYPE,
     RANKS,
     MemoryPublisher,
     MemorySubscriber,
@@ -21,11 +20,12 @@ from tests.weights.network import (
     layouts,
     live_parts,
     same,
+    transfer,
 )
 
 
-def make(weights, *, replicas=1, **options):
-    publishers = [MemoryPublisher(weights, rank, replicas=replicas, **options) for rank in range(RANKS)]
+def make(weights, **options):
+    publishers = [MemoryPublisher(weights, rank, **options) for rank in range(RANKS)]
     use_delta = options.get("delta", False)
     return publishers, [MemorySubscriber(publishers, rank, delta=use_delta) for rank in range(RANKS)]
 
@@ -262,9 +262,8 @@ def test_a_pull_in_the_middle_of_a_fetch_is_refused():
 
 
 def test_a_generator_of_another_dtype_or_layout_is_refused():
-    sources, wanted = layouts()
     parts = [Part(part.region, part.tensor.float()) for part in live_parts(0)]
     with pytest.raises(RunError, match=r"rows is torch.float32 in the generator and pushed as torch.bfloat16"):
-        PackedSubscriber(parts, DTYPE, rank=0, sources=sources, wanted=wanted)
+        PackedSubscriber(parts, transfer(), rank=0)
     with pytest.raises(ValueError, match="the parts of generator rank 0 are not those of the layouts"):
-        PackedSubscriber(live_parts(1), DTYPE, rank=0, sources=sources, wanted=wanted)
+        PackedSubscriber(live_parts(1), transfer(), rank=0)

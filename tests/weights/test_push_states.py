@@ -26,7 +26,7 @@ class Pushes(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(delta, "BLOCK", 32)
         self.loop = asyncio.new_event_loop()
-        self.options = {"delta": use_delta, "patience": 0.0, "replicas": REPLICAS}
+        self.options = {"delta": use_delta, "patience": 0.0, "generators": REPLICAS}
         self.weights, self.version, self.history = initial(), 0, {}
         self.tasks, self.readers, self.publishers, self.late = {}, {}, [], []
         self.restart_trainer()

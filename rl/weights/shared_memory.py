@@ -114,14 +114,11 @@ class Publisher:
     def _claimed(self, version: int):
         """The slot to overwrite, locked and unset."""
         slot = min(self._slots, key=lambda slot: slot.version)
-        held, deadline = slot.version, time.monotonic() + TIMEOUT_S
-        while not slot.lock(fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                raise RunError(
-                    f"publish of version {version}: a generator rank has been copying version {held} "
-                    f"for {TIMEOUT_S:.0f} s; see whether it hangs"
-                )
-            time.sleep(0.0005)
+        if not slot.wait_for_lock(fcntl.LOCK_EX):
+            raise RunError(
+                f"publish of version {version}: a generator rank has been copying version {slot.version} "
+                f"for {TIMEOUT_S:.0f} s; see whether it hangs"
+            )
         slot.version = _NONE
         try:
             yield slot
@@ -175,7 +172,7 @@ class Subscriber:
         deadline = time.monotonic() + TIMEOUT_S
         target = version
         while not (claimed := self.claim(target)):
-            target = min(self._newest(source) for source in self._sources)
+            target = min(max(slot.settled_version() for slot in source) for source in self._sources)
             if target < version or time.monotonic() > deadline:
                 raise RunError(f"pull of version {version}: {self._say_held()}")
         copy_all((pair for slot in claimed for pair in self._copies[slot]), self._like)
@@ -203,10 +200,6 @@ class Subscriber:
         for slot in self._copies:
             slot.close()
         self._copies = {}
-
-    @staticmethod
-    def _newest(source: list["_Slot"]) -> int:
-        return max(slot.version for slot in source)
 
     def _say_held(self) -> str:
         held = [sorted({slot.version for slot in source} - {_NONE}) for source in self._sources]
@@ -248,6 +241,23 @@ class _Slot:
         except BlockingIOError:
             return False
         return True
+
+    def wait_for_lock(self, kind: int) -> bool:
+        """Whether the lock could be had within TIMEOUT_S."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self.lock(kind):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0005)
+        return True
+
+    def settled_version(self) -> int:
+        """The version it holds when nobody writes it: meanwhile it says that it holds none."""
+        if not self.wait_for_lock(fcntl.LOCK_SH):
+            return _NONE
+        version = self.version
+        self.unlock()
+        return version
 
     def lock_for(self, version: int) -> bool:
         """Whether a reader's lock could be had and the slot holds ``version``."""

@@ -84,6 +84,64 @@ def test_a_version_that_is_gone_gives_way_to_the_newest_that_all_ranks_hold(pair
     assert torch.equal(pulled[2:5], expected)
 
 
+def test_a_slot_that_was_written_again_before_its_lock_was_had_is_not_taken_for_what_it_held(pair, monkeypatch):
+    trained, publishers, pulled, subscriber = pair
+    publish(publishers, 0)
+    trained.add_(1.0)
+    publishers[0].write(1)
+    expected = trained[2:5].to(torch.bfloat16)
+    lock, last = shared_memory._Slot.lock, subscriber._sources[1]
+
+    def lock_late(slot, kind):
+        if slot in last:
+            monkeypatch.undo()
+            publishers[1].write(1)
+            trained.add_(1.0)
+            publishers[1].write(2)
+        return lock(slot, kind)
+
+    monkeypatch.setattr(shared_memory._Slot, "lock", lock_late)
+    assert subscriber.pull(0) == 1
+    assert torch.equal(pulled[2:5], expected)
+
+
+def test_a_writer_that_goes_on_while_a_reader_looks_for_the_newest_version_is_never_seen_without_any(monkeypatch):
+    """The reader looks at each slot just while it is written, which in between it is not."""
+    weights, pulled = torch.ones(SHAPE), torch.zeros(SHAPE)
+    publisher = Publisher([rows(weights, 0, 6)], torch.float32)
+    subscriber = Subscriber([publisher.address], [rows(pulled, 0, 6)], reader=0)
+
+    def writing():
+        """Version 2, and then version 3: each pause is within a write, or after the last."""
+        for version in (2, 3):
+            with publisher._claimed(version) as slot:
+                yield
+                slot.views[0].fill_(version)
+                slot.version = version
+        yield
+
+    for version in (0, 1):
+        publisher.write(version)
+    writer = writing()
+    next(writer)
+    looks = 0
+
+    def version_of(slot):
+        nonlocal looks
+        seen = int(slot.header[0]) - 1
+        if slot not in publisher._slots:
+            looks += 1
+            if looks > 2:  # two were to find out that version 0 is gone
+                next(writer, None)
+        return seen
+
+    monkeypatch.setattr(shared_memory._Slot, "version", property(version_of, shared_memory._Slot.version.fset))
+    monkeypatch.setattr(shared_memory.time, "sleep", lambda _: next(writer, None))
+    brought = subscriber.pull(0)
+    assert brought in (2, 3)
+    assert (pulled == brought).all()
+
+
 def test_a_slot_is_not_reused_under_a_reader(pair, monkeypatch):
     trained, publishers, pulled, subscriber = pair
     publish(publishers, 0)

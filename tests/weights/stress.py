@@ -1,0 +1,119 @@
+"""A trainer that publishes as quickly as it can, and readers of it: what runs in each process of the stress test.
+
+The board is a file that all map: the newest version that all trainer ranks hold, then a flag for each event.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from multiprocessing.connection import Connection
+
+import torch
+
+from rl.model.parts import Box, Part, Region
+from rl.weights import shared_memory
+from rl.weights.shared_memory import Publisher, Segment, Subscriber
+
+VERSIONS = 500
+RANKS = 2
+SHAPES = {"rows": (256, 512), "stack": (4, 64, 128), "norm": (1000,)}
+DTYPE = torch.bfloat16
+DEADLINE_S = 90.0
+
+ANNOUNCED, COPYING, READY = 0, 1, 2  # places on the board; from READY on, one of each reader
+ALL_READY_BY, RESPAWNED_BY, DIES_AT = 10, 250, 100  # versions
+
+
+def open_board(path: str) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=16, dtype=torch.int64)
+
+
+def weights_of(version: int) -> dict[str, torch.Tensor]:
+    """Every element changes with every version; whole numbers that bfloat16 has."""
+    return {
+        name: ((torch.arange(torch.Size(shape).numel()) * 31 + version * 7) % 256).view(shape).float()
+        for name, shape in SHAPES.items()
+    }
+
+
+def part(name: str, tensor: torch.Tensor, rank: int | None) -> Part:
+    """Rank ``rank``'s share of the first dimension, or all of it."""
+    whole = Box.whole(SHAPES[name])
+    size = SHAPES[name][0] // RANKS
+    box = whole if rank is None else whole.slab(0, rank * size, size)
+    return Part(Region(name, SHAPES[name], box), tensor[box.slices_in(whole)])
+
+
+def write(board_path: str, addresses: Connection) -> None:
+    """Publish all versions; the weights change as soon as a publish is over."""
+    asyncio.run(_write(open_board(board_path), addresses))
+
+
+async def _write(board: torch.Tensor, addresses: Connection) -> None:
+    weights = weights_of(-1)
+    shares = [[part(name, tensor, rank) for name, tensor in weights.items()] for rank in range(RANKS)]
+    publishers = [Publisher(parts, DTYPE) for parts in shares]
+    addresses.send([publisher.address for publisher in publishers])
+    for version in range(VERSIONS):
+        if version in (ALL_READY_BY, RESPAWNED_BY):
+            readers = 3 if version == ALL_READY_BY else 4
+            wait_until(lambda readers=readers: bool(board[READY : READY + readers].all()))
+        for name, values in weights_of(version).items():
+            weights[name].copy_(values)
+        await asyncio.gather(*(publisher.publish(version) for publisher in publishers))
+        board[ANNOUNCED] = version
+
+
+def read(board_path: str, segments: list[Segment], number: int, late: int, pause_s: float, answers: Connection) -> None:
+    """Pull what was announced ``late`` versions ago, or the newest if that is gone, until the last is there.
+
+    Copies with pauses of ``pause_s``. Answers how often it pulled.
+    """
+    board, pulled, subscriber = open_reader(board_path, segments, number)
+    shared_memory.copy_all = partial(copy_with_pauses, pause_s)
+    held, pulls = -1, 0
+    while held < VERSIONS - 1:
+        wait_until(lambda held=held: int(board[ANNOUNCED]) > held)
+        asked = max(held + 1, int(board[ANNOUNCED]) - late)
+        brought = subscriber.pull(asked)
+        assert brought >= asked, f"asked for {asked}, got {brought}"
+        for name, values in weights_of(brought).items():
+            wrong = int((pulled[name] != values).sum())
+            assert not wrong, f"{wrong} elements of {name} are not those of version {brought}"
+        held, pulls = brought, pulls + 1
+    answers.send(pulls)
+
+
+def copy_with_pauses(pause_s: float, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], like: torch.Tensor) -> None:
+    for destination, source in pairs:
+        destination.copy_(source)
+        time.sleep(pause_s)
+
+
+def hang(board_path: str, segments: list[Segment], number: int) -> None:
+    """Begin to copy, and do nothing any more."""
+    board, _, subscriber = open_reader(board_path, segments, number)
+    wait_until(lambda: int(board[ANNOUNCED]) >= DIES_AT)
+    while not (claimed := subscriber.claim(int(board[ANNOUNCED]))):
+        pass
+    destination, source = subscriber._copies[claimed[0]][0]
+    destination.copy_(source)
+    board[COPYING] = 1
+    time.sleep(DEADLINE_S)
+
+
+def open_reader(
+    board_path: str, segments: list[Segment], number: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], Subscriber]:
+    board, pulled = open_board(board_path), {name: torch.zeros(shape, dtype=DTYPE) for name, shape in SHAPES.items()}
+    subscriber = Subscriber(segments, [part(name, tensor, None) for name, tensor in pulled.items()], reader=number)
+    board[READY + number] = 1
+    return board, pulled, subscriber
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.0002)

@@ -212,6 +212,14 @@ REFUSED = [
     ("trainer.micro_batch_tokens", 21, "trainer.micro_batch_tokens is 21; it must be at least 22, the longest"),
     ("trainer.logits_mib", 0, "trainer.logits_mib is 0; it must be at least 1"),
     ("trainer.max_skipped_steps", -1, "trainer.max_skipped_steps is -1; it must be at least 0"),
+    ("rollout.max_staleness", 2, "rollout.max_staleness is 2; it must be 0 or 1"),
+    ("rollout.max_staleness", -1, "rollout.max_staleness is -1; it must be 0 or 1"),
+    ("weights.canary_tolerance", -0.1, "weights.canary_tolerance is -0.1; it must be None, 0 for no canary, or above"),
+    (
+        "weights.transport",
+        "cuda_ipc",
+        "weights.transport is 'cuda_ipc', which needs CUDA; .*allows 'auto', 'shared_memory', 'rdma' and 'torchstore'",
+    ),
     ("algorithm.loss.kl_coef", 0.1, "algorithm.loss.kl_coef is 0.1; it must be 0: there is no reference policy"),
     ("evaluation.prompts", -1, "evaluation.prompts is -1; it must be at least 0"),
     ("evaluation.samples", -1, "evaluation.samples is -1; it must be at least 0"),
@@ -291,6 +299,28 @@ def test_a_generator_that_divides_experts_has_some_and_is_eager():
     config.generator.enforce_eager = False
     with pytest.raises(ConfigError, match="generator.enforce_eager is False; it must be True with .*expert_parallel"):
         validate(config)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc"])
+def test_only_changes_are_sent_where_that_can_be_less(transport, monkeypatch):
+    config = find_config("quickstart")()
+    config.weights.delta = True
+    for allowed in ("auto", "rdma", "torchstore"):
+        config.weights.transport = allowed
+        validate(config)
+    monkeypatch.setattr("rl.validation.device_type", lambda: "cuda")
+    monkeypatch.setattr("rl.validation.device_count", lambda: 2)
+    config.weights.transport = transport
+    with pytest.raises(ConfigError, match=f"weights.delta is True; with weights.transport='{transport}' it must be Fa"):
+        validate(config)
+
+
+def test_a_canary_may_be_strict_or_left_out_but_its_tolerance_is_a_number():
+    assert parse("--weights.canary_tolerance", "0").weights.canary_tolerance == 0
+    assert parse("--weights.canary_tolerance", "1e-6").weights.canary_tolerance == 1e-6
+    assert parse("--weights.digests").weights.digests
+    with pytest.raises(ConfigError, match="weights.canary_tolerance is nan; it must be None, 0 for no canary, or "):
+        parse("--weights.canary_tolerance", "nan")
 
 
 @pytest.mark.parametrize("temperature", [math.nan, -1.0])

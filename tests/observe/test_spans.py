@@ -18,7 +18,12 @@ def test_spans_of_one_name_add_up_and_a_lap_covers_the_step(clock):
     with watch.span("train"):
         clock[0] += 1.0
     clock[0] += 0.5
-    assert watch.lap() == {"timing/generate": 4.0, "timing/train": 1.0, "timing/step": 5.5}
+    assert watch.lap() == {
+        "timing/generate": 4.0,
+        "timing/train": 1.0,
+        "timing/step": 5.5,
+        "timing/hidden": 0.0,
+    }
 
 
 def test_a_lap_starts_the_next_from_nothing(clock):
@@ -27,7 +32,7 @@ def test_a_lap_starts_the_next_from_nothing(clock):
         clock[0] += 2.0
     watch.lap()
     clock[0] += 3.0
-    assert watch.lap() == {"timing/step": 3.0}
+    assert watch.lap() == {"timing/step": 3.0, "timing/hidden": 0.0}
 
 
 def test_a_span_that_raises_counts(clock):
@@ -36,3 +41,36 @@ def test_a_span_that_raises_counts(clock):
         clock[0] += 1.0
         raise RuntimeError
     assert watch.lap()["timing/train"] == 1.0
+
+
+def test_hidden_is_what_a_step_of_stages_one_after_another_would_have_taken_longer(clock):
+    """train 0 to 6, generate 1 to 4, push 3 to 8: fourteen seconds' work from 0 to 8, and a wait of no stage."""
+    watch = Stopwatch()
+    spans = {"train": (0, 6), "generate": (1, 4), "push": (3, 8), "push_wait": (6, 8)}
+    entered = {name: watch.span(name) for name in spans}
+    for second in range(9):
+        clock[0] = 100.0 + second
+        for name, (start, end) in spans.items():
+            if second == start:
+                entered[name].__enter__()
+            if second == end:
+                entered[name].__exit__(None, None, None)
+    clock[0] += 1.0
+    lap = watch.lap()
+    assert (lap["timing/hidden"], lap["timing/step"]) == (6.0, 9.0)
+    assert lap["timing/train"] + lap["timing/generate"] + lap["timing/push"] == 6.0 + 8.0
+
+
+def test_a_stage_that_goes_on_over_a_lap_hides_in_each_step_what_it_hides_there(clock):
+    watch = Stopwatch()
+    with watch.span("push"):
+        with watch.span("train"):
+            clock[0] += 2.0
+            first = watch.lap()
+            clock[0] += 1.0
+        clock[0] += 4.0
+    second = watch.lap()
+    assert (first["timing/hidden"], second["timing/hidden"]) == (2.0, 1.0)
+    assert (first["timing/step"], second["timing/step"]) == (2.0, 5.0)
+    assert "timing/push" not in first
+    assert second["timing/push"] == 7.0

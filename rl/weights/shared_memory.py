@@ -60,8 +60,8 @@ class Publisher:
         await publisher.publish(v)                              # v is readable
         held = subscriber.pull(v)                               # the generator's parameters are those of held
 
-    - publish(v) takes the slot that does not hold the newest version: lock, unset the header, cast
-      and copy, set the header to v, unlock.
+    - publish(v) takes the slots by turns: lock, unset the header, cast and copy, set the header to
+      v, unlock.
     - pull(v) locks a slot that holds v on every trainer rank, copies its slices, unlocks. Where v is
       gone because newer versions came, it takes the newest that all ranks hold. The ranks of one
       generator compare what they got, and those behind pull again.
@@ -91,6 +91,7 @@ class Publisher:
             os.truncate(fd, HEADER_BYTES + (0 if on_device else segment.slot_bytes))
         self.address = segment
         self._slots = [_Slot(fd, segment, index) for index, fd in enumerate(fds)]
+        self._turn = 0
         for slot in self._slots:
             slot.memory.zero_()  # first use of a page is ten times slower than the next: pay it here
             slot.header[_TOKEN] = segment.token
@@ -113,7 +114,7 @@ class Publisher:
     @contextmanager
     def _claimed(self, version: int):
         """The slot to overwrite, locked and unset."""
-        slot = min(self._slots, key=lambda slot: slot.version)
+        slot = self._slots[self._turn]
         if not slot.wait_for_lock(fcntl.LOCK_EX):
             raise RunError(
                 f"publish of version {version}: a generator rank has been copying version {slot.version} "
@@ -122,6 +123,7 @@ class Publisher:
         slot.version = _NONE
         try:
             yield slot
+            self._turn = (self._turn + 1) % SLOTS
         finally:
             slot.unlock()
 

@@ -142,6 +142,16 @@ def test_a_writer_that_goes_on_while_a_reader_looks_for_the_newest_version_is_ne
     assert (pulled == brought).all()
 
 
+def test_versions_may_go_back_as_after_a_checkpoint_was_loaded(pair):
+    trained, publishers, pulled, subscriber = pair
+    for version in (6, 7, 4, 5):
+        trained.add_(1.0)
+        publish(publishers, version)
+        assert subscriber.pull(version) == version
+        assert torch.equal(pulled[2:5], trained[2:5].to(torch.bfloat16))
+    assert subscriber.pull(4) == 4
+
+
 def test_a_slot_is_not_reused_under_a_reader(pair, monkeypatch):
     trained, publishers, pulled, subscriber = pair
     publish(publishers, 0)

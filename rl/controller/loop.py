@@ -70,12 +70,7 @@ class Controller:
         self.watch.lap()
         while self.state.step < self.config.steps:
             groups = self.state.ahead or await self.sample()
-            self.state.ahead = []
-            ahead = self.sample_ahead()
-            metrics = await self.learn(groups)
-            self.push.begin()
-            if ahead is not None:
-                self.state.ahead = await ahead
+            self.state.ahead, metrics = await asyncio.gather(self.sample_ahead(), self.learn(groups))
             self.state.step += 1
             self.report(groups, metrics)
             await self.checkpoint_if_due()
@@ -91,15 +86,16 @@ class Controller:
             self.next_prompts(), self.sampling, samples=self.config.rollout.samples_per_prompt
         )
 
-    def sample_ahead(self) -> "asyncio.Task[list[list[Rollout]]] | None":
-        """With ``max_staleness`` 1, begin to sample what the step after this one trains on.
+    async def sample_ahead(self) -> list[list[Rollout]]:
+        """With ``max_staleness`` 1, what the step after this one trains on; else nothing.
 
         Its weights are those of before this step, which is one step back for the next: never more, since
         the next step is not begun before the groups are there.
         """
-        if self.config.rollout.max_staleness == 0 or self.state.step + 1 == self.config.steps:
-            return None
-        return asyncio.create_task(self.sample())
+        if self.config.rollout.max_staleness == 0:
+            return []
+        await self.push.arrive()  # in the last step too: each row tells of the push that its step began with
+        return await self.sample() if self.state.step + 1 < self.config.steps else []
 
     def next_prompts(self) -> list[Prompt]:
         """The next ``prompts_per_step`` of the stream."""
@@ -108,7 +104,7 @@ class Controller:
         return [self.task.prompt(ordinal) for ordinal in range(first, self.state.next_ordinal)]
 
     async def learn(self, groups: list[list[Rollout]]) -> dict[str, float]:
-        """One optimizer step on the groups."""
+        """One optimizer step on the groups; the push of what it came to is begun."""
         algorithm = self.config.algorithm
         with self.watch.span("train"):
             batch = make_batch(groups, normalize_std=algorithm.normalize_std, reduction=algorithm.loss.reduction)
@@ -119,6 +115,7 @@ class Controller:
         await self.push.settle()
         with self.watch.span("train"):
             metrics |= await self.trainer.optim_step()
+        self.push.begin()
         return metrics | {"rollout/staleness_max": staleness}
 
     def _staleness(self, groups: list[list[Rollout]]) -> int:

@@ -96,7 +96,7 @@ class WeightPush:
 
     async def _bring(self) -> None:
         assert self._publishing is not None and self._begun is not None, "begin comes first"
-        sent, version = await self._publishing, self._begun
+        version, sent = self._begun, await self._publishing
         with self._watch.span("push"):
             pauses = await asyncio.gather(*(generator.pull_weights(version) for generator in self._generators))
         self.metrics = {

@@ -23,7 +23,7 @@ class Run:
     def __init__(self, *arguments: str, folder: Path, pythonpath: Path | None = None):
         self.folder = folder
         self._mark = f"TILLER_TEST_RUN={uuid.uuid4().hex}"
-        self._shared_before = set(os.listdir("/dev/shm"))
+        self._shared: set[Path] = set()
         name, value = self._mark.split("=")
         environment = {**os.environ, name: value}
         if pythonpath is not None:
@@ -40,8 +40,13 @@ class Run:
 
     def wait(self) -> int:
         """Exit code; the run is killed when it takes too long."""
+        deadline = time.monotonic() + TIMEOUT_S
         try:
-            return self.process.wait(TIMEOUT_S)
+            while self.process.poll() is None:
+                assert time.monotonic() < deadline, f"still running: {self.stderr}"
+                self._note_shared_memory()
+                time.sleep(0.2)
+            return self.process.returncode
         finally:
             self.kill()
 
@@ -63,6 +68,7 @@ class Run:
     def kill(self) -> None:
         """kill -9 of the controller alone."""
         if self.process.poll() is None:
+            self._note_shared_memory()
             self.process.kill()
         self.process.wait()
 
@@ -94,10 +100,19 @@ class Run:
                     found.append(int(entry.name))
         return found
 
+    def _note_shared_memory(self) -> None:
+        """Remember what of /dev/shm this run's processes map: other programs use it at the same time."""
+        for pid in self.processes():
+            try:
+                maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            except OSError:  # it ended while we looked
+                continue
+            self._shared |= {Path(line.split()[5]) for line in maps if " /dev/shm/" in line}
+
     def assert_nothing_left(self, within_s: float = 10.0) -> None:
         """No process, so no port either; no shared memory."""
         deadline = time.monotonic() + within_s
-        while left := self.processes() or set(os.listdir("/dev/shm")) - self._shared_before:
+        while left := self.processes() or [path for path in self._shared if path.exists()]:
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.1)
 

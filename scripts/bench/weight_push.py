@@ -3,9 +3,9 @@
 Usage: python scripts/bench/weight_push.py [--rounds N] [--transports NAME ...] [--no-sizes] [--json]
 
 Ranks are actors with random weights in the real shapes and layouts: a trainer of FSDP2 x TP2 in float32 and
-generators of TP2 in bfloat16. Within a round each transport publishes (cast and copy out of the shards) and pulls
-(into the generator's parameters), then every generator rank copies as many bytes with one copy_. Ratios are
-medians over the rounds; the first push after opening is cold and reported apart. torchstore stores what Tiller
+generators of TP2 in bfloat16. In each round a transport publishes (cast and copy out of the shards) and pulls (into
+the generator's parameters), then every generator rank copies as many bytes with plain copy_. Ratios are medians over
+the rounds; the first push after opening is cold and reported apart. torchstore stores what Tiller
 packs for each reader, so it is spared its own resharding. "memory" is what a trainer rank's resident memory grew
 by, over the bytes of its own shards in bfloat16.
 
@@ -67,29 +67,27 @@ class Rank(Actor):
         self.generator = generator
         self.bytes = sum(part.tensor.nbytes for part in self.parts)
         self.source, self.scratch = (torch.ones(min(self.bytes, MEMCPY_BYTES), dtype=torch.uint8) for _ in range(2))
-        self.ends: dict[str, Any] = {}
+        self.end: Any = None
 
     @concurrent_endpoint
     async def open_publisher(self, transfer: Transfer) -> tuple[Any, float]:
         before = _resident()
-        publisher = self.ends[transfer.transport] = open_publisher(transfer, self.parts, rank=self.rank)
+        publisher = self.end = open_publisher(transfer, self.parts, rank=self.rank)
         grew = _resident() - before
         return publisher.address, grew / sum(part.box.numel * transfer.dtype.itemsize for part in self.parts)
 
     @concurrent_endpoint
     async def open_subscriber(self, transfer: Transfer, addresses: list[Any]) -> None:
-        self.ends[transfer.transport] = open_subscriber(
-            transfer, addresses, self.parts, generator=self.generator, rank=self.rank
-        )
+        self.end = open_subscriber(transfer, addresses, self.parts, generator=self.generator, rank=self.rank)
 
     @concurrent_endpoint
-    async def publish(self, transport: str, version: int) -> None:
-        await self.ends[transport].publish(version)
+    async def publish(self, version: int) -> None:
+        await self.end.publish(version)
 
     @concurrent_endpoint
-    async def pull(self, transport: str, version: int) -> None:
-        await self.ends[transport].fetch(version)
-        held = self.ends[transport].pull(version)
+    async def pull(self, version: int) -> None:
+        await self.end.fetch(version)
+        held = self.end.pull(version)
         assert held == version, (held, version)
 
     @concurrent_endpoint
@@ -107,8 +105,8 @@ class Rank(Actor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        for end in self.ends.values():
-            end.close()
+        self.end.close()
+        self.end = None
 
 
 def random_values(region: Region, dtype: torch.dtype) -> torch.Tensor:
@@ -134,7 +132,6 @@ class Ranks:
         return time.perf_counter() - begun
 
     async def stop(self) -> None:
-        await self.call("close")
         await _resolve(self.procs.stop())
 
 
@@ -169,11 +166,18 @@ class Pushes:
             await generator.call("open_subscriber", transfer, [address for address, _ in answers])
         return max(grew for _, grew in answers)
 
-    async def push(self, transport: str) -> tuple[float, float]:
+    async def close(self) -> None:
+        """Give back what the transport took."""
+        await asyncio.gather(*(ranks.call("close") for ranks in [self.trainer, *self.generators]))
+        if self.store is not None:
+            await self.store.stop()
+            self.store = None
+
+    async def push(self) -> tuple[float, float]:
         """Seconds of the publish, and of the pulls of all generators one after another."""
         self.version += 1
-        published = await self.trainer.timed("publish", transport, self.version)
-        return published, sum([await each.timed("pull", transport, self.version) for each in self.generators])
+        published = await self.trainer.timed("publish", self.version)
+        return published, sum([await each.timed("pull", self.version) for each in self.generators])
 
     async def check(self) -> None:
         """Raise RuntimeError unless every generator holds the trainer's weights."""
@@ -191,32 +195,27 @@ class Pushes:
 
     async def stop(self) -> None:
         await asyncio.gather(*(ranks.stop() for ranks in [self.trainer, *self.generators]))
-        if self.store is not None:
-            await self.store.stop()
 
 
 async def compare(model: ModelConfig, transports: list[str], rounds: int, logs: Path) -> dict[str, Any]:
-    """Every transport against a copy of the same bytes, in turns."""
+    """One transport after another, each push followed by a copy of the same bytes."""
     pushes = Pushes(model, 1, logs)
     result: dict[str, Any] = {"bytes": pushes.bytes, "transports": {}}
+    await pushes.memcpy()
     for transport in transports:
         memory = await pushes.open(transport)
-        cold = sum(await pushes.push(transport))
+        cold = sum(await pushes.push()) / await pushes.memcpy()
         await pushes.check()
-        result["transports"][transport] = {"memory": memory, "cold": cold, "rounds": []}
-    await pushes.memcpy()
-    for _ in range(rounds):
-        for transport in transports:
-            published, pulled = await pushes.push(transport)
-            copied = await pushes.memcpy()
-            result["transports"][transport]["rounds"].append((published, pulled, copied))
+        times = [(*await pushes.push(), await pushes.memcpy()) for _ in range(rounds)]
+        await pushes.close()
+        result["transports"][transport] = {
+            "pull_over_memcpy": statistics.median(pulled / copied for _, pulled, copied in times),
+            "total_over_memcpy": statistics.median((out + pulled) / copied for out, pulled, copied in times),
+            "cold_over_memcpy": cold,
+            "gb_per_s": pushes.bytes / 1e9 / statistics.median(pulled for _, pulled, _ in times),
+            "memory": memory,
+        }
     await pushes.stop()
-    for row in result["transports"].values():
-        times = row.pop("rounds")
-        row["pull_over_memcpy"] = statistics.median(pulled / copied for _, pulled, copied in times)
-        row["total_over_memcpy"] = statistics.median((out + pulled) / copied for out, pulled, copied in times)
-        row["cold_over_memcpy"] = row.pop("cold") / statistics.median(copied for _, _, copied in times)
-        row["gb_per_s"] = pushes.bytes / 1e9 / statistics.median(pulled for _, pulled, _ in times)
     return result
 
 
@@ -229,9 +228,10 @@ async def growth(models: dict[str, ModelConfig], rounds: int, logs: Path) -> lis
     for name, model, count in cases:
         pushes = Pushes(model, count, logs)
         await pushes.open("shared_memory")
-        await pushes.push("shared_memory")
+        await pushes.push()
         await pushes.check()
-        times = [(*await pushes.push("shared_memory"), await pushes.memcpy()) for _ in range(rounds)]
+        times = [(*await pushes.push(), await pushes.memcpy()) for _ in range(rounds)]
+        await pushes.close()
         await pushes.stop()
         publish, pull = (statistics.median(each[i] for each in times) for i in (0, 1))
         ratio = statistics.median((out + pulled) / copy for out, pulled, copy in times)

@@ -57,25 +57,20 @@ class PolicyTrainer(Actor):
 
     @concurrent_endpoint
     async def forward(self, batch: Batch | None, temperature: float) -> Outputs | None:
-        return await self._in_engine(self._forward, batch, temperature)
-
-    def _forward(self, batch: Batch | None, temperature: float) -> Outputs | None:
-        outputs = self.engine.forward(self.engine.from_leader(batch), temperature=temperature)
-        return outputs if self.engine.is_leader else None
+        return await self._in_engine(
+            lambda: self._of_leader(self.engine.forward(self.engine.from_leader(batch), temperature=temperature))
+        )
 
     @concurrent_endpoint
     async def forward_backward(
         self, batch: Batch | None, loss: Configurable.Config, temperature: float, weight: float
     ) -> tuple[Outputs, dict[str, float]] | None:
-        return await self._in_engine(self._forward_backward, batch, loss, temperature, weight)
-
-    def _forward_backward(
-        self, batch: Batch | None, loss: Configurable.Config, temperature: float, weight: float
-    ) -> tuple[Outputs, dict[str, float]] | None:
-        answer = self.engine.forward_backward(
-            self.engine.from_leader(batch), loss.build(), temperature=temperature, weight=weight
+        options = {"temperature": temperature, "weight": weight}
+        return await self._in_engine(
+            lambda: self._of_leader(
+                self.engine.forward_backward(self.engine.from_leader(batch), loss.build(), **options)
+            )
         )
-        return answer if self.engine.is_leader else None
 
     @concurrent_endpoint
     async def optim_step(self, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
@@ -138,6 +133,9 @@ class PolicyTrainer(Actor):
     def _close(self) -> None:
         self.checkpointer.close()
         self.engine.close()
+
+    def _of_leader(self, answer: T) -> T | None:
+        return answer if self.engine.is_leader else None
 
     async def _close_publisher(self) -> None:
         async with self._weights:

@@ -189,11 +189,7 @@ def _start(config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: 
             load_format=LOAD_FORMAT,
             skip_tokenizer_init=True,
             generation_config="vllm",
-            additional_config={
-                "shape": asdict(shape),
-                "fuse_qkv": fuse_qkv,
-                "expert_parallel": config.expert_parallel,
-            },
+            additional_config={"shape": asdict(shape), "fuse_qkv": fuse_qkv, "expert_parallel": config.expert_parallel},
             dtype=config.dtype,
             seed=seed,
             max_model_len=shape.max_seq_len,

@@ -78,9 +78,7 @@ class EngineLoop:
     """
 
     def __init__(
-        self,
-        make_engine: Callable[[], GenerationEngine],
-        pull: Callable[[GenerationEngine, int], int | None],
+        self, make_engine: Callable[[], GenerationEngine], pull: Callable[[GenerationEngine, int], int | None]
     ):
         self._make_engine = make_engine
         self._pull = pull

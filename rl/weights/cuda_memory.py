@@ -50,7 +50,9 @@ class DeviceMemory:
         address = ctypes.c_uint64(self.address)
         if not own:
             torch.cuda.current_stream().synchronize()
-            _driver("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle(*self.handle), _LAZY_PEER_ACCESS)
+            _driver(
+                "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(self.handle), _LAZY_PEER_ACCESS
+            )
         return torch.as_tensor(_Exported(address.value, self.bytes), device="cuda")
 
     def free(self) -> None:
@@ -62,9 +64,6 @@ class _Handle(ctypes.Structure):
     """CUipcMemHandle, which the driver takes by value."""
 
     _fields_ = [("reserved", ctypes.c_ubyte * 64)]
-
-    def __init__(self, *content: int):
-        super().__init__((ctypes.c_ubyte * 64)(*content))
 
 
 class _Exported:

@@ -13,7 +13,7 @@ from rl.errors import RunError
 from rl.model.parts import Part, layout_of
 from rl.weights import delta as deltas
 from rl.weights.blobs import host_memory, plan_blobs
-from rl.weights.transport import Sent, Transfer
+from rl.weights.transport import Sent, Transfer, check_dtype
 
 SLOTS = 2
 _SEQUENCE, _VERSION, _DELTAS = 0, 1, 2  # columns of a header: from the last on, the bytes of each blob's delta
@@ -45,14 +45,7 @@ class PackedPublisher:
     test covers, it is pinned memory of the host.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        transfer: Transfer,
-        *,
-        rank: int,
-        patience: float = 60.0,
-    ):
+    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int, patience: float = 60.0):
         """``parts`` of trainer rank ``rank``."""
         dtype = transfer.dtype
         self.blobs = plan_blobs(transfer.sources, transfer.wanted)[rank]
@@ -156,19 +149,11 @@ class PackedSubscriber:
     Its own memory is as large as its parameters, and half of that again with ``delta``.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        transfer: Transfer,
-        *,
-        rank: int,
-    ):
+    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int):
         """``parts`` of rank ``rank`` of the generator are overwritten in place by each pull."""
         if layout_of(parts) != transfer.wanted[rank]:
             raise ValueError(f"the parts of generator rank {rank} are not those of the layouts that were planned with")
-        for part in parts:
-            if part.tensor.dtype != transfer.dtype:
-                raise RunError(f"{part.name} is {part.tensor.dtype} in the generator and pushed as {transfer.dtype}")
+        check_dtype(parts, transfer.dtype)
         self._parts, self._dtype, self._rank, self._delta = parts, transfer.dtype, rank, transfer.delta
         self._blobs = plan_blobs(transfer.sources, transfer.wanted)
         self._fetching, self._pulling = asyncio.Lock(), threading.Lock()

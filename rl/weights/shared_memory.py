@@ -19,7 +19,7 @@ from rl.model.parts import Layout, Part, layout_of
 from rl.platform import memory_domain
 from rl.weights.cuda_memory import DeviceMemory, pin, unpin
 from rl.weights.routes import plan_routes
-from rl.weights.transport import Sent, starts_of
+from rl.weights.transport import Sent, check_dtype, starts_of
 
 HEADER_BYTES = mmap.PAGESIZE
 SLOTS = 2
@@ -148,9 +148,7 @@ class Subscriber:
                 f"the trainer runs in {sorted(elsewhere)}, the generator in {memory_domain()}: shared memory needs "
                 "one host and one PID namespace; set weights.transport to 'rdma' or 'auto'"
             )
-        for part in parts:
-            if part.tensor.dtype != segments[0].dtype:
-                raise RunError(f"{part.name} is {part.tensor.dtype} in the generator and pushed as {segments[0].dtype}")
+        check_dtype(parts, segments[0].dtype)
         routes = plan_routes([segment.layout for segment in segments], layout_of(parts), reader=reader)
         self._like = parts[0].tensor
         self._sources = [_open(rank, segment) for rank, segment in enumerate(segments)]

@@ -1,11 +1,13 @@
 """What every transport of the push offers, whatever carries the bytes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from rl.model.parts import Layout
+from rl.errors import RunError
+from rl.model.parts import Layout, Part
 from rl.weights.config import TransportName
 from rl.weights.routes import plan_push
 
@@ -84,6 +86,13 @@ class Subscriber(Protocol):
     def close(self) -> None:
         """Give back what it holds."""
         ...
+
+
+def check_dtype(parts: Sequence[Part], dtype: torch.dtype) -> None:
+    """Raise RunError, naming the parameter, unless a generator's ``parts`` are of the dtype that is pushed."""
+    for part in parts:
+        if part.tensor.dtype != dtype:
+            raise RunError(f"{part.name} is {part.tensor.dtype} in the generator and pushed as {dtype}")
 
 
 def starts_of(numels: list[int]) -> tuple[list[int], int]:

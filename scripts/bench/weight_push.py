@@ -1,6 +1,6 @@
 """The weight push against a plain copy of the same bytes, transport by transport, in one run.
 
-Usage: python scripts/bench/weight_push.py [--rounds N] [--transports NAME ...] [--no-sizes] [--json]
+Usage: python scripts/bench/weight_push.py [--rounds N] [--transports NAME ...] [--no-sizes] [--plot FILE] [--json]
 
 Ranks are actors with random weights in the real shapes and layouts: a trainer of FSDP2 x TP2 in float32 and
 generators of TP2 in bfloat16. In each round a transport publishes (cast and copy out of the shards) and pulls (into
@@ -28,6 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
+from push_plot import draw
 
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
 from rl.actors.store import StoreProcess
@@ -271,6 +272,7 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--no-sizes", action="store_true", help="leave out the second table")
     parser.add_argument("--tiny", action="store_true", help="a model of a few parameters, to try the program")
+    parser.add_argument("--plot", help="write a picture of both tables to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
     models = TINY if options.tiny else SIZES
@@ -288,6 +290,8 @@ def main() -> None:
         store = result["transports"]["torchstore"]
         result["torchstore_over_ours"] = store["total_over_memcpy"] / ours["total_over_memcpy"]
     show(result)
+    if options.plot:
+        draw(options.plot, result)
     if options.json:
         print(json.dumps(result))
 

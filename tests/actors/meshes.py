@@ -1,6 +1,7 @@
 """Real meshes whose ranks also hand out their parameters, and push with faults, which no actor of Tiller does."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -96,7 +97,7 @@ class OpenTrainer(PolicyTrainer):
 
     @concurrent_endpoint
     async def segments(self) -> int:
-        return mapped_segments()
+        return held_segments()
 
 
 class OpenGenerator(Generator):
@@ -131,7 +132,7 @@ class OpenGenerator(Generator):
 
     @concurrent_endpoint
     async def segments(self) -> int:
-        return mapped_segments()
+        return held_segments()
 
 
 class Meshes:
@@ -181,9 +182,10 @@ class Meshes:
         return Supervisor()
 
 
-def mapped_segments() -> int:
-    """How many slots of a push this process maps."""
-    return Path("/proc/self/maps").read_text().count("/memfd:tiller-weights")
+def held_segments() -> int:
+    """How often this process maps slots of a push or has them open."""
+    opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry)]
+    return sum("/memfd:tiller-weights" in line for line in [*opened, *Path("/proc/self/maps").read_text().splitlines()])
 
 
 def deadlines() -> dict[str, float]:

@@ -184,5 +184,12 @@ def test_what_was_sampled_ahead_is_put_again_by_a_resume_in_lockstep(run):
     assert run.state.next_ordinal == 10
 
 
+def test_rollouts_of_weights_older_than_the_bound_are_never_trained_on(run):
+    run(steps=5, staleness=1, save_every=2)
+    with pytest.raises(RunError, match="a token of policy version 1 reached version 3: bound=1"):
+        run(steps=5, staleness=1, saved={3: run.saved[2]})
+    assert not calls(run.log, "train")
+
+
 def without_times(rows: list[dict]) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith(("timing/", "tokens_per_s"))} for row in rows]

@@ -25,7 +25,7 @@ def draw(path: str, result: dict[str, Any]) -> None:
     left.axvline(1, color="gray", linestyle=":")
     left.set_xlabel(f"time over that of a plain copy of {result['bytes'] / 1e9:.2f} GB")
     left.invert_yaxis()
-    left.legend(loc="lower right", frameon=False)
+    left.legend(loc="upper right", frameon=False)
 
     alone = [row for row in result["sizes"] if row["generators"] == 1]
     for name, color in BARS.items():

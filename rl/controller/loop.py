@@ -69,7 +69,7 @@ class Controller:
 
         self.watch.lap()
         while self.state.step < self.config.steps:
-            groups = self.state.ahead or await self.sample()
+            groups = self.state.ahead or await self.sample_now()
             self.state.ahead, metrics = await asyncio.gather(self.sample_ahead(), self.learn(groups))
             self.state.step += 1
             self.report(groups, metrics)
@@ -79,12 +79,10 @@ class Controller:
         await self.push.settle()
         return await self.finish()
 
-    async def sample(self) -> list[list[Rollout]]:
-        """The next step's groups, from the weights that were pushed last."""
+    async def sample_now(self) -> list[list[Rollout]]:
+        """This step's groups, from the weights that were pushed last."""
         await self.push.arrive()
-        return await self.rollouter.collect(
-            self.next_prompts(), self.sampling, samples=self.config.rollout.samples_per_prompt
-        )
+        return await self.sample()
 
     async def sample_ahead(self) -> list[list[Rollout]]:
         """With ``max_staleness`` 1, what the step after this one trains on; else nothing.
@@ -96,6 +94,12 @@ class Controller:
             return []
         await self.push.arrive()  # in the last step too: each row tells of the push that its step began with
         return await self.sample() if self.state.step + 1 < self.config.steps else []
+
+    async def sample(self) -> list[list[Rollout]]:
+        """The next prompts' groups, from the weights that the generator holds."""
+        return await self.rollouter.collect(
+            self.next_prompts(), self.sampling, samples=self.config.rollout.samples_per_prompt
+        )
 
     def next_prompts(self) -> list[Prompt]:
         """The next ``prompts_per_step`` of the stream."""

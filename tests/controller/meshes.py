@@ -94,6 +94,8 @@ class Generator:
         self.during: Hook | None = None
         """What generating rollouts waits for in the middle."""
         self.pull_fails = False
+        self.pull_takes = 0.0
+        """Seconds."""
 
     async def layouts(self) -> list[Any]:
         return [("here", LAYOUT)]
@@ -102,7 +104,7 @@ class Generator:
         self.version = None
 
     async def pull_weights(self, version: int) -> float:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.pull_takes)
         if self.pull_fails and version:
             raise ZeroDivisionError("no pull today")
         self.log.append(f"pull {version}")

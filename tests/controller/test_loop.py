@@ -75,6 +75,18 @@ def test_one_step_stale_each_step_trains_on_what_the_weights_before_sampled(run)
     assert all((row["push/bytes"], row["timing/push_pause"]) == (100, 0.25) for row in rows)
 
 
+@pytest.mark.parametrize("tolerance", [0.0, None], ids=["no checks", "canary"])
+def test_one_step_stale_a_pull_slower_than_the_step_changes_no_order(run, tolerance):
+    """The next version is published before the generator holds this one, which it generates with all the same."""
+
+    def prepare(trainer, generator):
+        generator.pull_takes = 0.02
+
+    log, rows = run(prepare, steps=4, staleness=1, canary_tolerance=tolerance)
+    assert calls(log, "train") == ["train 0 on 0", "train 1 on 0", "train 2 on 1", "train 3 on 2"]
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
+
+
 @pytest.mark.parametrize("checks", [{}, {"digests": True}, {"canary_tolerance": 0.0}], ids=["canary", "all", "none"])
 def test_one_step_stale_generating_training_and_publishing_are_behind_each_other(run, checks):
     """None of the three ends before the others have begun."""

@@ -69,7 +69,7 @@ class Controller:
 
         self.watch.lap()
         while self.state.step < self.config.steps:
-            groups = self.state.ahead or await self.sample_now()
+            groups = self.state.ahead or await self.sample(self.state.step)
             self.state.ahead, metrics = await asyncio.gather(self.sample_ahead(), self.learn(groups))
             self.state.step += 1
             self.report(groups, metrics)
@@ -79,10 +79,14 @@ class Controller:
         await self.push.settle()
         return await self.finish()
 
-    async def sample_now(self) -> list[list[Rollout]]:
-        """This step's groups, from the weights that were pushed last."""
+    async def sample(self, step: int) -> list[list[Rollout]]:
+        """What is trained on after ``step`` steps, from the weights that were pushed last; nothing after all steps."""
         await self.push.arrive()
-        return await self.sample()
+        if step == self.config.steps:
+            return []
+        return await self.rollouter.collect(
+            self.next_prompts(), self.sampling, samples=self.config.rollout.samples_per_prompt
+        )
 
     async def sample_ahead(self) -> list[list[Rollout]]:
         """With ``max_staleness`` 1, what the step after this one trains on; else nothing.
@@ -90,16 +94,7 @@ class Controller:
         Its weights are those of before this step, which is one step back for the next: never more, since
         the next step is not begun before the groups are there.
         """
-        if self.config.rollout.max_staleness == 0:
-            return []
-        await self.push.arrive()  # in the last step too: each row tells of the push that its step began with
-        return await self.sample() if self.state.step + 1 < self.config.steps else []
-
-    async def sample(self) -> list[list[Rollout]]:
-        """The next prompts' groups, from the weights that the generator holds."""
-        return await self.rollouter.collect(
-            self.next_prompts(), self.sampling, samples=self.config.rollout.samples_per_prompt
-        )
+        return await self.sample(self.state.step + 1) if self.config.rollout.max_staleness else []
 
     def next_prompts(self) -> list[Prompt]:
         """The next ``prompts_per_step`` of the stream."""

@@ -120,16 +120,35 @@ def test_one_step_stale_generating_training_and_publishing_are_behind_each_other
     assert all(row["timing/hidden"] > 0 for row in rows[1:3])
 
 
-def test_an_optimizer_step_waits_for_the_push_and_the_wait_is_in_the_metrics(run):
-    def prepare(trainer, generator):
-        async def publish():
-            await asyncio.sleep(0.05 if trainer.version in (1, 2) else 0)
+def test_an_optimizer_step_waits_for_the_push_and_what_was_waited_for_is_not_hidden(run, monkeypatch):
+    """Training takes one second, and two of the pushes go on for another five."""
+    now = [0.0]
+    monkeypatch.setattr("rl.observe.spans.time.perf_counter", lambda: now[0])
 
-        trainer.during["push_weights"] = publish
+    def prepare(trainer, generator):
+        published, trained = set(), set()
+
+        async def train():
+            while trainer.version not in published:
+                await asyncio.sleep(0)
+            now[0] += 1.0
+            trained.add(trainer.version)
+
+        async def publish():
+            published.add(trainer.version)
+            if trainer.version in (1, 2):
+                while trainer.version not in trained:
+                    await asyncio.sleep(0)
+                for _ in range(20):  # until the loop waits
+                    await asyncio.sleep(0)
+                now[0] += 5.0
+
+        trainer.during |= {"forward_backward": train, "push_weights": publish}
 
     _, rows = run(prepare, steps=4, staleness=1, canary_tolerance=0.0)
-    assert rows[0]["timing/push_wait"] < 0.05 <= rows[1]["timing/push_wait"]
-    assert rows[1]["timing/hidden"] < 0.05, "a wait hides nothing"
+    assert [row["timing/push_wait"] for row in rows] == [0, 5, 5, 0]
+    assert [row["timing/hidden"] for row in rows[1:3]] == [1, 1]
+    assert [row["timing/step"] for row in rows] == [1, 6, 6, 1]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

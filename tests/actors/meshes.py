@@ -71,27 +71,27 @@ class OpenTrainer(PolicyTrainer):
     async def publish_only_behind(self, method: str, wait_s: float) -> None:
         """Have publish return when the engine's next ``method`` is over, which waits for publish to begin."""
         began, over = threading.Event(), threading.Event()
-        publish, run = self.publisher.publish, getattr(self, method)
+        publish, run = self.publisher.publish, getattr(self.engine, method)
 
         async def behind(version: int) -> Sent:
             began.set()
             self._was_behind = await asyncio.to_thread(over.wait, wait_s)
             return await publish(version)
 
-        def awaited(*args: Any) -> Any:
+        def awaited(*args: Any, **options: Any) -> Any:
             assert began.wait(wait_s), f"{method} was over before publish began"
-            answer = run(*args)
+            answer = run(*args, **options)
             over.set()
             return answer
 
         self.publisher.publish = behind
-        setattr(self, method, awaited)
+        setattr(self.engine, method, awaited)
 
     @concurrent_endpoint
     async def was_behind(self) -> bool:
         """Whether publish went on until the method was over; undoes ``publish_only_behind``."""
-        for name in ("_forward_backward", "_optim_step"):
-            self.__dict__.pop(name, None)
+        for name in ("forward_backward", "optim_step"):
+            self.engine.__dict__.pop(name, None)
         del self.publisher.publish
         return self._was_behind
 

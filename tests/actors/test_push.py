@@ -172,7 +172,7 @@ def test_publish_and_forward_backward_run_at_the_same_time_whichever_was_asked_f
 
     async def check():
         await connect(trainer, generator)
-        await ask(trainer, "publish_only_behind", "_forward_backward", 60.0)
+        await ask(trainer, "publish_only_behind", "forward_backward", 60.0)
         calls = [trainer.push_weights(), trainer.forward_backward(batch(), grpo(entropy_coef=0.01))]
         await asyncio.gather(*(calls if first == "push_weights" else reversed(calls)))
         assert await ask(trainer, "was_behind") == [True, True]
@@ -188,7 +188,7 @@ def test_an_optimizer_step_asked_for_at_once_waits_for_the_push_and_later_calls_
         await connect(trainer, generator)
         await trainer.forward_backward(batch(), grpo(entropy_coef=0.01))
         before, version = await whole_digests(trainer), trainer.version
-        await ask(trainer, "publish_only_behind", "_optim_step", 0.5)
+        await ask(trainer, "publish_only_behind", "optim_step", 0.5)
         (published, _), _, after = await asyncio.gather(
             trainer.push_weights(), trainer.optim_step(), whole_digests(trainer)
         )

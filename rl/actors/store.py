@@ -1,10 +1,14 @@
 """The process that a push through torchstore has in between."""
 
+import asyncio
+import contextlib
 from pathlib import Path
 
 from monarch.actor import ProcMesh
 
 from rl.launch.local import spawn_procs, stop_procs
+
+DEADLINE_S = 10.0
 
 
 class StoreProcess:
@@ -23,5 +27,9 @@ class StoreProcess:
         return cls(procs)
 
     async def stop(self) -> None:
-        """End the process, and with it what it stores."""
+        """End the process, and with it what it stores; another can be started after it."""
+        from rl.weights.store import close_store
+
+        with contextlib.suppress(Exception):  # a process that is gone stores nothing
+            await asyncio.wait_for(close_store(), DEADLINE_S)
         await stop_procs(self._procs)

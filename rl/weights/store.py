@@ -25,9 +25,9 @@ async def open_store(procs: ProcMesh) -> None:
     await torchstore.initialize(1, torchstore.SingletonStrategy(), STORE, procs)
 
 
-async def close_store(*, name: str = STORE) -> None:
-    """Empty the store; its process is the caller's to stop."""
-    await torchstore.shutdown(name)
+async def close_store() -> None:
+    """Empty the store, and give its name free; its process is the caller's to stop."""
+    await torchstore.shutdown(STORE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,16 +97,13 @@ class Publisher:
             slot.header[_TOKEN] = segment.token
 
     async def publish(self, version: int) -> Sent:
-        """Make the current weights readable as ``version``; they must not change before this returns.
-
-        Raises RunError where a reader holds the slot longer than TIMEOUT_S.
-        """
+        """``write`` in a thread of its own; raises RunError where a reader holds the slot longer than TIMEOUT_S."""
         await asyncio.to_thread(self.write, version)
         size = sum(view.nbytes for view in self._slots[0].views)
         return Sent(bytes_full=size, bytes_sent=size)
 
     def write(self, version: int) -> None:
-        """``publish``, in this thread."""
+        """Make the current weights readable as ``version``; they must not change before this returns."""
         with self._claimed(version) as slot:
             copy_all(zip(slot.views, self._tensors, strict=True), self._tensors[0])
             slot.version = version

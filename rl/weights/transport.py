@@ -44,15 +44,7 @@ class Sent:
 
 
 class Publisher(Protocol):
-    """A trainer rank's side: holds two versions of its shards, cast to the generator's dtype.
-
-    Usage, on the rank of the trainer and on the rank of the generator::
-
-        publisher = ...                          subscriber = ...(addresses of all trainer ranks)
-        await publisher.publish(v)
-                                                 await subscriber.fetch(v)      # generation goes on
-                                                 held = subscriber.pull(v)      # generation stands still
-    """
+    """A trainer rank's side: holds two versions of its shards, cast to the generator's dtype."""
 
     address: Any
     """Where subscribers find it; can be sent to another process."""
@@ -62,30 +54,25 @@ class Publisher(Protocol):
 
         Raises RunError where a slot cannot be had in time.
         """
-        ...
 
     def close(self) -> None:
         """Give back what it holds; subscribers fail from here on."""
-        ...
 
 
 class Subscriber(Protocol):
     """A generator rank's side."""
 
     async def fetch(self, version: int) -> None:
-        """Bring ``version``, published by all trainer ranks, near; the parameters stay as they are."""
-        ...
+        """Bring ``version``, published by all trainer ranks, near, while generation goes on with what it has."""
 
     def pull(self, version: int) -> int:
-        """Overwrite this rank's parameters; returns the version that they hold now.
+        """Overwrite this rank's parameters, while generation stands still; returns the version that they hold now.
 
         Raises RunError where ``version`` is not there whole.
         """
-        ...
 
     def close(self) -> None:
         """Give back what it holds."""
-        ...
 
 
 def check_dtype(parts: Sequence[Part], dtype: torch.dtype) -> None:

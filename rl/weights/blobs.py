@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from rl.model.parts import Box, Layout
-from rl.weights.routes import plan_routes
+from rl.weights.routes import plan_push
 from rl.weights.transport import starts_of
 
 
@@ -45,12 +45,11 @@ class Blob:
 def plan_blobs(sources: Sequence[Layout], wanted: Sequence[Layout]) -> list[list[Blob]]:
     """Blobs of each trainer rank, from the layouts of all of them and of all ranks of a generator.
 
-    Nothing lies in two blobs, unless generator ranks want parts that overlap without being equal: a trainer rank's
-    blobs are no larger than its shards. Raises ValueError as plan_routes does.
+    Nothing lies in two blobs, so a trainer rank's are no larger than its shards. Raises ValueError as plan_push does.
     """
     places: dict[tuple[int, int, Box], list[tuple[int, int]]] = {}
-    for reader, layout in enumerate(wanted):
-        for route in plan_routes(sources, layout, reader=reader):
+    for reader, routes in enumerate(plan_push(sources, wanted).routes):
+        for route in routes:
             places.setdefault((route.source, route.held, route.box), []).append((reader, route.wanted))
     pieces: list[dict[frozenset[int], list[Piece]]] = [{} for _ in sources]
     for (source, held, box), to in places.items():

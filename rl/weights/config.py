@@ -10,7 +10,7 @@ TransportName = Literal["shared_memory", "cuda_ipc", "rdma", "torchstore"]
 class WeightPushConfig:
     """The push after each optimizer step."""
 
-    transport: Literal["auto", "shared_memory", "cuda_ipc", "rdma", "torchstore"] = "auto"
+    transport: Literal["auto", TransportName] = "auto"
     """What carries the weights. ``auto`` takes shared memory where trainer and generators are on one host, RDMA else
     (over TCP where there is no RDMA). ``cuda_ipc`` goes from GPU to GPU of one host; ``torchstore`` puts a store in
     between."""

@@ -6,8 +6,9 @@ uint16, and their new bits.
 
 import torch
 
+from rl.weights.digest import bits_of
+
 BLOCK = 1 << 16  # elements: as many as two bytes can tell apart
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def encode(new: torch.Tensor, old: torch.Tensor, out: torch.Tensor) -> int:
@@ -16,7 +17,7 @@ def encode(new: torch.Tensor, old: torch.Tensor, out: torch.Tensor) -> int:
     Returns the bytes written; 0 where they would be more than the capacity. Bits are compared, so that NaN equals
     itself and -0.0 differs from 0.0.
     """
-    new, old = (tensor.view(_BITS[tensor.element_size()]) for tensor in (new, old))
+    new, old = map(bits_of, (new, old))
     counts = torch.zeros(-(-len(new) // BLOCK), dtype=torch.int32)
     end = counts.nbytes
     if end > len(out):
@@ -36,7 +37,7 @@ def encode(new: torch.Tensor, old: torch.Tensor, out: torch.Tensor) -> int:
 
 def apply(code: torch.Tensor, base: torch.Tensor) -> None:
     """Turn ``base`` [N], which is the ``old`` of ``encode``, into its ``new``, in place. ``code`` is uint8 [bytes]."""
-    bits = base.view(_BITS[base.element_size()])
+    bits = bits_of(base)
     blocks = bits.split(BLOCK)
     end = 4 * len(blocks)
     for block, count in zip(blocks, _field(code, 0, len(blocks), torch.int32).tolist(), strict=True):

@@ -9,7 +9,7 @@ import torch
 from rl.model.parts import Box, Part
 
 _CHUNK = 1 << 18  # elements at once: the int64 positions and products of a few megabytes stay in the cache
-_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 PartDigests = dict[tuple[str, Box], int]
 """What one rank says of its parts, by name and box."""
@@ -29,14 +29,18 @@ def part_digest(part: Part) -> int:
 
     The digest of a tensor is the sum, modulo 2^64, of those of any parts that tile it.
     """
-    tensor = part.tensor.detach().contiguous()
-    bits = tensor.view(_WIDTH[tensor.element_size()]).reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    bits = bits_of(part.tensor.detach().contiguous()).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), _CHUNK):
         values = bits[start : start + _CHUNK]
-        index = torch.arange(start, start + len(values), device=tensor.device)
+        index = torch.arange(start, start + len(values), device=bits.device)
         total += (_mix(_position(index, part)) * (values.to(torch.int64) + 0x9E3779B9)).sum()
     return int(total)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements' bits, as integers of their size."""
+    return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def _position(index: torch.Tensor, part: Part) -> torch.Tensor:

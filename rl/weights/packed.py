@@ -149,12 +149,13 @@ class PackedSubscriber:
     Its own memory is as large as its parameters, and half of that again with ``delta``.
     """
 
-    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int):
-        """``parts`` of rank ``rank`` of the generator are overwritten in place by each pull."""
+    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int, generator: int = 0):
+        """``parts`` of rank ``rank`` of generator number ``generator`` are overwritten in place by each pull."""
         if layout_of(parts) != transfer.wanted[rank]:
             raise ValueError(f"the parts of generator rank {rank} are not those of the layouts that were planned with")
         check_dtype(parts, transfer.dtype)
         self._parts, self._dtype, self._rank, self._delta = parts, transfer.dtype, rank, transfer.delta
+        self._reader = generator * len(transfer.wanted) + rank
         self._blobs = plan_blobs(transfer.sources, transfer.wanted)
         self._fetching, self._pulling = asyncio.Lock(), threading.Lock()
         self._make_staging()

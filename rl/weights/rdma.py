@@ -59,11 +59,10 @@ class Publisher(PackedPublisher):
 class Subscriber(PackedSubscriber):
     """Reads all it needs of all trainer ranks in one batch: see PackedPublisher."""
 
-    def __init__(
-        self, addresses: Sequence[Address], parts: Sequence[Part], transfer: Transfer, *, rank: int, generator: int = 0
-    ):
-        super().__init__(parts, transfer, rank=rank)
-        self._addresses, self._reader = addresses, generator * len(transfer.wanted) + rank
+    def __init__(self, addresses: Sequence[Address], parts: Sequence[Part], transfer: Transfer, **options: Any):
+        """``options`` are those of PackedSubscriber."""
+        super().__init__(parts, transfer, **options)
+        self._addresses = addresses
 
     async def _headers(self) -> list[torch.Tensor]:
         headers = [torch.zeros(address.header.size() // 8, dtype=torch.int64) for address in self._addresses]

@@ -79,12 +79,11 @@ class Publisher(PackedPublisher):
 class Subscriber(PackedSubscriber):
     """Gets what it wants from the store: see PackedPublisher."""
 
-    def __init__(
-        self, addresses: Sequence[Address], parts: Sequence[Part], transfer: Transfer, *, rank: int, generator: int = 0
-    ):
-        super().__init__(parts, transfer, rank=rank)
+    def __init__(self, addresses: Sequence[Address], parts: Sequence[Part], transfer: Transfer, **options: Any):
+        """``options`` are those of PackedSubscriber."""
+        super().__init__(parts, transfer, **options)
         torchstore.reset_client(STORE)
-        self._addresses, self._reader = addresses, generator * len(transfer.wanted) + rank
+        self._addresses = addresses
 
     async def _headers(self) -> list[torch.Tensor]:
         return await asyncio.gather(*map(_header, self._addresses))

@@ -10,7 +10,7 @@ from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.types import Batch, GenerationRequest, Sampling
 from rl.weights.digest import merge_digests, policy_digest
-from tests.actors.meshes import Meshes, connect, parts_of, trainer_config, whole
+from tests.actors.meshes import connect, parts_of, trainer_config, whole
 
 LAYOUTS = {"1": {}, "FSDP2": {"fsdp": 2}, "TP2": {"tp": 2}, "FSDP2xTP2": {"fsdp": 2, "tp": 2}}
 INITIAL: dict[bool, str] = {}  # digest of the weights that the first layout started from
@@ -22,13 +22,6 @@ def model_config(tied: bool) -> ModelConfig:
         vocab_size=64, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=96, max_seq_len=96,
         tie_embeddings=tied,
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def meshes(tmp_path_factory):
-    meshes = Meshes(tmp_path_factory.mktemp("meshes"))
-    yield meshes
-    meshes.close()
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

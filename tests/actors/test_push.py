@@ -14,7 +14,7 @@ from rl.observe.spans import Stopwatch
 from rl.tasks.copy_digits import CopyDigits
 from rl.weights.config import WeightPushConfig
 from rl.weights.digest import merge_digests
-from tests.actors.meshes import DEADLINE, Meshes, connect, trainer_config
+from tests.actors.meshes import DEADLINE, connect, trainer_config
 from tests.actors.test_layouts import assert_equal_weights, batch, model_config
 
 FIRST, OTHER = "layers.0.feed_forward.w2.weight", "layers.1.feed_forward.w2.weight"
@@ -22,13 +22,6 @@ NORM, OTHER_NORM = "layers.0.attention_norm.weight", "layers.1.attention_norm.we
 DIGESTS = {"digests": True, "canary_tolerance": 0.0}
 CANARY = {"digests": False}
 BOTH = {"digests": True}
-
-
-@pytest.fixture(scope="module")
-def meshes(tmp_path_factory):
-    meshes = Meshes(tmp_path_factory.mktemp("meshes"))
-    yield meshes
-    meshes.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,8 @@ import torch
 from rl.algorithms.losses import grpo
 from rl.errors import RunError
 from rl.weights.digest import merge_digests
-from tests.actors.meshes import DEADLINE, Meshes, connect, trainer_config
+from tests.actors.meshes import DEADLINE, connect, trainer_config
 from tests.actors.test_layouts import batch, model_config
-
-
-@pytest.fixture(scope="module")
-def meshes(tmp_path_factory):
-    meshes = Meshes(tmp_path_factory.mktemp("meshes"))
-    yield meshes
-    meshes.close()
 
 
 @pytest.fixture(scope="module")

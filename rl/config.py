@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan.config import Configurable
 
@@ -37,8 +37,33 @@ class RolloutConfig:
     """Above 0 is refused, as top_p below 1 is."""
 
     max_staleness: int = 0
-    """Optimizer steps by which the weights that sampled a rollout may be older than those it trains. 0: one batch is
-    generated, then trained on. 1: the next batch is generated meanwhile, and the push runs behind both."""
+    """Optimizer steps by which the weights that drew any token may be older than those it trains. 0 is lockstep: one
+    batch is generated, then trained on. Above it, generation, scoring, training and the push run side by side."""
+
+    pipeline: Literal["deterministic", "asynchronous"] = "deterministic"
+    """What decides which weights draw a token.
+
+    - ``deterministic``: the config. Batch k comes from exactly the weights of step k - max_staleness, in the order of
+      the prompts: the same numbers in every run, and after every restart.
+    - ``asynchronous``: the clock. Weights change under requests in flight, and groups are trained on as they finish,
+      long ones passed over for as long as the bound allows.
+    """
+
+    parts_per_step: int = 1
+    """Into how many parts a step's groups are cut, each trained on as soon as its groups have finished. The gradient
+    is the same. Above 1 only where the pipeline is asynchronous."""
+
+    max_replacements: int = 0
+    """Groups per step that are put aside because all their rewards are equal, which teaches nothing, with the next
+    prompts in their place (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
+
+    reward_workers: int = 1
+    """Processes that score completions. 0 scores in the controller's own, where a reward that hangs or crashes takes
+    the run with it."""
+
+    max_lost: float = 0.1
+    """Share of the last 100 groups, or of one step's where these are more, that may be lost because their reward
+    raised, hung or made no sense. Above it the run fails."""
 
     recorded_per_step: int = 4
     """Rollouts of each step that are written to rollouts.jsonl."""
@@ -57,7 +82,10 @@ class AlgorithmConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
-    """Held-out prompts after training."""
+    """Held-out prompts, after training and on the way."""
+
+    every: int = 0
+    """Steps between evaluations on the way, which run behind training; 0 for none. They go to evaluations.jsonl."""
 
     prompts: int = 256
     """How many, 0 for no evaluation; fewer where the task holds out fewer."""
@@ -76,6 +104,49 @@ class DeadlineConfig:
     call: float = 600.0
     """For any call to an actor, such as generating a step's completions."""
 
+    heartbeat: float = 60.0
+    """For any sign of life of a rank; one that gives none is treated as dead. 0 asks for none."""
+
+    reward: float = 60.0
+    """For the rewards of one group."""
+
+
+Action = Literal["ignore", "warn", "fail"]
+"""What becomes of an alarm: it is counted in any case, a warning is shown, a failure ends the run."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WatchdogConfig:
+    """What is watched, from which value on it is an alarm, and what becomes of it. Every alarm is counted in the
+    metrics, as ``watchdog/NAME``."""
+
+    stalled: Action = "fail"
+    stalled_s: float = 1800.0
+    """Seconds without a finished step."""
+
+    flat: Action = "warn"
+    flat_steps: int = 10
+    """Steps in a row in which no group had an advantage."""
+
+    starving: Action = "warn"
+    starving_share: float = 0.9
+    """Share of a step that the trainer waited for rollouts, over starving_steps in a row; only with max_staleness."""
+    starving_steps: int = 10
+
+    entropy: Action = "warn"
+    entropy_min: float = 0.0
+    """Mean entropy of a token, in nats, below which the policy has collapsed; 0 for none."""
+    entropy_max: float = 0.0
+    """Above which it has dissolved; 0 for none."""
+
+    drift: Action = "warn"
+    drift_max: float = 0.0
+    """``kl/behaviour``, in nats per token, above which trainer and generators disagree; 0 for none."""
+
+    non_finite: Action = "warn"
+    """A loss or a gradient norm that is not finite. The step is skipped in any case, and trainer.max_skipped_steps in
+    a row end the run."""
+
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
@@ -92,6 +163,11 @@ class RunConfig:
     weights: WeightPushConfig = field(default_factory=WeightPushConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+
+    max_restarts: int = 3
+    """Times that a dead mesh, trainer or generator, is started again without progress in between; one more ends the
+    run. Progress is a new checkpoint of the trainer's, a completion of the generator's."""
 
     steps: int = 100
     """Optimizer steps."""

@@ -8,7 +8,15 @@ MIN_TEMPERATURE = 0.01  # vLLM silently raises smaller ones to this, and the log
 
 @dataclass(kw_only=True, slots=True)
 class GeneratorConfig:
-    """One generator: a vLLM engine on ``tensor_parallel_degree`` ranks."""
+    """The generators: ``replicas`` vLLM engines, each on ``tensor_parallel_degree`` ranks."""
+
+    replicas: int = 1
+    """Engines at the start, each with the whole policy. A number written to the run folder's ``replicas`` file changes
+    how many there are while the run goes on."""
+
+    update: Literal["together", "rolling"] = "together"
+    """How replicas pull new weights in an asynchronous pipeline: all at once, or one after another, so that some always
+    generate."""
 
     tensor_parallel_degree: int = 1
     """Ranks among which one copy of the policy is cut. Must divide heads and hidden size, and divide the kv heads or

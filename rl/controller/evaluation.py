@@ -1,35 +1,54 @@
 """Held-out prompts: greedy, and pass@k."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from rl.config import EvaluationConfig
+from rl.controller.ledger import Group
+from rl.controller.router import Router
+from rl.errors import GroupLost
 from rl.rollout.rollouter import Rollouter
 from rl.tasks.base import Task
-from rl.types import Sampling
-
-if TYPE_CHECKING:
-    from rl.config import EvaluationConfig
+from rl.types import Prompt, Sampling
 
 
-async def evaluate(
-    rollouter: Rollouter, task: Task, config: "EvaluationConfig", sampling: Sampling
-) -> dict[str, float]:
-    """``eval/exact_match`` of greedy completions; ``eval/pass@k``: prompts that one of k samples solves.
+class Evaluation:
+    """Asks the generators prompts that training never sees, with seeds of a stream of their own."""
 
-    Empty where ``config.prompts`` is 0.
-    """
-    if config.prompts == 0:
-        return {}
-    prompts = task.eval_prompts(config.prompts)
-    greedy = dataclasses.replace(sampling, temperature=0.0)
-    groups = await rollouter.collect(prompts, greedy, samples=1, stream="eval/greedy")
-    scores = {
-        "eval/prompts": float(len(prompts)),
-        "eval/exact_match": sum(group[0].metrics["exact"] for group in groups) / len(groups),
-        "eval/reward_mean": sum(group[0].reward for group in groups) / len(groups),
-    }
-    if config.samples:
-        groups = await rollouter.collect(prompts, sampling, samples=config.samples, stream="eval/sampled")
-        solved = sum(any(rollout.metrics["exact"] for rollout in group) for group in groups)
-        scores[f"eval/pass@{config.samples}"] = solved / len(groups)
-    return scores
+    def __init__(self, config: EvaluationConfig, task: Task, rollouter: Rollouter, router: Router, sampling: Sampling):
+        self._config, self._task, self._sampling = config, task, sampling
+        self._rollouter, self._router = rollouter, router
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights after ``step`` are evaluated on the way."""
+        return self._config.every > 0 and step > 0 and step % self._config.every == 0
+
+    async def scores(self) -> dict[str, float]:
+        """``eval/exact_match`` of greedy completions; ``eval/pass@k``: prompts that one of k samples solves.
+
+        Empty where ``config.prompts`` is 0. A prompt whose reward fails counts as one that is not solved.
+        """
+        if self._config.prompts == 0:
+            return {}
+        prompts = self._task.eval_prompts(self._config.prompts)
+        greedy = dataclasses.replace(self._sampling, temperature=0.0)
+        groups = await self._ask(prompts, greedy, samples=1, stream="eval/greedy")
+        scores = {
+            "eval/prompts": float(len(prompts)),
+            "eval/exact_match": _solved(groups) / len(prompts),
+            "eval/reward_mean": sum(group[0].reward for group in groups) / max(len(groups), 1),
+        }
+        if samples := self._config.samples:
+            groups = await self._ask(prompts, self._sampling, samples=samples, stream="eval/sampled")
+            scores[f"eval/pass@{samples}"] = _solved(groups) / len(prompts)
+        return scores
+
+    async def _ask(self, prompts: Sequence[Prompt], sampling: Sampling, *, samples: int, stream: str) -> list[Group]:
+        groups = await self._rollouter.collect(
+            prompts, sampling, samples=samples, stream=stream, generate=self._router.generate
+        )
+        return [group for group in groups if not isinstance(group, GroupLost)]
+
+
+def _solved(groups: list[Group]) -> int:
+    return sum(any(rollout.metrics["exact"] for rollout in group) for group in groups)

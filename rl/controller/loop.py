@@ -1,160 +1,254 @@
-"""The loop: generate, score, compare, learn, push.
-
-In lockstep each step's rollouts come from exactly the weights that it improves. With ``max_staleness`` 1
-they come from the weights one step before, always: what is sampled depends on the config, not on timing.
-"""
+"""The loop: sample, score, compare, learn, push; all of it side by side, as far as the staleness bound allows."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from rl.actors.generator import GeneratorMesh
+from rl.actors.reward import RewardWorkers
 from rl.actors.trainer import TrainerMesh
 from rl.config import RunConfig
-from rl.controller.evaluation import evaluate
+from rl.controller.evaluation import Evaluation
+from rl.controller.fleet import Fleet
+from rl.controller.ledger import Group, Ledger
 from rl.controller.push import WeightPush
-from rl.controller.state import RunState
-from rl.errors import RunError
+from rl.controller.router import Router
+from rl.controller.sampler import Sampler
+from rl.controller.together import Signal, beside
+from rl.controller.watchdog import Watchdog
+from rl.errors import ActorFailure, RunError
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.observe.spans import Stopwatch
 from rl.rollout.batch import make_batch, rollout_metrics
 from rl.rollout.rollouter import Rollouter
 from rl.tasks.base import Task
-from rl.types import Prompt, Rollout, Sampling
+from rl.types import Sampling
 from rl.weights.digest import merge_digests, policy_digest
 
 
 class Controller:
-    """Runs the algorithm over two meshes that it knows only by their calls."""
+    """Runs the algorithm over meshes that it knows only by their calls. ::
+
+        prompts ─► Sampler ─► Router ─► generators ─► rewards ─► Ledger ─► learn ─► trainer
+                                            ▲                                         │
+                                            └────────────── WeightPush ◄──────────────┘
+
+    A generator that is lost comes back beside the loop (Fleet). With the trainer, all goes back to the newest
+    checkpoint; what is sampled and still within the bound stays.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         task: Task,
         trainer: TrainerMesh,
-        generator: GeneratorMesh,
+        make_generator: Callable[[int], GeneratorMesh],
+        rewards: RewardWorkers,
         record: RunRecord,
         progress: Progress,
     ):
-        self.config, self.task = config, task
-        self.trainer, self.generator = trainer, generator
+        self.config, self.task, self.trainer, self.rewards = config, task, trainer, rewards
         self.record, self.progress = record, progress
-        self.state = RunState()
-        self.watch = Stopwatch()
-        self.push = WeightPush(config, trainer, [generator], self.watch)
-        self.rollouter = Rollouter(task, generator.generate, seed=config.seed, watch=self.watch)
+        self.watch, self.watchdog, changed = Stopwatch(), Watchdog(config.watchdog), Signal()
+        rollout = config.rollout
         self.sampling = Sampling(
-            max_tokens=config.rollout.max_tokens,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            top_k=config.rollout.top_k,
+            max_tokens=rollout.max_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
             stop_token_ids=task.stop_token_ids,
         )
+        self.ledger = Ledger(groups_per_step=rollout.prompts_per_step, max_staleness=rollout.max_staleness)
+        self.router, self.changed = Router(), changed
+        self.push = WeightPush(config, trainer, self.watch, changed)
+        self.fleet = Fleet(
+            make_generator,
+            self.router,
+            self.push,
+            count=config.generator.replicas,
+            max_restarts=config.max_restarts,
+            asked=record.folder / "replicas",
+            say=progress.warn,
+        )
+        rollouter = Rollouter(rewards.score, seed=config.seed, watch=self.watch)
+        self.evaluation = Evaluation(config.evaluation, task, rollouter, self.router, self.sampling)
+        self.sampler = Sampler(
+            config, task, self.sampling, rollouter, self.router, self.push, changed, self.evaluate_if_due
+        )
+        self.step = 0
+        """Steps completed."""
+        self.leaving = False
+        self.restarts = self._lost = self._saved = 0
 
-    async def run(self) -> dict[str, object]:
-        """Train from the newest checkpoint to the last step; returns the run's summary."""
+    async def run(self) -> dict[str, object] | None:
+        """Train from the newest checkpoint to the last step; the run's summary, None where ``leave`` ended it."""
+        while True:
+            try:
+                await self.start()
+                async with beside(self.fleet.run(), self.push.run(), self.sample(), self.look_for_stalls()):
+                    await self.train()
+                    return None if self.leaving else await self.finish()
+            except ActorFailure as failure:
+                self.recover(failure)
+
+    async def start(self) -> None:
+        """Start what is not running, and go back to the newest checkpoint."""
+        await asyncio.gather(self.trainer.start_if_needed(), self.fleet.start(), self.rewards.start_if_needed())
         state, ignored = await self.trainer.load_checkpoint()
         for name in ignored:
             self.progress.note(f"ignored {name}: it is incomplete")
-        self.state = RunState.from_dict(state)
-        if self.config.rollout.max_staleness == 0:  # it may have been 1 when the checkpoint was saved
-            self.state.forget_ahead()
-        self.record.drop_after(self.state.step)
-        if self.state.step:
-            self.progress.note(f"resumed after step {self.state.step}")
-        plan = await self.push.connect()
+        self.restore(state)
+        if self.step:
+            self.progress.note(f"resumed after step {self.step}")
+        plan = await self.fleet.connect(self.step)
         (self.record.logs / "push.txt").write_text(plan)
         self.progress.note("push over " + ", ".join(plan.splitlines()[:2]).removeprefix("transport: "))
-        self.push.begin()
-        await self.push.arrive()
 
+    def recover(self, failure: ActorFailure) -> None:
+        """Go on after a mesh was lost, unless that happens again and again. Raises ``failure`` then."""
+        self._lost += 1
+        if not failure.is_lost or self._lost > self.config.max_restarts:
+            raise failure
+        self.restarts += 1
+        self.progress.warn(f"{str(failure).splitlines()[0]}; going back to the newest checkpoint")
+
+    def leave(self) -> None:
+        """Finish the step under way, save, and let ``run`` return."""
+        self.leaving = True
+        self.changed.notify()
+
+    async def sample(self) -> None:
+        """Fill the ledger."""
+        await self.sampler.run(self.ledger, self.step)
+
+    async def train(self) -> None:
+        """Step after step on what the ledger gives, until all are done or the run is to be left."""
         self.watch.lap()
-        while self.state.step < self.config.steps:
-            groups = self.state.ahead or await self.sample(self.state.step)
-            self.state.ahead, metrics = await asyncio.gather(self.sample_ahead(), self.learn(groups))
-            self.state.step += 1
-            self.report(groups, metrics)
+        while self.step < self.config.steps and (part := await self.take()):
+            self.report(*await self.learn(part))
             await self.checkpoint_if_due()
+        if self.leaving:
+            await self.checkpoint()
+        else:
+            await self.push.arrive(self.step)
+            await self.push.settle()
 
-        await self.push.arrive()
-        await self.push.settle()
-        return await self.finish()
+    async def learn(self, part: list[Group]) -> tuple[list[Group], dict[str, float], Counter[int]]:
+        """One optimizer step, on a part of the batch and the rest as it finishes; the push of the result is begun.
 
-    async def sample(self, step: int) -> list[list[Rollout]]:
-        """What is trained on after ``step`` steps, from the weights that were pushed last; nothing after all steps."""
-        await self.push.arrive()
-        if step == self.config.steps:
-            return []
-        return await self.rollouter.collect(
-            self.next_prompts(), self.sampling, samples=self.config.rollout.samples_per_prompt
-        )
-
-    async def sample_ahead(self) -> list[list[Rollout]]:
-        """With ``max_staleness`` 1, what the step after this one trains on; else nothing.
-
-        Its weights are those of before this step, which is one step back for the next: never more, since
-        the next step is not begun before the groups are there.
+        Returns the groups, metrics, and tokens by staleness.
         """
-        return await self.sample(self.state.step + 1) if self.config.rollout.max_staleness else []
-
-    def next_prompts(self) -> list[Prompt]:
-        """The next ``prompts_per_step`` of the stream."""
-        first = self.state.next_ordinal
-        self.state.next_ordinal += self.config.rollout.prompts_per_step
-        return [self.task.prompt(ordinal) for ordinal in range(first, self.state.next_ordinal)]
-
-    async def learn(self, groups: list[list[Rollout]]) -> dict[str, float]:
-        """One optimizer step on the groups; the push of what it came to is begun."""
-        algorithm = self.config.algorithm
-        with self.watch.span("train"):
-            batch = make_batch(groups, normalize_std=algorithm.normalize_std, reduction=algorithm.loss.reduction)
-            staleness = self._staleness(groups)
-            _, metrics = await self.trainer.forward_backward(
-                batch, algorithm.loss, temperature=self.sampling.temperature
-            )
+        algorithm, groups, staleness = self.config.algorithm, list[Group](), Counter[int]()
+        while part:
+            with self.watch.span("train"):
+                batch = make_batch(part, normalize_std=algorithm.normalize_std, reduction=algorithm.loss.reduction)
+                staleness += self.staleness(part)
+                await self.trainer.forward_backward(batch, algorithm.loss, temperature=self.sampling.temperature)
+            groups += part
+            part = await self.take() if self.ledger.lacks else []
         await self.push.settle()
         with self.watch.span("train"):
-            metrics |= await self.trainer.optim_step()
-        self.push.begin()
-        return metrics | {"rollout/staleness_max": staleness}
+            metrics = await self.trainer.optim_step()
+        self.step += 1
+        self.push.begin(self.step)
+        return groups, metrics, staleness
 
-    def _staleness(self, groups: list[list[Rollout]]) -> int:
-        """Of the oldest token, in optimizer steps. Raises RunError above ``max_staleness``."""
-        oldest = min(version for group in groups for rollout in group for version in rollout.completion.versions)
-        staleness, bound = self.trainer.version - oldest, self.config.rollout.max_staleness
-        if staleness > bound:
+    async def take(self) -> list[Group]:
+        """The next part of the batch, as soon as it is there; nothing where the run is left before its first."""
+        rollout, part = self.config.rollout, list[Group]()
+
+        def taken() -> bool:
+            part[:] = self.ledger.take(-(-rollout.prompts_per_step // rollout.parts_per_step))
+            return bool(part) or (self.leaving and self.ledger.lacks == rollout.prompts_per_step)
+
+        with self.watch.span("starved"):
+            await self.changed.until(taken)
+        self.changed.notify()  # there is room for others
+        return part
+
+    def staleness(self, groups: list[Group]) -> Counter[int]:
+        """Tokens by optimizer steps from their weights to the trainer's. Raises RunError above ``max_staleness``."""
+        versions = Counter(version for group in groups for rollout in group for version in rollout.completion.versions)
+        oldest, bound = min(versions), self.config.rollout.max_staleness
+        if self.trainer.version - oldest > bound:
             raise RunError(f"a token of policy version {oldest} reached version {self.trainer.version}: {bound=}")
-        return staleness
+        return Counter({self.trainer.version - version: count for version, count in versions.items()})
 
     async def checkpoint_if_due(self) -> None:
         """Save every ``interval`` steps and after the last."""
         checkpoint = self.config.trainer.checkpoint
-        last = self.state.step == self.config.steps
-        if last or (checkpoint.enable and self.state.step % checkpoint.interval == 0):
-            with self.watch.span("checkpoint"):
-                await self.trainer.save_checkpoint(self.state.step, self.state.to_dict())
+        if self.step == self.config.steps or (checkpoint.enable and self.step % checkpoint.interval == 0):
+            await self.checkpoint()
 
-    def report(self, groups: list[list[Rollout]], metrics: dict[str, float]) -> None:
+    async def checkpoint(self) -> None:
+        """Save weights, optimizer and ledger as of this step, once nothing needs older weights any more."""
+        if self.step in (self._saved, 0):
+            return
+        await self.changed.until(lambda: self.sampler.may_cut(self.step))
+        with self.watch.span("checkpoint"):
+            state = {"step": self.step, "ledger": self.ledger.to_dict(), "watchdog": self.watchdog.to_dict()}
+            await self.trainer.save_checkpoint(self.step, state)
+        self._saved, self._lost = self.step, 0
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to what ``checkpoint`` saved; to the start from an empty dict."""
+        self.step = self._saved = state.get("step", 0)
+        keep = self.config.rollout.pipeline == "asynchronous"
+        self.ledger.restore(state.get("ledger", {}), self.trainer.version, keep=keep)
+        self.watchdog.restore(state.get("watchdog", {}))
+        self.record.drop_after(self.step)
+
+    def report(self, groups: list[Group], metrics: dict[str, float], staleness: Counter[int]) -> None:
         """Write and show what the step came to."""
-        row: dict[str, float] = {"step": self.state.step, "policy_version": self.trainer.version}
+        row: dict[str, float] = {"step": self.step, "policy_version": self.trainer.version}
         row |= rollout_metrics(groups) | metrics | self.push.metrics | self.watch.lap()
-        tokens = sum(len(rollout.completion.tokens) for group in groups for rollout in group)
-        row["tokens_per_s"] = tokens / row["timing/step"]
+        ledger = self.ledger.stepped(self.trainer.version)
+        self.sampler.stepped()
+        tokens = staleness.total()
+        row |= {
+            "rollout/staleness_max": max(staleness),
+            "rollout/staleness_mean": sum(age * count for age, count in staleness.items()) / tokens,
+            "tokens_per_s": tokens / row["timing/step"],
+            "restarts/trainer": self.restarts,
+            "restarts/generators": self.fleet.restarts,
+            **{f"ledger/{name}": count for name, count in ledger.items() if isinstance(count, int)},
+        }
+        self.warn(self.watchdog.check(row))
+        row |= self.watchdog.counts()
         rollouts = [rollout for group in groups for rollout in group]
-        self.record.append_rollouts(self.state.step, rollouts[: self.config.rollout.recorded_per_step])
+        self.record.append_rollouts(self.step, rollouts[: self.config.rollout.recorded_per_step])
+        self.record.append_ledger({"step": self.step, **ledger, "staleness": staleness})
         self.record.append_metrics(row)
         self.progress.update(row)
+        self.changed.notify()
+
+    async def evaluate_if_due(self, step: int) -> None:
+        """Scores of the weights after ``step``, which the generators hold."""
+        if self.evaluation.is_due(step):
+            with self.watch.span("evaluate"):
+                scores = await self.evaluation.scores()
+            self.record.append_evaluation({"step": step, **scores})
+            self.progress.note(f"after step {step}: exact match {scores['eval/exact_match']:.3f}")
+
+    async def look_for_stalls(self) -> None:
+        """For as long as the run goes on."""
+        while True:
+            await asyncio.sleep(1.0)
+            self.warn(self.watchdog.stalled(self.watch.elapsed()))
 
     async def finish(self) -> dict[str, object]:
         """Evaluate and export; the summary."""
         self.progress.stage("evaluating on held-out prompts")
-        scores = await evaluate(self.rollouter, self.task, self.config.evaluation, self.sampling)
+        scores = await self.evaluation.scores()
         self.progress.stage("exporting the policy")
         export = self.record.folder / "export"
         await self.trainer.export_hf(export)
         if self.config.model.hf_path is None:  # else the export has the original files
             self.task.tokenizer.save_pretrained(export)
         return {
-            "steps": self.state.step,
+            "steps": self.step,
             "policy_version": self.trainer.version,
             **scores,
             "policy_digest": policy_digest(merge_digests(await self.trainer.weight_digests())),

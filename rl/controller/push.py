@@ -2,143 +2,239 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.trainer import TrainerMesh
 from rl.config import RunConfig
 from rl.controller.canary import Canary
-from rl.errors import RunError
+from rl.controller.together import Signal, beside
+from rl.errors import ActorFailure, RunError
 from rl.observe.spans import Stopwatch
 from rl.types import Completion
 from rl.weights.digest import PartDigests, merge_digests
 from rl.weights.open import choose_transport
-from rl.weights.transport import Sent, Transfer
+from rl.weights.transport import Transfer
+
+NETWORK = ("rdma", "torchstore")  # whose publishers count their readers
 
 
 class WeightPush:
-    """Brings each version of the trainer's weights to the generators, and makes sure that it is the one. ::
+    """Brings the weights after each step to the generators, and makes sure that they are the ones. ::
 
-        push = WeightPush(config, trainer, generators, watch)
-        await push.connect()
-        push.begin()              # the weights are new: publish them, behind whatever the trainer does next
-        await push.arrive()       # before generating with them: all generators hold them
-        await push.settle()       # before the weights change again: nothing reads them any more, all checks passed
+        push = WeightPush(config, trainer, watch, changed)
+        await push.connect(generators, step)    # they hold the trainer's weights, which are those after ``step``
+        async with beside(push.run()):
+            push.begin(step)        # the weights are new: publish them, behind whatever the trainer does next
+            await push.arrive(step) # every generator holds them
+            await push.settle()     # before the weights change again: nothing reads them any more
+
+    In a deterministic pipeline generators pull when ``arrive`` asks for it, step after step, and a publish waits until
+    the one before has arrived: of the two versions that can be read, one is what the generators hold, and one that
+    comes back can have it again. In an asynchronous pipeline they pull whatever is newest as soon as it is there.
 
     What is checked, as configured: a digest of each parameter, and a canary's log-probs. The generators answer the
     canary before anything else; the trainer's side runs behind what they generate next, and in turn with the engine.
+    Weights that arrive when the trainer has left them, as a deterministic pipeline with a ``max_staleness`` above 1
+    has it, cannot be compared and are not.
     """
 
-    def __init__(self, config: RunConfig, trainer: TrainerMesh, generators: Sequence[GeneratorMesh], watch: Stopwatch):
+    def __init__(self, config: RunConfig, trainer: TrainerMesh, watch: Stopwatch, changed: Signal):
         self._config, self._canary = config.weights, Canary(config)
-        self._trainer, self._generators, self._watch = trainer, generators, watch
-        self._begun: int | None = None
-        self._publishing: asyncio.Task[Sent] | None = None
-        self._arriving: asyncio.Task[None] | None = None
-        self._checking: asyncio.Task[None] | None = None
+        self._trainer, self._watch = trainer, watch
+        self._on_demand = config.rollout.pipeline == "deterministic"
+        self._rolling = config.generator.update == "rolling" and not self._on_demand
+        checks = config.weights.digests or self._canary.tolerance > 0
+        self._waits_for_checks = checks and (config.rollout.max_staleness <= 1 or not self._on_demand)
+        self._numbers: dict[GeneratorMesh, int] = {}
+        self._joining = asyncio.Lock()  # no pull while a generator joins or leaves
+        self._changed = changed
+        self._addresses: list[Any] = []
+        self._versions: dict[int, int] = {}
+        self._begun = self._published = self._arrived = 0
+        self._stepping = False
+        self._unchecked: list[tuple[GeneratorMesh, int, Completion | None]] = []
         self.metrics: dict[str, float] = {}
-        """Of the last push that arrived."""
+        """Of the last push."""
 
-    async def connect(self) -> str:
-        """Plan the routes and open both ends of each; the plan, for people. A trainer may be another than before.
+    @property
+    def held(self) -> int:
+        """Policy version that every generator has, or a newer one."""
+        return self._versions[self._arrived]
+
+    async def connect(self, generators: Sequence[GeneratorMesh], step: int) -> str:
+        """Open the push to ``generators`` and bring them what the trainer has; the plan, for people.
 
         Raises ValueError, naming the parameter, where the trainer's layout does not fill the generators'.
         """
-        self._begun = self._publishing = self._arriving = self._checking = None
-        sources, wanted = await asyncio.gather(self._trainer.layouts(), self._generators[0].layouts())
-        transfer = Transfer(
+        self._numbers = {generator: number for number, generator in enumerate(generators)}
+        self._begun = self._published = self._arrived = step
+        self._versions, self._unchecked, self._stepping = {step: self._trainer.version}, [], False
+        plan = await self._open()
+        await self._publish()
+        await self._bring(step)
+        return plan
+
+    async def join(self, generator: GeneratorMesh) -> None:
+        """Bring one generator, new or started again, what the others have."""
+        async with self._joining:
+            taken = self._numbers.values()
+            number = self._numbers.setdefault(generator, min(set(range(len(taken) + 1)) - set(taken)))
+            if number >= self._transfer.generators and self._transfer.transport in NETWORK:
+                await self._open(keep=True)
+                await self._publish()
+            else:
+                await generator.connect(self._transfer, self._addresses, generator=number)
+            await self._pull(generator, self.held)
+
+    async def part(self, generator: GeneratorMesh) -> None:
+        """Leave a generator out from now on."""
+        async with self._joining:
+            self._numbers.pop(generator)
+
+    async def run(self) -> None:
+        """Publish what is begun, check what has arrived, and in an asynchronous pipeline pull what is published."""
+        async with beside(self._publish_each(), self._check_each()):
+            while True:
+                await self._changed.until(lambda: self._published > self._arrived and not self._on_demand)
+                await self._bring(self._published)
+
+    def begin(self, step: int) -> None:
+        """Publish the trainer's weights, unless the step was skipped and changed none. Does not wait."""
+        self._begun, self._stepping = step, False
+        self._versions[step] = self._trainer.version
+        self._changed.notify()
+
+    async def arrive(self, step: int) -> None:
+        """Wait until all generators hold the weights after ``step``; where they pull on demand, this is the demand."""
+        await self._changed.until(lambda: self._published >= step)
+        if self._on_demand and self._arrived < step:
+            await self._bring(step)
+        await self._changed.until(lambda: self._arrived >= step)
+
+    async def settle(self) -> None:
+        """Wait until nothing reads the trainer's weights, not even a check."""
+        with self._watch.span("push_wait"):
+            await self._changed.until(
+                lambda: (
+                    self._published == self._begun
+                    and not (self._waits_for_checks and self._arrived < self._begun)
+                    and not self._unchecked
+                )
+            )
+            self._stepping = True
+
+    async def _open(self, *, keep: bool = False) -> str:
+        """Plan the routes and open both ends of each; ``keep`` for generators that go on generating meanwhile."""
+        generators = list(self._numbers)
+        sources, wanted = await asyncio.gather(self._trainer.layouts(), generators[0].layouts())
+        self._transfer = Transfer(
             transport=choose_transport(self._config.transport, [domain for domain, _ in [*sources, *wanted]]),
-            dtype=self._generators[0].dtype,
+            dtype=generators[0].dtype,
             sources=tuple(layout for _, layout in sources),
             wanted=tuple(layout for _, layout in wanted),
-            generators=len(self._generators),
+            generators=max(self._numbers.values()) + 1,
             delta=self._config.delta,
         )
-        plan = transfer.describe()
-        addresses = await self._trainer.open_publishers(transfer)
+        plan = self._transfer.describe()
+        self._addresses = await self._trainer.open_publishers(self._transfer)
         await asyncio.gather(
             *(
-                generator.connect(transfer, addresses, generator=number)
-                for number, generator in enumerate(self._generators)
+                each.connect(self._transfer, self._addresses, generator=number, keep_version=keep)
+                for each, number in self._numbers.items()
             )
         )
         return plan
 
-    def begin(self) -> None:
-        """Publish the trainer's weights, unless that was done (a skipped step changes none). Does not wait."""
-        if self._begun != self._trainer.version:
-            self._begun = self._trainer.version
-            self._publishing = asyncio.create_task(self._publish())
-            self._arriving = self._checking = None
+    async def _publish_each(self) -> None:
+        while True:
+            await self._changed.until(lambda: self._begun > self._published)
+            await self._changed.until(lambda: self._arrived == self._published or not self._on_demand)
+            if self._versions[self._begun] != self._versions[self._published]:
+                await self._publish()
+            self._published = self._begun
+            self._changed.notify()
 
-    async def arrive(self) -> None:
-        """Wait until all generators hold what was begun last."""
-        if self._arriving is None:
-            self._arriving = asyncio.create_task(self._bring())
-        await self._arriving
-
-    async def settle(self) -> None:
-        """Wait until nothing reads the trainer's weights, not even a check. Raises RunError where one fails."""
-        with self._watch.span("push_wait"):
-            if self._publishing is not None:
-                await self._publishing
-            if self._arriving is not None and self._checks:
-                await self._arriving
-            if self._checking is not None:
-                await self._checking
-
-    @property
-    def _checks(self) -> bool:
-        return self._config.digests or self._canary.tolerance > 0
-
-    async def _publish(self) -> Sent:
+    async def _publish(self) -> None:
         with self._watch.span("push"):
-            return (await self._trainer.push_weights())[1]
+            _, sent = await self._trainer.push_weights()
+        self.metrics = {"push/bytes": sent.bytes_full, "push/bytes_sent": sent.bytes_sent}
 
-    async def _bring(self) -> None:
-        assert self._publishing is not None and self._begun is not None, "begin comes first"
-        version, sent = self._begun, await self._publishing
-        with self._watch.span("push"):
-            pauses = await asyncio.gather(*(generator.pull_weights(version) for generator in self._generators))
-        self.metrics = {
-            "push/bytes": sent.bytes_full,
-            "push/bytes_sent": sent.bytes_sent,
-            "timing/push_pause": max(pauses),
-        }
-        if not self._checks:
-            return
-        answers: list[Completion] = []
+    async def _bring(self, step: int) -> None:
+        """Have every generator pull the weights after ``step``."""
+        version = self._versions[step]
+        async with self._joining:
+            behind = [generator for generator in self._numbers if generator.version != version]
+            with self._watch.span("push"):
+                if self._rolling:
+                    pauses = [await self._pull_or_lose(generator, version) for generator in behind]
+                else:
+                    pauses = await asyncio.gather(*(self._pull_or_lose(generator, version) for generator in behind))
+        self.metrics["timing/push_pause"] = max(pauses, default=0.0)
+        self._arrived = step
+        self._versions = {each: version for each, version in self._versions.items() if each >= step}
+        self._changed.notify()
+
+    async def _pull_or_lose(self, generator: GeneratorMesh, version: int) -> float:
+        """``_pull``; one that is lost on the way has whoever keeps it see to that."""
+        try:
+            return await self._pull(generator, version)
+        except ActorFailure as failure:
+            if not failure.is_lost:
+                raise
+            return 0.0
+
+    async def _pull(self, generator: GeneratorMesh, version: int) -> float:
+        """Seconds that generation stood still for it."""
+        pause = await generator.pull_weights(version)
         if self._canary.tolerance > 0:
             with self._watch.span("check"):
-                answers = await asyncio.gather(*(self._canary.ask(each, version) for each in self._generators))
-        self._checking = asyncio.create_task(self._check(version, answers))
+                self._unchecked.append((generator, version, await self._canary.ask(generator, version)))
+        elif self._config.digests:
+            self._unchecked.append((generator, version, None))
+        self._changed.notify()
+        return pause
 
-    async def _check(self, version: int, answers: list[Completion]) -> None:
-        with self._watch.span("check"):
+    async def _check_each(self) -> None:
+        while True:
+            await self._changed.until(lambda: self._unchecked)
+            generator, version, answer = self._unchecked[0]
+            if version == self._trainer.version and not self._stepping:
+                with self._watch.span("check"):
+                    await self._check(generator, version, answer)
+            self._unchecked.pop(0)
+            self._changed.notify()
+
+    async def _check(self, generator: GeneratorMesh, version: int, answer: Completion | None) -> None:
+        try:
             if self._config.digests:
-                await self._compare_digests(version)
-            for number, answer in enumerate(answers):
-                difference = await self._canary.difference(self._trainer, answer)
-                self.metrics["push/canary"] = max(difference, self.metrics.get("push/canary", 0.0))
-                if not difference <= self._canary.tolerance:
-                    await self._compare_digests(version)
-                    raise RunError(
-                        f"canary of policy version {version}: a log-prob of generator {number} differs by "
-                        f"{difference:.3g} from the trainer's, above weights.canary_tolerance={self._canary.tolerance};"
-                        " all parameters are equal, so a cache of older weights or another kernel makes the difference"
-                    )
-
-    async def _compare_digests(self, version: int) -> None:
-        for number, generator in enumerate(self._generators):
-            sources, wanted = await asyncio.gather(
-                self._trainer.weight_digests(generator.dtype), generator.weight_digests()
-            )
-            trained = _merged(sources, f"push of policy version {version}: trainer")
-            pushed = _merged(wanted, f"push of policy version {version}: generator {number}")
-            if wrong := [name for name in trained if pushed.get(name) != trained[name]]:
+                await self._compare_digests(generator, version)
+            if answer is None:
+                return
+            difference = await self._canary.difference(self._trainer, answer)
+            self.metrics["push/canary"] = max(difference, self.metrics.get("push/canary", 0.0))
+            if not difference <= self._canary.tolerance:
+                await self._compare_digests(generator, version)
                 raise RunError(
-                    f"push of policy version {version}: {len(wrong)} of {len(trained)} parameters of generator "
-                    f"{number} differ from the trainer's; the first is {wrong[0]}"
+                    f"canary of policy version {version}: a log-prob of {generator.name} differs by "
+                    f"{difference:.3g} from the trainer's, above weights.canary_tolerance={self._canary.tolerance};"
+                    " all parameters are equal, so a cache of older weights or another kernel makes the difference"
                 )
+        except ActorFailure as failure:
+            if failure.actor != generator.name or not failure.is_lost:
+                raise
+
+    async def _compare_digests(self, generator: GeneratorMesh, version: int) -> None:
+        sources, wanted = await asyncio.gather(
+            self._trainer.weight_digests(generator.dtype), generator.weight_digests()
+        )
+        trained = _merged(sources, f"push of policy version {version}: trainer")
+        pushed = _merged(wanted, f"push of policy version {version}: {generator.name}")
+        if wrong := [name for name in trained if pushed.get(name) != trained[name]]:
+            raise RunError(
+                f"push of policy version {version}: {len(wrong)} of {len(trained)} parameters of {generator.name} "
+                f"differ from the trainer's; the first is {wrong[0]}"
+            )
 
 
 def _merged(ranks: list[PartDigests], owner: str) -> dict[str, str]:

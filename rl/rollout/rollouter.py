@@ -1,32 +1,34 @@
-"""Samples completions for prompts and scores them."""
+"""Samples completions for prompts and has them scored."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from rl.errors import RunError
+from rl.errors import GroupLost
 from rl.observe.spans import Stopwatch
 from rl.rollout.seeds import derive_seed
-from rl.tasks.base import Task
 from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
 
 Generate = Callable[[list[GenerationRequest]], Awaitable[list[Completion]]]
+Answered = tuple[Prompt, list[Completion]]
+Score = Callable[[Sequence[Answered]], Awaitable[list[list[Rollout] | GroupLost]]]
+"""Scores the completions of some prompts; a prompt whose reward fails gets the reason."""
 
 
 class Rollouter:
     """Turns prompts into groups of rollouts; what is sampled depends on ordinals alone."""
 
-    def __init__(self, task: Task, generate: Generate, *, seed: int, watch: Stopwatch):
-        self._task, self._generate = task, generate
-        self._seed, self._watch = seed, watch
+    def __init__(self, score: Score, *, seed: int, watch: Stopwatch):
+        self._score, self._seed, self._watch = score, seed, watch
 
     async def collect(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, samples: int, stream: str = "train"
-    ) -> list[list[Rollout]]:
-        """``samples`` rollouts of each prompt, grouped by prompt, in order.
-
-        Raises RunError, naming the prompt, if the task's ``score`` raises.
-        """
-        places = [(prompt, sample) for prompt in prompts for sample in range(samples)]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        samples: int,
+        generate: Generate,
+        stream: str = "train",
+    ) -> list[list[Rollout] | GroupLost]:
+        """``samples`` rollouts of each prompt, in order, or why there are none; ``generate`` is called once."""
         requests = [
             GenerationRequest(
                 request_id=f"{stream}/{prompt.ordinal}/{sample}",
@@ -34,34 +36,11 @@ class Rollouter:
                 seed=derive_seed(self._seed, prompt.ordinal, sample, stream=stream),
                 sampling=sampling,
             )
-            for prompt, sample in places
+            for prompt in prompts
+            for sample in range(samples)
         ]
         with self._watch.span("generate"):
-            completions = await self._generate(requests)
+            said = await generate(requests)
+        answered = [(prompt, said[i * samples : (i + 1) * samples]) for i, prompt in enumerate(prompts)]
         with self._watch.span("score"):
-            rollouts = await asyncio.to_thread(self._score_all, places, completions)
-        return [rollouts[i : i + samples] for i in range(0, len(rollouts), samples)]
-
-    def _score_all(self, places: list[tuple[Prompt, int]], completions: list[Completion]) -> list[Rollout]:
-        return [
-            self._score(prompt, sample, completion)
-            for (prompt, sample), completion in zip(places, completions, strict=True)
-        ]
-
-    def _score(self, prompt: Prompt, sample: int, completion: Completion) -> Rollout:
-        text = self._task.decode(completion.tokens)
-        try:
-            score = self._task.score(prompt, text, completion)
-        except Exception as error:  # the user's own code: say which input it failed on
-            raise RunError(
-                f"the reward of {type(self._task).__name__} raised {type(error).__name__}: {error}; "
-                f"prompt {prompt.ordinal}, sample {sample}, completion {text!r}"
-            ) from error
-        return Rollout(
-            prompt=prompt,
-            sample=sample,
-            completion=completion,
-            text=text,
-            reward=score.reward,
-            metrics={"exact": float(score.exact), **score.metrics},
-        )
+            return await self._score(answered)

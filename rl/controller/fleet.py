@@ -1,0 +1,127 @@
+"""The generators of a run: they start, fail, come back, join and leave while it goes on."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from rl.actors.generator import GeneratorMesh
+from rl.controller.push import WeightPush
+from rl.controller.router import Router
+from rl.controller.together import beside
+from rl.errors import ActorFailure
+
+LOOK_EVERY_S = 1.0
+
+
+class Fleet:
+    """Keeps ``count`` generators at work; each holds the newest weights before it is sent requests. ::
+
+        fleet = Fleet(make, router, push, count=2, max_restarts=3, asked=folder / "replicas", say=print)
+        await fleet.start()                     # processes and engines, without weights
+        await fleet.connect()                   # to the trainer; now they have weights and are asked
+        async with beside(fleet.run()): ...     # lost ones come back, others join and leave
+
+    ``make(number)`` gives the mesh of generator ``number``. Whoever writes a number to the file ``asked`` changes how
+    many there are. A generator that is lost more than ``max_restarts`` times without a completion in between ends
+    the run, and so does one that raises: it would raise again.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], GeneratorMesh],
+        router: Router,
+        push: WeightPush,
+        *,
+        count: int,
+        max_restarts: int,
+        asked: Path,
+        say: Callable[[str], None],
+    ):
+        self._make, self._router, self._push = make, router, push
+        self._max_restarts, self._asked, self._say = max_restarts, asked, say
+        self._meshes = {number: make(number) for number in range(count)}
+        self.restarts = 0
+        """How often a generator was started again, over the run."""
+
+    @property
+    def meshes(self) -> list[GeneratorMesh]:
+        """All of them, those that are starting included."""
+        return list(self._meshes.values())
+
+    async def start(self) -> None:
+        """Start, side by side, every generator that is not running."""
+        await asyncio.gather(*(mesh.start() for mesh in self.meshes if not mesh.is_running))
+
+    async def connect(self) -> str:
+        """Connect all to a trainer that they were not connected to, and bring them its weights; the push's plan."""
+        for mesh in self.meshes:
+            self._router.leave(mesh)
+        plan = await self._push.connect(self.meshes)
+        for mesh in self.meshes:
+            self._router.join(mesh)
+        return plan
+
+    async def run(self) -> None:
+        """Keep every generator at work, and as many as are asked for; raises what cannot be mended."""
+        async with beside() as work:
+            keepers = {number: work.create_task(self._keep(mesh)) for number, mesh in self._meshes.items()}
+            while True:
+                await asyncio.sleep(LOOK_EVERY_S)
+                count = self._count_asked()
+                for number in range(count):
+                    if number not in self._meshes:
+                        mesh = self._meshes[number] = self._make(number)
+                        keepers[number] = work.create_task(self._keep(mesh))
+                        self._say(f"{mesh.name} joins")
+                for number in [number for number in self._meshes if number >= count]:
+                    mesh = self._meshes.pop(number)
+                    keepers.pop(number).cancel()
+                    self._say(f"{mesh.name} leaves")
+                    await self._part(mesh)
+
+    async def stop(self) -> None:
+        """End every process, whatever it is doing."""
+        await asyncio.gather(*(mesh.stop() for mesh in self.meshes))
+
+    async def close(self) -> None:
+        """Let every engine clean up; the processes end."""
+        await asyncio.gather(*(mesh.close() for mesh in self.meshes))
+
+    async def _keep(self, mesh: GeneratorMesh) -> None:
+        """See that it is at work, for ever. Raises ActorFailure where it cannot be."""
+        lost = 0
+        while True:
+            failure = await self._work(mesh)
+            lost = 1 if self._router.served.get(mesh) else lost + 1
+            self._router.leave(mesh)
+            if not failure.is_lost or lost > self._max_restarts:
+                raise failure
+            self.restarts += 1
+            self._say(f"{str(failure).splitlines()[0]}; starting it again")
+            await mesh.stop()
+
+    async def _work(self, mesh: GeneratorMesh) -> ActorFailure:
+        """Have it join where it has not, and see how it fails."""
+        try:
+            if mesh not in self._router.replicas:
+                if not mesh.is_running:
+                    await mesh.start()
+                await self._push.join(mesh)
+                self._router.join(mesh)
+        except ActorFailure as failure:
+            return failure
+        return await mesh.failed()
+
+    async def _part(self, mesh: GeneratorMesh) -> None:
+        """Have it finish what it has in flight, then end it."""
+        await self._router.drain(mesh)
+        await self._push.part(mesh)
+        await mesh.stop()
+
+    def _count_asked(self) -> int:
+        """The number in the file, where there is one that makes sense; else as many as there are."""
+        try:
+            count = int(self._asked.read_text())
+        except (OSError, ValueError):  # no such file, or one half written
+            return len(self._meshes)
+        return count if count > 0 else len(self._meshes)

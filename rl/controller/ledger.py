@@ -1,0 +1,198 @@
+"""Where every prompt of the run is, and how old the weights may be that answer it."""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rl.errors import RunError
+from rl.types import Completion, Prompt, Rollout
+
+Group = list[Rollout]
+"""The scored rollouts of one prompt."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    ordinal: int
+    due: int
+    group: Group | None = None
+
+
+class Ledger:
+    """Every ordinal handed out is in one place: submitted = waiting + running + finished + trained + dropped. ::
+
+        ledger = Ledger(groups_per_step=32, max_staleness=2)
+        if ledger.admits(held):                     # generators hold policy version ``held`` or newer
+            ordinal = ledger.admit(held)            # running
+        ledger.finish(ordinal, group)               # finished; or drop(ordinal, reason)
+        groups = ledger.take(32)                    # trained on next; empty where it would break the bound
+        ledger.stepped(trainer.version)             # trained
+
+    **The bound.** No token is trained on at a version more than ``max_staleness`` above the one it was drawn from.
+    An entry is *due* at version ``held + max_staleness``, the last at which it may be trained, since no token of it
+    is drawn from less than ``held``. The batch in the making is trained at version t, and lacks ``room`` of its B
+    groups. Were all entries trained in order, the one at place p would have its *turn* at version t if p < room, else
+    at t + 1 + (p - room) // B. Invariant: no entry's turn comes after it is due.
+
+    - ``admit`` checks it for the place at the end, and changes no other.
+    - An entry that leaves moves those behind it forward: their turns come no later.
+    - ``take`` fills one of the room: for those behind, place and room shrink alike, and the turn stays. Those before
+      it are passed over, and it is taken only if the turn of each still comes in time.
+    - A step finds no room left, and makes t + 1 of t and B of room: turns stay. A skipped step leaves t, so that turns
+      come one earlier.
+
+    What is taken has its turn at t, so t <= due: the bound holds. So a long rollout holds up no step for as long as
+    there is other work that its own bound leaves time for; with nothing to spare, the order is first in, first out.
+    """
+
+    def __init__(self, *, groups_per_step: int, max_staleness: int):
+        self._size, self._staleness = groups_per_step, max_staleness
+        self.submitted = self.trained = 0
+        """How many ordinals were handed out, and trained on."""
+        self.dropped: Counter[str] = Counter()
+        """How many will never be trained on, by reason."""
+        self._entries: dict[int, _Entry] = {}
+        self._waiting: deque[int] = deque()
+        self._version, self._room = 0, groups_per_step
+        self._taken: list[int] = []
+        self._dropped_now: dict[str, list[int]] = {}
+
+    def __len__(self) -> int:
+        """Ordinals that are running or finished, those of the batch in the making included."""
+        return len(self._entries) + len(self._taken)
+
+    def admits(self, held: int) -> bool:
+        """Whether one more may be sampled from version ``held`` or newer: then it can be trained on in time."""
+        return self._turn(len(self._entries), self._room) <= held + self._staleness
+
+    def admit(self, held: int) -> int:
+        """The next ordinal, from now on running: one that has to be put again, or else a new one."""
+        if self._waiting:
+            ordinal = self._waiting.popleft()
+        else:
+            ordinal, self.submitted = self.submitted, self.submitted + 1
+        self._entries[ordinal] = _Entry(ordinal, held + self._staleness)
+        return ordinal
+
+    def finish(self, ordinal: int, group: Group) -> None:
+        """The rollouts of a running ordinal are there."""
+        entry = self._entries[ordinal]
+        assert entry.group is None, f"ordinal {ordinal} finished twice"
+        entry.group = group
+
+    def drop(self, ordinal: int, reason: str) -> None:
+        """A running ordinal will never be trained on."""
+        assert self._entries.pop(ordinal).group is None, f"ordinal {ordinal} was finished"
+        self.dropped[reason] += 1
+        self._dropped_now.setdefault(reason, []).append(ordinal)
+
+    def take(self, count: int) -> list[Group]:
+        """The ``count`` finished groups longest here, or what the batch still lacks, that make no other one late.
+
+        Empty where there are not so many yet.
+        """
+        count = min(count, self._room)
+        chosen: list[_Entry] = []
+        passed_over = least_room = 0
+        for entry in self._entries.values():
+            if len(chosen) == count:
+                break
+            if entry.group is None:
+                least_room = max(least_room, passed_over + 1 - self._size * (entry.due - self._version))
+                passed_over += 1
+            elif self._room - len(chosen) > least_room:
+                chosen.append(entry)
+            else:
+                return []
+        if len(chosen) < count:
+            return []
+        for entry in chosen:
+            del self._entries[entry.ordinal]
+            self._taken.append(entry.ordinal)
+        self._room -= count
+        return [entry.group for entry in chosen if entry.group is not None]
+
+    @property
+    def lacks(self) -> int:
+        """Groups that the batch in the making still lacks."""
+        return self._room
+
+    def stepped(self, version: int) -> dict[str, Any]:
+        """The batch is trained, the trainer at ``version``; what became of ordinals since the step before.
+
+        Raises RunError where the counts do not add up.
+        """
+        row = {"trained_now": self._taken, "dropped_now": self._dropped_now}
+        self.trained += len(self._taken)
+        self._taken, self._dropped_now = [], {}
+        self._version, self._room = version, self._size
+        return row | self.counts()
+
+    def counts(self) -> dict[str, int]:
+        """How many are where. Raises RunError where they do not add up to what was submitted."""
+        finished = sum(entry.group is not None for entry in self._entries.values()) + len(self._taken)
+        counts = {
+            "waiting": len(self._waiting),
+            "running": len(self) - finished,
+            "finished": finished,
+            "trained": self.trained,
+            "dropped": self.dropped.total(),
+        }
+        if self.submitted != sum(counts.values()):
+            raise RunError(f"the ledger does not add up: {self.submitted} ordinals submitted, but {counts}")
+        return {"submitted": self.submitted, **counts}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; between steps, when no batch is in the making."""
+        assert not self._taken, "a batch is in the making"
+        finished = [entry for entry in self._entries.values() if entry.group is not None]
+        running = [entry.ordinal for entry in self._entries.values() if entry.group is None]
+        return {
+            "submitted": self.submitted,
+            "trained": self.trained,
+            "dropped": dict(self.dropped),
+            "waiting": sorted([*self._waiting, *running]),
+            "finished": {str(entry.ordinal): [asdict(rollout) for rollout in entry.group or []] for entry in finished},
+        }
+
+    def restore(self, state: dict[str, Any], version: int, *, keep: bool = False) -> None:
+        """Go back to what ``to_dict`` gave when the trainer was at ``version``; from an empty dict, to the start.
+
+        What was running then, and what has been submitted since, waits to be put again. So does what would break the
+        bound, which may be another now. With ``keep``, groups that have finished since stay where none of their tokens
+        is of a version that the trainer has gone back behind.
+        """
+        saved = {int(o): [_rollout(fields) for fields in group] for o, group in state.get("finished", {}).items()}
+        since = [entry for entry in self._entries.values() if keep and entry.group and _newest(entry.group) <= version]
+        finished = saved | {entry.ordinal: entry.group for entry in since if entry.group}
+        again = {*state.get("waiting", []), *finished, *range(state.get("submitted", 0), self.submitted)}
+        self.submitted = max(self.submitted, state.get("submitted", 0))
+        self.trained, self.dropped = state.get("trained", 0), Counter(state.get("dropped", {}))
+        self._version, self._room = version, self._size
+        self._entries, self._taken, self._dropped_now = {}, [], {}
+        for ordinal, group in finished.items():
+            entry = _Entry(ordinal, _oldest(group) + self._staleness, group)
+            if self._turn(len(self._entries), self._room) <= entry.due:
+                self._entries[ordinal] = entry
+        self._waiting = deque(sorted(again - self._entries.keys()))
+
+    def _turn(self, place: int, room: int) -> int:
+        return self._version if place < room else self._version + 1 + (place - room) // self._size
+
+
+def _versions(group: Group) -> Iterable[int]:
+    return (version for rollout in group for version in rollout.completion.versions)
+
+
+def _oldest(group: Group) -> int:
+    return min(_versions(group))
+
+
+def _newest(group: Group) -> int:
+    return max(_versions(group))
+
+
+def _rollout(fields: dict[str, Any]) -> Rollout:
+    prompt, completion = Prompt(**fields["prompt"]), Completion(**fields["completion"])
+    return Rollout(**(fields | {"prompt": prompt, "completion": completion}))

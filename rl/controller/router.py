@@ -1,0 +1,98 @@
+"""Which generator answers which requests."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rl.controller.together import Signal
+from rl.errors import ActorFailure
+from rl.types import Completion, GenerationRequest
+
+
+class Replica(Protocol):
+    """A generator that can be asked. Every call raises ActorFailure once it is lost."""
+
+    async def generate(self, requests: list[GenerationRequest], *, fresh: bool = False) -> list[Completion]: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    replica: Replica
+    load: int = 0
+    """Requests in flight."""
+    sessions: set[object] = field(default_factory=set)
+    """Those with requests in flight."""
+
+
+class Router:
+    """Sends requests to the generator with the fewest in flight, those of one session to the same one while it has any.
+
+    What a lost generator had in flight is sent again to another; while there is none, requests wait for one to join. ::
+
+        router.join(generator)
+        completions = await router.generate(requests, session="train/7")
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[Replica, _Place] = {}
+        self._changed = Signal()
+        self.served: dict[Replica, int] = {}
+        """Completions of each generator since it joined last."""
+
+    def join(self, replica: Replica) -> None:
+        """From now on it is sent requests."""
+        self._places[replica], self.served[replica] = _Place(replica), 0
+        self._changed.notify()
+
+    def leave(self, replica: Replica) -> None:
+        """From now on it is not; what it has in flight it may still answer."""
+        self._places.pop(replica, None)
+
+    async def drain(self, replica: Replica) -> None:
+        """``leave``, and wait until it has answered what it has in flight."""
+        if place := self._places.pop(replica, None):
+            await self._changed.until(lambda: not place.load)
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """Those that are sent requests."""
+        return list(self._places)
+
+    async def generate(self, requests: list[GenerationRequest], *, session: object = None) -> list[Completion]:
+        """Completions in the order of ``requests``, all of one generator."""
+        return await self._ask(requests, session, alone=False)
+
+    async def generate_alone(self, requests: list[GenerationRequest]) -> list[Completion]:
+        """``generate`` by a generator that does nothing else meanwhile and has seen nothing else.
+
+        So the completions depend on requests and weights alone: on how requests are batched depends how sums are
+        rounded, and with that, now and then, a token.
+        """
+        return await self._ask(requests, None, alone=True)
+
+    async def _ask(self, requests: list[GenerationRequest], session: object, *, alone: bool) -> list[Completion]:
+        while True:
+            await self._changed.until(lambda: any(not (alone and place.load) for place in self._places.values()))
+            place = self._choose(session)
+            place.load += len(requests)
+            place.sessions.add(session)
+            try:
+                completions = await place.replica.generate(requests, fresh=alone)
+                self.served[place.replica] += len(completions)
+                return completions
+            except ActorFailure as failure:
+                if not failure.is_lost:
+                    raise
+                if self._places.get(place.replica) is place:  # and not its next incarnation
+                    self.leave(place.replica)
+            finally:
+                place.load -= len(requests)
+                place.sessions.discard(session)
+                self._changed.notify()
+
+    def _choose(self, session: object) -> _Place:
+        """The session's own, else the least loaded, and of these the one that was not chosen for longest."""
+        places = self._places.values()
+        own = [place for place in places if session is not None and session in place.sessions]
+        place = own[0] if own else min(places, key=lambda each: each.load)
+        self._places[place.replica] = self._places.pop(place.replica)  # to the end: ties are rotated
+        return place

@@ -1,0 +1,142 @@
+"""Keeps the ledger filled with rollouts, as far ahead of the trainer as the staleness bound allows."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from rl.config import RunConfig
+from rl.controller.ledger import Group, Ledger
+from rl.controller.push import WeightPush
+from rl.controller.router import Router
+from rl.controller.together import Signal, beside
+from rl.errors import GroupLost, RunError
+from rl.rollout.rollouter import Generate, Rollouter
+from rl.tasks.base import Task
+from rl.types import Sampling
+
+WINDOW = 100  # groups over which lost ones are counted, or a step's where these are more
+
+
+class Sampler:
+    """Has prompts answered and scored; what is lost, or teaches nothing, makes room for the next prompt.
+
+    In a deterministic pipeline the batch of step k is sampled whole, in as many shares as there are replicas in the
+    config, from the weights after step k - max_staleness: which requests a generator answers together depends on the
+    config alone. In an asynchronous one every prompt is a task of its own.
+
+    ``evaluate(step)`` is called while every generator holds the weights after ``step``, and nothing else is sampled
+    from them in a deterministic pipeline.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        sampling: Sampling,
+        rollouter: Rollouter,
+        router: Router,
+        push: WeightPush,
+        changed: Signal,
+        evaluate: Callable[[int], Awaitable[None]],
+    ):
+        self._config, self._task, self._sampling = config, task, sampling
+        self._rollouter, self._router, self._push = rollouter, router, push
+        self._changed, self._evaluate = changed, evaluate
+        self._size, self._replicas = config.rollout.prompts_per_step, config.generator.replicas
+        self._recent: deque[bool] = deque(maxlen=max(WINDOW, self._size))  # whether each group was lost
+        self._replaced = 0
+        self._batch = 0
+
+    async def run(self, ledger: Ledger, step: int) -> None:
+        """Sample what the steps after ``step`` are trained on; ``ledger`` holds what was sampled for them before."""
+        self._replaced = 0
+        if self._config.rollout.pipeline == "deterministic":
+            await self._run_in_order(ledger, step)
+        else:
+            await self._run_free(ledger, step)
+
+    def may_cut(self, step: int) -> bool:
+        """Whether all that weights older than those after ``step`` are needed for is done."""
+        rollout = self._config.rollout
+        return rollout.pipeline == "asynchronous" or self._batch >= step + rollout.max_staleness
+
+    def stepped(self) -> None:
+        """A step was trained: groups may be replaced again."""
+        self._replaced = 0
+
+    async def _run_in_order(self, ledger: Ledger, step: int) -> None:
+        """Batch after batch, and at the end the weights that no batch is sampled from any more."""
+        staleness, steps = self._config.rollout.max_staleness, self._config.steps
+        for batch in range(step + len(ledger) // self._size, steps + staleness + 1):
+            self._batch = batch
+            self._changed.notify()
+            await self._push.arrive(max(step, batch - staleness))
+            if batch < steps:
+                await self._sample_batch(ledger)
+            if batch - staleness >= step:
+                await self._evaluate(batch - staleness)
+
+    async def _sample_batch(self, ledger: Ledger) -> None:
+        """Fill one batch; what was put in the place of others is sampled when all others are there."""
+        done: dict[int, Group] = {}
+        self._replaced = 0
+        while missing := self._size - len(done):
+            ordinals = [ledger.admit(self._push.held) for _ in range(missing)]
+            shares = [ordinals[share :: self._replicas] for share in range(self._replicas)]
+            answers = await asyncio.gather(*(self._sample(share, self._router.generate_alone) for share in shares))
+            outcomes = {ordinal: group for answer in answers for ordinal, group in answer.items()}
+            for ordinal in ordinals:
+                if reason := self._judge(outcomes[ordinal]):
+                    ledger.drop(ordinal, reason)
+                else:
+                    done[ordinal] = outcomes[ordinal]
+        for ordinal in sorted(done):
+            ledger.finish(ordinal, done[ordinal])
+        self._changed.notify()
+
+    async def _run_free(self, ledger: Ledger, step: int) -> None:
+        """Admit prompt after prompt, as many as the bound and the rest of the run allow."""
+        last = ledger.trained + (self._config.steps - step) * self._size
+
+        async def sample(ordinal: int) -> None:
+            answer = await self._sample([ordinal], partial(self._router.generate, session=ordinal))
+            if reason := self._judge(answer[ordinal]):
+                ledger.drop(ordinal, reason)
+            else:
+                ledger.finish(ordinal, answer[ordinal])
+            self._changed.notify()
+
+        async def evaluate_each() -> None:
+            for reached in range(step, self._config.steps):
+                await self._push.arrive(reached)
+                await self._evaluate(reached)
+
+        async with beside(evaluate_each()) as work:
+            while True:
+                await self._changed.until(
+                    lambda: ledger.admits(self._push.held) and ledger.trained + len(ledger) < last
+                )
+                work.create_task(sample(ledger.admit(self._push.held)))
+
+    async def _sample(self, ordinals: list[int], generate: Generate) -> dict[int, Group | GroupLost]:
+        prompts = [self._task.prompt(ordinal) for ordinal in ordinals]
+        samples = self._config.rollout.samples_per_prompt
+        groups = await self._rollouter.collect(prompts, self._sampling, samples=samples, generate=generate)
+        return dict(zip(ordinals, groups, strict=True))
+
+    def _judge(self, outcome: Group | GroupLost) -> str | None:
+        """Why the group is not trained on, if so. Raises RunError, with the last cause, where too many are lost."""
+        lost = isinstance(outcome, GroupLost)
+        self._recent.append(lost)
+        if isinstance(outcome, GroupLost):
+            if sum(self._recent) > self._config.rollout.max_lost * (self._recent.maxlen or 0):
+                raise RunError(
+                    f"{sum(self._recent)} of the last {len(self._recent)} groups were lost, more than "
+                    f"rollout.max_lost={self._config.rollout.max_lost} allows; the last: {outcome}"
+                ) from outcome
+            return outcome.reason
+        if len({rollout.reward for rollout in outcome}) == 1 and self._replaced < self._config.rollout.max_replacements:
+            self._replaced += 1
+            return "rewards all equal"
+        return None

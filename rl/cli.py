@@ -128,7 +128,7 @@ def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
 def _has_fields(config: RunConfig, name: str) -> bool:
     value: Any = config
     for part in name.split("."):
-        value = value[int(part)] if part.isdigit() else getattr(value, part)
+        value = dict(_items(value)).get(part) if isinstance(value, list | dict) else getattr(value, part)
     return dataclasses.is_dataclass(value)
 
 
@@ -138,7 +138,12 @@ def _field_names(value: Any, prefix: str = "") -> Iterator[str]:
         yield name
         if dataclasses.is_dataclass(content):
             yield from _field_names(content, f"{name}.")
-        elif isinstance(content, list):
-            for index, item in enumerate(content):
-                if dataclasses.is_dataclass(item):
-                    yield from _field_names(item, f"{name}.{index}.")
+        for key, item in _items(content):
+            if dataclasses.is_dataclass(item):
+                yield from _field_names(item, f"{name}.{key}.")
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """What a list or dict holds, under the names that the command line has for it."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [(str(key), item) for key, item in pairs]

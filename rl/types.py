@@ -11,13 +11,15 @@ class Prompt:
     """One question put to the policy.
 
     ``ordinal`` is its place in the stream of prompts of the run; every seed derives from it.
-    ``answer`` is the reference that the task scores against.
+    ``answer`` is the reference that the task scores against. ``task`` is the name of the task
+    that a mixture took it from, empty without one.
     """
 
     ordinal: int
     tokens: list[int]
     text: str
     answer: str
+    task: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,14 @@ from rl.types import Completion, Prompt, Rollout
 def rollout():
     """Makes one: ``rollout([1, 2], [7, 8, 9], reward=0.5)``; token t's log-prob is -t, versions count up from 3."""
 
-    def make(prompt, tokens, *, reward=0.0, sample=0, finish_reason="stop", **metrics) -> Rollout:
+    def make(prompt, tokens, *, reward=0.0, sample=0, finish_reason="stop", task="", **metrics) -> Rollout:
         completion = Completion(
             tokens=tokens,
             logprobs=[-float(token) for token in tokens],
             versions=list(range(3, 3 + len(tokens))),
             finish_reason=finish_reason,
         )
-        question = Prompt(ordinal=0, tokens=prompt, text="", answer="")
+        question = Prompt(ordinal=0, tokens=prompt, text="", answer="", task=task)
         return Rollout(
             prompt=question,
             sample=sample,

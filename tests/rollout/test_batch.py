@@ -70,3 +70,14 @@ def test_metrics_say_what_the_step_came_to(rollout):
         "completion/length_max": 5.0,
         "completion/cut_off": 0.25,
     }
+
+
+def test_metrics_of_a_mixture_are_of_all_and_of_each_task(rollout):
+    sort = [rollout([1], [2], reward=r, task="sort", words=4.0) for r in (1.0, 0.0)]
+    copy = [[rollout([1], [2], reward=r, task="copy", exact=r) for r in pair] for pair in ((1.0, 1.0), (0.0, 1.0))]
+    metrics = rollout_metrics([sort, *copy])
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
+        **{"reward/mean": 4 / 6, "reward/flat_groups": 1 / 3, "reward/exact": 0.5, "reward/words": 4.0},
+        **{"reward/sort/mean": 0.5, "reward/sort/flat_groups": 0.0, "reward/sort/exact": 0.0, "reward/sort/words": 4.0},
+        **{"reward/copy/mean": 0.75, "reward/copy/flat_groups": 0.5, "reward/copy/exact": 0.75},
+    }

@@ -1,0 +1,147 @@
+"""Several tasks in one run, by weight, and a curriculum of weights."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import inf
+
+from rl.errors import ConfigError
+from rl.model.shape import ModelConfig
+from rl.tasks.base import Score, Task
+from rl.tasks.turns import Turns
+from rl.types import Completion, Prompt
+
+
+@dataclass(kw_only=True, slots=True)
+class Stage:
+    """From which prompt on other weights hold."""
+
+    first_ordinal: int
+    """A prompt's place in the stream of the run; each step takes prompts_per_step of them."""
+
+    weights: dict[str, float]
+    """By task; one that is not named is not shown."""
+
+
+class Mixture(Task):
+    """Prompts of several tasks, each in exact proportion to its weight; each task scores its own.
+
+    Which task's prompt comes at an ordinal, and which of its own prompts, follows from the weights alone: in every
+    stretch of a stage the counts are as even as :class:`Turns` makes them, and a task goes on where it was when it is
+    shown again. ``Prompt.task`` says whose a prompt is. Its ordinal is the mixture's, so tasks score by its answer.
+
+    A curriculum::
+
+        Mixture.Config(
+            tasks={"short": CopyDigits.Config(digits=1), "long": CopyDigits.Config(digits=3)},
+            weights={"short": 1.0},
+            stages=[Stage(first_ordinal=1600, weights={"short": 1.0, "long": 3.0})],
+            max_prompt_tokens=16,
+        )
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        tasks: dict[str, Task.Config]
+        """By the names that weights and metrics use. Their tokenizers must be equal."""
+
+        weights: dict[str, float] = field(default_factory=dict)
+        """From the first prompt on, by task; one that is not named is not shown. Empty for all alike."""
+
+        stages: list[Stage] = field(default_factory=list)
+        """Weights that take the place of these, one after another."""
+
+    config: Config
+
+    def __init__(self, config: Config, *, seed: int, model: ModelConfig):
+        super().__init__(config, seed=seed, model=model)
+        stages = [Stage(first_ordinal=0, weights=config.weights or dict.fromkeys(config.tasks, 1.0)), *config.stages]
+        _check(config, stages)
+        self.tasks = {name: _build(name, inner, seed, model) for name, inner in config.tasks.items()}
+        _check_tokenizers(self.tasks)
+        first = next(iter(self.tasks.values()))
+        self.set_tokenizer(first.tokenizer, first.stop_token_ids)
+        self._starts = [stage.first_ordinal for stage in stages]
+        self._turns = [Turns(stage.weights) for stage in stages]
+        self._before = [Counter[str]()]  # how often each task was shown before each stage
+        for turns, (start, end) in zip(self._turns, pairwise(self._starts), strict=False):
+            self._before.append(self._before[-1] + Counter(turns.counts(end - start)))
+
+    def prompt(self, ordinal: int) -> Prompt:
+        stage = bisect_right(self._starts, ordinal) - 1
+        name, place = self._turns[stage].turn(ordinal - self._starts[stage])
+        return _named(name, self.tasks[name].prompt(self._before[stage][name] + place), ordinal)
+
+    def eval_prompts(self, count: int) -> list[Prompt]:
+        """Of each task in proportion to its mean share over the stages; more of the others where one has too few."""
+        due = [
+            ((place + 0.5) / share, name, prompt)
+            for name, share in self._mean_shares().items()
+            for place, prompt in enumerate(self.tasks[name].eval_prompts(count))
+        ]
+        due.sort(key=lambda entry: entry[0])
+        return [_named(name, prompt, ordinal) for ordinal, (_, name, prompt) in enumerate(due[:count])]
+
+    def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
+        name, _, inner = prompt.task.partition("/")
+        return self.tasks[name].score(replace(prompt, task=inner), text, completion)
+
+    def _mean_shares(self) -> dict[str, float]:
+        """By task, of those that any stage shows."""
+        shares = {
+            name: float(sum(turns.shares.get(name, 0) for turns in self._turns) / len(self._turns))
+            for name in self.tasks
+        }
+        return {name: share for name, share in shares.items() if share}
+
+
+def _named(name: str, prompt: Prompt, ordinal: int) -> Prompt:
+    return replace(prompt, ordinal=ordinal, task=f"{name}/{prompt.task}" if prompt.task else name)
+
+
+def _build(name: str, config: Task.Config, seed: int, model: ModelConfig) -> Task:
+    try:
+        return config.build(seed=seed, model=model)
+    except ConfigError as error:
+        raise ConfigError(f"data.tasks.{name}: {error}") from error
+
+
+def _check_tokenizers(tasks: Mapping[str, Task]) -> None:
+    (name, first), *others = tasks.items()
+    for other, task in others:
+        if task.tokenizer.get_vocab() != first.tokenizer.get_vocab() or task.stop_token_ids != first.stop_token_ids:
+            raise ConfigError(f"data.tasks: {name} and {other} have different tokenizers; use one for all")
+
+
+def _check(config: Mixture.Config, stages: list[Stage]) -> None:
+    """Raise ConfigError, naming field, value and what is allowed."""
+    if not config.tasks:
+        raise ConfigError("data.tasks is empty; name at least one task")
+    for name, inner in config.tasks.items():
+        if not name.isidentifier():
+            raise ConfigError(f"data.tasks has the name {name!r}; it must be letters, digits and underscores")
+        if inner.max_prompt_tokens > config.max_prompt_tokens:
+            raise ConfigError(
+                f"data.tasks.{name}.max_prompt_tokens is {inner.max_prompt_tokens}; "
+                f"it must be at most data.max_prompt_tokens={config.max_prompt_tokens}"
+            )
+    _check_weights("data.weights", stages[0].weights, config.tasks)
+    for place, (before, stage) in enumerate(pairwise(stages)):
+        if stage.first_ordinal <= before.first_ordinal:
+            raise ConfigError(
+                f"data.stages.{place}.first_ordinal is {stage.first_ordinal}; "
+                f"it must be above {before.first_ordinal}, where the weights before it begin"
+            )
+        _check_weights(f"data.stages.{place}.weights", stage.weights, config.tasks)
+
+
+def _check_weights(field_name: str, weights: Mapping[str, float], tasks: Mapping[str, Task.Config]) -> None:
+    for name, weight in weights.items():
+        if name not in tasks:
+            raise ConfigError(f"{field_name} names {name!r}; the tasks are {', '.join(tasks)}")
+        if not 0 <= weight < inf:
+            raise ConfigError(f"{field_name}.{name} is {weight}; it must be 0 or above, and finite")
+    if not any(weights.values()):
+        raise ConfigError(f"{field_name} is {weights}; at least one must be above 0")

@@ -1,0 +1,205 @@
+"""A mixture shows each task as often as it should, each goes through its own prompts, and each scores its own."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.cli import parse_config
+from rl.config import RunConfig, frozen
+from rl.errors import ConfigError
+from rl.model.shape import ModelConfig
+from rl.tasks.base import Score, Task
+from rl.tasks.copy_digits import TOKEN, CopyDigits, word_tokenizer
+from rl.tasks.mixture import Mixture, Stage
+from rl.types import Completion, Prompt
+
+
+class Numbers(Task):
+    """Prompt after prompt says its own ordinal, from ``first`` on; ``held_out`` ones are for evaluation."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        first: int = 0
+        held_out: int = 1000
+        stop: int = TOKEN["<eos>"]
+        words: tuple[str, ...] = ()
+        max_prompt_tokens: int = 16
+
+    def __init__(self, config, *, seed, model):
+        super().__init__(config, seed=seed, model=model)
+        tokenizer = word_tokenizer()
+        tokenizer.add_tokens(list(config.words))
+        self.set_tokenizer(tokenizer, (config.stop,))
+
+    def prompt(self, ordinal):
+        return Prompt(ordinal=ordinal, tokens=[0], text="", answer=str(self.config.first + ordinal))
+
+    def eval_prompts(self, count):
+        return [replace(self.prompt(place), text="held out") for place in range(min(count, self.config.held_out))]
+
+    def score(self, prompt, text, completion):
+        return Score(reward=self.config.first + float(text), exact=text == prompt.answer, metrics={"seen": 1.0})
+
+
+def build(seed=0, **config) -> Mixture:
+    return Mixture.Config(**config).build(seed=seed, model=ModelConfig(vocab_size=32))
+
+
+def numbers(*names, **config) -> dict[str, Task.Config]:
+    return {name: Numbers.Config(first=1000 * place, **config) for place, name in enumerate(names)}
+
+
+weights = st.dictionaries(st.sampled_from("abc"), st.floats(0, 10), min_size=1).filter(lambda w: any(w.values()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(weights, min_size=1, max_size=4),
+    st.lists(st.integers(1, 60), min_size=3, max_size=3),
+    st.lists(st.integers(0, 250), max_size=5),
+)
+def test_each_task_goes_through_its_own_prompts_in_order_whatever_the_stages(stages, lengths, jumps):
+    starts = [sum(lengths[:place]) for place in range(1, len(stages))]
+    later = [Stage(first_ordinal=start, weights=w) for start, w in zip(starts, stages[1:], strict=True)]
+    config = {"tasks": numbers("a", "b", "c"), "weights": stages[0], "stages": later}
+    task, shown = build(**config), Counter()
+    stream = [task.prompt(ordinal) for ordinal in range(250)]
+    for prompt in stream:
+        assert prompt.answer == str(1000 * "abc".index(prompt.task) + shown[prompt.task])
+        shown[prompt.task] += 1
+    assert [prompt.ordinal for prompt in stream] == list(range(250))
+    for start, end, w in zip([0, *starts], [*starts, 250], stages, strict=True):
+        counts = Counter(prompt.task for prompt in stream[start:end])
+        assert all(abs(counts[name] - (end - start) * w.get(name, 0.0) / sum(w.values())) < 1.69 for name in "abc")
+    fresh = build(**config)  # as after a resume: no memory of what was shown
+    assert [fresh.prompt(ordinal) for ordinal in jumps if ordinal < 250] == [stream[o] for o in jumps if o < 250]
+
+
+def test_a_far_ordinal_is_known_without_those_before_it():
+    stages = [Stage(first_ordinal=10**7, weights={"b": 1.0})]
+    task = build(tasks=numbers("a", "b"), weights={"a": 0.75, "b": 0.25}, stages=stages)
+    assert task.prompt(10**7).answer == str(1000 + 2_500_000)
+    assert task.prompt(10**9).answer == str(1000 + 2_500_000 + 990_000_000)
+
+
+def test_a_curriculum_of_digits_goes_from_one_to_three():
+    task = build(
+        tasks={"one": CopyDigits.Config(digits=1), "two": CopyDigits.Config(digits=2), "three": CopyDigits.Config()},
+        weights={"one": 1.0},
+        stages=[Stage(first_ordinal=30, weights={"one": 1, "two": 3}), Stage(first_ordinal=70, weights={"three": 1})],
+        max_prompt_tokens=16,
+    )
+    digits = [len(task.prompt(ordinal).answer.split()) for ordinal in range(100)]
+    assert digits[:30] == [1] * 30
+    assert Counter(digits[30:70]) == {1: 10, 2: 30}
+    assert digits[70:] == [3] * 30
+    assert task.prompt(80).tokens == task.tokenizer(task.prompt(80).text)["input_ids"]
+    assert task.prompt(80) != build(seed=1, tasks=task.config.tasks, weights={"three": 1}).prompt(80)
+
+
+def test_without_weights_all_are_shown_alike():
+    task = build(tasks=numbers("a", "b", "c"))
+    assert Counter(task.prompt(ordinal).task for ordinal in range(30)) == {"a": 10, "b": 10, "c": 10}
+
+
+def test_every_task_scores_its_own_also_in_a_mixture_of_mixtures():
+    tasks = {"outer": Mixture.Config(tasks=numbers("a", "b"), weights={"b": 1.0}), "c": Numbers.Config(first=5000)}
+    task = build(tasks=tasks)
+    prompts = {prompt.task: prompt for prompt in map(task.prompt, range(2))}
+    assert set(prompts) == {"outer/b", "c"}
+    silent = Completion(tokens=[], logprobs=[], versions=[], finish_reason="stop")
+    scores = {name: task.score(prompt, "1000", silent) for name, prompt in prompts.items()}
+    assert {name: (score.reward, score.exact) for name, score in scores.items()} == {
+        "outer/b": (2000.0, True),
+        "c": (6000.0, False),
+    }
+
+
+def test_held_out_prompts_are_of_all_tasks_in_proportion_to_their_shares_of_the_stages():
+    config = {
+        "tasks": numbers("a", "b", "c", "never"),
+        "weights": {"a": 1.0},
+        "stages": [Stage(first_ordinal=9, weights={"b": 3.0, "c": 1.0})],
+    }
+    prompts = build(**config).eval_prompts(80)
+    assert Counter(prompt.task for prompt in prompts) == {"a": 40, "b": 30, "c": 10}
+    assert [prompt.ordinal for prompt in prompts] == list(range(80))
+    assert {prompt.text for prompt in prompts} == {"held out"}
+    assert build(seed=3, **config).eval_prompts(20) == prompts[:20]
+
+
+def test_where_one_task_holds_out_too_few_the_others_fill_up():
+    task = build(tasks=numbers("a", held_out=3) | {"b": Numbers.Config(held_out=10)}, weights={"a": 9, "b": 1})
+    assert Counter(prompt.task for prompt in task.eval_prompts(8)) == {"a": 3, "b": 5}
+    assert len(task.eval_prompts(100)) == 13
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"tasks": {}}, "data.tasks is empty; name at least one"),
+        ({"tasks": numbers("a b")}, "data.tasks has the name 'a b'; it must be letters, digits and underscores"),
+        (
+            {"tasks": numbers("a"), "max_prompt_tokens": 8},
+            "data.tasks.a.max_prompt_tokens is 16; it must be at most data.max_prompt_tokens=8",
+        ),
+        ({"tasks": {"a": CopyDigits.Config(digits=0)}}, "data.tasks.a: data.digits: 0 leaves nothing to copy"),
+        ({"weights": {"c": 1.0}}, "data.weights names 'c'; the tasks are a, b"),
+        ({"weights": {"a": -1.0}}, "data.weights.a is -1.0; it must be 0 or above, and finite"),
+        ({"weights": {"a": float("nan")}}, "data.weights.a is nan; it must be 0 or above"),
+        ({"weights": {"a": float("inf")}}, "data.weights.a is inf; it must be 0 or above"),
+        ({"weights": {"a": 0.0}}, "data.weights is {'a': 0.0}; at least one must be above 0"),
+        ({"stages": [Stage(first_ordinal=5, weights={})]}, "data.stages.0.weights is {}; at least one"),
+        (
+            {"stages": [Stage(first_ordinal=0, weights={"a": 1})]},
+            "data.stages.0.first_ordinal is 0; it must be above 0",
+        ),
+        (
+            {"stages": [Stage(first_ordinal=7, weights={"a": 1}), Stage(first_ordinal=7, weights={"b": 1})]},
+            "data.stages.1.first_ordinal is 7; it must be above 7",
+        ),
+        ({"stages": [Stage(first_ordinal=7, weights={"z": 1})]}, "data.stages.0.weights names 'z'; the tasks are a, b"),
+        (
+            {"tasks": {"a": CopyDigits.Config(), "b": Numbers.Config(words=("more",))}},
+            "data.tasks: a and b have different tokenizers",
+        ),
+        ({"tasks": {"a": CopyDigits.Config(), "b": Numbers.Config(stop=3)}}, "a and b have different tokenizers"),
+    ],
+)
+def test_a_mixture_that_cannot_work_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message.replace("{", r"\{")):
+        build(**{"tasks": numbers("a", "b"), **config})
+
+
+def mixed() -> RunConfig:
+    """A config with a mixture."""
+    tasks = {"one": CopyDigits.Config(digits=1), "two": CopyDigits.Config(digits=2)}
+    stages = [Stage(first_ordinal=5, weights={"two": 1.0})]
+    return RunConfig(data=Mixture.Config(tasks=tasks, weights={"one": 1.0, "two": 2.0}, stages=stages))
+
+
+def test_fields_of_inner_tasks_weights_and_stages_are_given_on_the_command_line():
+    written = {
+        "data.tasks.one.digits": "4",
+        "data.weights.two": "0.5",
+        "data.stages.0.first_ordinal": "7",
+        "data.stages.0.weights.two": "3",
+    }
+    arguments = [word for name, value in written.items() for word in (f"--{name}", value)]
+    _, config = parse_config(["--config", f"{__name__}.mixed", *arguments], program="train")
+    data = frozen(config)["data"]
+    assert data["tasks"]["one"] == {
+        "type": "rl.tasks.copy_digits.CopyDigits.Config",
+        "max_prompt_tokens": 16,
+        "digits": 4,
+    }
+    assert (data["tasks"]["two"]["digits"], data["weights"]) == (2, {"one": 1.0, "two": 0.5})
+    assert data["stages"] == [{"first_ordinal": 7, "weights": {"two": 3.0}}]
+
+
+def test_an_unknown_field_of_an_inner_task_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"--data.tasks.one.digit: .*did you mean --data.tasks.one.digits.*All in"):
+        parse_config(["--config", f"{__name__}.mixed", "--data.tasks.one.digit", "4"], program="train")

@@ -130,7 +130,7 @@ class WatchdogConfig:
 
     starving: Action = "warn"
     starving_share: float = 0.9
-    """Share of a step that the trainer waited for rollouts, over starving_steps in a row; only with max_staleness."""
+    """Share of a step above which the trainer waits for rollouts, starving_steps in a row; only with max_staleness."""
     starving_steps: int = 10
 
     entropy: Action = "warn"

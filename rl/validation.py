@@ -1,10 +1,13 @@
 """What a run cannot work with, said before any process starts."""
 
+from dataclasses import fields
+from typing import get_args
+
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 
-from rl.config import RunConfig
+from rl.config import Action, RunConfig, WatchdogConfig
 from rl.errors import ConfigError
 from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
 from rl.model.shape import ModelShape, shape_of
@@ -25,6 +28,7 @@ def validate(config: RunConfig) -> None:
     _validate_training_modes(config.trainer)
     _validate_resume(config)
     _validate_push(config)
+    _validate_watchdog(config.watchdog)
     shape = shape_of(config.model)
     _validate_experts(shape, config.trainer.parallelism)
     attention_config(config.model.attention)
@@ -80,6 +84,11 @@ def _validate_numbers(config: RunConfig) -> None:
         "trainer.max_skipped_steps": (config.trainer.max_skipped_steps, 0),
         "evaluation.prompts": (config.evaluation.prompts, 0),
         "evaluation.samples": (config.evaluation.samples, 0),
+        **{f"watchdog.{name}": (getattr(config.watchdog, name), 1) for name in ("flat_steps", "starving_steps")},
+        **{
+            f"watchdog.{name}": (getattr(config.watchdog, name), 0)
+            for name in ("entropy_min", "entropy_max", "drift_max")
+        },
         **{f"model.{name}": (getattr(config.model, name), 1) for name in MODEL_SIZES},
     }
     for name, (value, least) in at_least.items():
@@ -223,6 +232,18 @@ def _validate_push(config: RunConfig) -> None:
         tolerance is None or tolerance >= 0,
         f"weights.canary_tolerance is {tolerance}; it must be None, 0 for no canary, or above",
     )
+
+
+def _validate_watchdog(watchdog: WatchdogConfig) -> None:
+    for field in fields(watchdog):
+        value = getattr(watchdog, field.name)
+        if field.type is Action:
+            _require(value in get_args(Action), f"watchdog.{field.name} is {value!r}; allowed are {get_args(Action)}")
+    _require(watchdog.stalled_s > 0, f"watchdog.stalled_s is {watchdog.stalled_s}; it must be above 0")
+    share = watchdog.starving_share
+    _require(0 < share < 1, f"watchdog.starving_share is {share}; it must be above 0 and below 1")
+    low, high = watchdog.entropy_min, watchdog.entropy_max
+    _require(high == 0 or high > low, f"watchdog.entropy_max is {high}; it must be 0 or above entropy_min={low}")
 
 
 def _require(condition: bool, message: str) -> None:

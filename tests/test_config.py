@@ -221,6 +221,13 @@ REFUSED = [
         "weights.transport is 'cuda_ipc', which needs CUDA; .*allows 'auto', 'shared_memory', 'rdma' and 'torchstore'",
     ),
     ("algorithm.loss.kl_coef", 0.1, "algorithm.loss.kl_coef is 0.1; it must be 0: there is no reference policy"),
+    ("watchdog.stalled_s", 0.0, "watchdog.stalled_s is 0.0; it must be above 0"),
+    ("watchdog.flat_steps", 0, "watchdog.flat_steps is 0; it must be at least 1"),
+    ("watchdog.starving_steps", 0, "watchdog.starving_steps is 0; it must be at least 1"),
+    ("watchdog.starving_share", 1.0, "watchdog.starving_share is 1.0; it must be above 0 and below 1"),
+    ("watchdog.entropy_min", -1.0, "watchdog.entropy_min is -1.0; it must be at least 0"),
+    ("watchdog.entropy_max", math.nan, "watchdog.entropy_max is nan; it must be at least 0"),
+    ("watchdog.drift_max", -0.1, "watchdog.drift_max is -0.1; it must be at least 0"),
     ("evaluation.prompts", -1, "evaluation.prompts is -1; it must be at least 0"),
     ("evaluation.samples", -1, "evaluation.samples is -1; it must be at least 0"),
     (
@@ -321,6 +328,16 @@ def test_a_canary_may_be_strict_or_left_out_but_its_tolerance_is_a_number():
     assert parse("--weights.digests").weights.digests
     with pytest.raises(ConfigError, match="weights.canary_tolerance is nan; it must be None, 0 for no canary, or "):
         parse("--weights.canary_tolerance", "nan")
+
+
+def test_what_the_watchdog_does_and_its_range_of_entropies_make_sense():
+    config = find_config("quickstart")()
+    config.watchdog.entropy_min, config.watchdog.entropy_max = 0.5, 0.4
+    with pytest.raises(ConfigError, match="watchdog.entropy_max is 0.4; it must be 0 or above entropy_min=0.5"):
+        validate(config)
+    config.watchdog.entropy_max, config.watchdog.drift = 0.0, "warning"
+    with pytest.raises(ConfigError, match=r"watchdog.drift is 'warning'; allowed are \('ignore', 'warn', 'fail'\)"):
+        validate(config)
 
 
 @pytest.mark.parametrize("temperature", [math.nan, -1.0])

@@ -1,0 +1,144 @@
+"""Conditions that a run must not go on in unseen."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite, nan
+from typing import Any
+
+from rl.config import WatchdogConfig
+from rl.errors import RunError
+
+Row = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A condition that came up; ``text`` is for the screen."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Something that the metrics of a step can show."""
+
+    name: str
+    """The field of WatchdogConfig that says what becomes of it."""
+
+    found: Callable[[WatchdogConfig, Row], str]
+    """What is wrong, with value and limit; empty if nothing is, or the row does not tell."""
+
+    steps: str = ""
+    """The field that says how many steps in a row make an alarm; empty for one."""
+
+
+def _non_finite(config: WatchdogConfig, row: Row) -> str:
+    values = {name: row.get(name, 0.0) for name in ("loss/mean", "trainer/grad_norm")}
+    return " and ".join(f"{name} is {value}" for name, value in values.items() if not isfinite(value))
+
+
+def _drift(config: WatchdogConfig, row: Row) -> str:
+    drift, limit = row.get("kl/behaviour", nan), config.drift_max
+    return f"kl/behaviour is {drift:.4g}, above watchdog.drift_max={limit}" if drift > limit > 0 else ""
+
+
+def _entropy(config: WatchdogConfig, row: Row) -> str:
+    entropy = row.get("entropy/mean", nan)
+    if entropy < config.entropy_min:
+        return f"entropy/mean is {entropy:.4g}, below watchdog.entropy_min={config.entropy_min}"
+    if entropy > config.entropy_max > 0:
+        return f"entropy/mean is {entropy:.4g}, above watchdog.entropy_max={config.entropy_max}"
+    return ""
+
+
+def _flat(config: WatchdogConfig, row: Row) -> str:
+    return "reward/flat_groups is 1, so no group had an advantage" if row.get("reward/flat_groups") == 1 else ""
+
+
+def _starving(config: WatchdogConfig, row: Row) -> str:
+    waited, step, limit = row.get("timing/starved", 0.0), row.get("timing/step", nan), config.starving_share
+    if waited > limit * step:
+        return f"timing/starved is {waited / step:.0%} of the step, above watchdog.starving_share={limit}"
+    return ""
+
+
+CONDITIONS = (  # causes before what follows from them
+    Condition("non_finite", _non_finite),
+    Condition("drift", _drift),
+    Condition("entropy", _entropy),
+    Condition("flat", _flat, "flat_steps"),
+    Condition("starving", _starving, "starving_steps"),
+)
+
+
+class Watchdog:
+    """Looks at every step's metrics, and at the time since the last::
+
+        for alarm in watchdog.check(row):  # after each step, and watchdog.stalled(seconds) between them
+            progress.warn(alarm.text)
+        row |= watchdog.metrics
+
+    An alarm is given once, until its condition has ceased, and counted for every step of it. Both calls raise
+    RunError, after counting, for a condition whose action is ``fail``.
+    """
+
+    def __init__(self, config: WatchdogConfig):
+        self._config = config
+        self._step = 0
+        self._counts = dict.fromkeys(("stalled", *(condition.name for condition in CONDITIONS)), 0)
+        self._streaks = {condition.name: 0 for condition in CONDITIONS}
+        self._present: set[str] = set()
+
+    def check(self, row: Row) -> list[Alarm]:
+        """The alarms that come up with the metrics of a step that is done."""
+        self._step = int(row["step"])
+        self._present.discard("stalled")
+        findings = {}
+        for condition in CONDITIONS:
+            name, finding = condition.name, condition.found(self._config, row)
+            needed = getattr(self._config, condition.steps) if condition.steps else 1
+            streak = self._streaks[name] = self._streaks[name] + 1 if finding else 0
+            if not finding or streak < needed:
+                self._present.discard(name)
+            elif condition.steps:
+                findings[name] = f"{finding}, in {streak} steps in a row, watchdog.{condition.steps}={needed}"
+            else:
+                findings[name] = finding
+        return self._alarms(findings)
+
+    def stalled(self, seconds: float) -> list[Alarm]:
+        """The alarm that no step was done for ``seconds``; given and counted once, until one is."""
+        limit = self._config.stalled_s
+        if seconds < limit or "stalled" in self._present:
+            return []
+        return self._alarms({"stalled": f"no step was done for {seconds:.0f} s, watchdog.stalled_s={limit:g}"})
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """``watchdog/NAME``: how often so far each condition was an alarm."""
+        return {f"watchdog/{name}": float(count) for name, count in self._counts.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; JSON-able."""
+        return {"counts": dict(self._counts), "streaks": dict(self._streaks)}
+
+    @classmethod
+    def from_dict(cls, config: WatchdogConfig, state: dict[str, Any]) -> "Watchdog":
+        """One that goes on from what ``to_dict`` gave; a fresh one from an empty dict."""
+        watchdog = cls(config)
+        watchdog._counts |= state.get("counts", {})
+        watchdog._streaks |= state.get("streaks", {})
+        return watchdog
+
+    def _alarms(self, findings: dict[str, str]) -> list[Alarm]:
+        """Count ``findings`` and give those to be told. Raises RunError if one is to fail."""
+        for name in findings:
+            self._counts[name] += 1
+        new = [name for name in findings if name not in self._present]
+        self._present |= findings.keys()
+        texts = {name: f"step {self._step}: {name}: {finding}" for name, finding in findings.items()}
+        for name, text in texts.items():
+            if getattr(self._config, name) == "fail":
+                raise RunError(f"{text}; set watchdog.{name} to 'warn' to go on all the same")
+        return [Alarm(name, texts[name]) for name in new if getattr(self._config, name) == "warn"]

@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from pathlib import Path
 
 from rl.observe.spans import STAGES
@@ -12,6 +13,9 @@ COLORS = {
     "exact": "#d97706",
     "entropy": "#4338ca",
     "gradient": "#be123c",
+    "staleness": "#7e22ce",
+    "waiting": "#0369a1",
+    "held out": "#1e293b",
     "generate": "#0f766e",
     "score": "#d97706",
     "train": "#4338ca",
@@ -121,8 +125,12 @@ def _step_axis(first: int, last: int, columns: int) -> str:
     return left + right.rjust(columns - len(left)) if last > first else left
 
 
-def write_curves_png(path: str | Path, rows: list[dict]) -> None:
-    """Reward, entropy, gradient norm and step time over steps, as a PNG file; faint raw, bold smoothed."""
+def write_curves_png(path: str | Path, rows: list[dict], evaluations: Sequence[dict] = ()) -> None:
+    """Reward, entropy, gradient norm and step time over steps, as a PNG file; faint raw, bold smoothed.
+
+    Below them staleness, and finished groups that wait to be trained on, where there were any. The exact match of
+    ``evaluations``, rows as ``RunRecord.read_evaluations`` gives them, is drawn as dots among the rewards.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -130,33 +138,43 @@ def write_curves_png(path: str | Path, rows: list[dict]) -> None:
 
     # A figure of its own, not pyplot's: no global state, no display.
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.12, hspace=0.04, wspace=0.03)
-    figure = Figure(figsize=(11, 7), layout=layout, facecolor="white")
+    is_ahead = any(any(series(rows, name)[1]) for name in ("rollout/staleness_mean", "ledger/finished"))
+    figure = Figure(figsize=(11, 10 if is_ahead else 7), layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
-    reward, entropy, gradient, times = figure.subplots(2, 2, sharex=True).flat
+    panels = list(figure.subplots(3 if is_ahead else 2, 2, sharex=True).flat)
+    reward, entropy, gradient, times = panels[:4]
+    steps, exact = series(list(evaluations), "eval/exact_match")
+    if steps:
+        reward.plot(steps, exact, "o", color=COLORS["held out"], markersize=4, label="held out, exact", zorder=3)
     _plot_lines(reward, rows, "Reward", {"mean": ("reward/mean", "reward"), "exact": ("reward/exact", "exact")})
     _plot_lines(entropy, rows, "Entropy, nats per token", {"entropy": ("entropy/mean", "entropy")})
     _plot_lines(gradient, rows, "Gradient norm", {"gradient norm": ("trainer/grad_norm", "gradient")})
     _plot_times(times, rows)
-    for axes in (gradient, times):
+    if is_ahead:
+        _plot_lines(panels[4], rows, "Staleness of a token, steps", {"mean": ("rollout/staleness_mean", "staleness")})
+        _plot_lines(panels[5], rows, "Finished groups in the queue", {"finished": ("ledger/finished", "waiting")})
+        for axes in panels[4:]:
+            axes.set_ylim(bottom=0)
+    for axes in panels[-2:]:
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=140, format="png")
 
 
 def _plot_lines(axes, rows: list[dict], title: str, lines: dict[str, tuple[str, str]]) -> None:
+    """One line a metric, over what was drawn before."""
     _dress(axes, title)
-    drawn = 0
     for label, (name, color) in lines.items():
         steps, values = series(rows, name)
         if steps:
-            drawn += 1
             dot = "o" if len(steps) == 1 else None  # a line of one point would not be seen
             axes.plot(steps, values, color=COLORS[color], alpha=0.25, linewidth=1)
             means = smoothed(values, len(values) / 20)
             axes.plot(steps, means, color=COLORS[color], linewidth=2, label=label, marker=dot)
-    if drawn > 1:
+    labels = axes.get_legend_handles_labels()[1]
+    if len(labels) > 1:
         axes.legend(frameon=False, loc="best")
-    if not drawn:
+    if not labels:
         _say_empty(axes)
 
 

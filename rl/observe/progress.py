@@ -70,6 +70,19 @@ class Progress:
         if not self._quiet:
             self.console.print(Text(text), soft_wrap=True)
 
+    def warn(self, text: str) -> None:
+        """Print a line that stays and stands out."""
+        if not self._quiet:
+            self.console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+
+    def evaluation(self, row: dict[str, float]) -> None:
+        """Print what the evaluation of the weights after ``row["step"]`` came to."""
+        scores = {
+            name.removeprefix("eval/"): value for name, value in row.items() if name not in ("step", "eval/prompts")
+        }
+        shown = [f"{name} {value:.3f}" for name, value in scores.items()]
+        self.note(" · ".join([f"evaluated after step {row['step']:.0f}", *shown]))
+
     def error(self, text: str) -> None:
         """Print to standard error, also when quiet."""
         self._live.stop()

@@ -15,18 +15,21 @@ from rl.types import Rollout
 class RunRecord:
     """A run folder, made if it is not there.
 
-    ====================  =============================================================
-    ``config.json``       the frozen config
-    ``metrics.jsonl``     one object per step
-    ``rollouts.jsonl``    one object per recorded rollout, with its tokens and log-probs
-    ``checkpoints/``      written by the trainer
-    ``logs/``             one file per process
-    ``summary.json``      what a finished run came to
-    ``failure.json``      why a run failed
-    ====================  =============================================================
+    =====================  =============================================================
+    ``config.json``        the frozen config
+    ``metrics.jsonl``      one object per step
+    ``rollouts.jsonl``     one object per recorded rollout, with its tokens and log-probs
+    ``ledger.jsonl``       one object per step: which ordinals it trained on and which were
+                           dropped, by reason, and how many are where
+    ``evaluations.jsonl``  one object per evaluation, with the step whose weights it is of
+    ``checkpoints/``       written by the trainer
+    ``logs/``              one file per process
+    ``summary.json``       what a finished run came to
+    ``failure.json``       why a run failed
+    =====================  =============================================================
 
-    A number that is not finite is written as ``null``, since JSON has no NaN; :meth:`read_metrics`
-    gives it back as NaN. A kill at any moment leaves whole ``.json`` files and at most one torn
+    A number that is not finite is written as ``null``, since JSON has no NaN; metrics and
+    evaluations give it back as NaN. A kill at any moment leaves whole ``.json`` files and at most one torn
     last line in a ``.jsonl`` file, which readers pass over. Every write raises RunError, naming
     the file, if the disk is full or the file cannot be written.
     """
@@ -37,6 +40,8 @@ class RunRecord:
         self.logs = self.folder / "logs"
         self.metrics_path = self.folder / "metrics.jsonl"
         self.rollouts_path = self.folder / "rollouts.jsonl"
+        self.ledger_path = self.folder / "ledger.jsonl"
+        self.evaluations_path = self.folder / "evaluations.jsonl"
         for path in (self.checkpoints, self.logs):
             with _failing_loudly(path):
                 path.mkdir(parents=True, exist_ok=True)
@@ -56,7 +61,15 @@ class RunRecord:
 
     def append_metrics(self, row: dict) -> None:
         """One line for the step ``row["step"]``, on disk when this returns."""
-        _append(self.metrics_path, [{"step": row["step"], **row}])
+        _append(self.metrics_path, [_step_first(row)])
+
+    def append_ledger(self, row: dict) -> None:
+        """One line for what became of the ordinals in the step ``row["step"]``."""
+        _append(self.ledger_path, [_step_first(row)])
+
+    def append_evaluation(self, row: dict) -> None:
+        """One line for an evaluation of the weights after the step ``row["step"]``."""
+        _append(self.evaluations_path, [_step_first(row)])
 
     def append_rollouts(self, step: int, rollouts: Iterable[Rollout]) -> None:
         """One line per rollout that was trained on at ``step``."""
@@ -64,16 +77,19 @@ class RunRecord:
 
     def read_metrics(self) -> list[dict]:
         """All rows of ``metrics.jsonl``, in order; empty before the first step."""
-        rows = (row for row, _ in _rows(self.metrics_path))
-        return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+        return _read_numbers(self.metrics_path)
+
+    def read_evaluations(self) -> list[dict]:
+        """All rows of ``evaluations.jsonl``, in order; empty before the first."""
+        return _read_numbers(self.evaluations_path)
 
     def drop_after(self, step: int) -> None:
         """Forget what came after ``step``: a run that resumes from its checkpoint calls this first.
 
-        Cuts both ``.jsonl`` files behind the last whole row with that step or an earlier one, and
+        Cuts every ``.jsonl`` file behind the last whole row with that step or an earlier one, and
         removes ``summary.json`` and ``failure.json`` of the attempt before.
         """
-        for path in (self.metrics_path, self.rollouts_path):
+        for path in (self.metrics_path, self.rollouts_path, self.ledger_path, self.evaluations_path):
             keep = 0
             for row, end in _rows(path):
                 if row["step"] > step:
@@ -99,6 +115,7 @@ def _rollout_row(step: int, rollout: Rollout) -> dict:
         "step": step,
         "ordinal": rollout.prompt.ordinal,
         "sample": rollout.sample,
+        "task": rollout.prompt.task,
         "reward": rollout.reward,
         "metrics": rollout.metrics,
         "prompt": rollout.prompt.text,
@@ -110,6 +127,10 @@ def _rollout_row(step: int, rollout: Rollout) -> dict:
         "logprobs": rollout.completion.logprobs,
         "versions": rollout.completion.versions,
     }
+
+
+def _step_first(row: dict) -> dict:
+    return {"step": row["step"], **row}
 
 
 def _append(path: Path, rows: list[dict]) -> None:
@@ -133,6 +154,10 @@ def _rows(path: Path) -> Iterator[tuple[dict, int]]:
             except ValueError as error:
                 raise RunError(f"{path} line {number}: not JSON: {error}; remove the line") from None
             yield row, end
+
+
+def _read_numbers(path: Path) -> list[dict]:
+    return [{name: math.nan if value is None else value for name, value in row.items()} for row, _ in _rows(path)]
 
 
 def _finite(value: Any) -> Any:

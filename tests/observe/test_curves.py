@@ -56,3 +56,23 @@ def test_the_picture_takes_gaps_and_missing_metrics(tmp_path):
     rows = [{"step": 1, "reward/mean": 0.1, "entropy/mean": math.nan}, {"step": 2, "timing/step": 1.0}]
     write_curves_png(tmp_path / "curves.png", rows)
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_staleness_and_the_queue_get_panels_where_a_run_was_ahead(tmp_path):
+    def height(**ahead: float) -> int:
+        write_curves_png(tmp_path / "curves.png", [{**row, **ahead} for row in make_rows(10)])
+        return int.from_bytes((tmp_path / "curves.png").read_bytes()[20:24])
+
+    assert height() == height(**{"rollout/staleness_mean": 0.0, "ledger/finished": 0.0})
+    for name in ("rollout/staleness_mean", "ledger/finished"):
+        assert height(**{name: 0.5}) == 10 / 7 * height()
+
+
+def test_evaluations_are_dots_among_the_rewards(tmp_path):
+    evaluations = [{"step": 5, "eval/exact_match": 0.2}, {"step": 10, "eval/exact_match": math.nan}, {"step": 11}]
+    pictures = []
+    for shown in ([], evaluations[1:], evaluations[:1]):
+        write_curves_png(tmp_path / "curves.png", make_rows(10), shown)
+        pictures.append((tmp_path / "curves.png").read_bytes())
+    assert len(set(pictures)) == 3
+    write_curves_png(tmp_path / "curves.png", [], evaluations)

@@ -16,6 +16,8 @@ def run(count, *, terminal=False, quiet=False, rows=None, **options):
         progress.stage("starting trainer on 4 ranks…")
         for row in rows or make_rows(count):
             progress.update(row)
+        progress.warn("step 2: drift: kl/behaviour is 0.06")
+        progress.evaluation({"step": 2, "eval/prompts": 256.0, "eval/exact_match": 0.25, "eval/pass@4": math.nan})
         progress.note("run folder: runs/x")
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
 
@@ -72,6 +74,19 @@ def test_a_step_that_is_done_takes_the_place_of_the_stage():
     progress.console.print(progress._render())
     assert "step" in out.getvalue()
     assert "warming up…" not in out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_warnings_and_evaluations_stay_on_the_screen(terminal):
+    lines = run(10, terminal=terminal).splitlines()
+    assert "warning: step 2: drift: kl/behaviour is 0.06" in map(str.strip, lines)
+    assert "evaluated after step 2 · exact_match 0.250 · pass@4 nan" in map(str.strip, lines)
+
+
+def test_a_warning_stands_out():
+    out = io.StringIO()
+    Progress(1, quiet=False, console=Console(file=out, force_terminal=True, color_system="standard")).warn("[drift]")
+    assert out.getvalue() == "\x1b[33mwarning: [drift]\x1b[0m\n"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

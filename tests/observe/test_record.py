@@ -36,15 +36,19 @@ def fill(record, steps):
     for step in range(1, steps + 1):
         record.append_metrics({"step": step, "reward/mean": step / 10})
         record.append_rollouts(step, [make_rollout(2 * step), make_rollout(2 * step + 1)])
+        record.append_ledger({"trained": [2 * step, 2 * step + 1], "dropped": {}, "step": step})
+        if step % 2 == 0:
+            record.append_evaluation({"eval/exact_match": step / 10, "step": step})
 
 
 def test_the_folder_has_the_promised_layout(record):
     record.write_config({"model": {"dim": 64}})
-    fill(record, 1)
+    fill(record, 2)
     record.write_summary({"steps": 1})
     record.write_failure({"error": "x"})
     assert {path.name for path in record.folder.iterdir()} == {
-        *("config.json", "metrics.jsonl", "rollouts.jsonl", "checkpoints", "logs", "summary.json", "failure.json")
+        *("config.json", "metrics.jsonl", "rollouts.jsonl", "ledger.jsonl", "evaluations.jsonl"),
+        *("checkpoints", "logs", "summary.json", "failure.json"),
     }
     assert json.loads((record.folder / "config.json").read_text()) == {"model": {"dim": 64}}
 
@@ -63,6 +67,22 @@ def test_a_rollout_keeps_all_that_is_needed_to_replay_it(record):
     assert row["logprobs"] == [-0.5, None]
 
 
+def test_the_ledger_says_of_each_step_what_became_of_which_ordinals(record):
+    record.append_ledger({"trained": [3, 5], "dropped": {"reward raised": [4]}, "step": 1, "waiting": 2})
+    assert record.ledger_path.read_text() == (
+        '{"step": 1, "trained": [3, 5], "dropped": {"reward raised": [4]}, "waiting": 2}\n'
+    )
+
+
+def test_evaluations_read_back_as_written(record):
+    assert record.read_evaluations() == []
+    record.append_evaluation({"eval/exact_match": 0.5, "step": 4})
+    record.append_evaluation({"eval/exact_match": math.nan, "step": 8})
+    first, second = record.read_evaluations()
+    assert (list(first.items()), second["step"]) == ([("step", 4), ("eval/exact_match", 0.5)], 8)
+    assert math.isnan(second["eval/exact_match"])
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_are_written_as_null(record, value):
     record.append_metrics({"step": 1, "loss/mean": value, "parts": [value, 1.0]})
@@ -73,9 +93,10 @@ def test_numbers_that_are_not_finite_are_written_as_null(record, value):
     assert math.isnan(record.read_metrics()[0]["loss/mean"])
 
 
-def test_metrics_without_a_step_are_refused(record):
+@pytest.mark.parametrize("append", ["append_metrics", "append_ledger", "append_evaluation"])
+def test_rows_without_a_step_are_refused(record, append):
     with pytest.raises(KeyError):
-        record.append_metrics({"reward/mean": 1.0})
+        getattr(record, append)({"reward/mean": 1.0})
 
 
 def test_a_last_line_torn_by_a_kill_is_passed_over_and_dropped(record):
@@ -103,6 +124,8 @@ def test_resuming_forgets_what_came_after_the_checkpoint(record, step):
     kept = list(range(1, min(step, 5) + 1))
     assert [row["step"] for row in lines(record.metrics_path)] == kept
     assert [row["step"] for row in lines(record.rollouts_path)] == [number for number in kept for _ in range(2)]
+    assert [row["step"] for row in lines(record.ledger_path)] == kept
+    assert [row["step"] for row in record.read_evaluations()] == [number for number in kept if number % 2 == 0]
     assert not (record.folder / "failure.json").exists()
     assert not (record.folder / "summary.json").exists()
 

@@ -7,14 +7,16 @@ import signal
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.group import Supervisor
+from rl.actors.reward import RewardWorkers
 from rl.actors.trainer import TrainerMesh
 from rl.cli import parse_config
 from rl.config import RunConfig, changed_fields, frozen
 from rl.controller.loop import Controller
-from rl.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
+from rl.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, ActorFailure, ConfigError
 from rl.launch.local import start_runtime, stop_runtime
 from rl.observe.curves import reward_curve_text, write_curves_png
 from rl.observe.progress import Progress
@@ -56,95 +58,110 @@ async def _supervised(
     config: RunConfig, task: Task, record: RunRecord, progress: Progress, command: str
 ) -> dict[str, object] | int:
     """The summary, or the exit code of a run that ended early; in any case no process stays behind."""
-    interrupts = _Interrupts()
-    run = _Run(config, task, record, progress)
+    meshes = _Meshes(config, record.folder)
+    controller = Controller(config, task, meshes.trainer, meshes.generator, meshes.rewards, record, progress)
+    interrupts = _Interrupts(controller)
     try:
-        return await run.run()
+        progress.stage(meshes.describe())
+        summary = await controller.run()
+        if summary is not None:
+            await meshes.close()
+            return summary
     except asyncio.CancelledError:
-        progress.error(
-            f"interrupted by {interrupts.name} after step {run.step}; {_how_to_go_on(config, record, command)}"
-        )
-        return interrupts.exit_code
+        pass  # interrupted before there was anything to finish
     except Exception as error:
-        progress.error(f"failed after step {run.step}: {error}\ndetails: {record.folder / 'failure.json'}")
-        record.write_failure(
-            {
-                "error": str(error).splitlines()[0] if str(error) else type(error).__name__,
-                "detail": str(error),
-                "traceback": traceback.format_exc(),
-                "step": run.step,
-                "policy_version": run.policy_version,
-                "command": command,
-            }
-        )
+        progress.error(f"failed after step {controller.step}: {error}\ndetails: {record.folder / 'failure.json'}")
+        record.write_failure(_failure(error, controller) | {"command": command})
         return EXIT_FAILED
     finally:
         progress.stage("stopping")
-        await run.stop()
+        await meshes.stop()
+    progress.error(
+        f"interrupted by {interrupts.name} after step {controller.step}; {_how_to_go_on(config, record, command)}"
+    )
+    return interrupts.exit_code
 
 
-class _Run:
-    """The meshes of one run, and the controller over them."""
+class _Meshes:
+    """The meshes of one run."""
 
-    def __init__(self, config: RunConfig, task: Task, record: RunRecord, progress: Progress):
-        self._config, self._task, self._record, self._progress = config, task, record, progress
+    def __init__(self, config: RunConfig, folder: Path):
+        self._config, self._folder = config, folder
         self._supervisor = Supervisor()
-        self._meshes: list[TrainerMesh | GeneratorMesh] = []
-        self._controller: Controller | None = None
-
-    @property
-    def step(self) -> int:
-        """Steps completed so far."""
-        return self._controller.state.step if self._controller else 0
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the trainer's weights."""
-        return self._controller.trainer.version if self._controller else 0
-
-    async def run(self) -> dict[str, object]:
-        """Start both meshes side by side, train, and close them; returns the summary."""
-        config, folder = self._config, self._record.folder
-        trainer_ranks, generator_ranks = config.trainer.ranks, config.generator.tensor_parallel_degree
-        self._progress.stage(f"starting trainer ({trainer_ranks} ranks) and generator ({generator_ranks})")
-        deadlines = {"start_deadline": config.deadlines.start, "deadline": config.deadlines.call}
-        trainer = TrainerMesh(config.trainer, config.model, self._supervisor, folder=folder, **deadlines)
-        generator = GeneratorMesh(config.generator, config.model, self._supervisor, folder=folder, **deadlines)
-        self._meshes = [trainer, generator]
-        share = trainer_ranks + generator_ranks > device_count()  # too few GPUs for both: they share the first ones
-        await asyncio.gather(
-            trainer.start(seed=config.seed, steps=config.steps),
-            generator.start(seed=config.seed, first_device=0 if share else trainer_ranks),
+        self._generators: list[GeneratorMesh] = []
+        common: dict[str, Any] = {"folder": folder, "seed": config.seed, "deadlines": config.deadlines}
+        self._common = common
+        self.trainer = TrainerMesh(config.trainer, config.model, self._supervisor, steps=config.steps, **common)
+        self.rewards = RewardWorkers(
+            config.data, config.model, self._supervisor, count=config.rollout.reward_workers, **common
         )
-        self._controller = Controller(config, self._task, trainer, generator, self._record, self._progress)
-        summary = await self._controller.run()
-        self._supervisor.stop()
-        for mesh in self._meshes:
-            await mesh.close()
-        return summary
+
+    def generator(self, number: int) -> GeneratorMesh:
+        """Generator ``number``, not started; where there are too few GPUs for all, it shares those of others."""
+        config, ranks = self._config, self._config.generator.tensor_parallel_degree
+        share = config.trainer.ranks + ranks * config.generator.replicas > device_count()
+        first = (0 if share else config.trainer.ranks) + ranks * number
+        mesh = GeneratorMesh(
+            config.generator,
+            config.model,
+            self._supervisor,
+            name=f"generator-{number}",
+            first_device=first % max(device_count() - ranks + 1, 1),
+            **self._common,
+        )
+        self._generators.append(mesh)
+        return mesh
+
+    def describe(self) -> str:
+        """What is being started."""
+        generator, replicas = self._config.generator.tensor_parallel_degree, self._config.generator.replicas
+        return f"starting trainer ({self._config.trainer.ranks} ranks) and generators ({replicas} x {generator})"
+
+    async def close(self) -> None:
+        """Let every engine clean up."""
+        await asyncio.gather(*(mesh.close() for mesh in (self.trainer, *self._generators) if mesh.is_running))
 
     async def stop(self) -> None:
         """End every process of the run."""
-        self._supervisor.stop()
-        await asyncio.gather(*(mesh.stop() for mesh in self._meshes))
+        await asyncio.gather(*(mesh.stop() for mesh in (self.trainer, self.rewards, *self._generators)))
 
 
 class _Interrupts:
-    """The first SIGINT or SIGTERM cancels the run, which then stops its processes; the second leaves at once."""
+    """The first signal has the run finish its step, save and leave; a second Ctrl-C leaves at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, controller: Controller) -> None:
         self.name, self.exit_code = "", EXIT_INTERRUPTED
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self._controller, self._task = controller, asyncio.current_task()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
 
     def _receive(self, number: signal.Signals) -> None:
+        if self.name and number == signal.SIGINT:
+            os._exit(EXIT_INTERRUPTED)  # the processes of the run end with their parent
         if self.name:
-            os._exit(self.exit_code)  # the processes of the run end with their parent
-        self.name, self.exit_code = number.name, 128 + number
-        self._task.cancel()
+            return
+        self.name = number.name
+        self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_AGAIN
+        if self._controller.is_training:
+            self._controller.leave()
+        elif self._task is not None:
+            self._task.cancel()
+
+
+def _failure(error: Exception, controller: Controller) -> dict[str, object]:
+    """What ``failure.json`` says of the first cause."""
+    first = error if isinstance(error, ActorFailure) else error.__cause__
+    named = {"actor": first.actor, "rank": first.rank, "call": first.call} if isinstance(first, ActorFailure) else {}
+    return {
+        "error": str(error).splitlines()[0] if str(error) else type(error).__name__,
+        **named,
+        "step": controller.step,
+        "policy_version": controller.trainer.version,
+        "generator_versions": {mesh.name: mesh.version for mesh in controller.fleet.meshes},
+        "ledger": controller.ledger.counts(),
+        "detail": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
 
 
 def _check_folder(folder: Path, config: RunConfig) -> None:

@@ -21,7 +21,7 @@ class Evaluation:
 
     def is_due(self, step: int) -> bool:
         """Whether the weights after ``step`` are evaluated on the way."""
-        return self._config.every > 0 and step > 0 and step % self._config.every == 0
+        return self._config.every > 0 and step % self._config.every == 0
 
     async def scores(self) -> dict[str, float]:
         """``eval/exact_match`` of greedy completions; ``eval/pass@k``: prompts that one of k samples solves.

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rl.actors.generator import GeneratorMesh
+from rl.actors.reward import RewardWorkers
+from rl.actors.trainer import TrainerMesh
 from rl.controller.push import WeightPush
 from rl.controller.router import Router
 from rl.controller.together import beside
-from rl.errors import ActorFailure
+from rl.errors import ActorFailure, RunError
 
 LOOK_EVERY_S = 1.0
 
@@ -18,7 +20,7 @@ class Fleet:
 
         fleet = Fleet(make, router, push, count=2, max_restarts=3, asked=folder / "replicas", say=print)
         await fleet.start()                     # processes and engines, without weights
-        await fleet.connect()                   # to the trainer; now they have weights and are asked
+        await fleet.connect(step)               # to the trainer: they hold its weights, and are asked
         async with beside(fleet.run()): ...     # lost ones come back, others join and leave
 
     ``make(number)`` gives the mesh of generator ``number``. Whoever writes a number to the file ``asked`` changes how
@@ -50,13 +52,13 @@ class Fleet:
 
     async def start(self) -> None:
         """Start, side by side, every generator that is not running."""
-        await asyncio.gather(*(mesh.start() for mesh in self.meshes if not mesh.is_running))
+        await asyncio.gather(*(start_anew(mesh) for mesh in self.meshes))
 
-    async def connect(self) -> str:
-        """Connect all to a trainer that they were not connected to, and bring them its weights; the push's plan."""
+    async def connect(self, step: int) -> str:
+        """Connect all to a trainer that was just started, and bring them its weights; the push's plan."""
         for mesh in self.meshes:
             self._router.leave(mesh)
-        plan = await self._push.connect(self.meshes)
+        plan = await self._push.connect(self.meshes, step)
         for mesh in self.meshes:
             self._router.join(mesh)
         return plan
@@ -88,24 +90,24 @@ class Fleet:
         await asyncio.gather(*(mesh.close() for mesh in self.meshes))
 
     async def _keep(self, mesh: GeneratorMesh) -> None:
-        """See that it is at work, for ever. Raises ActorFailure where it cannot be."""
+        """See that it is at work, for ever. Raises RunError where it cannot be."""
         lost = 0
         while True:
             failure = await self._work(mesh)
             lost = 1 if self._router.served.get(mesh) else lost + 1
             self._router.leave(mesh)
-            if not failure.is_lost or lost > self._max_restarts:
+            if not failure.is_lost:
                 raise failure
+            if lost > self._max_restarts:
+                raise RunError(f"{failure}\nthat was the {lost}th time without a completion in between") from failure
             self.restarts += 1
             self._say(f"{str(failure).splitlines()[0]}; starting it again")
-            await mesh.stop()
 
     async def _work(self, mesh: GeneratorMesh) -> ActorFailure:
         """Have it join where it has not, and see how it fails."""
         try:
             if mesh not in self._router.replicas:
-                if not mesh.is_running:
-                    await mesh.start()
+                await start_anew(mesh)
                 await self._push.join(mesh)
                 self._router.join(mesh)
         except ActorFailure as failure:
@@ -125,3 +127,10 @@ class Fleet:
         except (OSError, ValueError):  # no such file, or one half written
             return len(self._meshes)
         return count if count > 0 else len(self._meshes)
+
+
+async def start_anew(mesh: TrainerMesh | GeneratorMesh | RewardWorkers) -> None:
+    """Start ``mesh`` unless it is at work; what is left of one that was lost ends first."""
+    if not mesh.is_running:
+        await mesh.stop()
+        await mesh.start()

@@ -152,6 +152,7 @@ class Ledger:
             "submitted": self.submitted,
             "trained": self.trained,
             "dropped": dict(self.dropped),
+            "dropped_now": self._dropped_now,
             "waiting": sorted([*self._waiting, *running]),
             "finished": {str(entry.ordinal): [asdict(rollout) for rollout in entry.group or []] for entry in finished},
         }
@@ -170,7 +171,8 @@ class Ledger:
         self.submitted = max(self.submitted, state.get("submitted", 0))
         self.trained, self.dropped = state.get("trained", 0), Counter(state.get("dropped", {}))
         self._version, self._room = version, self._size
-        self._entries, self._taken, self._dropped_now = {}, [], {}
+        self._entries, self._taken = {}, []
+        self._dropped_now = {reason: [*ordinals] for reason, ordinals in state.get("dropped_now", {}).items()}
         for ordinal, group in finished.items():
             entry = _Entry(ordinal, _oldest(group) + self._staleness, group)
             if self._turn(len(self._entries), self._room) <= entry.due:

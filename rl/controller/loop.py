@@ -10,13 +10,13 @@ from rl.actors.reward import RewardWorkers
 from rl.actors.trainer import TrainerMesh
 from rl.config import RunConfig
 from rl.controller.evaluation import Evaluation
-from rl.controller.fleet import Fleet
+from rl.controller.fleet import Fleet, start_anew
 from rl.controller.ledger import Group, Ledger
 from rl.controller.push import WeightPush
 from rl.controller.router import Router
 from rl.controller.sampler import Sampler
 from rl.controller.together import Signal, beside
-from rl.controller.watchdog import Watchdog
+from rl.controller.watchdog import Alarm, Watchdog
 from rl.errors import ActorFailure, RunError
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
@@ -79,7 +79,7 @@ class Controller:
         )
         self.step = 0
         """Steps completed."""
-        self.leaving = False
+        self.is_training = self.leaving = False
         self.restarts = self._lost = self._saved = 0
 
     async def run(self) -> dict[str, object] | None:
@@ -95,7 +95,7 @@ class Controller:
 
     async def start(self) -> None:
         """Start what is not running, and go back to the newest checkpoint."""
-        await asyncio.gather(self.trainer.start_if_needed(), self.fleet.start(), self.rewards.start_if_needed())
+        await asyncio.gather(start_anew(self.trainer), start_anew(self.rewards), self.fleet.start())
         state, ignored = await self.trainer.load_checkpoint()
         for name in ignored:
             self.progress.note(f"ignored {name}: it is incomplete")
@@ -126,6 +126,7 @@ class Controller:
     async def train(self) -> None:
         """Step after step on what the ledger gives, until all are done or the run is to be left."""
         self.watch.lap()
+        self.is_training = True
         while self.step < self.config.steps and (part := await self.take()):
             self.report(*await self.learn(part))
             await self.checkpoint_if_due()
@@ -160,8 +161,10 @@ class Controller:
         rollout, part = self.config.rollout, list[Group]()
 
         def taken() -> bool:
+            if self.leaving and self.ledger.lacks == rollout.prompts_per_step:
+                return True
             part[:] = self.ledger.take(-(-rollout.prompts_per_step // rollout.parts_per_step))
-            return bool(part) or (self.leaving and self.ledger.lacks == rollout.prompts_per_step)
+            return bool(part)
 
         with self.watch.span("starved"):
             await self.changed.until(taken)
@@ -197,7 +200,7 @@ class Controller:
         self.step = self._saved = state.get("step", 0)
         keep = self.config.rollout.pipeline == "asynchronous"
         self.ledger.restore(state.get("ledger", {}), self.trainer.version, keep=keep)
-        self.watchdog.restore(state.get("watchdog", {}))
+        self.watchdog = Watchdog.from_dict(self.config.watchdog, state.get("watchdog", {}))
         self.record.drop_after(self.step)
 
     def report(self, groups: list[Group], metrics: dict[str, float], staleness: Counter[int]) -> None:
@@ -215,28 +218,36 @@ class Controller:
             "restarts/generators": self.fleet.restarts,
             **{f"ledger/{name}": count for name, count in ledger.items() if isinstance(count, int)},
         }
-        self.warn(self.watchdog.check(row))
-        row |= self.watchdog.counts()
         rollouts = [rollout for group in groups for rollout in group]
         self.record.append_rollouts(self.step, rollouts[: self.config.rollout.recorded_per_step])
         self.record.append_ledger({"step": self.step, **ledger, "staleness": staleness})
-        self.record.append_metrics(row)
-        self.progress.update(row)
+        try:
+            self.warn(self.watchdog.check(row))
+        finally:  # an alarm that ends the run is in its metrics
+            row |= self.watchdog.metrics
+            self.record.append_metrics(row)
+            self.progress.update(row)
         self.changed.notify()
+
+    def warn(self, alarms: list[Alarm]) -> None:
+        """Show what the watchdog has to say."""
+        for alarm in alarms:
+            self.progress.warn(alarm.text)
 
     async def evaluate_if_due(self, step: int) -> None:
         """Scores of the weights after ``step``, which the generators hold."""
-        if self.evaluation.is_due(step):
+        done = {row["step"] for row in self.record.read_evaluations()} | {0, self.config.steps}
+        if self.evaluation.is_due(step) and step not in done:
             with self.watch.span("evaluate"):
-                scores = await self.evaluation.scores()
-            self.record.append_evaluation({"step": step, **scores})
-            self.progress.note(f"after step {step}: exact match {scores['eval/exact_match']:.3f}")
+                row = {"step": step, **await self.evaluation.scores()}
+            self.record.append_evaluation(row)
+            self.progress.evaluation(row)
 
     async def look_for_stalls(self) -> None:
         """For as long as the run goes on."""
         while True:
             await asyncio.sleep(1.0)
-            self.warn(self.watchdog.stalled(self.watch.elapsed()))
+            self.warn(self.watchdog.stalled(self.watch.since_lap()))
 
     async def finish(self) -> dict[str, object]:
         """Evaluate and export; the summary."""
@@ -250,6 +261,7 @@ class Controller:
         return {
             "steps": self.step,
             "policy_version": self.trainer.version,
+            "restarts": self.restarts + self.fleet.restarts,
             **scores,
             "policy_digest": policy_digest(merge_digests(await self.trainer.weight_digests())),
             "export": str(export),

@@ -19,7 +19,8 @@ async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+        first = failures.exceptions[0]
+        raise first from first.__cause__
 
 
 class Signal:

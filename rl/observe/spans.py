@@ -35,6 +35,10 @@ class Stopwatch:
         finally:
             self._spans[name] = self._spans.get(name, 0.0) + self._count(-stage) - start
 
+    def since_lap(self) -> float:
+        """Seconds since the last lap."""
+        return time.perf_counter() - self._started
+
     def lap(self) -> dict[str, float]:
         """``timing/NAME`` of spans that ended since the last lap, ``timing/step`` and ``timing/hidden``, in seconds."""
         now = self._count(0)

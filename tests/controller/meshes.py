@@ -1,13 +1,15 @@
 """Meshes that compute nothing: they keep the order that real ones keep, and note what was asked of them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Any
 
 import torch
 
+from rl.errors import ActorFailure, GroupLost
 from rl.model.parts import Box, Region
-from rl.types import Batch, Completion, GenerationRequest
+from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
 from rl.weights.transport import Sent
 
 WAIT_S = 10.0
@@ -15,10 +17,51 @@ LAYOUT = (Region("w", (4,), Box.whole((4,))),)
 Hook = Callable[[], Awaitable[None]]
 
 
-class Trainer:
+class Mesh:
+    """Can be lost and started again."""
+
+    name = "mesh"
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self.starts = 0
+        self._failure: asyncio.Future[ActorFailure] | None = None
+
+    async def start(self) -> None:
+        await asyncio.sleep(0)
+        self.is_running, self._failure = True, asyncio.get_running_loop().create_future()
+        self.starts += 1
+
+    async def stop(self) -> None:
+        self.is_running = False
+
+    async def failed(self) -> ActorFailure:
+        return await asyncio.shield(self._failure)
+
+    def lose(self, call: str = "between calls") -> ActorFailure:
+        """As if a rank had been killed."""
+        self.is_running = False
+        if not self._failure.done():
+            self._failure.set_result(
+                ActorFailure(
+                    f"{self.name} rank 0, {call}: the process died", actor=self.name, rank=0, call=call, kind="died"
+                )
+            )
+        return self._failure.result()
+
+    def alive(self) -> None:
+        """Raise how it was lost, if it was."""
+        if self._failure.done():
+            raise self._failure.result()
+
+
+class Trainer(Mesh):
     """Its weights are its version; it has one engine, so one call at a time."""
 
+    name = "trainer"
+
     def __init__(self, log: list[str]):
+        super().__init__()
         self.log, self.version, self.saved = log, 0, {}
         self.during: dict[str, Hook] = {}
         """By endpoint, what it waits for in the middle."""
@@ -35,11 +78,14 @@ class Trainer:
         return ["address"]
 
     async def push_weights(self) -> tuple[int, Sent]:
+        self.alive()
         version = self.version
         self.log.append(f"publish {version}")
         self._pushing += 1
-        await self._wait("push_weights")
-        self._pushing -= 1
+        try:
+            await self._wait("push_weights")
+        finally:
+            self._pushing -= 1
         assert self.version == version, "the weights changed under a push"
         return version, Sent(100, 60)
 
@@ -51,8 +97,11 @@ class Trainer:
 
     async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> tuple[dict, dict[str, float]]:
         async with self._engine:
-            self.log.append(f"train {self.version} on {int(batch.columns['versions'].max())}")
+            self.alive()
+            versions = batch.columns["versions"]
+            self.log.append(f"train {self.version} on {int(versions[versions >= 0].min())}")
             await self._wait("forward_backward")
+            self.alive()
             return {}, {"loss/mean": 0.0}
 
     async def optim_step(self) -> dict[str, float]:
@@ -68,12 +117,13 @@ class Trainer:
             return [{("w", Box.whole((4,))): self.version}]
 
     async def save_checkpoint(self, step: int, state: dict) -> None:
-        self.saved[step] = state
+        self.log.append(f"save {step}")
+        self.saved[step] = json.loads(json.dumps(state)) | {"version": self.version}
 
     async def load_checkpoint(self) -> tuple[dict, list[str]]:
-        newest = max(self.saved, default=0)
-        self.version = newest
-        return self.saved.get(newest, {}), []
+        state = self.saved.get(max(self.saved, default=0), {"version": 0})
+        self.version = state["version"]
+        return {name: value for name, value in state.items() if name != "version"}, []
 
     async def export_hf(self, folder: Any) -> None:
         pass
@@ -84,41 +134,81 @@ class Trainer:
             await asyncio.wait_for(self.during[endpoint](), WAIT_S)
 
 
-class Generator:
+class Generator(Mesh):
     """Says version after version what it holds."""
 
     dtype = torch.float32
 
-    def __init__(self, log: list[str]):
+    def __init__(self, log: list[str], number: int = 0):
+        super().__init__()
+        self.name = f"generator-{number}"
         self.log, self.version = log, None
-        self.during: Hook | None = None
-        """What generating rollouts waits for in the middle."""
+        self.during: Callable[[str], Awaitable[None]] | None = None
+        """What generating rollouts waits for in the middle; gets the id of the first request."""
         self.pull_fails = False
         self.pull_takes = 0.0
         """Seconds."""
+        self.says: Callable[[int], int] = lambda version: version
+        """The version that it names for the one it holds."""
+        self.asked: list[str] = []
+        """Ids of the requests that it was sent."""
 
     async def layouts(self) -> list[Any]:
         return [("here", LAYOUT)]
 
-    async def connect(self, transfer: Any, addresses: list[Any], *, generator: int) -> None:
-        self.version = None
+    async def connect(self, transfer: Any, addresses: list[Any], *, generator: int, keep_version: bool = False) -> None:
+        self.alive()
+        self.number = generator
+        if not keep_version:
+            self.version = None
 
     async def pull_weights(self, version: int) -> float:
         await asyncio.sleep(self.pull_takes)
+        self.alive()
         if self.pull_fails and version:
             raise ZeroDivisionError("no pull today")
         self.log.append(f"pull {version}")
         self.version = version
         return 0.25
 
-    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+    async def generate(self, requests: list[GenerationRequest], *, fresh: bool = False) -> list[Completion]:
+        self.alive()
         canary = requests[0].request_id.startswith("canary")
         self.log.append(f"{'canary' if canary else 'generate'} {self.version}")
+        if not canary:
+            self.asked += [request.request_id for request in requests]
+        began = self.version
         await asyncio.sleep(0)
         if self.during and not canary:
-            await asyncio.wait_for(self.during(), WAIT_S)
-        said = Completion(tokens=[6, 7], logprobs=[-1.0, -1.0], versions=[self.version] * 2, finish_reason="length")
+            await asyncio.wait_for(self.during(requests[0].request_id), WAIT_S)
+        self.alive()
+        versions = [self.says(began), self.says(self.version)]
+        said = Completion(tokens=[6, 7], logprobs=[-1.0, -1.0], versions=versions, finish_reason="length")
         return [said] * len(requests)
 
     async def weight_digests(self) -> list[dict]:
         return [{("w", Box.whole((4,))): self.version}]
+
+
+class Rewards(Mesh):
+    """Rewards that differ within a group, unless a prompt is in ``flat`` or ``lost``."""
+
+    name = "reward"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat: Container[int] = ()
+        self.lost: Container[int] = ()
+
+    async def score(self, answered: Sequence[tuple[Prompt, list[Completion]]]) -> list[list[Rollout] | GroupLost]:
+        await asyncio.sleep(0)
+        return [self._score(prompt, said) for prompt, said in answered]
+
+    def _score(self, prompt: Prompt, said: list[Completion]) -> list[Rollout] | GroupLost:
+        if prompt.ordinal in self.lost:
+            return GroupLost("reward raised", f"no reward for {prompt.ordinal}")
+        rewards = [0.0 if prompt.ordinal in self.flat else float(sample) for sample in range(len(said))]
+        return [
+            Rollout(prompt=prompt, sample=i, completion=each, text="", reward=rewards[i], metrics={"exact": 0.0})
+            for i, each in enumerate(said)
+        ]

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from rl.actors.group import ActorGroup, Supervisor
-from rl.errors import RunError
-from rl.generation.config import GeneratorConfig, environment
+from rl.actors.group import ActorGroup, Deadlines, Supervisor
+from rl.errors import ActorFailure, RunError
+from rl.generation.config import GeneratorConfig, environment, shared_memory
 from rl.model.parts import Layout, Part, layout_of
 from rl.model.shape import ModelConfig
 from rl.platform import memory_domain
@@ -53,8 +53,8 @@ class Generator(Actor):
         return memory_domain(), layout_of(await self._loop.run_between_steps(lambda engine: engine.parameters()))
 
     @concurrent_endpoint
-    async def connect(self, transfer: Transfer, addresses: list[Any], generator: int) -> None:
-        parts = await self._loop.run_between_steps(self._disconnected)
+    async def connect(self, transfer: Transfer, addresses: list[Any], generator: int, keep_version: bool) -> None:
+        parts = await self._loop.run_between_steps(lambda engine: self._disconnected(engine, keep_version))
         self._subscriber = open_subscriber(transfer, addresses, parts, generator=generator, rank=self._rank)
 
     @concurrent_endpoint
@@ -70,6 +70,10 @@ class Generator(Actor):
         return await self._loop.generate(requests)
 
     @concurrent_endpoint
+    async def reset_prefix_cache(self) -> None:
+        await self._loop.reset_prefix_cache()
+
+    @concurrent_endpoint
     async def weight_digests(self) -> PartDigests:
         return await self._loop.run_between_steps(lambda engine: digests(engine.parameters()))
 
@@ -77,11 +81,12 @@ class Generator(Actor):
     async def close(self) -> None:
         await self._loop.close()
 
-    def _disconnected(self, engine: "GenerationEngine") -> list[Part]:
+    def _disconnected(self, engine: "GenerationEngine", keep_version: bool) -> list[Part]:
         if self._subscriber is not None:  # between steps, so that no pull uses it
             self._subscriber.close()
             self._subscriber = None
-        engine.version = None  # the versions of a trainer that was restarted may be lower
+        if not keep_version:
+            engine.version = None  # the versions of a trainer that was restarted may be lower
         return engine.parameters()
 
     def _connected(self) -> Subscriber:
@@ -99,64 +104,86 @@ class GeneratorMesh:
         model: ModelConfig,
         supervisor: Supervisor,
         *,
+        name: str,
         folder: Path,
-        start_deadline: float,
-        deadline: float,
+        seed: int,
+        deadlines: Deadlines,
+        first_device: int = 0,
     ):
-        self._config, self._model = config, model
-        self._start_deadline, self._deadline = start_deadline, deadline
-        self._group = ActorGroup("generator", supervisor, logs=folder / "logs")
-        self.ranks = config.tensor_parallel_degree
+        self._config, self._model, self._supervisor = config, model, supervisor
+        self._folder, self._seed, self._deadlines, self._first_device = folder, seed, deadlines, first_device
+        self.name, self.ranks = name, config.tensor_parallel_degree
         self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self._group = self._new_group()
         self.version: int | None = None
         """Policy version that it generates with; None before the first pull."""
 
-    async def start(self, *, seed: int, first_device: int = 0) -> None:
-        """Spawn the ranks and start their engines, without weights."""
-        self._group.spawn(
+    def _new_group(self) -> ActorGroup:
+        return ActorGroup(self.name, self._supervisor, logs=self._folder / "logs", heartbeat=self._deadlines.heartbeat)
+
+    async def start(self) -> None:
+        """Spawn the ranks and start their engines, without weights; again after ``stop``."""
+        self._group, self.version = self._new_group(), None
+        await self._group.spawn(
             Generator,
             self.ranks,
             self._config,
             self._model,
-            seed,
+            self._seed,
+            deadline=self._deadlines.start,
             env=environment(self._config),
-            first_device=first_device,
+            first_device=self._first_device,
         )
-        await self._group.call("start", deadline=self._start_deadline)
+        await self._group.call("start", deadline=self._deadlines.start)
         self._group.watch("serve")
+
+    async def failed(self) -> ActorFailure:
+        """The failure that all calls raise from then on, once there is one; until the next ``start``."""
+        return await self._group.failed()
 
     async def layouts(self) -> list[tuple[str, Layout]]:
         """Each rank's memory domain, and what it holds of the parameters."""
-        return await self._group.call("layout", deadline=self._deadline)
+        return await self._group.call("layout", deadline=self._deadlines.call)
 
-    async def connect(self, transfer: Transfer, addresses: list[Any], *, generator: int = 0) -> None:
-        """Plan the routes from the trainer's ranks, as generator number ``generator`` of the run."""
-        await self._group.call("connect", transfer, addresses, generator, deadline=self._deadline)
-        self.version = None
+    async def connect(
+        self, transfer: Transfer, addresses: list[Any], *, generator: int = 0, keep_version: bool = False
+    ) -> None:
+        """Plan the routes from the trainer's ranks, as generator number ``generator`` of the run.
+
+        With ``keep_version`` it is the same trainer as before: the generator goes on with the weights that it holds.
+        """
+        await self._group.call("connect", transfer, addresses, generator, keep_version, deadline=self._deadlines.call)
+        self.version = self.version if keep_version else None
 
     async def pull_weights(self, version: int) -> float:
         """Generate with ``version``, which the trainer has pushed, from here on; or a newer one, if that came first.
 
         Returns the seconds that generation stood still for it.
         """
-        await self._group.call("fetch_weights", version, deadline=self._deadline)
-        pulled = (await self._group.call("pull_weights", version, rank=0, deadline=self._deadline))[0]
+        await self._group.call("fetch_weights", version, deadline=self._deadlines.call)
+        pulled = (await self._group.call("pull_weights", version, rank=0, deadline=self._deadlines.call))[0]
         self.version = pulled.version
         return pulled.pause_s
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Completions of ``requests``, in their order."""
-        return (await self._group.call("generate", requests, rank=0, deadline=self._deadline))[0]
+        return (await self._group.call("generate", requests, rank=0, deadline=self._deadlines.call))[0]
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the prefixes of every request so far, on every rank; nothing may be in flight."""
+        await self._group.call("reset_prefix_cache", rank=0, deadline=self._deadlines.call)
 
     async def weight_digests(self) -> list[PartDigests]:
         """Digests of every rank's parameters."""
-        return await self._group.call("weight_digests", deadline=self._deadline)
+        return await self._group.call("weight_digests", deadline=self._deadlines.call)
 
     async def close(self) -> None:
         """Let vLLM clean up; the processes end."""
-        await self._group.call("close", deadline=self._deadline)
+        await self._group.call("close", deadline=self._deadlines.call)
         await self.stop()
 
     async def stop(self) -> None:
-        """End the processes, whatever they are doing."""
+        """End the processes, whatever they are doing. Raises nothing."""
         await self._group.stop()
+        for path in shared_memory(self._group.port):
+            path.unlink(missing_ok=True)

@@ -1,94 +1,120 @@
 """Actors of one role, called rank by rank; every call has a deadline and fails by name."""
 
 import asyncio
+import contextlib
+import itertools
+import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import monarch.actor
-from monarch.actor import Actor, ActorError, MeshFailure, ProcMesh
+from monarch.actor import Actor, ActorError, MeshFailure, ProcMesh, concurrent_endpoint
 
-from rl.errors import RunError
-from rl.launch.local import spawn_procs, stop_procs
+from rl.errors import ActorFailure, RunError
+from rl.launch.local import Process, free_port, spawn_procs, stop_procs
+from rl.platform import memory_domain
 
-GRACE_S = 2.0  # a call to the dead rank fails at about the same time, and knows better what it was doing
+GRACE_S = 1.0  # what raised because a peer died is told of the death, which comes a moment later
+STOP_S = 5.0  # for Monarch to end processes its own way, and for the kernel to end killed ones
+REMOTE_STOP_S = 30.0  # for Monarch where nobody else can end them; it asks those that hang for 20 s
+
+_incarnations = itertools.count()
+
+
+class Deadlines(Protocol):
+    """How long anything is waited for, in seconds."""
+
+    start: float
+    call: float
+    heartbeat: float
+    reward: float
 
 
 class Supervisor:
-    """Knows the first failure of a run; whoever waits for anything is told of it at once."""
+    """Hears from Monarch which actors died, and tells the groups they were of: late, but of any host."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._failure: asyncio.Future[None] = self._loop.create_future()
-        self._stopping = False
         self._groups: dict[str, ActorGroup] = {}
         monarch.actor.unhandled_fault_hook = self._on_fault
 
-    def register(self, group: "ActorGroup") -> None:
-        """Have the death of the group's processes reported in its name."""
-        self._groups[group.name] = group
+    def register(self, mesh: str, group: "ActorGroup") -> None:
+        """Tell ``group`` of deaths in the mesh of this name."""
+        self._groups[mesh] = group
 
-    def fail(self, error: BaseException) -> None:
-        """Record ``error`` unless something failed before it, or the run is being taken down."""
-        if not self._failure.done() and not self._stopping:
-            self._failure.set_exception(error)
-
-    def stop(self) -> None:
-        """From now on the end of an actor is no failure."""
-        self._stopping = True
-        if self._failure.done():
-            self._failure.exception()  # seen: no warning about it at exit
-        self._failure = self._loop.create_future()
-
-    async def wait(self, tasks: Sequence["asyncio.Task[Any]"], *, deadline: float, what: str) -> list[Any]:
-        """Results of ``tasks`` in order; raises the first exception, or RunError after ``deadline`` seconds."""
-        pending: set[asyncio.Future[Any]] = {*tasks}
-        ends = self._loop.time() + deadline
-        try:
-            while pending:
-                done, pending = await asyncio.wait(
-                    {*pending, self._failure}, timeout=ends - self._loop.time(), return_when=asyncio.FIRST_COMPLETED
-                )
-                pending.discard(self._failure)
-                if not done:
-                    raise RunError(
-                        f"{what}: no answer within {deadline:.0f} s; {len(pending)} of {len(tasks)} ranks are silent"
-                    )
-                for task in [t for t in done if t is not self._failure] + [t for t in done if t is self._failure]:
-                    task.result()
-        finally:
-            for task in pending:
-                task.cancel()
-        return [task.result() for task in tasks]
+    def forget(self, mesh: str) -> None:
+        """From now on a death in this mesh is no failure."""
+        self._groups.pop(mesh, None)
 
     def _on_fault(self, failure: MeshFailure) -> None:
-        # Called once for the actors of a role and once for each helper that Monarch runs beside them.
+        # On a thread of Monarch's; again for the helpers that it runs beside the actors, and long after a stop.
         group = self._groups.get(failure.mesh_name.rpartition("-")[0])
         if group is not None:
             parts = re.fullmatch(r"MeshFailure\(.*crashed_ranks=\[(\d+).*?event=(.*)\)", str(failure), re.DOTALL)
             rank, event = (int(parts[1]), parts[2]) if parts else (0, str(failure))
-            error = group.died(rank, "between calls", event)
-            self._loop.call_soon_threadsafe(self._loop.call_later, GRACE_S, self.fail, error)
+            self._loop.call_soon_threadsafe(group.died, rank, event)
+
+
+class Pulse(Actor):
+    """Lives beside each rank's actor, and answers also while that one is being built or is busy."""
+
+    @concurrent_endpoint
+    async def heartbeat(self) -> tuple[str, int]:
+        return memory_domain(), os.getpid()
 
 
 class ActorGroup:
-    """The ranks of one role: their processes, their actor, and calls to them."""
+    """The ranks of one role, from ``spawn`` to ``stop``. Every call ends: with results, or an ActorFailure.
 
-    def __init__(self, name: str, supervisor: Supervisor, *, logs: Path):
-        self.name, self.ranks = name, 0
-        self._supervisor, self._logs = supervisor, logs
+    What an endpoint raises is the failure of that call. A rank that died, or gave no answer in time, is the failure of
+    the group: all its calls, pending and later ones, raise that first failure. ::
+
+        group = ActorGroup("trainer", supervisor, logs=folder / "logs", heartbeat=60.0)
+        await group.spawn(PolicyTrainer, 2, config, deadline=600.0)
+        answers = await group.call("forward", batch, deadline=600.0)
+        await group.stop()                                    # another of the same name can be spawned after it
+    """
+
+    def __init__(self, name: str, supervisor: Supervisor, *, logs: Path, heartbeat: float = 0.0):
+        self.name, self.ranks, self.port = name, 0, free_port()
+        self._mesh = f"{name}-{next(_incarnations)}"  # Monarch tells of a death when the next of this name may be up
+        self._supervisor, self._logs, self._heartbeat = supervisor, logs, heartbeat
+        loop = asyncio.get_running_loop()
+        self._failed: asyncio.Future[ActorFailure] = loop.create_future()
+        self._over: asyncio.Future[ActorFailure] = loop.create_future()  # failed or stopped
         self._procs: ProcMesh | None = None
-        self._watching: list[asyncio.Task[None]] = []
-        supervisor.register(self)
+        self._processes: list[Process] = []
+        self._background: list[asyncio.Task[None]] = []
+        self._doing: dict[int, list[str]] = {}
 
-    def spawn(
-        self, actor: type[Actor], ranks: int, *args: Any, env: dict[str, str] | None = None, first_device: int = 0
+    async def spawn(
+        self,
+        actor: type[Actor],
+        ranks: int,
+        *args: Any,
+        deadline: float,
+        env: dict[str, str] | None = None,
+        first_device: int = 0,
     ) -> None:
         """Start ``ranks`` processes, with ``env`` on top of this process's, and ``actor(*args)`` in each."""
-        self.ranks = ranks
-        self._procs = spawn_procs(self.name, ranks, env=env or {}, logs=self._logs, first_device=first_device)
-        self._actor = self._procs.spawn(self.name, actor, *args)
+        self.ranks, self._doing = ranks, {rank: [] for rank in range(ranks)}
+        everyone: dict[int, Sequence[Any]] = dict.fromkeys(range(ranks), ())
+        self._supervisor.register(self._mesh, self)
+        self._procs = spawn_procs(
+            self.name, ranks, env=env or {}, logs=self._logs, port=self.port, first_device=first_device
+        )
+        self._pulse = self._procs.spawn(self._mesh, Pulse)
+        for rank, (domain, pid) in enumerate(await self._answers(self._pulse, "heartbeat", everyone, deadline)):
+            if domain == memory_domain():
+                with contextlib.suppress(ProcessLookupError):  # it died just now: Monarch will tell
+                    self._processes.append(Process(pid, partial(self.died, rank)))
+        self._actor = self._procs.spawn(self._mesh, actor, *args)
+        if self._heartbeat:
+            self._background.append(asyncio.create_task(self._beat(everyone)))
 
     async def call(self, endpoint: str, *args: Any, deadline: float, rank: int | None = None) -> list[Any]:
         """``endpoint`` of every rank, or of one; results in rank order. The first rank to fail ends the call."""
@@ -97,45 +123,118 @@ class ActorGroup:
 
     async def call_each(self, endpoint: str, args: Mapping[int, Sequence[Any]], *, deadline: float) -> list[Any]:
         """``endpoint`` of the given ranks, each with arguments of its own."""
-        tasks = [asyncio.ensure_future(self._call_rank(rank, endpoint, own)) for rank, own in args.items()]
-        return await self._supervisor.wait(tasks, deadline=deadline, what=f"{self.name}.{endpoint}")
+        if self._over.done():
+            raise self._over.result().with_traceback(None)
+        for rank in args:
+            self._doing[rank].append(endpoint)
+        try:
+            return await self._answers(self._actor, endpoint, args, deadline)
+        finally:
+            for rank in args:
+                self._doing[rank].remove(endpoint)
 
     def watch(self, endpoint: str) -> None:
-        """Call ``endpoint``, which returns when the rank is closed; if it raises, the run has failed."""
+        """Call ``endpoint``, which returns when the rank is closed; if it raises, the group has failed."""
 
-        async def watch_rank(rank: int) -> None:
+        async def watched() -> None:
             try:
-                await self._call_rank(rank, endpoint, ())
-            except RunError as error:
-                self._supervisor.fail(error)
+                await self.call(endpoint, deadline=math.inf)
+            except ActorFailure as failure:
+                self._fail(failure)
 
-        self._watching = [asyncio.ensure_future(watch_rank(rank)) for rank in range(self.ranks)]
+        self._background.append(asyncio.create_task(watched()))
+
+    async def failed(self) -> ActorFailure:
+        """The group's failure, once there is one."""
+        return await asyncio.shield(self._failed)
+
+    def died(self, rank: int, reason: str = "") -> None:
+        """Fail as the death of a rank's process, with what its log ended on."""
+        during = self._doing[rank][-1] if self._doing[rank] else "between calls"
+        log = self._logs / f"{self.name}-{rank}.log"
+        why = reason.partition("\n")[2].strip() or reason  # Monarch's first line names its own meshes
+        died = f"the process died: {why}" if why else "the process died"
+        self._fail(self._failure([rank], during, "died", f"{died}\n{_tail(log)}"))
 
     async def stop(self) -> None:
-        """End the processes, if there are any left."""
+        """End the processes, whatever they are doing, and whatever waits for them. Raises nothing."""
+        self._supervisor.forget(self._mesh)
+        lost = self._over.done()
+        if not lost:
+            self._over.set_result(self._failure([0], "stop", "died", "it was stopped"))
+        for task in self._background:
+            task.cancel()
+        if lost:  # its ranks may hang, so that they would not answer Monarch
+            self._kill()
         procs, self._procs = self._procs, None
-        await stop_procs(procs)
+        known = len(self._processes) == self.ranks
+        await stop_procs(procs, deadline=STOP_S if known else REMOTE_STOP_S)
+        self._kill()
+        if ends := [process.ended for process in self._processes]:
+            await asyncio.wait(ends, timeout=STOP_S)
 
-    async def _call_rank(self, rank: int, endpoint: str, args: Sequence[Any]) -> Any:
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def _fail(self, failure: ActorFailure) -> None:
+        if not self._over.done():
+            self._over.set_result(failure)
+            self._failed.set_result(failure)
+
+    def _failure(
+        self, ranks: Iterable[int], call: str, kind: Literal["died", "silent", "raised"], what: str
+    ) -> ActorFailure:
+        first, *others = sorted(ranks)
+        named = f"ranks {', '.join(map(str, [first, *others]))}" if others else f"rank {first}"
+        return ActorFailure(f"{self.name} {named}, {call}: {what}", actor=self.name, rank=first, call=call, kind=kind)
+
+    async def _beat(self, everyone: dict[int, Sequence[Any]]) -> None:
+        with contextlib.suppress(ActorFailure):  # whoever waits for the group is told
+            while True:
+                await asyncio.sleep(self._heartbeat / 3)
+                await self._answers(self._pulse, "heartbeat", everyone, self._heartbeat)
+
+    async def _answers(
+        self, actor: Any, endpoint: str, args: Mapping[int, Sequence[Any]], deadline: float
+    ) -> list[Any]:
+        """Of the given ranks of ``actor``; raises the first failure of the group, or of one of them."""
+        loop = asyncio.get_running_loop()
+        tasks = {rank: asyncio.ensure_future(self._ask(actor, endpoint, rank, own)) for rank, own in args.items()}
+        ends, pending = loop.time() + deadline, {*tasks.values()}
         try:
-            return await _resolve(getattr(self._actor.slice(ranks=rank), endpoint).call_one(*args))
+            while pending:
+                done, _ = await asyncio.wait(
+                    {*pending, self._over}, timeout=max(0.0, ends - loop.time()), return_when=asyncio.FIRST_COMPLETED
+                )
+                pending -= done
+                if not done:
+                    silent = [rank for rank, task in tasks.items() if task in pending]
+                    self._fail(self._failure(silent, endpoint, "silent", f"no answer within {deadline:.0f} s"))
+                answers = [task.result() for task in tasks.values() if task in done]
+                raised = [answer for answer in answers if isinstance(answer, ActorFailure)]
+                if raised and self.ranks > 1:
+                    await asyncio.wait({self._over}, timeout=GRACE_S)
+                if self._over.done():
+                    raise self._over.result().with_traceback(None)
+                if raised:
+                    raise raised[0]
+        finally:
+            for task in pending:
+                task.cancel()
+        return [task.result() for task in tasks.values()]
+
+    async def _ask(self, actor: Any, endpoint: str, rank: int, args: Sequence[Any]) -> Any:
+        """The rank's answer, or its failure as one."""
+        try:
+            return await getattr(actor.slice(ranks=rank), endpoint).call_one(*args)
         except ActorError as error:
             cause = error.exception
             named = str(cause) if isinstance(cause, RunError) else f"{type(cause).__name__}: {cause}"
-            raise RunError(f"{self.name} rank {rank}, {endpoint}: {named}\n{error}") from None
-        except Exception as error:
-            raise self.died(rank, endpoint, error) from None
-
-    def died(self, rank: int, during: str, cause: object) -> RunError:
-        """The error that says so, with what the rank's log ended on."""
-        first, *rest = str(cause).strip().splitlines() or [type(cause).__name__]
-        reason = "\n".join(rest).strip() or first  # Monarch's first line names its own meshes
-        log = self._logs / f"{self.name}-{rank}.log"
-        return RunError(f"{self.name} rank {rank}, {during}: the process died: {reason}\n{_tail(log)}")
-
-
-async def _resolve(future: Any) -> Any:
-    return await future
+            return self._failure([rank], endpoint, "raised", f"{named}\n{error}")
+        except RuntimeError as error:  # Monarch's own: nobody is there to answer
+            self.died(rank, str(error))
+            return self._over.result()
 
 
 def _tail(log: Path, lines: int = 20) -> str:

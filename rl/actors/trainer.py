@@ -11,8 +11,9 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.config import Configurable
 
-from rl.actors.group import ActorGroup, Supervisor
+from rl.actors.group import ActorGroup, Deadlines, Supervisor
 from rl.actors.store import StoreProcess
+from rl.errors import ActorFailure
 from rl.model.parts import Layout, layout_of
 from rl.model.shape import ModelConfig
 from rl.platform import memory_domain
@@ -166,20 +167,32 @@ class TrainerMesh:
         supervisor: Supervisor,
         *,
         folder: Path,
-        start_deadline: float,
-        deadline: float,
+        seed: int,
+        steps: int,
+        deadlines: Deadlines,
     ):
-        self._config, self._model, self._folder = config, model, folder
-        self._start_deadline, self._deadline = start_deadline, deadline
-        self._group = ActorGroup("trainer", supervisor, logs=folder / "logs")
+        self._config, self._model, self._supervisor = config, model, supervisor
+        self._folder, self._seed, self._steps, self._deadlines = folder, seed, steps, deadlines
+        self._group = self._new_group()
         self._store: StoreProcess | None = None
         self.version = 0
         """Policy version of the trainer's weights."""
 
-    async def start(self, *, seed: int, steps: int) -> None:
-        """Spawn the ranks and build their engines."""
-        self._group.spawn(PolicyTrainer, self._config.ranks, self._config, self._model, seed, steps, str(self._folder))
-        await self._group.call("start", deadline=self._start_deadline)
+    def _new_group(self) -> ActorGroup:
+        return ActorGroup("trainer", self._supervisor, logs=self._folder / "logs", heartbeat=self._deadlines.heartbeat)
+
+    async def start(self) -> None:
+        """Spawn the ranks and build their engines; again after ``stop``."""
+        self._group, self.version = self._new_group(), 0
+        deadline, arguments = self._deadlines.start, (self._seed, self._steps, str(self._folder))
+        await self._group.spawn(
+            PolicyTrainer, self._config.ranks, self._config, self._model, *arguments, deadline=deadline
+        )
+        await self._group.call("start", deadline=deadline)
+
+    async def failed(self) -> ActorFailure:
+        """The failure that all calls raise from then on, once there is one; until the next ``start``."""
+        return await self._group.failed()
 
     async def forward(self, batch: Batch, *, temperature: float = 1.0) -> Outputs:
         """``logprobs`` and ``entropy`` of each token, float32 [T] in the batch's order."""
@@ -219,7 +232,7 @@ class TrainerMesh:
         if transfer.transport == "torchstore" and self._store is None:
             self._store = await StoreProcess.start(logs=self._folder / "logs")
         arguments = {rank: (transfer, rank) for rank in range(self._config.ranks)}
-        return await self._group.call_each("open_publisher", arguments, deadline=self._deadline)
+        return await self._group.call_each("open_publisher", arguments, deadline=self._deadlines.call)
 
     async def push_weights(self) -> tuple[int, Sent]:
         """Make the current weights readable; their version, and the bytes of all ranks.
@@ -257,13 +270,14 @@ class TrainerMesh:
         await self.stop()
 
     async def stop(self) -> None:
-        """End the processes, whatever they are doing."""
+        """End the processes, whatever they are doing. Raises nothing."""
         await self._group.stop()
-        if self._store is not None:
-            await self._store.stop()
+        store, self._store = self._store, None
+        if store is not None:
+            await store.stop()
 
     async def _call(self, endpoint_name: str, *args: Any) -> list[Any]:
-        return await self._group.call(endpoint_name, *args, deadline=self._deadline)
+        return await self._group.call(endpoint_name, *args, deadline=self._deadlines.call)
 
     def _shares(self, batch: Batch) -> list[list[int]]:
         """Sequences of each data-parallel rank."""
@@ -275,7 +289,7 @@ class TrainerMesh:
         arguments: dict[int, tuple[Any, ...]] = dict.fromkeys(range(self._config.ranks), (None, *args))
         for number, share in enumerate(shares):
             arguments[number * per_share] = (batch.select(share), *args)
-        return (await self._group.call_each(endpoint_name, arguments, deadline=self._deadline))[::per_share]
+        return (await self._group.call_each(endpoint_name, arguments, deadline=self._deadlines.call))[::per_share]
 
 
 def _merge(batch: Batch, shares: list[list[int]], answers: list[Outputs]) -> Outputs:

@@ -1,6 +1,7 @@
 """How a generator runs, and the environment its processes must be born with. Imports no vLLM."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 MIN_TEMPERATURE = 0.01  # vLLM silently raises smaller ones to this, and the log-probs would be another distribution's
@@ -82,3 +83,8 @@ def environment(config: GeneratorConfig) -> dict[str, str]:
     if config.enforce_eager:
         variables["TORCH_COMPILE_DISABLE"] = "1"  # vLLM's sampler compiles a helper otherwise: seconds, and needs g++
     return variables
+
+
+def shared_memory(port: int) -> list[Path]:
+    """What ranks that were to meet at ``port`` left in /dev/shm because they were killed while they started."""
+    return [*Path("/dev/shm").glob(f"{port}-*-cpushm_*")]

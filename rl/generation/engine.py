@@ -78,6 +78,11 @@ class GenerationEngine:
         self._engine.engine_core.set_weight_version(str(version))
         self.version = version
 
+    def reset_prefix_cache(self) -> None:
+        """Let no request find a prefix of those before it. Raises RunError where one is in flight."""
+        if not self._engine.reset_prefix_cache():
+            raise RunError("vLLM did not reset its prefix cache: a request is in flight")
+
     def check(self, request: GenerationRequest) -> None:
         """Raise ValueError for a request that cannot be served, RunError where no weights were ever pushed."""
         if self.version is None:

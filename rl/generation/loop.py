@@ -31,11 +31,16 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     pass
 
 
-Command = Add | Abort | Pull | Close
+Command = Add | Abort | Pull | ResetPrefixCache | Close
 
 NOTHING = -1  # the version of a rank whose pull failed
 
@@ -62,8 +67,8 @@ class EngineLoop:
 
     ``make_engine`` builds the engine in that thread. ``pull(engine, version)`` copies the weights of a policy version
     into ``engine.parameters()``; where it brings a newer one it returns which. With tensor parallelism every rank runs
-    a loop, rank 0 leads: what it is asked for reaches all ranks before the same step. ``generate`` and ``pull`` are
-    for rank 0, the rest for every rank::
+    a loop, rank 0 leads: what it is asked for reaches all ranks before the same step. ``generate``, ``pull`` and
+    ``reset_prefix_cache`` are for rank 0, the rest for every rank::
 
         loop = EngineLoop(make_engine, pull)
         await loop.start()
@@ -132,6 +137,12 @@ class EngineLoop:
             self._pulls.append((version, done))
             self._changed.notify()
         return await asyncio.wrap_future(done)
+
+    async def reset_prefix_cache(self) -> None:
+        """Have every rank forget all prefixes before what is asked for next. Ends the loop if anything is in flight."""
+        with self._changed:
+            self._leader()
+            self._tell(ResetPrefixCache())
 
     async def run_between_steps(self, fn: Callable[[GenerationEngine], Any]) -> Any:
         """``fn(engine)``, run by this rank's thread between two steps. No collectives: peers do not take part.
@@ -258,6 +269,8 @@ class EngineLoop:
                 engine.abort(request_ids)
             case Pull(version):
                 self._swap(engine, version)
+            case ResetPrefixCache():
+                engine.reset_prefix_cache()
 
     def _swap(self, engine: GenerationEngine, version: int) -> None:
         """Pull on every rank, and tell all whom the version brought serves."""

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand  # not re-exported by monarch.actor
@@ -32,9 +34,12 @@ def stop_runtime() -> None:
     shutdown_context().get(timeout=10)
 
 
-def spawn_procs(name: str, ranks: int, *, env: dict[str, str], logs: Path, first_device: int = 0) -> ProcMesh:
+def spawn_procs(
+    name: str, ranks: int, *, env: dict[str, str], logs: Path, port: int | None = None, first_device: int = 0
+) -> ProcMesh:
     """``ranks`` processes with torch.distributed's variables set; each logs to ``logs``/name-rank.log.
 
+    They meet at ``port``, by default any free one.
     On CUDA (not covered by the tests) they see ``ranks`` devices of the host, from ``first_device`` on.
     """
     logs.mkdir(parents=True, exist_ok=True)
@@ -42,7 +47,7 @@ def spawn_procs(name: str, ranks: int, *, env: dict[str, str], logs: Path, first
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(port or free_port()),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
         **env,
@@ -74,7 +79,31 @@ async def stop_procs(procs: ProcMesh | None, *, deadline: float = 20.0) -> None:
             await asyncio.wait_for(stopped(procs), deadline)
 
 
-def _free_port() -> int:
+class Process:
+    """A process of this host that Monarch started, known by a descriptor: its pid may be another's after its end."""
+
+    def __init__(self, pid: int, on_end: Callable[[], None]):
+        """Raises ProcessLookupError where it has ended."""
+        self.pid, self._descriptor, self._on_end = pid, os.pidfd_open(pid), on_end
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._end)
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+
+    def kill(self) -> None:
+        """End it, also where it is stopped or hangs."""
+        if not self.ended.done():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def _end(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self.ended.set_result(None)
+        self._on_end()
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,6 +1,7 @@
 """Real meshes whose ranks also hand out their parameters, and push with faults, which no actor of Tiller does."""
 
 import asyncio
+import itertools
 import os
 import threading
 from collections.abc import Coroutine
@@ -16,6 +17,7 @@ import rl.actors.trainer as trainer_module
 from rl.actors.generator import Generator, GeneratorMesh
 from rl.actors.group import Supervisor
 from rl.actors.trainer import PolicyTrainer, TrainerMesh
+from rl.config import DeadlineConfig
 from rl.generation.config import GeneratorConfig
 from rl.model.parts import Box, Part
 from rl.model.shape import ModelConfig
@@ -25,6 +27,7 @@ from rl.weights.config import TransportName
 from rl.weights.transport import Sent, Transfer
 
 DEADLINE = 300.0
+DEADLINES = DeadlineConfig(start=DEADLINE, call=DEADLINE, heartbeat=0.0)
 
 
 class OpenTrainer(PolicyTrainer):
@@ -119,7 +122,7 @@ class OpenGenerator(Generator):
                 copies[i], copies[j] = (to_one, from_other), (to_other, from_one)
 
     @concurrent_endpoint
-    async def reset_prefix_cache(self, really: bool) -> None:
+    async def honour_reset(self, really: bool) -> None:
         """Whether vLLM does from now on what it says."""
 
         def patch(engine: Any) -> None:
@@ -143,29 +146,36 @@ class Meshes:
         self._folder = folder
         self._supervisor = self._runner.run(self._make_supervisor())
         self._meshes: list[Any] = []
+        self._numbers = itertools.count()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._runner.run(work)
 
     async def trainer(self, config: TrainerConfig, model: ModelConfig, *, steps: int = 10) -> TrainerMesh:
-        mesh = TrainerMesh(config, model, self._supervisor, folder=self._folder, **deadlines())
+        mesh = TrainerMesh(
+            config, model, self._supervisor, folder=self._folder, seed=0, steps=steps, deadlines=DEADLINES
+        )
         self._meshes.append(mesh)
-        trainer_module.PolicyTrainer, kept = OpenTrainer, trainer_module.PolicyTrainer
-        try:
-            await mesh.start(seed=0, steps=steps)
-        finally:
-            trainer_module.PolicyTrainer = kept
+        await self.start(mesh)
         return mesh
 
     async def generator(self, config: GeneratorConfig, model: ModelConfig) -> GeneratorMesh:
-        mesh = GeneratorMesh(config, model, self._supervisor, folder=self._folder, **deadlines())
+        name = f"generator-{next(self._numbers)}"
+        mesh = GeneratorMesh(
+            config, model, self._supervisor, name=name, folder=self._folder, seed=0, deadlines=DEADLINES
+        )
         self._meshes.append(mesh)
-        generator_module.Generator, kept = OpenGenerator, generator_module.Generator
-        try:
-            await mesh.start(seed=0)
-        finally:
-            generator_module.Generator = kept
+        await self.start(mesh)
         return mesh
+
+    async def start(self, mesh: Any) -> None:
+        """Start it, or start it again, with actors that hand out what those of Tiller do not."""
+        kept = trainer_module.PolicyTrainer, generator_module.Generator
+        trainer_module.PolicyTrainer, generator_module.Generator = OpenTrainer, OpenGenerator
+        try:
+            await mesh.start()
+        finally:
+            trainer_module.PolicyTrainer, generator_module.Generator = kept
 
     async def stop(self, *meshes: Any) -> None:
         for mesh in meshes:
@@ -173,7 +183,6 @@ class Meshes:
             await mesh.close()
 
     def close(self) -> None:
-        self._supervisor.stop()
         for mesh in self._meshes:
             self.run(mesh.stop())
         self._runner.close()
@@ -186,10 +195,6 @@ def held_segments() -> int:
     """How often this process maps slots of a push or has them open."""
     opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry)]
     return sum("/memfd:tiller-weights" in line for line in [*opened, *Path("/proc/self/maps").read_text().splitlines()])
-
-
-def deadlines() -> dict[str, float]:
-    return {"start_deadline": DEADLINE, "deadline": DEADLINE}
 
 
 def trainer_config(*, fsdp: int = 1, tp: int = 1) -> TrainerConfig:

@@ -1,79 +1,105 @@
 """Every call to an actor ends: with results in rank order, or with the name of the rank that did not give one."""
 
 import asyncio
+import contextlib
 import os
 import signal
-import time
+from pathlib import Path
 
+import monarch.actor
 import pytest
-from monarch.actor import Actor, current_rank, endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from rl.actors.group import ActorGroup, Supervisor
-from rl.errors import RunError
+from rl.errors import ActorFailure
+
+LONG = 60.0
 
 
 class Moody(Actor):
     def __init__(self, mood: str):
         self._mood, self._rank = mood, current_rank().rank
+        if mood == "dying" and self._rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    @endpoint
+    @concurrent_endpoint
     async def say(self, word: str) -> str:
         return f"{self._mood} {word} {self._rank} {os.environ['RANK']}/{os.environ['WORLD_SIZE']} {os.environ['EXTRA']}"
 
-    @endpoint
+    @concurrent_endpoint
     async def fail_on_rank_1(self) -> None:
-        print("about to fail", flush=True)
         if self._rank == 1:
             raise ValueError("not today")
         await asyncio.sleep(3600)  # as a peer that waits for it in a collective
 
-    @endpoint
+    @concurrent_endpoint
     async def hang_on_rank_0(self) -> None:
         await asyncio.sleep(3600 * (self._rank == 0))
 
-    @endpoint
-    async def die_on_rank_1(self) -> None:
+    @concurrent_endpoint
+    async def fail_when_rank_1_is_gone(self, pid: int) -> None:
+        while Path(f"/proc/{pid}").exists():
+            await asyncio.sleep(0)
+        raise ConnectionResetError("by peer")
+
+    @concurrent_endpoint
+    async def speak_and_hang(self) -> None:
         print("last words", flush=True)
-        if self._rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
         await asyncio.sleep(3600)
 
-    @endpoint
+    @concurrent_endpoint
     async def pid(self) -> int:
         return os.getpid()
 
 
 @pytest.fixture
 def in_group(tmp_path):
-    """Runs ``work(group, supervisor)`` with two ranks, and asserts that they end with it."""
+    """Runs ``work(group, pids)`` with two ranks, and asserts that they and all that was opened for them end with it."""
 
-    def run(work):
+    def run(work, *, mood: str = "cheerful", heartbeat: float = 0.0):
         async def started():
-            supervisor = Supervisor()
-            group = ActorGroup("moody", supervisor, logs=tmp_path)
-            group.spawn(Moody, 2, "cheerful", env={"EXTRA": "set"})
+            group = ActorGroup("moody", Supervisor(), logs=tmp_path, heartbeat=heartbeat)
+            pids: list[int] = []
             try:
-                pids = await group.call("pid", deadline=60)
-                return await work(group, supervisor), pids
+                await group.spawn(Moody, 2, mood, deadline=LONG, env={"EXTRA": "set"})
+                pids = [process.pid for process in group._processes]
+                return await work(group, pids)
             finally:
-                supervisor.stop()
                 await group.stop()
+                assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
+                assert pidfds() == []
 
-        result, pids = asyncio.run(started())
-        deadline = time.monotonic() + 10
-        while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        return result
+        return asyncio.run(asyncio.wait_for(started(), LONG))
 
     return run
 
 
-async def raised(coroutine) -> tuple[str, float]:
-    start = time.monotonic()
-    with pytest.raises(RunError) as error:
+def pidfds() -> list[str]:
+    """What this process has open of other processes."""
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread of Monarch's closed it while we looked
+            links.append(os.readlink(path))
+    return [link for link in links if "pidfd" in link]
+
+
+async def failure_of(coroutine) -> ActorFailure:
+    with pytest.raises(ActorFailure) as error:
         await coroutine
-    return str(error.value), time.monotonic() - start
+    return error.value
+
+
+async def failures_of_all(group, pids, signal_number) -> list[ActorFailure]:
+    """Of a pending call to rank 0, of one to both, of the group, and of a later call; after a signal to rank 1."""
+    pending = [
+        asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", rank=0, deadline=3600))),
+        asyncio.ensure_future(failure_of(group.call("speak_and_hang", deadline=3600))),
+    ]
+    while "last words" not in (group._logs / "moody-1.log").read_text():
+        await asyncio.sleep(0.01)
+    os.kill(pids[1], signal_number)
+    failures = await asyncio.gather(*pending)
+    return [*failures, await group.failed(), await failure_of(group.call("pid", rank=0, deadline=LONG))]
 
 
 def test_results_come_in_rank_order_and_one_rank_can_be_asked_alone(in_group):
@@ -85,45 +111,118 @@ def test_results_come_in_rank_order_and_one_rank_can_be_asked_alone(in_group):
     assert alone == ["cheerful you 1 1/2 set"]
 
 
-def test_a_rank_that_raises_is_named_at_once_while_its_peer_waits(in_group):
+def test_what_an_endpoint_raises_names_it_at_once_and_fails_that_call_alone(in_group):
+    async def work(group, pids):
+        other = asyncio.ensure_future(group.call("hang_on_rank_0", rank=0, deadline=3600))
+        failure = await failure_of(group.call("fail_on_rank_1", deadline=3600))
+        assert await group.call("pid", deadline=LONG) == pids
+        assert not other.done()
+        other.cancel()
+        return failure
+
+    failure = in_group(work)
+    assert str(failure).startswith("moody rank 1, fail_on_rank_1: ValueError: not today")
+    assert "test_group.py" in str(failure)  # the remote traceback
+    assert (failure.actor, failure.rank, failure.call, failure.kind) == ("moody", 1, "fail_on_rank_1", "raised")
+    assert not failure.is_lost
+
+
+def test_what_a_watched_endpoint_raises_is_the_failure_of_the_group(in_group):
     async def work(group, _):
-        return await raised(group.call("fail_on_rank_1", deadline=60))
+        pending = asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", deadline=3600)))
+        group.watch("fail_on_rank_1")
+        return [await pending, await group.failed(), await failure_of(group.call("pid", deadline=LONG))]
 
-    message, seconds = in_group(work)
-    assert message.startswith("moody rank 1, fail_on_rank_1: ValueError: not today")
-    assert "test_group.py" in message  # the remote traceback
-    assert seconds < 30
+    failures = in_group(work)
+    assert {str(failure) for failure in failures} == {str(failures[0])}
+    assert (failures[0].call, failures[0].kind) == ("fail_on_rank_1", "raised")
 
 
-def test_a_silent_rank_is_given_up_at_the_deadline(in_group):
+def test_silent_ranks_are_given_up_at_the_deadline_by_name_and_with_them_the_group(in_group):
     async def work(group, _):
-        return await raised(group.call("hang_on_rank_0", deadline=1.0))
+        other = asyncio.ensure_future(failure_of(group.call("speak_and_hang", rank=1, deadline=3600)))
+        return await failure_of(group.call("hang_on_rank_0", deadline=1.0)), await other
 
-    message, seconds = in_group(work)
-    assert message == "moody.hang_on_rank_0: no answer within 1 s; 1 of 2 ranks are silent"
-    assert seconds < 30
+    failure, other = in_group(work)
+    assert str(failure) == str(other) == "moody rank 0, hang_on_rank_0: no answer within 1 s"
+    assert (failure.kind, failure.is_lost) == ("silent", True)
 
 
-def test_a_killed_rank_is_named_with_its_last_words(in_group):
+def test_a_killed_rank_fails_every_call_at_once_with_its_name_and_last_words(in_group):
+    failures = in_group(lambda group, pids: failures_of_all(group, pids, signal.SIGKILL))
+    assert {str(failure) for failure in failures} == {str(failures[0])}
+    assert str(failures[0]).startswith("moody rank 1, speak_and_hang: the process died\nend of ")
+    assert str(failures[0]).endswith("last words")
+    assert (failures[0].rank, failures[0].kind, failures[0].is_lost) == (1, "died", True)
+
+
+def test_a_stopped_rank_is_found_by_its_heartbeat_and_ended(in_group):
+    failures = in_group(lambda group, pids: failures_of_all(group, pids, signal.SIGSTOP), heartbeat=0.5)
+    assert {str(failure) for failure in failures} == {"moody rank 1, heartbeat: no answer within 0 s"}
+    assert failures[0].kind == "silent"
+
+
+def test_a_peer_that_raises_because_of_a_death_is_not_named_in_its_place(in_group):
+    async def work(group, pids):
+        call = asyncio.ensure_future(failure_of(group.call("fail_when_rank_1_is_gone", pids[1], rank=0, deadline=LONG)))
+        group._processes[1]._loop.remove_reader(group._processes[1]._descriptor)  # the death is noticed later
+        os.kill(pids[1], signal.SIGKILL)
+        await asyncio.sleep(0.3)
+        assert not call.done()
+        group._processes[1]._end()
+        return await call
+
+    assert in_group(work).kind == "died"
+
+
+def test_a_rank_that_dies_while_its_actor_is_built_is_named(in_group):
     async def work(group, _):
-        return await raised(group.call("die_on_rank_1", deadline=60))
+        return await failure_of(group.call("pid", deadline=LONG))
 
-    message, seconds = in_group(work)
-    assert message.startswith("moody rank 1, die_on_rank_1: the process died: ")
-    assert "Killed(sig=9)" in message
-    assert message.endswith("last words")
-    assert seconds < 55
+    assert str(in_group(work, mood="dying")).startswith("moody rank 1, pid: the process died")
 
 
-def test_a_rank_that_dies_between_calls_ends_whatever_is_waited_for(in_group):
-    async def work(group, supervisor):
-        os.kill((await group.call("pid", deadline=30))[1], signal.SIGKILL)
-        elsewhere = asyncio.ensure_future(asyncio.sleep(3600))
-        return await raised(supervisor.wait([elsewhere], deadline=60, what="something else"))
+def test_stopping_fails_what_is_pending_and_later_calls_but_is_no_failure(in_group):
+    async def work(group, _):
+        pending = asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", deadline=3600)))
+        failed = asyncio.ensure_future(group.failed())
+        await asyncio.sleep(0.1)
+        await group.stop()
+        assert not failed.done()
+        failed.cancel()
+        return [await pending, await failure_of(group.call("pid", deadline=LONG))]
 
-    message, seconds = in_group(work)
-    assert message.startswith("moody rank 1, between calls: the process died: ")
-    reason, found, _ = message.partition("\nend of ")
-    assert found
+    assert {str(failure) for failure in in_group(work)} == {"moody rank 0, stop: it was stopped"}
+
+
+def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_of_the_name(tmp_path, monkeypatch):
+    """Monarch tells of it seconds later, and may do so again; here its hook is called again with what it was given."""
+
+    async def spawned(supervisor) -> ActorGroup:
+        group = ActorGroup("moody", supervisor, logs=tmp_path)
+        await group.spawn(Moody, 2, "cheerful", deadline=LONG, env={"EXTRA": ""})
+        return group
+
+    async def work():
+        supervisor, faults = Supervisor(), []
+        tell = monarch.actor.unhandled_fault_hook
+        monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", lambda fault: (faults.append(fault), tell(fault)))
+        monkeypatch.setattr("rl.actors.group.memory_domain", lambda: "another host")
+        lost = await spawned(supervisor)
+        pids = await lost.call("pid", deadline=LONG)
+        os.kill(pids[1], signal.SIGKILL)
+        failure = await lost.failed()
+        await lost.stop()
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+        again = await spawned(supervisor)
+        for fault in faults:
+            tell(fault)
+        await asyncio.sleep(0)
+        await again.call("pid", deadline=LONG)
+        await again.stop()
+        return failure
+
+    failure = asyncio.run(asyncio.wait_for(work(), LONG))
+    assert str(failure).startswith("moody rank 1, between calls: the process died: ")
+    reason = str(failure).partition("\nend of ")[0]
     assert reason.endswith(("Killed(sig=9)", "The process likely crashed"))  # on a busy host Monarch knows no more
-    assert seconds < 55

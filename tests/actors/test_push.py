@@ -131,12 +131,12 @@ def test_a_prefix_cache_that_was_not_reset_is_found_by_the_canary_which_says_tha
         push = make_push(trainer, generator, BOTH)
         await push.connect()
         await pushed(push)
-        await ask(generator, "reset_prefix_cache", False)
+        await ask(generator, "honour_reset", False)
         await trained(trainer)
         with pytest.raises(RunError, match=f"canary of policy version {trainer.version}: a log-prob of generator 0 "
                            r"differs by .* all parameters are equal, so a cache of older weights"):  # fmt: skip
             await pushed(push)
-        await ask(generator, "reset_prefix_cache", True)
+        await ask(generator, "honour_reset", True)
         await trained(trainer)
         await pushed(push)
 

@@ -7,7 +7,7 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 
-from rl.config import Action, RunConfig, WatchdogConfig
+from rl.config import Action, RolloutConfig, RunConfig, WatchdogConfig
 from rl.errors import ConfigError
 from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
 from rl.model.shape import ModelShape, shape_of
@@ -28,6 +28,7 @@ def validate(config: RunConfig) -> None:
     _validate_training_modes(config.trainer)
     _validate_resume(config)
     _validate_push(config)
+    _validate_pipeline(config.rollout)
     _validate_watchdog(config.watchdog)
     shape = shape_of(config.model)
     _validate_experts(shape, config.trainer.parallelism)
@@ -78,6 +79,15 @@ def _validate_numbers(config: RunConfig) -> None:
         "rollout.max_tokens": (rollout.max_tokens, 1),
         "rollout.temperature": (rollout.temperature, MIN_TEMPERATURE),
         "rollout.recorded_per_step": (rollout.recorded_per_step, 0),
+        "rollout.max_staleness": (rollout.max_staleness, 0),
+        "rollout.parts_per_step": (rollout.parts_per_step, 1),
+        "rollout.max_replacements": (rollout.max_replacements, 0),
+        "rollout.reward_workers": (rollout.reward_workers, 0),
+        "rollout.max_lost": (rollout.max_lost, 0),
+        "generator.replicas": (config.generator.replicas, 1),
+        "max_restarts": (config.max_restarts, 0),
+        "evaluation.every": (config.evaluation.every, 0),
+        "deadlines.heartbeat": (config.deadlines.heartbeat, 0),
         "model.num_experts": (config.model.num_experts, 0),
         "trainer.micro_batch_size": (config.trainer.micro_batch_size, 1),
         "trainer.logits_mib": (config.trainer.logits_mib, 1),
@@ -215,8 +225,7 @@ def _validate_resume(config: RunConfig) -> None:
 
 
 def _validate_push(config: RunConfig) -> None:
-    staleness, push = config.rollout.max_staleness, config.weights
-    _require(staleness in (0, 1), f"rollout.max_staleness is {staleness}; it must be 0 or 1")
+    push = config.weights
     _require(
         push.transport != "cuda_ipc" or device_type() == "cuda",
         "weights.transport is 'cuda_ipc', which needs CUDA; this host allows 'auto', 'shared_memory', 'rdma' and "
@@ -232,6 +241,20 @@ def _validate_push(config: RunConfig) -> None:
         tolerance is None or tolerance >= 0,
         f"weights.canary_tolerance is {tolerance}; it must be None, 0 for no canary, or above",
     )
+
+
+def _validate_pipeline(rollout: RolloutConfig) -> None:
+    parts, field_name = rollout.parts_per_step, "rollout.parts_per_step"
+    _require(
+        parts == 1 or rollout.pipeline == "asynchronous",
+        f"{field_name} is {parts}; it must be 1 unless rollout.pipeline is 'asynchronous': the order in which groups "
+        "finish would change the numbers",
+    )
+    _require(
+        parts <= rollout.prompts_per_step,
+        f"{field_name} is {parts}; it must be at most rollout.prompts_per_step={rollout.prompts_per_step}",
+    )
+    _require(rollout.max_lost <= 1, f"rollout.max_lost is {rollout.max_lost}; it is a share, at most 1")
 
 
 def _validate_watchdog(watchdog: WatchdogConfig) -> None:

@@ -54,6 +54,8 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def connect(self, transfer: Transfer, addresses: list[Any], generator: int, keep_version: bool) -> None:
+        if self._rank == 0 and not keep_version:
+            await self._loop.abort()
         parts = await self._loop.run_between_steps(lambda engine: self._disconnected(engine, keep_version))
         self._subscriber = open_subscriber(transfer, addresses, parts, generator=generator, rank=self._rank)
 
@@ -151,6 +153,7 @@ class GeneratorMesh:
         """Plan the routes from the trainer's ranks, as generator number ``generator`` of the run.
 
         With ``keep_version`` it is the same trainer as before: the generator goes on with the weights that it holds.
+        Else it forgets its version, and what is in flight is aborted.
         """
         await self._group.call("connect", transfer, addresses, generator, keep_version, deadline=self._deadlines.call)
         self.version = self.version if keep_version else None

@@ -53,13 +53,17 @@ class Pulled:
     pause_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """One ``generate`` in flight: the ids it asked for, in order, and what has come back so far."""
+    """One ``generate`` in flight: what it asked for, and what has come back so far."""
 
-    ids: list[str]
+    add: Add
     completions: dict[str, Completion]
     done: Future
+
+    @property
+    def ids(self) -> list[str]:
+        return [request.request_id for request in self.add.requests]
 
 
 class EngineLoop:
@@ -67,8 +71,8 @@ class EngineLoop:
 
     ``make_engine`` builds the engine in that thread. ``pull(engine, version)`` copies the weights of a policy version
     into ``engine.parameters()``; where it brings a newer one it returns which. With tensor parallelism every rank runs
-    a loop, rank 0 leads: what it is asked for reaches all ranks before the same step. ``generate``, ``pull`` and
-    ``reset_prefix_cache`` are for rank 0, the rest for every rank::
+    a loop, rank 0 leads: what it is asked for reaches all ranks before the same step. ``generate``, ``abort``, ``pull``
+    and ``reset_prefix_cache`` are for rank 0, the rest for every rank::
 
         loop = EngineLoop(make_engine, pull)
         await loop.start()
@@ -117,11 +121,18 @@ class EngineLoop:
                 raise ValueError(f"request ids must be unique among those in flight, got {ids}")
             for request in requests:
                 engine.check(request)
-            call = _Call(ids, {}, self._promise())
+            call = _Call(Add(requests), {}, self._promise())
             self._calls.update(dict.fromkeys(ids, call))
-            self._tell(add := Add(requests))
-        call.done.add_done_callback(lambda done: self._forget(ids, add) if done.cancelled() else None)
+            self._tell(call.add)
+        call.done.add_done_callback(lambda done: self._forget(call) if done.cancelled() else None)
         return await asyncio.wrap_future(call.done)
+
+    async def abort(self) -> None:
+        """Abort every request in flight; whoever waits for one gets a RunError."""
+        for call in {*self._calls.values()}:
+            self._forget(call)
+            if call.done.set_running_or_notify_cancel():
+                call.done.set_exception(RunError("the request was aborted: the trainer was started again"))
 
     async def pull(self, version: int) -> Pulled:
         """Have every rank pull policy ``version`` before the same step; what is in flight follows ``engine.swap``.
@@ -197,15 +208,15 @@ class EngineLoop:
         self._commands.append(command)
         self._changed.notify()
 
-    def _forget(self, ids: list[str], add: Add) -> None:
+    def _forget(self, call: _Call) -> None:
         """Abort the requests of a caller that was cancelled."""
         with self._changed:
-            for request_id in ids:
+            for request_id in call.ids:
                 self._calls.pop(request_id, None)
-            if add in self._commands:
-                self._commands.remove(add)
+            if call.add in self._commands:
+                self._commands.remove(call.add)
             else:
-                self._tell(Abort(ids))
+                self._tell(Abort(call.ids))
 
     def _run(self) -> None:
         error: BaseException | None = None

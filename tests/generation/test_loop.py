@@ -42,6 +42,13 @@ def test_a_cancelled_call_frees_its_requests(generator):
     assert len(good[0].tokens) == 4
 
 
+def test_abort_ends_what_is_in_flight_and_the_loop_goes_on(generator):
+    ((error, busy, good),) = generator.run(played, aborted)
+    assert error.startswith("RunError: the request was aborted")
+    assert not busy
+    assert len(good[0].tokens) == 4
+
+
 def test_a_failure_in_the_thread_reaches_serve_and_everyone_who_waits(generator):
     (errors,) = generator.run(played, failing_pull, pull=("raise", None))
     assert errors == ["serve: no such version 7", "generate: no such version 7", "pull: no such version 7",
@@ -129,6 +136,17 @@ async def cancelled_call(loop):
     await asyncio.wait([generating])
     again = await loop.generate([request("r", max_tokens=4)])
     return await loop.run_between_steps(lambda engine: engine.busy), again
+
+
+async def aborted(loop):
+    generating = asyncio.create_task(loop.generate([request("r", max_tokens=250), request("s", max_tokens=250)]))
+    while not await loop.run_between_steps(lambda engine: engine.busy):
+        pass
+    await loop.abort()
+    await asyncio.wait([generating])
+    again = await loop.generate([request("r", max_tokens=4)])
+    error = generating.exception()
+    return f"{type(error).__name__}: {error}", await loop.run_between_steps(lambda engine: engine.busy), again
 
 
 async def failing_pull(loop):

@@ -63,9 +63,9 @@ def test_staleness_and_the_queue_get_panels_where_a_run_was_ahead(tmp_path):
         write_curves_png(tmp_path / "curves.png", [{**row, **ahead} for row in make_rows(10)])
         return int.from_bytes((tmp_path / "curves.png").read_bytes()[20:24])
 
-    assert height() == height(**{"rollout/staleness_mean": 0.0, "ledger/finished": 0.0})
-    for name in ("rollout/staleness_mean", "ledger/finished"):
-        assert height(**{name: 0.5}) == 10 / 7 * height()
+    lockstep = height(**{"rollout/staleness_mean": 0.0, "ledger/finished": 0.0})
+    assert height(**{"rollout/staleness_mean": 0.5}) == 10 / 7 * lockstep
+    assert height(**{"ledger/finished": 3.0}) == 10 / 7 * lockstep
 
 
 def test_evaluations_are_dots_among_the_rewards(tmp_path):

@@ -186,7 +186,7 @@ def _how_to_go_on(config: RunConfig, record: RunRecord, command: str) -> str:
 
 def _conclude(record: RunRecord, summary: dict[str, object], progress: Progress) -> None:
     rows = record.read_metrics()
-    write_curves_png(record.folder / "curves.png", rows)
+    write_curves_png(record.folder / "curves.png", rows, record.read_evaluations())
     record.write_summary(summary)
     progress.note(reward_curve_text(rows))
     progress.note("\n".join(f"{name:>18}  {value}" for name, value in summary.items()))

@@ -212,8 +212,11 @@ REFUSED = [
     ("trainer.micro_batch_tokens", 21, "trainer.micro_batch_tokens is 21; it must be at least 22, the longest"),
     ("trainer.logits_mib", 0, "trainer.logits_mib is 0; it must be at least 1"),
     ("trainer.max_skipped_steps", -1, "trainer.max_skipped_steps is -1; it must be at least 0"),
-    ("rollout.max_staleness", 2, "rollout.max_staleness is 2; it must be 0 or 1"),
-    ("rollout.max_staleness", -1, "rollout.max_staleness is -1; it must be 0 or 1"),
+    ("rollout.max_staleness", -1, "rollout.max_staleness is -1; it must be at least 0"),
+    ("rollout.parts_per_step", 2, "rollout.parts_per_step is 2; it must be 1 unless rollout.pipeline is 'asynch"),
+    ("rollout.max_lost", 1.5, "rollout.max_lost is 1.5; it is a share, at most 1"),
+    ("generator.replicas", 0, "generator.replicas is 0; it must be at least 1"),
+    ("max_restarts", -1, "max_restarts is -1; it must be at least 0"),
     ("weights.canary_tolerance", -0.1, "weights.canary_tolerance is -0.1; it must be None, 0 for no canary, or above"),
     (
         "weights.transport",

@@ -166,7 +166,7 @@ class Controller:
             part[:] = self.ledger.take(-(-rollout.prompts_per_step // rollout.parts_per_step))
             return bool(part)
 
-        with self.watch.span("starved"):
+        with self.watch.span("starved" if rollout.max_staleness else "wait"):  # in lockstep it could not be otherwise
             await self.changed.until(taken)
         self.changed.notify()  # there is room for others
         return part
@@ -219,7 +219,9 @@ class Controller:
             **{f"ledger/{name}": count for name, count in ledger.items() if isinstance(count, int)},
         }
         rollouts = [rollout for group in groups for rollout in group]
-        self.record.append_rollouts(self.step, rollouts[: self.config.rollout.recorded_per_step])
+        first = self.step * self.config.rollout.recorded_per_step % len(rollouts)  # a mixture's tasks all have a turn
+        recorded = [*rollouts[first:], *rollouts[:first]][: self.config.rollout.recorded_per_step]
+        self.record.append_rollouts(self.step, recorded)
         self.record.append_ledger({"step": self.step, **ledger, "staleness": staleness})
         try:
             self.warn(self.watchdog.check(row))

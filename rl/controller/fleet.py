@@ -96,6 +96,7 @@ class Fleet:
             failure = await self._work(mesh)
             lost = 1 if self._router.served.get(mesh) else lost + 1
             self._router.leave(mesh)
+            self._push.part(mesh)
             if not failure.is_lost:
                 raise failure
             if lost > self._max_restarts:
@@ -117,7 +118,7 @@ class Fleet:
     async def _part(self, mesh: GeneratorMesh) -> None:
         """Have it finish what it has in flight, then end it."""
         await self._router.drain(mesh)
-        await self._push.part(mesh)
+        self._push.part(mesh)
         await mesh.stop()
 
     def _count_asked(self) -> int:

@@ -87,10 +87,9 @@ class WeightPush:
                 await generator.connect(self._transfer, self._addresses, generator=number)
             await self._pull(generator, self.held)
 
-    async def part(self, generator: GeneratorMesh) -> None:
-        """Leave a generator out from now on."""
-        async with self._joining:
-            self._numbers.pop(generator)
+    def part(self, generator: GeneratorMesh) -> None:
+        """Leave a generator out until it joins again."""
+        self._numbers.pop(generator, None)
 
     async def run(self) -> None:
         """Publish what is begun, check what has arrived, and in an asynchronous pipeline pull what is published."""

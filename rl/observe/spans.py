@@ -1,6 +1,7 @@
 """Where the time of a step goes."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,42 +16,46 @@ class Stopwatch:
             ...
         metrics.update(watch.lap())  # {"timing/generate": …, "timing/step": …}
 
-    Spans of one name add up. Spans may overlap, nest and come from concurrent tasks, so their sum
-    may exceed ``timing/step``, the time on the wall since the last lap; ``timing/hidden`` is what
-    ran behind another stage: the time that STAGES took together less the time that any of them ran.
+    Spans of one name that overlap count once. Spans of several names may overlap, so that their sum
+    exceeds ``timing/step``, the time on the wall since the last lap; ``timing/hidden`` is what ran
+    behind another stage: the time that STAGES took together less the time that any of them ran.
     """
 
     def __init__(self) -> None:
         self._spans: dict[str, float] = {}
-        self._running, self._hidden = 0, 0.0
-        self._started = self._changed = time.perf_counter()
+        self._running: Counter[str] = Counter()
+        self._hidden = 0.0
+        self._started = self._counted = time.perf_counter()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Add the time this block takes to span ``name``; a block that raises counts too."""
-        stage = int(name in STAGES)
-        start = self._count(stage)
+        self._count()
+        self._running[name] += 1
         try:
             yield
         finally:
-            self._spans[name] = self._spans.get(name, 0.0) + self._count(-stage) - start
+            self._count()
+            self._running[name] -= 1
 
     def since_lap(self) -> float:
         """Seconds since the last lap."""
         return time.perf_counter() - self._started
 
     def lap(self) -> dict[str, float]:
-        """``timing/NAME`` of spans that ended since the last lap, ``timing/step`` and ``timing/hidden``, in seconds."""
-        now = self._count(0)
+        """``timing/NAME`` of what ran since the last lap, ``timing/step`` and ``timing/hidden``, in seconds."""
+        now = self._count()
         timings = {f"timing/{name}": seconds for name, seconds in self._spans.items()}
         timings |= {"timing/step": now - self._started, "timing/hidden": self._hidden}
         self._spans, self._hidden, self._started = {}, 0.0, now
         return timings
 
-    def _count(self, more: int) -> float:
-        """The time now, from which on ``more`` stages run."""
+    def _count(self) -> float:
+        """Count the time until now for all that runs; the time now."""
         now = time.perf_counter()
-        self._hidden += max(0, self._running - 1) * (now - self._changed)
-        self._changed = now
-        self._running += more
+        passed, self._counted = now - self._counted, now
+        running = [name for name, count in self._running.items() if count]
+        for name in running:
+            self._spans[name] = self._spans.get(name, 0.0) + passed
+        self._hidden += max(0, len([name for name in running if name in STAGES]) - 1) * passed
         return now

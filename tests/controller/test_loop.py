@@ -446,7 +446,7 @@ def test_with_a_lost_trainer_the_run_goes_back_to_the_newest_checkpoint(run, edi
 
         trainer.during[call] = die
 
-    log, rows = run(prepare, steps=8, staleness=staleness, save_every=3, edit=edit, folder="other")
+    _, rows = run(prepare, steps=8, staleness=staleness, save_every=3, edit=edit, folder="other")
     assert run.trainer.starts == 2
     assert run.generators[0].starts == 1
     assert rows[-1]["restarts/trainer"] == 1

@@ -72,5 +72,14 @@ def test_a_stage_that_goes_on_over_a_lap_hides_in_each_step_what_it_hides_there(
     second = watch.lap()
     assert (first["timing/hidden"], second["timing/hidden"]) == (2.0, 1.0)
     assert (first["timing/step"], second["timing/step"]) == (2.0, 5.0)
-    assert "timing/push" not in first
-    assert second["timing/push"] == 7.0
+    assert (first["timing/push"], second["timing/push"]) == (2.0, 5.0)
+
+
+def test_spans_of_one_name_that_overlap_count_once_and_hide_nothing_of_each_other(clock):
+    watch = Stopwatch()
+    with watch.span("generate"):
+        clock[0] += 1.0
+        with watch.span("generate"):
+            clock[0] += 2.0
+        clock[0] += 4.0
+    assert watch.lap() == {"timing/generate": 7.0, "timing/step": 7.0, "timing/hidden": 0.0}

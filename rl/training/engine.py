@@ -72,11 +72,11 @@ class TrainingEngine:
         """Steps skipped for a non-finite gradient, over the whole run."""
         self.skipped_in_a_row = 0
         """Of these, the ones since the last step that was taken."""
-        self._weight = 0.0
         self._host = {"model": HostMemory(), "optimizer": HostMemory()}
 
         batch_mesh = self.dims.get_optional_mesh("batch")
         self._batch_group = batch_mesh.get_group() if batch_mesh else None
+        self._weight, self._totals = 0.0, MetricTotals(self.device, self._batch_group)
         self.dp_rank = batch_mesh.get_local_rank() if batch_mesh else 0
         """Which part of a batch this rank works on."""
         self.dp_degree = batch_mesh.size() if batch_mesh else 1
@@ -128,6 +128,7 @@ class TrainingEngine:
             totals.add(per_token, metrics, micro.weights)
             outputs.put(micro, logprobs.detach(), entropy.detach())
         self._weight += float(batch.weights.sum(dtype=torch.float64))
+        self._totals.merge(totals)
         return outputs.of(batch), totals.reduce()
 
     @torch.no_grad()
@@ -146,7 +147,8 @@ class TrainingEngine:
         accumulated. The others take the config's place for this step, in all parameter groups.
 
         A non-finite gradient norm skips the step on every rank and changes nothing but the counts.
-        Raises RunError at one more in a row than ``config.max_skipped_steps``.
+        Raises RunError at one more in a row than ``config.max_skipped_steps``. Returns its own metrics, and
+        those of ``forward_backward`` over all calls since the last step.
         """
         self.require_resident("optim_step", "model", "optimizer")
         if self.version == self._steps:
@@ -176,13 +178,15 @@ class TrainingEngine:
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
         self.optimizers.zero_grad()
-        self._weight = 0.0
+        totals = self._totals.reduce()
+        self._weight, self._totals = 0.0, MetricTotals(self.device, self._batch_group)
         if self.skipped_in_a_row > self.config.max_skipped_steps:
             raise RunError(
                 f"{self.skipped_in_a_row} optimizer steps in a row had a gradient norm of {norm} and were skipped, "
                 f"more than trainer.max_skipped_steps={self.config.max_skipped_steps}: lower the learning rate"
             )
         return {
+            **totals,
             "trainer/grad_norm": norm,
             "trainer/skipped_steps": float(self.skipped_steps),
             "trainer/weight": weight,

@@ -35,8 +35,18 @@ class MetricTotals:
         pair = torch.stack([weighted.sum(dtype=torch.float64), weights.sum(dtype=torch.float64)])
         self._sums[name] = self._sums.get(name, 0.0) + pair
 
+    def merge(self, other: "MetricTotals") -> None:
+        """Count what the other has counted too."""
+        for name, pair in other._sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + pair
+        for name, best in other._extremes.items():
+            self._extremes[name] = torch.maximum(best, self._extremes.get(name, best))
+        self._signs |= other._signs
+
     def reduce(self) -> dict[str, float]:
         """The metrics over all ranks; every rank returns the same."""
+        if not self._sums:
+            return {}
         sums = torch.stack([*self._sums.values()])
         extremes = torch.stack([torch.zeros((), device=self._device), *self._extremes.values()])
         if self._group is not None:

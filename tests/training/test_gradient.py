@@ -59,6 +59,18 @@ def test_loss_mean_is_the_weighted_mean(alone, cut):
     assert metrics["loss/mean"] == pytest.approx(total / weight, rel=1e-6)
 
 
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_metrics_of_a_step_are_those_of_all_its_calls_together(alone, cut):
+    played = alone["cuts"][cut]
+    _, total, weight = reference_gradient(alone["weights"], CUTS[cut].loss, *CUTS[cut].batches)
+    assert played["step"]["loss/mean"] == pytest.approx(total / weight, rel=1e-6)
+    for name in played["metrics"][0]:
+        if name.endswith("max"):
+            assert played["step"][name] == max(metrics[name] for metrics in played["metrics"])
+    if len(played["metrics"]) == 1:
+        assert played["step"].items() >= played["metrics"][0].items()
+
+
 def test_token_metrics_are_over_the_tokens_that_have_weight(alone):
     batch, model = ragged_batch(), of_scene(alone["weights"])
     ratios, entropies, sizes = [], [], batch.lengths.tolist()

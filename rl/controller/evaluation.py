@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 
-from rl.config import EvaluationConfig
+from rl.config import RunConfig
 from rl.controller.ledger import Group
 from rl.controller.router import Router
+from rl.controller.sampler import sampling_of
 from rl.errors import GroupLost
 from rl.rollout.rollouter import Rollouter
 from rl.tasks.base import Task
@@ -15,13 +16,14 @@ from rl.types import Prompt, Sampling
 class Evaluation:
     """Asks the generators prompts that training never sees, with seeds of a stream of their own."""
 
-    def __init__(self, config: EvaluationConfig, task: Task, rollouter: Rollouter, router: Router, sampling: Sampling):
-        self._config, self._task, self._sampling = config, task, sampling
+    def __init__(self, config: RunConfig, task: Task, rollouter: Rollouter, router: Router):
+        self._config, self._steps, self._task = config.evaluation, config.steps, task
+        self._sampling = sampling_of(config.rollout, task)
         self._rollouter, self._router = rollouter, router
 
     def is_due(self, step: int) -> bool:
         """Whether the weights after ``step`` are evaluated on the way."""
-        return self._config.every > 0 and step % self._config.every == 0
+        return self._config.every > 0 and 0 < step < self._steps and step % self._config.every == 0
 
     async def scores(self) -> dict[str, float]:
         """``eval/exact_match`` of greedy completions; ``eval/pass@k``: prompts that one of k samples solves.

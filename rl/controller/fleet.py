@@ -7,6 +7,7 @@ from pathlib import Path
 from rl.actors.generator import GeneratorMesh
 from rl.actors.reward import RewardWorkers
 from rl.actors.trainer import TrainerMesh
+from rl.config import RunConfig
 from rl.controller.push import WeightPush
 from rl.controller.router import Router
 from rl.controller.together import beside
@@ -16,32 +17,30 @@ LOOK_EVERY_S = 1.0
 
 
 class Fleet:
-    """Keeps ``count`` generators at work; each holds the newest weights before it is sent requests. ::
+    """Keeps as many generators at work as are asked for; each holds weights before it is sent requests. ::
 
-        fleet = Fleet(make, router, push, count=2, max_restarts=3, asked=folder / "replicas", say=print)
+        fleet = Fleet(config, make, router, push, folder / "replicas", print)
         await fleet.start()                     # processes and engines, without weights
         await fleet.connect(step)               # to the trainer: they hold its weights, and are asked
         async with beside(fleet.run()): ...     # lost ones come back, others join and leave
 
     ``make(number)`` gives the mesh of generator ``number``. Whoever writes a number to the file ``asked`` changes how
-    many there are. A generator that is lost more than ``max_restarts`` times without a completion in between ends
-    the run, and so does one that raises: it would raise again.
+    many there are. A generator that is lost more than ``max_restarts`` times without a completion in between ends the
+    run, and so does one that raises: it would raise again.
     """
 
     def __init__(
         self,
+        config: RunConfig,
         make: Callable[[int], GeneratorMesh],
         router: Router,
         push: WeightPush,
-        *,
-        count: int,
-        max_restarts: int,
         asked: Path,
         say: Callable[[str], None],
     ):
         self._make, self._router, self._push = make, router, push
-        self._max_restarts, self._asked, self._say = max_restarts, asked, say
-        self._meshes = {number: make(number) for number in range(count)}
+        self._max_restarts, self._asked, self._say = config.max_restarts, asked, say
+        self._meshes = {number: make(number) for number in range(config.generator.replicas)}
         self.restarts = 0
         """How often a generator was started again, over the run."""
 

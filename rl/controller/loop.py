@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.reward import RewardWorkers
@@ -13,18 +12,17 @@ from rl.controller.evaluation import Evaluation
 from rl.controller.fleet import Fleet, start_anew
 from rl.controller.ledger import Group, Ledger
 from rl.controller.push import WeightPush
+from rl.controller.report import Report
 from rl.controller.router import Router
 from rl.controller.sampler import Sampler
 from rl.controller.together import Signal, beside
-from rl.controller.watchdog import Alarm, Watchdog
 from rl.errors import ActorFailure, RunError
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.observe.spans import Stopwatch
-from rl.rollout.batch import make_batch, rollout_metrics
+from rl.rollout.batch import make_batch
 from rl.rollout.rollouter import Rollouter
 from rl.tasks.base import Task
-from rl.types import Sampling
 from rl.weights.digest import merge_digests, policy_digest
 
 
@@ -51,32 +49,16 @@ class Controller:
     ):
         self.config, self.task, self.trainer, self.rewards = config, task, trainer, rewards
         self.record, self.progress = record, progress
-        self.watch, self.watchdog, changed = Stopwatch(), Watchdog(config.watchdog), Signal()
-        rollout = config.rollout
-        self.sampling = Sampling(
-            max_tokens=rollout.max_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop_token_ids=task.stop_token_ids,
+        self.watch, self.changed, self.router = Stopwatch(), Signal(), Router()
+        self.report = Report(config, record, progress, self.watch)
+        self.ledger = Ledger(
+            groups_per_step=config.rollout.prompts_per_step, max_staleness=config.rollout.max_staleness
         )
-        self.ledger = Ledger(groups_per_step=rollout.prompts_per_step, max_staleness=rollout.max_staleness)
-        self.router, self.changed = Router(), changed
-        self.push = WeightPush(config, trainer, self.watch, changed)
-        self.fleet = Fleet(
-            make_generator,
-            self.router,
-            self.push,
-            count=config.generator.replicas,
-            max_restarts=config.max_restarts,
-            asked=record.folder / "replicas",
-            say=progress.warn,
-        )
+        self.push = WeightPush(config, trainer, self.watch, self.changed)
+        self.fleet = Fleet(config, make_generator, self.router, self.push, record.folder / "replicas", progress.warn)
         rollouter = Rollouter(rewards.score, seed=config.seed, watch=self.watch)
-        self.evaluation = Evaluation(config.evaluation, task, rollouter, self.router, self.sampling)
-        self.sampler = Sampler(
-            config, task, self.sampling, rollouter, self.router, self.push, changed, self.evaluate_if_due
-        )
+        self.evaluation = Evaluation(config, task, rollouter, self.router)
+        self.sampler = Sampler(config, task, rollouter, self.router, self.push, self.changed, self.evaluate_if_due)
         self.step = 0
         """Steps completed."""
         self.is_training = self.leaving = False
@@ -87,7 +69,8 @@ class Controller:
         while True:
             try:
                 await self.start()
-                async with beside(self.fleet.run(), self.push.run(), self.sample(), self.look_for_stalls()):
+                sampling = self.sampler.run(self.ledger, self.step)
+                async with beside(self.fleet.run(), self.push.run(), sampling, self.report.look_for_stalls()):
                     await self.train()
                     return None if self.leaving else await self.finish()
             except ActorFailure as failure:
@@ -99,15 +82,16 @@ class Controller:
         state, ignored = await self.trainer.load_checkpoint()
         for name in ignored:
             self.progress.note(f"ignored {name}: it is incomplete")
-        self.restore(state)
+        self.step = self._saved = state.get("step", 0)
+        keep = self.config.rollout.pipeline == "asynchronous"
+        self.ledger.restore(state.get("ledger", {}), self.trainer.version, keep=keep)
+        self.report.go_back(self.step, state.get("watchdog", {}))
         if self.step:
             self.progress.note(f"resumed after step {self.step}")
-        plan = await self.fleet.connect(self.step)
-        (self.record.logs / "push.txt").write_text(plan)
-        self.progress.note("push over " + ", ".join(plan.splitlines()[:2]).removeprefix("transport: "))
+        self.report.plan(await self.fleet.connect(self.step))
 
     def recover(self, failure: ActorFailure) -> None:
-        """Go on after a mesh was lost, unless that happens again and again. Raises ``failure`` then."""
+        """Go on after the trainer was lost, or anything while starting; raises ``failure`` where that is no use."""
         self._lost += 1
         if not failure.is_lost or self._lost > self.config.max_restarts:
             raise failure
@@ -119,16 +103,12 @@ class Controller:
         self.leaving = True
         self.changed.notify()
 
-    async def sample(self) -> None:
-        """Fill the ledger."""
-        await self.sampler.run(self.ledger, self.step)
-
     async def train(self) -> None:
         """Step after step on what the ledger gives, until all are done or the run is to be left."""
-        self.watch.lap()
         self.is_training = True
+        self.watch.lap()
         while self.step < self.config.steps and (part := await self.take()):
-            self.report(*await self.learn(part))
+            await self.learn(part)
             await self.checkpoint_if_due()
         if self.leaving:
             await self.checkpoint()
@@ -136,17 +116,14 @@ class Controller:
             await self.push.arrive(self.step)
             await self.push.settle()
 
-    async def learn(self, part: list[Group]) -> tuple[list[Group], dict[str, float], Counter[int]]:
-        """One optimizer step, on a part of the batch and the rest as it finishes; the push of the result is begun.
-
-        Returns the groups, metrics, and tokens by staleness.
-        """
+    async def learn(self, part: list[Group]) -> None:
+        """One optimizer step, on a part of the batch and on the rest as it finishes; its push is begun."""
         algorithm, groups, staleness = self.config.algorithm, list[Group](), Counter[int]()
         while part:
             with self.watch.span("train"):
-                batch = make_batch(part, normalize_std=algorithm.normalize_std, reduction=algorithm.loss.reduction)
                 staleness += self.staleness(part)
-                await self.trainer.forward_backward(batch, algorithm.loss, temperature=self.sampling.temperature)
+                batch = make_batch(part, normalize_std=algorithm.normalize_std, reduction=algorithm.loss.reduction)
+                await self.trainer.forward_backward(batch, algorithm.loss, temperature=self.config.rollout.temperature)
             groups += part
             part = await self.take() if self.ledger.lacks else []
         await self.push.settle()
@@ -154,7 +131,11 @@ class Controller:
             metrics = await self.trainer.optim_step()
         self.step += 1
         self.push.begin(self.step)
-        return groups, metrics, staleness
+        ledger = self.ledger.stepped(self.trainer.version)
+        self.sampler.stepped()
+        restarts = {"restarts/trainer": self.restarts, "restarts/generators": self.fleet.restarts}
+        row = {"step": self.step, "policy_version": self.trainer.version} | metrics | self.push.metrics | restarts
+        self.report.step(row, groups, ledger, staleness)
 
     async def take(self) -> list[Group]:
         """The next part of the batch, as soon as it is there; nothing where the run is left before its first."""
@@ -173,11 +154,11 @@ class Controller:
 
     def staleness(self, groups: list[Group]) -> Counter[int]:
         """Tokens by optimizer steps from their weights to the trainer's. Raises RunError above ``max_staleness``."""
-        versions = Counter(version for group in groups for rollout in group for version in rollout.completion.versions)
-        oldest, bound = min(versions), self.config.rollout.max_staleness
-        if self.trainer.version - oldest > bound:
-            raise RunError(f"a token of policy version {oldest} reached version {self.trainer.version}: {bound=}")
-        return Counter({self.trainer.version - version: count for version, count in versions.items()})
+        versions = Counter(version for group in groups for each in group for version in each.completion.versions)
+        now, oldest, bound = self.trainer.version, min(versions), self.config.rollout.max_staleness
+        if now - oldest > bound:
+            raise RunError(f"a token of policy version {oldest} reached version {now}: {bound=}")
+        return Counter({now - version: count for version, count in versions.items()})
 
     async def checkpoint_if_due(self) -> None:
         """Save every ``interval`` steps and after the last."""
@@ -191,65 +172,15 @@ class Controller:
             return
         await self.changed.until(lambda: self.sampler.may_cut(self.step))
         with self.watch.span("checkpoint"):
-            state = {"step": self.step, "ledger": self.ledger.to_dict(), "watchdog": self.watchdog.to_dict()}
+            state = {"step": self.step, "ledger": self.ledger.to_dict(), "watchdog": self.report.to_dict()}
             await self.trainer.save_checkpoint(self.step, state)
         self._saved, self._lost = self.step, 0
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go back to what ``checkpoint`` saved; to the start from an empty dict."""
-        self.step = self._saved = state.get("step", 0)
-        keep = self.config.rollout.pipeline == "asynchronous"
-        self.ledger.restore(state.get("ledger", {}), self.trainer.version, keep=keep)
-        self.watchdog = Watchdog.from_dict(self.config.watchdog, state.get("watchdog", {}))
-        self.record.drop_after(self.step)
-
-    def report(self, groups: list[Group], metrics: dict[str, float], staleness: Counter[int]) -> None:
-        """Write and show what the step came to."""
-        row: dict[str, float] = {"step": self.step, "policy_version": self.trainer.version}
-        row |= rollout_metrics(groups) | metrics | self.push.metrics | self.watch.lap()
-        ledger = self.ledger.stepped(self.trainer.version)
-        self.sampler.stepped()
-        tokens = staleness.total()
-        row |= {
-            "rollout/staleness_max": max(staleness),
-            "rollout/staleness_mean": sum(age * count for age, count in staleness.items()) / tokens,
-            "tokens_per_s": tokens / row["timing/step"],
-            "restarts/trainer": self.restarts,
-            "restarts/generators": self.fleet.restarts,
-            **{f"ledger/{name}": count for name, count in ledger.items() if isinstance(count, int)},
-        }
-        rollouts = [rollout for group in groups for rollout in group]
-        first = self.step * self.config.rollout.recorded_per_step % len(rollouts)  # a mixture's tasks all have a turn
-        recorded = [*rollouts[first:], *rollouts[:first]][: self.config.rollout.recorded_per_step]
-        self.record.append_rollouts(self.step, recorded)
-        self.record.append_ledger({"step": self.step, **ledger, "staleness": staleness})
-        try:
-            self.warn(self.watchdog.check(row))
-        finally:  # an alarm that ends the run is in its metrics
-            row |= self.watchdog.metrics
-            self.record.append_metrics(row)
-            self.progress.update(row)
-        self.changed.notify()
-
-    def warn(self, alarms: list[Alarm]) -> None:
-        """Show what the watchdog has to say."""
-        for alarm in alarms:
-            self.progress.warn(alarm.text)
-
     async def evaluate_if_due(self, step: int) -> None:
         """Scores of the weights after ``step``, which the generators hold."""
-        done = {row["step"] for row in self.record.read_evaluations()} | {0, self.config.steps}
-        if self.evaluation.is_due(step) and step not in done:
+        if self.evaluation.is_due(step) and not self.report.is_evaluated(step):
             with self.watch.span("evaluate"):
-                row = {"step": step, **await self.evaluation.scores()}
-            self.record.append_evaluation(row)
-            self.progress.evaluation(row)
-
-    async def look_for_stalls(self) -> None:
-        """For as long as the run goes on."""
-        while True:
-            await asyncio.sleep(1.0)
-            self.warn(self.watchdog.stalled(self.watch.since_lap()))
+                self.report.evaluation(step, await self.evaluation.scores())
 
     async def finish(self) -> dict[str, object]:
         """Evaluate and export; the summary."""

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from rl.config import RunConfig
+from rl.config import RolloutConfig, RunConfig
 from rl.controller.ledger import Group, Ledger
 from rl.controller.push import WeightPush
 from rl.controller.router import Router
@@ -33,14 +33,13 @@ class Sampler:
         self,
         config: RunConfig,
         task: Task,
-        sampling: Sampling,
         rollouter: Rollouter,
         router: Router,
         push: WeightPush,
         changed: Signal,
         evaluate: Callable[[int], Awaitable[None]],
     ):
-        self._config, self._task, self._sampling = config, task, sampling
+        self._config, self._task, self._sampling = config, task, sampling_of(config.rollout, task)
         self._rollouter, self._router, self._push = rollouter, router, push
         self._changed, self._evaluate = changed, evaluate
         self._size, self._replicas = config.rollout.prompts_per_step, config.generator.replicas
@@ -140,3 +139,14 @@ class Sampler:
             self._replaced += 1
             return "rewards all equal"
         return None
+
+
+def sampling_of(rollout: RolloutConfig, task: Task) -> Sampling:
+    """How the run's tokens are drawn."""
+    return Sampling(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_token_ids=task.stop_token_ids,
+    )

@@ -1,0 +1,76 @@
+"""What each step comes to: written, shown, and looked at by the watchdog."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+from rl.config import RunConfig
+from rl.controller.ledger import Group
+from rl.controller.watchdog import Alarm, Watchdog
+from rl.observe.progress import Progress
+from rl.observe.record import RunRecord
+from rl.observe.spans import Stopwatch
+from rl.rollout.batch import rollout_metrics
+
+
+class Report:
+    """The run folder, the screen and the watchdog of a run."""
+
+    def __init__(self, config: RunConfig, record: RunRecord, progress: Progress, watch: Stopwatch):
+        self._config, self._record, self._progress, self._watch = config, record, progress, watch
+        self._watchdog = Watchdog(config.watchdog)
+
+    def go_back(self, step: int, state: dict[str, Any]) -> None:
+        """Forget what came after ``step``; ``state`` is what ``to_dict`` gave then."""
+        self._record.drop_after(step)
+        self._watchdog = Watchdog.from_dict(self._config.watchdog, state)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; JSON-able."""
+        return self._watchdog.to_dict()
+
+    def step(self, row: dict[str, float], groups: list[Group], ledger: dict[str, Any], staleness: Counter[int]) -> None:
+        """A step was trained on ``groups``, whose tokens were so stale. Raises RunError for what must not go on."""
+        tokens, timings = staleness.total(), self._watch.lap()
+        row |= rollout_metrics(groups) | timings
+        row |= {
+            "rollout/staleness_max": max(staleness),
+            "rollout/staleness_mean": sum(age * count for age, count in staleness.items()) / tokens,
+            "tokens_per_s": tokens / timings["timing/step"],
+            **{f"ledger/{name}": count for name, count in ledger.items() if isinstance(count, int)},
+        }
+        step, each = int(row["step"]), self._config.rollout.recorded_per_step
+        rollouts = [rollout for group in groups for rollout in group]
+        first = step * each % len(rollouts)  # so that a mixture's tasks all have a turn
+        self._record.append_rollouts(step, [*rollouts[first:], *rollouts[:first]][:each])
+        self._record.append_ledger({"step": step, **ledger, "staleness": staleness})
+        try:
+            self._warn(self._watchdog.check(row))
+        finally:  # an alarm that ends the run is in its metrics
+            row |= self._watchdog.metrics
+            self._record.append_metrics(row)
+            self._progress.update(row)
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether there is an evaluation of the weights after ``step``."""
+        return any(row["step"] == step for row in self._record.read_evaluations())
+
+    def evaluation(self, step: int, scores: dict[str, float]) -> None:
+        """The weights after ``step`` were evaluated."""
+        self._record.append_evaluation({"step": step, **scores})
+        self._progress.evaluation({"step": step, **scores})
+
+    def plan(self, text: str) -> None:
+        """How weights travel."""
+        (self._record.logs / "push.txt").write_text(text)
+        self._progress.note("push over " + ", ".join(text.splitlines()[:2]).removeprefix("transport: "))
+
+    async def look_for_stalls(self) -> None:
+        """Have the watchdog know the time, for as long as the run goes on."""
+        while True:
+            await asyncio.sleep(1.0)
+            self._warn(self._watchdog.stalled(self._watch.since_lap()))
+
+    def _warn(self, alarms: list[Alarm]) -> None:
+        for alarm in alarms:
+            self._progress.warn(alarm.text)

@@ -36,3 +36,6 @@ class GroupLost(RunError):
         super().__init__(message)
         self.reason = reason
         """A few words that are counted: "reward raised"."""
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return GroupLost, (self.reason, str(self))  # from a process that scores

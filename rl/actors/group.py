@@ -148,6 +148,11 @@ class ActorGroup:
         """The group's failure, once there is one."""
         return await asyncio.shield(self._failed)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it failed, or was stopped."""
+        return self._over.done()
+
     def died(self, rank: int, reason: str = "") -> None:
         """Fail as the death of a rank's process, with what its log ended on."""
         during = self._doing[rank][-1] if self._doing[rank] else "between calls"

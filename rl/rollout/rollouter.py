@@ -1,16 +1,16 @@
 """Samples completions for prompts and has them scored."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from rl.errors import GroupLost
+from rl.errors import GroupLost, RunError
 from rl.observe.spans import Stopwatch
 from rl.rollout.seeds import derive_seed
 from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
 
 Generate = Callable[[list[GenerationRequest]], Awaitable[list[Completion]]]
-Answered = tuple[Prompt, list[Completion]]
-Score = Callable[[Sequence[Answered]], Awaitable[list[list[Rollout] | GroupLost]]]
-"""Scores the completions of some prompts; a prompt whose reward fails gets the reason."""
+Score = Callable[[Prompt, Sequence[Completion]], Awaitable[list[Rollout]]]
+"""Scores the completions of one prompt. Raises GroupLost where that fails."""
 
 
 class Rollouter:
@@ -41,6 +41,15 @@ class Rollouter:
         ]
         with self._watch.span("generate"):
             said = await generate(requests)
-        answered = [(prompt, said[i * samples : (i + 1) * samples]) for i, prompt in enumerate(prompts)]
+        if len(said) != len(requests):
+            raise RunError(f"{len(requests)} completions were asked for, and {len(said)} came")
         with self._watch.span("score"):
-            return await self._score(answered)
+            return await asyncio.gather(
+                *(self._scored(prompt, said[i * samples : (i + 1) * samples]) for i, prompt in enumerate(prompts))
+            )
+
+    async def _scored(self, prompt: Prompt, completions: list[Completion]) -> list[Rollout] | GroupLost:
+        try:
+            return await self._score(prompt, completions)
+        except GroupLost as lost:
+            return lost

@@ -12,6 +12,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from rl.actors.group import ActorGroup, Supervisor
 from rl.errors import ActorFailure
+from tests.actors.meshes import assert_ended
 
 LONG = 60.0
 
@@ -66,7 +67,7 @@ def in_group(tmp_path):
                 return await work(group, pids)
             finally:
                 await group.stop()
-                assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
+                await assert_ended(pids)
                 assert pidfds() == []
 
         return asyncio.run(asyncio.wait_for(started(), LONG))
@@ -213,7 +214,7 @@ def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_
         os.kill(pids[1], signal.SIGKILL)
         failure = await lost.failed()
         await lost.stop()
-        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+        await assert_ended(pids)
         again = await spawned(supervisor)
         for fault in faults:
             tell(fault)

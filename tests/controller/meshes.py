@@ -200,13 +200,10 @@ class Rewards(Mesh):
         self.flat: Container[int] = ()
         self.lost: Container[int] = ()
 
-    async def score(self, answered: Sequence[tuple[Prompt, list[Completion]]]) -> list[list[Rollout] | GroupLost]:
+    async def score(self, prompt: Prompt, said: Sequence[Completion]) -> list[Rollout]:
         await asyncio.sleep(0)
-        return [self._score(prompt, said) for prompt, said in answered]
-
-    def _score(self, prompt: Prompt, said: list[Completion]) -> list[Rollout] | GroupLost:
         if prompt.ordinal in self.lost:
-            return GroupLost("reward raised", f"no reward for {prompt.ordinal}")
+            raise GroupLost("reward raised", f"no reward for {prompt.ordinal}")
         rewards = [0.0 if prompt.ordinal in self.flat else float(sample) for sample in range(len(said))]
         return [
             Rollout(prompt=prompt, sample=i, completion=each, text="", reward=rewards[i], metrics={"exact": 0.0})

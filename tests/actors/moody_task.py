@@ -1,0 +1,47 @@
+"""A task that does what the prompt's ordinal says: a worker finds it by import, as it finds a user's own."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rl.tasks.base import Score, Task
+from rl.types import Completion, Prompt
+
+RAISES, MAKES_NO_SENSE, DIES, HANGS, SLOW, DIES_ONCE = range(100, 106)
+
+
+class Moody(Task):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        folder: str = ""
+
+    config: Config
+
+    def prompt(self, ordinal: int) -> Prompt:
+        return Prompt(ordinal=ordinal, tokens=[1], text="", answer="")
+
+    def eval_prompts(self, count: int) -> list[Prompt]:
+        return []
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(os.getpid())
+
+    def score(self, prompt: Prompt, text: str, completion: Completion) -> Score | None:
+        flag = f"{self.config.folder}/died"
+        match prompt.ordinal:
+            case _ if prompt.ordinal == RAISES:
+                raise ZeroDivisionError("no reward today")
+            case _ if prompt.ordinal == MAKES_NO_SENSE:
+                return None
+            case _ if prompt.ordinal == DIES:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case _ if prompt.ordinal == HANGS:
+                time.sleep(3600)
+            case _ if prompt.ordinal == SLOW:
+                time.sleep(0.05)
+            case _ if prompt.ordinal == DIES_ONCE and not os.path.exists(flag):
+                open(flag, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return Score(reward=float(prompt.ordinal), exact=True)

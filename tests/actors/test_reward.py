@@ -1,0 +1,118 @@
+"""A reward that misbehaves costs its own group, by name, and no other."""
+
+import asyncio
+import os
+import signal
+from collections import Counter
+
+import pytest
+
+from rl.actors.group import Supervisor
+from rl.actors.reward import RewardWorkers
+from rl.config import DeadlineConfig
+from rl.errors import GroupLost, RunError
+from rl.types import Completion
+from tests.actors.meshes import assert_ended
+from tests.actors.moody_task import DIES, DIES_ONCE, HANGS, MAKES_NO_SENSE, RAISES, SLOW, Moody
+from tests.actors.test_layouts import model_config
+
+DEADLINES = DeadlineConfig(start=60.0, call=60.0, heartbeat=2.0, reward=1.0)
+COMPLETIONS = [Completion(tokens=[n], logprobs=[0.0], versions=[0], finish_reason="stop") for n in (4, 5)]
+
+
+@pytest.fixture
+def in_workers(tmp_path):
+    """Runs ``work(score, workers)`` with ``count`` workers, and asserts that they end with it."""
+
+    def run(work, count):
+        async def started():
+            config, model = Moody.Config(folder=str(tmp_path)), model_config(tied=True)
+            options = {"count": count, "folder": tmp_path, "deadlines": DEADLINES}
+            workers = RewardWorkers(config, 0, model, Supervisor(), **options)
+            task = config.build(seed=0, model=model)
+            try:
+                await workers.start()
+                return await work(lambda ordinal: workers.score(task.prompt(ordinal), COMPLETIONS), workers)
+            finally:
+                pids = pids_of(workers)
+                await workers.stop()
+                await assert_ended(pids)
+
+        return asyncio.run(asyncio.wait_for(started(), 100))
+
+    return run
+
+
+def pids_of(workers) -> list[int]:
+    return [process.pid for group in workers._groups.values() for process in group._processes]
+
+
+async def lost(coroutine) -> tuple[str, str]:
+    with pytest.raises(GroupLost) as error:
+        await coroutine
+    return error.value.reason, str(error.value)
+
+
+async def assert_lost_by_raising_and_nonsense(score) -> None:
+    reason, message = await lost(score(RAISES))
+    assert reason == "reward raised"
+    assert message.startswith("the reward of Moody raised ZeroDivisionError: no reward today; prompt 100, sample 0, ")
+    assert "moody_task.py" in message
+    reason, message = await lost(score(MAKES_NO_SENSE))
+    assert (reason, "returned None, which is no Score; prompt 101" in message) == ("reward made no sense", True)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_groups_come_back_to_their_callers_and_a_bad_reward_costs_one(in_workers, count):
+    async def work(score, workers):
+        answers = asyncio.gather(*map(score, range(50)), *[score(SLOW) for _ in range(8)])
+        await assert_lost_by_raising_and_nonsense(score)
+        return await answers, pids_of(workers)
+
+    groups, pids = in_workers(work, count)
+    assert [[r.reward for r in group] for group in groups] == [[n, n] for n in [*range(50), *[SLOW] * 8]]
+    assert groups[3][1].sample == 1
+    assert groups[3][1].completion is COMPLETIONS[1]
+    scorers = Counter(int(group[0].text) for group in groups)
+    assert scorers.keys() == set(pids or [os.getpid()])
+
+
+def test_a_reward_that_ends_or_holds_its_worker_is_tried_twice_and_the_others_only_wait(in_workers):
+    """The last three go to the worker in one message."""
+
+    async def work(score, workers):
+        before = pids_of(workers)
+        one, died, two, hung = await asyncio.gather(score(1), lost(score(DIES)), score(2), lost(score(HANGS)))
+        assert (one[0].reward, two[0].reward) == (1, 2)
+        assert died[0] == "reward died"
+        assert died[1].startswith("the reward of Moody died twice; prompt 102; at first reward-0 rank 0, score: the ")
+        assert hung[0] == "reward hung"
+        assert "prompt 103; at first reward-0 rank 0, score: no answer within 1 s" in hung[1]
+        assert (await score(3))[0].reward == 3
+        assert before != pids_of(workers)
+
+    in_workers(work, 1)
+
+
+def test_a_worker_that_dies_or_is_stopped_is_started_again_while_another_goes_on(in_workers):
+    async def work(score, workers):
+        before = pids_of(workers)
+        os.kill(before[0], signal.SIGKILL)
+        os.kill(before[1], signal.SIGSTOP)
+        groups = await asyncio.gather(*map(score, [*range(10), DIES_ONCE]))
+        assert [group[0].reward for group in groups] == [*range(10), DIES_ONCE]
+        assert not set(before) & {int(group[0].text) for group in groups}
+
+    in_workers(work, 2)
+
+
+def test_whoever_waits_is_told_when_the_workers_are_stopped(in_workers):
+    async def work(score, workers):
+        pending = [asyncio.ensure_future(score(ordinal)) for ordinal in (HANGS, 1, 2)]
+        await asyncio.sleep(0.3)
+        await workers.stop()
+        for each in pending:
+            with pytest.raises(RunError, match="the reward workers were stopped"):
+                await each
+
+    in_workers(work, 1)

@@ -53,8 +53,8 @@ class _Job:
     prompt: Prompt
     completions: Sequence[Completion]
     scored: asyncio.Future[Scored]
-    first: ActorFailure | None = None
-    """How the worker ended that had it first."""
+    alone: bool = False
+    """Whether it is tried for the second time, because the worker was lost that had it, perhaps with others."""
 
     def settle(self, answer: Scored | Exception | None) -> None:
         """Tell whoever waits, if there is an answer and anybody still waits."""
@@ -94,6 +94,7 @@ class RewardWorkers:
         self._groups: dict[str, ActorGroup] = {}
         self._idle: deque[ActorGroup] = deque()
         self._waiting: deque[_Job] = deque()
+        self._again: deque[_Job] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._held: set[_Job] = set()
         self._broken: RunError | None = None
@@ -155,11 +156,12 @@ class RewardWorkers:
             self._give_up(failure)
 
     def _hand_out(self) -> None:
-        while self._idle and self._waiting:
+        while self._idle and (self._again or self._waiting):
             group = self._idle.popleft()
-            if not group.is_over:
-                share = 1 if self._waiting[0].first else math.ceil(len(self._waiting) / self._count)
-                self._run(self._score(group, [self._waiting.popleft() for _ in range(share)]))
+            if group.is_over:
+                continue
+            line, share = (self._again, 1) if self._again else (self._waiting, len(self._waiting) / self._count)
+            self._run(self._score(group, [line.popleft() for _ in range(math.ceil(share))]))
 
     async def _score(self, group: ActorGroup, jobs: list[_Job]) -> None:
         given = [(job.prompt, job.completions) for job in jobs]
@@ -171,7 +173,9 @@ class RewardWorkers:
         self._held -= {*jobs}
         for job, answer in zip(jobs, answers, strict=False):
             job.settle(answer)
-        self._waiting.extendleft(job for job in reversed(jobs) if not job.scored.done())
+        left = [job for job in reversed(jobs) if not job.scored.done()]
+        self._again.extendleft(job for job in left if job.alone)
+        self._waiting.extendleft(job for job in left if not job.alone)
         self._idle.append(group)
         self._hand_out()
 
@@ -179,16 +183,16 @@ class RewardWorkers:
         """What ``job`` comes to whose worker gave no answer; None for another try."""
         if not isinstance(error, ActorFailure) or not error.is_lost:
             return error
-        if job.first is None:
-            job.first = error
+        if not job.alone:
+            job.alone = True
             return None
-        how = "died" if job.first.kind == "died" else "hung"
+        how = "died" if error.kind == "died" else "hung"
         whose = f"the reward of {type(self._config).__qualname__.removesuffix('.Config')}"
-        return GroupLost(f"reward {how}", f"{whose} {how} twice; prompt {job.prompt.ordinal}; at first {job.first}")
+        return GroupLost(f"reward {how}", f"{whose} {how}; prompt {job.prompt.ordinal}; {error}")
 
     def _give_up(self, error: RunError) -> None:
         self._broken = error
-        for job in [*self._held, *self._waiting]:
+        for job in [*self._held, *self._again, *self._waiting]:
             job.settle(error)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

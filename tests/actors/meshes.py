@@ -134,6 +134,14 @@ class OpenGenerator(Generator):
         await self._loop.run_between_steps(patch)
 
     @concurrent_endpoint
+    async def cached_blocks(self) -> int:
+        def count(engine: Any) -> int:
+            manager = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
+            return len(manager.block_pool.cached_block_hash_to_block)
+
+        return await self._loop.run_between_steps(count)
+
+    @concurrent_endpoint
     async def segments(self) -> int:
         return held_segments()
 
@@ -151,19 +159,18 @@ class Meshes:
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._runner.run(work)
 
-    async def trainer(self, config: TrainerConfig, model: ModelConfig, *, steps: int = 10) -> TrainerMesh:
-        mesh = TrainerMesh(
-            config, model, self._supervisor, folder=self._folder, seed=0, steps=steps, deadlines=DEADLINES
-        )
+    async def trainer(
+        self, config: TrainerConfig, model: ModelConfig, *, steps: int = 10, heartbeat: float = 0.0
+    ) -> TrainerMesh:
+        options = {"folder": self._folder, "seed": 0, "deadlines": replace(DEADLINES, heartbeat=heartbeat)}
+        mesh = TrainerMesh(config, model, self._supervisor, steps=steps, **options)
         self._meshes.append(mesh)
         await self.start(mesh)
         return mesh
 
-    async def generator(self, config: GeneratorConfig, model: ModelConfig) -> GeneratorMesh:
-        name = f"generator-{next(self._numbers)}"
-        mesh = GeneratorMesh(
-            config, model, self._supervisor, name=name, folder=self._folder, seed=0, deadlines=DEADLINES
-        )
+    async def generator(self, config: GeneratorConfig, model: ModelConfig, *, heartbeat: float = 0.0) -> GeneratorMesh:
+        options = {"folder": self._folder, "seed": 0, "deadlines": replace(DEADLINES, heartbeat=heartbeat)}
+        mesh = GeneratorMesh(config, model, self._supervisor, name=f"generator-{next(self._numbers)}", **options)
         self._meshes.append(mesh)
         await self.start(mesh)
         return mesh
@@ -191,6 +198,10 @@ class Meshes:
         return Supervisor()
 
 
+def pids_of(mesh: Any) -> list[int]:
+    return [process.pid for process in mesh._group._processes]
+
+
 async def assert_ended(pids: list[int]) -> None:
     """All of them, and Monarch has seen to it that nothing is left in the process table."""
     async with asyncio.timeout(20):
@@ -211,7 +222,12 @@ def trainer_config(*, fsdp: int = 1, tp: int = 1) -> TrainerConfig:
     return config
 
 
-async def connect(trainer: TrainerMesh, *generators: GeneratorMesh, transport: TransportName = "shared_memory") -> None:
+async def connect(
+    trainer: TrainerMesh,
+    *generators: GeneratorMesh,
+    transport: TransportName = "shared_memory",
+    keep_version: bool = False,
+) -> None:
     """Open a push from the trainer to generators, whose layouts may differ where the transport is shared memory."""
     sources = tuple(layout for _, layout in await trainer.layouts())
     dtype = generators[0].dtype if generators else torch.float32
@@ -219,7 +235,8 @@ async def connect(trainer: TrainerMesh, *generators: GeneratorMesh, transport: T
     addresses = await trainer.open_publishers(transfer)
     for number, generator in enumerate(generators):
         wanted = tuple(layout for _, layout in await generator.layouts())
-        await generator.connect(replace(transfer, wanted=wanted), addresses, generator=number)
+        own = replace(transfer, wanted=wanted)
+        await generator.connect(own, addresses, generator=number, keep_version=keep_version)
 
 
 async def parts_of(mesh: Any) -> list[list[Part]]:

@@ -12,6 +12,7 @@ from rl.errors import RunError
 from rl.generation.config import GeneratorConfig
 from rl.observe.spans import Stopwatch
 from rl.tasks.copy_digits import CopyDigits
+from rl.types import GenerationRequest, Sampling
 from rl.weights.config import WeightPushConfig
 from rl.weights.digest import merge_digests
 from tests.actors.meshes import DEADLINE, connect, trainer_config
@@ -205,6 +206,53 @@ def test_connecting_again_leaves_no_memory_of_the_push_before(meshes, pair):
             held.append([*await ask(trainer, "segments"), *await ask(generator, "segments")])
         assert held[0] == held[1] == held[2]
         assert min(held[0]) > 0
+
+    meshes.run(check())
+
+
+def request(name: str, prompt: list[int]) -> GenerationRequest:
+    sampling = Sampling(max_tokens=8, temperature=0.0)
+    return GenerationRequest(request_id=name, prompt_tokens=prompt, seed=0, sampling=sampling)
+
+
+def test_connecting_again_to_the_same_trainer_may_leave_the_generator_its_weights(meshes, pair):
+    trainer, generator = pair
+
+    async def check():
+        push = make_push(trainer, generator, BOTH)
+        await push.connect()
+        await pushed(push)
+        version = trainer.version
+        await connect(trainer, generator, keep_version=True)
+        assert generator.version == version
+        (kept,) = await generator.generate([request("kept", [1, 2, 3])])
+        assert set(kept.versions) == {version}
+        await trained(trainer)
+        published, _ = await trainer.push_weights()
+        await generator.pull_weights(published)
+        await assert_equal_weights(trainer, [generator])
+        await connect(trainer, generator)
+        assert generator.version is None
+        with pytest.raises(RunError, match="generator holds no weights yet"):
+            await generator.generate([request("lost", [1, 2, 3])])
+
+    meshes.run(check())
+
+
+def test_prefixes_are_forgotten_on_every_rank_when_asked(meshes, pair):
+    trainer, generator = pair
+
+    async def check():
+        await connect(trainer, generator)
+        version, _ = await trainer.push_weights()
+        await generator.pull_weights(version)
+        (first,) = await generator.generate([request("first", list(range(40)))])
+        assert min(await ask(generator, "cached_blocks")) > 0
+        await generator.reset_prefix_cache()
+        await generator.generate([request("again", [1, 2, 3])])
+        assert await ask(generator, "cached_blocks") == [0, 0]
+        (same,) = await generator.generate([request("same", list(range(40)))])
+        assert same.tokens == first.tokens
 
     meshes.run(check())
 

@@ -119,11 +119,12 @@ class _Meshes:
 
     async def close(self) -> None:
         """Let every engine clean up."""
-        await asyncio.gather(*(mesh.close() for mesh in (self.trainer, *self._generators) if mesh.is_running))
+        await self.trainer.close()
+        await asyncio.gather(*(mesh.close() for mesh in self._generators if mesh.is_running))
 
     async def stop(self) -> None:
         """End every process of the run."""
-        await asyncio.gather(*(mesh.stop() for mesh in (self.trainer, self.rewards, *self._generators)))
+        await asyncio.gather(self.trainer.stop(), self.rewards.stop(), *(mesh.stop() for mesh in self._generators))
 
 
 class _Interrupts:

@@ -116,7 +116,8 @@ class GeneratorMesh:
         self._folder, self._seed, self._deadlines, self._first_device = folder, seed, deadlines, first_device
         self.name, self.ranks = name, config.tensor_parallel_degree
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self._group = self._new_group()
+        self._group, self._started = self._new_group(), False
+        self._has_prefixes = False
         self.version: int | None = None
         """Policy version that it generates with; None before the first pull."""
 
@@ -125,7 +126,7 @@ class GeneratorMesh:
 
     async def start(self) -> None:
         """Spawn the ranks and start their engines, without weights; again after ``stop``."""
-        self._group, self.version = self._new_group(), None
+        self._group, self._started, self.version = self._new_group(), False, None
         await self._group.spawn(
             Generator,
             self.ranks,
@@ -138,6 +139,12 @@ class GeneratorMesh:
         )
         await self._group.call("start", deadline=self._deadlines.start)
         self._group.watch("serve")
+        self._started = True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started, and neither lost nor stopped since."""
+        return self._started and not self._group.is_over
 
     async def failed(self) -> ActorFailure:
         """The failure that all calls raise from then on, once there is one; until the next ``start``."""
@@ -165,16 +172,16 @@ class GeneratorMesh:
         """
         await self._group.call("fetch_weights", version, deadline=self._deadlines.call)
         pulled = (await self._group.call("pull_weights", version, rank=0, deadline=self._deadlines.call))[0]
+        self._has_prefixes = self._has_prefixes and pulled.version == self.version
         self.version = pulled.version
         return pulled.pause_s
 
-    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """Completions of ``requests``, in their order."""
+    async def generate(self, requests: list[GenerationRequest], *, fresh: bool = False) -> list[Completion]:
+        """Completions of ``requests``, in their order; ``fresh``: without the cached prefixes of any before them."""
+        if fresh and self._has_prefixes:
+            await self._group.call("reset_prefix_cache", rank=0, deadline=self._deadlines.call)
+        self._has_prefixes = True
         return (await self._group.call("generate", requests, rank=0, deadline=self._deadlines.call))[0]
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget the prefixes of every request so far, on every rank; nothing may be in flight."""
-        await self._group.call("reset_prefix_cache", rank=0, deadline=self._deadlines.call)
 
     async def weight_digests(self) -> list[PartDigests]:
         """Digests of every rank's parameters."""

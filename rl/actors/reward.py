@@ -98,9 +98,11 @@ class RewardWorkers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._held: set[_Job] = set()
         self._broken: RunError | None = None
+        self._started = False
 
     async def start(self) -> None:
-        """Start the workers and build their tasks."""
+        """Start the workers and build their tasks; again after ``stop``."""
+        self._broken = None
         if self._count == 0:
             self._task: Task = self._config.build(seed=self._seed, model=self._model)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
@@ -108,6 +110,12 @@ class RewardWorkers:
         await asyncio.gather(*map(self._spawn, names))
         for name in names:
             self._run(self._keep(name))
+        self._started = True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started, and neither stopped since nor given up."""
+        return self._started and self._broken is None
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
         """The group's rollouts.

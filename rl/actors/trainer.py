@@ -173,7 +173,7 @@ class TrainerMesh:
     ):
         self._config, self._model, self._supervisor = config, model, supervisor
         self._folder, self._seed, self._steps, self._deadlines = folder, seed, steps, deadlines
-        self._group = self._new_group()
+        self._group, self._started = self._new_group(), False
         self._store: StoreProcess | None = None
         self.version = 0
         """Policy version of the trainer's weights."""
@@ -183,12 +183,18 @@ class TrainerMesh:
 
     async def start(self) -> None:
         """Spawn the ranks and build their engines; again after ``stop``."""
-        self._group, self.version = self._new_group(), 0
+        self._group, self._started, self.version = self._new_group(), False, 0
         deadline, arguments = self._deadlines.start, (self._seed, self._steps, str(self._folder))
         await self._group.spawn(
             PolicyTrainer, self._config.ranks, self._config, self._model, *arguments, deadline=deadline
         )
         await self._group.call("start", deadline=deadline)
+        self._started = True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started, and neither lost nor stopped since."""
+        return self._started and not self._group.is_over
 
     async def failed(self) -> ActorFailure:
         """The failure that all calls raise from then on, once there is one; until the next ``start``."""

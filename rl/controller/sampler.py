@@ -77,8 +77,9 @@ class Sampler:
                 await self._evaluate(batch - staleness)
 
     async def _sample_batch(self, ledger: Ledger) -> None:
-        """Fill one batch; what was put in the place of others is sampled when all others are there."""
+        """Fill one batch, in rounds: of the missing, until none is."""
         done: dict[int, Group] = {}
+        dropped: dict[int, str] = {}
         self._replaced = 0
         while missing := self._size - len(done):
             ordinals = [ledger.admit(self._push.held) for _ in range(missing)]
@@ -86,12 +87,15 @@ class Sampler:
             answers = await asyncio.gather(*(self._sample(share, self._router.generate_alone) for share in shares))
             outcomes = {ordinal: group for answer in answers for ordinal, group in answer.items()}
             for ordinal in ordinals:
-                if reason := self._judge(outcomes[ordinal]):
-                    ledger.drop(ordinal, reason)
+                verdict = self._judge(outcomes[ordinal])
+                if isinstance(verdict, str):
+                    dropped[ordinal] = verdict
                 else:
-                    done[ordinal] = outcomes[ordinal]
-        for ordinal in sorted(done):
-            ledger.finish(ordinal, done[ordinal])
+                    done[ordinal] = verdict
+        for ordinal, reason in dropped.items():  # all at once: a checkpoint has the whole batch, or puts it again
+            ledger.drop(ordinal, reason)
+        for ordinal, group in sorted(done.items()):
+            ledger.finish(ordinal, group)
         self._changed.notify()
 
     async def _run_free(self, ledger: Ledger, step: int) -> None:
@@ -100,10 +104,11 @@ class Sampler:
 
         async def sample(ordinal: int) -> None:
             answer = await self._sample([ordinal], partial(self._router.generate, session=ordinal))
-            if reason := self._judge(answer[ordinal]):
-                ledger.drop(ordinal, reason)
+            verdict = self._judge(answer[ordinal])
+            if isinstance(verdict, str):
+                ledger.drop(ordinal, verdict)
             else:
-                ledger.finish(ordinal, answer[ordinal])
+                ledger.finish(ordinal, verdict)
             self._changed.notify()
 
         async def evaluate_each() -> None:
@@ -124,12 +129,12 @@ class Sampler:
         groups = await self._rollouter.collect(prompts, self._sampling, samples=samples, generate=generate)
         return dict(zip(ordinals, groups, strict=True))
 
-    def _judge(self, outcome: Group | GroupLost) -> str | None:
-        """Why the group is not trained on, if so. Raises RunError, with the last cause, where too many are lost."""
-        lost = isinstance(outcome, GroupLost)
-        self._recent.append(lost)
+    def _judge(self, outcome: Group | GroupLost) -> Group | str:
+        """The group, or why it is not trained on. Raises RunError, with the last cause, where too many are lost."""
+        self._recent.append(isinstance(outcome, GroupLost))
         if isinstance(outcome, GroupLost):
-            if sum(self._recent) > self._config.rollout.max_lost * (self._recent.maxlen or 0):
+            most = self._config.rollout.max_lost * (self._recent.maxlen or 0)
+            if sum(self._recent) > most:
                 raise RunError(
                     f"{sum(self._recent)} of the last {len(self._recent)} groups were lost, more than "
                     f"rollout.max_lost={self._config.rollout.max_lost} allows; the last: {outcome}"
@@ -138,7 +143,7 @@ class Sampler:
         if len({rollout.reward for rollout in outcome}) == 1 and self._replaced < self._config.rollout.max_replacements:
             self._replaced += 1
             return "rewards all equal"
-        return None
+        return outcome
 
 
 def sampling_of(rollout: RolloutConfig, task: Task) -> Sampling:

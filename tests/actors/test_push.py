@@ -248,8 +248,7 @@ def test_prefixes_are_forgotten_on_every_rank_when_asked(meshes, pair):
         await generator.pull_weights(version)
         (first,) = await generator.generate([request("first", list(range(40)))])
         assert min(await ask(generator, "cached_blocks")) > 0
-        await generator.reset_prefix_cache()
-        await generator.generate([request("again", [1, 2, 3])])
+        await generator.generate([request("again", [1, 2, 3])], fresh=True)
         assert await ask(generator, "cached_blocks") == [0, 0]
         (same,) = await generator.generate([request("same", list(range(40)))])
         assert same.tokens == first.tokens

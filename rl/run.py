@@ -70,8 +70,13 @@ async def _supervised(
     except asyncio.CancelledError:
         pass  # interrupted before there was anything to finish
     except Exception as error:
-        progress.error(f"failed after step {controller.step}: {error}\ndetails: {record.folder / 'failure.json'}")
-        record.write_failure(_failure(error, controller) | {"command": command})
+        failure = _failure(error, controller) | {"command": command}
+        versions = f"trainer {failure['policy_version']}, generators {failure['generator_versions']}"
+        progress.error(
+            f"failed after step {controller.step}: {error}\npolicy versions: {versions}\n"
+            f"details: {record.folder / 'failure.json'}\ncommand: {command}"
+        )
+        record.write_failure(failure)
         return EXIT_FAILED
     finally:
         progress.stage("stopping")

@@ -127,21 +127,22 @@ class Ledger:
         self.trained += len(self._taken)
         self._taken, self._dropped_now = [], {}
         self._version, self._room = version, self._size
-        return row | self.counts()
+        counts = self.counts()
+        if 2 * self.submitted != sum(counts.values()):
+            raise RunError(f"the ledger does not add up: {counts}")
+        return row | counts
 
     def counts(self) -> dict[str, int]:
-        """How many are where. Raises RunError where they do not add up to what was submitted."""
+        """How many were submitted, and where they are."""
         finished = sum(entry.group is not None for entry in self._entries.values()) + len(self._taken)
-        counts = {
+        return {
+            "submitted": self.submitted,
             "waiting": len(self._waiting),
             "running": len(self) - finished,
             "finished": finished,
             "trained": self.trained,
             "dropped": self.dropped.total(),
         }
-        if self.submitted != sum(counts.values()):
-            raise RunError(f"the ledger does not add up: {self.submitted} ordinals submitted, but {counts}")
-        return {"submitted": self.submitted, **counts}
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; between steps, when no batch is in the making."""

@@ -69,8 +69,8 @@ class Controller:
         while True:
             try:
                 await self.start()
-                sampling = self.sampler.run(self.ledger, self.step)
-                async with beside(self.fleet.run(), self.push.run(), sampling, self.report.look_for_stalls()):
+                sampling, watching = self.sampler.run(self.ledger, self.step), self.report.look_for_stalls()
+                async with beside(self.fleet.run(), self.push.run(), sampling, watching, self.look_after_trainer()):
                     await self.train()
                     return None if self.leaving else await self.finish()
             except ActorFailure as failure:
@@ -89,6 +89,10 @@ class Controller:
         if self.step:
             self.progress.note(f"resumed after step {self.step}")
         self.report.plan(await self.fleet.connect(self.step))
+
+    async def look_after_trainer(self) -> None:
+        """Raise how the trainer was lost, also where nobody asks it anything."""
+        raise await self.trainer.failed()
 
     def recover(self, failure: ActorFailure) -> None:
         """Go on after the trainer was lost, or anything while starting; raises ``failure`` where that is no use."""
@@ -184,6 +188,7 @@ class Controller:
 
     async def finish(self) -> dict[str, object]:
         """Evaluate and export; the summary."""
+        self.is_training = False
         self.progress.stage("evaluating on held-out prompts")
         scores = await self.evaluation.scores()
         self.progress.stage("exporting the policy")

@@ -8,6 +8,7 @@ import torch
 from rl.algorithms.losses import grpo
 from rl.config import RolloutConfig, RunConfig
 from rl.controller.push import WeightPush
+from rl.controller.together import Signal, beside
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig
 from rl.observe.spans import Stopwatch
@@ -47,13 +48,15 @@ def make_push(trainer, generator, weights: dict) -> WeightPush:
         generator=GeneratorConfig(block_size=32),
         weights=WeightPushConfig(**weights),
     )
-    return WeightPush(config, trainer, [generator], Stopwatch())
+    return WeightPush(config, trainer, Stopwatch(), Signal())
 
 
-async def pushed(push: WeightPush) -> None:
-    push.begin()
-    await push.arrive()
-    await push.settle()
+async def pushed(push: WeightPush, trainer) -> None:
+    """Bring what the trainer has; its version does for the step."""
+    async with beside(push.run()):
+        push.begin(trainer.version)
+        await push.arrive(trainer.version)
+        await push.settle()
 
 
 async def trained(trainer) -> None:
@@ -74,9 +77,9 @@ def test_a_push_without_faults_passes_and_tells_what_it_moved(meshes, pair):
 
     async def check():
         push = make_push(trainer, generator, BOTH)
-        await push.connect()
+        await push.connect([generator], trainer.version)
         for _ in range(3):
-            await pushed(push)
+            await pushed(push, trainer)
             await assert_equal_weights(trainer, [generator])
             await trained(trainer)
         return push.metrics
@@ -94,21 +97,21 @@ def test_weights_that_differ_are_found_at_that_push_and_the_first_is_named(meshe
 
     async def check():
         push = make_push(trainer, generator, weights)
-        await push.connect()
-        await pushed(push)
+        await push.connect([generator], trainer.version)
+        await pushed(push, trainer)
         if fault == "skipped parameter":
             await ask(trainer, "skip", FIRST, rank=1)
         else:
             await ask(generator, "cross", FIRST, OTHER, rank=1)
         await trained(trainer)
         with pytest.raises(RunError) as error:
-            await pushed(push)
+            await pushed(push, trainer)
         return str(error.value), push
 
     message, push = meshes.run(check())
     wrong = 1 if fault == "skipped parameter" else 2
     assert message.startswith(f"push of policy version {trainer.version}: {wrong} of ")
-    assert message.endswith(f"parameters of generator 0 differ from the trainer's; the first is {FIRST}")
+    assert message.endswith(f"parameters of {generator.name} differ from the trainer's; the first is {FIRST}")
     assert ("push/canary" in push.metrics) == (weights is CANARY)
 
 
@@ -117,10 +120,12 @@ def test_ranks_of_a_generator_that_hold_different_copies_are_found_and_the_param
 
     async def check():
         push = make_push(trainer, generator, DIGESTS)
-        await push.connect()
+        await push.connect([generator], trainer.version)
         await ask(generator, "cross", NORM, OTHER_NORM, rank=1)
-        with pytest.raises(RunError, match=f"version {trainer.version}: generator 0: parameter {NORM}: two ranks hold"):
-            await pushed(push)
+        await trained(trainer)
+        wrong = f"version {trainer.version}: {generator.name}: parameter {NORM}: two ranks hold"
+        with pytest.raises(RunError, match=wrong):
+            await pushed(push, trainer)
 
     meshes.run(check())
 
@@ -130,16 +135,16 @@ def test_a_prefix_cache_that_was_not_reset_is_found_by_the_canary_which_says_tha
 
     async def check():
         push = make_push(trainer, generator, BOTH)
-        await push.connect()
-        await pushed(push)
+        await push.connect([generator], trainer.version)
+        await pushed(push, trainer)
         await ask(generator, "honour_reset", False)
         await trained(trainer)
-        with pytest.raises(RunError, match=f"canary of policy version {trainer.version}: a log-prob of generator 0 "
-                           r"differs by .* all parameters are equal, so a cache of older weights"):  # fmt: skip
-            await pushed(push)
+        wrong = f"canary of policy version {trainer.version}: a log-prob of {generator.name} differs by .*"
+        with pytest.raises(RunError, match=f"{wrong} all parameters are equal, so a cache of older weights"):
+            await pushed(push, trainer)
         await ask(generator, "honour_reset", True)
         await trained(trainer)
-        await pushed(push)
+        await pushed(push, trainer)
 
     meshes.run(check())
 
@@ -152,7 +157,7 @@ def test_a_generator_in_another_dtype_is_refused_before_anything_is_pushed(meshe
         try:
             with pytest.raises(RunError, match="tok_embeddings.weight is torch.float32 in the generator and pushed as "
                                "torch.bfloat16"):  # fmt: skip
-                await make_push(trainer, generator, BOTH).connect()
+                await make_push(trainer, generator, BOTH).connect([generator], trainer.version)
         finally:
             generator.dtype = torch.float32
 
@@ -220,8 +225,8 @@ def test_connecting_again_to_the_same_trainer_may_leave_the_generator_its_weight
 
     async def check():
         push = make_push(trainer, generator, BOTH)
-        await push.connect()
-        await pushed(push)
+        await push.connect([generator], trainer.version)
+        await pushed(push, trainer)
         version = trainer.version
         await connect(trainer, generator, keep_version=True)
         assert generator.version == version
@@ -261,17 +266,17 @@ def test_another_trainer_with_a_lower_version_takes_over(meshes, pair):
 
     async def check():
         push = make_push(trainer, generator, BOTH)
-        await push.connect()
+        await push.connect([generator], trainer.version)
         await trained(trainer)
-        await pushed(push)
+        await pushed(push, trainer)
         another = await meshes.trainer(trainer_config(), model_config(tied=True))
         push = make_push(another, generator, BOTH)
-        await push.connect()
-        await pushed(push)
+        await push.connect([generator], another.version)
+        await pushed(push, another)
         assert trainer.version > another.version == generator.version == 0
         await assert_equal_weights(another, [generator])
-        await push.connect()  # as for a trainer that came back with the version that was pushed last
-        await pushed(push)
+        await push.connect([generator], another.version)  # as for a trainer that came back with the version pushed last
+        await pushed(push, another)
         assert generator.version == 0
         await meshes.stop(another)
 
@@ -284,13 +289,13 @@ def test_a_slot_whose_writer_ended_in_the_middle_is_refused_by_the_pull(meshes, 
 
     async def check():
         push = make_push(trainer, generator, BOTH)
-        await push.connect()
-        await pushed(push)
+        await push.connect([generator], trainer.version)
+        await pushed(push, trainer)
         await ask(trainer, "tear", rank=1)
         await trained(trainer)
         version = trainer.version
         held = rf"trainer rank 0 holds \[{version - 1}, {version}\]; trainer rank 1 holds \[{version - 1}\]"
         with pytest.raises(RunError, match=f"pull of version {version}: {held}"):
-            await pushed(push)
+            await pushed(push, trainer)
 
     meshes.run(check())

@@ -120,6 +120,7 @@ class Run(RuleBasedStateMachine):
     def everything_adds_up(self):
         if hasattr(self, "ledger"):
             counts = self.ledger.counts()
+            assert counts.pop("submitted") == sum(counts.values())
             assert (counts["running"], counts["trained"]) == (len(self.running), len(self.trained))
             assert counts["dropped"] == len(self.dropped)
 
@@ -212,7 +213,8 @@ def test_with_the_trainer_go_the_groups_of_versions_that_it_lost():
 
 
 def test_a_ledger_that_does_not_add_up_says_so():
-    ledger = filled(2, 0)
-    ledger._entries.popitem()
-    with pytest.raises(RunError, match="does not add up: 2 ordinals submitted, but .*'running': 1"):
-        ledger.counts()
+    ledger = filled(2, 0, 0, 1)
+    ledger.take(2)
+    ledger._taken.pop()
+    with pytest.raises(RunError, match="does not add up: {'submitted': 2, .*'trained': 1"):
+        ledger.stepped(1)

@@ -1,0 +1,260 @@
+"""What the controller itself costs: a run whose generator, rewards and trainer take no time.
+
+Usage: python scripts/bench/controller.py [--repeats N] [--pipelines NAME ...] [--bounds N ...] [--json]
+
+The real controller, sampler, router, ledger, push and run folder are driven by meshes that answer at once: 32 prompts
+a step, 8 completions each of 32 tokens. Every pipeline is run with a staleness bound of 0 and of 2. In each repeat
+runs of a thousand rollouts stand before and after one of a hundred thousand, so that what else the machine does falls
+on both. Costs are CPU time from the first request to the end of the last step; ratios are medians over the repeats.
+"memory" is resident memory after the whole long run over that after a tenth of it.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+
+from rl.cli import find_config
+from rl.config import RunConfig
+from rl.controller.loop import Controller
+from rl.errors import ActorFailure
+from rl.model.parts import Box, Region
+from rl.observe.progress import Progress
+from rl.observe.record import RunRecord
+from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
+from rl.weights.transport import Sent
+
+LAYOUT = (Region("w", (1,), Box.whole((1,))),)
+TOKENS = 32
+PIPELINES = ("deterministic", "asynchronous")
+BOUNDS = (0, 2)
+SHORT, LONG = 1_000, 100_000  # rollouts
+SHORT_RUNS = 4  # on each side of a long one
+
+
+@dataclass(slots=True)
+class Marks:
+    """What the meshes note of a run."""
+
+    began: tuple[float, float] | None = None
+    """CPU and wall time, in s, when the first rollout was asked for."""
+    ended: tuple[float, float] = (0.0, 0.0)
+    """When the last step was done."""
+    resident: list[int] = field(default_factory=list)
+    """Bytes of resident memory at each step."""
+
+
+class Mesh:
+    """Starts at once and is never lost."""
+
+    name = "mesh"
+    is_running = True
+
+    async def start(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+    async def failed(self) -> ActorFailure:
+        return await asyncio.Future()
+
+
+class Trainer(Mesh):
+    """Its weights are its version."""
+
+    def __init__(self, marks: Marks):
+        self.marks, self.version = marks, 0
+
+    async def layouts(self) -> list[Any]:
+        return [("here", LAYOUT)]
+
+    async def open_publishers(self, transfer: Any) -> list[Any]:
+        return ["address"]
+
+    async def push_weights(self) -> tuple[int, Sent]:
+        await asyncio.sleep(0)
+        return self.version, Sent(0, 0)
+
+    async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
+        await asyncio.sleep(0)
+        return {"logprobs": torch.full(batch.tokens.shape, -1.0)}
+
+    async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> tuple[dict, dict[str, float]]:
+        await asyncio.sleep(0)
+        return {}, {}
+
+    async def optim_step(self) -> dict[str, float]:
+        await asyncio.sleep(0)
+        self.version += 1
+        self.marks.resident.append(_resident())
+        return {"loss/mean": 0.0, "trainer/grad_norm": 1.0}
+
+    async def load_checkpoint(self) -> tuple[dict, list[str]]:
+        return {}, []
+
+    async def save_checkpoint(self, step: int, state: dict) -> None:
+        """After the last step alone."""
+
+    async def weight_digests(self, dtype: torch.dtype | None = None) -> list[dict]:
+        return [{("w", Box.whole((1,))): self.version}]
+
+    async def export_hf(self, folder: Path) -> None:
+        self.marks.ended = time.process_time(), time.perf_counter()
+        folder.mkdir()
+
+
+class Generator(Mesh):
+    """Says the same tokens to everyone."""
+
+    dtype = torch.float32
+
+    def __init__(self, marks: Marks):
+        self.marks, self.version = marks, 0
+
+    async def layouts(self) -> list[Any]:
+        return [("here", LAYOUT)]
+
+    async def connect(self, transfer: Any, addresses: list[Any], **options: Any) -> None:
+        self.version = 0
+
+    async def pull_weights(self, version: int) -> float:
+        await asyncio.sleep(0)
+        self.version = version
+        return 0.0
+
+    async def generate(self, requests: list[GenerationRequest], *, fresh: bool = False) -> list[Completion]:
+        if self.marks.began is None and not requests[0].request_id.startswith("canary"):
+            self.marks.began = time.process_time(), time.perf_counter()
+        await asyncio.sleep(0)
+        return [self._say(min(TOKENS, request.sampling.max_tokens)) for request in requests]
+
+    def _say(self, count: int) -> Completion:
+        """Lists of its own, as a message brings them."""
+        return Completion(
+            tokens=[6] * count, logprobs=[-1.0] * count, versions=[self.version] * count, finish_reason="length"
+        )
+
+
+class Rewards(Mesh):
+    """The more samples, the better."""
+
+    async def score(self, answered: Sequence[tuple[Prompt, list[Completion]]]) -> list[list[Rollout]]:
+        await asyncio.sleep(0)
+        return [
+            [
+                Rollout(prompt=prompt, sample=i, completion=each, text="1 2 3", reward=i, metrics={"exact": 0.0})
+                for i, each in enumerate(said)
+            ]
+            for prompt, said in answered
+        ]
+
+
+def configured(pipeline: str, bound: int, rollouts: int) -> RunConfig:
+    """About ``rollouts`` rollouts in all, in whole steps."""
+    config = find_config("quickstart")()
+    config.rollout.pipeline, config.rollout.max_staleness = pipeline, bound  # type: ignore[assignment]
+    config.rollout.max_tokens, config.model.max_seq_len = TOKENS, 64
+    config.steps = -(-rollouts // (config.rollout.prompts_per_step * config.rollout.samples_per_prompt))
+    config.trainer.checkpoint.enable, config.evaluation.prompts = False, 0
+    config.weights.transport = "shared_memory"
+    return config
+
+
+def run(config: RunConfig) -> tuple[Marks, float]:
+    """Run the controller from start to end in a folder of its own; also the largest staleness of a token."""
+    with tempfile.TemporaryDirectory() as folder:
+        marks = Marks()
+        task = config.data.build(seed=0, model=config.model)
+        meshes: Any = (Trainer(marks), lambda number: Generator(marks), Rewards())
+        record = RunRecord(folder)
+        controller = Controller(config, task, *meshes, record, Progress(config.steps, quiet=True))
+        asyncio.run(controller.run())
+        if controller.ledger.trained != config.steps * config.rollout.prompts_per_step:
+            raise RuntimeError("the run did not train on all it should have: nothing was measured")
+        return marks, max(row["rollout/staleness_max"] for row in record.read_metrics())
+
+
+def costs(config: RunConfig, marks: Marks) -> tuple[float, float]:
+    """CPU and wall time of one rollout, in s."""
+    assert marks.began is not None
+    count = config.steps * config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    cpu, wall = ((end - begin) / count for begin, end in zip(marks.began, marks.ended, strict=True))
+    return cpu, wall
+
+
+def measure(pipeline: str, bound: int, *, repeats: int, long: int) -> dict[str, Any]:
+    """One pipeline: runs of both lengths, in turn."""
+    short_config, long_config = configured(pipeline, bound, SHORT), configured(pipeline, bound, long)
+    growths, times, memory, staleness = [], [], [], []
+    for _ in range(repeats):
+        short = [costs(short_config, run(short_config)[0])[0] for _ in range(SHORT_RUNS)]
+        marks, oldest = run(long_config)
+        short += [costs(short_config, run(short_config)[0])[0] for _ in range(SHORT_RUNS)]
+        cpu, wall = costs(long_config, marks)
+        growths.append(cpu / statistics.median(short))
+        times.append((1e6 * statistics.median(short), 1e6 * cpu, wall))
+        memory.append(marks.resident[-1] / marks.resident[len(marks.resident) // 10])
+        staleness.append(oldest)
+    return {
+        "pipeline": pipeline,
+        "max_staleness": bound,
+        "staleness": max(staleness),
+        "rollouts_per_s": 1 / statistics.median(wall for _, _, wall in times),
+        "cpu_us_per_rollout_short": statistics.median(cpu for cpu, _, _ in times),
+        "cpu_us_per_rollout": statistics.median(cpu for _, cpu, _ in times),
+        "cost_growth": statistics.median(growths),
+        "memory_growth": statistics.median(memory),
+    }
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"{row['pipeline']:13} staleness {row['staleness']:.0f} of {row['max_staleness']}: "
+        f"{row['rollouts_per_s']:7,.0f} rollouts/s, {row['cpu_us_per_rollout']:5.1f} us of CPU each, "
+        f"{row['cost_growth']:.2f} x a short run's, memory x {row['memory_growth']:.3f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--pipelines", nargs="+", choices=PIPELINES, default=list(PIPELINES))
+    parser.add_argument("--bounds", nargs="+", type=int, default=list(BOUNDS), help="values of max_staleness")
+    parser.add_argument("--tiny", action="store_true", help="two thousand rollouts, to try the program")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    options = parser.parse_args()
+    cases = [(pipeline, bound) for pipeline in options.pipelines for bound in options.bounds]
+    rows = []
+    run(configured("deterministic", 0, SHORT))  # what is imported and allocated once
+    for case in cases:
+        rows.append(measure(*case, repeats=options.repeats, long=2 * SHORT if options.tiny else LONG))
+        show(rows[-1])
+    result = {
+        "rollouts_per_s": min(row["rollouts_per_s"] for row in rows),
+        "cost_growth": max(row["cost_growth"] for row in rows),
+        "memory_growth": max(row["memory_growth"] for row in rows),
+        "pipelines": rows,
+    }
+    if options.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """From groups of rollouts to the batch that the trainer takes."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import chain
 from typing import Literal
 
@@ -28,9 +28,9 @@ def make_batch(groups: list[list[Rollout]], *, normalize_std: bool, reduction: s
     completed = place >= prompts[owner]
 
     def spread(per_rollout: torch.Tensor) -> torch.Tensor:
-        return per_rollout[owner] * completed
+        return torch.where(completed, per_rollout[owner], 0.0)
 
-    def column(per_token: list[list[float]], on_prompt: float) -> torch.Tensor:
+    def column(per_token: Sequence[Sequence[float]], on_prompt: float) -> torch.Tensor:
         values = torch.full((len(owner),), on_prompt)
         values[completed] = _end_to_end("f", per_token)
         return values
@@ -47,7 +47,7 @@ def make_batch(groups: list[list[Rollout]], *, normalize_std: bool, reduction: s
     )
 
 
-def _end_to_end(code: Literal["f", "q"], rows: Iterable[list]) -> torch.Tensor:
+def _end_to_end(code: Literal["f", "q"], rows: Sequence[Sequence[float]]) -> torch.Tensor:
     """Float32 or int64; for a batch of a hundred thousand tokens torch.tensor would take eight times as long."""
     return torch.frombuffer(array(code, chain.from_iterable(rows)), dtype={"f": torch.float32, "q": torch.int64}[code])
 

@@ -1,11 +1,14 @@
 """Which generator answers which requests."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from rl.controller.together import Signal
 from rl.errors import ActorFailure
 from rl.types import Completion, GenerationRequest
+
+
+SESSIONS = 4096  # whose generators are remembered: the latest
 
 
 class Replica(Protocol):
@@ -19,12 +22,10 @@ class _Place:
     replica: Replica
     load: int = 0
     """Requests in flight."""
-    sessions: set[object] = field(default_factory=set)
-    """Those with requests in flight."""
 
 
 class Router:
-    """Sends requests to the generator with the fewest in flight, those of one session to the same one while it has any.
+    """Sends requests to the generator with the fewest in flight; a session's to the one that has its prefixes cached.
 
     What a lost generator had in flight is sent again to another; while there is none, requests wait for one to join. ::
 
@@ -34,6 +35,7 @@ class Router:
 
     def __init__(self) -> None:
         self._places: dict[Replica, _Place] = {}
+        self._homes: dict[object, Replica] = {}
         self._changed = Signal()
         self.served: dict[Replica, int] = {}
         """Completions of each generator since it joined last."""
@@ -74,7 +76,6 @@ class Router:
             await self._changed.until(lambda: any(not (alone and place.load) for place in self._places.values()))
             place = self._choose(session)
             place.load += len(requests)
-            place.sessions.add(session)
             try:
                 completions = await place.replica.generate(requests, fresh=alone)
                 self.served[place.replica] += len(completions)
@@ -86,13 +87,15 @@ class Router:
                     self.leave(place.replica)
             finally:
                 place.load -= len(requests)
-                place.sessions.discard(session)
                 self._changed.notify()
 
     def _choose(self, session: object) -> _Place:
         """The session's own, else the least loaded, and of these the one that was not chosen for longest."""
-        places = self._places.values()
-        own = [place for place in places if session is not None and session in place.sessions]
-        place = own[0] if own else min(places, key=lambda each: each.load)
+        home = self._places.get(self._homes.pop(session)) if session in self._homes else None
+        place = home or min(self._places.values(), key=lambda each: each.load)
         self._places[place.replica] = self._places.pop(place.replica)  # to the end: ties are rotated
+        if session is not None:
+            self._homes[session] = place.replica
+            if len(self._homes) > SESSIONS:
+                del self._homes[next(iter(self._homes))]
         return place

@@ -53,10 +53,10 @@ class Generator(Actor):
         return memory_domain(), layout_of(await self._loop.run_between_steps(lambda engine: engine.parameters()))
 
     @concurrent_endpoint
-    async def connect(self, transfer: Transfer, addresses: list[Any], generator: int, keep_version: bool) -> None:
-        if self._rank == 0 and not keep_version:
+    async def connect(self, transfer: Transfer, addresses: list[Any], generator: int) -> None:
+        if self._rank == 0:
             await self._loop.abort()
-        parts = await self._loop.run_between_steps(lambda engine: self._disconnected(engine, keep_version))
+        parts = await self._loop.run_between_steps(self._disconnected)
         self._subscriber = open_subscriber(transfer, addresses, parts, generator=generator, rank=self._rank)
 
     @concurrent_endpoint
@@ -83,12 +83,11 @@ class Generator(Actor):
     async def close(self) -> None:
         await self._loop.close()
 
-    def _disconnected(self, engine: "GenerationEngine", keep_version: bool) -> list[Part]:
+    def _disconnected(self, engine: "GenerationEngine") -> list[Part]:
         if self._subscriber is not None:  # between steps, so that no pull uses it
             self._subscriber.close()
             self._subscriber = None
-        if not keep_version:
-            engine.version = None  # the versions of a trainer that was restarted may be lower
+        engine.version = None  # the versions of a trainer that was restarted may be lower
         return engine.parameters()
 
     def _connected(self) -> Subscriber:
@@ -154,16 +153,13 @@ class GeneratorMesh:
         """Each rank's memory domain, and what it holds of the parameters."""
         return await self._group.call("layout", deadline=self._deadlines.call)
 
-    async def connect(
-        self, transfer: Transfer, addresses: list[Any], *, generator: int = 0, keep_version: bool = False
-    ) -> None:
+    async def connect(self, transfer: Transfer, addresses: list[Any], *, generator: int = 0) -> None:
         """Plan the routes from the trainer's ranks, as generator number ``generator`` of the run.
 
-        With ``keep_version`` it is the same trainer as before: the generator goes on with the weights that it holds.
-        Else it forgets its version, and what is in flight is aborted.
+        It forgets its version, and what is in flight is aborted.
         """
-        await self._group.call("connect", transfer, addresses, generator, keep_version, deadline=self._deadlines.call)
-        self.version = self.version if keep_version else None
+        await self._group.call("connect", transfer, addresses, generator, deadline=self._deadlines.call)
+        self.version = None
 
     async def pull_weights(self, version: int) -> float:
         """Generate with ``version``, which the trainer has pushed, from here on; or a newer one, if that came first.

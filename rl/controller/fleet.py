@@ -126,7 +126,7 @@ class Fleet:
             count = int(self._asked.read_text())
         except (OSError, ValueError):  # no such file, or one half written
             return len(self._meshes)
-        return count if count > 0 else len(self._meshes)
+        return min(count, self._push.most) if count > 0 else len(self._meshes)
 
 
 async def start_anew(mesh: TrainerMesh | GeneratorMesh | RewardWorkers) -> None:

@@ -16,7 +16,8 @@ from rl.weights.digest import PartDigests, merge_digests
 from rl.weights.open import choose_transport
 from rl.weights.transport import Transfer
 
-NETWORK = ("rdma", "torchstore")  # whose publishers count their readers
+NETWORK = ("rdma", "torchstore")  # whose publishers have a place for each reader
+MOST = 1000
 
 
 class WeightPush:
@@ -75,17 +76,18 @@ class WeightPush:
         await self._bring(step)
         return plan
 
+    @property
+    def most(self) -> int:
+        """How many generators the transport has room for until it is opened again."""
+        return self._transfer.generators if self._transfer.transport in NETWORK else MOST
+
     async def join(self, generator: GeneratorMesh) -> None:
         """Bring one generator, new or started again, what the others have."""
         async with self._joining:
             taken = self._numbers.values()
             number = self._numbers.setdefault(generator, min(set(range(len(taken) + 1)) - set(taken)))
-            if number >= self._transfer.generators and self._transfer.transport in NETWORK:
-                await self._open(keep=True)
-                await self._publish()
-            else:
-                await generator.connect(self._transfer, self._addresses, generator=number)
-            await self._pull(generator, self.held)
+            await generator.connect(self._transfer, self._addresses, generator=number)
+            await self._pull(generator, self._versions[self._arrived if self._on_demand else self._published])
 
     def part(self, generator: GeneratorMesh) -> None:
         """Leave a generator out until it joins again."""
@@ -123,8 +125,8 @@ class WeightPush:
             )
             self._stepping = True
 
-    async def _open(self, *, keep: bool = False) -> str:
-        """Plan the routes and open both ends of each; ``keep`` for generators that go on generating meanwhile."""
+    async def _open(self) -> str:
+        """Plan the routes and open both ends of each."""
         generators = list(self._numbers)
         sources, wanted = await asyncio.gather(self._trainer.layouts(), generators[0].layouts())
         self._transfer = Transfer(
@@ -132,16 +134,13 @@ class WeightPush:
             dtype=generators[0].dtype,
             sources=tuple(layout for _, layout in sources),
             wanted=tuple(layout for _, layout in wanted),
-            generators=max(self._numbers.values()) + 1,
+            generators=len(generators),
             delta=self._config.delta,
         )
         plan = self._transfer.describe()
         self._addresses = await self._trainer.open_publishers(self._transfer)
         await asyncio.gather(
-            *(
-                each.connect(self._transfer, self._addresses, generator=number, keep_version=keep)
-                for each, number in self._numbers.items()
-            )
+            *(each.connect(self._transfer, self._addresses, generator=number) for each, number in self._numbers.items())
         )
         return plan
 

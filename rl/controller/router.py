@@ -7,7 +7,6 @@ from rl.controller.together import Signal
 from rl.errors import ActorFailure
 from rl.types import Completion, GenerationRequest
 
-
 SESSIONS = 4096  # whose generators are remembered: the latest
 
 

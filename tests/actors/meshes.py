@@ -226,7 +226,6 @@ async def connect(
     trainer: TrainerMesh,
     *generators: GeneratorMesh,
     transport: TransportName = "shared_memory",
-    keep_version: bool = False,
 ) -> None:
     """Open a push from the trainer to generators, whose layouts may differ where the transport is shared memory."""
     sources = tuple(layout for _, layout in await trainer.layouts())
@@ -236,7 +235,7 @@ async def connect(
     for number, generator in enumerate(generators):
         wanted = tuple(layout for _, layout in await generator.layouts())
         own = replace(transfer, wanted=wanted)
-        await generator.connect(own, addresses, generator=number, keep_version=keep_version)
+        await generator.connect(own, addresses, generator=number)
 
 
 async def parts_of(mesh: Any) -> list[list[Part]]:

@@ -220,30 +220,6 @@ def request(name: str, prompt: list[int]) -> GenerationRequest:
     return GenerationRequest(request_id=name, prompt_tokens=prompt, seed=0, sampling=sampling)
 
 
-def test_connecting_again_to_the_same_trainer_may_leave_the_generator_its_weights(meshes, pair):
-    trainer, generator = pair
-
-    async def check():
-        push = make_push(trainer, generator, BOTH)
-        await push.connect([generator], trainer.version)
-        await pushed(push, trainer)
-        version = trainer.version
-        await connect(trainer, generator, keep_version=True)
-        assert generator.version == version
-        (kept,) = await generator.generate([request("kept", [1, 2, 3])])
-        assert set(kept.versions) == {version}
-        await trained(trainer)
-        published, _ = await trainer.push_weights()
-        await generator.pull_weights(published)
-        await assert_equal_weights(trainer, [generator])
-        await connect(trainer, generator)
-        assert generator.version is None
-        with pytest.raises(RunError, match="generator holds no weights yet"):
-            await generator.generate([request("lost", [1, 2, 3])])
-
-    meshes.run(check())
-
-
 def test_prefixes_are_forgotten_on_every_rank_when_asked(meshes, pair):
     trainer, generator = pair
 

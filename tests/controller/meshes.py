@@ -156,11 +156,9 @@ class Generator(Mesh):
     async def layouts(self) -> list[Any]:
         return [("here", LAYOUT)]
 
-    async def connect(self, transfer: Any, addresses: list[Any], *, generator: int, keep_version: bool = False) -> None:
+    async def connect(self, transfer: Any, addresses: list[Any], *, generator: int) -> None:
         self.alive()
-        self.number = generator
-        if not keep_version:
-            self.version = None
+        self.number, self.version = generator, None
 
     async def pull_weights(self, version: int) -> float:
         await asyncio.sleep(self.pull_takes)

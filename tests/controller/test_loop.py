@@ -504,6 +504,24 @@ def test_generators_join_and_leave_while_the_run_goes_on(run, edit, monkeypatch)
     assert max(row["rollout/staleness_max"] for row in rows) == 1
 
 
+def test_no_more_generators_join_than_a_network_push_has_places_for(run, monkeypatch):
+    monkeypatch.setattr("rl.controller.fleet.LOOK_EVERY_S", 0.005)
+
+    def edit(config):
+        config.weights.transport = "rdma"
+
+    def prepare(trainer, *generators):
+        (run.record.folder / "replicas").write_text("3")
+
+        async def train():
+            await asyncio.sleep(0.02)
+
+        trainer.during["forward_backward"] = train
+
+    run(prepare, replicas=2, edit=edit)
+    assert len(run.controller.fleet.meshes) == len(run.generators) == 2
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
 def test_a_run_that_is_left_finishes_its_step_saves_and_can_go_on(run, edit, staleness):

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from rl.actors.group import ActorGroup, Deadlines, Supervisor
+from rl.actors.group import ActorGroup, Deadlines
+from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure, RunError
 from rl.generation.config import GeneratorConfig, environment, shared_memory
 from rl.model.parts import Layout, Part, layout_of

@@ -5,15 +5,14 @@ import contextlib
 import itertools
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import monarch.actor
-from monarch.actor import Actor, ActorError, MeshFailure, ProcMesh, concurrent_endpoint
+from monarch.actor import Actor, ActorError, ProcMesh, concurrent_endpoint
 
+from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure, RunError
 from rl.launch.local import Process, free_port, spawn_procs, stop_procs
 from rl.platform import memory_domain
@@ -21,6 +20,9 @@ from rl.platform import memory_domain
 GRACE_S = 1.0  # what raised because a peer died is told of the death, which comes a moment later
 STOP_S = 5.0  # for Monarch to end processes its own way, and for the kernel to end killed ones
 REMOTE_STOP_S = 30.0  # for Monarch where nobody else can end them; it asks those that hang for 20 s
+
+PerRank = Mapping[int, Sequence[Any]]
+"""Arguments of the ranks that are called."""
 
 _incarnations = itertools.count()
 
@@ -32,31 +34,6 @@ class Deadlines(Protocol):
     call: float
     heartbeat: float
     reward: float
-
-
-class Supervisor:
-    """Hears from Monarch which actors died, and tells the groups they were of: late, but of any host."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._groups: dict[str, ActorGroup] = {}
-        monarch.actor.unhandled_fault_hook = self._on_fault
-
-    def register(self, mesh: str, group: "ActorGroup") -> None:
-        """Tell ``group`` of deaths in the mesh of this name."""
-        self._groups[mesh] = group
-
-    def forget(self, mesh: str) -> None:
-        """From now on a death in this mesh is no failure."""
-        self._groups.pop(mesh, None)
-
-    def _on_fault(self, failure: MeshFailure) -> None:
-        # On a thread of Monarch's; again for the helpers that it runs beside the actors, and long after a stop.
-        group = self._groups.get(failure.mesh_name.rpartition("-")[0])
-        if group is not None:
-            parts = re.fullmatch(r"MeshFailure\(.*crashed_ranks=\[(\d+).*?event=(.*)\)", str(failure), re.DOTALL)
-            rank, event = (int(parts[1]), parts[2]) if parts else (0, str(failure))
-            self._loop.call_soon_threadsafe(group.died, rank, event)
 
 
 class Pulse(Actor):
@@ -83,9 +60,8 @@ class ActorGroup:
         self.name, self.ranks, self.port = name, 0, free_port()
         self._mesh = f"{name}-{next(_incarnations)}"  # Monarch tells of a death when the next of this name may be up
         self._supervisor, self._logs, self._heartbeat = supervisor, logs, heartbeat
-        loop = asyncio.get_running_loop()
-        self._failed: asyncio.Future[ActorFailure] = loop.create_future()
-        self._over: asyncio.Future[ActorFailure] = loop.create_future()  # failed or stopped
+        self._failed: asyncio.Future[ActorFailure] = asyncio.Future()
+        self._over: asyncio.Future[ActorFailure] = asyncio.Future()  # failed or stopped
         self._procs: ProcMesh | None = None
         self._processes: list[Process] = []
         self._background: list[asyncio.Task[None]] = []
@@ -102,8 +78,8 @@ class ActorGroup:
     ) -> None:
         """Start ``ranks`` processes, with ``env`` on top of this process's, and ``actor(*args)`` in each."""
         self.ranks, self._doing = ranks, {rank: [] for rank in range(ranks)}
-        everyone: dict[int, Sequence[Any]] = dict.fromkeys(range(ranks), ())
-        self._supervisor.register(self._mesh, self)
+        everyone: PerRank = dict.fromkeys(range(ranks), ())
+        self._supervisor.register(self._mesh, self._died)
         self._procs = spawn_procs(
             self.name, ranks, env=env or {}, logs=self._logs, port=self.port, first_device=first_device
         )
@@ -111,7 +87,7 @@ class ActorGroup:
         for rank, (domain, pid) in enumerate(await self._answers(self._pulse, "heartbeat", everyone, deadline)):
             if domain == memory_domain():
                 with contextlib.suppress(ProcessLookupError):  # it died just now: Monarch will tell
-                    self._processes.append(Process(pid, partial(self.died, rank)))
+                    self._processes.append(Process(pid, partial(self._died, rank)))
         self._actor = self._procs.spawn(self._mesh, actor, *args)
         if self._heartbeat:
             self._background.append(asyncio.create_task(self._beat(everyone)))
@@ -121,7 +97,7 @@ class ActorGroup:
         ranks = range(self.ranks) if rank is None else [rank]
         return await self.call_each(endpoint, dict.fromkeys(ranks, args), deadline=deadline)
 
-    async def call_each(self, endpoint: str, args: Mapping[int, Sequence[Any]], *, deadline: float) -> list[Any]:
+    async def call_each(self, endpoint: str, args: PerRank, *, deadline: float) -> list[Any]:
         """``endpoint`` of the given ranks, each with arguments of its own."""
         if self._over.done():
             raise self._over.result().with_traceback(None)
@@ -153,14 +129,6 @@ class ActorGroup:
         """Whether it failed, or was stopped."""
         return self._over.done()
 
-    def died(self, rank: int, reason: str = "") -> None:
-        """Fail as the death of a rank's process, with what its log ended on."""
-        during = self._doing[rank][-1] if self._doing[rank] else "between calls"
-        log = self._logs / f"{self.name}-{rank}.log"
-        why = reason.partition("\n")[2].strip() or reason  # Monarch's first line names its own meshes
-        died = f"the process died: {why}" if why else "the process died"
-        self._fail(self._failure([rank], during, "died", f"{died}\n{_tail(log)}"))
-
     async def stop(self) -> None:
         """End the processes, whatever they are doing, and whatever waits for them. Raises nothing."""
         self._supervisor.forget(self._mesh)
@@ -172,11 +140,17 @@ class ActorGroup:
         if lost:  # its ranks may hang, so that they would not answer Monarch
             self._kill()
         procs, self._procs = self._procs, None
-        known = len(self._processes) == self.ranks
-        await stop_procs(procs, deadline=STOP_S if known else REMOTE_STOP_S)
+        await stop_procs(procs, deadline=STOP_S if len(self._processes) == self.ranks else REMOTE_STOP_S)
         self._kill()
         if ends := [process.ended for process in self._processes]:
             await asyncio.wait(ends, timeout=STOP_S)
+
+    def _died(self, rank: int, reason: str = "") -> None:
+        """Fail as the death of a rank's process, with what its log ended on."""
+        during = self._doing[rank][-1] if self._doing[rank] else "between calls"
+        log = self._logs / f"{self.name}-{rank}.log"
+        why = reason.partition("\n")[2].strip() or reason  # Monarch's first line names its own meshes
+        self._fail(self._failure([rank], during, "died", f"the process died{why and ': ' + why}\n{_tail(log)}"))
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -194,15 +168,13 @@ class ActorGroup:
         named = f"ranks {', '.join(map(str, [first, *others]))}" if others else f"rank {first}"
         return ActorFailure(f"{self.name} {named}, {call}: {what}", actor=self.name, rank=first, call=call, kind=kind)
 
-    async def _beat(self, everyone: dict[int, Sequence[Any]]) -> None:
+    async def _beat(self, everyone: PerRank) -> None:
         with contextlib.suppress(ActorFailure):  # whoever waits for the group is told
             while True:
                 await asyncio.sleep(self._heartbeat / 3)
                 await self._answers(self._pulse, "heartbeat", everyone, self._heartbeat)
 
-    async def _answers(
-        self, actor: Any, endpoint: str, args: Mapping[int, Sequence[Any]], deadline: float
-    ) -> list[Any]:
+    async def _answers(self, actor: Any, endpoint: str, args: PerRank, deadline: float) -> list[Any]:
         """Of the given ranks of ``actor``; raises the first failure of the group, or of one of them."""
         loop = asyncio.get_running_loop()
         tasks = {rank: asyncio.ensure_future(self._ask(actor, endpoint, rank, own)) for rank, own in args.items()}
@@ -238,7 +210,7 @@ class ActorGroup:
             named = str(cause) if isinstance(cause, RunError) else f"{type(cause).__name__}: {cause}"
             return self._failure([rank], endpoint, "raised", f"{named}\n{error}")
         except RuntimeError as error:  # Monarch's own: nobody is there to answer
-            self.died(rank, str(error))
+            self._died(rank, str(error))
             return self._over.result()
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from rl.actors.group import ActorGroup, Deadlines, Supervisor
+from rl.actors.group import ActorGroup, Deadlines
+from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure, GroupLost, RunError
 from rl.model.shape import ModelConfig
 from rl.rollout.scoring import rollouts_of, score_group

@@ -11,8 +11,9 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.config import Configurable
 
-from rl.actors.group import ActorGroup, Deadlines, Supervisor
+from rl.actors.group import ActorGroup, Deadlines
 from rl.actors.store import StoreProcess
+from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure
 from rl.model.parts import Layout, layout_of
 from rl.model.shape import ModelConfig

@@ -15,7 +15,7 @@ from monarch.actor import concurrent_endpoint
 import rl.actors.generator as generator_module
 import rl.actors.trainer as trainer_module
 from rl.actors.generator import Generator, GeneratorMesh
-from rl.actors.group import Supervisor
+from rl.actors.supervisor import Supervisor
 from rl.actors.trainer import PolicyTrainer, TrainerMesh
 from rl.config import DeadlineConfig
 from rl.generation.config import GeneratorConfig

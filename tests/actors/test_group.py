@@ -10,7 +10,8 @@ import monarch.actor
 import pytest
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from rl.actors.group import ActorGroup, Supervisor
+from rl.actors.group import ActorGroup
+from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure
 from tests.actors.meshes import assert_ended
 

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from rl.actors.group import Supervisor
 from rl.actors.reward import RewardWorkers
+from rl.actors.supervisor import Supervisor
 from rl.config import DeadlineConfig
 from rl.errors import GroupLost, RunError
 from rl.types import Completion

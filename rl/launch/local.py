@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,19 @@ from monarch.actor import Point, ProcMesh, default_bootstrap_cmd, shutdown_conte
 
 from rl.platform import device_type
 
-# Output goes to the rank's log from its first byte; Ctrl-C reaches the controller alone.
-_WRAPPER = 'trap "" INT; exec "$0" "$@" >>"$TILLER_LOG" 2>&1'
+# Python, since no shell can ask for the signal that ends it with its parent; Monarch does so seconds later.
+_WRAPPER = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+if os.getppid() != int(os.environ["TILLER_CONTROLLER"]):
+    sys.exit("the controller has ended")
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the controller alone
+log = os.open(os.environ["TILLER_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+os.dup2(log, 1)
+os.dup2(log, 2)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def start_runtime(log: Path) -> None:
@@ -50,6 +62,7 @@ def spawn_procs(
         "MASTER_PORT": str(port or free_port()),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
+        "TILLER_CONTROLLER": str(os.getpid()),
         **env,
     }
     if device_type() == "cpu":
@@ -62,7 +75,7 @@ def spawn_procs(
         rank = str(point.rank)
         own = {"RANK": rank, "LOCAL_RANK": rank, "TILLER_LOG": str(logs.resolve() / f"{name}-{rank}.log")}
         return BootstrapCommand(
-            "/bin/sh", None, ["-c", _WRAPPER, base.program, *base.args], {**base.env, **common, **own}
+            sys.executable, None, ["-ISc", _WRAPPER, base.program, *base.args], {**base.env, **common, **own}
         )
 
     return this_host().spawn_procs(per_host={"ranks": ranks}, name=name, bootstrap_command=command)

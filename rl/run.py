@@ -7,6 +7,7 @@ import shlex
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ async def _supervised(
     config: RunConfig, task: Task, record: RunRecord, progress: Progress, command: str
 ) -> dict[str, object] | int:
     """The summary, or the exit code of a run that ended early; in any case no process stays behind."""
-    meshes = _Meshes(config, record.folder)
+    meshes = _Meshes(config, record.folder, progress.warn)
     controller = Controller(config, task, meshes.trainer, meshes.generator, meshes.rewards, record, progress)
     interrupts = _Interrupts(controller)
     try:
@@ -93,7 +94,7 @@ async def _supervised(
 class _Meshes:
     """The meshes of one run."""
 
-    def __init__(self, config: RunConfig, folder: Path):
+    def __init__(self, config: RunConfig, folder: Path, say: Callable[[str], None]):
         self._config, self._folder = config, folder
         self._supervisor = Supervisor()
         self._generators: list[GeneratorMesh] = []
@@ -101,7 +102,7 @@ class _Meshes:
         self._common = common
         self.trainer = TrainerMesh(config.trainer, config.model, self._supervisor, steps=config.steps, **common)
         self.rewards = RewardWorkers(
-            config.data, config.model, self._supervisor, count=config.rollout.reward_workers, **common
+            config.data, config.model, self._supervisor, count=config.rollout.reward_workers, say=say, **common
         )
 
     def generator(self, number: int) -> GeneratorMesh:

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,9 +89,10 @@ class RewardWorkers:
         seed: int,
         folder: Path,
         deadlines: Deadlines,
+        say: Callable[[str], None],
     ):
         self._config, self._seed, self._model, self._supervisor = task, seed, model, supervisor
-        self._count, self._folder, self._deadlines = count, folder, deadlines
+        self._count, self._folder, self._deadlines, self._say = count, folder, deadlines, say
         self._groups: dict[str, ActorGroup] = {}
         self._idle: deque[ActorGroup] = deque()
         self._waiting: deque[_Job] = deque()
@@ -158,7 +159,7 @@ class RewardWorkers:
                 group = self._groups[name]
                 self._idle.append(group)
                 self._hand_out()
-                await group.failed()
+                self._say(f"{str(await group.failed()).splitlines()[0]}; starting it again")
                 await group.stop()
                 await self._spawn(name)
         except ActorFailure as failure:

@@ -27,8 +27,8 @@ def in_workers(tmp_path):
     def run(work, count):
         async def started():
             config, model = Moody.Config(folder=str(tmp_path)), model_config(tied=True)
-            options = {"count": count, "folder": tmp_path, "deadlines": DEADLINES}
-            workers = RewardWorkers(config, 0, model, Supervisor(), **options)
+            options = {"count": count, "seed": 0, "folder": tmp_path, "deadlines": DEADLINES, "say": print}
+            workers = RewardWorkers(config, model, Supervisor(), **options)
             task = config.build(seed=0, model=model)
             try:
                 await workers.start()

@@ -1,5 +1,6 @@
 """Starts the program as a user does, and checks what it leaves behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ TINY = [
     "--config", "quickstart", "--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "4",
     "--evaluation.prompts", "8", "--evaluation.samples", "0", "--generator.kv_cache_gib", "0.05",
 ]  # fmt: skip
+OF_TIMING = ("timing/", "tokens_per_s", "ledger/", "restarts/")
 
 
 class Run:
@@ -61,9 +63,23 @@ class Run:
     def until_step(self, step: int) -> None:
         self.until(lambda: len(self.metrics()) >= step)
 
+    def until_said(self, text: str) -> None:
+        """Wait for a line on the screen."""
+        self.until(lambda: text in self.stdout)
+
     def interrupt(self) -> None:
         """Ctrl-C: the terminal sends it to the whole process group."""
         os.killpg(self.process.pid, signal.SIGINT)
+
+    def strike(self, actor: str, number: signal.Signals) -> int | None:
+        """Send a signal to rank 0 of an actor; its process, None where there is none just now."""
+        mark = f"TILLER_LOG={(self.folder / 'logs' / f'{actor}-0.log').resolve()}".encode()
+        for pid in sorted(self.processes()):
+            with contextlib.suppress(OSError):  # it ended while we looked
+                if mark in Path(f"/proc/{pid}/environ").read_bytes():
+                    os.kill(pid, number)
+                    return pid
+        return None
 
     def kill(self) -> None:
         """kill -9 of the controller alone."""
@@ -72,9 +88,13 @@ class Run:
             self.process.kill()
         self.process.wait()
 
-    def metrics(self) -> list[dict]:
-        path = self.folder / "metrics.jsonl"
+    def lines(self, name: str) -> list[dict]:
+        """Whole rows of a .jsonl file; none where it is not there yet."""
+        path = self.folder / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def metrics(self) -> list[dict]:
+        return self.lines("metrics.jsonl")
 
     def json(self, name: str) -> dict:
         return json.loads((self.folder / name).read_text())
@@ -117,7 +137,13 @@ class Run:
             time.sleep(0.1)
 
 
-def child(run: Run, log_name: str) -> int:
-    """The process of ``run`` that writes to ``log_name``."""
-    mark = f"TILLER_LOG={(run.folder / 'logs' / log_name).resolve()}".encode()
-    return next(pid for pid in run.processes() if mark in Path(f"/proc/{pid}/environ").read_bytes())
+def numbers(run: Run, *but: str) -> list[dict]:
+    """What the run computed at each step, without what depends on the clock, and without what starts as ``but``."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith((*OF_TIMING, *but))} for row in run.metrics()
+    ]
+
+
+def digest(run: Run) -> str:
+    """Of the final weights."""
+    return run.json("summary.json")["policy_digest"]

@@ -1,58 +1,94 @@
-"""A run is a function of its config, also when it is killed on the way (C6)."""
+"""A run is a function of its config, also when the program is killed on the way (C6)."""
+
+import random
+import signal
+import time
+
+import pytest
 
 from rl.observe.spans import STAGES
-from tests.e2e.runs import TINY, Run
-
-ARGUMENTS = [*TINY, "--steps", "8", "--trainer.checkpoint.interval", "2"]
-AHEAD = ["--rollout.max_staleness", "1", "--weights.digests"]
+from tests.e2e.pipelines import LOCKSTEP, STEPS, TWO_AHEAD
+from tests.e2e.runs import Run, digest, numbers
 
 
-def numbers(run: Run) -> list[dict]:
-    """What the run computed at each step, without what it measured of time."""
-    return [{k: v for k, v in row.items() if not k.startswith(("timing/", "tokens_per_s"))} for row in run.metrics()]
+def start(tmp_path, arguments: tuple[str, ...]) -> Run:
+    """Start the run, or go on with it."""
+    folder = tmp_path / "run"
+    return Run(*arguments, *(["--resume"] if (folder / "config.json").exists() else []), folder=folder)
 
 
-def test_killed_and_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
-    whole = Run(*ARGUMENTS, folder=tmp_path / "whole")
-    killed = Run(*ARGUMENTS, folder=tmp_path / "killed")
-    killed.until_step(5)
-    killed.kill()
-    killed.assert_nothing_left()
-    assert whole.wait() == 0, whole.stderr
+def assert_same(run: Run, whole: Run) -> None:
+    """Bit for bit, to the last weight."""
+    assert numbers(run, "push/") == numbers(whole, "push/")
+    assert run.lines("evaluations.jsonl") == whole.lines("evaluations.jsonl")
+    assert digest(run) == digest(whole)
 
-    again = Run(*ARGUMENTS, folder=tmp_path / "killed")
+
+def test_a_run_that_is_stopped_and_killed_and_resumed_is_the_uninterrupted_one(tmp_path, finished):
+    whole = finished(*TWO_AHEAD)
+    run = start(tmp_path, TWO_AHEAD)
+    run.until_step(4)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 75
+    run.assert_nothing_left()
+    saved = len(run.metrics())
+    assert (run.folder / "checkpoints" / f"step-{saved}" / ".metadata").exists()
+
+    again = Run(*TWO_AHEAD, folder=run.folder)
     assert again.wait() == 2
     assert "already holds a run; add --resume" in again.stderr
 
-    (tmp_path / "killed" / "checkpoints" / "step-7").mkdir()  # as a kill in the middle of a save leaves it
-    resumed = Run(*ARGUMENTS, "--resume", folder=tmp_path / "killed")
-    assert resumed.wait() == 0, resumed.stderr
-    assert numbers(resumed) == numbers(whole)
-    assert resumed.json("summary.json")["policy_digest"] == whole.json("summary.json")["policy_digest"]
-    assert "resumed after step 4" in resumed.stdout
-    assert "ignored checkpoints/step-7: it is incomplete" in resumed.stdout
-    assert "resuming with another" not in resumed.stdout
-    assert not any(row["timing/hidden"] for row in whole.metrics() if "timing/checkpoint" not in row)
+    run = start(tmp_path, TWO_AHEAD)
+    run.until_step(max(saved + 2, 10))
+    run.kill()
+    run.assert_nothing_left()
+    (run.folder / "checkpoints" / f"step-{STEPS - 1}").mkdir()  # as a kill in the middle of a save leaves it
+    run = start(tmp_path, TWO_AHEAD)
+    run.until(lambda: (run.folder / "logs" / "generator-1-0.log").exists())
+    run.kill()
+    run.assert_nothing_left()
+
+    run = start(tmp_path, TWO_AHEAD)
+    assert run.wait() == 0, run.stderr
+    run.assert_nothing_left()
+    assert_same(run, whole)
+    assert "resumed after step " in run.stdout
+    assert f"ignored checkpoints/step-{STEPS - 1}: it is incomplete" in run.stdout
+    assert "resuming with another" not in run.stdout
 
 
-def test_sampling_one_step_ahead_is_as_exact_and_hides_what_it_overlaps(tmp_path):
-    whole = Run(*ARGUMENTS, *AHEAD, folder=tmp_path / "whole")
-    killed = Run(*ARGUMENTS, *AHEAD, folder=tmp_path / "killed")
-    killed.until_step(5)
-    killed.kill()
-    killed.assert_nothing_left()
-    assert whole.wait() == 0, whole.stderr
-    whole.assert_nothing_left()
-    resumed = Run(*ARGUMENTS, *AHEAD, "--resume", folder=tmp_path / "killed")
-    assert resumed.wait() == 0, resumed.stderr
-    resumed.assert_nothing_left()
-
-    assert numbers(resumed) == numbers(whole)
-    assert resumed.json("summary.json")["policy_digest"] == whole.json("summary.json")["policy_digest"]
-    rows = whole.metrics()
-    assert [row["rollout/staleness_max"] for row in rows] == [0, *[1] * 7]
-    assert max(row["push/canary"] for row in rows) < 1e-4
+def test_sampling_ahead_hides_what_it_overlaps(finished):
+    rows = finished(*TWO_AHEAD).metrics()
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, *[2] * (STEPS - 2)]
+    assert max(row["push/canary"] for row in rows if "push/canary" in row) < 1e-4
     assert min(row["timing/push_pause"] for row in rows) > 0
-    assert min(row["timing/hidden"] for row in rows[:-1]) > 0  # the last step samples nothing
+    assert max(row["timing/hidden"] for row in rows) > 0
     stages = sum(row.get(f"timing/{name}", 0.0) for row in rows for name in STAGES)
     assert stages - sum(row["timing/hidden"] for row in rows) <= 1.001 * sum(row["timing/step"] for row in rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pipeline", [LOCKSTEP, TWO_AHEAD])
+def test_killed_ten_times_at_random_moments(tmp_path, finished, pipeline):
+    rng, whole = random.Random(len(pipeline)), finished(*pipeline)
+    for step in sorted(rng.randrange(STEPS - 3) for _ in range(10)):
+        run = start(tmp_path, pipeline)
+        moment = rng.choice(["start", "step", "save", "evaluation"])
+        if moment == "start":
+            time.sleep(rng.uniform(0, 15))
+        else:
+            run.until(lambda run=run, step=step: "push over" in run.stdout and len(run.metrics()) >= step)
+        if moment == "save":
+            saved = {*run.folder.glob("checkpoints/step-*/.metadata")}
+            run.until(lambda run=run, saved=saved: {*run.folder.glob("checkpoints/step-*")} - {p.parent for p in saved})
+        elif moment == "evaluation":
+            run.until(lambda run=run: len(run.metrics()) % 5 == 2)  # two steps ahead, that of the fifth is going on
+        else:
+            time.sleep(rng.uniform(0, 0.5))
+        print(f"kill at {moment} after step {len(run.metrics())}")
+        run.kill()
+        run.assert_nothing_left()
+    run = start(tmp_path, pipeline)
+    assert run.wait() == 0, run.stderr
+    run.assert_nothing_left()
+    assert_same(run, whole)

@@ -1,0 +1,20 @@
+"""Tiny runs of every pipeline, for tests that disturb them."""
+
+from tests.e2e.runs import TINY
+
+STEPS, GROUPS = 24, 4
+DEADLINES = (
+    *("--deadlines.start", "120", "--deadlines.call", "40", "--deadlines.heartbeat", "8", "--deadlines.reward", "8"),
+    *("--max_restarts", "6"),
+)
+COMMON = (*TINY, "--steps", str(STEPS), "--trainer.checkpoint.interval", "3", *DEADLINES)
+TWO_AHEAD = (
+    *(*COMMON, "--rollout.max_staleness", "2", "--generator.replicas", "2"),
+    *("--rollout.max_replacements", "2", "--evaluation.every", "5"),
+)
+ASYNCHRONOUS = (
+    *(*COMMON, "--rollout.max_staleness", "2", "--generator.replicas", "2", "--generator.update", "rolling"),
+    *("--rollout.pipeline", "asynchronous", "--rollout.parts_per_step", "2"),
+)
+LOCKSTEP = (*COMMON, "--rollout.max_replacements", "2", "--evaluation.every", "5")
+ONE_AHEAD = (*COMMON, "--rollout.max_staleness", "1", "--weights.digests")

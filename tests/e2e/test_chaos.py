@@ -1,0 +1,69 @@
+"""Processes die and hang at random moments: the run goes on, and computes what it would have computed."""
+
+import random
+import signal
+import time
+
+import pytest
+
+from tests.e2e.pipelines import ASYNCHRONOUS, GROUPS, LOCKSTEP, ONE_AHEAD, STEPS, TWO_AHEAD
+from tests.e2e.runs import Run, digest, numbers
+
+PIPELINES = (TWO_AHEAD, ASYNCHRONOUS, LOCKSTEP, ONE_AHEAD)
+BLOWS = 3
+WITHIN_S = 150.0  # to be told of a blow: longest where it falls on a process that is starting
+
+
+def strike(run: Run, actor: str, number: signal.Signals) -> bool:
+    """Strike, and wait until the run has named the actor; False where it ended before it could know."""
+
+    def told() -> int:
+        return sum(line.startswith(f"warning: {actor} rank 0, ") for line in run.stdout.splitlines())
+
+    before, deadline = told(), time.monotonic() + WITHIN_S
+    while run.strike(actor, number) is None and run.process.poll() is None:
+        time.sleep(0.1)
+    while told() == before and run.process.poll() is None:
+        assert time.monotonic() < deadline, f"nothing was said of {actor} ({number.name}): {run.stdout}"
+        time.sleep(0.1)
+    return told() > before
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 20))])
+def test_whatever_dies_or_hangs_no_group_is_lost_or_counted_twice(tmp_path, finished, seed):
+    rng, pipeline = random.Random(seed), PIPELINES[seed % len(PIPELINES)]
+    actors = ["trainer", "reward-0", "generator-0", *(["generator-1"] if "--generator.replicas" in pipeline else [])]
+    kinds = [(actor, number) for actor in actors for number in (signal.SIGKILL, signal.SIGSTOP)]
+    steps = sorted(rng.randrange(STEPS - 6) for _ in range(BLOWS))
+    struck: list[str] = []
+    run = Run(*pipeline, folder=tmp_path / "run")
+    for step, (actor, number) in zip(steps, rng.sample(kinds, BLOWS), strict=True):
+        run.until(lambda step=step: len(run.metrics()) >= step and "push over" in run.stdout)
+        time.sleep(rng.uniform(0, 1))
+        struck += [actor] * strike(run, actor, number)
+    assert run.wait() == 0, run.stderr
+    run.assert_nothing_left()
+    print(f"seed {seed}: {struck}, {run.json('summary.json')['restarts']} restarts")
+    assert run.json("summary.json")["restarts"] == len([actor for actor in struck if actor != "reward-0"])
+    check_ledger(run, bound=0 if pipeline == LOCKSTEP else 1 if pipeline == ONE_AHEAD else 2)
+    if pipeline != ASYNCHRONOUS:
+        undisturbed = finished(*pipeline)
+        assert numbers(run, "push/") == numbers(undisturbed, "push/")
+        assert run.lines("evaluations.jsonl") == undisturbed.lines("evaluations.jsonl")
+        assert digest(run) == digest(undisturbed)
+
+
+def check_ledger(run: Run, bound: int) -> None:
+    """Each ordinal was trained on once, or dropped with a reason; what was begun and not needed is waiting still."""
+    rows = run.lines("ledger.jsonl")
+    assert [row["step"] for row in run.metrics()] == [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+    assert all(len(row["trained_now"]) == GROUPS for row in rows)
+    trained = [ordinal for row in rows for ordinal in row["trained_now"]]
+    dropped = [ordinal for row in rows for ordinals in row["dropped_now"].values() for ordinal in ordinals]
+    assert len({*trained, *dropped}) == len(trained) + len(dropped)
+    reasons = {reason for row in rows for reason in row["dropped_now"]}
+    assert reasons <= {"rewards all equal", "reward died", "reward hung"}
+    missing = {*range(rows[-1]["submitted"])} - {*trained, *dropped}
+    assert len(missing) == rows[-1]["waiting"]
+    assert rows[-1]["running"] == rows[-1]["finished"] == 0
+    assert max(int(age) for row in rows for age in row["staleness"]) <= bound

@@ -73,7 +73,6 @@ class Fleet:
                     if number not in self._meshes:
                         mesh = self._meshes[number] = self._make(number)
                         keepers[number] = work.create_task(self._keep(mesh))
-                        self._say(f"{mesh.name} joins")
                 for number in [number for number in self._meshes if number >= count]:
                     mesh = self._meshes.pop(number)
                     keepers.pop(number).cancel()
@@ -110,6 +109,7 @@ class Fleet:
                 await start_anew(mesh)
                 await self._push.join(mesh)
                 self._router.join(mesh)
+                self._say(f"{mesh.name} has joined")
         except ActorFailure as failure:
             return failure
         return await mesh.failed()

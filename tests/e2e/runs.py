@@ -16,6 +16,7 @@ TINY = [
     "--config", "quickstart", "--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "4",
     "--evaluation.prompts", "8", "--evaluation.samples", "0", "--generator.kv_cache_gib", "0.05",
 ]  # fmt: skip
+QUICKSTART = ("--config", "quickstart", "--steps", "80")
 OF_TIMING = ("timing/", "tokens_per_s", "ledger/", "restarts/")
 
 

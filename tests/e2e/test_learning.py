@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.runs import TINY, Run
+from tests.e2e.runs import QUICKSTART, TINY, Run
 
 
 def rise(run: Run) -> tuple[float, float]:
@@ -10,10 +10,8 @@ def rise(run: Run) -> tuple[float, float]:
     return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
 
 
-def test_reward_climbs_and_the_run_folder_tells_everything(tmp_path):
-    run = Run("--config", "quickstart", "--steps", "80", folder=tmp_path / "run")
-    assert run.wait() == 0, run.stderr
-    run.assert_nothing_left()
+def test_reward_climbs_and_the_run_folder_tells_everything(finished):
+    run = finished(*QUICKSTART)
     first, last = rise(run)
     assert first < 0.1
     assert last > 0.4
@@ -26,18 +24,20 @@ def test_reward_climbs_and_the_run_folder_tells_everything(tmp_path):
     errors = sorted(row["logprob/error_max"] for row in rows)  # lag 0: trainer and generator agree
     assert errors[len(errors) // 2] <= 1e-5
     assert errors[-1] <= 1e-4  # the worst token of 80 steps: where q or k nearly vanish, their norm magnifies rounding
+    assert not any(row["timing/hidden"] for row in rows if "timing/checkpoint" not in row), "lockstep overlaps nothing"
     summary = run.json("summary.json")
     assert summary["steps"] == 80
     assert summary["eval/prompts"] == 256
     assert summary["eval/exact_match"] > 0.3
     assert len(summary["policy_digest"]) == 64
     assert run.json("config.json")["config"]["steps"] == 80
-    for name in ("curves.png", "rollouts.jsonl", "logs/trainer-0.log", "logs/generator-0.log", "checkpoints/step-80"):
+    for name in ("curves.png", "rollouts.jsonl", "logs/trainer-0.log", "logs/generator-0-0.log", "checkpoints/step-80"):
         assert (run.folder / name).exists(), name
     assert not (run.folder / "failure.json").exists()
     assert "mean reward per step" in run.stdout
 
 
+@pytest.mark.long
 def test_every_layout_learns_the_same(tmp_path):
     many = [
         "--trainer.parallelism.data_parallel_shard_degree",
@@ -58,9 +58,11 @@ def test_every_layout_learns_the_same(tmp_path):
 def test_a_mixture_of_experts_generates_as_it_was_trained(tmp_path):
     mixture = ["--model.num_experts", "4", "--model.experts_per_token", "2", "--model.moe_hidden_dim", "96"]
     many = [f"--trainer.parallelism.{name}_degree=2" for name in ("data_parallel_shard", "expert_parallel")]
-    run = Run(*TINY, "--steps", "6", *mixture, *many, folder=tmp_path / "run")
+    many += ["--generator.tensor_parallel_degree", "2"]
+    run = Run(*TINY, "--steps", "6", "--quiet", *mixture, *many, folder=tmp_path / "run")
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
+    assert run.stdout == ""
     assert [row["policy_version"] for row in run.metrics()] == list(range(1, 7))
     assert max(row["logprob/error_max"] for row in run.metrics()) <= 1e-5
 

@@ -79,20 +79,12 @@ class Fleet:
                     self._say(f"{mesh.name} leaves")
                     await self._part(mesh)
 
-    async def stop(self) -> None:
-        """End every process, whatever it is doing."""
-        await asyncio.gather(*(mesh.stop() for mesh in self.meshes))
-
-    async def close(self) -> None:
-        """Let every engine clean up; the processes end."""
-        await asyncio.gather(*(mesh.close() for mesh in self.meshes))
-
     async def _keep(self, mesh: GeneratorMesh) -> None:
         """See that it is at work, for ever. Raises RunError where it cannot be."""
         lost = 0
         while True:
             failure = await self._work(mesh)
-            lost = 1 if self._router.served.get(mesh) else lost + 1
+            lost = 1 if self._router.served.pop(mesh, 0) else lost + 1
             self._router.leave(mesh)
             self._push.part(mesh)
             if not failure.is_lost:

@@ -1,5 +1,6 @@
 """Which generator answers which requests."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,12 +37,12 @@ class Router:
         self._places: dict[Replica, _Place] = {}
         self._homes: dict[object, Replica] = {}
         self._changed = Signal()
-        self.served: dict[Replica, int] = {}
-        """Completions of each generator since it joined last."""
+        self.served: Counter[Replica] = Counter()
+        """Completions of each generator; whoever reads a number may take it away."""
 
     def join(self, replica: Replica) -> None:
         """From now on it is sent requests."""
-        self._places[replica], self.served[replica] = _Place(replica), 0
+        self._places[replica] = _Place(replica)
         self._changed.notify()
 
     def leave(self, replica: Replica) -> None:

@@ -433,6 +433,26 @@ def test_a_generator_that_is_lost_again_and_again_ends_the_run_by_name(run):
     assert run.generators[0].starts == 4
 
 
+def test_a_generator_that_cannot_be_started_again_ends_the_run_by_name(run):
+    def prepare(trainer, generator):
+        start = generator.start
+
+        async def only_once():
+            await start()
+            if generator.starts > 1:
+                raise generator.lose("start")
+
+        async def generate(request):
+            if generator.version == 2:
+                generator.lose("generate")
+
+        generator.start, generator.during = only_once, generate
+
+    with pytest.raises(RunError, match="generator-0 rank 0, start: the process died\nthat was the 4th time"):
+        run(prepare)
+    assert run.generators[0].starts == 4
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
 @pytest.mark.parametrize("call", ["forward_backward", "push_weights"])

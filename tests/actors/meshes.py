@@ -198,17 +198,6 @@ class Meshes:
         return Supervisor()
 
 
-def pids_of(mesh: Any) -> list[int]:
-    return [process.pid for process in mesh._group._processes]
-
-
-async def assert_ended(pids: list[int]) -> None:
-    """All of them, and Monarch has seen to it that nothing is left in the process table."""
-    async with asyncio.timeout(20):
-        while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-            await asyncio.sleep(0.02)
-
-
 def held_segments() -> int:
     """How often this process maps slots of a push or has them open."""
     opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry)]

@@ -12,7 +12,8 @@ from rl.algorithms.losses import grpo
 from rl.errors import ActorFailure
 from rl.generation.config import GeneratorConfig
 from rl.types import Completion, GenerationRequest, Sampling
-from tests.actors.meshes import assert_ended, connect, pids_of, trainer_config
+from tests.actors.meshes import connect, trainer_config
+from tests.actors.processes import assert_ended, pids_of
 from tests.actors.test_layouts import PROMPTS, batch, model_config
 
 SAMPLING = Sampling(max_tokens=16, temperature=1.0)
@@ -29,8 +30,8 @@ def pair(meshes):
 
     async def start():
         return await asyncio.gather(
-            meshes.trainer(trainer_config(fsdp=2), model_config(tied=True), heartbeat=5.0),
-            meshes.generator(generator, model_config(tied=True), heartbeat=5.0),
+            meshes.trainer(trainer_config(fsdp=2), model_config(tied=True), heartbeat=8.0),
+            meshes.generator(generator, model_config(tied=True), heartbeat=8.0),
         )
 
     return meshes.run(start())
@@ -107,8 +108,8 @@ def test_ranks_that_are_stopped_are_named_and_ended_with_what_their_start_may_ha
         left = Path(f"/dev/shm/{generator._group.port}-tp:0-[0-1]-cpushm_1")
         left.touch()
         ours, theirs = await lose_both(trainer, generator, signal.SIGSTOP)
-        assert str(ours) == "trainer rank 1, heartbeat: no answer within 5 s"
-        assert str(theirs) == f"{generator.name} rank 1, heartbeat: no answer within 5 s"
+        assert str(ours) == "trainer rank 1, heartbeat: no answer within 8 s"
+        assert str(theirs) == f"{generator.name} rank 1, heartbeat: no answer within 8 s"
         assert not left.exists()
 
     meshes.run(check())

@@ -12,11 +12,11 @@ from rl.actors.supervisor import Supervisor
 from rl.config import DeadlineConfig
 from rl.errors import GroupLost, RunError
 from rl.types import Completion
-from tests.actors.meshes import assert_ended
 from tests.actors.moody_task import DIES, DIES_ONCE, HANGS, MAKES_NO_SENSE, RAISES, SLOW, Moody
+from tests.actors.processes import assert_ended
 from tests.actors.test_layouts import model_config
 
-DEADLINES = DeadlineConfig(start=60.0, call=60.0, heartbeat=2.0, reward=1.0)
+DEADLINES = DeadlineConfig(start=200.0, heartbeat=4.0, reward=3.0)
 COMPLETIONS = [Completion(tokens=[n], logprobs=[0.0], versions=[0], finish_reason="stop") for n in (4, 5)]
 
 
@@ -38,7 +38,7 @@ def in_workers(tmp_path):
                 await workers.stop()
                 await assert_ended(pids)
 
-        return asyncio.run(asyncio.wait_for(started(), 100))
+        return asyncio.run(asyncio.wait_for(started(), 300))
 
     return run
 
@@ -90,7 +90,7 @@ def test_a_reward_that_ends_or_holds_its_worker_is_tried_twice_and_the_others_on
         )
         assert hung == (
             "reward hung",
-            "the reward of Moody hung; prompt 103; reward-0 rank 0, score: no answer within 1 s",
+            "the reward of Moody hung; prompt 103; reward-0 rank 0, score: no answer within 3 s",
         )
         assert (await score(3))[0].reward == 3
         assert before != pids_of(workers)

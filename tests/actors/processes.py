@@ -1,0 +1,16 @@
+"""Which processes the ranks of a mesh are, and that they end."""
+
+import asyncio
+import os
+from typing import Any
+
+
+def pids_of(mesh: Any) -> list[int]:
+    return [process.pid for process in mesh._group._processes]
+
+
+async def assert_ended(pids: list[int]) -> None:
+    """All of them, and Monarch has seen to it that nothing is left in the process table."""
+    async with asyncio.timeout(20):
+        while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+            await asyncio.sleep(0.02)

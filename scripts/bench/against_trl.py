@@ -1,0 +1,160 @@
+"""Seconds per step of TRL's GRPOTrainer against Tiller's, on the same model, the same work and the same cores.
+
+Usage: python scripts/bench/against_trl.py [--rounds N] [--steps N] [--trl-env DIR] [--json]
+
+Both train a Qwen3 of 3.3 million random parameters from one folder, in fp32, by GRPO with DAPO's loss: 8 prompts x 8
+completions x 32 tokens a step, none shorter, with the same prompts and reward (grpo_work.py). Each has the whole host
+in turn: TRL's process as many threads as there are cores, Tiller's processes one thread each. Tiller runs in lockstep
+and with rollouts of one step before (max_staleness 1), each beside its evaluations, checks and records as they are by
+default. A step's seconds are the median of those after the first five; ratios are medians over the rounds.
+
+TRL is installed, once, into an environment of its own from the package index that pip is configured for; nothing
+else is downloaded.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_work import MODEL, NEW_TOKENS, PROMPTS, SAMPLES
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TRL_ENV = Path("~/.cache/tiller-bench/trl")
+PINNED = ("trl==1.16.0", "torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0")
+UV = "uv==0.13.8"
+WARM_UP = 5
+TIMEOUT_S = 1800.0
+OURS = {"lockstep": "0", "ahead": "1"}
+"""Names of Tiller's runs, and their max_staleness."""
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+
+
+def trl_python(folder: Path) -> Path:
+    """The interpreter of TRL's environment, which is made where it is not there or not of PINNED.
+
+    Raises SystemExit with a sentence, and what the installer said, where that fails.
+    """
+    python, stamp = folder / "bin" / "python", folder / "stamp"
+    if stamp.exists() and stamp.read_text() == "\n".join(PINNED):
+        return python
+    print(f"installing {PINNED[0]} into {folder}", flush=True)
+    links = os.environ.get("PIP_FIND_LINKS", "").split()  # uv does not read pip's settings
+    where = [word for link in links for word in ("--find-links", link)] or ["--torch-backend=cpu"]
+    for command in (
+        [sys.executable, "-m", "venv", "--clear", folder],
+        [python, "-m", "pip", "install", "--quiet", UV],
+        [folder / "bin" / "uv", "pip", "install", "--quiet", "--python", python, *where, *PINNED],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{done.stdout}{done.stderr}against_trl: TRL could not be installed into {folder}")
+    stamp.write_text("\n".join(PINNED))
+    return python
+
+
+def write_model(folder: Path) -> None:
+    """Random weights, and a tokenizer of as many words as there are embeddings."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
+    from rl.model.shape import ModelConfig, hf_config, shape_of
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**hf_config(shape_of(ModelConfig(**MODEL))))).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(MODEL["vocab_size"])}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(folder)
+
+
+def run_trl(python: Path, model: Path, steps: int) -> list[float]:
+    """Seconds of each of TRL's steps."""
+    out = _run([python, HERE / "grpo_trl.py", model, str(steps)], OMP_NUM_THREADS=str(os.cpu_count()))
+    return list(json.loads(out.splitlines()[-1])["seconds"])
+
+
+def run_ours(model: Path, steps: int, folder: Path, *overrides: str) -> list[float]:
+    """Seconds of each of our steps, from the record of a run in ``folder``."""
+    fields = {"--model.hf_path": model, "--steps": str(steps), "--output-dir": folder}
+    options = [word for pair in fields.items() for word in pair]
+    paths = os.pathsep.join(map(str, (ROOT, HERE)))
+    _run(
+        [sys.executable, "-m", "rl.train", "--config", "grpo_ours.even_tokens", *options, *overrides], PYTHONPATH=paths
+    )
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lengths = {row["completion/length_mean"] for row in rows}
+    assert lengths == {NEW_TOKENS}, f"completions of {lengths} tokens"
+    return [row["timing/step"] for row in rows]
+
+
+def _run(command: Sequence[str | Path], **variables: str) -> str:
+    """What the command prints; SystemExit with its errors where it fails."""
+    environment = {**os.environ, **OFFLINE, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode:
+        raise SystemExit(f"{done.stderr}against_trl: this failed: {' '.join(map(str, command))}")
+    return done.stdout
+
+
+def compare(python: Path, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
+    """All sides by turns."""
+    model = folder / "model"
+    write_model(model)
+    seconds: dict[str, list[float]] = {"trl": [], **{name: [] for name in OURS}}
+    for number in range(rounds):
+        for name in seconds:
+            if name == "trl":
+                steps_s = run_trl(python, model, steps)
+            else:
+                steps_s = run_ours(model, steps, folder / f"{name}-{number}", "--rollout.max_staleness", OURS[name])
+            seconds[name].append(statistics.median(steps_s[WARM_UP:]))
+            print(f"round {number + 1}: {name:8} {seconds[name][-1]:.3f} s a step", flush=True)
+    return result_of(seconds)
+
+
+def result_of(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Ratios of each round's seconds; the short name is the better of our two ways."""
+    ratios = {
+        f"trl_over_{name}": statistics.median(t / o for t, o in zip(seconds["trl"], seconds[name], strict=True))
+        for name in OURS
+    }
+    return {
+        "trl_over_ours": max(ratios.values()),
+        **ratios,
+        "seconds_per_step": {name: statistics.median(values) for name, values in seconds.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="turns that each side takes")
+    parser.add_argument("--steps", type=int, default=25, help=f"of each turn, {WARM_UP} of them to warm up")
+    parser.add_argument("--trl-env", type=Path, default=TRL_ENV, help=f"TRL's environment (default {TRL_ENV})")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    if arguments.steps <= WARM_UP:
+        parser.error(f"--steps: {arguments.steps} leaves none after the {WARM_UP} to warm up")
+    python = trl_python(arguments.trl_env.expanduser())
+    print(f"{PROMPTS} prompts x {SAMPLES} completions x {NEW_TOKENS} tokens, {os.cpu_count()} cores, {PINNED[0]}")
+    with tempfile.TemporaryDirectory() as folder:
+        result = compare(python, arguments.rounds, arguments.steps, Path(folder))
+    print(", ".join(f"{name} {value:.2f}" for name, value in result.items() if "_over_" in name))
+    if arguments.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

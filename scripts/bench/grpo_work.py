@@ -1,0 +1,28 @@
+"""The work that TRL's GRPOTrainer and Tiller both do. Read by both, in environments of their own: no imports."""
+
+import random
+
+PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 8, 32, 16
+LEARNING_RATE, CLIP, MAX_NORM = 1e-3, 0.2, 1.0
+MODEL = {
+    "vocab_size": 512,
+    "dim": 256,
+    "n_layers": 4,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 64,
+    "hidden_dim": 768,
+    "max_seq_len": PROMPT_TOKENS + NEW_TOKENS,
+}
+"""3.3 million parameters, as fields of rl.model.shape.ModelConfig."""
+
+
+def prompt_text(ordinal: int) -> str:
+    """Words of the tokenizer that against_trl.py writes."""
+    draw = random.Random(f"prompt/{ordinal}")
+    return " ".join(f"w{draw.randrange(MODEL['vocab_size'])}" for _ in range(PROMPT_TOKENS))
+
+
+def reward(tokens: list[int]) -> float:
+    """The share of even tokens: cheap, and learned within a few steps."""
+    return sum(token % 2 == 0 for token in tokens) / len(tokens)

@@ -127,9 +127,10 @@ class _Meshes:
         return f"starting trainer ({self._config.trainer.ranks} ranks) and generators ({replicas} x {generator})"
 
     async def close(self) -> None:
-        """Let every engine clean up."""
+        """Let every engine clean up; a generator that cannot any more has nothing that the run still needs."""
         await self.trainer.close()
-        await asyncio.gather(*(mesh.close() for mesh in self._generators if mesh.is_running))
+        running = [mesh.close() for mesh in self._generators if mesh.is_running]
+        await asyncio.gather(*running, return_exceptions=True)
 
     async def stop(self) -> None:
         """End every process of the run."""

@@ -61,8 +61,9 @@ class Sampler:
         return rollout.pipeline == "asynchronous" or self._batch >= step + rollout.max_staleness
 
     def stepped(self) -> None:
-        """A step was trained: groups may be replaced again."""
-        self._replaced = 0
+        """A step was trained: where no batch has a limit of its own, groups may be replaced again."""
+        if self._config.rollout.pipeline == "asynchronous":
+            self._replaced = 0
 
     async def _run_in_order(self, ledger: Ledger, step: int) -> None:
         """Batch after batch, and at the end the weights that no batch is sampled from any more."""

@@ -2,12 +2,14 @@
 
 Usage: python scripts/bench/overlap.py [--rounds N] [--steps N] [--json]
 
-The real program on real engines: a trainer rank and a generator rank, a core each, sized so that generating a batch
-takes about as long as training on it. Each round runs every mode for some steps, one after another on the same
-processes. The time of a stage is what it takes in lockstep, where nothing runs beside it; the time of a step is the
-mean over steps with work on both sides: the pipeline fills in the first ones, and runs dry in the last. Ratios are of
-one round, and the figures medians over the rounds. "cores" is what plain computing in two processes at once takes
-over one alone: above 1 where others use the machine, too.
+The real controller on real engines: a trainer rank and a generator rank, a core each, with a model so sized that
+generating a batch takes about as long as training on it. Each round runs every mode for some steps, one after another
+on the same processes. What a stage takes is measured in lockstep, where nothing runs beside it; what a step takes, over
+steps with work on both sides: a pipeline fills at first, and runs dry at the end. Ratios are of one round, the figures
+medians over the rounds.
+
+"two over one" is what computing in two processes at once takes over one alone: more than 1 where the machine has other
+work, and then no step can be expected to take less than that times its longer stage.
 """
 
 import argparse
@@ -20,9 +22,8 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -43,42 +44,46 @@ from rl.observe.record import RunRecord
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How generating and training take turns."""
+    """What may run at the same time."""
 
-    pipeline: str
-    bound: int
+    name: str
+    pipeline: Literal["deterministic", "asynchronous"] = "deterministic"
+    max_staleness: int = 0
     parts: int = 1
 
-    def __str__(self) -> str:
-        return f"{self.pipeline} {self.bound}" if self.bound else "lockstep"
 
-
-LOCKSTEP = Mode("deterministic", 0)
-OVERLAPPED = (Mode("deterministic", 1), Mode("deterministic", 2), Mode("asynchronous", 2, parts=4))
+MODES = (
+    Mode("lockstep"),
+    Mode("deterministic 1", "deterministic", 1),
+    Mode("deterministic 2", "deterministic", 2),
+    Mode("asynchronous 2", "asynchronous", 2, parts=4),
+)
 FILLING, DRYING = 5, 3  # steps at both ends that are not measured
-SPIN = 20_000_000
+SPINS = 20_000_000
+
+Times = dict[str, float]
+"""Seconds that a step takes, and those of its "generate" and "train"."""
 
 
 def configured(tiny: bool) -> RunConfig:
-    """Random weights that stay so: the vocabulary is so large that completions are as long as they may be."""
+    """Random weights that stay so: of so many words hardly one ends a completion, so that all have one length."""
     config = find_config("quickstart")()
     config.model = ModelConfig(
-        vocab_size=1024, dim=256, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=64, hidden_dim=768, max_seq_len=128
+        vocab_size=1024, dim=256, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=64, hidden_dim=512, max_seq_len=128
     )
-    config.rollout.prompts_per_step, config.rollout.samples_per_prompt, config.rollout.max_tokens = 8, 8, 64
+    config.rollout.prompts_per_step, config.rollout.max_tokens = 8, 64
     if tiny:
-        config.model.dim, config.model.n_layers, config.model.hidden_dim = 64, 1, 128
-        config.rollout.samples_per_prompt, config.rollout.max_tokens = 2, 4
+        config.model.n_layers, config.rollout.samples_per_prompt, config.rollout.max_tokens = 1, 2, 4
     config.trainer.optimizer, config.trainer.micro_batch_size = default_adamw(lr=1e-9), 16
     config.trainer.checkpoint.enable, config.evaluation.prompts = False, 0
     return config
 
 
-class Runs:
-    """Processes on which one controller after another goes on with the same run."""
+class Processes:
+    """One controller after another goes on with the same run on them."""
 
     def __init__(self, config: RunConfig, folder: Path):
-        self.config, self.record, self.done = config, RunRecord(folder), 0
+        self.config, self.record, self.steps = config, RunRecord(folder), 0
         supervisor = Supervisor()
         common: dict[str, Any] = {"folder": folder, "seed": 0, "deadlines": config.deadlines}
         self.trainer = TrainerMesh(config.trainer, config.model, supervisor, steps=1_000_000, **common)
@@ -86,56 +91,75 @@ class Runs:
         self.rewards = RewardWorkers(config.data, config.model, supervisor, count=1, **common)
         self.task = config.data.build(seed=0, model=config.model)
 
-    async def go_on(self, mode: Mode, steps: int) -> tuple[list[dict], list[dict]]:
-        """Rows of metrics.jsonl and ledger.jsonl for ``steps`` more steps in a mode."""
-        config, rollout, first = self.config, self.config.rollout, self.done
-        rollout.pipeline, rollout.max_staleness, rollout.parts_per_step = mode.pipeline, mode.bound, mode.parts  # type: ignore[assignment]
-        config.steps = self.done = first + steps
+    async def run(self, mode: Mode, steps: int) -> tuple[list[dict], list[dict]]:
+        """``steps`` more steps: their rows of metrics.jsonl and ledger.jsonl."""
+        config, rollout, before = self.config, self.config.rollout, self.steps
+        rollout.pipeline, rollout.max_staleness, rollout.parts_per_step = mode.pipeline, mode.max_staleness, mode.parts
+        config.steps = self.steps = before + steps
         meshes = self.trainer, lambda number: self.generator, self.rewards
         await Controller(config, self.task, *meshes, self.record, Progress(config.steps, quiet=True)).run()
         ledger = [json.loads(line) for line in self.record.ledger_path.read_text().splitlines()]
-        return self.record.read_metrics()[first:], ledger[first:]
+        return self.record.read_metrics()[before:], ledger[before:]
 
     async def stop(self) -> None:
         await asyncio.gather(self.trainer.stop(), self.generator.stop(), self.rewards.stop())
 
 
 async def measure(config: RunConfig, *, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
-    """All modes in each round; the first round of lockstep is not counted."""
-    runs, results = Runs(config, folder), []
-    histograms: dict[Mode, Counter[int]] = {mode: Counter() for mode in OVERLAPPED}
+    """Every mode in every round, once there has been a step."""
+    processes, cores = Processes(config, folder), []
+    times: dict[str, list[Times]] = {mode.name: [] for mode in MODES}
+    staleness: dict[str, Counter[str]] = {mode.name: Counter() for mode in MODES}
     try:
-        await runs.go_on(LOCKSTEP, 2)
+        await processes.run(MODES[0], 1)
         for number in range(rounds):
-            cores = await asyncio.to_thread(contention)
-            rows, _ = await runs.go_on(LOCKSTEP, steps)
-            stages = [statistics.median(row[f"timing/{name}"] for row in rows[1:]) for name in ("generate", "train")]
-            result = {"cores": cores, "generate_s": stages[0], "train_s": stages[1]}
-            result |= {f"{LOCKSTEP}": statistics.median(row["timing/step"] for row in rows[1:]) / max(stages)}
-            for mode in OVERLAPPED:
-                rows, ledger = await runs.go_on(mode, FILLING + steps + DRYING)
-                result[f"{mode}"] = statistics.mean(row["timing/step"] for row in rows[FILLING:-DRYING]) / max(stages)
+            cores.append(await asyncio.to_thread(two_over_one))
+            for mode in MODES:
+                metrics, ledger = await processes.run(mode, FILLING + steps + DRYING)
+                times[mode.name].append(mean_times(metrics[FILLING:-DRYING]))
                 for row in ledger:
-                    histograms[mode].update({int(age): count for age, count in row["staleness"].items()})
-            results.append(result)
-            print(
-                f"round {number + 1}: " + ", ".join(f"{name} {value:.2f}" for name, value in result.items()), flush=True
-            )
+                    staleness[mode.name].update(row["staleness"])
+            taken = ", ".join(f"{mode.name} {times[mode.name][-1]['step']:.2f}" for mode in MODES)
+            print(f"round {number + 1} of {rounds}, seconds a step: {taken}; two over one {cores[-1]:.2f}", flush=True)
     finally:
-        await runs.stop()
-    medians = {name: statistics.median(result[name] for result in results) for name in results[0]}
-    return medians | {"staleness": {f"{mode}": dict(sorted(ages.items())) for mode, ages in histograms.items()}}
+        await processes.stop()
+    return summary(times, staleness) | {"two_over_one": statistics.median(cores)}
 
 
-def contention() -> float:
-    """What two processes that compute take over one alone."""
-    alone, both = (_spin_together(count) for count in (1, 2))
-    return both / alone
+def mean_times(rows: list[dict[str, float]]) -> Times:
+    return {name: statistics.mean(row[f"timing/{name}"] for row in rows) for name in ("step", "generate", "train")}
 
 
-def _spin_together(count: int) -> float:
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_spin) for _ in range(count)]
+def summary(times: dict[str, list[Times]], staleness: dict[str, Counter[str]]) -> dict[str, Any]:
+    """Medians over the rounds."""
+    alone = times["lockstep"]
+    modes = {
+        mode.name: {
+            **medians(times[mode.name]),
+            "step_over_max_stage": statistics.median(
+                each["step"] / max(stages["generate"], stages["train"])
+                for each, stages in zip(times[mode.name], alone, strict=True)
+            ),
+            "max_staleness": mode.max_staleness,
+            "staleness": dict(sorted(staleness[mode.name].items())),
+        }
+        for mode in MODES
+    }
+    return {"step_over_max_stage": modes["asynchronous 2"]["step_over_max_stage"], "modes": modes}
+
+
+def medians(times: list[Times]) -> dict[str, float]:
+    return {f"{name}_s": statistics.median(each[name] for each in times) for name in times[0]}
+
+
+def two_over_one() -> float:
+    """How much longer two processes compute than one."""
+    one, two = (compute_together(count) for count in (1, 2))
+    return two / one
+
+
+def compute_together(count: int) -> float:
+    processes = [multiprocessing.get_context("fork").Process(target=compute) for _ in range(count)]
     begun = time.perf_counter()
     for process in processes:
         process.start()
@@ -144,9 +168,20 @@ def _spin_together(count: int) -> float:
     return time.perf_counter() - begun
 
 
-def _spin() -> None:
-    for _ in range(SPIN):
+def compute() -> None:
+    for _ in range(SPINS):
         pass
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"two processes over one: {result['two_over_one']:.2f}")
+    print("mode             step  generate  train  step / longer stage alone  tokens by staleness (bound)")
+    for name, row in result["modes"].items():
+        ages = ", ".join(f"{age}: {count:,}" for age, count in row["staleness"].items())
+        print(
+            f"{name:15} {row['step_s']:5.2f}  {row['generate_s']:8.2f}  {row['train_s']:5.2f}  "
+            f"{row['step_over_max_stage']:25.2f}  {ages} ({row['max_staleness']})"
+        )
 
 
 def main() -> None:
@@ -156,11 +191,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of a few parameters, to try the program")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        start_runtime(Path(folder) / "controller.log")
-        run = partial(measure, rounds=options.rounds, steps=options.steps, folder=Path(folder))
-        result = asyncio.run(run(configured(options.tiny)))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        start_runtime(folder / "controller.log")
+        config = configured(options.tiny)
+        result = asyncio.run(measure(config, rounds=options.rounds, steps=options.steps, folder=folder))
         stop_runtime()
+    show(result)
     if options.json:
         print(json.dumps(result))
 

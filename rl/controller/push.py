@@ -175,6 +175,8 @@ class WeightPush:
 
     async def _pull_or_lose(self, generator: GeneratorMesh, version: int) -> float:
         """``_pull``; one that is lost on the way has whoever keeps it see to that."""
+        if generator not in self._numbers:  # it was left out while others had their turn
+            return 0.0
         try:
             return await self._pull(generator, version)
         except ActorFailure as failure:

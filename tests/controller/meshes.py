@@ -28,12 +28,12 @@ class Mesh:
         self._failure: asyncio.Future[ActorFailure] | None = None
 
     async def start(self) -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
         self.is_running, self._failure = True, asyncio.get_running_loop().create_future()
         self.starts += 1
 
     async def stop(self) -> None:
-        self.is_running = False
+        self.is_running, self._failure = False, None
 
     async def failed(self) -> ActorFailure:
         return await asyncio.shield(self._failure)
@@ -51,6 +51,7 @@ class Mesh:
 
     def alive(self) -> None:
         """Raise how it was lost, if it was."""
+        assert self._failure is not None, f"{self.name} was asked before it was started"
         if self._failure.done():
             raise self._failure.result()
 
@@ -69,6 +70,8 @@ class Trainer(Mesh):
         """Numbers of optimizer steps that change nothing."""
         self.wrong_since = 1000
         """Version from which on its log-probs are not the generator's."""
+        self.slots: list[int] = []
+        """Versions that can be pulled: the last two."""
         self._engine, self._steps, self._pushing = asyncio.Lock(), 0, 0
 
     async def layouts(self) -> list[Any]:
@@ -87,6 +90,7 @@ class Trainer(Mesh):
         finally:
             self._pushing -= 1
         assert self.version == version, "the weights changed under a push"
+        self.slots[:] = [*self.slots, version][-2:]
         return version, Sent(100, 60)
 
     async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
@@ -107,6 +111,7 @@ class Trainer(Mesh):
     async def optim_step(self) -> dict[str, float]:
         async with self._engine:
             assert not self._pushing, "a step under a push"
+            await self._wait("optim_step")
             self.log.append("step")
             self.version += self._steps not in self.skips
             self._steps += 1
@@ -139,9 +144,9 @@ class Generator(Mesh):
 
     dtype = torch.float32
 
-    def __init__(self, log: list[str], number: int = 0):
+    def __init__(self, log: list[str], number: int = 0, slots: list[int] | None = None):
         super().__init__()
-        self.name = f"generator-{number}"
+        self.name, self._slots = f"generator-{number}", slots
         self.log, self.version = log, None
         self.during: Callable[[str], Awaitable[None]] | None = None
         """What generating rollouts waits for in the middle; gets the id of the first request."""
@@ -161,10 +166,15 @@ class Generator(Mesh):
         self.number, self.version = generator, None
 
     async def pull_weights(self, version: int) -> float:
-        await asyncio.sleep(self.pull_takes)
         self.alive()
+        incarnation = self._failure
+        await asyncio.sleep(self.pull_takes)
+        if incarnation.done():
+            raise incarnation.result()
         if self.pull_fails and version:
             raise ZeroDivisionError("no pull today")
+        if self._slots is not None:
+            assert version in self._slots, f"version {version} is gone, there are {self._slots}"
         self.log.append(f"pull {version}")
         self.version = version
         return 0.25
@@ -175,11 +185,12 @@ class Generator(Mesh):
         self.log.append(f"{'canary' if canary else 'generate'} {self.version}")
         if not canary:
             self.asked += [request.request_id for request in requests]
-        began = self.version
+        began, incarnation = self.version, self._failure
         await asyncio.sleep(0)
         if self.during and not canary:
             await asyncio.wait_for(self.during(requests[0].request_id), WAIT_S)
-        self.alive()
+        if incarnation.done():
+            raise incarnation.result()
         versions = [self.says(began), self.says(self.version)]
         said = Completion(tokens=[6, 7], logprobs=[-1.0, -1.0], versions=versions, finish_reason="length")
         return [said] * len(requests)

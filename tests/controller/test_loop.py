@@ -46,7 +46,7 @@ def run(tmp_path):
         async def main():
             asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
             trainer, rewards = Trainer(log), Rewards()
-            generators = [Generator(log, number) for number in range(replicas)]
+            generators = [Generator(log, number, trainer.slots) for number in range(replicas)]
             trainer.saved = saved or {}
             run.trainer, run.generators, run.rewards = trainer, generators, rewards
             prepare(trainer, *generators)
@@ -54,7 +54,7 @@ def run(tmp_path):
 
             def make(number):
                 while len(generators) <= number:
-                    generators.append(Generator(log, len(generators)))
+                    generators.append(Generator(log, len(generators), trainer.slots))
                 return generators[number]
 
             controller = Controller(config, task, trainer, make, rewards, record, Progress(steps, quiet=True))
@@ -277,6 +277,45 @@ def test_stopped_anywhere_and_resumed_a_run_trains_on_the_same(run, staleness, k
     assert run.record.read_evaluations() == evaluated
 
 
+@pytest.mark.parametrize("staleness", [2, 3])
+def test_what_generators_are_still_to_pull_is_not_overwritten(run, staleness):
+    """The trainer could be done with three steps while the generator is busy with one batch."""
+
+    def prepare(trainer, generator):
+        async def generate(request):
+            await asyncio.sleep(0.05 if int(request.split("/")[1]) >= 2 * staleness else 0)
+
+        generator.during = generate
+
+    run(prepare, steps=8, staleness=staleness)
+    assert calls(run.log, "generate") == [f"generate {max(0, k - staleness)}" for k in range(8)]
+
+
+def test_weights_that_arrive_while_the_trainer_leaves_them_are_not_compared(run):
+    def prepare(trainer, generator):
+        stepping = asyncio.Event()
+
+        async def step():
+            if trainer.version == 1:
+                stepping.set()
+                while "canary 1" not in run.log:
+                    await asyncio.sleep(0)
+                for _ in range(10):
+                    await asyncio.sleep(0)
+
+        async def generate(request):
+            if request.startswith("train/4/"):
+                await stepping.wait()
+
+        trainer.during["optim_step"], generator.during = step, generate
+
+    log, _ = run(prepare, steps=5, staleness=2)
+    assert log.index("canary 1") < log.index("publish 2")
+    compared = [entry.removeprefix("forward ") for entry in calls(log, "forward")]
+    assert "1" not in compared
+    assert all(log.index(f"canary {version}") < log.index(f"forward {version}") for version in compared)
+
+
 def test_replicas_share_a_batch_in_a_way_that_no_timing_changes(run):
     def prepare(trainer, first, second):
         second.pull_takes = 0.01
@@ -393,8 +432,13 @@ def test_one_long_rollout_holds_up_no_step_while_its_bound_allows(run):
 
 
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
+@pytest.mark.parametrize("update", ["together", "rolling"])
 @pytest.mark.parametrize("during", ["generate", "pull"])
-def test_a_lost_generator_comes_back_and_what_it_had_is_asked_again(run, edit, during):
+def test_a_lost_generator_comes_back_and_what_it_had_is_asked_again(run, edit, during, update):
+    def rolling(config):
+        edit(config)
+        config.generator.update = update
+
     def prepare(trainer, first, second):
         async def generate(request):
             if first.version == 2 and first.starts == 1:
@@ -412,7 +456,7 @@ def test_a_lost_generator_comes_back_and_what_it_had_is_asked_again(run, edit, d
         else:
             first.pull_weights = pull_weights
 
-    _, rows = run(prepare, steps=8, staleness=1, replicas=2, edit=edit)
+    _, rows = run(prepare, steps=8, staleness=1, replicas=2, edit=rolling)
     assert run.generators[0].starts == 2
     assert rows[-1]["restarts/generators"] == 1
     ledger = ledger_of(run.record)

@@ -1,5 +1,7 @@
 """The quickstart learns, under one rank and under many."""
 
+import signal
+
 import pytest
 
 from tests.e2e.runs import QUICKSTART, TINY, Run
@@ -10,8 +12,35 @@ def rise(run: Run) -> tuple[float, float]:
     return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
 
 
-def test_reward_climbs_and_the_run_folder_tells_everything(finished):
-    run = finished(*QUICKSTART)
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory) -> Run:
+    """A run in lockstep of two generators, of which one is killed; a third joins, and all but one leave."""
+    lockstep = ["--generator.replicas", "2", "--rollout.pipeline", "asynchronous"]  # any generator answers any prompt
+    run = Run(*QUICKSTART, *lockstep, folder=tmp_path_factory.mktemp("learning") / "run")
+    run.until_step(1)
+    assert run.strike("generator-1", signal.SIGKILL)
+    (run.folder / "replicas").write_text("3")
+    run.until_said("warning: generator-1 rank 0, ")
+    for name in ("generator-1", "generator-2"):
+        run.until_said(f"warning: {name} has joined")
+    (run.folder / "replicas").write_text("1")
+    run.until_said("warning: generator-1 leaves")
+    assert run.wait() == 0, run.stderr
+    run.assert_nothing_left()
+    return run
+
+
+def test_generators_die_join_and_leave_while_training_goes_on(replicas):
+    assert replicas.json("summary.json")["restarts"] == replicas.metrics()[-1]["restarts/generators"] == 1
+    said = replicas.stdout
+    assert said.index("step 8/80") < said.index("generator-1 has joined"), "training waited for it"
+    for number in range(3):
+        assert (replicas.folder / "logs" / f"generator-{number}-0.log").exists()
+    assert [len(row["trained_now"]) for row in replicas.lines("ledger.jsonl")] == [32] * 80
+
+
+def test_reward_climbs_and_the_run_folder_tells_everything(replicas):
+    run = replicas
     first, last = rise(run)
     assert first < 0.1
     assert last > 0.4
@@ -24,7 +53,6 @@ def test_reward_climbs_and_the_run_folder_tells_everything(finished):
     errors = sorted(row["logprob/error_max"] for row in rows)  # lag 0: trainer and generator agree
     assert errors[len(errors) // 2] <= 1e-5
     assert errors[-1] <= 1e-4  # the worst token of 80 steps: where q or k nearly vanish, their norm magnifies rounding
-    assert not any(row["timing/hidden"] for row in rows if "timing/checkpoint" not in row), "lockstep overlaps nothing"
     summary = run.json("summary.json")
     assert summary["steps"] == 80
     assert summary["eval/prompts"] == 256
@@ -65,6 +93,11 @@ def test_a_mixture_of_experts_generates_as_it_was_trained(tmp_path):
     assert run.stdout == ""
     assert [row["policy_version"] for row in run.metrics()] == list(range(1, 7))
     assert max(row["logprob/error_max"] for row in run.metrics()) <= 1e-5
+
+
+@pytest.mark.long
+def test_one_generator_learns_the_same(finished, replicas):
+    assert rise(finished(*QUICKSTART))[1] == pytest.approx(rise(replicas)[1], abs=0.15)
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """A run is a function of its config, also when the program is killed on the way (C6)."""
 
 import random
-import signal
 import time
 
 import pytest
@@ -28,10 +27,13 @@ def test_a_run_that_is_stopped_and_killed_and_resumed_is_the_uninterrupted_one(t
     whole = finished(*TWO_AHEAD)
     run = start(tmp_path, TWO_AHEAD)
     run.until_step(4)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait() == 75
+    run.interrupt()
+    assert run.wait() == 130
     run.assert_nothing_left()
     saved = len(run.metrics())
+    assert f"interrupted by SIGINT after step {saved}; go on with: " in run.stderr
+    assert "--resume" in run.stderr
+    assert "Traceback" not in run.stderr
     assert (run.folder / "checkpoints" / f"step-{saved}" / ".metadata").exists()
 
     again = Run(*TWO_AHEAD, folder=run.folder)

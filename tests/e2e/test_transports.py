@@ -9,7 +9,8 @@ SLOWLY = ("--trainer.training.max_norm", "1e-8")  # beside Adam's epsilon: few e
 TRANSPORTS = {"rdma": ["--weights.delta"], "torchstore": []}
 
 
-@pytest.mark.parametrize("name", ["rdma", pytest.param("torchstore", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_run_is_the_same_over_every_transport(name, finished, tmp_path):
     run = Run(*RUN, *SLOWLY, "--weights.transport", name, *TRANSPORTS[name], folder=tmp_path / name)
     assert run.wait() == 0, run.stderr

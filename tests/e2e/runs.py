@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 500.0
 TINY = [
     "--config", "quickstart", "--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "4",
     "--evaluation.prompts", "8", "--evaluation.samples", "0", "--generator.kv_cache_gib", "0.05",

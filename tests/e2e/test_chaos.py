@@ -12,7 +12,7 @@ from tests.e2e.runs import Run, digest, numbers
 PIPELINES = (TWO_AHEAD, ASYNCHRONOUS, LOCKSTEP, ONE_AHEAD)
 BLOWS = 3
 SHORT = (8,)
-WITHIN_S = 150.0  # to be told of a blow: longest where it falls on a process that is starting
+WITHIN_S = 290.0  # to be told of a blow: longest where it falls on a process that is starting
 
 
 def strike(run: Run, actor: str, number: signal.Signals) -> bool:

@@ -51,7 +51,9 @@ class Fleet:
 
     async def start(self) -> None:
         """Start, side by side, every generator that is not running."""
-        await asyncio.gather(*(start_anew(mesh) for mesh in self.meshes))
+        async with beside() as work:
+            for mesh in self.meshes:
+                work.create_task(start_anew(mesh))
 
     async def connect(self, step: int) -> str:
         """Connect all to a trainer that was just started, and bring them its weights; the push's plan."""

@@ -1,6 +1,5 @@
 """The loop: sample, score, compare, learn, push; all of it side by side, as far as the staleness bound allows."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 
@@ -78,7 +77,9 @@ class Controller:
 
     async def start(self) -> None:
         """Start what is not running, and go back to the newest checkpoint."""
-        await asyncio.gather(start_anew(self.trainer), start_anew(self.rewards), self.fleet.start())
+        async with beside() as work:  # one that fails ends the others, so that all can be started anew
+            for start in (start_anew(self.trainer), start_anew(self.rewards), self.fleet.start()):
+                work.create_task(start)
         state, ignored = await self.trainer.load_checkpoint()
         for name in ignored:
             self.progress.note(f"ignored {name}: it is incomplete")

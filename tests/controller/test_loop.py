@@ -342,6 +342,19 @@ def test_groups_whose_rewards_are_equal_are_replaced_up_to_a_limit(run):
     assert [row["ledger/dropped"] for row in rows] == [3, 6]
 
 
+def test_steps_that_are_trained_while_a_batch_is_sampled_lift_no_limit_of_it(run):
+    def prepare(trainer, generator):
+        run.rewards.flat = range(100)
+        generator.during = lambda request: asyncio.sleep(0.01)
+        trainer.during["forward_backward"] = lambda: asyncio.sleep(0.015)
+
+    def edit(config):
+        config.rollout.max_replacements = 1
+
+    run(prepare, steps=6, staleness=2, edit=edit)
+    assert [row["trained_now"] for row in ledger_of(run.record)] == [[3 * k + 1, 3 * k + 2] for k in range(6)]
+
+
 @pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
 def test_lost_groups_make_room_until_they_are_too_many(run, pipeline):
     def edit(config):
@@ -495,6 +508,34 @@ def test_a_generator_that_cannot_be_started_again_ends_the_run_by_name(run):
     with pytest.raises(RunError, match="generator-0 rank 0, start: the process died\nthat was the 4th time"):
         run(prepare)
     assert run.generators[0].starts == 4
+
+
+def test_where_one_mesh_fails_to_start_none_is_started_twice_at_once(run):
+    def prepare(trainer, generator):
+        starting = []
+
+        def start_of(mesh, fails, takes):
+            start = mesh.start
+
+            async def start_slowly():
+                assert mesh not in starting
+                starting.append(mesh)
+                try:
+                    await asyncio.sleep(takes)
+                    await start()
+                finally:
+                    starting.remove(mesh)
+                if fails and mesh.starts == 1:
+                    raise mesh.lose("start")
+
+            return start_slowly
+
+        trainer.start = start_of(trainer, fails=False, takes=0.1)
+        generator.start = start_of(generator, fails=True, takes=0.0)
+
+    run(prepare)
+    assert (run.trainer.starts, run.generators[0].starts) == (1, 2)
+    assert not run.unheard
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

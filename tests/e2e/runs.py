@@ -57,8 +57,10 @@ class Run:
         """Wait for something to happen while the run is going on."""
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
-            assert self.process.poll() is None, f"ended early: {self.stderr}"
-            assert time.monotonic() < deadline, f"nothing happened: {self.stderr}"
+            ended = self.process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"{'ended early' if ended else 'nothing happened'}: {self.stdout}{self.stderr}")
             time.sleep(0.05)
 
     def until_step(self, step: int) -> None:

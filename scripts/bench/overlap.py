@@ -74,6 +74,7 @@ def configured(tiny: bool) -> RunConfig:
     config.rollout.prompts_per_step, config.rollout.max_tokens = 8, 64
     if tiny:
         config.model.n_layers, config.rollout.samples_per_prompt, config.rollout.max_tokens = 1, 2, 4
+        config.rollout.reward_workers = 0
     config.trainer.optimizer, config.trainer.micro_batch_size = default_adamw(lr=1e-9), 16
     config.trainer.checkpoint.enable, config.evaluation.prompts = False, 0
     return config
@@ -88,7 +89,9 @@ class Processes:
         common: dict[str, Any] = {"folder": folder, "seed": 0, "deadlines": config.deadlines}
         self.trainer = TrainerMesh(config.trainer, config.model, supervisor, steps=1_000_000, **common)
         self.generator = GeneratorMesh(config.generator, config.model, supervisor, name="generator-0", **common)
-        self.rewards = RewardWorkers(config.data, config.model, supervisor, count=1, **common)
+        self.rewards = RewardWorkers(
+            config.data, config.model, supervisor, count=config.rollout.reward_workers, **common
+        )
         self.task = config.data.build(seed=0, model=config.model)
 
     async def run(self, mode: Mode, steps: int) -> tuple[list[dict], list[dict]]:

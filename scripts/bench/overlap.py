@@ -86,12 +86,11 @@ class Processes:
     def __init__(self, config: RunConfig, folder: Path):
         self.config, self.record, self.steps = config, RunRecord(folder), 0
         supervisor = Supervisor()
+        workers = config.rollout.reward_workers
         common: dict[str, Any] = {"folder": folder, "seed": 0, "deadlines": config.deadlines}
         self.trainer = TrainerMesh(config.trainer, config.model, supervisor, steps=1_000_000, **common)
         self.generator = GeneratorMesh(config.generator, config.model, supervisor, name="generator-0", **common)
-        self.rewards = RewardWorkers(
-            config.data, config.model, supervisor, count=config.rollout.reward_workers, **common
-        )
+        self.rewards = RewardWorkers(config.data, config.model, supervisor, count=workers, say=print, **common)
         self.task = config.data.build(seed=0, model=config.model)
 
     async def run(self, mode: Mode, steps: int) -> tuple[list[dict], list[dict]]:

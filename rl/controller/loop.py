@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.reward import RewardWorkers
@@ -159,7 +160,7 @@ class Controller:
 
     def staleness(self, groups: list[Group]) -> Counter[int]:
         """Tokens by optimizer steps from their weights to the trainer's. Raises RunError above ``max_staleness``."""
-        versions = Counter(version for group in groups for each in group for version in each.completion.versions)
+        versions = Counter(chain.from_iterable(each.completion.versions for group in groups for each in group))
         now, oldest, bound = self.trainer.version, min(versions), self.config.rollout.max_staleness
         if now - oldest > bound:
             raise RunError(f"a token of policy version {oldest} reached version {now}: {bound=}")

@@ -209,7 +209,7 @@ class ActorGroup:
             cause = error.exception
             named = str(cause) if isinstance(cause, RunError) else f"{type(cause).__name__}: {cause}"
             return self._failure([rank], endpoint, "raised", f"{named}\n{error}")
-        except RuntimeError as error:  # Monarch's own: nobody is there to answer
+        except (RuntimeError, ValueError) as error:  # Monarch's own: nobody is there to answer, or ever was
             self._died(rank, str(error))
             return self._over.result()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand  # not re-exported by monarch.actor
 from monarch.actor import Point, ProcMesh, default_bootstrap_cmd, shutdown_context, this_host
+from monarch.config import configure
 
 from rl.platform import device_type
 
@@ -55,6 +56,7 @@ def spawn_procs(
     On CUDA (not covered by the tests) they see ``ranks`` devices of the host, from ``first_device`` on.
     """
     logs.mkdir(parents=True, exist_ok=True)
+    configure(mesh_proc_spawn_max_idle="24h", actor_spawn_max_idle="24h")  # our own deadlines are those that count
     common = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),

@@ -13,6 +13,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from rl.actors.group import ActorGroup
 from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure
+from rl.launch import local
 from tests.actors.processes import assert_ended
 
 LONG = 200.0
@@ -229,3 +230,10 @@ def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_
     assert str(failure).startswith("moody rank 1, between calls: the process died: ")
     reason = str(failure).partition("\nend of ")[0]
     assert reason.endswith(("Killed(sig=9)", "The process likely crashed"))  # on a busy host Monarch knows no more
+
+
+def test_a_rank_that_ends_while_its_interpreter_starts_has_died(in_group, monkeypatch):
+    monkeypatch.setattr(local, "_WRAPPER", "import sys; sys.exit(3)")
+    with pytest.raises(ActorFailure, match="moody rank 0, between calls: the process died") as info:
+        in_group(None)
+    assert info.value.is_lost

@@ -4,7 +4,7 @@ from tests.e2e.runs import TINY
 
 STEPS, GROUPS = 24, 4
 DEADLINES = (
-    *("--deadlines.start", "240", "--deadlines.call", "40", "--deadlines.heartbeat", "8", "--deadlines.reward", "8"),
+    *("--deadlines.start", "240", "--deadlines.call", "40", "--deadlines.heartbeat", "12", "--deadlines.reward", "8"),
     *("--max_restarts", "6"),
 )
 COMMON = (*TINY, "--steps", str(STEPS), "--trainer.checkpoint.interval", "3", *DEADLINES)

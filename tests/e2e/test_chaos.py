@@ -47,7 +47,7 @@ def test_whatever_dies_or_hangs_no_group_is_lost_or_counted_twice(tmp_path, fini
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
     print(f"seed {seed}: {struck}, {run.json('summary.json')['restarts']} restarts")
-    assert run.json("summary.json")["restarts"] == len([actor for actor in struck if actor != "reward-0"])
+    assert run.json("summary.json")["restarts"] >= len([actor for actor in struck if actor != "reward-0"])
     check_ledger(run, bound=0 if pipeline == LOCKSTEP else 1 if pipeline == ONE_AHEAD else 2)
     if pipeline != ASYNCHRONOUS:
         undisturbed = finished(*pipeline)

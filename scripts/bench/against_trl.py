@@ -5,8 +5,9 @@ Usage: python scripts/bench/against_trl.py [--rounds N] [--steps N] [--trl-env D
 Both train a Qwen3 of 3.3 million random parameters from one folder, in fp32, by GRPO with DAPO's loss: 8 prompts x 8
 completions x 32 tokens a step, none shorter, with the same prompts and reward (grpo_work.py). Each has the whole host
 in turn: TRL's process as many threads as there are cores, Tiller's processes one thread each. Tiller runs in lockstep
-and with rollouts of one step before (max_staleness 1), each beside its evaluations, checks and records as they are by
-default. A step's seconds are the median of those after the first five; ratios are medians over the rounds.
+and with rollouts of one step before (max_staleness 1), its canary and its records as they are by default; the ratio is
+that of the quicker. A step's seconds are the median of those after the first five; ratios are medians over the rounds.
+TRL's threads wait for each other without spinning: on a host with other work they would take it for computing.
 
 TRL is installed, once, into an environment of its own from the package index that pip is configured for; nothing
 else is downloaded.
@@ -82,7 +83,11 @@ def write_model(folder: Path) -> None:
 
 def run_trl(python: Path, model: Path, steps: int) -> list[float]:
     """Seconds of each of TRL's steps."""
-    out = _run([python, HERE / "grpo_trl.py", model, str(steps)], OMP_NUM_THREADS=str(os.cpu_count()))
+    out = _run(
+        [python, HERE / "grpo_trl.py", model, str(steps)],
+        OMP_NUM_THREADS=str(os.cpu_count()),
+        OMP_WAIT_POLICY="PASSIVE",
+    )
     return list(json.loads(out.splitlines()[-1])["seconds"])
 
 

@@ -464,6 +464,10 @@ def test_a_lost_generator_comes_back_and_what_it_had_is_asked_again(run, edit, d
                 raise first.lose("pull_weights")
             return await pull(version)
 
+        async def train():
+            await asyncio.sleep(0.01)  # so that there is still work when it is back
+
+        trainer.during["forward_backward"] = train
         if during == "generate":
             first.during = generate
         else:

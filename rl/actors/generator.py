@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from rl.actors.group import ActorGroup, Deadlines
+from rl.actors.group import ActorGroup, Deadlines, Mesh
 from rl.actors.supervisor import Supervisor
-from rl.errors import ActorFailure, RunError
+from rl.errors import RunError
 from rl.generation.config import GeneratorConfig, environment, shared_memory
 from rl.model.parts import Layout, Part, layout_of
 from rl.model.shape import ModelConfig
@@ -97,7 +97,7 @@ class Generator(Actor):
         return self._subscriber
 
 
-class GeneratorMesh:
+class GeneratorMesh(Mesh):
     """What the controller and the rollouter see of a generator."""
 
     def __init__(
@@ -140,15 +140,6 @@ class GeneratorMesh:
         await self._group.call("start", deadline=self._deadlines.start)
         self._group.watch("serve")
         self._started = True
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it was started, and neither lost nor stopped since."""
-        return self._started and not self._group.is_over
-
-    async def failed(self) -> ActorFailure:
-        """The failure that all calls raise from then on, once there is one; until the next ``start``."""
-        return await self._group.failed()
 
     async def layouts(self) -> list[tuple[str, Layout]]:
         """Each rank's memory domain, and what it holds of the parameters."""

@@ -214,6 +214,22 @@ class ActorGroup:
             return self._over.result()
 
 
+class Mesh:
+    """What can be started again: every ``start`` makes a group anew."""
+
+    _group: ActorGroup
+    _started: bool
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started, and neither lost nor stopped since."""
+        return self._started and not self._group.is_over
+
+    async def failed(self) -> ActorFailure:
+        """The failure that all calls raise from then on, once there is one; until the next ``start``."""
+        return await self._group.failed()
+
+
 def _tail(log: Path, lines: int = 20) -> str:
     if not log.is_file():
         return f"{log} was never written"

@@ -11,10 +11,9 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.config import Configurable
 
-from rl.actors.group import ActorGroup, Deadlines
+from rl.actors.group import ActorGroup, Deadlines, Mesh
 from rl.actors.store import StoreProcess
 from rl.actors.supervisor import Supervisor
-from rl.errors import ActorFailure
 from rl.model.parts import Layout, layout_of
 from rl.model.shape import ModelConfig
 from rl.platform import memory_domain
@@ -158,7 +157,7 @@ class PolicyTrainer(Actor):
         return await asyncio.get_running_loop().run_in_executor(self._engine_thread, partial(call, *args, **kwargs))
 
 
-class TrainerMesh:
+class TrainerMesh(Mesh):
     """What the controller sees of the trainer: calls on whole batches, nothing of ranks."""
 
     def __init__(
@@ -191,15 +190,6 @@ class TrainerMesh:
         )
         await self._group.call("start", deadline=deadline)
         self._started = True
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it was started, and neither lost nor stopped since."""
-        return self._started and not self._group.is_over
-
-    async def failed(self) -> ActorFailure:
-        """The failure that all calls raise from then on, once there is one; until the next ``start``."""
-        return await self._group.failed()
 
     async def forward(self, batch: Batch, *, temperature: float = 1.0) -> Outputs:
         """``logprobs`` and ``entropy`` of each token, float32 [T] in the batch's order."""

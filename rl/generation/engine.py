@@ -47,7 +47,7 @@ class GenerationEngine:
         self.swap = config.swap
         self.version: int | None = None
         self._engine = _start(config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed)
-        self._titan = self._engine.model_executor.driver_worker.get_model().titan
+        self._model = self._engine.model_executor.driver_worker.get_model()
         self._group = _tp_group()
         self._layout = generator_layout(
             self.shape,
@@ -61,7 +61,9 @@ class GenerationEngine:
 
         A tied weight appears once, as ``tok_embeddings.weight``.
         """
-        return local_parts({name: parameter.data for name, parameter in self._titan.named_parameters()}, self._layout)
+        return local_parts(
+            {name: parameter.data for name, parameter in self._model.titan.named_parameters()}, self._layout
+        )
 
     def weights_changed(self, version: int) -> None:
         """Tell the engine that its parameters now hold policy ``version``.
@@ -75,6 +77,7 @@ class GenerationEngine:
             forgotten = self._engine.reset_prefix_cache(reset_running_requests=self.swap == "recompute")
         if not forgotten:
             raise RunError(f"vLLM did not reset its prefix cache for policy version {version}")
+        self._model.weights_changed()
         self._engine.engine_core.set_weight_version(str(version))
         self.version = version
 
@@ -174,7 +177,7 @@ class GenerationEngine:
     def close(self) -> None:
         """Free the model, the KV cache and the process groups; peers still in a collective fail at once."""
         self._engine.engine_core.shutdown()
-        del self._engine, self._titan, self._group
+        del self._engine, self._model, self._group
         gc.collect()  # vLLM's cycles hold the sockets of the process groups open
 
 

@@ -1,4 +1,4 @@
-"""torchtitan's Qwen3 inside vLLM: the trainer's own model file, with paged attention and local shards.
+"""torchtitan's Qwen3 inside vLLM: the trainer's own model file, with paged attention, kernels and local shards.
 
 Tensor parallelism is the table of ``rl.model.tp_plan`` and vLLM's collectives: a parameter is made at its local
 shape, row-cut layers, experts and the embedding add up over the ranks, and every rank gets all logits. Expert
@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.registry import ModelRegistry
 
+from rl.generation.kernels import can_pack, pack, use_kernels
 from rl.model.parts import Layout, local_parts, local_shapes
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelShape
@@ -99,6 +100,11 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
         fuse_qkv=asked["fuse_qkv"],
         inner_attention=lambda layer: PagedAttention.Config(layer=layer, head_dim=shape.head_dim, **heads),
     )
+    use_kernels(
+        config,
+        compiled=not vllm_config.model_config.enforce_eager,
+        packed=_device(vllm_config).type == "cpu" and can_pack(vllm_config.model_config.dtype),
+    )
     with torch.device("meta"):
         model = config.build()
     layouts = generator_layout(shape, fuse_qkv=asked["fuse_qkv"], tp=tp, expert_parallel=asked["expert_parallel"])
@@ -111,6 +117,7 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
         for layer in model.layers.values():
             layer.moe.routed_experts.token_dispatcher = OwnExperts(shape, tp=tp, rank=rank)
     model._skip_lm_head = True  # vLLM asks for the logits of the last positions only
+    pack(model)
     return model
 
 
@@ -179,6 +186,10 @@ class TillerQwen3ForCausalLM(nn.Module):
     def titan(self) -> Qwen3Model:
         """The torchtitan model, whose parameter names are the trainer's."""
         return self.hidden_states.model
+
+    def weights_changed(self) -> None:
+        """To be called after parameters were written."""
+        pack(self.titan)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.titan.tok_embeddings(input_ids)

@@ -28,6 +28,7 @@ from rl.platform import device_type
 from rl.training.attention import attention_config
 from rl.training.config import TrainerConfig
 from rl.training.logprobs import LogProbHead
+from rl.training.onednn import use_onednn
 
 
 class PolicyModel(Qwen3Model):
@@ -55,6 +56,7 @@ def build_model(
     """torchtitan's Qwen3, parallelized by torchtitan, with weights that depend on ``seed`` alone."""
     built = sharded_model(config, model, dims, folder=folder)
     if device_type() == "cpu":
+        use_onednn()
         for module in built.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM

@@ -131,9 +131,10 @@ def _start(kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path
         )
     )
     if kind == "unified":
-        titan, weights = engine.model_executor.driver_worker.get_model().titan, torch.load(folder / "weights.pt")
-        for name, parameter in titan.named_parameters():
+        model, weights = engine.model_executor.driver_worker.get_model(), torch.load(folder / "weights.pt")
+        for name, parameter in model.titan.named_parameters():
             parameter.data.copy_(weights[name])
+        model.weights_changed()
     return engine
 
 

@@ -120,7 +120,7 @@ def owned_by_none(engine):
     rows = Counter()
     for part in engine.parameters():
         rows[part.name] += len(part.tensor)
-    left = {name: parameter[rows[name] :] for name, parameter in engine._titan.named_parameters()}
+    left = {name: parameter[rows[name] :] for name, parameter in engine._model.titan.named_parameters()}
     return {name: row.abs().amax(1).tolist() for name, row in left.items() if len(row)}
 
 

@@ -1,0 +1,136 @@
+"""vLLM's kernels inside torchtitan's modules, whose parameters keep their names, shapes and places.
+
+Results agree with torchtitan's own to rounding. CUDA calls the same norm and rotary embedding, as kernels of its own;
+no test covers these.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchtitan.models.common import CosSinRoPE, FeedForward, Linear, RMSNorm
+from torchtitan.models.qwen3 import Qwen3Model
+from vllm import _custom_ops as kernels
+
+KEPT_SHAPES = 32
+"""Numbers of tokens for which a product's kernel is kept, as vLLM has it."""
+
+JOINED = ("w1", "w3")
+"""Layers of a feed-forward that are multiplied in one product, and packed as one."""
+
+
+class KernelRMSNorm(RMSNorm):
+    @dataclass(kw_only=True, slots=True)
+    class Config(RMSNorm.Config):
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        kernels.rms_norm(out, x, self.weight, self.eps)
+        return out
+
+
+class KernelRoPE(CosSinRoPE):
+    """Rotates in float32, whatever the dtype of queries and keys."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        pass
+
+    def _precompute_cache(self) -> torch.Tensor:
+        """Cosines, then sines, of a position's angles [max_seq_len, dim]: torchtitan's has each of them twice."""
+        half = self.config.dim // 2
+        return super()._precompute_cache()[:, half:-half].contiguous()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of queries and keys [1, T, heads, dim]; overwrites them where they are float32."""
+        assert positions is not None
+        q, k = query.float(), key.float()
+        tokens = positions.shape[-1]
+        kernels.rotary_embedding(
+            positions.view(-1), q.view(tokens, -1), k.view(tokens, -1), q.shape[-1], self.cache, True
+        )
+        return q.type_as(query), k.type_as(key)
+
+
+class PackedWeight(nn.Module):
+    """A copy of a weight [out, in] that oneDNN has laid out for its products; float32, CPU."""
+
+    address: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A tensor, since compiled code would keep a number as it was.
+        self.register_buffer("address", torch.zeros((), dtype=torch.int64, device="cpu"), persistent=False)
+
+    def fill(self, weight: torch.Tensor) -> None:
+        self.handler = kernels.create_onednn_mm(weight.t(), KEPT_SHAPES)
+        self.address.copy_(self.handler.handler_tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(*x.shape[:-1], self.handler.n)
+        torch.ops._C.onednn_mm(out, x.reshape(-1, self.handler.k), None, self.address)
+        return out
+
+
+class PackedLinear(Linear):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.packed = PackedWeight()
+
+    def pack(self) -> None:
+        self.packed.fill(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.packed(x)  # type: ignore[no-any-return]
+
+
+class PackedFeedForward(FeedForward):
+    """Computes w1 and w3 in one product."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        pass
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.packed = PackedWeight()
+
+    def pack(self) -> None:
+        self.packed.fill(torch.cat([self.w1.weight, self.w3.weight]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.packed(x).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * up)
+
+
+FUSED: dict[Any, Any] = {RMSNorm: KernelRMSNorm, CosSinRoPE: KernelRoPE}
+PACKED: dict[Any, Any] = {Linear: PackedLinear, FeedForward: PackedFeedForward}
+
+
+def use_kernels(config: Qwen3Model.Config, *, compiled: bool, packed: bool) -> None:
+    """Build what the tables name in place of torchtitan's: FUSED unless a compiler will fuse, PACKED where asked."""
+    for module, ours in {**({} if compiled else FUSED), **(PACKED if packed else {})}.items():
+        for _, old, parent, place in config.traverse(module.Config):
+            if place not in JOINED:
+                setattr(parent, place, ours.Config(**{field.name: getattr(old, field.name) for field in fields(old)}))
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of vLLM packs weights of ``dtype``. torch packs others itself, where the CPU knows them."""
+    return dtype == torch.float32 and hasattr(torch.ops._C, "create_onednn_mm_handler")
+
+
+def pack(model: nn.Module) -> None:
+    """Bring packed copies up to date: to be called after each change of the parameters."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear | PackedFeedForward):
+            module.pack()

@@ -1,0 +1,56 @@
+"""oneDNN as the kernel of matrix products: the same numbers for every shape, stride and dtype, and their gradients."""
+
+import torch
+
+from rl.training.onednn import use_onednn
+from tests.training.ranks import on_ranks
+
+SHAPES = [(1, 1, 1), (3, 5, 7), (64, 48, 33), (200, 16, 24), (0, 4, 3), (4, 0, 3)]
+
+
+def test_products_agree_with_double_precision_however_the_matrices_lie():
+    ((before, after, kernels, others),) = on_ranks(1, worst_errors)
+    assert "mkldnn::_linear_pointwise" not in before
+    assert "mkldnn::_linear_pointwise" in after
+    assert kernels < 1e-6
+    assert others == 0
+
+
+# Run on a rank.
+
+
+def worst_errors() -> tuple[set[str], set[str], float, float]:
+    """Operations of a product before and after; relative errors in float32, and changes in what is left to others."""
+    before = operations()
+    exact, coarse = product(torch.float64), product(torch.bfloat16)
+    use_onednn()
+    use_onednn()  # once more changes nothing
+    errors = [distance(got, want) for got, want in zip(product(torch.float32), exact, strict=True)]
+    again = zip(product(torch.float64) + product(torch.bfloat16), exact + coarse, strict=True)
+    return before, operations(), max(errors), max(distance(got, want) for got, want in again)
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert got.shape == want.shape
+    return float((got - want).norm() / want.norm()) if want.any() else float(got.any())
+
+
+def operations() -> set[str]:
+    with torch.profiler.profile() as profile:
+        torch.randn(8, 8) @ torch.randn(8, 8)
+    return {event.key for event in profile.key_averages()}
+
+
+def product(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Products of each shape with matrices that lie by rows and by columns, with gradients, and into a given result."""
+    draw, found = torch.Generator().manual_seed(0), []
+    for rows, inner, columns in SHAPES:
+        a = torch.randn(rows, inner, generator=draw).to(dtype)
+        b = torch.randn(inner, columns, generator=draw).to(dtype)
+        for left in (a, a.T.contiguous().T):
+            for right in (b, b.T.contiguous().T):
+                x, y = left.clone().requires_grad_(), right.clone().requires_grad_()
+                result = x @ y
+                result.backward(torch.ones_like(result))
+                found += [result.detach(), x.grad, y.grad, torch.mm(left, right, out=result.detach().clone())]
+    return found

@@ -1,0 +1,67 @@
+"""The loop over meshes that compute nothing."""
+
+import asyncio
+
+import pytest
+
+from rl.cli import find_config
+from rl.controller.loop import Controller
+from rl.observe.progress import Progress
+from rl.observe.record import RunRecord
+from tests.controller.meshes import Generator, Rewards, Trainer
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs the loop; what is passed is called with the meshes before. Gives the log of calls, and the rows."""
+
+    def run(
+        prepare=lambda trainer, *generators: None,
+        *,
+        staleness=0,
+        steps=4,
+        saved=None,
+        save_every=0,
+        folder="run",
+        replicas=1,
+        edit=lambda config: None,
+        **weights,
+    ):
+        config = find_config("quickstart")()
+        config.steps, config.rollout.max_staleness, config.evaluation.prompts = steps, staleness, 0
+        config.rollout.prompts_per_step, config.rollout.samples_per_prompt = 2, 2
+        config.trainer.checkpoint.enable, config.trainer.checkpoint.interval = save_every > 0, max(save_every, 1)
+        config.generator.replicas = replicas
+        for name, value in weights.items():
+            setattr(config.weights, name, value)
+        config.weights.transport = "shared_memory"
+        edit(config)
+        log, record = [], RunRecord(tmp_path / folder)
+        unheard: list[dict] = []
+
+        async def main():
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+            trainer, rewards = Trainer(log), Rewards()
+            generators = [Generator(log, number, trainer.slots) for number in range(replicas)]
+            trainer.saved = saved or {}
+            run.trainer, run.generators, run.rewards = trainer, generators, rewards
+            prepare(trainer, *generators)
+            task = config.data.build(seed=0, model=config.model)
+
+            def make(number):
+                while len(generators) <= number:
+                    generators.append(Generator(log, len(generators), trainer.slots))
+                return generators[number]
+
+            controller = Controller(config, task, trainer, make, rewards, record, Progress(steps, quiet=True))
+            run.controller = controller
+            try:
+                return await asyncio.wait_for(controller.run(), 60)
+            finally:
+                run.saved = trainer.saved
+
+        run.log, run.unheard, run.record = log, unheard, record
+        run.summary = asyncio.run(main())
+        return log, record.read_metrics()
+
+    return run

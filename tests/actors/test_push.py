@@ -59,6 +59,13 @@ async def pushed(push: WeightPush, trainer) -> None:
         await push.settle()
 
 
+async def first_push(trainer, generator, weights: dict) -> WeightPush:
+    push = make_push(trainer, generator, weights)
+    await push.connect([generator], trainer.version)
+    await pushed(push, trainer)
+    return push
+
+
 async def trained(trainer) -> None:
     await trainer.forward_backward(batch(), grpo(entropy_coef=0.01))
     await trainer.optim_step()
@@ -96,9 +103,7 @@ def test_weights_that_differ_are_found_at_that_push_and_the_first_is_named(meshe
     trainer, generator = pair
 
     async def check():
-        push = make_push(trainer, generator, weights)
-        await push.connect([generator], trainer.version)
-        await pushed(push, trainer)
+        push = await first_push(trainer, generator, weights)
         if fault == "skipped parameter":
             await ask(trainer, "skip", FIRST, rank=1)
         else:
@@ -134,9 +139,7 @@ def test_a_prefix_cache_that_was_not_reset_is_found_by_the_canary_which_says_tha
     trainer, generator = pair
 
     async def check():
-        push = make_push(trainer, generator, BOTH)
-        await push.connect([generator], trainer.version)
-        await pushed(push, trainer)
+        push = await first_push(trainer, generator, BOTH)
         await ask(generator, "honour_reset", False)
         await trained(trainer)
         wrong = f"canary of policy version {trainer.version}: a log-prob of {generator.name} differs by .*"
@@ -264,9 +267,7 @@ def test_a_slot_whose_writer_ended_in_the_middle_is_refused_by_the_pull(meshes, 
     trainer, generator = pair
 
     async def check():
-        push = make_push(trainer, generator, BOTH)
-        await push.connect([generator], trainer.version)
-        await pushed(push, trainer)
+        push = await first_push(trainer, generator, BOTH)
         await ask(trainer, "tear", rank=1)
         await trained(trainer)
         version = trainer.version

@@ -1,1 +1,1 @@
-"""Pure functions on tensors: advantages and losses."""
+"""Pure functions on tensors: advantages, losses, KL and off-policy corrections."""

@@ -1,10 +1,16 @@
 """Per-token losses. The trainer weighs, sums and divides them; a loss only says what each token costs."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torchtitan.config import Configurable
+
+from rl.algorithms.kl import Estimator, kl
+from rl.algorithms.tokens import Tokens, mean_by_sequence
+
+Reduction = Literal["sequence_mean", "token_mean", "fixed_length"]
 
 
 class Metric(NamedTuple):
@@ -14,84 +20,278 @@ class Metric(NamedTuple):
     reduction: Literal["mean", "max", "min"]
 
 
-class PolicyLoss(Configurable):
-    """Clipped policy-gradient loss, with an entropy bonus and a penalty for leaving a reference policy.
+PerToken = tuple[torch.Tensor, dict[str, Metric]]
+"""What each token costs, [C], and its metrics."""
 
-    GRPO: arXiv:2402.03300, eq. 3 and 4 (one clip range, mean over each sequence, then over sequences).
-    DAPO: arXiv:2503.14476, eq. 8 (``clip_high`` above ``clip_low``, mean over all tokens).
+
+class PolicyLoss(Configurable):
+    """What all losses of a policy share: an entropy bonus and a penalty for leaving a reference policy.
+
+    To write your own, subclass this, with a Config of its own, and define ``surrogate``.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        entropy_coef: float = 0.0
+        """Bonus per token: this times the entropy (nats) of the distribution sampled from."""
+
+        kl_coef: float = 0.0
+        """Penalty per token: this times the estimated divergence from the reference policy."""
+
+        kl_estimator: Estimator = "k3"
+        """How that is estimated; k1 has no gradient to speak of (rl.algorithms.kl)."""
+
+        reduction: Reduction = "sequence_mean"
+        """sequence_mean: every completion counts alike. token_mean: every token counts alike. fixed_length: sums
+        over max_tokens, so that long completions count for more (Dr. GRPO)."""
+
+    config: Config
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def __call__(self, tokens: Tokens) -> PerToken:
+        """The surrogate, times column ``correction`` where there is one, with bonus and penalty."""
+        config = self.config
+        loss, metrics = self.surrogate(tokens)
+        if "correction" in tokens:
+            loss = loss * tokens["correction"]
+        loss = loss - config.entropy_coef * tokens["entropy"]
+        if config.kl_coef:
+            loss = loss + config.kl_coef * kl(tokens["logprobs"], tokens["reference_logprobs"], config.kl_estimator)
+        return loss, {**self._metrics(tokens), **metrics}
+
+    def surrogate(self, tokens: Tokens) -> PerToken:
+        """What the policy is trained for, as a cost."""
+        raise NotImplementedError
+
+    def log_ratio(self, tokens: Tokens) -> torch.Tensor:
+        """Log of the importance ratio, [C]: policy over proximal policy (arXiv:2110.00641), else over what sampled."""
+        old = "proximal_logprobs" if "proximal_logprobs" in tokens else "behaviour_logprobs"
+        return tokens["logprobs"] - tokens[old]
+
+    @torch.no_grad()
+    def _metrics(self, tokens: Tokens) -> dict[str, Metric]:
+        metrics, logprobs = {"entropy/mean": Metric(tokens["entropy"], "mean")}, tokens["logprobs"]
+        if "behaviour_logprobs" in tokens:
+            behaviour, ratio = tokens["behaviour_logprobs"], self.log_ratio(tokens).exp()
+            metrics |= {
+                "ratio/mean": Metric(ratio, "mean"),
+                "ratio/max": Metric(ratio, "max"),
+                "logprob/error_max": Metric((logprobs - behaviour).abs(), "max"),
+                "kl/behaviour": Metric(kl(behaviour, logprobs, "k3"), "mean"),
+            }
+        if "reference_logprobs" in tokens:
+            metrics["kl/reference"] = Metric(kl(logprobs, tokens["reference_logprobs"], "k3"), "mean")
+        return metrics
+
+
+class ClippedLoss(PolicyLoss):
+    """-min(r A, clip(r) A) for importance ratios r and advantages A: PPO, arXiv:1707.06347, eq. 7.
+
+    GRPO: arXiv:2402.03300, eq. 3 (one clip range, mean over each sequence, then over sequences).
+    DAPO: arXiv:2503.14476, eq. 8 (``clip_high`` above ``clip_low``, mean over all tokens).
+    Dual clip: arXiv:1912.09729, eq. 5.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PolicyLoss.Config):
         clip_low: float = 0.2
         """The importance ratio is clipped below at ``1 - clip_low``."""
 
         clip_high: float = 0.2
         """The importance ratio is clipped above at ``1 + clip_high``."""
 
-        entropy_coef: float = 0.0
-        """Bonus per token: this times the entropy (nats) of the distribution sampled from."""
+        dual_clip: float = 0.0
+        """Where the advantage is negative, the ratio is clipped above at this; 0 for not at all, else above 1."""
 
-        kl_coef: float = 0.0
-        """Penalty per token: this times the k3 estimate of the divergence from the reference policy."""
+    config: Config
 
-        reduction: Literal["sequence_mean", "token_mean"] = "sequence_mean"
-        """sequence_mean: every completion counts alike. token_mean: every token counts alike."""
+    def surrogate(self, tokens: Tokens) -> PerToken:
+        advantages, log_ratio = tokens["advantages"], self.log_ratio(tokens)
+        low, high = _log_range(self.config.clip_low, self.config.clip_high)
+        dual = math.log(self.config.dual_clip) if self.config.dual_clip else math.inf
+        # Clipped as logs: a ratio that overflows and is clipped after would have the gradient 0 * inf.
+        floor = torch.where(advantages > 0, -math.inf, low)
+        ceiling = torch.where(advantages < 0, dual, high)
+        loss = -log_ratio.clamp(floor, ceiling).exp() * advantages
+        return loss, {"ratio/clipped": _share(log_ratio, low, high)}
+
+
+class GSPOLoss(ClippedLoss):
+    """The clipped loss with one ratio per sequence, its tokens' geometric mean: GSPO, arXiv:2507.18071, eq. 5-7."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ClippedLoss.Config):
+        clip_low: float = 3e-4
+        """The sequence's ratio is clipped below at ``1 - clip_low``."""
+
+        clip_high: float = 4e-4
+        """The sequence's ratio is clipped above at ``1 + clip_high``."""
+
+        token_level: bool = False
+        """GSPO-token, eq. 13 and 14: the sequence's ratio, with each token's own gradient, for advantages that
+        differ within a sequence."""
+
+    config: Config
+
+    def log_ratio(self, tokens: Tokens) -> torch.Tensor:
+        """Of each token's sequence."""
+        logprobs, sequence = tokens["logprobs"], tokens["sequence"]
+        mean = mean_by_sequence(super().log_ratio(tokens), sequence)[sequence]
+        return logprobs - logprobs.detach() + mean.detach() if self.config.token_level else mean
+
+
+class CISPOLoss(PolicyLoss):
+    """-sg(clip(r)) A log p: the ratio is clipped, no token's gradient is: CISPO, arXiv:2506.13585, eq. 4 and 5."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PolicyLoss.Config):
+        clip_low: float = 1.0
+        """The ratio is clipped below at ``1 - clip_low``: by default not at all, as in the paper."""
+
+        clip_high: float = 4.0
+        """The ratio is clipped above at ``1 + clip_high``."""
+
+        reduction: Reduction = "token_mean"
+        """As in PolicyLoss."""
+
+    config: Config
+
+    def surrogate(self, tokens: Tokens) -> PerToken:
+        log_ratio = self.log_ratio(tokens).detach()
+        low, high = _log_range(self.config.clip_low, self.config.clip_high)
+        loss = -log_ratio.clamp(low, high).exp() * tokens["advantages"] * tokens["logprobs"]
+        return loss, {"ratio/clipped": _share(log_ratio, low, high)}
+
+
+class DPPOLoss(PolicyLoss):
+    """-r A, of tokens whose probability p has not yet moved too far: DPPO with Binary-TV, arXiv:2602.04879.
+
+    Left out are tokens for which abs(p - p_old), the total variation of "this token or another",
+    passes the threshold, and which the advantage would move further.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PolicyLoss.Config):
+        threshold: float = 0.15
+        """How far the probability of a token may move."""
+
+    config: Config
+
+    def surrogate(self, tokens: Tokens) -> PerToken:
+        advantages, log_ratio, logprobs = tokens["advantages"], self.log_ratio(tokens), tokens["logprobs"].detach()
+        moved = logprobs.exp() - (logprobs - log_ratio.detach()).exp()
+        outside = (moved.abs() > self.config.threshold) & (moved * advantages > 0)
+        loss = -log_ratio.masked_fill(outside, -math.inf).exp() * advantages
+        return loss, {"ratio/clipped": Metric(outside.float(), "mean")}
+
+
+class ImportanceSamplingLoss(PolicyLoss):
+    """-r A, never clipped: the policy gradient of REINFORCE, corrected for the policy that sampled."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PolicyLoss.Config):
+        pass
+
+    def surrogate(self, tokens: Tokens) -> PerToken:
+        return -self.log_ratio(tokens).exp() * tokens["advantages"], {}
+
+
+class CrossEntropyLoss(PolicyLoss):
+    """-log p of each token: supervised fine-tuning."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PolicyLoss.Config):
+        reduction: Reduction = "token_mean"
+        """As in PolicyLoss."""
+
+    def surrogate(self, tokens: Tokens) -> PerToken:
+        return -tokens["logprobs"], {}
+
+
+class DistillationLoss(PolicyLoss):
+    """Whose gradient on the student's own tokens is that of KL(student || teacher), column ``teacher_logprobs``.
+
+    The policy gradient with advantages log q - log p for the teacher's q: on-policy distillation, arXiv:2306.13649,
+    with the reverse KL; thinkingmachines.ai/blog/on-policy-distillation.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PolicyLoss.Config):
+        reduction: Reduction = "token_mean"
+        """As in PolicyLoss."""
+
+    def surrogate(self, tokens: Tokens) -> PerToken:
+        apart = kl(tokens["logprobs"].detach(), tokens["teacher_logprobs"], "k1")
+        return self.log_ratio(tokens).exp() * apart, {"kl/teacher": Metric(apart, "mean")}
+
+
+class ValueLoss(Configurable):
+    """A critic's 0.5 max((v - R)^2, (v_old + clip(v - v_old) - R)^2), for values v and returns R.
+
+    As OpenAI's PPO implementation has it (arXiv:2005.12729, section 3). Columns: ``returns`` and, to clip,
+    ``old_values``.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        clip: float = 0.2
+        """How far a value may move from the old one before it stops being pulled; 0 for any distance."""
 
     def __init__(self, config: Config):
         self.config = config
 
-    def __call__(
-        self, logprobs: torch.Tensor, entropy: torch.Tensor, columns: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """Loss per token and its metrics.
-
-        ``logprobs``, ``entropy`` and the columns ``advantages`` and ``behaviour_logprobs`` are
-        float32 [C], and so is the loss; with ``kl_coef``, so is ``reference_logprobs``.
-        """
-        config, advantages = self.config, columns["advantages"]
-        log_ratio = logprobs - columns["behaviour_logprobs"]
-        ratio = log_ratio.exp()
-        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-        surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-        loss = -surrogate - config.entropy_coef * entropy
-        metrics = {
-            "entropy/mean": Metric(entropy, "mean"),
-            "ratio/mean": Metric(ratio, "mean"),
-            "ratio/max": Metric(ratio, "max"),
-            "logprob/error_max": Metric(log_ratio.abs(), "max"),
-            "ratio/clipped": Metric((clipped != ratio).float(), "mean"),
-            "kl/behaviour": Metric(k3(columns["behaviour_logprobs"], logprobs), "mean"),
-        }
-        if config.kl_coef:
-            kl = k3(logprobs, columns["reference_logprobs"])
-            loss = loss + config.kl_coef * kl
-            metrics["kl/reference"] = Metric(kl, "mean")
-        return loss, metrics
+    def __call__(self, tokens: Tokens) -> PerToken:
+        """Loss per token and its metrics."""
+        values, error, clip = tokens["values"], tokens["values"] - tokens["returns"], self.config.clip
+        metrics = {"value/mean": Metric(values, "mean"), "value/error": Metric(error.abs(), "mean")}
+        loss = error.square()
+        if clip:
+            moved = values - tokens["old_values"]
+            clipped = tokens["old_values"] + moved.clamp(-clip, clip)
+            loss = torch.maximum(loss, (clipped - tokens["returns"]).square())
+            metrics["value/clipped"] = Metric((moved.abs() > clip).float(), "mean")
+        return loss / 2, metrics
 
 
-def k3(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Estimate of KL(policy || reference) per token, never negative; joschu.net/blog/kl-approx.html."""
-    log_ratio = reference - logprobs
-    return log_ratio.exp() - 1 - log_ratio
+def grpo(**fields: float) -> ClippedLoss.Config:
+    """GRPO's loss; any field of ClippedLoss.Config may be given."""
+    return ClippedLoss.Config(**fields)  # type: ignore[arg-type]
 
 
-def grpo(**fields: float) -> PolicyLoss.Config:
-    """GRPO's loss; any field of PolicyLoss.Config may be given."""
-    return PolicyLoss.Config(**fields)  # type: ignore[arg-type]
-
-
-def dapo(**fields: float) -> PolicyLoss.Config:
+def dapo(**fields: float) -> ClippedLoss.Config:
     """DAPO's loss: clip-higher and the mean over tokens; any field may be given."""
-    return PolicyLoss.Config(**{"clip_high": 0.28, "reduction": "token_mean", **fields})  # type: ignore[arg-type]
+    return ClippedLoss.Config(**{"clip_high": 0.28, "reduction": "token_mean", **fields})  # type: ignore[arg-type]
 
 
-def token_weights(lengths: torch.Tensor, reduction: str) -> torch.Tensor:
+def token_weights(lengths: torch.Tensor, reduction: str, max_tokens: int = 0) -> torch.Tensor:
     """Weight of each completion's tokens, float32 [N], for completions of ``lengths`` int64 [N].
 
-    The weighted sum of token losses over the sum of weights is then the mean that ``reduction``
-    names.
+    The weighted sum of token losses over ``batch_denominator``, or else over the sum of weights, is
+    what ``reduction`` names. ``fixed_length`` needs ``max_tokens``, the longest a completion can be.
     """
+    if reduction == "sequence_mean":
+        return 1.0 / lengths.clamp(min=1).float()
     if reduction == "token_mean":
         return torch.ones(len(lengths))
-    return 1.0 / lengths.clamp(min=1).float()
+    return torch.full((len(lengths),), 1.0 / max_tokens)
+
+
+def batch_denominator(completions: int, reduction: Reduction) -> float | None:
+    """What the weighted sum over all ``completions`` of an update is divided by; None for the sum of its weights.
+
+    ``fixed_length`` divides by their number, however long they are: Dr. GRPO, arXiv:2503.20783, eq. 2, times
+    1 / max_tokens as in its code.
+    """
+    return float(completions) if reduction == "fixed_length" else None
+
+
+def _log_range(low: float, high: float) -> tuple[float, float]:
+    """Logs of 1 - low and 1 + high."""
+    return (math.log(1 - low) if low < 1 else -math.inf), math.log(1 + high)
+
+
+def _share(log_ratio: torch.Tensor, low: float, high: float) -> Metric:
+    """Which ratios are out of range."""
+    return Metric(((log_ratio < low) | (log_ratio > high)).float(), "mean")

@@ -1,32 +1,159 @@
+"""The estimators are the papers' equations, transcribed here in float64, one token at a time."""
+
+import statistics
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rl.algorithms.advantages import group_advantages
+from rl.algorithms.advantages import GAE, GroupAdvantage, LeaveOneOut, ReinforcePlusPlus, Scored, overlong_penalty
+from rl.errors import RunError
 
 REWARDS = [[0.0, 1.0, 0.25, 0.25], [1.0, 1.0, 1.0, 0.0]]
 
 
-def test_with_std_each_group_is_centred_and_scaled():
-    exact = torch.tensor(REWARDS, dtype=torch.float64)
-    wanted = (exact - exact.mean(1, keepdim=True)) / exact.std(1, keepdim=True)
-    advantages = group_advantages(torch.tensor(REWARDS), normalize_std=True)
-    torch.testing.assert_close(advantages.double(), wanted, rtol=1e-5, atol=1e-6)
+def scored(rewards, *, groups=None, lengths=None, **columns):
+    lengths = torch.tensor(lengths or [1] * len(rewards))
+    columns = {"token_rewards": torch.zeros(int(lengths.sum())), **columns}
+    return Scored(
+        rewards=torch.tensor(rewards), groups=torch.tensor(groups or [0] * len(rewards)), lengths=lengths, **columns
+    )
 
 
-def test_without_std_only_the_mean_is_taken_off():
-    advantages = group_advantages(torch.tensor(REWARDS), normalize_std=False)
-    torch.testing.assert_close(advantages, torch.tensor([[-0.375, 0.625, -0.125, -0.125], [0.25, 0.25, 0.25, -0.75]]))
+def ragged(seed):
+    """Nine completions of three prompts, out of order, of one to eight tokens, with token rewards and values."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 9, (9,), generator=draw).tolist()
+    return scored(
+        torch.randn(9, generator=draw).tolist(),
+        groups=[7, 2, 2, 5, 7, 2, 5, 7, 7],
+        lengths=lengths,
+        token_rewards=-0.1 * torch.rand(sum(lengths), generator=draw),
+        values=torch.randn(sum(lengths), generator=draw),
+    )
 
 
-@pytest.mark.parametrize("normalize_std", [True, False])
+def completions(given):
+    """(reward, group, token rewards, values) of each, in Python's floats."""
+    sizes = given.lengths.tolist()
+    columns = [[part.tolist() for part in column.split(sizes)] for column in (given.token_rewards, given.values)]
+    return list(zip(given.rewards.tolist(), given.groups.tolist(), *columns, strict=True))
+
+
+def others(rows, index):
+    """What each completion of the same prompt earned, except the completion's own."""
+    return [r + sum(extra) for i, (r, g, extra, _) in enumerate(rows) if g == rows[index][1] and i != index]
+
+
+def grpo(rows, std):
+    for index, (reward, _, extra, _) in enumerate(rows):
+        own = reward + sum(extra)
+        group = [*others(rows, index), own]
+        scale = statistics.stdev(group) + 1e-6 if std else 1.0
+        yield from [(own - statistics.fmean(group)) / scale] * len(extra)
+
+
+def rloo(rows):
+    for index, (reward, _, extra, _) in enumerate(rows):
+        yield from [reward + sum(extra) - statistics.fmean(others(rows, index))] * len(extra)
+
+
+def whitened(values):
+    return [(v - statistics.fmean(values)) / (statistics.pstdev(values) + 1e-8) for v in values]
+
+
+def reinforce(rows, gamma, baseline):
+    earned = []
+    for reward, group, extra, _ in rows:
+        mean = statistics.fmean(r for r, g, *_ in rows if g == group) if baseline else 0.0
+        each = [*extra[:-1], extra[-1] + reward - mean]
+        earned += [sum(gamma ** (k - t) * each[k] for k in range(t, len(each))) for t in range(len(each))]
+    return whitened(earned)
+
+
+def gae(rows, gamma, lam):
+    advantages = []
+    for reward, _, extra, values in rows:
+        each, after = [*extra[:-1], extra[-1] + reward], [*values[1:], 0.0]
+        delta = [r + gamma * v1 - v0 for r, v1, v0 in zip(each, after, values, strict=True)]
+        advantages += [
+            sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta))) for t in range(len(delta))
+        ]
+    return advantages
+
+
+ESTIMATORS = {
+    "GRPO": (GroupAdvantage.Config(), lambda rows: grpo(rows, True)),
+    "Dr. GRPO": (GroupAdvantage.Config(normalize_std=False), lambda rows: grpo(rows, False)),
+    "RLOO": (LeaveOneOut.Config(), rloo),
+    "REINFORCE++": (ReinforcePlusPlus.Config(), lambda rows: reinforce(rows, 1.0, False)),
+    "REINFORCE++, discounted": (ReinforcePlusPlus.Config(gamma=0.8), lambda rows: reinforce(rows, 0.8, False)),
+    "REINFORCE++-baseline": (ReinforcePlusPlus.Config(baseline="group_mean"), lambda rows: reinforce(rows, 1.0, True)),
+    "GAE": (GAE.Config(gamma=0.97, lam=0.9, whiten=False), lambda rows: gae(rows, 0.97, 0.9)),
+    "GAE, of one step": (GAE.Config(lam=0.0, whiten=False), lambda rows: gae(rows, 1.0, 0.0)),
+    "GAE, whitened": (GAE.Config(), lambda rows: whitened(gae(rows, 1.0, 0.95))),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("seed", range(5))
+def test_advantages_are_the_papers(name, seed):
+    config, paper = ESTIMATORS[name]
+    given = ragged(seed)
+    advantages = config.build()(given).advantages
+    assert advantages.dtype == torch.float32
+    wanted = torch.tensor(list(paper(completions(given))), dtype=torch.float64)
+    torch.testing.assert_close(advantages.double(), wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_a_critic_learns_advantages_plus_values_whatever_the_policy_is_given():
+    given = ragged(0)
+    wanted = torch.tensor(gae(completions(given), 1.0, 0.95), dtype=torch.float64) + given.values
+    for whiten in (True, False):
+        returns = GAE.Config(whiten=whiten).build()(given).returns
+        torch.testing.assert_close(returns.double(), wanted, rtol=1e-6, atol=1e-6)
+    assert GroupAdvantage.Config().build()(given).returns is None
+
+
+@pytest.mark.parametrize("config", [GroupAdvantage.Config(), GroupAdvantage.Config(normalize_std=False)])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, -7.7e5])
 @pytest.mark.parametrize("samples", [1, 3, 7, 8])
-def test_a_group_of_equal_rewards_teaches_exactly_nothing(reward, samples, normalize_std):
+def test_a_group_of_equal_rewards_teaches_exactly_nothing(config, reward, samples):
     """Also where the mean of equal numbers is not quite that number in float32."""
-    rewards = torch.tensor([[reward] * samples, [0.0] * samples])
-    assert group_advantages(rewards, normalize_std=normalize_std).tolist() == [[0.0] * samples] * 2
+    given = scored([reward] * samples + [0.0] * samples, groups=[0] * samples + [1] * samples)
+    assert config.build()(given).advantages.tolist() == [0.0] * samples * 2
 
 
-def test_groups_do_not_see_each_other():
-    alone = group_advantages(torch.tensor(REWARDS[:1]), normalize_std=True)
-    assert torch.equal(group_advantages(torch.tensor(REWARDS), normalize_std=True)[:1], alone)
+@pytest.mark.parametrize("config", [GroupAdvantage.Config(), LeaveOneOut.Config()])
+def test_groups_do_not_see_each_other(config):
+    alone = config.build()(scored(REWARDS[0])).advantages
+    both = config.build()(scored(REWARDS[0] + REWARDS[1], groups=[0] * 4 + [1] * 4)).advantages
+    assert torch.equal(both[:4], alone)
+
+
+@given(st.integers(1, 40), st.floats(0.5, 1.0))
+def test_what_is_earned_last_reaches_the_first_token_of_any_length(length, gamma):
+    given = scored([1.0, 5.0], lengths=[length, 3], values=torch.zeros(length + 3))
+    advantages = GAE.Config(gamma=gamma, lam=1.0, whiten=False).build()(given).advantages
+    wanted = [gamma ** (length - 1 - t) for t in range(length)]
+    assert advantages[:length].tolist() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_completion_without_tokens_earns_nothing_for_its_neighbours():
+    given = scored([1.0, 9.0, 2.0], lengths=[2, 0, 1], values=torch.zeros(3))
+    assert GAE.Config(lam=1.0, whiten=False).build()(given).advantages.tolist() == [1.0, 1.0, 2.0]
+
+
+def test_what_an_estimator_lacks_is_said():
+    with pytest.raises(RunError, match="at least two"):
+        LeaveOneOut.Config().build()(scored([1.0, 2.0, 3.0], groups=[0, 0, 1]))
+    with pytest.raises(RunError, match="values of a critic"):
+        GAE.Config().build()(scored([1.0]))
+
+
+def test_completions_are_punished_softly_before_the_limit():
+    """DAPO eq. 13 with a limit of 20 and a buffer of 4."""
+    lengths = torch.tensor([1, 16, 17, 18, 20, 25])
+    wanted = [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    assert overlong_penalty(lengths, max_tokens=20, buffer=4).tolist() == wanted

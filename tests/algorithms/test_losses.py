@@ -1,124 +1,315 @@
 """The losses are the papers' equations, transcribed here in float64, one token at a time."""
 
+import itertools
+
 import pytest
 import torch
 
-from rl.algorithms.losses import dapo, grpo, token_weights
+from rl.algorithms.losses import (
+    CISPOLoss,
+    ClippedLoss,
+    CrossEntropyLoss,
+    DistillationLoss,
+    DPPOLoss,
+    GSPOLoss,
+    ImportanceSamplingLoss,
+    PolicyLoss,
+    ValueLoss,
+    batch_denominator,
+    dapo,
+    grpo,
+    token_weights,
+)
+from rl.algorithms.tokens import Tokens, mean_by_sequence, sum_by_sequence
+from rl.errors import RunError
 
-LENGTHS = [3, 1, 6, 4]
+LENGTHS = [3, 1, 6, 4, 8]
 
 
-@pytest.fixture
-def rollouts():
-    """Four completions end to end; ratios well inside and outside both clip ranges, advantages of both signs."""
-    draw = torch.Generator().manual_seed(0)
-    count = sum(LENGTHS)
+def rollouts(seed=0):
+    """Completions end to end; ratios well inside and outside every clip range, advantages of both signs.
+
+    The second and some tokens of the others do not count, and so are not there.
+    """
+    draw, count, sizes = torch.Generator().manual_seed(seed), sum(LENGTHS), torch.tensor(LENGTHS)
     logprobs = -torch.rand(count, generator=draw) * 3 - 0.1
+    sequence = torch.arange(len(LENGTHS)).repeat_interleave(sizes)
+    counted = (torch.rand(count, generator=draw) > 0.2) & (sequence != 1)
+
+    def near(distance):
+        return logprobs - torch.randn(count, generator=draw) * distance
+
     columns = {
-        "behaviour_logprobs": logprobs + torch.randn(count, generator=draw) * 0.4,
-        "advantages": torch.randn(len(LENGTHS), generator=draw).repeat_interleave(torch.tensor(LENGTHS)),
+        "behaviour_logprobs": near(0.4),
+        "reference_logprobs": near(0.2),
+        "teacher_logprobs": near(0.5),
+        "advantages": torch.randn(len(LENGTHS), generator=draw)[sequence],
+        "values": near(0.3),
+        "old_values": near(0.3),
+        "returns": near(1.0),
+        "entropy": torch.rand(count, generator=draw),
     }
-    return logprobs.requires_grad_(), columns
+    tokens = {**columns, "logprobs": logprobs, "sequence": sequence}
+    return Tokens({name: values[counted] for name, values in tokens.items()})
 
 
-def objective(logprobs, columns, low, high):
-    """min(r A, clip(r, 1 - low, 1 + high) A) of each token: GRPO eq. 3 without KL, DAPO eq. 8."""
-    values = []
-    for logprob, old, advantage in zip(
-        logprobs, *(columns[n].double() for n in ("behaviour_logprobs", "advantages")), strict=True
-    ):
-        ratio = (logprob - old).exp()
-        clipped = min(max(ratio, torch.tensor(1 - low)), torch.tensor(1 + high))
-        values.append(min(ratio * advantage, clipped * advantage))
-    return torch.stack(values)
+def exactly(tokens):
+    return Tokens({name: values.detach().double() for name, values in tokens.items()}, sequence=tokens["sequence"])
 
 
-def grpo_objective(logprobs, columns):
-    per_token = objective(logprobs, columns, 0.2, 0.2)
-    return sum(o.sum() / len(o) for o in per_token.split(LENGTHS)) / len(LENGTHS)
+def one_by_one(cost, *names):
+    """The paper's cost of all tokens, from that of one: its ratio, its advantage and the columns named."""
+
+    def costs(tokens):
+        columns = [tokens[name] for name in ("logprobs", "behaviour_logprobs", "advantages", *names)]
+        return torch.stack([cost((p - old).exp(), a, p, *rest) for p, old, a, *rest in zip(*columns, strict=True)])
+
+    return costs
 
 
-def dapo_objective(logprobs, columns):
-    return objective(logprobs, columns, 0.2, 0.28).sum() / sum(LENGTHS)
+def clip(ratio, low, high):
+    return min(max(ratio, torch.tensor(low)), torch.tensor(high))
 
 
-@pytest.mark.parametrize(("config", "paper"), [(grpo(), grpo_objective), (dapo(), dapo_objective)])
-def test_weighted_mean_and_its_gradient_are_the_papers(rollouts, config, paper):
-    logprobs, columns = rollouts
-    weights = token_weights(torch.tensor(LENGTHS), config.reduction).repeat_interleave(torch.tensor(LENGTHS))
-    loss, _ = config.build()(logprobs, torch.zeros_like(logprobs), columns)
-    mean = (loss * weights).sum() / weights.sum()
-    mean.backward()
+def clipped(low, high):
+    return lambda r, a, p: -min(r * a, clip(r, 1 - low, 1 + high) * a)
 
-    exact = logprobs.detach().double().requires_grad_()
-    wanted = -paper(exact, columns)
-    wanted.backward()
-    assert mean.item() == pytest.approx(wanted.item(), rel=1e-6)
-    torch.testing.assert_close(logprobs.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)
-    assert 0 < int((exact.grad == 0).sum()) < len(exact.grad)  # some tokens are clipped, some are not
+
+def dual_clipped(r, a, p):
+    plain = min(r * a, clip(r, 0.8, 1.2) * a)
+    return -(max(plain, 1.3 * a) if a < 0 else plain)
+
+
+def dppo(r, a, p):
+    moved = p.exp() - p.exp() / r
+    return 0.0 * p if abs(moved) > 0.05 and ((a > 0 and r > 1) or (a < 0 and r < 1)) else -r * a
+
+
+def by_sequence(cost):
+    """The cost of each token's sequence, from its length-normalised ratio: GSPO eq. 7."""
+
+    def costs(tokens):
+        values = []
+        for number in tokens["sequence"].unique():
+            mine = tokens["sequence"] == number
+            apart = tokens["logprobs"][mine] - tokens["behaviour_logprobs"][mine]
+            ratio = (apart.sum() / len(apart)).exp()
+            values += [
+                cost(ratio, a, p) for a, p in zip(tokens["advantages"][mine], tokens["logprobs"][mine], strict=True)
+            ]
+        return torch.stack(values)
+
+    return costs
+
+
+def gspo_token(s, a, p):
+    own = s.detach() * p.exp() / p.exp().detach()
+    return -min(own * a, clip(own, 0.9, 1.1) * a)
+
+
+LOSSES = {
+    "GRPO": (grpo(), one_by_one(clipped(0.2, 0.2))),
+    "DAPO": (dapo(), one_by_one(clipped(0.2, 0.28))),
+    "dual clip": (ClippedLoss.Config(dual_clip=1.3), one_by_one(dual_clipped)),
+    "GSPO": (GSPOLoss.Config(clip_low=0.1, clip_high=0.1), by_sequence(clipped(0.1, 0.1))),
+    "GSPO-token": (GSPOLoss.Config(clip_low=0.1, clip_high=0.1, token_level=True), by_sequence(gspo_token)),
+    "CISPO": (CISPOLoss.Config(clip_high=0.2), one_by_one(lambda r, a, p: -clip(r.detach(), 0.0, 1.2) * a * p)),
+    "DPPO": (DPPOLoss.Config(threshold=0.05), one_by_one(dppo)),
+    "importance sampling": (ImportanceSamplingLoss.Config(), one_by_one(lambda r, a, p: -r * a)),
+    "cross entropy": (CrossEntropyLoss.Config(), one_by_one(lambda r, a, p: -p)),
+    "distillation": (
+        DistillationLoss.Config(),
+        one_by_one(lambda r, a, p, q: -r * (q - p.detach()), "teacher_logprobs"),
+    ),
+    "KL and entropy": (
+        grpo(kl_coef=0.3, entropy_coef=0.2, clip_high=0.3),
+        one_by_one(
+            lambda r, a, p, q, h: clipped(0.2, 0.3)(r, a, p) + 0.3 * ((q - p).exp() - (q - p) - 1) - 0.2 * h,
+            *("reference_logprobs", "entropy"),
+        ),
+    ),
+    "KL of k2": (
+        grpo(kl_coef=0.3, kl_estimator="k2"),
+        one_by_one(lambda r, a, p, q: clipped(0.2, 0.2)(r, a, p) + 0.3 * (p - q) ** 2 / 2, "reference_logprobs"),
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradient_are_the_papers(name, seed):
+    """Weights differ by token, so that no error can hide in a sum."""
+    config, paper = LOSSES[name]
+    tokens = rollouts(seed)
+    exact = exactly(tokens)
+    weights = torch.rand(len(tokens["logprobs"])) + 0.5
+    logprobs = tokens["logprobs"].requires_grad_()
+    loss, _ = config.build()(tokens)
+    (gradient,) = torch.autograd.grad((loss * weights).sum(), logprobs)
+    costs = paper(exact | {"logprobs": exact["logprobs"].requires_grad_()})
+    (wanted,) = torch.autograd.grad((costs * weights).sum(), exact["logprobs"])
+    torch.testing.assert_close(loss.detach().double(), costs.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), wanted, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["GRPO", "DAPO", "dual clip", "GSPO", "GSPO-token", "DPPO"])
+def test_some_tokens_are_clipped_and_some_are_not(name):
+    """Of those that the transcriptions are held against."""
+    tokens = rollouts()
+    logprobs = tokens["logprobs"].requires_grad_()
+    loss, metrics = LOSSES[name][0].build()(tokens)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert 0 < int((gradient == 0).sum()) < len(gradient)
+    assert 0 < metrics["ratio/clipped"].values.mean() < 1
 
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "flows"),
     [(1.5, 1.0, False), (1.5, -1.0, True), (0.5, 1.0, True), (0.5, -1.0, False), (1.1, 1.0, True), (1.1, -1.0, True)],
 )
-def test_the_clip_stops_only_what_moves_away(ratio, advantage, flows):
-    logprobs = torch.tensor([ratio]).log().requires_grad_()
-    columns = {"behaviour_logprobs": torch.zeros(1), "advantages": torch.tensor([advantage])}
-    loss, _ = grpo().build()(logprobs, torch.zeros(1), columns)
+@pytest.mark.parametrize("config", [grpo(), DPPOLoss.Config(), GSPOLoss.Config(clip_low=0.2, clip_high=0.2)])
+def test_the_clip_stops_only_what_moves_away(config, ratio, advantage, flows):
+    logprobs = torch.tensor([ratio / 2]).log().requires_grad_()
+    columns = {"behaviour_logprobs": torch.tensor([0.5]).log(), "advantages": torch.tensor([advantage])}
+    loss, _ = config.build()(Tokens(columns, logprobs=logprobs, entropy=torch.zeros(1), sequence=torch.tensor([0])))
     loss.sum().backward()
     assert bool(logprobs.grad.item()) == flows
 
 
-def test_clip_high_is_dapos_own_upper_bound():
-    logprobs = torch.tensor([1.25, 1.35]).log()
-    columns = {"behaviour_logprobs": torch.zeros(2), "advantages": torch.ones(2)}
-    assert dapo().build()(logprobs, torch.zeros(2), columns)[0].tolist() == pytest.approx([-1.25, -1.28])
-    assert grpo().build()(logprobs, torch.zeros(2), columns)[0].tolist() == pytest.approx([-1.2, -1.2])
+def test_a_ratio_is_of_the_proximal_policy_where_there_is_one():
+    tokens = rollouts()
+    plain, _ = dapo().build()(tokens)
+    moved = Tokens(tokens, proximal_logprobs=tokens["behaviour_logprobs"], behaviour_logprobs=tokens["logprobs"] - 9)
+    loss, metrics = dapo().build()(moved)
+    assert torch.equal(loss, plain)
+    assert metrics["logprob/error_max"].values.tolist() == pytest.approx([9.0] * len(loss))
 
 
-def test_the_entropy_bonus_lowers_the_loss_by_its_coefficient(rollouts):
-    logprobs, columns = rollouts
-    entropy = torch.rand(len(logprobs)).requires_grad_()
-    plain, _ = grpo().build()(logprobs, entropy, columns)
-    with_bonus, _ = grpo(entropy_coef=0.3).build()(logprobs, entropy, columns)
-    torch.testing.assert_close(with_bonus, plain - 0.3 * entropy)
-    with_bonus.sum().backward()
-    torch.testing.assert_close(entropy.grad, torch.full_like(entropy, -0.3))
+def test_a_correction_weighs_the_surrogate_alone():
+    tokens = rollouts()
+    weights = torch.arange(len(tokens["logprobs"])) / 7.0
+    plain, _ = grpo().build()(tokens)
+    whole, _ = grpo(kl_coef=0.3, entropy_coef=0.2).build()(tokens)
+    loss, _ = grpo(kl_coef=0.3, entropy_coef=0.2).build()(Tokens(tokens, correction=weights))
+    torch.testing.assert_close(loss, whole - plain + weights * plain)
 
 
-def test_the_kl_penalty_is_the_papers(rollouts):
-    """GRPO eq. 4: ref / policy - log(ref / policy) - 1."""
-    logprobs, columns = rollouts
-    columns["reference_logprobs"] = columns["behaviour_logprobs"] - 0.2
-    plain, _ = grpo().build()(logprobs, torch.zeros_like(logprobs), columns)
-    loss, metrics = grpo(kl_coef=0.3).build()(logprobs, torch.zeros_like(logprobs), columns)
-    exact = logprobs.detach().double().requires_grad_()
-    ratio = (columns["reference_logprobs"].double() - exact).exp()
-    wanted = ratio - ratio.log() - 1
-    wanted.sum().backward()
-    torch.testing.assert_close(metrics["kl/reference"].values.double(), wanted, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(loss, plain + 0.3 * wanted.float(), rtol=1e-5, atol=1e-6)
-    (loss - plain).sum().backward()
-    torch.testing.assert_close(logprobs.grad.double(), 0.3 * exact.grad, rtol=1e-4, atol=1e-6)
+CLIPPED = [grpo(dual_clip=3.0), GSPOLoss.Config(), CISPOLoss.Config()]
+BEYOND = [(-1e4, -1.0), (-0.1, -200.0), (-1e4, -2e4)]
 
 
-def test_metrics_say_how_far_the_policies_are_apart(rollouts):
-    logprobs, columns = rollouts
-    entropy = torch.rand(len(logprobs))
-    _, metrics = dapo().build()(logprobs, entropy, columns)
-    ratio = (logprobs.detach() - columns["behaviour_logprobs"]).exp()
-    torch.testing.assert_close(metrics["ratio/mean"].values.detach(), ratio)
+@pytest.mark.parametrize(
+    ("config", "apart", "advantage"),
+    [
+        *itertools.product(CLIPPED, BEYOND, [1.0, 0.0]),
+        (DPPOLoss.Config(), BEYOND[0], 1.0),
+        (DPPOLoss.Config(), BEYOND[1], 1.0),
+    ],
+)
+def test_ratios_beyond_float32_leave_the_gradient_finite(config, apart, advantage):
+    """Wherever the paper's gradient is."""
+    logprob, behaviour = apart
+    logprobs = torch.tensor([logprob, -1.0]).requires_grad_()
+    columns = {"behaviour_logprobs": torch.tensor([behaviour, -1.0]), "advantages": torch.tensor([advantage, 1.0])}
+    tokens = Tokens(columns, logprobs=logprobs, entropy=torch.zeros(2), sequence=torch.tensor([0, 1]))
+    loss, _ = config.build()(tokens)
+    loss.sum().backward()
+    assert loss.isfinite().all() and logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_tokens_the_loss_is_empty_and_still_has_a_gradient(name):
+    """Of a micro-batch that only keeps pace with another rank's."""
+    nothing = Tokens({n: values[:0] for n, values in rollouts().items()})
+    logprobs = nothing["logprobs"].requires_grad_()
+    loss, _ = LOSSES[name][0].build()(nothing)
+    loss.sum().backward()
+    assert loss.shape == logprobs.grad.shape == (0,)
+
+
+def test_distillation_descends_the_divergence_from_the_teacher():
+    """Over a small vocabulary: the expected gradient is that of KL(student || teacher), on tokens of another policy."""
+    draw = torch.Generator().manual_seed(0)
+    logits, teacher, sampler = torch.randn(3, 6, generator=draw, dtype=torch.float64)
+    logits.requires_grad_()
+    logprobs, teacher, sampler = (values.log_softmax(0) for values in (logits, teacher, sampler))
+    columns = {"teacher_logprobs": teacher, "behaviour_logprobs": sampler, "entropy": torch.zeros(6)}
+    loss, _ = DistillationLoss.Config().build()(Tokens(columns, logprobs=logprobs))
+    (gradient,) = torch.autograd.grad((sampler.exp() * loss).sum(), logits, retain_graph=True)
+    (wanted,) = torch.autograd.grad((logprobs.exp() * (logprobs - teacher)).sum(), logits)
+    torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_a_critic_is_pulled_to_its_returns_within_the_clip(clip):
+    tokens = rollouts()
+    exact = exactly(tokens)
+    values = tokens["values"].requires_grad_()
+    loss, metrics = ValueLoss.Config(clip=clip).build()(tokens)
+    (gradient,) = torch.autograd.grad(loss.sum(), values)
+    exact["values"].requires_grad_()
+    wanted = []
+    for v, old, target in zip(*(exact[name] for name in ("values", "old_values", "returns")), strict=True):
+        near = min(max(v, old - clip), old + clip) if clip else v
+        wanted.append(0.5 * max((v - target) ** 2, (near - target) ** 2))
+    (exact_gradient,) = torch.autograd.grad(sum(wanted), exact["values"])
+    torch.testing.assert_close(loss.detach().double(), torch.stack(wanted).detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-6, atol=1e-6)
+    assert (0 < int((gradient == 0).sum()) < len(gradient)) == ("value/clipped" in metrics) == bool(clip)
+
+
+def test_metrics_say_how_far_the_policies_are_apart():
+    tokens = rollouts()
+    _, metrics = dapo().build()(tokens)
+    ratio = (tokens["logprobs"] - tokens["behaviour_logprobs"]).exp()
+    torch.testing.assert_close(metrics["ratio/mean"].values, ratio)
     assert metrics["ratio/clipped"].values.sum() == ((ratio < 0.8) | (ratio > 1.28)).sum() > 0
-    assert (metrics["kl/behaviour"].values >= 0).all()
-    same = {**columns, "behaviour_logprobs": logprobs.detach()}
-    _, metrics = dapo().build()(logprobs, entropy, same)
+    assert (metrics["kl/behaviour"].values >= 0).all() and (metrics["kl/reference"].values >= 0).all()
+    _, metrics = dapo().build()(Tokens(tokens, behaviour_logprobs=tokens["logprobs"]))
     assert metrics["kl/behaviour"].values.abs().max() == 0
     assert metrics["ratio/max"].values.unique().tolist() == [1.0]
 
 
-def test_token_weights_make_every_completion_or_every_token_count_alike():
-    lengths = torch.tensor([1, 4, 10])
-    assert token_weights(lengths, "sequence_mean").tolist() == pytest.approx([1.0, 0.25, 0.1])
-    assert token_weights(lengths, "token_mean").tolist() == [1.0, 1.0, 1.0]
+def test_supervised_tokens_need_no_columns():
+    logprobs = torch.tensor([-1.0, -2.0])
+    loss, _ = CrossEntropyLoss.Config().build()(Tokens(logprobs=logprobs, entropy=torch.ones(2)))
+    assert loss.tolist() == [1.0, 2.0]
+
+
+def test_a_column_that_is_not_there_is_named():
+    tokens = rollouts()
+    del tokens["reference_logprobs"]
+    with pytest.raises(RunError, match="the loss needs reference_logprobs, .* it has advantages, behaviour_logprobs, "):
+        grpo(kl_coef=0.1).build()(tokens)
+    with pytest.raises(NotImplementedError):
+        PolicyLoss.Config().build()(tokens)
+
+
+def reduced(values, weights, lengths, reduction):
+    return (values * weights).sum() / (batch_denominator(len(lengths), reduction) or weights.sum())
+
+
+def test_reductions_are_the_papers():
+    """GRPO eq. 3, DAPO eq. 8, and Dr. GRPO eq. 2 over the longest a completion can be."""
+    lengths, values = torch.tensor(LENGTHS), torch.randn(sum(LENGTHS), dtype=torch.float64)
+    sums = torch.stack([part.sum() for part in values.split(LENGTHS)])
+    wanted = {
+        "sequence_mean": (sums / lengths).mean(),
+        "token_mean": sums.sum() / sum(LENGTHS),
+        "fixed_length": sums.mean() / 10,
+    }
+    for reduction, mean in wanted.items():
+        weights = token_weights(lengths, reduction, 10).repeat_interleave(lengths)
+        torch.testing.assert_close(reduced(values, weights, lengths, reduction), mean, rtol=1e-6, atol=1e-7)
     assert token_weights(torch.tensor([0]), "sequence_mean").isfinite().all()
+    with pytest.raises(ZeroDivisionError):
+        token_weights(lengths, "fixed_length")
+
+
+def test_sequences_are_summed_and_averaged_apart():
+    values, sequence = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 0, 0, 2])
+    assert sum_by_sequence(values, sequence).tolist() == [6.0, 0.0, 4.0]
+    assert mean_by_sequence(values, sequence).tolist() == [2.0, 0.0, 4.0]
+    assert sum_by_sequence(values, sequence, 4).tolist() == [6.0, 0.0, 4.0, 0.0]
+    assert mean_by_sequence(values[:0], sequence[:0]).tolist() == []
+    assert mean_by_sequence(values, sequence)[sequence].tolist() == [2.0, 2.0, 2.0, 4.0]

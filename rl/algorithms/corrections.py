@@ -1,0 +1,131 @@
+"""Weights of tokens that the trained policy would not quite have sampled: another engine's rounding, older weights."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torchtitan.config import Configurable
+
+from rl.algorithms.tokens import mean_by_sequence, sum_by_sequence
+
+Level = Literal["token", "sequence"]
+
+Weighed = tuple[torch.Tensor, dict[str, float]]
+"""Weight of each token, float32 [C], and metrics."""
+
+
+class Correction(Configurable):
+    """What a token's part in the surrogate is multiplied by; fixed for a batch before any update on it.
+
+    To write your own, subclass this, with a Config of its own. Arguments, all [C] of a whole batch:
+    log-probs of the policy before the update and of the one that sampled; optimizer steps between the
+    two, at least 0; and the number of each token's sequence, int64 from 0.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        pass
+
+    config: Config
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def __call__(
+        self, proximal: torch.Tensor, behaviour: torch.Tensor, staleness: torch.Tensor, sequence: torch.Tensor
+    ) -> Weighed:
+        raise NotImplementedError
+
+
+class TruncatedIS(Correction):
+    """The importance ratio up to a cap: V-trace, arXiv:1802.01561, eq. 1.
+
+    Between a sampler and a trainer that differ: Yao et al., "Your efficient RL framework secretly brings
+    you off-policy RL training", 2025.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Correction.Config):
+        cap: float = 2.0
+        """Largest weight."""
+
+        level: Level = "token"
+        """sequence: one ratio for all tokens of a sequence, the product of theirs."""
+
+    config: Config
+
+    def __call__(
+        self, proximal: torch.Tensor, behaviour: torch.Tensor, staleness: torch.Tensor, sequence: torch.Tensor
+    ) -> Weighed:
+        log_ratio, cap = proximal - behaviour, self.config.cap
+        if self.config.level == "sequence":
+            log_ratio = sum_by_sequence(log_ratio, sequence)[sequence]
+        return log_ratio.exp().clamp(max=cap), {"correction/capped": _share(log_ratio > math.log(cap))}
+
+
+class MaskedIS(Correction):
+    """The importance ratio within a range and 0 outside: IcePop, arXiv:2510.18855."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Correction.Config):
+        low: float = 0.5
+        """Smallest ratio that is kept."""
+
+        high: float = 2.0
+        """Largest ratio that is kept."""
+
+        level: Level = "token"
+        """sequence: one ratio for all tokens of a sequence, their geometric mean, so that it is kept or dropped
+        as a whole."""
+
+        weigh: bool = True
+        """Whether what is kept weighs as its ratio; else it weighs 1, for use beside another correction."""
+
+    config: Config
+
+    def __call__(
+        self, proximal: torch.Tensor, behaviour: torch.Tensor, staleness: torch.Tensor, sequence: torch.Tensor
+    ) -> Weighed:
+        log_ratio, config = proximal - behaviour, self.config
+        if config.level == "sequence":
+            log_ratio = mean_by_sequence(log_ratio, sequence)[sequence]
+        ratio = log_ratio.exp()
+        inside = (ratio >= config.low) & (ratio <= config.high)
+        return torch.where(inside, ratio if config.weigh else 1.0, 0.0), {}
+
+
+class StalenessDecay(Correction):
+    """A factor for each optimizer step that the weights which drew the token were behind."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Correction.Config):
+        decay: float = 0.9
+        """Weight of a token that is one step old, up to 1."""
+
+    config: Config
+
+    def __call__(
+        self, proximal: torch.Tensor, behaviour: torch.Tensor, staleness: torch.Tensor, sequence: torch.Tensor
+    ) -> Weighed:
+        return self.config.decay ** staleness.float(), {}
+
+
+def correction_weights(
+    corrections: Sequence[Correction],
+    proximal: torch.Tensor,
+    behaviour: torch.Tensor,
+    staleness: torch.Tensor,
+    sequence: torch.Tensor,
+) -> Weighed:
+    """The product of all corrections, with its mean and the share of tokens that it masks."""
+    weights, metrics = torch.ones_like(proximal), dict[str, float]()
+    for correction in corrections:
+        factor, own = correction(proximal, behaviour, staleness, sequence)
+        weights, metrics = weights * factor, metrics | own
+    return weights, {**metrics, "correction/mean": weights.mean().item(), "correction/masked": _share(weights == 0)}
+
+
+def _share(chosen: torch.Tensor) -> float:
+    return chosen.float().mean().item()

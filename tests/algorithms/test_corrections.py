@@ -1,0 +1,91 @@
+"""Corrections are ratios of probabilities, written out here token by token."""
+
+import math
+
+import pytest
+import torch
+
+from rl.algorithms.corrections import MaskedIS, StalenessDecay, TruncatedIS, correction_weights
+
+LENGTHS = [3, 1, 5, 4]
+SEQUENCE = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
+
+
+def batch(seed):
+    """(proximal, behaviour, staleness, sequence): ratios well inside and outside of all ranges."""
+    draw = torch.Generator().manual_seed(seed)
+    behaviour = -torch.rand(sum(LENGTHS), generator=draw) * 3
+    proximal = behaviour + torch.randn(sum(LENGTHS), generator=draw)
+    return proximal, behaviour, torch.randint(0, 4, (sum(LENGTHS),), generator=draw).float(), SEQUENCE
+
+
+def ratios(columns):
+    """Of each sequence, those of its tokens, as Python's floats."""
+    apart = (columns[0].double() - columns[1].double()).exp()
+    return [part.tolist() for part in apart.split(LENGTHS)]
+
+
+def masked(ratio, weight):
+    return weight if 0.5 <= ratio <= 2.0 else 0.0
+
+
+def geometric(each):
+    return math.prod(each) ** (1 / len(each))
+
+
+WRITTEN_OUT = {
+    "truncated": (TruncatedIS.Config(), lambda each: [min(r, 2.0) for r in each]),
+    "truncated sequences": (
+        TruncatedIS.Config(level="sequence", cap=1.5),
+        lambda each: [min(math.prod(each), 1.5)] * len(each),
+    ),
+    "masked": (MaskedIS.Config(), lambda each: [masked(r, r) for r in each]),
+    "masked, weighing 1": (MaskedIS.Config(weigh=False), lambda each: [masked(r, 1.0) for r in each]),
+    "masked sequences": (
+        MaskedIS.Config(level="sequence"),
+        lambda each: [masked(geometric(each), geometric(each))] * len(each),
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_weights_are_those_of_the_ratios(name, seed):
+    config, weight = WRITTEN_OUT[name]
+    columns = batch(seed)
+    weights, _ = config.build()(*columns)
+    wanted = [value for each in ratios(columns) for value in weight(each)]
+    assert weights.dtype == torch.float32
+    assert weights.tolist() == pytest.approx(wanted, rel=1e-5)
+    assert len({round(value, 6) for value in wanted}) > 1
+
+
+def test_corrections_multiply_and_say_what_they_took_away():
+    columns = batch(0)
+    corrections = [TruncatedIS.Config().build(), MaskedIS.Config(weigh=False).build(), StalenessDecay.Config().build()]
+    weights, metrics = correction_weights(corrections, *columns)
+    each = [r for sequence in ratios(columns) for r in sequence]
+    wanted = [masked(r, min(r, 2.0)) * 0.9**age for r, age in zip(each, columns[2].tolist(), strict=True)]
+    assert weights.tolist() == pytest.approx(wanted, rel=1e-5)
+    assert metrics == {
+        "correction/mean": pytest.approx(sum(wanted) / len(wanted), rel=1e-5),
+        "correction/masked": pytest.approx(wanted.count(0.0) / len(wanted)),
+        "correction/capped": pytest.approx(sum(r > 2.0 for r in each) / len(each)),
+    }
+    assert 0 < metrics["correction/masked"] < 1 and 0 < metrics["correction/capped"] < 1
+
+
+def test_the_same_policy_at_no_lag_is_left_alone():
+    _, behaviour, staleness, sequence = batch(0)
+    corrections = [config.build() for config, _ in WRITTEN_OUT.values()] + [StalenessDecay.Config().build()]
+    weights, metrics = correction_weights(corrections, behaviour, behaviour, staleness * 0, sequence)
+    assert weights.unique().tolist() == [1.0]
+    assert metrics == {"correction/mean": 1.0, "correction/masked": 0.0, "correction/capped": 0.0}
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_ratios_beyond_float32_are_capped_or_masked(name):
+    apart = torch.tensor([500.0, -500.0, 0.0, 400.0])
+    columns = apart, torch.zeros(4), torch.zeros(4), torch.tensor([0, 1, 2, 3])
+    weights, _ = WRITTEN_OUT[name][0].build()(*columns)
+    assert weights.isfinite().all() and weights.max() <= 2.0

@@ -1,0 +1,62 @@
+"""Over a small vocabulary, expectations are sums: what an estimator is worth is computed, not sampled."""
+
+import pytest
+import torch
+
+from rl.algorithms.kl import AdaptiveKL, kl
+
+
+@pytest.fixture
+def policies():
+    """Logits of a policy and the log-probs of another, float64 [5]."""
+    draw = torch.Generator().manual_seed(0)
+    logits, other = torch.randn(2, 5, generator=draw, dtype=torch.float64)
+    return logits.requires_grad_(), other.log_softmax(0)
+
+
+def divergence(p, q):
+    return (p.exp() * (p - q)).sum()
+
+
+def expected(values, logprobs):
+    return (logprobs.exp().detach() * values).sum()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_are_the_divergence_on_average(policies, estimator):
+    logprobs, reference = policies[0].log_softmax(0), policies[1]
+    value = expected(kl(logprobs, reference, estimator), logprobs)
+    torch.testing.assert_close(value, divergence(logprobs, reference))
+
+
+def test_each_estimator_is_its_formula():
+    logprobs, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -0.5])
+    ratio = (reference - logprobs).exp()
+    torch.testing.assert_close(kl(logprobs, reference, "k1"), -ratio.log())
+    torch.testing.assert_close(kl(logprobs, reference, "k2"), ratio.log() ** 2 / 2)
+    torch.testing.assert_close(kl(logprobs, reference, "k3"), ratio - 1 - ratio.log())
+
+
+@pytest.mark.parametrize(
+    ("estimator", "of"),
+    [
+        ("k1", lambda p, q: 0.0 * p.sum()),
+        ("k2", divergence),
+        ("k3", lambda p, q: divergence(q, p)),
+    ],
+)
+def test_the_gradient_on_average_is_of_what_the_docstring_says(policies, estimator, of):
+    logits, reference = policies
+    logprobs = logits.log_softmax(0)
+    (gradient,) = torch.autograd.grad(expected(kl(logprobs, reference, estimator), logprobs), logits)
+    (wanted,) = torch.autograd.grad(of(logits.log_softmax(0), reference), logits)
+    torch.testing.assert_close(gradient, wanted)
+
+
+def test_the_coefficient_follows_the_divergence_by_a_bounded_step():
+    """arXiv:1909.08593, section 2.2: coef (1 + K clip(observed / target - 1, -0.2, 0.2))."""
+    steer = AdaptiveKL.Config(target=6.0).build()
+    assert steer.update(0.5, 6.0) == 0.5
+    assert steer.update(0.5, 6.6) == pytest.approx(0.5 * 1.01)
+    assert steer.update(0.5, 60.0) == pytest.approx(0.5 * 1.02)
+    assert steer.update(0.5, 0.0) == pytest.approx(0.5 * 0.98)

@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
+
+Head = Literal["logprobs", "values"]
+"""What a model ends in: a policy in log-probs of given tokens, a critic in what it expects before each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,12 @@ class Batch:
         starts, lengths = (self.lengths.cumsum(0) - self.lengths)[index], self.lengths[index]
         owner = torch.repeat_interleave(torch.arange(len(index)), lengths)
         return torch.arange(len(owner)) + (starts - (lengths.cumsum(0) - lengths))[owner]
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """A column that has ``values`` where tokens have weight above 0, one for each of these, and 0 elsewhere."""
+        column = torch.zeros(len(self.tokens))
+        column[self.weights > 0] = values
+        return column
 
     def select(self, rows: Sequence[int]) -> "Batch":
         """The given sequences, in the given order."""

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -21,6 +23,7 @@ from rl.platform import device_type
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face import HuggingFaceFolders
 from rl.training.hugging_face_names import Shapes
+from rl.training.model import is_adapter
 from rl.training.step_folders import StepFolders
 from rl.training.together import failures_as_run_error, on_first_rank
 
@@ -37,7 +40,7 @@ class Checkpointer:
         config = engine.config.checkpoint
         self._engine, self._config, self._hf_path = engine, config, model.hf_path
         self._folders = StepFolders(Path(folder) / config.folder)
-        self._hugging_face = HuggingFaceFolders(engine.model, shape_of(model), model.hf_path)
+        self._hugging_face = HuggingFaceFolders(engine, shape_of(model), model.hf_path)
         self._state = _TrainState(engine)
         self._saving = 0
         self.ignored: list[str] = []
@@ -75,6 +78,8 @@ class Checkpointer:
     def load(self, step: int = -1) -> dict[str, Any]:
         """Load checkpoint ``step``, or the newest complete one; where there is none, what the config starts from.
 
+        To ask for a step goes back to it, and for 0 to the start: what is newer is deleted, to be written again.
+
         Returns the ``run_state`` of the checkpoint, empty if none was loaded. Raises RunError for a
         checkpoint that is damaged, of another model or not there.
         """
@@ -89,7 +94,24 @@ class Checkpointer:
             self._load(Path(path), -1, what=f"loading {path}")
         elif source := path or self._hf_path:
             self._hugging_face.load(source)
+        self._engine.weights_loaded()
         return self._state.run_state
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the parameters alone; ``folder`` appears when it is whole."""
+        self._engine.require_resident("save_weights", "model")
+        partial = folder.with_name(f"{folder.name}.partial")
+        on_first_rank(f"saving {folder}", lambda: shutil.rmtree(partial, ignore_errors=True))
+        with failures_as_run_error(f"saving {folder}"):
+            dcp.save(self._manager.states[MODEL].state_dict(), checkpoint_id=partial)
+        on_first_rank(f"saving {folder}", lambda: _replace(folder, partial))
+
+    def load_weights(self, folder: Path) -> None:
+        """Take the parameters that ``save_weights`` of any layout wrote. Raises RunError where there are none."""
+        self._engine.require_resident("load_weights", "model")
+        with failures_as_run_error(f"loading {folder}"):
+            dcp.load(self._manager.states[MODEL].state_dict(), checkpoint_id=folder)
+        self._engine.weights_loaded()
 
     def export_hf(self, folder: str) -> None:
         """Write safetensors and config.json that transformers loads, in the dtype the model started from."""
@@ -120,17 +142,27 @@ class Checkpointer:
     def _find(self, step: int) -> tuple[int | None, list[str]]:
         """(the step to load, names of what is incomplete)."""
         complete = self._folders.complete()
-        if step != -1 and step not in complete:
+        if step not in (-1, 0, *complete):
             raise RunError(f"there is no complete checkpoint {self._folders.path(step)}; there are {complete}")
-        found = step if step != -1 else max(complete, default=None)
+        if step != -1:
+            self._folders.forget_after(step)
+        found = max(complete, default=None) if step == -1 else step or None
         return found, [self._folders.name(step) for step in self._folders.incomplete()]
 
     def _load(self, path: Path, step: int, *, what: str, advice: str = "") -> None:
         """Have the manager load ``step``, which lies at ``path``, once it is known to be of this model."""
-        ours = {name: tuple(tensor.shape) for name, tensor in self._manager.states[MODEL].state_dict().items()}
+        weights, model_only = self._manager.states[MODEL].state_dict(), False
+        if step == -1 and self._config.initial_load_model_only:
+            model_only = True
+            if not on_first_rank(what, lambda: _has_adapters(_saved_shapes(path))):
+                weights = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
+        ours = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         on_first_rank(what, lambda: _check_model(path, ours), advice=advice)
         with failures_as_run_error(what, advice=advice):
-            self._manager.load(step)
+            if model_only:
+                dcp.load(weights, checkpoint_id=path)
+            else:
+                self._manager.load(step)
 
 
 class _Weights(Stateful):
@@ -182,6 +214,11 @@ class _TrainState(Stateful):
         _set_rng_states(json.loads(state["rng"]))
 
 
+def _replace(folder: Path, by: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    by.rename(folder)
+
+
 def _rng_states() -> dict[str, str]:
     """State of torch's generators in hex, by device."""
     states = {"cpu": torch.get_rng_state()}
@@ -199,14 +236,30 @@ def _set_rng_states(states: dict[str, str]) -> None:
             torch.cuda.set_rng_state(state)
 
 
-def _check_model(path: Path, ours: Shapes) -> None:
-    """Raise RunError if the checkpoint's weights are not named and sized as ``ours``; DCP ignores surplus ones."""
+def _saved_shapes(path: Path) -> Shapes:
+    """The weights of a checkpoint."""
     entries = FileSystemReader(path).read_metadata().state_dict_metadata
-    saved = {
+    return {
         name: tuple(entry.size)
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata) and name.partition(".")[0] not in (OPTIMIZER, LR_SCHEDULER)
     }
+
+
+def _has_adapters(names: Iterable[str]) -> bool:
+    return any(map(is_adapter, names))
+
+
+def _check_model(path: Path, ours: Shapes) -> None:
+    """Raise RunError if the checkpoint's weights are not named and sized as ``ours``; DCP ignores surplus ones."""
+    saved = _saved_shapes(path)
+    if _has_adapters(ours) and not _has_adapters(saved):
+        raise RunError(
+            f"{path} was saved without trainer.lora; give new adapters a base, as trainer.checkpoint.initial_load_path "
+            "with initial_load_model_only=True"
+        )
+    if _has_adapters(saved) and not _has_adapters(ours):
+        raise RunError(f"{path} was saved with trainer.lora; load it with that, or start from the run's export")
     fused, fuse = (any(".wqkv." in name for name in names) for names in (saved, ours))
     if fused != fuse:
         raise RunError(f"{path} was saved with model.fuse_qkv={fused}; load it with that, not with {fuse}")

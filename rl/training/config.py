@@ -5,6 +5,7 @@ from typing import Annotated
 
 import tyro
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
@@ -14,11 +15,18 @@ Float8Config = (
     Annotated[Float8LinearConverter.Config, tyro.conf.subcommand("linear")]
     | Annotated[None, tyro.conf.subcommand("none")]
 )
+LoRAConfig = Annotated[LoRAConverter.Config, tyro.conf.subcommand("on")] | Annotated[None, tyro.conf.subcommand("none")]
 
 
 def one_rank() -> ParallelismConfig:
     """torchtitan's parallelism with every degree 1, on the DTensor backend that its Qwen3 needs."""
     return ParallelismConfig(data_parallel_shard_degree=1, spmd_backend="partial_dtensor")
+
+
+def ranks_of(parallelism: ParallelismConfig) -> int:
+    """Processes that a mesh of this layout needs."""
+    dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
+    return dp * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,6 +46,10 @@ class TrainerConfig:
 
     float8: Float8Config = None
     """Linear layers in float8, all but the output head; trainer.float8:linear on the command line."""
+
+    lora: LoRAConfig = None
+    """Low-rank adapters, which alone are trained; trainer.lora:on on the command line. target_modules are of wqkv (or
+    wq and wkv, where model.fuse_qkv is off), wo, w1, w2 and w3, and all of these by default."""
 
     compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint: CheckpointManager.Config = field(
@@ -81,4 +93,4 @@ class TrainerConfig:
     @property
     def ranks(self) -> int:
         """Processes that the mesh needs."""
-        return self.dp_degree * self.parallelism.context_parallel_degree * self.parallelism.tensor_parallel_degree
+        return ranks_of(self.parallelism)

@@ -11,7 +11,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
 from torchtitan.tools.utils import get_local_device
 
-from rl.algorithms.losses import Metric
+from rl.algorithms.losses import PerToken
+from rl.algorithms.tokens import Tokens
 from rl.errors import RunError
 from rl.model.parts import Parts
 from rl.model.shape import ModelConfig
@@ -19,17 +20,15 @@ from rl.platform import device_type
 from rl.training.attention import attention_masks, shares_rows
 from rl.training.config import TrainerConfig
 from rl.training.context import SequenceShard
+from rl.training.lora import MergedWeights
 from rl.training.metrics import MetricTotals
 from rl.training.micro_batches import Cutting, MicroBatch, lay_out, plan
-from rl.training.model import build_model, parts_of, reshard
+from rl.training.model import build_model, reshard
 from rl.training.residency import HostMemory
-from rl.types import Batch
+from rl.types import Batch, Head
 
-Loss = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
-"""From log-probs, entropies and columns of the tokens that count, each [C], to loss [C] and metrics.
-
-The tokens are those of weight above 0, of some whole sequences end to end; C may be 0.
-"""
+Loss = Callable[[Tokens], PerToken]
+"""From the tokens of weight above 0 of some whole sequences to the loss of each, [C], and metrics; C may be 0."""
 
 
 class TrainingEngine:
@@ -49,7 +48,16 @@ class TrainingEngine:
     CUDA (NCCL, varlen attention, bf16, float8) takes the same path but is not covered by the tests.
     """
 
-    def __init__(self, config: TrainerConfig, model: ModelConfig, *, seed: int, steps: int, folder: str):
+    def __init__(
+        self,
+        config: TrainerConfig,
+        model: ModelConfig,
+        *,
+        head: Head = "logprobs",
+        seed: int,
+        steps: int,
+        folder: str,
+    ):
         self.config = config
         self.device = get_local_device()
         if device_type() == "cuda":
@@ -60,7 +68,8 @@ class TrainingEngine:
         self._context = titan_dist.get_spmd_context(parallel_dims=self.dims)
         self.dims.build_mesh()
 
-        self.model = build_model(config, model, self.dims, seed=seed, folder=folder)
+        self.model = build_model(config, model, self.dims, head=head, seed=seed, folder=folder)
+        self._merged = MergedWeights(self.model)
         # After the model, whose initializers draw as much as a rank's shards ask for: from here on all draw alike.
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])
         self.optimizers = config.optimizer.build(model_parts=[self.model])
@@ -99,12 +108,12 @@ class TrainingEngine:
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """``logprobs`` and ``entropy`` of each token, float32 [T] in the batch's order."""
+        """``logprobs`` and ``entropy`` of each token, or a critic's ``values``, float32 [T] in the batch's order."""
         self.require_resident("forward", "model")
         outputs = _Outputs()
         for micro in self._micro_batches(batch):
             with self._context():
-                outputs.put(micro, *self._run(micro, temperature))
+                outputs.put(micro, self._run(micro, temperature))
         reshard(self.model)
         return outputs.of(batch)
 
@@ -122,11 +131,12 @@ class TrainingEngine:
         totals = MetricTotals(self.device, self._batch_group)
         for micro in self._micro_batches(batch):
             with self._context():
-                logprobs, entropy = self._run(micro, temperature)
-                per_token, metrics = loss(logprobs[micro.counted], entropy[micro.counted], micro.columns)
+                said = self._run(micro, temperature)
+                own = {name: values[micro.counted] for name, values in said.items()}
+                per_token, metrics = loss(Tokens(micro.columns | own, sequence=micro.sequence))
                 (weight * (per_token * micro.weights).sum()).backward()
             totals.add(per_token, metrics, micro.weights)
-            outputs.put(micro, logprobs.detach(), entropy.detach())
+            outputs.put(micro, {name: values.detach() for name, values in said.items()})
         self._weight += float(batch.weights.sum(dtype=torch.float64))
         self._totals.merge(totals)
         return outputs.of(batch), totals.reduce()
@@ -171,6 +181,7 @@ class TrainingEngine:
         if math.isfinite(norm):
             with self._overridden(lr=lr, betas=betas, weight_decay=weight_decay):
                 self.optimizers.step()
+            self._merged.refresh()
             self.schedule.step()
             self.version += 1
             self.skipped_in_a_row = 0
@@ -194,15 +205,19 @@ class TrainingEngine:
         }
 
     def parts(self) -> Parts:
-        """This rank's live shards of the parameters."""
+        """This rank's live shards of the weights that the policy acts by: adapters are merged into them."""
         self.require_resident("parts", "model")
-        return parts_of(self.model)
+        return self._merged.parts()
+
+    def weights_loaded(self) -> None:
+        """To be called by whoever has written into the parameters."""
+        self._merged.refresh()
 
     def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
         """Move parameters, or gradients and optimizer state, to host memory; their device memory is free."""
         reshard(self.model)
         if model and not self._host["model"].holds:
-            self._host["model"].take(self.model.parameters())
+            self._host["model"].take([*self.model.parameters(), *self._merged.buffers.values()])
         if optimizer and not self._host["optimizer"].holds:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             states = [value for each in self.optimizers for state in each.state.values() for value in state.values()]
@@ -251,18 +266,17 @@ class TrainingEngine:
             multiple_of=multiple,
         )
 
-    def _run(self, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of the micro-batch's tokens, float32 [T]."""
+    def _run(self, micro: MicroBatch, temperature: float) -> dict[str, torch.Tensor]:
+        """What the model puts out for the micro-batch's tokens, float32 [T]."""
         cells = [micro.tokens, micro.targets, micro.positions]
         masks = attention_masks(self.model, micro.positions)
         if self._sequence is not None:
             cells, masks = self._sequence.shard(*cells, masks=masks)
         tokens, targets, positions = cells
-        values = self.model(tokens, targets, positions=positions, attention_masks=masks, temperature=temperature)
+        said = self.model(tokens, targets, positions=positions, attention_masks=masks, temperature=temperature)
         if self._sequence is not None:
-            values = map(self._sequence.gather, values)
-        logprobs, entropy = map(micro.per_token, values)
-        return logprobs, entropy
+            said = {name: self._sequence.gather(values) for name, values in said.items()}
+        return {name: micro.per_token(values) for name, values in said.items()}
 
     def _over_batch(self, value: float, reduction: Any) -> float:
         if self._batch_group is None:
@@ -290,13 +304,14 @@ class _Outputs:
         self._index: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
-    def put(self, micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> None:
+    def put(self, micro: MicroBatch, values: dict[str, torch.Tensor]) -> None:
         """Add a micro-batch's tokens; they stay on the device, so that it need not be waited for."""
         self._index.append(micro.index)
-        self._values.append(torch.stack([logprobs, entropy]))
+        self._names = list(values)
+        self._values.append(torch.stack([*values.values()]))
 
     def of(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Values [T] in the batch's order."""
-        values = torch.zeros(2, len(batch.tokens))
+        values = torch.zeros(len(self._names), len(batch.tokens))
         values[:, torch.cat(self._index)] = torch.cat(self._values, dim=1).cpu()
-        return {"logprobs": values[0], "entropy": values[1]}
+        return dict(zip(self._names, values, strict=True))

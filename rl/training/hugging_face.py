@@ -15,14 +15,16 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.models.qwen3 import Qwen3Model
 
 from rl.errors import RunError
 from rl.model.parts import Box, Parts
 from rl.model.shape import ModelShape, hf_config
+from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_names import HuggingFaceNames, Piece, Shapes
-from rl.training.model import parts_of
+from rl.training.model import named_weights, parts_of
+from rl.training.peft import adapter_tensors, write_adapter
 from rl.training.together import on_every_rank, on_first_rank
+from rl.training.values import ValueHead
 
 INDEX = "model.safetensors.index.json"
 DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -39,14 +41,14 @@ class HuggingFaceFolders:
     rank fails, all of them raise RunError with its rank and cause.
     """
 
-    def __init__(self, model: Qwen3Model, shape: ModelShape, source: str | None):
-        self._model, self._shape = model, shape
+    def __init__(self, engine: TrainingEngine, shape: ModelShape, source: str | None):
+        self._engine, self._model, self._shape = engine, engine.model, shape
         self._source = Path(source) if source is not None else None
-        self._names = HuggingFaceNames(model.config)
+        self._names = HuggingFaceNames(engine.model.config)
 
     @torch.no_grad()
     def load(self, folder: str) -> None:
-        """Copy the folder's tensors into the model, cast to its dtype.
+        """Copy the folder's tensors into the model, cast to its dtype; adapters stay as they are.
 
         Raises RunError that names a tensor which is missing, too many or of another shape.
         """
@@ -56,17 +58,26 @@ class HuggingFaceFolders:
     def export(self, folder: str) -> None:
         """Write the weights in the dtype that the model started from, config.json, and what the source adds.
 
+        Adapters are merged into these, and written beside them in ``adapter``, for PEFT.
         Files are split as the source's are. ``folder`` appears when it is whole, in place of an earlier export.
         """
         whole = Path(folder)
         partial = whole.with_name(f"{whole.name}.partial")
         dtype = TORCH_DTYPE_MAP.get(self._shape.dtype, torch.float32)
+        parts, adapters = self._engine.parts(), adapter_tensors(self._model, self._names)
         layouts = on_first_rank("export", lambda: self._create(whole, partial, dtype))
-        written = on_every_rank("export", lambda: self._write(partial, layouts, dtype))
-        on_first_rank("export", lambda: self._finish(whole, partial, layouts, sum(written)))
+        written = on_every_rank("export", lambda: self._write(partial, self._own(parts), layouts, dtype))
+        on_first_rank("export", lambda: self._finish(whole, partial, layouts, sum(written), adapters))
 
     def _tensors(self) -> Shapes:
-        return self._names.tensors({name: part.shape for name, part in parts_of(self._model).items()})
+        return self._names.tensors({name: part.shape for name, part in self._parts().items()})
+
+    def _parts(self) -> Parts:
+        """What a Hugging Face folder has of the model: all but a critic's head."""
+        parts = parts_of(self._model)
+        if isinstance(self._model.lm_head, ValueHead):
+            del parts["lm_head.weight"]
+        return parts
 
     def _by_file(self, parts: Parts, files: dict[str, str]) -> Iterator[tuple[str, list[tuple[Piece, torch.Tensor]]]]:
         """The pieces of ``parts``, each with the part it indexes, file by file."""
@@ -81,7 +92,7 @@ class HuggingFaceFolders:
     def _read(self, folder: Path) -> None:
         files = tensor_files(folder)
         _check_names(self._tensors(), files, folder)
-        for file, pieces in self._by_file(parts_of(self._model), files):
+        for file, pieces in self._by_file(self._parts(), files):
             with safe_open(folder / file, framework="pt") as tensors:
                 for piece, part in pieces:
                     stored = tensors.get_slice(piece.tensor)
@@ -107,19 +118,32 @@ class HuggingFaceFolders:
                 out.truncate(layout.size)
         return layouts
 
-    def _write(self, folder: Path, layouts: dict[str, "_FileLayout"], dtype: torch.dtype) -> int:
+    def _own(self, parts: Parts) -> Parts:
+        """The parts that this rank writes: not those that a rank before it holds as well."""
+        weights = named_weights(self._model)
+        return {name: part for name, part in parts.items() if _is_first_replica(weights[name])}
+
+    def _write(self, folder: Path, parts: Parts, layouts: dict[str, "_FileLayout"], dtype: torch.dtype) -> int:
         files = {tensor: file for file, layout in layouts.items() for tensor in layout.starts}
         written = 0
-        for file, pieces in self._by_file(_parts_to_write(self._model), files):
+        for file, pieces in self._by_file(parts, files):
             with (folder / file).open("r+b", buffering=0) as out:
                 for piece, part in pieces:
-                    values = part[piece.here].to("cpu", dtype).contiguous()
+                    # A copy: memory that numpy has seen cannot be moved to the host any more.
+                    values = part[piece.here].to("cpu", dtype, copy=True).contiguous()
                     _write_piece(out.fileno(), piece, layouts[file].starts[piece.tensor], values)
                     written += values.nbytes
                 os.fsync(out)
         return written
 
-    def _finish(self, whole: Path, partial: Path, layouts: dict[str, "_FileLayout"], written: int) -> None:
+    def _finish(
+        self,
+        whole: Path,
+        partial: Path,
+        layouts: dict[str, "_FileLayout"],
+        written: int,
+        adapters: dict[str, torch.Tensor],
+    ) -> None:
         total = sum(layout.size - len(layout.header) for layout in layouts.values())
         if written != total:
             raise RunError(f"the ranks wrote {written} of {total} bytes: their parts do not tile the model")
@@ -128,6 +152,8 @@ class HuggingFaceFolders:
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
             (partial / INDEX).write_text(text)
         self._describe(partial)
+        if lora := self._engine.config.lora:
+            write_adapter(partial / "adapter", adapters, lora, base=str(self._source) if self._source else None)
         if whole.exists():
             shutil.rmtree(whole)
         partial.rename(whole)
@@ -208,12 +234,6 @@ def _split(tensors: Shapes, dtype: torch.dtype) -> dict[str, str]:
     if number == 1:
         return dict.fromkeys(tensors, "model.safetensors")
     return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}
-
-
-def _parts_to_write(model: Qwen3Model) -> Parts:
-    """This rank's parts, but for those that a rank before it holds as well."""
-    parts = zip(parts_of(model).items(), model.parameters(), strict=True)
-    return {name: part for (name, part), parameter in parts if _is_first_replica(parameter)}
 
 
 def _is_first_replica(parameter: torch.Tensor) -> bool:

@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed import ParallelDims
 
 from rl.model.parts import Box, Layout, Region
 from rl.model.shape import ModelConfig
 from rl.training.config import TrainerConfig
-from rl.training.model import sharded_model
+from rl.training.model import named_weights, sharded_model
 
 
 def trainer_layout(config: TrainerConfig, model: ModelConfig) -> tuple[Layout, ...]:
@@ -27,8 +26,8 @@ def trainer_layout(config: TrainerConfig, model: ModelConfig) -> tuple[Layout, .
     dist.init_process_group("fake", rank=0, world_size=config.ranks)
     try:
         dims = ParallelDims.from_config(config.parallelism, config.ranks)
-        named = sharded_model(config, model, dims, folder="").named_parameters()
-        regions = [_regions(canonical_fqn(name), parameter, config.ranks) for name, parameter in named]
+        weights = named_weights(sharded_model(config, model, dims, folder=""))
+        regions = [_regions(name, parameter, config.ranks) for name, parameter in weights.items()]
     finally:
         dist.destroy_process_group()
     return tuple(zip(*regions, strict=True))

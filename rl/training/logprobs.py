@@ -122,7 +122,8 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         hidden, weight, targets, entropy, log_total = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # chunks add up in full precision
+        trained = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None  # chunks add up in full
         for chunk in _chunks(len(hidden), ctx.chunk_tokens):
             logp, ctx.kept = ctx.kept, None
             if logp is None:
@@ -140,12 +141,12 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad.scatter_add_(-1, index, grad_logprobs * owned.unsqueeze(-1))
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[chunk] = grad @ weight
-            if weight.dtype == torch.float32:
+            if grad_weight is not None and weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.T, hidden[chunk])
-            else:
+            elif grad_weight is not None:
                 grad_weight += grad.T @ hidden[chunk]
             del logp, grad
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _chunks(tokens: int, size: int) -> Iterator[slice]:

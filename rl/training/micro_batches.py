@@ -36,8 +36,8 @@ class MicroBatch:
     ``tokens``, ``targets``, ``positions`` int64 [B, L]; a document starts where ``positions`` is 0.
     Of the T tokens of its sequences, end to end, token t has place ``index[t]`` in the batch that
     was cut, and is predicted in cell ``cells[t]`` of the flattened rectangle, unless ``first[t]``
-    says that nothing predicts it. ``counted`` int64 [C] are the t of weight above 0; ``weights``
-    and columns [C] are theirs.
+    says that nothing predicts it. ``counted`` int64 [C] are the t of weight above 0; ``sequence``
+    int64 [C], which of the micro-batch's sequences each is of, ``weights`` and columns [C] are theirs.
     """
 
     index: torch.Tensor
@@ -47,6 +47,7 @@ class MicroBatch:
     cells: torch.Tensor
     first: torch.Tensor
     counted: torch.Tensor
+    sequence: torch.Tensor
     weights: torch.Tensor
     columns: dict[str, torch.Tensor]
 
@@ -111,6 +112,7 @@ def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
         cells=cells.masked_fill(first, 0),
         first=first,
         counted=counted,
+        sequence=owner[counted],
         weights=part.weights[counted],
         columns={name: values[counted] for name, values in part.columns.items()},
     )

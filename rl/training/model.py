@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 from typing import Any
 
+import spmd_types as spmd
 import torch
 import torch.nn as nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -11,10 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import Linear
+from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3Model
@@ -29,10 +32,12 @@ from rl.training.attention import attention_config
 from rl.training.config import TrainerConfig
 from rl.training.logprobs import LogProbHead
 from rl.training.onednn import use_onednn
+from rl.training.values import ValueHead
+from rl.types import Head
 
 
-class PolicyModel(Qwen3Model):
-    """torchtitan's Qwen3, ending in the log-probs of given targets; FSDP wants all of it in one forward."""
+class HeadedModel(Qwen3Model):
+    """torchtitan's Qwen3 with a head of Tiller's; FSDP wants all of it in one forward."""
 
     _skip_lm_head = True
 
@@ -44,17 +49,23 @@ class PolicyModel(Qwen3Model):
         positions: torch.Tensor,
         attention_masks: Any,
         temperature: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies, float32 [B, L], from ``tokens``, ``targets``, ``positions`` int64 [B, L]."""
+    ) -> dict[str, torch.Tensor]:
+        """``logprobs`` and ``entropy`` of ``targets``, or ``values`` before these, float32 [B, L].
+
+        From ``tokens``, ``targets`` and ``positions``, int64 [B, L].
+        """
         hidden = super().forward(tokens, positions=positions, attention_masks=attention_masks)
-        return self.lm_head(hidden, targets, temperature)  # type: ignore[no-any-return]
+        if isinstance(self.lm_head, ValueHead):
+            return {"values": self.lm_head(hidden)}
+        logprobs, entropy = self.lm_head(hidden, targets, temperature)
+        return {"logprobs": logprobs, "entropy": entropy}
 
 
 def build_model(
-    config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *, seed: int, folder: str
-) -> PolicyModel:
+    config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *, head: Head, seed: int, folder: str
+) -> HeadedModel:
     """torchtitan's Qwen3, parallelized by torchtitan, with weights that depend on ``seed`` alone."""
-    built = sharded_model(config, model, dims, folder=folder)
+    built = sharded_model(config, model, dims, head=head, folder=folder)
     if device_type() == "cpu":
         use_onednn()
         for module in built.modules():
@@ -67,19 +78,29 @@ def build_model(
     return built.train()
 
 
-def sharded_model(config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *, folder: str) -> PolicyModel:
+def sharded_model(
+    config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *, head: Head = "logprobs", folder: str
+) -> HeadedModel:
     """The same model on the meta device: shapes and placements, without memory."""
+    shape = shape_of(model)
+    if head == "values":
+        shape = dataclasses.replace(shape, tie_embeddings=False)
     model_config = qwen3_config(
-        shape_of(model),
+        shape,
         fuse_qkv=model.fuse_qkv,
         inner_attention=attention_config(model.attention, context_parallel=dims.cp_enabled),
     )
     if config.float8 is not None:
         model_config = _in_float8(model_config, config.float8, compiled=config.compiles_model)
     model_config.update_from_config(config=config)
-    model_config.lm_head = _log_prob_head(model_config.lm_head, config.logits_mib)
+    if head == "values":
+        model_config.lm_head = _value_head(model_config.lm_head)
+    else:
+        model_config.lm_head = _log_prob_head(model_config.lm_head, config.logits_mib)
+    if config.lora is not None:
+        model_config = _with_adapters(model_config, config.lora, adaptable_layers(model))
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-        built = PolicyModel(model_config)
+        built = HeadedModel(model_config)
     if built.enable_weight_tying:
         _tie_after_tensor_parallel(built)
     if dims.tp_enabled:
@@ -107,6 +128,16 @@ def _log_prob_head(head: Linear.Config, logits_mib: int) -> LogProbHead.Config:
     )
 
 
+def _value_head(head: Linear.Config) -> ValueHead.Config:
+    """A ValueHead in place of ``head``, whole on every tensor-parallel rank; it begins by expecting nothing."""
+    return ValueHead.Config(
+        in_features=head.in_features,
+        out_features=1,
+        param_init={"weight": nn.init.zeros_},
+        sharding_config=ShardingConfig(state_shardings={"weight": dense_param_placement(tp=spmd.R)}),
+    )
+
+
 def _in_float8(
     model_config: Qwen3Model.Config, float8: Float8LinearConverter.Config, *, compiled: bool
 ) -> Qwen3Model.Config:
@@ -120,7 +151,18 @@ def _in_float8(
     return converter.build().convert(model_config)
 
 
-def _tie_after_tensor_parallel(model: PolicyModel) -> None:
+def adaptable_layers(model: ModelConfig) -> list[str]:
+    """torchtitan's names of the linear layers that can have adapters: those of attention and feed-forward."""
+    return [*(["wqkv"] if model.fuse_qkv else ["wq", "wkv"]), "wo", "w1", "w2", "w3"]
+
+
+def _with_adapters(model_config: Qwen3Model.Config, lora: LoRAConverter.Config, layers: list[str]) -> Qwen3Model.Config:
+    """``model_config`` with adapters at the layers that ``lora`` names, or all of ``layers``; the rest is frozen."""
+    converter = dataclasses.replace(lora, target_modules=lora.target_modules or layers)
+    return converter.build().convert(model_config)
+
+
+def _tie_after_tensor_parallel(model: HeadedModel) -> None:
     """Let FSDP see one weight: torchtitan's tensor parallelism unties it, and FSDP would pad the two apart."""
     parallelize = model.parallelize
 
@@ -183,10 +225,20 @@ def local_box(parameter: torch.Tensor) -> Box:
     return Box(tuple(offset), tuple(shape))
 
 
+def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the model itself, without adapters, by torchtitan's names."""
+    named = ((canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
+    return {name: parameter for name, parameter in named if not is_adapter(name)}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter of this name is part of an adapter."""
+    return name.endswith((".lora_a.weight", ".lora_b.weight"))
+
+
 def parts_of(model: nn.Module) -> Parts:
-    """This rank's live parameters; they change as the optimizer steps."""
-    parts = (part_of(canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
-    return {part.name: part for part in parts}
+    """This rank's live weights, without adapters; they change as the optimizer steps."""
+    return {name: part_of(name, parameter) for name, parameter in named_weights(model).items()}
 
 
 def part_of(name: str, parameter: torch.Tensor) -> Part:

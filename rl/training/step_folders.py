@@ -51,6 +51,12 @@ class StepFolders:
             if step not in kept and complete and step < complete[-1]:
                 self._delete(step)
 
+    def forget_after(self, step: int) -> None:
+        """Delete all that are newer than ``step``."""
+        for newer in self._steps():
+            if newer > step:
+                self._delete(newer)
+
     def _delete(self, step: int) -> None:
         (self.path(step) / ".metadata").unlink(missing_ok=True)
         shutil.rmtree(self.path(step), ignore_errors=True)  # what resists is incomplete: the next purge tries again

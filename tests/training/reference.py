@@ -2,6 +2,8 @@
 
 import torch
 
+from rl.algorithms.losses import GSPOLoss
+
 EPS = 1e-6
 
 
@@ -89,7 +91,10 @@ def per_token(model: Qwen3, tokens: list[int], temperature: float) -> tuple[torc
 
 
 def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
-    """Sum over the batch's tokens of weight times clipped policy loss with entropy bonus and KL penalty."""
+    """Sum over the batch's tokens of weight times clipped policy loss with entropy bonus and KL penalty.
+
+    GSPO's ratio is that of the sequence's tokens of weight above 0.
+    """
     total, low, high = torch.tensor(0.0, dtype=torch.float64), 1 - loss.clip_low, 1 + loss.clip_high
     sizes = batch.lengths.tolist()
     names = ("advantages", "behaviour_logprobs", "reference_logprobs")
@@ -98,7 +103,10 @@ def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
         if len(tokens) == 1:
             continue
         logprobs, entropy = per_token(model, tokens.tolist(), temperature)
-        ratio = (logprobs - behaviour[1:].double()).exp()
+        log_ratio = logprobs - behaviour[1:].double()
+        if isinstance(loss, GSPOLoss.Config):
+            log_ratio = log_ratio[weights[1:] > 0].mean().expand_as(log_ratio)
+        ratio = log_ratio.exp()
         gain = torch.minimum(ratio * advantages[1:], ratio.clamp(low, high) * advantages[1:])
         apart = prior[1:].double() - logprobs
         cost = -gain - loss.entropy_coef * entropy + loss.kl_coef * (apart.exp() - 1 - apart)

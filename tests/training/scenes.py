@@ -1,6 +1,7 @@
 """What the tests have an engine do, in any layout; the same code runs on one rank and on four."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import ParallelismConfig, TrainingConfig
 
-from rl.algorithms.losses import PolicyLoss, dapo, grpo
+from rl.algorithms.losses import GSPOLoss, PolicyLoss, dapo, grpo
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
 from rl.training.logprobs import linear_logprobs
 from rl.training.micro_batches import balanced
-from rl.types import Batch
+from rl.types import Batch, Head
 from rl.weights.digest import digests
 
 # 46 over tensor parallel 2 is 23, which FSDP over 2 then cuts unevenly; 15 is no multiple of any padding.
@@ -30,6 +31,7 @@ MODELS = {"tied_fused": TIED_FUSED, "untied_split": UNTIED_SPLIT, "experts": EXP
 
 TEMPERATURE = 0.7
 LOSS = dapo(entropy_coef=0.05, kl_coef=0.1)
+BY_SEQUENCE = GSPOLoss.Config(clip_low=0.25, clip_high=0.25, entropy_coef=0.05)
 RUN_STATE = {"step": 2, "next_ordinal": 64, "name": "a run"}
 
 
@@ -87,6 +89,7 @@ def engine_of(
     max_norm: float = 1.0,
     dtype: str = "float32",
     steps: int = 20,
+    head: Head = "logprobs",
     **trainer: Any,
 ) -> TrainingEngine:
     """An engine whose random weights are three times torchtitan's, so that some tokens are likelier."""
@@ -97,7 +100,7 @@ def engine_of(
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warmup, decay_ratio=0.0),
         **{"micro_batch_size": 2, **trainer},
     )
-    engine = TrainingEngine(config, model, seed=0, steps=steps, folder=folder)
+    engine = TrainingEngine(config, model, head=head, seed=0, steps=steps, folder=folder)
     with torch.no_grad():
         for parameter in engine.model.parameters():
             parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
@@ -157,7 +160,8 @@ def weights_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
 
 
 def gradients_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
-    return {name: whole(p.grad) for name, p in engine.model.named_parameters()}
+    """Of all that is trained."""
+    return {name: whole(p.grad) for name, p in engine.model.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
@@ -211,6 +215,7 @@ CUTS = {
     "one row": Cut((ragged_batch().select([3]),)),
     "policy alone": Cut(loss=grpo()),
     "entropy alone": Cut((without_advantages(),), loss=grpo(entropy_coef=0.3)),
+    "ratios of sequences": Cut(fields={"micro_batch_size": 3}, loss=BY_SEQUENCE),
     "KL alone": Cut((without_advantages(),), loss=grpo(kl_coef=0.3)),
 }
 
@@ -279,6 +284,17 @@ def resumed(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
     checkpointer.close()
     result |= {"weights": digests(engine.parts().values()), "drawn": torch.rand(4)}
     return result | {"step": learn(engine, ragged_batch(seed=3))}
+
+
+def handed_over(model: str, layout: str, folder: str, weights: str) -> dict[str, Any]:
+    """Digests of weights of version 1, which are then written to ``weights``."""
+    engine = engine_of(MODELS[model], folder=folder, layout=LAYOUTS[layout])
+    learn(engine, ragged_batch(seed=1))
+    checkpointer = Checkpointer(engine, MODELS[model], folder=folder)
+    for _ in range(2):  # the second in place of the first
+        checkpointer.save_weights(Path(weights))
+    checkpointer.close()
+    return digests(engine.parts().values())
 
 
 def adopted(folder: str, layout: Layout, export: str) -> dict[str, Any]:

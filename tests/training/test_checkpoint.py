@@ -17,7 +17,7 @@ from tests.training.disk import (
     write_to_a_disk_full_on_rank_1,
 )
 from tests.training.ranks import on_ranks
-from tests.training.scenes import LAYOUTS, RUN_STATE, TIED_FUSED, engine_of, learn, ragged_batch, resume
+from tests.training.scenes import LAYOUTS, RUN_STATE, TIED_FUSED, engine_of, handed_over, learn, ragged_batch, resume
 
 PAIRS = [
     ("tied_fused", "fsdp2_tp2", "alone"),
@@ -71,6 +71,22 @@ def test_weights_are_saved_as_they_are_held(folder):
     checkpointer.close()
 
 
+def test_weights_alone_go_from_any_layout_to_any_other_and_nothing_else_comes_along(folder):
+    weights = Path(folder) / "weights"
+    saved = on_ranks(2, handed_over, "tied_fused", "fsdp2", folder, str(weights))
+    assert [*Path(folder).glob("weights*")] == [weights]
+    engine = engine_of(TIED_FUSED, folder=folder)
+    checkpointer = checkpointer_of(engine, folder)
+    assert merge_digests([digests(engine.parts().values())]) != merge_digests(saved)
+    checkpointer.load_weights(weights)
+    assert merge_digests([digests(engine.parts().values())]) == merge_digests(saved)
+    assert engine.version == 0
+    assert not any(optimizer.state for optimizer in engine.optimizers)
+    with pytest.raises(RunError, match="loading .*/absent"):
+        checkpointer.load_weights(Path(folder) / "absent")
+    checkpointer.close()
+
+
 def test_without_a_checkpoint_training_starts_afresh(one):
     engine, checkpointer, _ = one
     assert checkpointer.load() == {}
@@ -117,15 +133,19 @@ def test_a_checkpoint_that_was_killed_in_the_middle_is_ignored_by_name(one):
     assert checkpointer.ignored == ["checkpoints/step-12"]
 
 
-def test_the_newest_are_kept_and_any_of_them_can_be_asked_for(one):
+def test_the_newest_are_kept_and_a_run_can_go_back_to_any_of_them(one):
     _, checkpointer, checkpoints = one
     for step in range(1, 5):
         checkpointer.save(step, {"step": step})
     assert names_in(checkpoints) == ["step-3", "step-4"]
-    assert checkpointer.load(3) == {"step": 3}
     assert checkpointer.load() == {"step": 4}
     with pytest.raises(RunError, match=r"no complete checkpoint .*step-1; there are \[3, 4\]"):
         checkpointer.load(1)
+    assert checkpointer.load(3) == {"step": 3}
+    checkpointer.save(4, {"step": 14})
+    assert checkpointer.load() == {"step": 14}
+    checkpointer.load(0)
+    assert names_in(checkpoints) == []
 
 
 def test_incomplete_checkpoints_do_not_count_and_go_once_a_newer_one_is_complete(one):

@@ -10,9 +10,10 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-from rl.algorithms.losses import PolicyLoss
+from rl.algorithms.losses import grpo
 from tests.training.reference import loss_sum, of_scene, per_token, relative_error, worst_error
 from tests.training.scenes import (
+    BY_SEQUENCE,
     CUTS,
     LOSS,
     MODELS,
@@ -103,6 +104,7 @@ def test_any_partition_has_the_gradient_of_the_whole(engine, data):
     lengths = data.draw(st.lists(st.integers(1, 15), min_size=1, max_size=7))
     batch = ragged_batch((*lengths, 9), seed=data.draw(st.integers(0, 9)))  # nine tokens have some that count
     order = data.draw(st.permutations(range(len(batch))))
+    loss = data.draw(st.sampled_from([LOSS, BY_SEQUENCE]))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(order) - 1))))
     calls = [order[a:b] for a, b in itertools.pairwise([0, *cuts, len(order)])]
     cut_by(
@@ -114,8 +116,8 @@ def test_any_partition_has_the_gradient_of_the_whole(engine, data):
     engine, weights = engine
     engine.optimizers.zero_grad()
     for rows in calls:
-        engine.forward_backward(batch.select(rows), LOSS.build(), temperature=TEMPERATURE)
-    wanted, *_ = reference_gradient(weights, LOSS, batch)
+        engine.forward_backward(batch.select(rows), loss.build(), temperature=TEMPERATURE)
+    wanted, *_ = reference_gradient(weights, loss, batch)
     assert min(gradient.norm() for gradient in wanted.values()) > 1e-3
     assert relative_error(gradients_of(engine), wanted) <= 1e-6
     assert worst_error(gradients_of(engine), wanted) <= 4e-6
@@ -159,7 +161,7 @@ def test_log_probs_and_entropies_come_back_for_the_right_tokens(model_name, fold
     engine = engine_of(MODELS[model_name], folder=folder, micro_batch_size=micro)
     model = of_scene(weights_of(engine))
     scored = engine.forward(batch, temperature=temperature)
-    trained, _ = engine.forward_backward(batch, PolicyLoss.Config().build(), temperature=temperature)
+    trained, _ = engine.forward_backward(batch, grpo().build(), temperature=temperature)
     sizes = batch.lengths.tolist()
     for outputs in (scored, trained):
         for tokens, logprobs, entropy in zip(

@@ -76,6 +76,15 @@ def test_weights_and_columns_are_those_of_the_tokens_that_count(lengths, cutting
 
 
 @given(LENGTHS, CUTTINGS)
+def test_tokens_that_count_know_which_of_them_are_of_one_sequence(lengths, cutting):
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    for micro in micro_batches(batch_of(lengths), cutting):
+        pairs = set(zip(micro.sequence.tolist(), owner[micro.index[micro.counted]].tolist(), strict=True))
+        assert len({number for number, _ in pairs}) == len({own for _, own in pairs}) == len(pairs)
+        assert all(0 <= number < len(lengths) for number, _ in pairs)
+
+
+@given(LENGTHS, CUTTINGS)
 def test_micro_batches_keep_to_the_limit(lengths, cutting):
     for rows in plan(batch_of(lengths), cutting):
         micro = lay_out(batch_of(lengths), rows, cutting)

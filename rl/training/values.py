@@ -1,0 +1,25 @@
+"""A critic's output: what it expects, straight from hidden states."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common import Linear
+
+
+class ValueHead(Linear):
+    """Projects hidden states to one number each; the same on every tensor-parallel rank."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Values, float32 [B, L], of ``hidden`` [B, L, D]."""
+        weight = self.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+        if isinstance(hidden, DTensor):
+            hidden = hidden.to_local()
+        return F.linear(hidden, weight).float().sum(-1)  # of one: FSDP wants no view

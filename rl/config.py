@@ -4,13 +4,18 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torchtitan.config import Configurable
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
+from torchtitan.config import Configurable, ParallelismConfig
 
-from rl.algorithms.losses import PolicyLoss
+from rl.algorithms.advantages import AdvantageEstimator, GroupAdvantage
+from rl.algorithms.corrections import Correction
+from rl.algorithms.kl import AdaptiveKL, Estimator
+from rl.algorithms.losses import ClippedLoss, PolicyLoss, ValueLoss
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.base import Task
-from rl.training.config import TrainerConfig
+from rl.training.config import TrainerConfig, one_rank
+from rl.types import Head
 from rl.weights.config import WeightPushConfig
 
 
@@ -19,7 +24,7 @@ class RolloutConfig:
     """What is sampled for each step."""
 
     prompts_per_step: int = 32
-    """Prompts per optimizer step."""
+    """Prompts whose completions a step trains on."""
 
     samples_per_prompt: int = 8
     """Completions per prompt: the group that advantages compare."""
@@ -37,7 +42,7 @@ class RolloutConfig:
     """Above 0 is refused, as top_p below 1 is."""
 
     max_staleness: int = 0
-    """Optimizer steps by which the weights that drew any token may be older than those it trains. 0 is lockstep: one
+    """Steps by which the weights that drew any token may be older than those its step begins with. 0 is lockstep: one
     batch is generated, then trained on. Above it, generation, scoring, training and the push run side by side."""
 
     pipeline: Literal["deterministic", "asynchronous"] = "deterministic"
@@ -71,13 +76,111 @@ class RolloutConfig:
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
-    """What the rollouts teach."""
+    """What the rollouts teach, and in how many optimizer steps."""
 
-    loss: PolicyLoss.Config = field(default_factory=PolicyLoss.Config)
-    """What each token costs; ``grpo()`` and ``dapo()`` of rl.algorithms.losses make two."""
+    advantage: AdvantageEstimator.Config = field(default_factory=GroupAdvantage.Config)
+    """How much better a token was than expected."""
 
-    normalize_std: bool = True
-    """Whether advantages are divided by their group's standard deviation."""
+    loss: PolicyLoss.Config = field(default_factory=ClippedLoss.Config)
+    """What each token costs; ``grpo()``, ``dapo()`` and others of rl.algorithms.losses make some."""
+
+    corrections: tuple[Correction.Config, ...] = ()
+    """Weights for tokens that were not drawn from the weights they train; their product counts. They need the
+    trainer's own log-probs, so that proximal is ``recomputed`` with any."""
+
+    proximal: Literal["behaviour", "recomputed"] = "behaviour"
+    """What the importance ratio of the loss is against: the log-probs that generators gave, or those of the trainer
+    before the step's first update (decoupled PPO, arXiv:2505.24298), one forward pass more."""
+
+    reward_kl_coef: float = 0.0
+    """Penalty in each token's reward: this times the divergence from the reference policy. Or set loss.kl_coef."""
+
+    reward_kl_estimator: Estimator = "k1"
+    """How that divergence is estimated."""
+
+    adaptive_kl: AdaptiveKL.Config = field(default_factory=AdaptiveKL.Config)
+    """Steers whichever of these coefficients is above 0."""
+
+    overlong_buffer: int = 0
+    """Tokens before rollout.max_tokens over which a completion's reward falls by up to 1 (DAPO, arXiv:2503.14476,
+    section 3.4); 0 for none."""
+
+    update_epochs: int = 1
+    """How often a step's rollouts are gone through."""
+
+    mini_batch: int = 0
+    """Prompts per optimizer step, by whose samples' number the rollouts of a step are cut, in an order that seed, step
+    and epoch give; 0 for all of a step's."""
+
+    @property
+    def kl_coef(self) -> float:
+        """Of the penalty, in loss or reward."""
+        return self.loss.kl_coef or self.reward_kl_coef
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a step begins with the trainer's log-probs of its rollouts."""
+        return self.proximal == "recomputed" or bool(self.corrections)
+
+    @property
+    def proximal_column(self) -> str:
+        """Where the batch has what the importance ratio is against."""
+        return "proximal_logprobs" if self.recomputes else "behaviour_logprobs"
+
+
+@dataclass(kw_only=True, slots=True)
+class ReferenceConfig:
+    """The policy that a KL penalty holds on to: a mesh of its own, there where any coefficient is above 0. It has the
+    trainer's config but for what stands here."""
+
+    parallelism: ParallelismConfig = field(default_factory=one_rank)
+    """Any; its ranks are the product of the degrees."""
+
+    refresh_every: int = 0
+    """Steps after which it becomes what the policy is then; 0 for never."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticConfig:
+    """What expects a value before each token: a mesh of its own, there where algorithm.advantage needs values. The
+    policy's trunk with a head of one number; it has the trainer's config but for what stands here."""
+
+    parallelism: ParallelismConfig = field(default_factory=one_rank)
+    """Any; its ranks are the product of the degrees."""
+
+    optimizer: OptimizersContainer.Config = field(default_factory=lambda: default_adamw(lr=1e-5))
+    lr_scheduler: LRSchedulersContainer.Config = field(
+        default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
+    )
+
+    loss: ValueLoss.Config = field(default_factory=ValueLoss.Config)
+    """Of a token's value. Tokens weigh as in algorithm.loss."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RoleConfig:
+    """A frozen model beside the policy, a mesh of its own: a teacher, a reward model, or what a loss of yours needs. It
+    has the trainer's config but for what stands here."""
+
+    model: ModelConfig
+    """Of the policy's vocabulary; its weights are those of ``hf_path`` or, always where it gives values, of
+    ``checkpoint``."""
+
+    parallelism: ParallelismConfig = field(default_factory=one_rank)
+    """Any; its ranks are the product of the degrees."""
+
+    checkpoint: str | None = None
+    """A step's folder among the checkpoints of a run's trainer or critic."""
+
+    head: Head = "logprobs"
+    """Whether it gives log-probs of the policy's tokens, or values as a critic does."""
+
+    column: str = ""
+    """Under which name the loss sees these, as ``teacher_logprobs``; empty where it does not."""
+
+    reward_weight: float = 0.0
+    """For a reward model, which is one with values: this times its value of the whole completion is added to the
+    task's reward before advantages are computed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -159,18 +262,28 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    roles: dict[str, RoleConfig] = field(default_factory=dict)
+    """Other models, by names of your own."""
+
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weights: WeightPushConfig = field(default_factory=WeightPushConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
+    colocate: Literal["none", "models"] = "none"
+    """Which meshes share devices. ``models``: trainer, reference and critic; one at a time has memory there, the others
+    wait in the host's. ``none``: each has devices of its own, where there are enough."""
+
     max_restarts: int = 3
     """Times that a dead mesh, trainer or generator, is started again without progress in between; one more ends the
     run. Progress is a new checkpoint of the trainer's, a completion of the generator's."""
 
     steps: int = 100
-    """Optimizer steps."""
+    """Steps, each on rollout.prompts_per_step prompts: one optimizer step, or as many as algorithm.update_epochs and
+    algorithm.mini_batch make of it."""
 
     seed: int = 0
     """Of the initial weights, the order of prompts and every completion."""
@@ -183,6 +296,12 @@ class RunConfig:
 
     quiet: bool = False
     """Print nothing but errors."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of each step."""
+        prompts, algorithm = self.rollout.prompts_per_step, self.algorithm
+        return algorithm.update_epochs * (prompts // (algorithm.mini_batch or prompts))
 
 
 def frozen(value: Any) -> Any:

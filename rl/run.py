@@ -7,23 +7,18 @@ import shlex
 import signal
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from rl.actors.generator import GeneratorMesh
-from rl.actors.group import Supervisor
-from rl.actors.reward import RewardWorkers
-from rl.actors.trainer import TrainerMesh
 from rl.cli import parse_config
 from rl.config import RunConfig, changed_fields, frozen
+from rl.controller.dispatch import Dispatch
 from rl.controller.loop import Controller
 from rl.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, ActorFailure, ConfigError
 from rl.launch.local import start_runtime, stop_runtime
+from rl.meshes import Meshes
 from rl.observe.curves import reward_curve_text, write_curves_png
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
-from rl.platform import device_count
 from rl.tasks.base import Task
 
 
@@ -62,8 +57,10 @@ async def _supervised(
     config: RunConfig, task: Task, record: RunRecord, progress: Progress, command: str
 ) -> dict[str, object] | int:
     """The summary, or the exit code of a run that ended early; in any case no process stays behind."""
-    meshes = _Meshes(config, record.folder, progress.warn)
-    controller = Controller(config, task, meshes.trainer, meshes.generator, meshes.rewards, record, progress)
+    meshes = Meshes(config, record.folder, progress.warn)
+    controller = Controller(
+        config, task, Dispatch(meshes.models, meshes.shared), meshes.generator, meshes.rewards, record, progress
+    )
     interrupts = _Interrupts(controller)
     try:
         progress.stage(meshes.describe())
@@ -89,52 +86,6 @@ async def _supervised(
         f"interrupted by {interrupts.name} after step {controller.step}; {_how_to_go_on(config, record, command)}"
     )
     return interrupts.exit_code
-
-
-class _Meshes:
-    """The meshes of one run."""
-
-    def __init__(self, config: RunConfig, folder: Path, say: Callable[[str], None]):
-        self._config, self._folder = config, folder
-        self._supervisor = Supervisor()
-        self._generators: list[GeneratorMesh] = []
-        common: dict[str, Any] = {"folder": folder, "seed": config.seed, "deadlines": config.deadlines}
-        self._common = common
-        self.trainer = TrainerMesh(config.trainer, config.model, self._supervisor, steps=config.steps, **common)
-        self.rewards = RewardWorkers(
-            config.data, config.model, self._supervisor, count=config.rollout.reward_workers, say=say, **common
-        )
-
-    def generator(self, number: int) -> GeneratorMesh:
-        """Generator ``number``, not started; where there are too few GPUs for all, it shares those of others."""
-        config, ranks = self._config, self._config.generator.tensor_parallel_degree
-        share = config.trainer.ranks + ranks * config.generator.replicas > device_count()
-        first = (0 if share else config.trainer.ranks) + ranks * number
-        mesh = GeneratorMesh(
-            config.generator,
-            config.model,
-            self._supervisor,
-            name=f"generator-{number}",
-            first_device=first % max(device_count() - ranks + 1, 1),
-            **self._common,
-        )
-        self._generators.append(mesh)
-        return mesh
-
-    def describe(self) -> str:
-        """What is being started."""
-        generator, replicas = self._config.generator.tensor_parallel_degree, self._config.generator.replicas
-        return f"starting trainer ({self._config.trainer.ranks} ranks) and generators ({replicas} x {generator})"
-
-    async def close(self) -> None:
-        """Let every engine clean up; a generator that cannot any more has nothing that the run still needs."""
-        await self.trainer.close()
-        running = [mesh.close() for mesh in self._generators if mesh.is_running]
-        await asyncio.gather(*running, return_exceptions=True)
-
-    async def stop(self) -> None:
-        """End every process of the run."""
-        await asyncio.gather(self.trainer.stop(), self.rewards.stop(), *(mesh.stop() for mesh in self._generators))
 
 
 class _Interrupts:
@@ -167,7 +118,7 @@ def _failure(error: Exception, controller: Controller) -> dict[str, object]:
         "error": str(error).splitlines()[0] if str(error) else type(error).__name__,
         **named,
         "step": controller.step,
-        "policy_version": controller.trainer.version,
+        "policy_version": controller.version,
         "generator_versions": {mesh.name: mesh.version for mesh in controller.fleet.meshes},
         "ledger": controller.ledger.counts(),
         "detail": str(error),

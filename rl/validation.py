@@ -10,11 +10,12 @@ from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 from rl.config import Action, RolloutConfig, RunConfig, WatchdogConfig
 from rl.errors import ConfigError
 from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
-from rl.model.shape import ModelShape, shape_of
+from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.model.tp_plan import check_divides, check_generator
 from rl.platform import device_count, device_type
 from rl.training.attention import attention_config
-from rl.training.config import TrainerConfig
+from rl.training.config import TrainerConfig, ranks_of
+from rl.training.model import adaptable_layers
 
 MODEL_SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "max_seq_len")
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -23,19 +24,22 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 def validate(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
     _validate_numbers(config)
-    _validate_trainer_mesh(config.trainer)
-    _validate_context_parallel(config)
+    for name, parallelism, model in _layouts(config):
+        _validate_mesh(name, parallelism)
+        _validate_context_parallel(name, parallelism, model.attention)
     _validate_training_modes(config.trainer)
     _validate_resume(config)
     _validate_push(config)
     _validate_pipeline(config.rollout)
+    _validate_algorithm(config)
+    _validate_roles(config)
     _validate_watchdog(config.watchdog)
     shape = shape_of(config.model)
-    _validate_experts(shape, config.trainer.parallelism)
-    attention_config(config.model.attention)
-    check_divides(
-        "trainer.parallelism.tensor_parallel_degree", config.trainer.parallelism.tensor_parallel_degree, shape
-    )
+    _validate_lora(config, shape)
+    for name, parallelism, model in _layouts(config):
+        attention_config(model.attention)
+        _validate_experts(f"{name}.expert_parallel_degree", parallelism, shape_of(model))
+        check_divides(f"{name}.tensor_parallel_degree", parallelism.tensor_parallel_degree, shape_of(model))
     _validate_generator(config.generator, shape)
     _require(
         shape.n_heads % shape.n_kv_heads == 0,
@@ -63,7 +67,8 @@ def validate(config: RunConfig) -> None:
             f"trainer.checkpoint.async_mode is {mode!r}, which needs CUDA; this host allows 'disabled' and 'async'",
         )
     else:
-        ranks = max(config.trainer.ranks, config.generator.tensor_parallel_degree)
+        models = [ranks_of(parallelism) for _, parallelism, _ in _layouts(config)]
+        ranks = max(config.generator.tensor_parallel_degree, *models)
         _require(
             ranks <= device_count(),
             f"the config needs {ranks} GPUs on this host, which has {device_count()}; lower a parallelism degree",
@@ -89,6 +94,12 @@ def _validate_numbers(config: RunConfig) -> None:
         "evaluation.every": (config.evaluation.every, 0),
         "deadlines.heartbeat": (config.deadlines.heartbeat, 0),
         "model.num_experts": (config.model.num_experts, 0),
+        "algorithm.update_epochs": (config.algorithm.update_epochs, 1),
+        "algorithm.mini_batch": (config.algorithm.mini_batch, 0),
+        "algorithm.overlong_buffer": (config.algorithm.overlong_buffer, 0),
+        "algorithm.loss.kl_coef": (config.algorithm.loss.kl_coef, 0),
+        "algorithm.reward_kl_coef": (config.algorithm.reward_kl_coef, 0),
+        "reference.refresh_every": (config.reference.refresh_every, 0),
         "trainer.micro_batch_size": (config.trainer.micro_batch_size, 1),
         "trainer.logits_mib": (config.trainer.logits_mib, 1),
         "trainer.max_skipped_steps": (config.trainer.max_skipped_steps, 0),
@@ -103,10 +114,6 @@ def _validate_numbers(config: RunConfig) -> None:
     }
     for name, (value, least) in at_least.items():
         _require(value >= least, f"{name} is {value}; it must be at least {least}")
-    _require(
-        config.algorithm.loss.kl_coef == 0,
-        f"algorithm.loss.kl_coef is {config.algorithm.loss.kl_coef}; it must be 0: there is no reference policy so far",
-    )
     for name, value, allowed in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         _require(
             value == allowed,
@@ -114,8 +121,18 @@ def _validate_numbers(config: RunConfig) -> None:
         )
 
 
-def _validate_trainer_mesh(trainer: TrainerConfig) -> None:
-    parallelism, field_name = trainer.parallelism, "trainer.parallelism"
+def _layouts(config: RunConfig) -> list[tuple[str, ParallelismConfig, ModelConfig]]:
+    """Of each model that the run has, with the field's name."""
+    layouts = [("trainer.parallelism", config.trainer.parallelism, config.model)]
+    if config.algorithm.kl_coef:
+        layouts.append(("reference.parallelism", config.reference.parallelism, config.model))
+    if config.algorithm.advantage.needs_values:
+        layouts.append(("critic.parallelism", config.critic.parallelism, config.model))
+    roles = config.roles.items()
+    return [*layouts, *((f"roles.{name}.parallelism", role.parallelism, role.model) for name, role in roles)]
+
+
+def _validate_mesh(field_name: str, parallelism: ParallelismConfig) -> None:
     for name in ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel"):
         degree = getattr(parallelism, f"{name}_degree")
         _require(
@@ -134,19 +151,18 @@ def _validate_trainer_mesh(trainer: TrainerConfig) -> None:
     )
 
 
-def _validate_context_parallel(config: RunConfig) -> None:
-    parallelism, attention = config.trainer.parallelism, config.model.attention
+def _validate_context_parallel(field_name: str, parallelism: ParallelismConfig, attention: str) -> None:
     if parallelism.context_parallel_degree == 1:
         return
     _require(
         attention != "varlen",
-        "model.attention is 'varlen', which cannot run under trainer.parallelism.context_parallel_degree="
+        f"model.attention is 'varlen', which cannot run under {field_name}.context_parallel_degree="
         f"{parallelism.context_parallel_degree}; 'auto' and 'flex' can",
     )
     balancer = parallelism.context_parallel_load_balancer
     _require(
         balancer != "ptrr" or device_type() == "cuda",
-        f"trainer.parallelism.context_parallel_load_balancer is {balancer!r}, which needs flex attention on CUDA; "
+        f"{field_name}.context_parallel_load_balancer is {balancer!r}, which needs flex attention on CUDA; "
         "this host allows 'headtail' and None",
     )
 
@@ -171,8 +187,30 @@ def _validate_training_modes(trainer: TrainerConfig) -> None:
     )
 
 
-def _validate_experts(shape: ModelShape, parallelism: ParallelismConfig) -> None:
-    field_name, degree = "trainer.parallelism.expert_parallel_degree", parallelism.expert_parallel_degree
+def _validate_lora(config: RunConfig, shape: ModelShape) -> None:
+    lora = config.trainer.lora
+    if lora is None:
+        return
+    _require(lora.rank >= 1, f"trainer.lora.rank is {lora.rank}; it must be at least 1")
+    _require(lora.alpha > 0, f"trainer.lora.alpha is {lora.alpha}; it must be above 0")
+    allowed = adaptable_layers(config.model)
+    _require(
+        lora.target_modules is None or (bool(lora.target_modules) and set(lora.target_modules) <= set(allowed)),
+        f"trainer.lora.target_modules is {lora.target_modules}; it must be None, for all, or some of {allowed} "
+        f"with model.fuse_qkv={config.model.fuse_qkv}",
+    )
+    _require(
+        shape.num_experts == 0,
+        f"trainer.lora is on; it must be none with the model's {shape.num_experts} experts, which have no adapters",
+    )
+    _require(
+        config.trainer.float8 is None,
+        "trainer.lora is on; it must be none with trainer.float8: the two are not supported together",
+    )
+
+
+def _validate_experts(field_name: str, parallelism: ParallelismConfig, shape: ModelShape) -> None:
+    degree = parallelism.expert_parallel_degree
     if shape.num_experts == 0:
         _require(degree == 1, f"{field_name} is {degree}; it must be 1 where model.num_experts is 0")
         return
@@ -192,7 +230,7 @@ def _validate_experts(shape: ModelShape, parallelism: ParallelismConfig) -> None
     )
     _require(
         degree == 1 or parallelism.tensor_parallel_degree == 1 or parallelism.enable_sequence_parallel,
-        "trainer.parallelism.enable_sequence_parallel is False; "
+        f"{field_name.replace('expert_parallel_degree', 'enable_sequence_parallel')} is False; "
         "it must be True where experts and tensors are parallel both",
     )
     width, replicas = shape.moe_hidden_dim, parallelism.data_parallel_replicate_degree
@@ -255,6 +293,65 @@ def _validate_pipeline(rollout: RolloutConfig) -> None:
         f"{field_name} is {parts}; it must be at most rollout.prompts_per_step={rollout.prompts_per_step}",
     )
     _require(rollout.max_lost <= 1, f"rollout.max_lost is {rollout.max_lost}; it is a share, at most 1")
+
+
+def _validate_algorithm(config: RunConfig) -> None:
+    algorithm, prompts = config.algorithm, config.rollout.prompts_per_step
+    _require(
+        algorithm.mini_batch == 0 or prompts % algorithm.mini_batch == 0,
+        f"algorithm.mini_batch is {algorithm.mini_batch}; it must divide rollout.prompts_per_step={prompts}",
+    )
+    whole = config.updates_per_step > 1 or not algorithm.advantage.by_group
+    parts, field_name = config.rollout.parts_per_step, "rollout.parts_per_step"
+    _require(
+        parts == 1 or not whole,
+        f"{field_name} is {parts}; it must be 1 where a step has several updates or its advantages are compared over "
+        f"all groups: the whole batch must be there",
+    )
+    _require(
+        not (algorithm.loss.kl_coef and algorithm.reward_kl_coef),
+        f"algorithm.reward_kl_coef is {algorithm.reward_kl_coef}; it must be 0 with algorithm.loss.kl_coef="
+        f"{algorithm.loss.kl_coef}: the penalty stands in the loss or in the reward",
+    )
+    _require(
+        algorithm.adaptive_kl.target == 0 or algorithm.kl_coef > 0,
+        f"algorithm.adaptive_kl.target is {algorithm.adaptive_kl.target}; it must be 0 where no "
+        "algorithm.loss.kl_coef or algorithm.reward_kl_coef above 0 is there to steer",
+    )
+    longest = config.rollout.max_tokens
+    _require(
+        algorithm.overlong_buffer <= longest,
+        f"algorithm.overlong_buffer is {algorithm.overlong_buffer}; it must be at most rollout.max_tokens={longest}",
+    )
+
+
+def _validate_roles(config: RunConfig) -> None:
+    words, longest = shape_of(config.model).vocab_size, config.data.max_prompt_tokens + config.rollout.max_tokens
+    for name, role in config.roles.items():
+        taken = ("policy", "trainer", "reference", "critic", "reward", "generator", "checkpoints", "logs", "export")
+        _require(
+            name.isidentifier() and name not in taken,
+            f"roles: {name!r} cannot be the name of a role; it must be an identifier other than {list(taken)}",
+        )
+        shape = shape_of(role.model)
+        _require(
+            shape.vocab_size == words,
+            f"roles.{name}.model.vocab_size is {shape.vocab_size}; it must be that of the policy, {words}",
+        )
+        _require(
+            shape.max_seq_len >= longest,
+            f"roles.{name}.model.max_seq_len is {shape.max_seq_len}; it must be at least {longest}, the longest prompt "
+            "and completion",
+        )
+        _require(
+            bool(role.checkpoint or (role.model.hf_path and role.head == "logprobs")),
+            f"roles.{name}.checkpoint is not set; it must say where the weights are, or model.hf_path where "
+            f"roles.{name}.head is 'logprobs'",
+        )
+        _require(
+            role.reward_weight == 0 or role.head == "values",
+            f"roles.{name}.reward_weight is {role.reward_weight}; it must be 0 unless roles.{name}.head is 'values'",
+        )
 
 
 def _validate_watchdog(watchdog: WatchdogConfig) -> None:

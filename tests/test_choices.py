@@ -1,12 +1,20 @@
 """What may be chosen of how the trainer trains, and what is said of choices that cannot work (C5)."""
 
+import re
+from dataclasses import replace
+
 import pytest
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
+from rl.algorithms.advantages import GAE
+from rl.algorithms.losses import DistillationLoss
 from rl.cli import find_config
-from rl.config import RunConfig
+from rl.config import RoleConfig, RunConfig
 from rl.errors import ConfigError
+from rl.training.config import ranks_of
+from rl.validation import validate
 from tests.test_config import parse
 
 FRUGAL = f"{__name__}.frugal"
@@ -48,6 +56,16 @@ def test_fields_may_stand_on_either_side_of_a_choice():
     assert parse().trainer.float8 is None
 
 
+def test_adapters_are_switched_on_by_name():
+    config = parse("trainer.lora:on", "--trainer.lora.rank", "4", "--trainer.lora.target-modules", "wqkv,w2")
+    assert config.trainer.lora == LoRAConverter.Config(rank=4, target_modules=["wqkv", "w2"])
+    config = parse("trainer.lora:on", "--trainer.lora.target-modules", "wkv", "--model.no-fuse-qkv")
+    assert config.trainer.lora == LoRAConverter.Config(target_modules=["wkv"])
+    assert parse("trainer.lora:on").trainer.lora == LoRAConverter.Config()
+    assert parse("trainer.lora:none").trainer.lora is None
+    assert parse().trainer.lora is None
+
+
 def test_another_choice_than_the_configs_own_brings_its_own_fields():
     budget = ["trainer.activation-checkpoint:memory-budget", "--trainer.activation-checkpoint.memory-budget", "0.3"]
     config = parse(*budget, "trainer.float8:none", "--trainer.compile.enable", config=FRUGAL)
@@ -60,6 +78,7 @@ def test_another_choice_than_the_configs_own_brings_its_own_fields():
 # Experts and float8.
 
 
+LORA = ["trainer.lora:on"]
 MIXTURE = {"model.num_experts": 4, "model.experts_per_token": 2, "model.moe_hidden_dim": 20}
 EP, DP, TP = (
     f"trainer.parallelism.{name}_degree" for name in ("expert_parallel", "data_parallel_shard", "tensor_parallel")
@@ -123,6 +142,24 @@ def test_experts_are_refused_where_they_cannot_be_divided_as_asked(fields, messa
             ["trainer.activation-checkpoint:memory-budget"],
             "trainer.activation_checkpoint is memory-budget, .*set trainer.compile.enable to True, or choose selective",
         ),
+        ([*LORA, "--trainer.lora.rank", "0"], "trainer.lora.rank is 0; it must be at least 1"),
+        ([*LORA, "--trainer.lora.alpha", "0"], "trainer.lora.alpha is 0.0; it must be above 0"),
+        (
+            [*LORA, "--trainer.lora.target-modules", "wo,wq"],
+            r"target_modules is \['wo', 'wq'\]; .*some of \['wqkv', 'wo', 'w1', 'w2', 'w3'\] with model.fuse_qkv=True",
+        ),
+        (
+            [*LORA, "--trainer.lora.target-modules", "wqkv", "--model.no-fuse-qkv"],
+            r"target_modules is \['wqkv'\]; .*some of \['wq', 'wkv', .*'w3'\] with model.fuse_qkv=False",
+        ),
+        (
+            [*LORA, "trainer.float8:linear", "--trainer.float8.emulate"],
+            "trainer.lora is on; it must be none with .*float8",
+        ),
+        (
+            [*LORA, *(f"--{name}={value}" for name, value in MIXTURE.items())],
+            "trainer.lora is on; .* model's 4 experts",
+        ),
     ],
 )
 def test_ways_to_train_that_cannot_work_are_refused(arguments, message, monkeypatch):
@@ -134,3 +171,57 @@ def test_ways_to_train_that_cannot_work_are_refused(arguments, message, monkeypa
 def test_a_gpu_of_the_right_kind_computes_in_float8_itself(monkeypatch):
     monkeypatch.setattr("rl.validation.has_cuda_capability", lambda major, minor: (major, minor) <= (8, 9))
     assert not parse("trainer.float8:linear", "--trainer.compile.enable").trainer.float8.emulate
+
+
+# Models beside the policy.
+
+
+def beside() -> RunConfig:
+    """A policy with a teacher and a judge, a reference and a critic."""
+    config = find_config("quickstart")()
+    config.roles["teacher"] = RoleConfig(model=config.model, checkpoint="some/step-1", column="teacher_logprobs")
+    config.roles["judge"] = RoleConfig(model=config.model, checkpoint="some/step-2", head="values", reward_weight=1.0)
+    config.algorithm.advantage, config.algorithm.loss = GAE.Config(), DistillationLoss.Config(kl_coef=0.1)
+    return config
+
+
+def test_models_beside_the_policy_have_layouts_of_their_own():
+    parsed = parse(
+        *(
+            "--reference.parallelism.data_parallel_shard_degree",
+            "2",
+            "--critic.parallelism.tensor_parallel_degree",
+            "2",
+        ),
+        *("--roles.teacher.parallelism.tensor_parallel_degree", "2"),
+        config=f"{__name__}.beside",
+    )
+    assert ranks_of(parsed.reference.parallelism) == ranks_of(parsed.roles["teacher"].parallelism) == 2
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: setattr(c.reference.parallelism, "tensor_parallel_degree", 3),
+         "reference.parallelism.tensor_parallel_degree is 3"),
+        (lambda c: setattr(c.critic.parallelism, "pipeline_parallel_degree", 2),
+         "critic.parallelism.pipeline_parallel_degree is 2; it must be 1"),
+        (lambda c: setattr(c.roles["teacher"].parallelism, "tensor_parallel_degree", 3),
+         "roles.teacher.parallelism.tensor_parallel_degree is 3"),
+        (lambda c: c.roles.update({"policy": c.roles["teacher"]}), "roles: 'policy' cannot be the name of a role"),
+        (lambda c: setattr(c.roles["judge"], "head", "logprobs"), "roles.judge.reward_weight is 1.0; it must be"),
+        (lambda c: setattr(c.roles["judge"], "checkpoint", None), "roles.judge.checkpoint is not set; it must"),
+        (lambda c: setattr(c.roles["teacher"], "model", replace(c.model, vocab_size=32)),
+         "roles.teacher.model.vocab_size is 32; it must be that of the policy, 16"),
+        (lambda c: setattr(c.roles["teacher"], "model", replace(c.model, max_seq_len=8)),
+         "roles.teacher.model.max_seq_len is 8; it must be at least 22"),
+        (lambda c: setattr(c.algorithm, "reward_kl_coef", 0.1), "algorithm.reward_kl_coef is 0.1; it must be 0 with"),
+        (lambda c: setattr(c.rollout, "pipeline", "asynchronous") or setattr(c.rollout, "parts_per_step", 2),
+         "rollout.parts_per_step is 2; it must be 1 where a step has several updates or its advantages"),
+    ],
+)  # fmt: skip
+def test_a_model_beside_the_policy_that_cannot_work_is_refused_by_name(edit, message):
+    config = beside()
+    edit(config)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        validate(config)

@@ -51,8 +51,8 @@ def test_hyphens_underscores_and_equals_signs_are_one(written):
 def test_flags_need_no_value_and_can_be_taken_back():
     config = parse("--resume", "--quiet")
     assert (config.resume, config.quiet) == (True, True)
-    config = parse("--no-resume", "--algorithm.no-normalize-std")
-    assert (config.resume, config.quiet, config.algorithm.normalize_std) == (False, False, False)
+    config = parse("--no-resume", "--algorithm.advantage.no-normalize-std")
+    assert (config.resume, config.quiet, config.algorithm.advantage.normalize_std) == (False, False, False)
 
 
 @pytest.mark.parametrize("place", [0, 2])
@@ -73,7 +73,7 @@ def test_what_is_not_given_is_the_configs_own():
 @pytest.mark.parametrize(
     ("written", "near", "siblings"),
     [
-        ("--sed", "--seed", "All in the config: algorithm, data, deadlines"),
+        ("--sed", "--seed", "All in the config: algorithm, colocate, critic"),
         ("--trainer.micro-batchsize", "--trainer.micro_batch_size", "All in trainer: trainer.activation_checkpoint"),
         (
             "--trainer.parallelism.tensor_paralel_degree",
@@ -163,7 +163,7 @@ def test_help_lists_nested_fields_and_ends_well(capsys):
     assert end.value.code == 0
     for field in ("--seed", "--rollout.max-tokens", "--trainer.parallelism.tensor-parallel-degree", "--data.digits"):
         assert field in text
-    assert "Optimizer steps." in text
+    assert "Of the initial weights" in text
 
 
 def test_help_without_a_config_lists_the_configs(capsys):
@@ -223,7 +223,13 @@ REFUSED = [
         "cuda_ipc",
         "weights.transport is 'cuda_ipc', which needs CUDA; .*allows 'auto', 'shared_memory', 'rdma' and 'torchstore'",
     ),
-    ("algorithm.loss.kl_coef", 0.1, "algorithm.loss.kl_coef is 0.1; it must be 0: there is no reference policy"),
+    ("algorithm.loss.kl_coef", -0.1, "algorithm.loss.kl_coef is -0.1; it must be at least 0"),
+    ("algorithm.reward_kl_coef", -0.1, "algorithm.reward_kl_coef is -0.1; it must be at least 0"),
+    ("algorithm.adaptive_kl.target", 0.1, "algorithm.adaptive_kl.target is 0.1; it must be 0 where no algorithm"),
+    ("algorithm.update_epochs", 0, "algorithm.update_epochs is 0; it must be at least 1"),
+    ("algorithm.mini_batch", 7, "algorithm.mini_batch is 7; it must divide rollout.prompts_per_step="),
+    ("algorithm.overlong_buffer", 1000, "algorithm.overlong_buffer is 1000; it must be at most rollout.max_tokens="),
+    ("reference.refresh_every", -1, "reference.refresh_every is -1; it must be at least 0"),
     ("watchdog.stalled_s", 0.0, "watchdog.stalled_s is 0.0; it must be above 0"),
     ("watchdog.flat_steps", 0, "watchdog.flat_steps is 0; it must be at least 1"),
     ("watchdog.starving_steps", 0, "watchdog.starving_steps is 0; it must be at least 1"),

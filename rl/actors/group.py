@@ -230,6 +230,24 @@ class Mesh:
         return await self._group.failed()
 
 
+class Startable(Protocol):
+    """What ``start_anew`` takes."""
+
+    @property
+    def is_running(self) -> bool: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+async def start_anew(mesh: Startable) -> None:
+    """Start ``mesh`` unless it is at work; what is left of one that was lost ends first."""
+    if not mesh.is_running:
+        await mesh.stop()
+        await mesh.start()
+
+
 def _tail(log: Path, lines: int = 20) -> str:
     if not log.is_file():
         return f"{log} was never written"

@@ -1,94 +1,21 @@
-"""PolicyTrainer: the training engine as an actor, and the controller's handle to its mesh."""
+"""PolicyTrainer: the worker whose weights are pushed to generators, and the controller's handle to its mesh."""
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-from monarch.actor import Actor, concurrent_endpoint
-from torchtitan.config import Configurable
+from monarch.actor import concurrent_endpoint
 
-from rl.actors.group import ActorGroup, Deadlines, Mesh
 from rl.actors.store import StoreProcess
-from rl.actors.supervisor import Supervisor
+from rl.actors.worker import ModelWorker, WorkerGroup
 from rl.model.parts import Layout, layout_of
-from rl.model.shape import ModelConfig
 from rl.platform import memory_domain
-from rl.training.config import TrainerConfig
-from rl.training.micro_batches import balanced
-from rl.types import Batch
-from rl.weights.digest import PartDigests, digests
 from rl.weights.open import open_publisher
 from rl.weights.transport import Publisher, Sent, Transfer
 
-T = TypeVar("T")
 
-Outputs = dict[str, torch.Tensor]
-"""Per-token values by name, float32 [T]."""
+class PolicyTrainer(ModelWorker):
+    """One rank. A push runs behind whatever the engine does next, and keeps the weights as they are."""
 
-
-class PolicyTrainer(Actor):
-    """One rank. The engine has a thread of its own, so that a push runs behind whatever the engine does next.
-
-    Calls to the engine run one after another, in the order they arrived. What changes or moves the
-    weights first waits for a push that is under way, and a push for what changes them. Engines are
-    built by ``start``, so that a failing one is an error with a traceback.
-    """
-
-    def __init__(self, config: TrainerConfig, model: ModelConfig, seed: int, steps: int, folder: str):
-        self._config, self._model = config, model
-        self._seed, self._steps, self._folder = seed, steps, folder
-        self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._turn, self._weights = asyncio.Lock(), asyncio.Lock()  # fair: first come, first served
-        self.publisher: Publisher | None = None
-
-    @concurrent_endpoint
-    async def start(self) -> None:
-        await self._in_engine(self._build)
-
-    def _build(self) -> None:
-        from rl.training.checkpoint import Checkpointer
-        from rl.training.engine import TrainingEngine
-
-        self.engine = TrainingEngine(self._config, self._model, seed=self._seed, steps=self._steps, folder=self._folder)
-        self.checkpointer = Checkpointer(self.engine, self._model, folder=self._folder)
-
-    @concurrent_endpoint
-    async def forward(self, batch: Batch | None, temperature: float) -> Outputs | None:
-        return await self._in_engine(
-            lambda: self._of_leader(self.engine.forward(self.engine.from_leader(batch), temperature=temperature))
-        )
-
-    @concurrent_endpoint
-    async def forward_backward(
-        self, batch: Batch | None, loss: Configurable.Config, temperature: float, weight: float
-    ) -> tuple[Outputs, dict[str, float]] | None:
-        options = {"temperature": temperature, "weight": weight}
-        return await self._in_engine(
-            lambda: self._of_leader(
-                self.engine.forward_backward(self.engine.from_leader(batch), loss.build(), **options)
-            )
-        )
-
-    @concurrent_endpoint
-    async def optim_step(self, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
-        return await self._changing(self._optim_step, options)
-
-    def _optim_step(self, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
-        self.checkpointer.wait_for_staging()
-        metrics = self.engine.optim_step(**options)
-        return self.engine.version, metrics
-
-    @concurrent_endpoint
-    async def offload(self, model: bool, optimizer: bool) -> None:
-        await self._changing(self.engine.offload, model=model, optimizer=optimizer)
-
-    @concurrent_endpoint
-    async def onload(self, model: bool, optimizer: bool) -> None:
-        await self._in_engine(self.engine.onload, model=model, optimizer=optimizer)
+    publisher: Publisher | None = None
 
     @concurrent_endpoint
     async def layout(self) -> tuple[str, Layout]:
@@ -110,33 +37,9 @@ class PolicyTrainer(Actor):
             return version, await self.publisher.publish(version)
 
     @concurrent_endpoint
-    async def weight_digests(self, dtype: torch.dtype | None) -> PartDigests:
-        return await self._in_engine(lambda: digests(self.engine.parts().values(), dtype=dtype))
-
-    @concurrent_endpoint
-    async def save_checkpoint(self, step: int, run_state: dict[str, Any]) -> None:
-        await self._in_engine(self.checkpointer.save, step, run_state)
-
-    @concurrent_endpoint
-    async def load_checkpoint(self, step: int) -> tuple[int, dict[str, Any], list[str]]:
-        run_state = await self._changing(self.checkpointer.load, step)
-        return self.engine.version, run_state, self.checkpointer.ignored
-
-    @concurrent_endpoint
-    async def export_hf(self, folder: str) -> None:
-        await self._in_engine(self.checkpointer.export_hf, folder)
-
-    @concurrent_endpoint
     async def close(self) -> None:
         await self._close_publisher()
         await self._in_engine(self._close)
-
-    def _close(self) -> None:
-        self.checkpointer.close()
-        self.engine.close()
-
-    def _of_leader(self, answer: T) -> T | None:
-        return answer if self.engine.is_leader else None
 
     async def _close_publisher(self) -> None:
         async with self._weights:
@@ -144,81 +47,12 @@ class PolicyTrainer(Actor):
                 self.publisher.close()
             self.publisher = None
 
-    async def _in_engine(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        async with self._turn:
-            return await self._run(call, *args, **kwargs)
 
-    async def _changing(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """``_in_engine``, for what changes or moves the weights."""
-        async with self._turn, self._weights:
-            return await self._run(call, *args, **kwargs)
+class TrainerMesh(WorkerGroup):
+    """The policy's worker group, which also pushes weights."""
 
-    async def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._engine_thread, partial(call, *args, **kwargs))
-
-
-class TrainerMesh(Mesh):
-    """What the controller sees of the trainer: calls on whole batches, nothing of ranks."""
-
-    def __init__(
-        self,
-        config: TrainerConfig,
-        model: ModelConfig,
-        supervisor: Supervisor,
-        *,
-        folder: Path,
-        seed: int,
-        steps: int,
-        deadlines: Deadlines,
-    ):
-        self._config, self._model, self._supervisor = config, model, supervisor
-        self._folder, self._seed, self._steps, self._deadlines = folder, seed, steps, deadlines
-        self._group, self._started = self._new_group(), False
-        self._store: StoreProcess | None = None
-        self.version = 0
-        """Policy version of the trainer's weights."""
-
-    def _new_group(self) -> ActorGroup:
-        return ActorGroup("trainer", self._supervisor, logs=self._folder / "logs", heartbeat=self._deadlines.heartbeat)
-
-    async def start(self) -> None:
-        """Spawn the ranks and build their engines; again after ``stop``."""
-        self._group, self._started, self.version = self._new_group(), False, 0
-        deadline, arguments = self._deadlines.start, (self._seed, self._steps, str(self._folder))
-        await self._group.spawn(
-            PolicyTrainer, self._config.ranks, self._config, self._model, *arguments, deadline=deadline
-        )
-        await self._group.call("start", deadline=deadline)
-        self._started = True
-
-    async def forward(self, batch: Batch, *, temperature: float = 1.0) -> Outputs:
-        """``logprobs`` and ``entropy`` of each token, float32 [T] in the batch's order."""
-        shares = self._shares(batch)
-        return _merge(batch, shares, await self._call_leaders("forward", batch, shares, temperature))
-
-    async def forward_backward(
-        self, batch: Batch, loss: Configurable.Config, *, temperature: float = 1.0, weight: float = 1.0
-    ) -> tuple[Outputs, dict[str, float]]:
-        """Add the gradient of ``loss`` on ``batch``, times ``weight``; what ``forward`` returns, and metrics."""
-        shares = self._shares(batch)
-        answers = await self._call_leaders("forward_backward", batch, shares, loss, temperature, weight)
-        return _merge(batch, shares, [outputs for outputs, _ in answers]), answers[0][1]
-
-    async def optim_step(self, **options: Any) -> dict[str, float]:
-        """Step on what was accumulated; ``version`` counts up unless the step was skipped.
-
-        ``options`` are those of TrainingEngine.optim_step: denominator, lr, betas, weight_decay, max_norm.
-        """
-        self.version, metrics = (await self._call("optim_step", options))[0]
-        return metrics
-
-    async def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
-        """Move parameters, or gradients and optimizer state, to host memory."""
-        await self._call("offload", model, optimizer)
-
-    async def onload(self, *, model: bool = True, optimizer: bool = True) -> None:
-        """Bring them back, bit for bit."""
-        await self._call("onload", model, optimizer)
+    actor = PolicyTrainer
+    _store: StoreProcess | None = None
 
     async def layouts(self) -> list[tuple[str, Layout]]:
         """Each rank's memory domain, and what it holds of the parameters."""
@@ -241,59 +75,9 @@ class TrainerMesh(Mesh):
         sent = [sent for _, sent in answers]
         return answers[0][0], Sent(sum(s.bytes_full for s in sent), sum(s.bytes_sent for s in sent))
 
-    async def weight_digests(self, dtype: torch.dtype | None = None) -> list[PartDigests]:
-        """Digests of every rank's shards, cast to ``dtype`` if given."""
-        return await self._call("weight_digests", dtype)
-
-    async def save_checkpoint(self, step: int, run_state: dict[str, Any]) -> None:
-        """Write checkpoint ``step`` with the controller's state in it."""
-        await self._call("save_checkpoint", step, run_state)
-
-    async def load_checkpoint(self, step: int = -1) -> tuple[dict[str, Any], list[str]]:
-        """Load checkpoint ``step``, the newest if -1, or the model's own folder.
-
-        Returns the controller's state, and the names of checkpoints that were ignored because they are incomplete.
-        """
-        self.version, run_state, ignored = (await self._call("load_checkpoint", step))[0]
-        return run_state, ignored
-
-    async def export_hf(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder."""
-        await self._call("export_hf", str(folder))
-
-    async def close(self) -> None:
-        """Finish saves and leave; the processes end."""
-        await self._call("close")
-        await self.stop()
-
     async def stop(self) -> None:
         """End the processes, whatever they are doing. Raises nothing."""
-        await self._group.stop()
+        await super().stop()
         store, self._store = self._store, None
         if store is not None:
             await store.stop()
-
-    async def _call(self, endpoint_name: str, *args: Any) -> list[Any]:
-        return await self._group.call(endpoint_name, *args, deadline=self._deadlines.call)
-
-    def _shares(self, batch: Batch) -> list[list[int]]:
-        """Sequences of each data-parallel rank."""
-        return balanced(batch.lengths.tolist(), self._config.dp_degree)
-
-    async def _call_leaders(self, endpoint_name: str, batch: Batch, shares: list[list[int]], *args: Any) -> list[Any]:
-        """Call every rank, sending each part of the batch once; the answers of the data-parallel ranks."""
-        per_share = self._config.ranks // len(shares)
-        arguments: dict[int, tuple[Any, ...]] = dict.fromkeys(range(self._config.ranks), (None, *args))
-        for number, share in enumerate(shares):
-            arguments[number * per_share] = (batch.select(share), *args)
-        return (await self._group.call_each(endpoint_name, arguments, deadline=self._deadlines.call))[::per_share]
-
-
-def _merge(batch: Batch, shares: list[list[int]], answers: list[Outputs]) -> Outputs:
-    """Per-token values of the whole batch, from those of its shares."""
-    merged = {name: torch.zeros(len(batch.tokens)) for name in answers[0]}
-    for share, outputs in zip(shares, answers, strict=True):
-        index = batch.token_index(share)
-        for name, values in outputs.items():
-            merged[name][index] = values
-    return merged

@@ -3,8 +3,8 @@
 import torch
 
 from rl.actors.generator import GeneratorMesh
-from rl.actors.trainer import TrainerMesh
 from rl.config import RunConfig
+from rl.controller.dispatch import Dispatch
 from rl.model.shape import shape_of
 from rl.types import Batch, Completion, GenerationRequest, Sampling
 
@@ -35,10 +35,10 @@ class Canary:
         )
         return (await generator.generate([request]))[0]
 
-    async def difference(self, trainer: TrainerMesh, answer: Completion) -> float:
-        """Largest difference of a log-prob between the answer and the trainer, which must hold the same version."""
+    async def difference(self, dispatch: Dispatch, answer: Completion) -> float:
+        """Largest difference of a log-prob between the answer and the policy, which must hold the same version."""
         tokens = torch.tensor(self._prompt + answer.tokens)
         batch = Batch(tokens=tokens, lengths=torch.tensor([len(tokens)]), weights=torch.ones(len(tokens)))
-        scored = await trainer.forward(batch, temperature=self._sampling.temperature)
+        scored = await dispatch.forward("policy", batch, temperature=self._sampling.temperature)
         own = scored["logprobs"][len(self._prompt) :]
         return float((own - torch.tensor(answer.logprobs)).abs().max())

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rl.actors.generator import GeneratorMesh
-from rl.actors.reward import RewardWorkers
-from rl.actors.trainer import TrainerMesh
+from rl.actors.group import start_anew
 from rl.config import RunConfig
 from rl.controller.push import WeightPush
 from rl.controller.router import Router
@@ -121,10 +120,3 @@ class Fleet:
         except (OSError, ValueError):  # no such file, or one half written
             return len(self._meshes)
         return min(count, self._push.most) if count > 0 else len(self._meshes)
-
-
-async def start_anew(mesh: TrainerMesh | GeneratorMesh | RewardWorkers) -> None:
-    """Start ``mesh`` unless it is at work; what is left of one that was lost ends first."""
-    if not mesh.is_running:
-        await mesh.stop()
-        await mesh.start()

@@ -29,25 +29,26 @@ class Ledger:
         groups = ledger.take(32)                    # trained on next; empty where it would break the bound
         ledger.stepped(trainer.version)             # trained
 
-    **The bound.** No token is trained on at a version more than ``max_staleness`` above the one it was drawn from.
-    An entry is *due* at version ``held + max_staleness``, the last at which it may be trained, since no token of it
-    is drawn from less than ``held``. The batch in the making is trained at version t, and lacks ``room`` of its B
-    groups. Were all entries trained in order, the one at place p would have its *turn* at version t if p < room, else
-    at t + 1 + (p - room) // B. Invariant: no entry's turn comes after it is due.
+    **The bound.** A step makes U = ``updates_per_step`` versions of one. No token's step begins at a version more than
+    S = ``max_staleness`` * U above the one it was drawn from. An entry is *due* at version ``held + S``, the last at
+    which it may be trained, since no token of it is drawn from less than ``held``. The batch in the making is trained
+    from version t on, and lacks ``room`` of its B groups. Were all entries trained in order, the one at place p would
+    have its *turn* at version t if p < room, else at t + U + U * ((p - room) // B). Invariant: no entry's turn comes
+    after it is due.
 
     - ``admit`` checks it for the place at the end, and changes no other.
     - An entry that leaves moves those behind it forward: their turns come no later.
     - ``take`` fills one of the room: for those behind, place and room shrink alike, and the turn stays. Those before
       it are passed over, and it is taken only if the turn of each still comes in time.
-    - A step finds no room left, and makes t + 1 of t and B of room: turns stay. A skipped step leaves t, so that turns
-      come one earlier.
+    - A step finds no room left, and makes t + U of t and B of room: turns stay. Where it skips updates t grows less,
+      and turns come earlier.
 
     What is taken has its turn at t, so t <= due: the bound holds. So a long rollout holds up no step for as long as
     there is other work that its own bound leaves time for; with nothing to spare, the order is first in, first out.
     """
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int):
-        self._size, self._staleness = groups_per_step, max_staleness
+    def __init__(self, *, groups_per_step: int, max_staleness: int, updates_per_step: int = 1):
+        self._size, self._updates, self._staleness = groups_per_step, updates_per_step, max_staleness * updates_per_step
         self.submitted = self.trained = 0
         """How many ordinals were handed out, and trained on."""
         self.dropped: Counter[str] = Counter()
@@ -99,7 +100,9 @@ class Ledger:
             if len(chosen) == count:
                 break
             if entry.group is None:
-                least_room = max(least_room, passed_over + 1 - self._size * (entry.due - self._version))
+                least_room = max(
+                    least_room, passed_over + 1 - self._size * ((entry.due - self._version) // self._updates)
+                )
                 passed_over += 1
             elif self._room - len(chosen) > least_room:
                 chosen.append(entry)
@@ -181,7 +184,8 @@ class Ledger:
         self._waiting = deque(sorted(again - self._entries.keys()))
 
     def _turn(self, place: int, room: int) -> int:
-        return self._version if place < room else self._version + 1 + (place - room) // self._size
+        steps = 0 if place < room else 1 + (place - room) // self._size
+        return self._version + self._updates * steps
 
 
 def _versions(group: Group) -> Iterable[int]:

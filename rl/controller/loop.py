@@ -5,11 +5,13 @@ from collections.abc import Callable
 from itertools import chain
 
 from rl.actors.generator import GeneratorMesh
+from rl.actors.group import start_anew
 from rl.actors.reward import RewardWorkers
-from rl.actors.trainer import TrainerMesh
 from rl.config import RunConfig
+from rl.controller.dispatch import Dispatch
 from rl.controller.evaluation import Evaluation
-from rl.controller.fleet import Fleet, start_anew
+from rl.controller.fleet import Fleet
+from rl.controller.learner import Learner
 from rl.controller.ledger import Group, Ledger
 from rl.controller.push import WeightPush
 from rl.controller.report import Report
@@ -20,9 +22,9 @@ from rl.errors import ActorFailure, RunError
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.observe.spans import Stopwatch
-from rl.rollout.batch import make_batch
 from rl.rollout.rollouter import Rollouter
 from rl.tasks.base import Task
+from rl.types import Batch
 from rl.weights.digest import merge_digests, policy_digest
 
 
@@ -41,20 +43,23 @@ class Controller:
         self,
         config: RunConfig,
         task: Task,
-        trainer: TrainerMesh,
+        dispatch: Dispatch,
         make_generator: Callable[[int], GeneratorMesh],
         rewards: RewardWorkers,
         record: RunRecord,
         progress: Progress,
     ):
-        self.config, self.task, self.trainer, self.rewards = config, task, trainer, rewards
+        self.config, self.task, self.dispatch, self.rewards = config, task, dispatch, rewards
         self.record, self.progress = record, progress
         self.watch, self.changed, self.router = Stopwatch(), Signal(), Router()
         self.report = Report(config, record, progress, self.watch)
         self.ledger = Ledger(
-            groups_per_step=config.rollout.prompts_per_step, max_staleness=config.rollout.max_staleness
+            groups_per_step=config.rollout.prompts_per_step,
+            max_staleness=config.rollout.max_staleness,
+            updates_per_step=config.updates_per_step,
         )
-        self.push = WeightPush(config, trainer, self.watch, self.changed)
+        self.learner = Learner(config, dispatch, record.folder / "reference")
+        self.push = WeightPush(config, dispatch, self.watch, self.changed)
         self.fleet = Fleet(config, make_generator, self.router, self.push, record.folder / "replicas", progress.warn)
         rollouter = Rollouter(rewards.score, seed=config.seed, watch=self.watch)
         self.evaluation = Evaluation(config, task, rollouter, self.router)
@@ -70,7 +75,7 @@ class Controller:
             try:
                 await self.start()
                 sampling, watching = self.sampler.run(self.ledger, self.step), self.report.look_for_stalls()
-                async with beside(self.fleet.run(), self.push.run(), sampling, watching, self.look_after_trainer()):
+                async with beside(self.fleet.run(), self.push.run(), sampling, watching, self.look_after_models()):
                     await self.train()
                     return None if self.leaving else await self.finish()
             except ActorFailure as failure:
@@ -79,25 +84,31 @@ class Controller:
     async def start(self) -> None:
         """Start what is not running, and go back to the newest checkpoint."""
         async with beside() as work:  # one that fails ends the others, so that all can be started anew
-            for start in (start_anew(self.trainer), start_anew(self.rewards), self.fleet.start()):
+            for start in (self.dispatch.start(), start_anew(self.rewards), self.fleet.start()):
                 work.create_task(start)
-        state, ignored = await self.trainer.load_checkpoint()
+        state, ignored = await self.dispatch.load_checkpoint("policy")
         for name in ignored:
             self.progress.note(f"ignored {name}: it is incomplete")
         self.step = self._saved = state.get("step", 0)
         keep = self.config.rollout.pipeline == "asynchronous"
-        self.ledger.restore(state.get("ledger", {}), self.trainer.version, keep=keep)
+        self.ledger.restore(state.get("ledger", {}), self.version, keep=keep)
         self.report.go_back(self.step, state.get("watchdog", {}))
+        await self.learner.load(self.step, state.get("learner", {}))
         if self.step:
             self.progress.note(f"resumed after step {self.step}")
         self.report.plan(await self.fleet.connect(self.step))
 
-    async def look_after_trainer(self) -> None:
-        """Raise how the trainer was lost, also where nobody asks it anything."""
-        raise await self.trainer.failed()
+    @property
+    def version(self) -> int:
+        """Of the policy's weights."""
+        return self.dispatch.policy.version
+
+    async def look_after_models(self) -> None:
+        """Raise how the trainer or another model was lost, also where nobody asks it anything."""
+        raise await self.dispatch.failed()
 
     def recover(self, failure: ActorFailure) -> None:
-        """Go on after the trainer was lost, or anything while starting; raises ``failure`` where that is no use."""
+        """Go on after a model was lost, or anything while starting; raises ``failure`` where that is no use."""
         self._lost += 1
         if not failure.is_lost or self._lost > self.config.max_restarts:
             raise failure
@@ -123,25 +134,39 @@ class Controller:
             await self.push.settle()
 
     async def learn(self, part: list[Group]) -> None:
-        """One optimizer step, on a part of the batch and on the rest as it finishes; its push is begun."""
-        algorithm, groups, staleness = self.config.algorithm, list[Group](), Counter[int]()
+        """Learn from a part of the batch, and from the rest as it finishes; the push of what comes of it is begun."""
+        groups, staleness = list[Group](), Counter[int]()
         while part:
+            staleness += self.staleness(part)
             with self.watch.span("train"):
-                staleness += self.staleness(part)
-                batch = make_batch(part, normalize_std=algorithm.normalize_std, reduction=algorithm.loss.reduction)
-                await self.trainer.forward_backward(batch, algorithm.loss, temperature=self.config.rollout.temperature)
+                batch = await self.learner.prepare(part)
+            *earlier, last = self.learner.mini_batches(batch, self.step)
+            for mini in earlier:
+                await self.accumulate(mini)
+                await self.update()
+            await self.accumulate(last)
             groups += part
             part = await self.take() if self.ledger.lacks else []
-        await self.push.settle()
+        metrics = await self.update()
         with self.watch.span("train"):
-            metrics = await self.trainer.optim_step()
+            metrics |= await self.learner.finish(self.step + 1)
         self.step += 1
         self.push.begin(self.step)
-        ledger = self.ledger.stepped(self.trainer.version)
+        ledger = self.ledger.stepped(self.version)
         self.sampler.stepped()
         restarts = {"restarts/trainer": self.restarts, "restarts/generators": self.fleet.restarts}
-        row = {"step": self.step, "policy_version": self.trainer.version} | metrics | self.push.metrics | restarts
+        row = {"step": self.step, "policy_version": self.version} | metrics | self.push.metrics | restarts
         self.report.step(row, groups, ledger, staleness)
+
+    async def accumulate(self, batch: Batch) -> None:
+        with self.watch.span("train"):
+            await self.learner.accumulate(batch)
+
+    async def update(self) -> dict[str, float]:
+        """One optimizer step, once nothing reads the weights any more."""
+        await self.push.settle()
+        with self.watch.span("train"):
+            return await self.learner.update()
 
     async def take(self) -> list[Group]:
         """The next part of the batch, as soon as it is there; nothing where the run is left before its first."""
@@ -161,7 +186,8 @@ class Controller:
     def staleness(self, groups: list[Group]) -> Counter[int]:
         """Tokens by optimizer steps from their weights to the trainer's. Raises RunError above ``max_staleness``."""
         versions = Counter(chain.from_iterable(each.completion.versions for group in groups for each in group))
-        now, oldest, bound = self.trainer.version, min(versions), self.config.rollout.max_staleness
+        now, oldest = self.version, min(versions)
+        bound = self.config.rollout.max_staleness * self.config.updates_per_step
         if now - oldest > bound:
             raise RunError(f"a token of policy version {oldest} reached version {now}: {bound=}")
         return Counter({now - version: count for version, count in versions.items()})
@@ -179,7 +205,7 @@ class Controller:
         await self.changed.until(lambda: self.sampler.may_cut(self.step))
         with self.watch.span("checkpoint"):
             state = {"step": self.step, "ledger": self.ledger.to_dict(), "watchdog": self.report.to_dict()}
-            await self.trainer.save_checkpoint(self.step, state)
+            await self.learner.save(self.step, state)
         self._saved, self._lost = self.step, 0
 
     async def evaluate_if_due(self, step: int) -> None:
@@ -195,14 +221,14 @@ class Controller:
         scores = await self.evaluation.scores()
         self.progress.stage("exporting the policy")
         export = self.record.folder / "export"
-        await self.trainer.export_hf(export)
+        await self.dispatch.export_hf("policy", export)
         if self.config.model.hf_path is None:  # else the export has the original files
             self.task.tokenizer.save_pretrained(export)
         return {
             "steps": self.step,
-            "policy_version": self.trainer.version,
+            "policy_version": self.version,
             "restarts": self.restarts + self.fleet.restarts,
             **scores,
-            "policy_digest": policy_digest(merge_digests(await self.trainer.weight_digests())),
+            "policy_digest": policy_digest(merge_digests(await self.dispatch.policy.weight_digests())),
             "export": str(export),
         }

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl.actors.generator import GeneratorMesh
-from rl.actors.trainer import TrainerMesh
 from rl.config import RunConfig
 from rl.controller.canary import Canary
+from rl.controller.dispatch import Dispatch
 from rl.controller.together import Signal, beside
 from rl.errors import ActorFailure, RunError
 from rl.observe.spans import Stopwatch
@@ -23,7 +23,7 @@ MOST = 1000
 class WeightPush:
     """Brings the weights after each step to the generators, and makes sure that they are the ones. ::
 
-        push = WeightPush(config, trainer, watch, changed)
+        push = WeightPush(config, dispatch, watch, changed)
         await push.connect(generators, step)    # they hold the trainer's weights, which are those after ``step``
         async with beside(push.run()):
             push.begin(step)        # the weights are new: publish them, behind whatever the trainer does next
@@ -40,9 +40,9 @@ class WeightPush:
     has it, cannot be compared and are not.
     """
 
-    def __init__(self, config: RunConfig, trainer: TrainerMesh, watch: Stopwatch, changed: Signal):
+    def __init__(self, config: RunConfig, dispatch: Dispatch, watch: Stopwatch, changed: Signal):
         self._config, self._canary = config.weights, Canary(config)
-        self._trainer, self._watch = trainer, watch
+        self._dispatch, self._trainer, self._watch = dispatch, dispatch.policy, watch
         self._on_demand = config.rollout.pipeline == "deterministic"
         self._rolling = config.generator.update == "rolling" and not self._on_demand
         checks = config.weights.digests or self._canary.tolerance > 0
@@ -128,7 +128,8 @@ class WeightPush:
     async def _open(self) -> str:
         """Plan the routes and open both ends of each."""
         generators = list(self._numbers)
-        sources, wanted = await asyncio.gather(self._trainer.layouts(), generators[0].layouts())
+        async with self._dispatch.resident("policy", "model"):
+            sources, wanted = await asyncio.gather(self._trainer.layouts(), generators[0].layouts())
         self._transfer = Transfer(
             transport=choose_transport(self._config.transport, [domain for domain, _ in [*sources, *wanted]]),
             dtype=generators[0].dtype,
@@ -138,7 +139,8 @@ class WeightPush:
             delta=self._config.delta,
         )
         plan = self._transfer.describe()
-        self._addresses = await self._trainer.open_publishers(self._transfer)
+        async with self._dispatch.resident("policy", "model"):
+            self._addresses = await self._trainer.open_publishers(self._transfer)
         await asyncio.gather(
             *(each.connect(self._transfer, self._addresses, generator=number) for each, number in self._numbers.items())
         )
@@ -154,8 +156,9 @@ class WeightPush:
             self._changed.notify()
 
     async def _publish(self) -> None:
-        with self._watch.span("push"):
-            _, sent = await self._trainer.push_weights()
+        async with self._dispatch.resident("policy", "model"):
+            with self._watch.span("push"):
+                _, sent = await self._trainer.push_weights()
         self.metrics = {"push/bytes": sent.bytes_full, "push/bytes_sent": sent.bytes_sent}
 
     async def _bring(self, step: int) -> None:
@@ -211,7 +214,7 @@ class WeightPush:
                 await self._compare_digests(generator, version)
             if answer is None:
                 return
-            difference = await self._canary.difference(self._trainer, answer)
+            difference = await self._canary.difference(self._dispatch, answer)
             self.metrics["push/canary"] = max(difference, self.metrics.get("push/canary", 0.0))
             if not difference <= self._canary.tolerance:
                 await self._compare_digests(generator, version)
@@ -225,9 +228,10 @@ class WeightPush:
                 raise
 
     async def _compare_digests(self, generator: GeneratorMesh, version: int) -> None:
-        sources, wanted = await asyncio.gather(
-            self._trainer.weight_digests(generator.dtype), generator.weight_digests()
-        )
+        async with self._dispatch.resident("policy", "model"):
+            sources, wanted = await asyncio.gather(
+                self._trainer.weight_digests(generator.dtype), generator.weight_digests()
+            )
         trained = _merged(sources, f"push of policy version {version}: trainer")
         pushed = _merged(wanted, f"push of policy version {version}: {generator.name}")
         if wrong := [name for name in trained if pushed.get(name) != trained[name]]:
@@ -237,8 +241,8 @@ class WeightPush:
             )
 
 
-def _merged(ranks: list[PartDigests], owner: str) -> dict[str, str]:
+def _merged(digests: list[PartDigests], owner: str) -> dict[str, str]:
     try:
-        return merge_digests(ranks)
+        return merge_digests(digests)
     except ValueError as error:  # names the parameter, but neither side nor version
         raise RunError(f"{owner}: {error}") from None

@@ -1,4 +1,4 @@
-"""From groups of rollouts to the batch that the trainer takes."""
+"""From rollouts to the batch that the trainer takes."""
 
 from array import array
 from collections.abc import Sequence
@@ -7,28 +7,20 @@ from typing import Literal
 
 import torch
 
-from rl.algorithms.advantages import group_advantages
 from rl.algorithms.losses import token_weights
 from rl.types import Batch, Rollout
 
 
-def make_batch(groups: list[list[Rollout]], *, normalize_std: bool, reduction: str) -> Batch:
+def make_batch(rollouts: Sequence[Rollout], *, reduction: str, max_tokens: int) -> Batch:
     """One sequence per rollout, prompt then completion; only completion tokens have weight.
 
-    Columns: ``advantages``, ``behaviour_logprobs`` and ``versions`` (the policy version of each
-    token, -1 on prompts). All groups have the same number of rollouts.
+    Columns: ``behaviour_logprobs`` and ``versions`` (the policy version of each token, -1 on prompts).
     """
-    rewards = torch.tensor([[rollout.reward for rollout in group] for group in groups], dtype=torch.float32)
-    advantages = group_advantages(rewards, normalize_std=normalize_std).flatten()
-    rollouts = [rollout for group in groups for rollout in group]
     prompts = torch.tensor([len(r.prompt.tokens) for r in rollouts])
     lengths = torch.tensor([len(r.completion.tokens) for r in rollouts])
     owner = torch.arange(len(rollouts)).repeat_interleave(prompts + lengths)
     place = torch.arange(len(owner)) - ((prompts + lengths).cumsum(0) - prompts - lengths)[owner]
     completed = place >= prompts[owner]
-
-    def spread(per_rollout: torch.Tensor) -> torch.Tensor:
-        return torch.where(completed, per_rollout[owner], 0.0)
 
     def column(per_token: Sequence[Sequence[float]], on_prompt: float) -> torch.Tensor:
         values = torch.full((len(owner),), on_prompt)
@@ -38,13 +30,23 @@ def make_batch(groups: list[list[Rollout]], *, normalize_std: bool, reduction: s
     return Batch(
         tokens=_end_to_end("q", [r.prompt.tokens + r.completion.tokens for r in rollouts]),
         lengths=prompts + lengths,
-        weights=spread(token_weights(lengths, reduction)),
+        weights=torch.where(completed, token_weights(lengths, reduction, max_tokens)[owner], 0.0),
         columns={
-            "advantages": spread(advantages),
             "behaviour_logprobs": column([r.completion.logprobs for r in rollouts], 0.0),
             "versions": column([r.completion.versions for r in rollouts], -1.0),
         },
     )
+
+
+def whole_texts(rollouts: Sequence[Rollout]) -> tuple[Batch, torch.Tensor]:
+    """The same sequences, for what a model says of each as a whole: its output at the places that come with them.
+
+    Each has one token more, which nobody reads: what is said of it is said after all that come before.
+    """
+    rows = [[*rollout.prompt.tokens, *rollout.completion.tokens, 0] for rollout in rollouts]
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = _end_to_end("q", rows)
+    return Batch(tokens=tokens, lengths=lengths, weights=torch.zeros(len(tokens))), lengths.cumsum(0) - 1
 
 
 def _end_to_end(code: Literal["f", "q"], rows: Sequence[Sequence[float]]) -> torch.Tensor:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from monarch.actor import concurrent_endpoint
+from torchtitan.components.lora import LoRAConverter
 
 import rl.actors.generator as generator_module
-import rl.actors.trainer as trainer_module
 from rl.actors.generator import Generator, GeneratorMesh
 from rl.actors.supervisor import Supervisor
 from rl.actors.trainer import PolicyTrainer, TrainerMesh
@@ -163,7 +163,7 @@ class Meshes:
         self, config: TrainerConfig, model: ModelConfig, *, steps: int = 10, heartbeat: float = 0.0
     ) -> TrainerMesh:
         options = {"folder": self._folder, "seed": 0, "deadlines": replace(DEADLINES, heartbeat=heartbeat)}
-        mesh = TrainerMesh(config, model, self._supervisor, steps=steps, **options)
+        mesh = TrainerMesh(config, model, self._supervisor, name="trainer", steps=steps, **options)
         self._meshes.append(mesh)
         await self.start(mesh)
         return mesh
@@ -177,12 +177,12 @@ class Meshes:
 
     async def start(self, mesh: Any) -> None:
         """Start it, or start it again, with actors that hand out what those of Tiller do not."""
-        kept = trainer_module.PolicyTrainer, generator_module.Generator
-        trainer_module.PolicyTrainer, generator_module.Generator = OpenTrainer, OpenGenerator
+        kept = TrainerMesh.actor, generator_module.Generator
+        TrainerMesh.actor, generator_module.Generator = OpenTrainer, OpenGenerator
         try:
             await mesh.start()
         finally:
-            trainer_module.PolicyTrainer, generator_module.Generator = kept
+            TrainerMesh.actor, generator_module.Generator = kept
 
     async def stop(self, *meshes: Any) -> None:
         for mesh in meshes:
@@ -204,8 +204,8 @@ def held_segments() -> int:
     return sum("/memfd:tiller-weights" in line for line in [*opened, *Path("/proc/self/maps").read_text().splitlines()])
 
 
-def trainer_config(*, fsdp: int = 1, tp: int = 1) -> TrainerConfig:
-    config = TrainerConfig(optimizer=default_adamw(lr=1e-2), micro_batch_size=4)
+def trainer_config(*, fsdp: int = 1, tp: int = 1, lora: LoRAConverter.Config | None = None) -> TrainerConfig:
+    config = TrainerConfig(optimizer=default_adamw(lr=1e-2), micro_batch_size=4, lora=lora)
     config.parallelism.data_parallel_shard_degree = fsdp
     config.parallelism.tensor_parallel_degree = tp
     return config

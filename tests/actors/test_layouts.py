@@ -1,9 +1,10 @@
-"""Four trainer layouts, two generator layouts: one set of weights, one set of log-probs (C2, C3)."""
+"""Four trainer layouts, two generator layouts: one set of weights, one set of log-probs (C2, C3); adapters merged."""
 
 import asyncio
 
 import pytest
 import torch
+from torchtitan.components.lora import LoRAConverter
 
 from rl.algorithms.losses import grpo
 from rl.generation.config import GeneratorConfig
@@ -12,7 +13,13 @@ from rl.types import Batch, GenerationRequest, Sampling
 from rl.weights.digest import merge_digests, policy_digest
 from tests.actors.meshes import connect, parts_of, trainer_config, whole
 
-LAYOUTS = {"1": {}, "FSDP2": {"fsdp": 2}, "TP2": {"tp": 2}, "FSDP2xTP2": {"fsdp": 2, "tp": 2}}
+LAYOUTS = {
+    "1": {},
+    "FSDP2": {"fsdp": 2},
+    "TP2": {"tp": 2},
+    "FSDP2xTP2": {"fsdp": 2, "tp": 2},
+    "FSDP2, adapters": {"fsdp": 2, "lora": LoRAConverter.Config()},
+}
 INITIAL: dict[bool, str] = {}  # digest of the weights that the first layout started from
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], list(range(10, 30))]
 

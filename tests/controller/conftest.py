@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from rl.cli import find_config
+from rl.controller.dispatch import Dispatch
 from rl.controller.loop import Controller
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
@@ -25,6 +26,7 @@ def run(tmp_path):
         folder="run",
         replicas=1,
         edit=lambda config: None,
+        models=lambda log: {},
         **weights,
     ):
         config = find_config("quickstart")()
@@ -53,7 +55,8 @@ def run(tmp_path):
                     generators.append(Generator(log, len(generators), trainer.slots))
                 return generators[number]
 
-            controller = Controller(config, task, trainer, make, rewards, record, Progress(steps, quiet=True))
+            dispatch = Dispatch({"policy": trainer, **models(log)})
+            controller = Controller(config, task, dispatch, make, rewards, record, Progress(steps, quiet=True))
             run.controller = controller
             try:
                 return await asyncio.wait_for(controller.run(), 60)

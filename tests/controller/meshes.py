@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Container, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,6 +71,10 @@ class Trainer(Mesh):
         """Numbers of optimizer steps that change nothing."""
         self.wrong_since = 1000
         """Version from which on its log-probs are not the generator's."""
+        self.batches: list[Batch] = []
+        """What it was trained on."""
+        self.options: dict[str, float] = {}
+        """Of the last optimizer step."""
         self.slots: list[int] = []
         """Versions that can be pulled: the last two."""
         self._engine, self._steps, self._pushing = asyncio.Lock(), 0, 0
@@ -103,19 +108,25 @@ class Trainer(Mesh):
         async with self._engine:
             self.alive()
             versions = batch.columns["versions"]
+            self.batches.append(batch)
             self.log.append(f"train {self.version} on {int(versions[versions >= 0].min())}")
             await self._wait("forward_backward")
             self.alive()
             return {}, {"loss/mean": 0.0}
 
-    async def optim_step(self) -> dict[str, float]:
+    async def optim_step(self, **options: float) -> dict[str, float]:
         async with self._engine:
+            self.options = options
             assert not self._pushing, "a step under a push"
             await self._wait("optim_step")
             self.log.append("step")
             self.version += self._steps not in self.skips
             self._steps += 1
             return {}
+
+    async def save_weights(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "version").write_text(str(self.version))
 
     async def weight_digests(self, dtype: torch.dtype | None = None) -> list[dict]:
         async with self._engine:
@@ -125,7 +136,7 @@ class Trainer(Mesh):
         self.log.append(f"save {step}")
         self.saved[step] = json.loads(json.dumps(state)) | {"version": self.version}
 
-    async def load_checkpoint(self) -> tuple[dict, list[str]]:
+    async def load_checkpoint(self, step: int = -1) -> tuple[dict, list[str]]:
         state = self.saved.get(max(self.saved, default=0), {"version": 0})
         self.version = state["version"]
         return {name: value for name, value in state.items() if name != "version"}, []
@@ -137,6 +148,60 @@ class Trainer(Mesh):
         await asyncio.sleep(0)
         if endpoint in self.during:
             await asyncio.wait_for(self.during[endpoint](), WAIT_S)
+
+
+class Reference(Mesh):
+    """Its log-probs tell which policy it is: those of version 0, or what it was given last."""
+
+    name = "reference"
+
+    def __init__(self, log: list[str]):
+        super().__init__()
+        self.log, self.version = log, 0
+
+    async def load_checkpoint(self, step: int) -> tuple[dict, list[str]]:
+        assert step == 0, "a reference has no checkpoints of its own"
+        self.log.append("reference begins")
+        self.version = 0
+        return {}, []
+
+    async def load_weights(self, folder: Path) -> None:
+        self.version = int((folder / "version").read_text())
+        self.log.append(f"reference {self.version}")
+
+    async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
+        self.alive()
+        return {"logprobs": torch.full(batch.tokens.shape, -2.0 - self.version)}
+
+
+class Critic(Mesh):
+    """Expects as much as it has learned steps."""
+
+    name = "critic"
+
+    def __init__(self, log: list[str], saved: dict[int, int]):
+        super().__init__()
+        self.log, self.steps, self.saved = log, 0, saved
+        self.batches: list[Batch] = []
+
+    async def load_checkpoint(self, step: int) -> tuple[dict, list[str]]:
+        self.steps = self.saved[step] if step else 0
+        return {}, []
+
+    async def save_checkpoint(self, step: int, state: dict) -> None:
+        self.saved[step] = self.steps
+        self.log.append(f"critic saves {step}")
+
+    async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
+        return {"values": torch.full(batch.tokens.shape, float(self.steps))}
+
+    async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> tuple[dict, dict[str, float]]:
+        self.batches.append(batch)
+        return {}, {}
+
+    async def optim_step(self, **options: Any) -> dict[str, float]:
+        self.steps += 1
+        return {"value/mean": float(self.steps), "trainer/grad_norm": 0.5}
 
 
 class Generator(Mesh):

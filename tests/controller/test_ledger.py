@@ -30,10 +30,10 @@ class Run(RuleBasedStateMachine):
 
     GROUPS: ClassVar[list[int]] = [1, 2, 3, 5]
 
-    @initialize(size=st.sampled_from(GROUPS), staleness=st.integers(0, 3))
-    def begin(self, size, staleness):
-        self.size, self.staleness = size, staleness
-        self.ledger = Ledger(groups_per_step=size, max_staleness=staleness)
+    @initialize(size=st.sampled_from(GROUPS), staleness=st.integers(0, 3), updates=st.integers(1, 3))
+    def begin(self, size, staleness, updates):
+        self.size, self.staleness, self.updates = size, staleness, updates
+        self.ledger = Ledger(groups_per_step=size, max_staleness=staleness, updates_per_step=updates)
         self.version = self.held = 0
         self.running: dict[int, int] = {}
         self.taken: list[int] = []
@@ -66,7 +66,7 @@ class Run(RuleBasedStateMachine):
             self.ledger.finish(ordinal, group_of(ordinal, self.running.pop(ordinal)))
         self.take(self.size)
         if len(self.taken) == self.size:
-            self.step(False)
+            self.step(0)
             self.pull()
 
     @precondition(lambda self: self.running)
@@ -82,14 +82,14 @@ class Run(RuleBasedStateMachine):
         groups = self.ledger.take(count)
         assert len(groups) in (0, min(count, self.size - len(self.taken)))
         for group in groups:
-            assert self.version - self.oldest(group) <= self.staleness
+            assert self.version - self.oldest(group) <= self.staleness * self.updates
             assert group[0].prompt.ordinal not in self.trained
         self.taken += ordinals(groups)
 
     @precondition(lambda self: len(self.taken) == self.size)
-    @rule(skipped=st.booleans())
+    @rule(skipped=st.integers(0, 3))
     def step(self, skipped):
-        self.version += not skipped
+        self.version += max(0, self.updates - skipped)
         row = self.ledger.stepped(self.version)
         assert row["trained_now"] == self.taken
         self.trained |= {*self.taken}
@@ -111,7 +111,7 @@ class Run(RuleBasedStateMachine):
         self.version, state, trained, dropped = self.saved
         if fresh:
             self.staleness = staleness
-            self.ledger = Ledger(groups_per_step=self.size, max_staleness=staleness)
+            self.ledger = Ledger(groups_per_step=self.size, max_staleness=staleness, updates_per_step=self.updates)
         self.ledger.restore(state, self.version, keep=keep)
         self.held, self.running, self.taken = self.version, {}, []
         self.trained, self.dropped = {*trained}, {*dropped}
@@ -137,7 +137,7 @@ class Run(RuleBasedStateMachine):
                 before = len(self.taken)
                 self.take(5)
                 assert len(self.taken) > before, "nothing can be taken, and nothing more comes"
-            self.step(False)
+            self.step(0)
 
 
 Run.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)

@@ -89,16 +89,16 @@ def test_a_loss_that_stays_non_finite_skips_steps_and_then_ends_the_run(tmp_path
             """
             from dataclasses import dataclass
             from configs.quickstart import quickstart
-            from rl.algorithms.losses import PolicyLoss
+            from rl.algorithms.losses import ClippedLoss
             from rl.config import RunConfig
 
-            class Cracked(PolicyLoss):
+            class Cracked(ClippedLoss):
                 @dataclass(kw_only=True, slots=True)
-                class Config(PolicyLoss.Config):
+                class Config(ClippedLoss.Config):
                     pass
 
-                def __call__(self, logprobs, entropy, columns):
-                    loss, metrics = super().__call__(logprobs, entropy, columns)
+                def __call__(self, tokens):
+                    loss, metrics = super().__call__(tokens)
                     return loss * float("nan"), metrics
 
             def cracked() -> RunConfig:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rl.rollout.batch import make_batch, rollout_metrics
+from rl.types import Batch, Rollout
 
 
 @pytest.fixture
@@ -14,40 +15,44 @@ def groups(rollout):
     ]
 
 
+def batch_of(groups: list[list[Rollout]], reduction: str = "token_mean") -> Batch:
+    return make_batch([rollout for group in groups for rollout in group], reduction=reduction, max_tokens=8)
+
+
 def test_columns_are_aligned_with_tokens(groups):
-    batch = make_batch(groups, normalize_std=False, reduction="token_mean")
+    batch = batch_of(groups)
     assert batch.lengths.tolist() == [5, 3, 3, 5]
     assert batch.tokens.tolist() == [1, 2, 7, 8, 9, 1, 2, 6, 4, 5, 5, 4, 3, 2, 1, 9]
     assert batch.weights.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1, 1]
     columns = {name: values.tolist() for name, values in batch.columns.items()}
-    assert columns["advantages"] == [0, 0, 0.5, 0.5, 0.5, 0, 0, -0.5, 0, -1, -1, 0, 1, 1, 1, 1]
     assert columns["behaviour_logprobs"] == [0, 0, -7, -8, -9, 0, 0, -6, 0, -5, -5, 0, -3, -2, -1, -9]
     assert columns["versions"] == [-1, -1, 3, 4, 5, -1, -1, 3, -1, 3, 4, -1, 3, 4, 5, 6]
 
 
 def test_dtypes_are_those_that_the_trainer_takes(groups):
-    batch = make_batch(groups, normalize_std=True, reduction="sequence_mean")
+    batch = batch_of(groups, "sequence_mean")
     assert (batch.tokens.dtype, batch.lengths.dtype) == (torch.int64, torch.int64)
     assert {values.dtype for values in [batch.weights, *batch.columns.values()]} == {torch.float32}
 
 
 def test_sequence_mean_gives_every_completion_the_weight_of_one(groups):
-    batch = make_batch(groups, normalize_std=True, reduction="sequence_mean")
+    batch = batch_of(groups, "sequence_mean")
     sums = [weights.sum().item() for weights in batch.weights.split(batch.lengths.tolist())]
     assert sums == pytest.approx([1.0, 1.0, 1.0, 1.0])
 
 
-def test_rewards_may_be_whole_numbers_or_truths(rollout):
-    groups = [
-        [rollout([1], [2], reward=1), rollout([1], [3], reward=0)],
-        [rollout([1], [2], reward=r) for r in (True, False)],
-    ]
-    batch = make_batch(groups, normalize_std=False, reduction="token_mean")
-    assert batch.columns["advantages"].tolist() == [0, 0.5, 0, -0.5, 0, 0.5, 0, -0.5]
+def test_a_column_is_spread_over_the_tokens_that_count(groups):
+    column = batch_of(groups).spread(torch.arange(1.0, 11.0))
+    assert column.tolist() == [0, 0, 1, 2, 3, 0, 0, 4, 0, 5, 6, 0, 7, 8, 9, 10]
+
+
+def test_a_fixed_length_gives_every_token_its_share_of_it(groups):
+    weights = batch_of(groups, "fixed_length").weights
+    assert weights.tolist() == [0, 0, *[1 / 8] * 3, 0, 0, 1 / 8, 0, *[1 / 8] * 2, 0, *[1 / 8] * 4]
 
 
 def test_selected_rows_take_their_columns_along(groups):
-    batch = make_batch(groups, normalize_std=False, reduction="token_mean").select([3, 0])
+    batch = batch_of(groups).select([3, 0])
     assert batch.tokens.tolist() == [4, 3, 2, 1, 9, 1, 2, 7, 8, 9]
     assert batch.columns["versions"].tolist() == [-1, 3, 4, 5, 6, -1, -1, 3, 4, 5]
     assert batch.lengths.tolist() == [5, 5]

@@ -4,6 +4,7 @@ import resource
 
 import pytest
 import torch.distributed as dist
+from torchtitan.components.lora import LoRAConverter
 
 from rl.model.parts import Layout
 from rl.model.shape import ModelConfig, shape_of
@@ -52,6 +53,11 @@ def test_the_layout_planned_without_ranks_is_the_one_they_have(pushed):
     for case, held in pushed.items():
         assert planned(*case) == held, case
     assert not dist.is_initialized()
+
+
+def test_adapters_change_no_layout():
+    config = TrainerConfig(parallelism=TRAINERS["fsdp2_tp2"].parallelism, lora=LoRAConverter.Config())
+    assert trainer_layout(config, MODELS["tied_fused"]) == planned("tied_fused", "fsdp2_tp2")
 
 
 def test_a_large_model_on_many_ranks_is_planned_here_and_every_replica_gives_its_share():

@@ -1,0 +1,155 @@
+"""Which role has which model, and whose turn it is on devices that several share."""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from torchtitan.config import Configurable
+
+from rl.actors.group import start_anew
+from rl.actors.trainer import TrainerMesh
+from rl.actors.worker import Outputs, WorkerGroup
+from rl.controller.together import beside
+from rl.errors import ActorFailure
+from rl.types import Batch
+
+Part = Literal["model", "optimizer"]
+
+
+class Dispatch:
+    """Calls on the worker groups of a run by their roles. ::
+
+        dispatch = Dispatch({"policy": trainer, "reference": group}, shared=["policy", "reference"])
+        await dispatch.start()
+        outputs = await dispatch.forward("reference", batch, temperature=1.0)
+
+    A group splits a batch among its ranks itself, and puts the answers together in the batch's order. Calls on roles
+    with devices of their own overlap. Of ``shared`` roles one at a time has memory on the device: before a call the
+    others go to host memory, and of the role's own comes back what the call needs.
+    """
+
+    def __init__(self, groups: Mapping[str, WorkerGroup], shared: Collection[str] = ()):
+        self._groups, self._shared = groups, frozenset(shared)
+        self._switching = asyncio.Lock()  # fair: who waits for another role is not overtaken
+        self._idle = asyncio.Event()
+        self._there: dict[str, set[Part]] = {}
+        self._rates: dict[str, dict[str, float | None]] = {}
+        self._callers = 0
+
+    @property
+    def policy(self) -> TrainerMesh:
+        """The group whose weights are pushed."""
+        return cast(TrainerMesh, self._groups["policy"])
+
+    def has(self, role: str) -> bool:
+        """Whether any group has this role."""
+        return role in self._groups
+
+    async def start(self) -> None:
+        """Start every group that is not at work; those that share devices one after another."""
+        self._callers, self._there = 0, {r: parts for r, parts in self._there.items() if self._groups[r].is_running}
+        async with beside() as work:
+            for role in self._groups.keys() - self._shared:
+                work.create_task(start_anew(self._groups[role]))
+        for role in self._groups:
+            if role in self._shared and not self._groups[role].is_running:
+                await self._make_room()
+                await start_anew(self._groups[role])
+                self._there = {role: {"model", "optimizer"}}
+
+    async def failed(self) -> ActorFailure:
+        """How a group was lost, once one is."""
+        watches = [asyncio.ensure_future(group.failed()) for group in self._groups.values()]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+    async def forward(self, role: str, batch: Batch, *, temperature: float) -> Outputs:
+        """What the model puts out for each token, float32 [T] in the batch's order."""
+        async with self.resident(role, "model") as group:
+            return await group.forward(batch, temperature=temperature)
+
+    async def forward_backward(
+        self, role: str, batch: Batch, loss: Configurable.Config, *, temperature: float
+    ) -> tuple[Outputs, dict[str, float]]:
+        """Add the gradient of ``loss`` on ``batch``; what ``forward`` returns, and metrics."""
+        async with self.resident(role, "model", "optimizer") as group:
+            return await group.forward_backward(batch, loss, temperature=temperature)
+
+    async def optim_step(self, role: str, **options: Any) -> dict[str, float]:
+        """Step on what was accumulated; options are those of WorkerGroup.optim_step."""
+        async with self.resident(role, "model", "optimizer") as group:
+            return await group.optim_step(**self._rates.get(role, {}), **options)
+
+    def set_lr(self, role: str, lr: float | None) -> None:
+        """Take ``lr`` for all further optimizer steps, in place of the schedule's; None for the schedule's again."""
+        self._rates[role] = {"lr": lr}
+
+    async def save_checkpoint(self, role: str, step: int, run_state: dict[str, Any]) -> None:
+        """Write checkpoint ``step``, with ``run_state`` in it."""
+        async with self.resident(role, "model", "optimizer") as group:
+            await group.save_checkpoint(step, run_state)
+
+    async def init_model(self, role: str) -> None:
+        """Give the model the weights that its config starts from; what was saved of it is deleted."""
+        await self.load_checkpoint(role, 0)
+
+    async def load_checkpoint(self, role: str, step: int = -1) -> tuple[dict[str, Any], list[str]]:
+        """Load checkpoint ``step``, the newest if -1, or for 0 what the config starts from.
+
+        Returns its state, and names of incomplete ones.
+        """
+        async with self.resident(role, "model", "optimizer") as group:
+            return await group.load_checkpoint(step)
+
+    async def export_hf(self, role: str, folder: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        async with self.resident(role, "model") as group:
+            await group.export_hf(folder)
+
+    async def copy_weights(self, role: str, to: str, folder: Path) -> None:
+        """Give ``to`` the parameters of ``role``, whatever the layouts, and keep them in ``folder``."""
+        async with self.resident(role, "model") as group:
+            await group.save_weights(folder)
+        await self.load_weights(to, folder)
+
+    async def load_weights(self, role: str, folder: Path) -> None:
+        """Take parameters that ``copy_weights`` has kept."""
+        async with self.resident(role, "model") as group:
+            await group.load_weights(folder)
+
+    @asynccontextmanager
+    async def resident(self, role: str, *parts: Part) -> AsyncIterator[WorkerGroup]:
+        """The group of ``role``, whose ``parts`` stay on its devices for as long as the block runs."""
+        if role not in self._shared:
+            yield self._groups[role]
+            return
+        async with self._switching:
+            if role not in self._there:
+                await self._make_room()
+                self._there = {role: set()}
+            missing = {*parts} - self._there[role]
+            if missing:
+                await self._groups[role].onload(model="model" in missing, optimizer="optimizer" in missing)
+                self._there[role] |= missing
+            self._callers += 1
+        try:
+            yield self._groups[role]
+        finally:
+            self._callers -= 1
+            self._idle.set()
+
+    async def _make_room(self) -> None:
+        """Move what is there to host memory, once nobody uses it."""
+        while self._callers:
+            self._idle.clear()
+            await self._idle.wait()
+        for role, parts in self._there.items():
+            if parts:
+                await self._groups[role].offload()
+        self._there = {}

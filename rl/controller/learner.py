@@ -1,0 +1,208 @@
+"""What a step's groups teach: the algorithm, in whole batches."""
+
+import asyncio
+import dataclasses
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.algorithms.advantages import Scored, overlong_penalty
+from rl.algorithms.corrections import correction_weights
+from rl.algorithms.kl import kl
+from rl.algorithms.losses import batch_denominator
+from rl.config import RunConfig
+from rl.controller.dispatch import Dispatch
+from rl.controller.ledger import Group
+from rl.rollout.batch import make_batch, whole_texts
+from rl.types import Batch, Rollout
+
+
+class Learner:
+    """Has the policy learn from groups; how often it steps on them is the config's. ::
+
+        batch = await learner.prepare(groups)           # with what advantages and loss need to know
+        for mini in learner.mini_batches(batch, step):
+            await learner.accumulate(mini)
+            metrics = await learner.update()            # one optimizer step
+
+    A reference policy, where there is one, is what the policy was at first, or ``reference.refresh_every`` steps ago
+    at most; what it was last is kept in ``folder``.
+    """
+
+    def __init__(self, config: RunConfig, dispatch: Dispatch, folder: Path):
+        algorithm = config.algorithm
+        self._config, self._algorithm, self._dispatch, self._folder = config, algorithm, dispatch, folder
+        self._advantage = algorithm.advantage.build()
+        self._corrections = [correction.build() for correction in algorithm.corrections]
+        self._adaptive_kl = algorithm.adaptive_kl.build()
+        self._kl_coef = algorithm.kl_coef
+        self._columns = columns_of(config)
+        self._scoring = {name: role.reward_weight for name, role in config.roles.items() if role.reward_weight}
+        self._learning = ["policy", *(["critic"] if dispatch.has("critic") else [])]
+        self._prepared: list[tuple[int, dict[str, float]]] = []
+        self._completions = 0
+
+    async def load(self, step: int, state: dict[str, Any]) -> None:
+        """Go back to what was after ``step``; ``state`` is what that checkpoint has of it."""
+        self._kl_coef = state.get("kl_coef", self._algorithm.kl_coef)
+        self._prepared, self._completions = [], 0
+        for role in self._config.roles:
+            await self._dispatch.init_model(role)
+        if self._dispatch.has("critic"):
+            await self._dispatch.load_checkpoint("critic", step)
+        if self._dispatch.has("reference"):
+            await self._dispatch.init_model("reference")
+            every = self._config.reference.refresh_every
+            if every and step >= every:
+                await self._dispatch.load_weights("reference", self._folder / f"policy-{step - step % every}")
+
+    async def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write checkpoint ``step``, with ``state`` in it; the policy's, which says where the run is, comes last."""
+        if self._dispatch.has("critic"):
+            await self._dispatch.save_checkpoint("critic", step, {})
+        await self._dispatch.save_checkpoint("policy", step, state | {"learner": {"kl_coef": self._kl_coef}})
+
+    async def prepare(self, groups: list[Group]) -> Batch:
+        """The batch of ``groups``, with a column for all that the loss needs."""
+        rollouts = [rollout for group in groups for rollout in group]
+        reduction, longest = self._algorithm.loss.reduction, self._config.rollout.max_tokens
+        batch = make_batch(rollouts, reduction=reduction, max_tokens=longest)
+        await self._ask_models(batch)
+        lengths = torch.tensor([len(rollout.completion.tokens) for rollout in rollouts])
+        rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
+        if buffer := self._algorithm.overlong_buffer:
+            rewards += overlong_penalty(lengths, max_tokens=longest, buffer=buffer)
+        metrics, token_rewards = self._penalty(batch)
+        for role, weight in self._scoring.items():
+            scores = await self._scores(role, rollouts)
+            rewards, metrics = rewards + weight * scores, metrics | {f"{role}/score": float(scores.mean())}
+        scored = Scored(
+            rewards=rewards,
+            groups=torch.tensor([rollout.prompt.ordinal for rollout in rollouts]),
+            lengths=lengths,
+            token_rewards=token_rewards,
+            values=batch.columns["old_values"][batch.weights > 0] if "old_values" in batch.columns else None,
+        )
+        found = self._advantage(scored)
+        batch.columns["advantages"] = batch.spread(found.advantages)
+        if found.returns is not None:
+            batch.columns["returns"] = batch.spread(found.returns)
+        if self._corrections:
+            metrics |= self._correct(batch, scored.sequence)
+        self._prepared.append((len(scored.sequence), metrics))
+        return batch
+
+    def mini_batches(self, batch: Batch, step: int) -> list[Batch]:
+        """What each optimizer step of ``step`` is on: the whole batch, or in each epoch a new cut of it."""
+        if self._config.updates_per_step == 1:
+            return [batch]
+        count, cut = self._config.updates_per_step // self._algorithm.update_epochs, list[Batch]()
+        for epoch in range(self._algorithm.update_epochs):
+            order = list(range(len(batch)))
+            random.Random(f"{self._config.seed}/update/{step}/{epoch}").shuffle(order)
+            cut += [batch.select(sorted(order[part::count])) for part in range(count)]
+        return cut
+
+    async def accumulate(self, batch: Batch) -> None:
+        """Add the gradient of the loss on ``batch``, side by side with that of the critic's."""
+        loss, temperature = self._algorithm.loss, self._config.rollout.temperature
+        if loss.kl_coef:
+            loss = dataclasses.replace(loss, kl_coef=self._kl_coef)
+        losses = {"policy": loss, "critic": self._config.critic.loss}
+        await asyncio.gather(
+            *(
+                self._dispatch.forward_backward(role, batch, losses[role], temperature=temperature)
+                for role in self._learning
+            )
+        )
+        self._completions += len(batch)
+
+    async def update(self) -> dict[str, float]:
+        """One optimizer step on what was accumulated; its metrics."""
+        denominator = batch_denominator(self._completions, self._algorithm.loss.reduction)
+        self._completions = 0
+        policy, *critic = await asyncio.gather(
+            *(self._dispatch.optim_step(role, denominator=denominator) for role in self._learning)
+        )
+        renamed = (
+            (f"critic/{name.removeprefix('trainer/')}", value) for each in critic for name, value in each.items()
+        )
+        return policy | dict(renamed)
+
+    async def finish(self, step: int) -> dict[str, float]:
+        """After the last update of ``step``: metrics of what was prepared for it."""
+        tokens = sum(count for count, _ in self._prepared)
+        names = self._prepared[0][1]
+        metrics = {name: sum(count * row[name] for count, row in self._prepared) / tokens for name in names}
+        self._prepared = []
+        if self._kl_coef:
+            self._kl_coef = self._adaptive_kl.update(self._kl_coef, metrics["kl/reference"])
+        await self._refresh(step)
+        return metrics
+
+    async def _ask_models(self, batch: Batch) -> None:
+        """Columns of what the models say of the batch's tokens, all of them side by side."""
+        temperature = self._config.rollout.temperature
+        answers = await asyncio.gather(
+            *(self._dispatch.forward(role, batch, temperature=temperature) for role in self._columns)
+        )
+        for (output, column), answer in zip(self._columns.values(), answers, strict=True):
+            batch.columns[column] = answer[output]
+
+    async def _scores(self, role: str, rollouts: list[Rollout]) -> torch.Tensor:
+        """What a reward model says of each completion, [N]."""
+        batch, ends = whole_texts(rollouts)
+        return (await self._dispatch.forward(role, batch, temperature=1.0))["values"][ends]
+
+    def _penalty(self, batch: Batch) -> tuple[dict[str, float], torch.Tensor]:
+        """Metrics of the distance to the reference, and the reward of each completion token for it, [C]."""
+        spoken, columns = batch.weights > 0, batch.columns
+        nothing = torch.zeros(int(spoken.sum()))
+        if "reference_logprobs" not in columns:
+            return {}, nothing
+        policy, reference = columns[self._algorithm.proximal_column][spoken], columns["reference_logprobs"][spoken]
+        metrics = {"kl/reference": float(kl(policy, reference, "k3").mean()), "kl/coef": self._kl_coef}
+        if not self._algorithm.reward_kl_coef:
+            return metrics, nothing
+        return metrics, -self._kl_coef * kl(policy, reference, self._algorithm.reward_kl_estimator)
+
+    def _correct(self, batch: Batch, sequence: torch.Tensor) -> dict[str, float]:
+        """The column that weighs what was not drawn from the weights it trains; its metrics."""
+        spoken, columns = batch.weights > 0, batch.columns
+        weights, metrics = correction_weights(
+            self._corrections,
+            columns["proximal_logprobs"][spoken],
+            columns["behaviour_logprobs"][spoken],
+            self._dispatch.policy.version - columns["versions"][spoken],
+            sequence,
+        )
+        columns["correction"] = batch.spread(weights)
+        return metrics
+
+    async def _refresh(self, step: int) -> None:
+        """Have the reference be what the policy is, where it is time; no checkpoint needs what goes for it."""
+        every = self._config.reference.refresh_every
+        if not (self._dispatch.has("reference") and every and step % every == 0):
+            return
+        await self._dispatch.copy_weights("policy", "reference", self._folder / f"policy-{step}")
+        checkpoint = self._config.trainer.checkpoint
+        if checkpoint.keep_latest_k:
+            oldest = step - (checkpoint.keep_latest_k + 1) * checkpoint.interval
+            for folder in self._folder.glob("policy-*"):
+                if int(folder.name.removeprefix("policy-")) < oldest - oldest % every:
+                    shutil.rmtree(folder)
+
+
+def columns_of(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """By role, which of a model's outputs becomes which column of a batch."""
+    algorithm, columns = config.algorithm, dict[str, tuple[str, str]]()
+    if algorithm.recomputes:
+        columns["policy"] = ("logprobs", "proximal_logprobs")
+    if algorithm.kl_coef:
+        columns["reference"] = ("logprobs", "reference_logprobs")
+    if algorithm.advantage.needs_values:
+        columns["critic"] = ("values", "old_values")
+    return columns | {name: (role.head, role.column) for name, role in config.roles.items() if role.column}

@@ -80,7 +80,7 @@ def random_batch(config: RunConfig, seed: int) -> Batch:
     return Batch(
         tokens=torch.randint(vocab_size, owner.shape, generator=draw),
         lengths=prompts + completions,
-        weights=token_weights(completions, config.algorithm.loss.reduction)[owner] * spoken,
+        weights=token_weights(completions, config.algorithm.loss.reduction, config.rollout.max_tokens)[owner] * spoken,
         columns={"advantages": advantages, "behaviour_logprobs": uniform, "reference_logprobs": uniform},
     )
 

@@ -88,7 +88,7 @@ class Processes:
         supervisor = Supervisor()
         workers = config.rollout.reward_workers
         common: dict[str, Any] = {"folder": folder, "seed": 0, "deadlines": config.deadlines}
-        self.trainer = TrainerMesh(config.trainer, config.model, supervisor, steps=1_000_000, **common)
+        self.trainer = TrainerMesh(config.trainer, config.model, supervisor, name="trainer", steps=1_000_000, **common)
         self.generator = GeneratorMesh(config.generator, config.model, supervisor, name="generator-0", **common)
         self.rewards = RewardWorkers(config.data, config.model, supervisor, count=workers, say=print, **common)
         self.task = config.data.build(seed=0, model=config.model)

@@ -1,0 +1,36 @@
+"""The benchmark of algorithms: every config trains, and only those that solve the task count as solved."""
+
+import json
+
+import pytest
+
+from tests.bench.programs import module, python
+
+SCRIPT = "scripts/bench/algorithms.py"
+
+
+def test_what_each_algorithm_came_to_is_told():
+    printed = python(SCRIPT, "--tiny", "--seeds", "1", "--steps", "2", "--only", "dppo", "--json").splitlines()
+    result = json.loads(printed[-1])
+    assert result["solved"] == []
+    assert len(result["algorithms"]["dppo"]["rewards"][0]) == 2
+
+
+def test_an_algorithm_has_solved_the_task_when_every_seed_has(monkeypatch, tmp_path):
+    bench = module(SCRIPT, monkeypatch)
+    ends = {("ppo", 0): 0.95, ("ppo", 1): 0.89, ("rloo", 0): 0.91, ("rloo", 1): 1.0}
+    rise = [step / 100 for step in range(101)]
+    monkeypatch.setattr(bench, "train", lambda name, seed, *_: (rise, ends[name, seed]))
+    result = bench.compare(["ppo", "rloo"], 2, [], tmp_path)
+    assert result["solved"] == ["rloo"]
+    assert result["algorithms"]["rloo"]["steps"] == 96  # the mean of 0.86 to 0.95 is the first above 0.9
+    bench.plot(result, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("kind", ["ON_POLICY", "OFF_POLICY"])
+def test_every_config_is_one_that_a_run_accepts(monkeypatch, kind):
+    from rl.cli import parse_config
+
+    for name in getattr(module(SCRIPT, monkeypatch), kind):
+        parse_config(["--config", f"algorithm_configs.{name}"], program="rl.train")

@@ -273,9 +273,13 @@ class RunConfig:
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
-    colocate: Literal["none", "models"] = "none"
-    """Which meshes share devices. ``models``: trainer, reference and critic; one at a time has memory there, the others
-    wait in the host's. ``none``: each has devices of its own, where there are enough."""
+    colocate: Literal["none", "models", "all"] = "none"
+    """Which meshes share devices: one at a time has memory there, the others wait in the host's.
+
+    - ``none``: each has devices of its own, where there are enough.
+    - ``models``: trainer, reference, critic and roles share theirs.
+    - ``all``: the generators too, which forget keys and values meanwhile. Only in lockstep.
+    """
 
     max_restarts: int = 3
     """Times that a dead mesh, trainer or generator, is started again without progress in between; one more ends the

@@ -27,7 +27,7 @@ class Meshes:
     def __init__(self, config: RunConfig, folder: Path, say: Callable[[str], None]):
         self._config, self._folder, self._supervisor = config, folder, Supervisor()
         self._generators: list[GeneratorMesh] = []
-        self._shares = config.colocate == "models"
+        self._shares = config.colocate != "none"
         self.models: dict[str, WorkerGroup] = {}
         """By role."""
         self._add(TrainerMesh, "policy", config.trainer, name="trainer")
@@ -74,13 +74,16 @@ class Meshes:
 
     @property
     def shared(self) -> list[str]:
-        """Roles of models on the same devices."""
-        return [*self.models] if self._shares else []
+        """Roles on the same devices."""
+        generator = ["generator"] if self._config.colocate == "all" else []
+        return [*self.models, *generator] if self._shares else []
 
     def _devices(self) -> int:
-        """Of all models so far."""
+        """That are taken by the models so far."""
+        if self._config.colocate == "all":
+            return 0
         ranks = [model.ranks for model in self.models.values()]
-        return max(ranks) if self._shares else sum(ranks)
+        return max(ranks, default=0) if self._shares else sum(ranks)
 
     def generator(self, number: int) -> GeneratorMesh:
         """Generator ``number``."""

@@ -318,6 +318,12 @@ def _validate_algorithm(config: RunConfig) -> None:
         f"algorithm.adaptive_kl.target is {algorithm.adaptive_kl.target}; it must be 0 where no "
         "algorithm.loss.kl_coef or algorithm.reward_kl_coef above 0 is there to steer",
     )
+    alone = config.colocate != "all" or (config.rollout.max_staleness == 0 and config.generator.enforce_eager)
+    _require(
+        alone,
+        "colocate is 'all'; it must be 'none' or 'models' unless rollout.max_staleness is 0 (nothing is generated "
+        "while the trainer has the devices) and generator.enforce_eager is True (compiled code keeps addresses)",
+    )
     longest = config.rollout.max_tokens
     _require(
         algorithm.overlong_buffer <= longest,

@@ -77,6 +77,20 @@ class Generator(Actor):
         await self._loop.reset_prefix_cache()
 
     @concurrent_endpoint
+    async def abort(self) -> None:
+        await self._loop.abort()
+        for _ in range(2):  # what one turn of the loop is told, all ranks have done before the turn after the next
+            await self._loop.run_between_steps(lambda engine: None)
+
+    @concurrent_endpoint
+    async def offload(self) -> None:
+        await self._loop.run_between_steps(lambda engine: engine.offload())
+
+    @concurrent_endpoint
+    async def onload(self) -> None:
+        await self._loop.run_between_steps(lambda engine: engine.onload())
+
+    @concurrent_endpoint
     async def weight_digests(self) -> PartDigests:
         return await self._loop.run_between_steps(lambda engine: digests(engine.parameters()))
 
@@ -174,6 +188,15 @@ class GeneratorMesh(Mesh):
     async def weight_digests(self) -> list[PartDigests]:
         """Digests of every rank's parameters."""
         return await self._group.call("weight_digests", deadline=self._deadlines.call)
+
+    async def offload(self) -> None:
+        """Move the weights to host memory and forget all keys and values; what is in flight is aborted."""
+        await self._group.call("abort", rank=0, deadline=self._deadlines.call)
+        await self._group.call("offload", deadline=self._deadlines.call)
+
+    async def onload(self) -> None:
+        """Bring the weights back, bit for bit."""
+        await self._group.call("onload", deadline=self._deadlines.call)
 
     async def close(self) -> None:
         """Let vLLM clean up; the processes end."""

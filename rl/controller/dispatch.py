@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 from torchtitan.config import Configurable
 
-from rl.actors.group import start_anew
 from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import Outputs, WorkerGroup
 from rl.controller.together import beside
@@ -16,6 +15,14 @@ from rl.errors import ActorFailure
 from rl.types import Batch
 
 Part = Literal["model", "optimizer"]
+
+
+class Guest(Protocol):
+    """What shares devices with models and is no worker group."""
+
+    async def offload(self) -> None: ...
+
+    async def onload(self) -> None: ...
 
 
 class Dispatch:
@@ -32,10 +39,12 @@ class Dispatch:
 
     def __init__(self, groups: Mapping[str, WorkerGroup], shared: Collection[str] = ()):
         self._groups, self._shared = groups, frozenset(shared)
+        self._guests: dict[str, Guest] = {}
         self._switching = asyncio.Lock()  # fair: who waits for another role is not overtaken
         self._idle = asyncio.Event()
         self._there: dict[str, set[Part]] = {}
         self._rates: dict[str, dict[str, float | None]] = {}
+        self._changed: set[str] = set()  # whose weights are others than they started with
         self._callers = 0
 
     @property
@@ -49,15 +58,25 @@ class Dispatch:
 
     async def start(self) -> None:
         """Start every group that is not at work; those that share devices one after another."""
-        self._callers, self._there = 0, {r: parts for r, parts in self._there.items() if self._groups[r].is_running}
+        lost = [role for role, group in self._groups.items() if not group.is_running]
+        self._there = {role: parts for role, parts in self._there.items() if role not in lost}
         async with beside() as work:
-            for role in self._groups.keys() - self._shared:
-                work.create_task(start_anew(self._groups[role]))
-        for role in self._groups:
-            if role in self._shared and not self._groups[role].is_running:
-                await self._make_room()
-                await start_anew(self._groups[role])
-                self._there = {role: {"model", "optimizer"}}
+            for role in lost:
+                work.create_task(self._start(role))
+
+    async def _start(self, role: str) -> None:
+        """Start a group anew, alone on the devices that it shares."""
+        group = self._groups[role]
+        self._changed.discard(role)
+        if role not in self._shared:
+            await group.stop()
+            await group.start()
+            return
+        async with self._switching:
+            await self._make_room()
+            await group.stop()
+            await group.start()
+            self._there = {role: {"model", "optimizer"}}
 
     async def failed(self) -> ActorFailure:
         """How a group was lost, once one is."""
@@ -71,20 +90,21 @@ class Dispatch:
 
     async def forward(self, role: str, batch: Batch, *, temperature: float) -> Outputs:
         """What the model puts out for each token, float32 [T] in the batch's order."""
-        async with self.resident(role, "model") as group:
-            return await group.forward(batch, temperature=temperature)
+        async with self.resident(role, "model"):
+            return await self._groups[role].forward(batch, temperature=temperature)
 
     async def forward_backward(
         self, role: str, batch: Batch, loss: Configurable.Config, *, temperature: float
     ) -> tuple[Outputs, dict[str, float]]:
         """Add the gradient of ``loss`` on ``batch``; what ``forward`` returns, and metrics."""
-        async with self.resident(role, "model", "optimizer") as group:
-            return await group.forward_backward(batch, loss, temperature=temperature)
+        async with self.resident(role, "model", "optimizer"):
+            return await self._groups[role].forward_backward(batch, loss, temperature=temperature)
 
     async def optim_step(self, role: str, **options: Any) -> dict[str, float]:
         """Step on what was accumulated; options are those of WorkerGroup.optim_step."""
-        async with self.resident(role, "model", "optimizer") as group:
-            return await group.optim_step(**self._rates.get(role, {}), **options)
+        self._changed.add(role)
+        async with self.resident(role, "model", "optimizer"):
+            return await self._groups[role].optim_step(**self._rates.get(role, {}), **options)
 
     def set_lr(self, role: str, lr: float | None) -> None:
         """Take ``lr`` for all further optimizer steps, in place of the schedule's; None for the schedule's again."""
@@ -92,42 +112,55 @@ class Dispatch:
 
     async def save_checkpoint(self, role: str, step: int, run_state: dict[str, Any]) -> None:
         """Write checkpoint ``step``, with ``run_state`` in it."""
-        async with self.resident(role, "model", "optimizer") as group:
-            await group.save_checkpoint(step, run_state)
+        async with self.resident(role, "model", "optimizer"):
+            await self._groups[role].save_checkpoint(step, run_state)
 
     async def init_model(self, role: str) -> None:
         """Give the model the weights that its config starts from; what was saved of it is deleted."""
-        await self.load_checkpoint(role, 0)
+        if role in self._changed:  # a model is made once in a process
+            await self._start(role)
+        async with self.resident(role, "model", "optimizer"):
+            await self._groups[role].load_checkpoint(0)
 
     async def load_checkpoint(self, role: str, step: int = -1) -> tuple[dict[str, Any], list[str]]:
-        """Load checkpoint ``step``, the newest if -1, or for 0 what the config starts from.
+        """Load checkpoint ``step``, or the newest; where there is none, as for step 0, do as ``init_model``.
 
-        Returns its state, and names of incomplete ones.
+        Returns its state, empty where there is none, and names of incomplete ones.
         """
-        async with self.resident(role, "model", "optimizer") as group:
-            return await group.load_checkpoint(step)
+        async with self.resident(role, "model", "optimizer"):
+            state, ignored = await self._groups[role].load_checkpoint(step)
+        if step > 0 or state:
+            self._changed.add(role)
+        elif role in self._changed:
+            await self.init_model(role)
+        return state, ignored
 
     async def export_hf(self, role: str, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
-        async with self.resident(role, "model") as group:
-            await group.export_hf(folder)
+        async with self.resident(role, "model"):
+            await self._groups[role].export_hf(folder)
 
     async def copy_weights(self, role: str, to: str, folder: Path) -> None:
         """Give ``to`` the parameters of ``role``, whatever the layouts, and keep them in ``folder``."""
-        async with self.resident(role, "model") as group:
-            await group.save_weights(folder)
+        async with self.resident(role, "model"):
+            await self._groups[role].save_weights(folder)
         await self.load_weights(to, folder)
 
     async def load_weights(self, role: str, folder: Path) -> None:
         """Take parameters that ``copy_weights`` has kept."""
-        async with self.resident(role, "model") as group:
-            await group.load_weights(folder)
+        self._changed.add(role)
+        async with self.resident(role, "model"):
+            await self._groups[role].load_weights(folder)
+
+    def share(self, role: str, guest: Guest) -> None:
+        """Have ``guest`` take its turn where ``role`` is one of those that share devices."""
+        self._guests[role] = guest
 
     @asynccontextmanager
-    async def resident(self, role: str, *parts: Part) -> AsyncIterator[WorkerGroup]:
-        """The group of ``role``, whose ``parts`` stay on its devices for as long as the block runs."""
+    async def resident(self, role: str, *parts: Part) -> AsyncIterator[None]:
+        """``parts`` of ``role`` stay on its devices while the block runs. Not to be nested: others may wait."""
         if role not in self._shared:
-            yield self._groups[role]
+            yield
             return
         async with self._switching:
             if role not in self._there:
@@ -135,14 +168,20 @@ class Dispatch:
                 self._there = {role: set()}
             missing = {*parts} - self._there[role]
             if missing:
-                await self._groups[role].onload(model="model" in missing, optimizer="optimizer" in missing)
+                await self._bring_back(role, missing)
                 self._there[role] |= missing
             self._callers += 1
         try:
-            yield self._groups[role]
+            yield
         finally:
             self._callers -= 1
             self._idle.set()
+
+    async def _bring_back(self, role: str, missing: set[Part]) -> None:
+        if role in self._guests:
+            await self._guests[role].onload()
+        else:
+            await self._groups[role].onload(model="model" in missing, optimizer="optimizer" in missing)
 
     async def _make_room(self) -> None:
         """Move what is there to host memory, once nobody uses it."""
@@ -151,5 +190,5 @@ class Dispatch:
             await self._idle.wait()
         for role, parts in self._there.items():
             if parts:
-                await self._groups[role].offload()
+                await (self._guests.get(role) or self._groups[role]).offload()
         self._there = {}

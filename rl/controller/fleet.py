@@ -1,14 +1,15 @@
 """The generators of a run: they start, fail, come back, join and leave while it goes on."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.group import start_anew
 from rl.config import RunConfig
 from rl.controller.push import WeightPush
-from rl.controller.router import Router
+from rl.controller.router import Router, Turn
 from rl.controller.together import beside
 from rl.errors import ActorFailure, RunError
 
@@ -36,9 +37,10 @@ class Fleet:
         push: WeightPush,
         asked: Path,
         say: Callable[[str], None],
+        turn: Turn = nullcontext,
     ):
         self._make, self._router, self._push = make, router, push
-        self._max_restarts, self._asked, self._say = config.max_restarts, asked, say
+        self._max_restarts, self._asked, self._say, self._turn = config.max_restarts, asked, say, turn
         self._meshes = {number: make(number) for number in range(config.generator.replicas)}
         self.restarts = 0
         """How often a generator was started again, over the run."""
@@ -50,9 +52,24 @@ class Fleet:
 
     async def start(self) -> None:
         """Start, side by side, every generator that is not running."""
-        async with beside() as work:
+        async with self._turn(), beside() as work:
             for mesh in self.meshes:
                 work.create_task(start_anew(mesh))
+
+    async def offload(self) -> None:
+        """Move all weights to host memory; what nobody waits for any more is aborted."""
+        await asyncio.gather(*(self._unless_lost(mesh.offload) for mesh in self.meshes if mesh.is_running))
+
+    async def onload(self) -> None:
+        """Bring them back."""
+        await asyncio.gather(*(self._unless_lost(mesh.onload) for mesh in self.meshes if mesh.is_running))
+
+    async def _unless_lost(self, call: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await call()
+        except ActorFailure as failure:  # whoever keeps it sees to that
+            if not failure.is_lost:
+                raise
 
     async def connect(self, step: int) -> str:
         """Connect all to a trainer that was just started, and bring them its weights; the push's plan."""
@@ -99,7 +116,8 @@ class Fleet:
         """Have it join where it has not, and see how it fails."""
         try:
             if mesh not in self._router.replicas:
-                await start_anew(mesh)
+                async with self._turn():
+                    await start_anew(mesh)
                 await self._push.join(mesh)
                 self._router.join(mesh)
                 self._say(f"{mesh.name} has joined")

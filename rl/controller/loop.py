@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 
 from rl.actors.generator import GeneratorMesh
@@ -51,7 +52,8 @@ class Controller:
     ):
         self.config, self.task, self.dispatch, self.rewards = config, task, dispatch, rewards
         self.record, self.progress = record, progress
-        self.watch, self.changed, self.router = Stopwatch(), Signal(), Router()
+        generating = partial(dispatch.resident, "generator", "model")
+        self.watch, self.changed, self.router = Stopwatch(), Signal(), Router(generating)
         self.report = Report(config, record, progress, self.watch)
         self.ledger = Ledger(
             groups_per_step=config.rollout.prompts_per_step,
@@ -60,7 +62,10 @@ class Controller:
         )
         self.learner = Learner(config, dispatch, record.folder / "reference")
         self.push = WeightPush(config, dispatch, self.watch, self.changed)
-        self.fleet = Fleet(config, make_generator, self.router, self.push, record.folder / "replicas", progress.warn)
+        self.fleet = Fleet(
+            config, make_generator, self.router, self.push, record.folder / "replicas", progress.warn, generating
+        )
+        dispatch.share("generator", self.fleet)
         rollouter = Rollouter(rewards.score, seed=config.seed, watch=self.watch)
         self.evaluation = Evaluation(config, task, rollouter, self.router)
         self.sampler = Sampler(config, task, rollouter, self.router, self.push, self.changed, self.evaluate_if_due)

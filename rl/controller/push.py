@@ -85,8 +85,8 @@ class WeightPush:
         """Bring one generator, new or started again, what the others have."""
         async with self._joining:
             taken = self._numbers.values()
-            number = self._numbers.setdefault(generator, min(set(range(len(taken) + 1)) - set(taken)))
-            await generator.connect(self._transfer, self._addresses, generator=number)
+            self._numbers.setdefault(generator, min(set(range(len(taken) + 1)) - set(taken)))
+            await self._connect(generator)
             await self._pull(generator, self._versions[self._arrived if self._on_demand else self._published])
 
     def part(self, generator: GeneratorMesh) -> None:
@@ -129,7 +129,9 @@ class WeightPush:
         """Plan the routes and open both ends of each."""
         generators = list(self._numbers)
         async with self._dispatch.resident("policy", "model"):
-            sources, wanted = await asyncio.gather(self._trainer.layouts(), generators[0].layouts())
+            sources = await self._trainer.layouts()
+        async with self._dispatch.resident("generator", "model"):
+            wanted = await generators[0].layouts()
         self._transfer = Transfer(
             transport=choose_transport(self._config.transport, [domain for domain, _ in [*sources, *wanted]]),
             dtype=generators[0].dtype,
@@ -141,10 +143,12 @@ class WeightPush:
         plan = self._transfer.describe()
         async with self._dispatch.resident("policy", "model"):
             self._addresses = await self._trainer.open_publishers(self._transfer)
-        await asyncio.gather(
-            *(each.connect(self._transfer, self._addresses, generator=number) for each, number in self._numbers.items())
-        )
+        await asyncio.gather(*(self._connect(generator) for generator in generators))
         return plan
+
+    async def _connect(self, generator: GeneratorMesh) -> None:
+        async with self._dispatch.resident("generator", "model"):
+            await generator.connect(self._transfer, self._addresses, generator=self._numbers[generator])
 
     async def _publish_each(self) -> None:
         while True:
@@ -189,12 +193,13 @@ class WeightPush:
 
     async def _pull(self, generator: GeneratorMesh, version: int) -> float:
         """Seconds that generation stood still for it."""
-        pause = await generator.pull_weights(version)
-        if self._canary.tolerance > 0:
-            with self._watch.span("check"):
-                self._unchecked.append((generator, version, await self._canary.ask(generator, version)))
-        elif self._config.digests:
-            self._unchecked.append((generator, version, None))
+        async with self._dispatch.resident("generator", "model"):
+            pause = await generator.pull_weights(version)
+            if self._canary.tolerance > 0:
+                with self._watch.span("check"):
+                    self._unchecked.append((generator, version, await self._canary.ask(generator, version)))
+            elif self._config.digests:
+                self._unchecked.append((generator, version, None))
         self._changed.notify()
         return pause
 
@@ -229,9 +234,9 @@ class WeightPush:
 
     async def _compare_digests(self, generator: GeneratorMesh, version: int) -> None:
         async with self._dispatch.resident("policy", "model"):
-            sources, wanted = await asyncio.gather(
-                self._trainer.weight_digests(generator.dtype), generator.weight_digests()
-            )
+            sources = await self._trainer.weight_digests(generator.dtype)
+        async with self._dispatch.resident("generator", "model"):
+            wanted = await generator.weight_digests()
         trained = _merged(sources, f"push of policy version {version}: trainer")
         pushed = _merged(wanted, f"push of policy version {version}: {generator.name}")
         if wrong := [name for name in trained if pushed.get(name) != trained[name]]:

@@ -1,6 +1,8 @@
 """Which generator answers which requests."""
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +17,10 @@ class Replica(Protocol):
     """A generator that can be asked. Every call raises ActorFailure once it is lost."""
 
     async def generate(self, requests: list[GenerationRequest], *, fresh: bool = False) -> list[Completion]: ...
+
+
+Turn = Callable[[], AbstractAsyncContextManager[None]]
+"""Generators have their devices for as long as a block under what it gives runs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +39,8 @@ class Router:
         completions = await router.generate(requests, session="train/7")
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Turn = nullcontext) -> None:
+        self._turn = turn
         self._places: dict[Replica, _Place] = {}
         self._homes: dict[object, Replica] = {}
         self._changed = Signal()
@@ -77,7 +84,8 @@ class Router:
             place = self._choose(session)
             place.load += len(requests)
             try:
-                completions = await place.replica.generate(requests, fresh=alone)
+                async with self._turn():
+                    completions = await place.replica.generate(requests, fresh=alone)
                 self.served[place.replica] += len(completions)
                 return completions
             except ActorFailure as failure:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rl.errors import RunError
 from rl.generation import prefix_cache
 from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
+from rl.model.host_memory import HostMemory
 from rl.model.parts import Part, local_parts
 from rl.model.shape import ModelConfig, ModelShape, hf_config, shape_of
 from rl.model.tp_plan import check_generator, generator_layout
@@ -49,6 +50,7 @@ class GenerationEngine:
         self._engine = _start(config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed)
         self._model = self._engine.model_executor.driver_worker.get_model()
         self._group = _tp_group()
+        self._host, self._caches = HostMemory(), dict[torch.UntypedStorage, int]()
         self._layout = generator_layout(
             self.shape,
             fuse_qkv=model.fuse_qkv,
@@ -85,6 +87,30 @@ class GenerationEngine:
         """Let no request find a prefix of those before it. Raises RunError where one is in flight."""
         if not self._engine.reset_prefix_cache():
             raise RunError("vLLM did not reset its prefix cache: a request is in flight")
+
+    def offload(self) -> None:
+        """Move the weights to host memory and drop the KV cache; their device memory is free until ``onload``.
+
+        Raises RunError where a request is in flight. On CUDA the same lines run, which no test covers.
+        """
+        if self._host.holds:
+            return
+        self.reset_prefix_cache()
+        self._host.take(parameter.data for parameter in self._model.titan.parameters())
+        self._model.weights_away()
+        caches = self._engine.model_executor.driver_worker.model_runner.kv_caches
+        self._caches = {cache.untyped_storage(): cache.untyped_storage().nbytes() for cache in caches}
+        for storage in self._caches:
+            storage.resize_(0)
+
+    def onload(self) -> None:
+        """Bring the weights back, bit for bit, with an empty KV cache."""
+        if not self._host.holds:
+            return
+        self._host.bring_back()
+        self._model.weights_changed()
+        for storage, size in self._caches.items():
+            storage.resize_(size)
 
     def check(self, request: GenerationRequest) -> None:
         """Raise ValueError for a request that cannot be served, RunError where no weights were ever pushed."""

@@ -71,6 +71,9 @@ class PackedWeight(nn.Module):
         self.handler = kernels.create_onednn_mm(weight.t(), KEPT_SHAPES)
         self.address.copy_(self.handler.handler_tensor)
 
+    def empty(self) -> None:
+        del self.handler
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(*x.shape[:-1], self.handler.n)
         torch.ops._C.onednn_mm(out, x.reshape(-1, self.handler.k), None, self.address)
@@ -134,3 +137,10 @@ def pack(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, PackedLinear | PackedFeedForward):
             module.pack()
+
+
+def unpack(model: nn.Module) -> None:
+    """Free the packed copies; nothing can be computed until ``pack``."""
+    for module in model.modules():
+        if isinstance(module, PackedWeight):
+            module.empty()

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.registry import ModelRegistry
 
-from rl.generation.kernels import can_pack, pack, use_kernels
+from rl.generation.kernels import can_pack, pack, unpack, use_kernels
 from rl.model.parts import Layout, local_parts, local_shapes
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelShape
@@ -190,6 +190,10 @@ class TillerQwen3ForCausalLM(nn.Module):
     def weights_changed(self) -> None:
         """To be called after parameters were written."""
         pack(self.titan)
+
+    def weights_away(self) -> None:
+        """To be called when nobody will ask for anything before ``weights_changed``."""
+        unpack(self.titan)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.titan.tok_embeddings(input_ids)

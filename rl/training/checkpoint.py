@@ -151,13 +151,12 @@ class Checkpointer:
 
     def _load(self, path: Path, step: int, *, what: str, advice: str = "") -> None:
         """Have the manager load ``step``, which lies at ``path``, once it is known to be of this model."""
-        weights, model_only = self._manager.states[MODEL].state_dict(), False
-        if step == -1 and self._config.initial_load_model_only:
-            model_only = True
-            if not on_first_rank(what, lambda: _has_adapters(_saved_shapes(path))):
-                weights = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
-        ours = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        on_first_rank(what, lambda: _check_model(path, ours), advice=advice)
+        weights = self._manager.states[MODEL].state_dict()
+        model_only = step == -1 and self._config.initial_load_model_only
+        saved = on_first_rank(what, lambda: _saved_shapes(path), advice=advice)
+        if model_only and not _has_adapters(saved):  # a base, for which adapters stay as they are
+            weights = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
+        _check_model(path, saved, {name: tuple(tensor.shape) for name, tensor in weights.items()})
         with failures_as_run_error(what, advice=advice):
             if model_only:
                 dcp.load(weights, checkpoint_id=path)
@@ -250,9 +249,8 @@ def _has_adapters(names: Iterable[str]) -> bool:
     return any(map(is_adapter, names))
 
 
-def _check_model(path: Path, ours: Shapes) -> None:
-    """Raise RunError if the checkpoint's weights are not named and sized as ``ours``; DCP ignores surplus ones."""
-    saved = _saved_shapes(path)
+def _check_model(path: Path, saved: Shapes, ours: Shapes) -> None:
+    """Raise RunError if the ``saved`` weights are not named and sized as ``ours``; DCP ignores surplus ones."""
     if _has_adapters(ours) and not _has_adapters(saved):
         raise RunError(
             f"{path} was saved without trainer.lora; give new adapters a base, as trainer.checkpoint.initial_load_path "

@@ -14,6 +14,7 @@ from torchtitan.tools.utils import get_local_device
 from rl.algorithms.losses import PerToken
 from rl.algorithms.tokens import Tokens
 from rl.errors import RunError
+from rl.model.host_memory import HostMemory
 from rl.model.parts import Parts
 from rl.model.shape import ModelConfig
 from rl.platform import device_type
@@ -24,7 +25,6 @@ from rl.training.lora import MergedWeights
 from rl.training.metrics import MetricTotals
 from rl.training.micro_batches import Cutting, MicroBatch, lay_out, plan
 from rl.training.model import build_model, reshard
-from rl.training.residency import HostMemory
 from rl.types import Batch, Head
 
 Loss = Callable[[Tokens], PerToken]
@@ -188,9 +188,8 @@ class TrainingEngine:
         else:
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
-        self.optimizers.zero_grad()
         totals = self._totals.reduce()
-        self._weight, self._totals = 0.0, MetricTotals(self.device, self._batch_group)
+        self._forget_gradients()
         if self.skipped_in_a_row > self.config.max_skipped_steps:
             raise RunError(
                 f"{self.skipped_in_a_row} optimizer steps in a row had a gradient norm of {norm} and were skipped, "
@@ -210,8 +209,13 @@ class TrainingEngine:
         return self._merged.parts()
 
     def weights_loaded(self) -> None:
-        """To be called by whoever has written into the parameters."""
+        """To be called by whoever has written into the parameters; what was accumulated is of others."""
+        self._forget_gradients()
         self._merged.refresh()
+
+    def _forget_gradients(self) -> None:
+        self.optimizers.zero_grad()
+        self._weight, self._totals = 0.0, MetricTotals(self.device, self._batch_group)
 
     def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
         """Move parameters, or gradients and optimizer state, to host memory; their device memory is free."""

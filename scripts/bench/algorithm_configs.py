@@ -27,11 +27,10 @@ def grpo_kl() -> RunConfig:
     return config
 
 
-def dapo_overlong() -> RunConfig:
-    """DAPO: clip-higher, the mean over tokens, other groups for those that teach nothing, soft overlong punishment."""
+def dapo_loss() -> RunConfig:
+    """DAPO's clip-higher and mean over tokens, and other groups for those that teach nothing."""
     config = quickstart()
-    config.algorithm.loss, config.algorithm.overlong_buffer = dapo(entropy_coef=ENTROPY), 2
-    config.rollout.max_replacements = 8
+    config.algorithm.loss, config.rollout.max_replacements = dapo(entropy_coef=ENTROPY), 8
     return config
 
 

@@ -28,6 +28,7 @@ import torch
 
 from rl.cli import find_config
 from rl.config import RunConfig
+from rl.controller.dispatch import Dispatch
 from rl.controller.loop import Controller
 from rl.errors import ActorFailure
 from rl.model.parts import Box, Region
@@ -96,13 +97,13 @@ class Trainer(Mesh):
         await asyncio.sleep(0)
         return {}, {}
 
-    async def optim_step(self) -> dict[str, float]:
+    async def optim_step(self, **_: Any) -> dict[str, float]:
         await asyncio.sleep(0)
         self.version += 1
         self.marks.resident.append(_resident())
         return {"loss/mean": 0.0, "trainer/grad_norm": 1.0}
 
-    async def load_checkpoint(self) -> tuple[dict, list[str]]:
+    async def load_checkpoint(self, step: int) -> tuple[dict, list[str]]:
         return {}, []
 
     async def save_checkpoint(self, step: int, state: dict) -> None:
@@ -175,7 +176,8 @@ def run(config: RunConfig) -> tuple[Marks, float]:
     with tempfile.TemporaryDirectory() as folder:
         marks = Marks()
         task = config.data.build(seed=0, model=config.model)
-        meshes: Any = (Trainer(marks), lambda number: Generator(marks), Rewards())
+        trainer: Any = Trainer(marks)
+        meshes: Any = (Dispatch({"policy": trainer}), lambda number: Generator(marks), Rewards())
         record = RunRecord(folder)
         controller = Controller(config, task, *meshes, record, Progress(config.steps, quiet=True))
         asyncio.run(controller.run())

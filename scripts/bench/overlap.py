@@ -35,6 +35,7 @@ from rl.actors.reward import RewardWorkers
 from rl.actors.trainer import TrainerMesh
 from rl.cli import find_config
 from rl.config import RunConfig
+from rl.controller.dispatch import Dispatch
 from rl.controller.loop import Controller
 from rl.launch.local import start_runtime, stop_runtime
 from rl.model.shape import ModelConfig
@@ -98,7 +99,7 @@ class Processes:
         config, rollout, before = self.config, self.config.rollout, self.steps
         rollout.pipeline, rollout.max_staleness, rollout.parts_per_step = mode.pipeline, mode.max_staleness, mode.parts
         config.steps = self.steps = before + steps
-        meshes = self.trainer, lambda number: self.generator, self.rewards
+        meshes = Dispatch({"policy": self.trainer}), lambda number: self.generator, self.rewards
         await Controller(config, self.task, *meshes, self.record, Progress(config.steps, quiet=True)).run()
         ledger = [json.loads(line) for line in self.record.ledger_path.read_text().splitlines()]
         return self.record.read_metrics()[before:], ledger[before:]

@@ -7,6 +7,7 @@ import torch
 
 from rl.algorithms.losses import grpo
 from rl.config import RolloutConfig, RunConfig
+from rl.controller.dispatch import Dispatch
 from rl.controller.push import WeightPush
 from rl.controller.together import Signal, beside
 from rl.errors import RunError
@@ -48,7 +49,7 @@ def make_push(trainer, generator, weights: dict) -> WeightPush:
         generator=GeneratorConfig(block_size=32),
         weights=WeightPushConfig(**weights),
     )
-    return WeightPush(config, trainer, Stopwatch(), Signal())
+    return WeightPush(config, Dispatch({"policy": trainer}), Stopwatch(), Signal())
 
 
 async def pushed(push: WeightPush, trainer) -> None:

@@ -27,7 +27,8 @@ class Group:
 
     def __init__(self, name: str, device: Device, pauses: list[int]):
         self.name, self.device, self._pauses = name, device, pauses
-        self.is_running, self.calls = False, 0
+        self.is_running, self.calls, self.starts = False, 0, 0
+        self.weights, self.saved = "", False
 
     @property
     def here(self) -> set[str]:
@@ -37,7 +38,7 @@ class Group:
         assert not any(self.device.holds.values()), f"{self.name} starts beside another"
         await asyncio.sleep(0)
         self.here.update({"model", "optimizer"})
-        self.is_running = True
+        self.is_running, self.starts = True, self.starts + 1
 
     async def stop(self):
         self.here.clear()
@@ -61,8 +62,12 @@ class Group:
     async def forward_backward(self, batch, loss, **_):
         return await self._call("forward_backward")
 
+    async def load_checkpoint(self, step):
+        self.weights = "first" if step < 1 and not self.saved else "saved"
+        return ({"step": 7} if step == -1 and self.saved else {}), []
+
     async def optim_step(self, **options):
-        self.options = options
+        self.options, self.weights = options, "trained"
         return await self._call("optim_step")
 
     async def _call(self, name: str):
@@ -75,7 +80,7 @@ class Group:
 
 
 def dispatch_of(device: Device, pauses: list[int], shared=ROLES) -> Dispatch:
-    return Dispatch({role: Group(role, device, pauses) for role in ROLES}, shared)
+    return Dispatch({role: Group(role, device if role in shared else Device(), pauses) for role in ROLES}, shared)
 
 
 async def call(dispatch: Dispatch, role: str, name: str):
@@ -199,3 +204,25 @@ def test_the_controller_knows_nothing_of_ranks_micro_batches_or_devices():
         assert not used & names, f"{file}: {used & names}"
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not any((module or "").startswith(("rl.training", "rl.generation", "vllm")) for module in imported), file
+
+
+@pytest.mark.parametrize("shared", [(), ROLES])
+def test_a_model_goes_back_to_what_it_began_as_by_a_new_start_where_it_has_changed(shared):
+    async def run():
+        dispatch = dispatch_of(Device(), [], shared)
+        await dispatch.start()
+        policy = dispatch._groups["policy"]
+        await dispatch.load_checkpoint("policy")
+        await dispatch.init_model("policy")
+        assert policy.starts == 1
+        await dispatch.optim_step("policy")
+        assert (await dispatch.load_checkpoint("policy"))[0] == {}  # none was saved before it was given up
+        assert (policy.starts, policy.weights) == (2, "first")
+        policy.saved = True
+        await dispatch.optim_step("policy")
+        assert (await dispatch.load_checkpoint("policy"))[0] == {"step": 7}
+        assert policy.starts == 2
+        await dispatch.init_model("policy")
+        assert policy.starts == 3
+
+    asyncio.run(asyncio.wait_for(run(), 10))

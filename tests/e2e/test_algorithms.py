@@ -4,34 +4,35 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.pipelines import COMMON
 from tests.e2e.runs import TINY, Run, digest, numbers
 
-UPDATES = 4
-HELD_BACK = (
-    *(*COMMON, "--steps", "10", "--rollout.max_staleness", "1"),
-    *("--algorithm.loss.kl_coef", "0.05", "--algorithm.adaptive_kl.target", "0.01", "--reference.refresh_every", "4"),
-    *("--algorithm.update_epochs", "2", "--algorithm.mini_batch", "2", "--algorithm.proximal", "recomputed"),
+STEPS, UPDATES = 5, 4
+MANY_MODELS = ("--config", "tests.e2e.configs.many_models", *COMMON[2:], "--steps", str(STEPS))
+
+
+@pytest.mark.parametrize(
+    "kills", [(), pytest.param(((2, "reference"), (4, "critic")), marks=pytest.mark.long)], ids=["quiet", "kills"]
 )
-
-
-def test_neither_shared_devices_nor_a_lost_reference_change_a_number(tmp_path, finished):
-    whole = finished(*HELD_BACK)
+def test_neither_shared_devices_nor_lost_models_change_a_number(tmp_path, finished, kills):
+    whole = finished(*MANY_MODELS)
     rows = whole.metrics()
-    assert [row["policy_version"] for row in rows] == [UPDATES * step for step in range(1, 11)]
-    assert [row["rollout/staleness_max"] for row in rows] == [0, *[UPDATES] * 9]
+    assert [row["policy_version"] for row in rows] == [UPDATES * step for step in range(1, STEPS + 1)]
     drift = [row["kl/reference"] for row in rows]
-    assert drift[0] == drift[4] == drift[8] == 0.0  # it is then what the policy is
-    assert min(drift[3], drift[7]) > 1e-4
-    assert all(row["ratio/mean"] != 1.0 for row in rows)
+    assert drift[0] == drift[2] == drift[4] == 0.0  # it is then what the policy is
+    assert min(drift[1], drift[3]) > 1e-4
+    assert all(row["critic/grad_norm"] > 0 for row in rows)
 
-    run = Run(*HELD_BACK, "--colocate", "models", folder=tmp_path / "run")
-    run.until(lambda: len(run.metrics()) >= 6)
-    run.strike("reference", signal.SIGKILL)
+    run = Run(*MANY_MODELS, "--colocate", "all", folder=tmp_path / "run")
+    for step, model in kills:
+        run.until(lambda step=step: len(run.metrics()) >= step and "push over" in run.stdout)
+        run.strike(model, signal.SIGKILL)
+        run.until(lambda model=model: f"warning: {model} rank 0, " in run.stdout)
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
-    assert "warning: reference rank 0, " in run.stdout
-    assert run.json("summary.json")["restarts"] == 1
+    assert run.json("summary.json")["restarts"] == len(kills)
     assert numbers(run, "push/") == numbers(whole, "push/")
     assert digest(run) == digest(whole)
 

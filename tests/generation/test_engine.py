@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,16 @@ def test_other_forms_of_the_model_give_the_same_logprobs_as_torchtitan(one_rank,
     (completions,) = one_rank.run(generate, asked(max_tokens=40))
     one_rank.rebuild(TIED_FUSED)
     assert max(error(policy, p, c) for p, c in zip(PROMPTS, completions, strict=True)) <= 1e-5
+
+
+def test_away_it_takes_no_memory_and_back_it_says_the_same(one_or_two_ranks):
+    before = one_or_two_ranks.run(generate, asked(max_tokens=20))
+    for rank in one_or_two_ranks.run(away_and_back):
+        assert rank["here"] > rank["cache"] > 0
+        assert rank["away"] == 0
+        assert rank["back"] == rank["here"]
+        assert rank["same"]
+    assert one_or_two_ranks.run(generate, asked(max_tokens=20)) == before
 
 
 def test_parameters_are_named_as_the_trainer_names_them(generator, policy):
@@ -205,3 +216,23 @@ def abort_one_of_two(engine):
     while engine.busy:
         done.update(engine.step())
     return done
+
+
+def away_and_back(engine) -> dict[str, Any]:
+    """Bytes of weights and cache before, meanwhile and afterwards; twice, since the second finds it away already."""
+    caches = engine._engine.model_executor.driver_worker.model_runner.kv_caches
+
+    live = [part.tensor for part in engine.parameters()]
+
+    def held(tensors) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    said: dict[str, Any] = {"here": held([*live, *caches]), "cache": held(caches)}
+    weights = [tensor.clone() for tensor in live]
+    engine.offload()
+    engine.offload()
+    said["away"] = held([*live, *caches])
+    engine.onload()
+    engine.onload()
+    said["same"] = all(map(torch.equal, weights, live))
+    return said | {"back": held([*live, *caches])}

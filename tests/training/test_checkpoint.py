@@ -17,7 +17,18 @@ from tests.training.disk import (
     write_to_a_disk_full_on_rank_1,
 )
 from tests.training.ranks import on_ranks
-from tests.training.scenes import LAYOUTS, RUN_STATE, TIED_FUSED, engine_of, handed_over, learn, ragged_batch, resume
+from tests.training.scenes import (
+    LAYOUTS,
+    LOSS,
+    RUN_STATE,
+    TEMPERATURE,
+    TIED_FUSED,
+    engine_of,
+    handed_over,
+    learn,
+    ragged_batch,
+    resume,
+)
 
 PAIRS = [
     ("tied_fused", "fsdp2_tp2", "alone"),
@@ -146,6 +157,16 @@ def test_the_newest_are_kept_and_a_run_can_go_back_to_any_of_them(one):
     assert checkpointer.load() == {"step": 14}
     checkpointer.load(0)
     assert names_in(checkpoints) == []
+
+
+def test_what_was_accumulated_before_a_load_is_forgotten(one):
+    engine, checkpointer, _ = one
+    checkpointer.save(1, {})
+    wanted = learn(engine, ragged_batch(seed=2))
+    checkpointer.load(1)
+    engine.forward_backward(ragged_batch(seed=1), LOSS.build(), temperature=TEMPERATURE)  # of a step that was given up
+    checkpointer.load(1)
+    assert learn(engine, ragged_batch(seed=2)) == wanted
 
 
 def test_incomplete_checkpoints_do_not_count_and_go_once_a_newer_one_is_complete(one):

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 
 import torch
-
-from rl.training.model import local_tensor
+from torch.distributed.tensor import DTensor
 
 
 class HostMemory:
@@ -53,7 +52,7 @@ class HostMemory:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return local_tensor(tensor).untyped_storage()
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -17,6 +17,7 @@ import rl.actors.generator as generator_module
 from rl.actors.generator import Generator, GeneratorMesh
 from rl.actors.supervisor import Supervisor
 from rl.actors.trainer import PolicyTrainer, TrainerMesh
+from rl.actors.worker import WorkerGroup
 from rl.config import DeadlineConfig
 from rl.generation.config import GeneratorConfig
 from rl.model.parts import Box, Part
@@ -167,6 +168,13 @@ class Meshes:
         self._meshes.append(mesh)
         await self.start(mesh)
         return mesh
+
+    async def worker(self, name: str, config: TrainerConfig, model: ModelConfig) -> WorkerGroup:
+        options: dict[str, Any] = {"folder": self._folder, "seed": 0, "deadlines": DEADLINES}
+        group = WorkerGroup(config, model, self._supervisor, name=name, steps=10, **options)
+        self._meshes.append(group)
+        await group.start()
+        return group
 
     async def generator(self, config: GeneratorConfig, model: ModelConfig, *, heartbeat: float = 0.0) -> GeneratorMesh:
         options = {"folder": self._folder, "seed": 0, "deadlines": replace(DEADLINES, heartbeat=heartbeat)}

@@ -1,8 +1,9 @@
-"""The same mathematics in float64, one sequence at a time, with nothing of Tiller or torchtitan."""
+"""The same mathematics in float64, one sequence at a time; of Tiller only losses, which have tests of their own."""
 
 import torch
 
 from rl.algorithms.losses import GSPOLoss
+from rl.algorithms.tokens import Tokens
 
 EPS = 1e-6
 
@@ -111,6 +112,22 @@ def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
         apart = prior[1:].double() - logprobs
         cost = -gain - loss.entropy_coef * entropy + loss.kl_coef * (apart.exp() - 1 - apart)
         total = total + (weights[1:] * cost)[weights[1:] > 0].sum()
+    return total
+
+
+def loss_sum_by_tokens(model: Qwen3, batch, loss, *, temperature: float):
+    """The same of any loss, which is called with one sequence at a time, in float64."""
+    total, call, sizes = torch.tensor(0.0, dtype=torch.float64), loss.build(), batch.lengths.tolist()
+    columns = {name: values.split(sizes) for name, values in batch.columns.items()}
+    for row, (tokens, weights) in enumerate(zip(batch.tokens.split(sizes), batch.weights.split(sizes), strict=True)):
+        counted = weights[1:] > 0
+        if not counted.any():
+            continue
+        logprobs, entropy = per_token(model, tokens.tolist(), temperature)
+        own = {name: values[row][1:][counted].double() for name, values in columns.items()}
+        said = {"logprobs": logprobs[counted], "entropy": entropy[counted]}
+        cost, _ = call(Tokens(own | said, sequence=torch.zeros(int(counted.sum()), dtype=torch.int64)))
+        total = total + (weights[1:][counted] * cost).sum()
     return total
 
 

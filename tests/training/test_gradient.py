@@ -10,8 +10,17 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-from rl.algorithms.losses import grpo
-from tests.training.reference import loss_sum, of_scene, per_token, relative_error, worst_error
+from rl.algorithms.losses import (
+    CISPOLoss,
+    ClippedLoss,
+    CrossEntropyLoss,
+    DistillationLoss,
+    DPPOLoss,
+    GSPOLoss,
+    ImportanceSamplingLoss,
+    grpo,
+)
+from tests.training.reference import loss_sum, loss_sum_by_tokens, of_scene, per_token, relative_error, worst_error
 from tests.training.scenes import (
     BY_SEQUENCE,
     CUTS,
@@ -121,6 +130,39 @@ def test_any_partition_has_the_gradient_of_the_whole(engine, data):
     assert min(gradient.norm() for gradient in wanted.values()) > 1e-3
     assert relative_error(gradients_of(engine), wanted) <= 1e-6
     assert worst_error(gradients_of(engine), wanted) <= 4e-6
+
+
+LOSSES = {
+    "dual clip": ClippedLoss.Config(dual_clip=1.5, kl_coef=0.1, kl_estimator="k2"),
+    "GSPO": GSPOLoss.Config(clip_low=0.25, clip_high=0.25, kl_coef=0.1),
+    "GSPO by token": GSPOLoss.Config(clip_low=0.25, clip_high=0.25, token_level=True),
+    "CISPO": CISPOLoss.Config(clip_low=0.2, clip_high=0.2, entropy_coef=0.05),
+    "DPPO": DPPOLoss.Config(threshold=0.02),
+    "importance sampling": ImportanceSamplingLoss.Config(),
+    "cross-entropy": CrossEntropyLoss.Config(),
+    "distillation": DistillationLoss.Config(entropy_coef=0.05),
+}
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["plain", "corrected"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_has_the_gradient_of_one_sequence_at_a_time(engine, loss, corrected):
+    (engine, weights), batch, config = engine, ragged_batch(seed=4), LOSSES[loss]
+    draw = torch.Generator().manual_seed(5)
+    near = batch.columns["behaviour_logprobs"] + 0.1 * torch.randn(len(batch.tokens), generator=draw)
+    batch.columns["teacher_logprobs"] = torch.randn(len(batch.tokens), generator=draw) * 0.3 - 3.4
+    if corrected:
+        weighed = torch.rand(len(batch.tokens), generator=draw) * 2
+        batch.columns.update(proximal_logprobs=near, correction=weighed)
+    model = of_scene(weights)
+    loss_sum_by_tokens(model, batch, config, temperature=TEMPERATURE).backward()
+    wanted = {name: weight.grad for name, weight in model.weights.items()}
+    for calls, cut in (([[0, 1, 2, 3, 4]], {"micro_batch_size": 5}), ([[3, 0], [1, 2, 4]], {"packing": False})):
+        cut_by(engine, **cut)
+        engine.optimizers.zero_grad()
+        for rows in calls:
+            engine.forward_backward(batch.select(rows), config.build(), temperature=TEMPERATURE)
+        assert relative_error(gradients_of(engine), wanted) <= 1e-6
 
 
 COMPUTE = {

@@ -1,0 +1,145 @@
+"""Memory of a policy, its reference and its critic on one device: each with its own part of it, or by turns.
+
+Usage: python scripts/bench/colocation.py [--steps N] [--json]
+
+Three engines of one rank take PPO steps, in the order in which the controller asks them, through its Dispatch:
+log-probs of policy and reference, values, gradients and steps of policy and critic. Counted are the bytes that
+parameters, gradients and optimizer states have on the device after every call; activations come on top in both cases,
+those of one model at a time. "peak" is the largest sum. Both sides end with the same weights, which is checked.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+from ranks import on_ranks
+
+import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
+from rl.algorithms.losses import ClippedLoss, ValueLoss
+from rl.controller.dispatch import Dispatch
+from rl.model.shape import ModelConfig
+from rl.training.config import TrainerConfig
+from rl.training.engine import TrainingEngine
+from rl.training.model import local_tensor
+from rl.types import Batch, Head
+from rl.weights.digest import digests, merge_digests, policy_digest
+
+MODEL = ModelConfig(
+    vocab_size=4096, dim=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=768, max_seq_len=128
+)
+ROLES: dict[str, Head] = {"policy": "logprobs", "reference": "logprobs", "critic": "values"}
+
+
+class Local:
+    """An engine of this process as a group that Dispatch can call."""
+
+    def __init__(self, head: Head, folder: str, usage: "Usage"):
+        self._head, self._folder, self._usage = head, folder, usage
+        self.is_running = False
+
+    async def start(self) -> None:
+        self.engine = TrainingEngine(TrainerConfig(), MODEL, head=self._head, seed=0, steps=1000, folder=self._folder)
+        self._usage.engines.append(self.engine)
+        self.is_running = True
+
+    async def stop(self) -> None:
+        pass
+
+    async def forward(self, batch: Batch, *, temperature: float) -> Any:
+        return self._usage.noted(self.engine.forward(batch, temperature=temperature))
+
+    async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> Any:
+        return self._usage.noted(self.engine.forward_backward(batch, loss.build(), temperature=temperature))
+
+    async def optim_step(self, **options: Any) -> Any:
+        return self._usage.noted(self.engine.optim_step(**options))
+
+    async def offload(self) -> None:
+        self.engine.offload()
+
+    async def onload(self, *, model: bool, optimizer: bool) -> None:
+        self.engine.onload(model=model, optimizer=optimizer)
+
+
+class Usage:
+    """Bytes on the device after each call."""
+
+    def __init__(self) -> None:
+        self.engines: list[TrainingEngine] = []
+        self.bytes: list[int] = []
+
+    def noted(self, answer: Any) -> Any:
+        self.bytes.append(sum(map(device_bytes, self.engines)))
+        return answer
+
+
+def device_bytes(engine: TrainingEngine) -> int:
+    """Of parameters, gradients and optimizer states."""
+    parameters = list(engine.model.parameters())
+    states = [value for each in engine.optimizers for state in each.state.values() for value in state.values()]
+    tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None), *(s for s in states if s.dim())]
+    storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())  # FSDP's gradients share some
+
+
+def batch_of(seed: int) -> Batch:
+    draw, lengths = torch.Generator().manual_seed(seed), [64] * 16
+    count = sum(lengths)
+    weights = (torch.arange(count) % 64 > 16).float()
+    columns = {name: torch.randn(count, generator=draw) for name in ("advantages", "returns")}
+    tokens = torch.randint(MODEL.vocab_size, (count,), generator=draw)
+    return Batch(tokens=tokens, lengths=torch.tensor(lengths), weights=weights, columns=columns)
+
+
+def train(shared: list[str], steps: int, folder: str) -> tuple[list[int], str]:
+    """Bytes after each call, and a hash of all weights in the end."""
+    return asyncio.run(_train(shared, steps, folder))
+
+
+async def _train(shared: list[str], steps: int, folder: str) -> tuple[list[int], str]:
+    usage = Usage()
+    groups: dict[str, Any] = {role: Local(head, folder, usage) for role, head in ROLES.items()}
+    dispatch = Dispatch(groups, shared)
+    await dispatch.start()
+    losses: dict[str, Any] = {"policy": ClippedLoss.Config(kl_coef=0.1), "critic": ValueLoss.Config()}
+    columns = {"policy": "behaviour_logprobs", "reference": "reference_logprobs", "critic": "old_values"}
+    for step in range(steps):
+        batch = batch_of(step)
+        for role, head in ROLES.items():
+            batch.columns[columns[role]] = (await dispatch.forward(role, batch, temperature=1.0))[head]
+        for role, loss in losses.items():
+            await dispatch.forward_backward(role, batch, loss, temperature=1.0)
+            await dispatch.optim_step(role)
+    for group in groups.values():
+        group.engine.onload()
+    found = [merge_digests([digests(group.engine.parts().values())]) for group in groups.values()]
+    return usage.bytes, "".join(map(policy_digest, found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3, help="of each side")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    found = {}
+    for name, shared in (("separate", []), ("colocated", list(ROLES))):
+        with tempfile.TemporaryDirectory() as folder:
+            (found[name],) = on_ranks(1, train, shared, arguments.steps, folder)
+    assert found["separate"][1] == found["colocated"][1], "the weights differ"
+    peaks = {name: max(used) for name, (used, _) in found.items()}
+    for name, peak in peaks.items():
+        print(f"{name:9} peak {peak / 2**20:7.1f} MiB on the device")
+    result = {"colocated_over_separate": peaks["colocated"] / peaks["separate"], "peak_bytes": peaks}
+    print(f"colocated over separate {result['colocated_over_separate']:.2f}, the same weights in the end")
+    if arguments.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

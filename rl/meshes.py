@@ -137,7 +137,7 @@ def _role_config(config: RunConfig, name: str) -> TrainerConfig:
         config.trainer.checkpoint,
         folder=name,
         enable=False,
-        initial_load_path=role.checkpoint,
+        initial_load_path=str(Path(role.checkpoint).resolve()) if role.checkpoint else None,
         initial_load_model_only=True,
         initial_load_in_hf=False,
     )

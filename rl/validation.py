@@ -1,6 +1,7 @@
 """What a run cannot work with, said before any process starts."""
 
 from dataclasses import fields
+from pathlib import Path
 from typing import get_args
 
 from torchtitan.config import ParallelismConfig
@@ -353,6 +354,11 @@ def _validate_roles(config: RunConfig) -> None:
             bool(role.checkpoint or (role.model.hf_path and role.head == "logprobs")),
             f"roles.{name}.checkpoint is not set; it must say where the weights are, or model.hf_path where "
             f"roles.{name}.head is 'logprobs'",
+        )
+        _require(
+            role.checkpoint is None or Path(role.checkpoint, ".metadata").is_file(),
+            f"roles.{name}.checkpoint is {role.checkpoint!r}, where no complete checkpoint is; name the folder of one, "
+            "as RUN/checkpoints/step-100",
         )
         _require(
             role.reward_weight == 0 or role.head == "values",

@@ -185,6 +185,16 @@ def beside() -> RunConfig:
     return config
 
 
+@pytest.fixture
+def checkpoints(tmp_path, monkeypatch):
+    """What the roles name is there."""
+    for step in ("step-1", "step-2"):
+        (tmp_path / "some" / step).mkdir(parents=True)
+        (tmp_path / "some" / step / ".metadata").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("checkpoints")
 def test_models_beside_the_policy_have_layouts_of_their_own():
     parsed = parse(
         *(
@@ -211,6 +221,8 @@ def test_models_beside_the_policy_have_layouts_of_their_own():
         (lambda c: c.roles.update({"policy": c.roles["teacher"]}), "roles: 'policy' cannot be the name of a role"),
         (lambda c: setattr(c.roles["judge"], "head", "logprobs"), "roles.judge.reward_weight is 1.0; it must be"),
         (lambda c: setattr(c.roles["judge"], "checkpoint", None), "roles.judge.checkpoint is not set; it must"),
+        (lambda c: setattr(c.roles["judge"], "checkpoint", "some/step-3"),
+         "roles.judge.checkpoint is 'some/step-3', where no complete checkpoint is"),
         (lambda c: setattr(c.roles["teacher"], "model", replace(c.model, vocab_size=32)),
          "roles.teacher.model.vocab_size is 32; it must be that of the policy, 16"),
         (lambda c: setattr(c.roles["teacher"], "model", replace(c.model, max_seq_len=8)),
@@ -220,6 +232,7 @@ def test_models_beside_the_policy_have_layouts_of_their_own():
          "rollout.parts_per_step is 2; it must be 1 where a step has several updates or its advantages"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("checkpoints")
 def test_a_model_beside_the_policy_that_cannot_work_is_refused_by_name(edit, message):
     config = beside()
     edit(config)

@@ -54,10 +54,11 @@ class Learner:
         if self._dispatch.has("critic"):
             await self._dispatch.load_checkpoint("critic", step)
         if self._dispatch.has("reference"):
-            await self._dispatch.init_model("reference")
             every = self._config.reference.refresh_every
             if every and step >= every:
                 await self._dispatch.load_weights("reference", self._folder / f"policy-{step - step % every}")
+            else:
+                await self._dispatch.init_model("reference")
 
     async def save(self, step: int, state: dict[str, Any]) -> None:
         """Write checkpoint ``step``, with ``state`` in it; the policy's, which says where the run is, comes last."""

@@ -26,7 +26,6 @@ def dispatch(meshes):
     return meshes.run(start())
 
 
-@pytest.mark.long
 def test_groups_of_two_and_of_four_agree_on_any_number_of_sequences_in_their_order(meshes, dispatch):
     async def check():
         for count in range(1, len(batch()) + 1):
@@ -41,7 +40,6 @@ def test_groups_of_two_and_of_four_agree_on_any_number_of_sequences_in_their_ord
     meshes.run(check())
 
 
-@pytest.mark.long
 def test_a_failing_rank_is_named_with_its_group_and_the_call(meshes, dispatch):
     async def check():
         broken = batch()

@@ -5,7 +5,7 @@ from torchtitan.components.optimizer import default_adamw
 from configs.quickstart import quickstart
 from rl.algorithms.advantages import GAE, LeaveOneOut, ReinforcePlusPlus
 from rl.algorithms.corrections import Correction, MaskedIS, StalenessDecay, TruncatedIS
-from rl.algorithms.losses import CISPOLoss, ClippedLoss, DPPOLoss, GSPOLoss, dapo
+from rl.algorithms.losses import CISPOLoss, ClippedLoss, DPPOLoss, GSPOLoss, PolicyLoss, dapo
 from rl.config import RunConfig
 
 ENTROPY = 0.02
@@ -48,25 +48,26 @@ def reinforce_plus_plus() -> RunConfig:
     return config
 
 
-def gspo() -> RunConfig:
-    """One clipped ratio per sequence, two updates a step."""
+def _twice(loss: PolicyLoss.Config) -> RunConfig:
+    """Two updates a step, so that ratios are not 1 in the second."""
     config = quickstart()
-    config.algorithm.loss, config.algorithm.mini_batch = GSPOLoss.Config(entropy_coef=ENTROPY), 16
+    config.algorithm.loss, config.algorithm.mini_batch = loss, 16
     return config
+
+
+def gspo() -> RunConfig:
+    """One clipped ratio per sequence."""
+    return _twice(GSPOLoss.Config(entropy_coef=ENTROPY))
 
 
 def cispo() -> RunConfig:
-    """Clipped weights, unclipped gradients, two updates a step."""
-    config = quickstart()
-    config.algorithm.loss, config.algorithm.mini_batch = CISPOLoss.Config(entropy_coef=ENTROPY), 16
-    return config
+    """Clipped weights, unclipped gradients."""
+    return _twice(CISPOLoss.Config(entropy_coef=ENTROPY))
 
 
 def dppo() -> RunConfig:
-    """A trust region of probabilities, two updates a step."""
-    config = quickstart()
-    config.algorithm.loss, config.algorithm.mini_batch = DPPOLoss.Config(entropy_coef=ENTROPY), 16
-    return config
+    """A trust region of probabilities."""
+    return _twice(DPPOLoss.Config(entropy_coef=ENTROPY))
 
 
 def stale() -> RunConfig:

@@ -9,7 +9,7 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 from rl.algorithms.advantages import GAE
-from rl.algorithms.losses import DistillationLoss
+from rl.algorithms.losses import ClippedLoss, DistillationLoss
 from rl.cli import find_config
 from rl.config import RoleConfig, RunConfig
 from rl.errors import ConfigError
@@ -227,6 +227,10 @@ def test_models_beside_the_policy_have_layouts_of_their_own():
          "roles.teacher.model.vocab_size is 32; it must be that of the policy, 16"),
         (lambda c: setattr(c.roles["teacher"], "model", replace(c.model, max_seq_len=8)),
          "roles.teacher.model.max_seq_len is 8; it must be at least 22"),
+        (lambda c: setattr(c.algorithm.loss, "kl_estimator", "k1"),
+         "algorithm.loss.kl_estimator is 'k1', whose gradient is 0 on average; in a loss it must be 'k2' or 'k3'"),
+        (lambda c: setattr(c.algorithm, "loss", ClippedLoss.Config(dual_clip=0.5)),
+         "algorithm.loss.dual_clip is 0.5; it must be 0, for none, or above 1"),
         (lambda c: setattr(c.algorithm, "reward_kl_coef", 0.1), "algorithm.reward_kl_coef is 0.1; it must be 0 with"),
         (lambda c: setattr(c.rollout, "pipeline", "asynchronous") or setattr(c.rollout, "parts_per_step", 2),
          "rollout.parts_per_step is 2; it must be 1 where a step has several updates or its advantages"),

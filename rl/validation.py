@@ -316,8 +316,8 @@ def _validate_algorithm(config: RunConfig) -> None:
     )
     _require(
         not algorithm.loss.kl_coef or algorithm.loss.kl_estimator != "k1",
-        "algorithm.loss.kl_estimator is 'k1', whose gradient is 0 on average; in a loss it must be 'k2' or 'k3', or set "
-        "algorithm.reward_kl_coef, where it can be any",
+        "algorithm.loss.kl_estimator is 'k1', whose gradient is 0 on average; in a loss it must be 'k2' or 'k3'; with "
+        "algorithm.reward_kl_coef it can be any",
     )
     dual = getattr(algorithm.loss, "dual_clip", 0.0)
     _require(dual == 0 or dual > 1, f"algorithm.loss.dual_clip is {dual}; it must be 0, for none, or above 1")

@@ -136,7 +136,12 @@ class ModelWorker(Actor):
 
 
 class WorkerGroup(Mesh):
-    """What the controller sees of a role's model: calls on whole batches, nothing of ranks."""
+    """What the controller sees of a role's model: calls on whole batches, nothing of ranks.
+
+    What takes a batch is dispatched by mesh: split among the data-parallel ranks, one part sent to the first rank of
+    each, and the answers put together in the batch's order, whatever the count. All else is passed through: the same
+    call to every rank.
+    """
 
     actor: type[ModelWorker] = ModelWorker
 

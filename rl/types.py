@@ -98,10 +98,15 @@ class Batch:
         owner = torch.repeat_interleave(torch.arange(len(index)), lengths)
         return torch.arange(len(owner)) + (starts - (lengths.cumsum(0) - lengths))[owner]
 
+    @property
+    def counted(self) -> torch.Tensor:
+        """Which tokens have weight above 0, bool [T]."""
+        return self.weights > 0
+
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """A column that has ``values`` where tokens have weight above 0, one for each of these, and 0 elsewhere."""
         column = torch.zeros(len(self.tokens))
-        column[self.weights > 0] = values
+        column[self.counted] = values
         return column
 
     def select(self, rows: Sequence[int]) -> "Batch":

@@ -15,8 +15,7 @@ from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.model.tp_plan import check_divides, check_generator
 from rl.platform import device_count, device_type
 from rl.training.attention import attention_config
-from rl.training.config import TrainerConfig, ranks_of
-from rl.training.model import adaptable_layers
+from rl.training.config import TrainerConfig, adaptable_layers, ranks_of
 
 MODEL_SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "max_seq_len")
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)

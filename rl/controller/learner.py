@@ -85,7 +85,7 @@ class Learner:
             groups=torch.tensor([rollout.prompt.ordinal for rollout in rollouts]),
             lengths=lengths,
             token_rewards=token_rewards,
-            values=batch.columns["old_values"][batch.weights > 0] if "old_values" in batch.columns else None,
+            values=batch.columns["old_values"][batch.counted] if "old_values" in batch.columns else None,
         )
         found = self._advantage(scored)
         batch.columns["advantages"] = batch.spread(found.advantages)
@@ -160,7 +160,7 @@ class Learner:
 
     def _penalty(self, batch: Batch) -> tuple[dict[str, float], torch.Tensor]:
         """Metrics of the distance to the reference, and the reward of each completion token for it, [C]."""
-        spoken, columns = batch.weights > 0, batch.columns
+        spoken, columns = batch.counted, batch.columns
         nothing = torch.zeros(int(spoken.sum()))
         if "reference_logprobs" not in columns:
             return {}, nothing
@@ -172,7 +172,7 @@ class Learner:
 
     def _correct(self, batch: Batch, sequence: torch.Tensor) -> dict[str, float]:
         """The column that weighs what was not drawn from the weights it trains; its metrics."""
-        spoken, columns = batch.weights > 0, batch.columns
+        spoken, columns = batch.counted, batch.columns
         weights, metrics = correction_weights(
             self._corrections,
             columns["proximal_logprobs"][spoken],

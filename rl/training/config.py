@@ -11,6 +11,8 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 
+from rl.model.shape import ModelConfig
+
 Float8Config = (
     Annotated[Float8LinearConverter.Config, tyro.conf.subcommand("linear")]
     | Annotated[None, tyro.conf.subcommand("none")]
@@ -27,6 +29,11 @@ def ranks_of(parallelism: ParallelismConfig) -> int:
     """Processes that a mesh of this layout needs."""
     dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
     return dp * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+
+
+def adaptable_layers(model: ModelConfig) -> list[str]:
+    """torchtitan's names of the linear layers that can have adapters: those of attention and feed-forward."""
+    return [*(["wqkv"] if model.fuse_qkv else ["wq", "wkv"]), "wo", "w1", "w2", "w3"]
 
 
 @dataclass(kw_only=True, slots=True)

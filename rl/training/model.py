@@ -29,7 +29,7 @@ from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, shape_of
 from rl.platform import device_type
 from rl.training.attention import attention_config
-from rl.training.config import TrainerConfig
+from rl.training.config import TrainerConfig, adaptable_layers
 from rl.training.logprobs import LogProbHead
 from rl.training.onednn import use_onednn
 from rl.training.values import ValueHead
@@ -149,11 +149,6 @@ def _in_float8(
         model_compile_enabled=compiled,
     )
     return converter.build().convert(model_config)
-
-
-def adaptable_layers(model: ModelConfig) -> list[str]:
-    """torchtitan's names of the linear layers that can have adapters: those of attention and feed-forward."""
-    return [*(["wqkv"] if model.fuse_qkv else ["wq", "wkv"]), "wo", "w1", "w2", "w3"]
 
 
 def _with_adapters(model_config: Qwen3Model.Config, lora: LoRAConverter.Config, layers: list[str]) -> Qwen3Model.Config:

@@ -127,6 +127,9 @@ class Dispatch:
 
         Returns its state, empty where there is none, and names of incomplete ones.
         """
+        if step == 0:
+            await self.init_model(role)
+            return {}, []
         async with self.resident(role, "model", "optimizer"):
             state, ignored = await self._groups[role].load_checkpoint(step)
         if step > 0 or state:

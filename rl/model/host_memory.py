@@ -51,8 +51,13 @@ class HostMemory:
             torch.cuda.synchronize()
 
 
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, sharing memory with the parameter."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+    return local_tensor(tensor).untyped_storage()
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

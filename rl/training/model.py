@@ -24,6 +24,7 @@ from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.tools.utils import set_default_dtype
 
+from rl.model.host_memory import local_tensor
 from rl.model.parts import Box, Part, Parts, Region
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, shape_of
@@ -205,11 +206,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, sharing memory with the parameter."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def local_box(parameter: torch.Tensor) -> Box:

@@ -23,10 +23,10 @@ from ranks import on_ranks
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
 from rl.algorithms.losses import ClippedLoss, ValueLoss
 from rl.controller.dispatch import Dispatch
+from rl.model.host_memory import local_tensor
 from rl.model.shape import ModelConfig
 from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
-from rl.training.model import local_tensor
 from rl.types import Batch, Head
 from rl.weights.digest import digests, merge_digests, policy_digest
 

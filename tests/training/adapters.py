@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torchtitan.components.lora import LoRAConverter
 
+from rl.model.host_memory import local_tensor
 from rl.model.parts import Box
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
-from rl.training.model import is_adapter, local_box, local_tensor
+from rl.training.model import is_adapter, local_box
 from rl.weights.digest import digests
 from tests.training.scenes import (
     LAYOUTS,

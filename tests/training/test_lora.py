@@ -10,9 +10,10 @@ from torchtitan.components.lora import LoRAConverter
 from transformers import Qwen3ForCausalLM
 
 from rl.errors import RunError
+from rl.model.host_memory import local_tensor
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
-from rl.training.model import is_adapter, local_tensor
+from rl.training.model import is_adapter
 from rl.weights.digest import digests, merge_digests
 from tests.training.adapters import LORA, STEPS, adapted, merged, play_adapted, wake
 from tests.training.disk import checkpointer_of

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from rl.model.host_memory import local_tensor
 from rl.training.checkpoint import Checkpointer
-from rl.training.model import local_tensor
 from tests.training.scenes import LOSS, MODELS, engine_of, gradients_of, learn, ragged_batch, weights_of
 
 

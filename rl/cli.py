@@ -4,9 +4,11 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,14 +16,14 @@ import tyro
 from torchtitan.config import ConfigManager
 from torchtitan.config.manager import custom_registry
 
-from rl.config import RunConfig
-from rl.errors import ConfigError
+from rl.config import RunConfig, thawed
+from rl.errors import ConfigError, require
 from rl.validation import validate
 
 USAGE = """usage: {program} --config NAME [--FIELD VALUE ...]
 
-NAME is a function of the configs package, or MODULE.FUNCTION of your own package. Any field of the
-config can be given, e.g. --seed 1 --trainer.parallelism.tensor_parallel_degree 2; a choice between
+NAME is a function of the configs package, MODULE.FUNCTION of your own package, or the config.json of a run. Any field
+of the config can be given, e.g. --seed 1 --trainer.parallelism.tensor_parallel_degree 2; a choice between
 kinds is given by its name, e.g. trainer.activation-checkpoint:full or trainer.float8:linear.
 {program} --config NAME --help lists them all.
 
@@ -31,7 +33,10 @@ configs: {configs}"""
 def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
     """The config's name and the resolved config. Raises ConfigError; ``--help`` prints and exits."""
     name, overrides = _take_name(list(arguments), program)
-    base = find_config(name)()
+    if name.endswith(".json"):
+        name, base = read_frozen(Path(name))
+    else:
+        base = find_config(name)()
     _check_field_names(base, overrides)
     ConfigManager.register_tyro_rules(custom_registry)
     try:
@@ -47,6 +52,14 @@ def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunCon
         raise ConfigError(str(error)) from error
     validate(config)
     return name, config
+
+
+def read_frozen(path: Path) -> tuple[str, RunConfig]:
+    """The config that a run wrote to ``path``, and its name. Raises ConfigError where it is not there, or is none."""
+    require(path.is_file(), f"--config {path}: there is no such file; name the config.json of a run")
+    content = json.loads(path.read_text())
+    require("config" in content, f"--config {path}: holds no config of a run")
+    return content["name"], thawed(content["config"])
 
 
 def find_config(name: str) -> Callable[[], RunConfig]:
@@ -74,12 +87,10 @@ def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
 
 
 def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
-    """Functions that ``module`` defines and annotates as returning a RunConfig."""
-    return {
-        name: function
-        for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == module.__name__ and function.__annotations__.get("return") in (RunConfig, "RunConfig")
-    }
+    """Public functions that ``module`` defines and annotates as returning a RunConfig."""
+    functions = inspect.getmembers(module, inspect.isfunction)
+    own = {name: each for name, each in functions if each.__module__ == module.__name__ and not name.startswith("_")}
+    return {name: each for name, each in own.items() if each.__annotations__.get("return") in (RunConfig, "RunConfig")}
 
 
 def _import(module_name: str, name: str) -> ModuleType:

@@ -2,7 +2,9 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pydoc import locate
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
 from torchtitan.config import Configurable, ParallelismConfig
@@ -11,6 +13,8 @@ from rl.algorithms.advantages import AdvantageEstimator, GroupAdvantage
 from rl.algorithms.corrections import Correction
 from rl.algorithms.kl import AdaptiveKL, Estimator
 from rl.algorithms.losses import ClippedLoss, PolicyLoss, ValueLoss
+from rl.cluster import HardwareConfig, KubernetesConfig, SlurmConfig
+from rl.errors import ConfigError, require
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.base import Task
@@ -272,6 +276,9 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 
     colocate: Literal["none", "models", "all"] = "none"
     """Which meshes share devices: one at a time has memory there, the others wait in the host's.
@@ -302,6 +309,11 @@ class RunConfig:
     """Print nothing but errors."""
 
     @property
+    def nodes(self) -> int:
+        """That the run needs, all its meshes together."""
+        return self.trainer.nodes + self.generator.nodes
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps of each step."""
         prompts, algorithm = self.rollout.prompts_per_step, self.algorithm
@@ -322,7 +334,40 @@ def frozen(value: Any) -> Any:
         return {str(k): frozen(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [frozen(v) for v in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else {"repr": repr(value)}
+
+
+def thawed(data: Any, kind: Any = RunConfig) -> Any:
+    """The value of type ``kind`` that ``frozen`` made ``data`` of.
+
+    Raises ConfigError where something has no form in JSON, or comes from another version of its code.
+    """
+    if isinstance(data, dict) and data.keys() == {"repr"}:
+        raise ConfigError(f"{data['repr']} cannot be read from a frozen config: let a config function make it")
+    if isinstance(data, dict) and "type" in data:
+        kind = locate(data["type"])
+        require(kind is not None, f"the frozen config has a {data['type']}, which is not there; is it on PYTHONPATH?")
+        data = {name: value for name, value in data.items() if name != "type"}
+    if get_origin(kind) in (Union, UnionType):
+        kind = next((member for member in get_args(kind) if _takes(member, data)), Any)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        types = get_type_hints(kind)
+        require(data.keys() <= types.keys(), f"{kind} has no {sorted(data.keys() - types.keys())}: another version's?")
+        return kind(**{name: thawed(value, types[name]) for name, value in data.items()})
+    parts = get_args(kind)
+    if isinstance(data, list):
+        items = [thawed(item, parts[0] if parts else Any) for item in data]
+        return tuple(items) if get_origin(kind) is tuple else items
+    if isinstance(data, dict):
+        return {name: thawed(item, parts[1] if parts else Any) for name, item in data.items()}
+    return data
+
+
+def _takes(kind: Any, data: Any) -> bool:
+    """Whether ``data`` may be of ``kind``, one of several."""
+    if dataclasses.is_dataclass(kind):
+        return isinstance(data, dict) and data.keys() == {field.name for field in dataclasses.fields(kind)}
+    return isinstance(data, list) and get_origin(kind) in (list, tuple)
 
 
 def changed_fields(before: Any, after: Any, name: str = "") -> list[str]:

@@ -1,6 +1,8 @@
 """How a run ends early, each way with its exit code, and what may fail without ending it."""
 
-from typing import Literal
+import os
+import sys
+from typing import Literal, NoReturn
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
@@ -8,12 +10,29 @@ EXIT_AGAIN = 75
 EXIT_INTERRUPTED = 130
 
 
+def end_program(code: int) -> NoReturn:
+    """End this process with ``code`` at once; Python would first take torch apart, for more than a second."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 class ConfigError(ValueError):
     """The configuration or the input it names cannot work; raised before any process starts."""
 
 
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError, which names field, value and what is allowed, unless ``condition`` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
 class RunError(RuntimeError):
     """A run failed after it started; the message names the actor, rank and call."""
+
+
+class NodeLost(RunError):
+    """A node did not come up or has gone; the run can go on from its newest checkpoint on other nodes."""
 
 
 class ActorFailure(RunError):

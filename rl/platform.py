@@ -31,6 +31,11 @@ def device_count() -> int:
     return torch.cuda.device_count()
 
 
+def device_name() -> str:
+    """What the driver of this host's first GPU calls it."""
+    return torch.cuda.get_device_name(0)
+
+
 def memory_domain() -> str:
     """Equal for processes that can map each other's memory: one boot of one host, one PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -5,20 +5,23 @@ import gc
 import os
 import shlex
 import signal
-import time
 import traceback
+from collections.abc import Coroutine
 from pathlib import Path
 
+from rl.actors.hosts import Hosts
+from rl.actors.nodes import Nodes
+from rl.actors.processes import start_runtime, stop_runtime
 from rl.cli import parse_config
 from rl.config import RunConfig, changed_fields, frozen
 from rl.controller.dispatch import Dispatch
 from rl.controller.loop import Controller
-from rl.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, ActorFailure, ConfigError
-from rl.launch.local import start_runtime, stop_runtime
+from rl.controller.together import beside
+from rl.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, ActorFailure, NodeLost, end_program, require
 from rl.meshes import Meshes
 from rl.observe.curves import reward_curve_text, write_curves_png
 from rl.observe.progress import Progress
-from rl.observe.record import RunRecord
+from rl.observe.record import RunRecord, run_folder
 from rl.tasks.base import Task
 
 
@@ -29,23 +32,26 @@ def run(arguments: list[str], *, program: str) -> int:
     """
     name, config = parse_config(arguments, program=program)
     task: Task = config.data.build(seed=config.seed, model=config.model)
-    folder = Path(config.output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    _check_folder(folder, config)
-    record = RunRecord(folder)
+    folder = run_folder(name, config.output_dir, resume=config.resume)
+    logs = Path(os.environ.get("TILLER_LOGS") or folder / "logs")
+    nodes = Nodes(logs / "workers")
+    _check_hosts(config, len(nodes.names) or 1)
+    record = RunRecord(folder, logs)
     command = f"{program} {shlex.join(arguments)}"
     resolved = frozen(config)
     changes = changed_fields(record.read_config()["config"], resolved) if config.resume else []
     changes = [change for change in changes if not change.startswith(("resume:", "quiet:", "output_dir:"))]
     record.write_config({"name": name, "command": command, "config": resolved})
 
-    start_runtime(record.logs / "controller.log")
+    there = nodes.gather(config.nodes, config.deadlines.start)
+    start_runtime(record.logs / "controller.log", nodes.own)
+    hosts = Hosts(record.logs, there)
     with Progress(config.steps, quiet=config.quiet) as progress:
         progress.note(f"run folder: {folder}")
         for change in changes:
             progress.note(f"resuming with another {change}")
         gc.freeze()  # a full collection would go through all that was imported, and halt the loop for 0.3 s
-        outcome = asyncio.run(_supervised(config, task, record, progress, command))
-        gc.unfreeze()  # what stays frozen, nanobind reports as leaked
+        outcome = asyncio.run(_supervised(config, task, hosts, nodes.lost(there), record, progress, command))
     stop_runtime()
     if isinstance(outcome, int):
         return outcome
@@ -54,19 +60,26 @@ def run(arguments: list[str], *, program: str) -> int:
 
 
 async def _supervised(
-    config: RunConfig, task: Task, record: RunRecord, progress: Progress, command: str
+    config: RunConfig,
+    task: Task,
+    hosts: Hosts,
+    node_lost: Coroutine[None, None, None],
+    record: RunRecord,
+    progress: Progress,
+    command: str,
 ) -> dict[str, object] | int:
     """The summary, or the exit code of a run that ended early; in any case no process stays behind."""
-    meshes = Meshes(config, record.folder, progress.warn)
+    meshes = Meshes(config, hosts, record.folder, progress.warn)
     controller = Controller(
         config, task, Dispatch(meshes.models, meshes.shared), meshes.generator, meshes.rewards, record, progress
     )
     interrupts = _Interrupts(controller)
     try:
         progress.stage(meshes.describe())
-        summary = await controller.run()
+        async with beside(node_lost):
+            summary = await controller.run()
+        await meshes.close()  # which waits for a save that is still being written
         if summary is not None:
-            await meshes.close()
             return summary
     except asyncio.CancelledError:
         pass  # interrupted before there was anything to finish
@@ -78,10 +91,13 @@ async def _supervised(
             f"details: {record.folder / 'failure.json'}\ncommand: {command}"
         )
         record.write_failure(failure)
+        if isinstance(error, NodeLost):
+            end_program(EXIT_AGAIN)  # its ranks will not answer; who started the workers ends the others
         return EXIT_FAILED
     finally:
         progress.stage("stopping")
         await meshes.stop()
+        await hosts.shut_down()
     progress.error(
         f"interrupted by {interrupts.name} after step {controller.step}; {_how_to_go_on(config, record, command)}"
     )
@@ -126,16 +142,14 @@ def _failure(error: Exception, controller: Controller) -> dict[str, object]:
     }
 
 
-def _check_folder(folder: Path, config: RunConfig) -> None:
-    holds_run = (folder / "config.json").exists()
-    if holds_run and not config.resume:
-        raise ConfigError(
-            f"output_dir: {folder} already holds a run; add --resume to go on with it, or name another folder"
-        )
-    if config.resume and not holds_run:
-        raise ConfigError(
-            f"--resume: output_dir {str(folder)!r} holds no run; name the folder of the run to go on with"
-        )
+def _check_hosts(config: RunConfig, there: int) -> None:
+    """Raise ConfigError unless this, with so many nodes, is where the config is to run."""
+    config.hardware.require_here()
+    require(
+        config.nodes <= there,
+        f"trainer.nodes={config.trainer.nodes} and generator.nodes={config.generator.nodes} need {config.nodes} nodes; "
+        f"this run has {there}: start it by python -m rl.launch slurm, or give --trainer.nodes 1 --generator.nodes 0",
+    )
 
 
 def _how_to_go_on(config: RunConfig, record: RunRecord, command: str) -> str:

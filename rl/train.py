@@ -1,12 +1,21 @@
 """The program: parse, provision, run, exit code.
 
-Exit codes: 0 done, 1 failed, 2 the config or its input cannot work, 128 + n ended by signal n.
+Exit codes: 0 done, 1 failed, 2 the config or its input cannot work, 75 to be started again, 128 + n ended by signal n.
 """
 
 import sys
 from collections.abc import Sequence
 
-from rl.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, RunError
+from rl.errors import (
+    EXIT_AGAIN,
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    NodeLost,
+    RunError,
+    end_program,
+)
 
 PROGRAM = "python -m rl.train"
 
@@ -22,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_CONFIG
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_AGAIN if isinstance(error, NodeLost) else EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted before the run started", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_program(main())

@@ -11,6 +11,23 @@ Head = Literal["logprobs", "values"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the ranks of a mesh are: in order over ``hosts`` of the run's hosts, from ``first_host`` on."""
+
+    first_host: int = 0
+    hosts: int = 1
+    ranks: int
+    """Of all these hosts, which have equal shares."""
+    first_device: int = 0
+    """The first of the mesh's GPUs on each host; the others follow."""
+
+    @property
+    def per_host(self) -> int:
+        """Ranks on each of its hosts."""
+        return self.ranks // self.hosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One question put to the policy.
 

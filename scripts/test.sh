@@ -14,6 +14,7 @@ if [ "${1:-}" = --all ]; then
 fi
 ruff check .
 ruff format --check .
+lint-imports &
 mypy
-lint-imports
+wait $!
 exec python -m pytest "${marks[@]}" "$@"

@@ -100,8 +100,7 @@ def parse_fields(fields: dict) -> RunConfig:
         {"generator.tensor_parallel_degree": 2},
     ],
 )
-def test_experts_can_be_divided_in_many_ways(fields, monkeypatch):
-    monkeypatch.setattr("rl.validation.device_type", lambda: "cpu")
+def test_experts_can_be_divided_in_many_ways(fields):
     assert parse_fields(MIXTURE | fields).model.num_experts == 4
 
 
@@ -124,8 +123,7 @@ def test_experts_can_be_divided_in_many_ways(fields, monkeypatch):
         ({DP: 16, EP: 2}, "the 8 shards must divide them"),
     ],
 )
-def test_experts_are_refused_where_they_cannot_be_divided_as_asked(fields, message, monkeypatch):
-    monkeypatch.setattr("rl.validation.device_type", lambda: "cpu")
+def test_experts_are_refused_where_they_cannot_be_divided_as_asked(fields, message):
     with pytest.raises(ConfigError, match=message):
         parse_fields(MIXTURE | fields)
 
@@ -133,7 +131,10 @@ def test_experts_are_refused_where_they_cannot_be_divided_as_asked(fields, messa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trainer.float8:linear"], "trainer.float8.emulate is False; it must be True on this host, .*SM89"),
+        (
+            ["trainer.float8:linear"],
+            "trainer.float8.emulate is False; it must be True where .* is 'auto': .*SM89",
+        ),
         (
             ["trainer.float8:linear", "--trainer.float8.emulate", "--trainer.compile.enable"],
             "trainer.float8.emulate is True; with trainer.compile.enable=True it must be False",
@@ -163,13 +164,13 @@ def test_experts_are_refused_where_they_cannot_be_divided_as_asked(fields, messa
     ],
 )
 def test_ways_to_train_that_cannot_work_are_refused(arguments, message, monkeypatch):
-    monkeypatch.setattr("rl.validation.has_cuda_capability", lambda *_: False)
+    monkeypatch.setattr("rl.cluster.has_cuda_capability", lambda *_: False)
     with pytest.raises(ConfigError, match=message):
         parse(*arguments)
 
 
 def test_a_gpu_of_the_right_kind_computes_in_float8_itself(monkeypatch):
-    monkeypatch.setattr("rl.validation.has_cuda_capability", lambda major, minor: (major, minor) <= (8, 9))
+    monkeypatch.setattr("rl.cluster.has_cuda_capability", lambda major, minor: (major, minor) <= (8, 9))
     assert not parse("trainer.float8:linear", "--trainer.compile.enable").trainer.float8.emulate
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rl.actors.hosts import Hosts
 from rl.algorithms.advantages import GAE
 from rl.cli import find_config
 from rl.config import RoleConfig, RunConfig
@@ -13,7 +14,7 @@ from rl.meshes import Meshes
 
 def meshes_of(config: RunConfig) -> Meshes:
     async def make() -> Meshes:
-        return Meshes(config, Path("unused"), print)
+        return Meshes(config, Hosts(Path("unused")), Path("unused"), print)
 
     return asyncio.run(make())
 

@@ -1,6 +1,5 @@
 """Generator: the vLLM engine loop as an actor, and the controller's handle to its mesh."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from rl.generation.config import GeneratorConfig, environment, shared_memory
 from rl.model.parts import Layout, Part, layout_of
 from rl.model.shape import ModelConfig
 from rl.platform import memory_domain
-from rl.types import Completion, GenerationRequest
+from rl.types import Completion, GenerationRequest, Place
 from rl.weights.digest import PartDigests, digests
 from rl.weights.open import open_subscriber
 from rl.weights.transport import Subscriber, Transfer
@@ -121,14 +120,13 @@ class GeneratorMesh(Mesh):
         supervisor: Supervisor,
         *,
         name: str,
-        folder: Path,
         seed: int,
         deadlines: Deadlines,
-        first_device: int = 0,
+        place: Place | None = None,
     ):
         self._config, self._model, self._supervisor = config, model, supervisor
-        self._folder, self._seed, self._deadlines, self._first_device = folder, seed, deadlines, first_device
-        self.name, self.ranks = name, config.tensor_parallel_degree
+        self._seed, self._deadlines = seed, deadlines
+        self.name, self._place = name, place or Place(ranks=config.tensor_parallel_degree)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._group, self._started = self._new_group(), False
         self._has_prefixes = False
@@ -136,20 +134,19 @@ class GeneratorMesh(Mesh):
         """Policy version that it generates with; None before the first pull."""
 
     def _new_group(self) -> ActorGroup:
-        return ActorGroup(self.name, self._supervisor, logs=self._folder / "logs", heartbeat=self._deadlines.heartbeat)
+        return ActorGroup(self.name, self._supervisor, heartbeat=self._deadlines.heartbeat)
 
     async def start(self) -> None:
         """Spawn the ranks and start their engines, without weights; again after ``stop``."""
         self._group, self._started, self.version = self._new_group(), False, None
         await self._group.spawn(
             Generator,
-            self.ranks,
+            self._place,
             self._config,
             self._model,
             self._seed,
             deadline=self._deadlines.start,
             env=environment(self._config),
-            first_device=self._first_device,
         )
         await self._group.call("start", deadline=self._deadlines.start)
         self._group.watch("serve")

@@ -12,13 +12,14 @@ from typing import Any, Literal, Protocol
 
 from monarch.actor import Actor, ActorError, ProcMesh, concurrent_endpoint
 
+from rl.actors.processes import Process, free_port, stop_procs
 from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure, RunError
-from rl.launch.local import Process, free_port, spawn_procs, stop_procs
 from rl.platform import memory_domain
+from rl.types import Place
 
 GRACE_S = 1.0  # what raised because a peer died is told of the death, which comes a moment later
-STOP_S = 5.0  # for Monarch to end processes its own way, and for the kernel to end killed ones
+STOP_S = 5.0  # for Monarch and the kernel to see that killed processes have ended
 REMOTE_STOP_S = 30.0  # for Monarch where nobody else can end them; it asks those that hang for 20 s
 
 PerRank = Mapping[int, Sequence[Any]]
@@ -43,6 +44,18 @@ class Pulse(Actor):
     async def heartbeat(self) -> tuple[str, int]:
         return memory_domain(), os.getpid()
 
+    @concurrent_endpoint
+    async def leave(self) -> None:
+        os._exit(0)
+
+    @concurrent_endpoint
+    async def free_port(self) -> int:
+        return free_port()
+
+    @concurrent_endpoint
+    async def meet_at(self, port: int) -> None:
+        os.environ["MASTER_PORT"] = str(port)
+
 
 class ActorGroup:
     """The ranks of one role, from ``spawn`` to ``stop``. Every call ends: with results, or an ActorFailure.
@@ -50,44 +63,41 @@ class ActorGroup:
     What an endpoint raises is the failure of that call. A rank that died, or gave no answer in time, is the failure of
     the group: all its calls, pending and later ones, raise that first failure. ::
 
-        group = ActorGroup("trainer", supervisor, logs=folder / "logs", heartbeat=60.0)
-        await group.spawn(PolicyTrainer, 2, config, deadline=600.0)
+        group = ActorGroup("trainer", supervisor, heartbeat=60.0)
+        await group.spawn(PolicyTrainer, Place(ranks=2), config, deadline=600.0)
         answers = await group.call("forward", batch, deadline=600.0)
         await group.stop()                                    # another of the same name can be spawned after it
     """
 
-    def __init__(self, name: str, supervisor: Supervisor, *, logs: Path, heartbeat: float = 0.0):
-        self.name, self.ranks, self.port = name, 0, free_port()
+    def __init__(self, name: str, supervisor: Supervisor, *, heartbeat: float = 0.0):
+        self.name, self.ranks, self.port, self._place = name, 0, 0, Place(ranks=1)
         self._mesh = f"{name}-{next(_incarnations)}"  # Monarch tells of a death when the next of this name may be up
-        self._supervisor, self._logs, self._heartbeat = supervisor, logs, heartbeat
+        self._supervisor, self._hosts, self._heartbeat = supervisor, supervisor.hosts, heartbeat
         self._failed: asyncio.Future[ActorFailure] = asyncio.Future()
         self._over: asyncio.Future[ActorFailure] = asyncio.Future()  # failed or stopped
         self._procs: ProcMesh | None = None
         self._processes: list[Process] = []
+        self._elsewhere: list[int] = []
         self._background: list[asyncio.Task[None]] = []
         self._doing: dict[int, list[str]] = {}
 
     async def spawn(
-        self,
-        actor: type[Actor],
-        ranks: int,
-        *args: Any,
-        deadline: float,
-        env: dict[str, str] | None = None,
-        first_device: int = 0,
+        self, actor: type[Actor], place: Place, *args: Any, deadline: float, env: dict[str, str] | None = None
     ) -> None:
-        """Start ``ranks`` processes, with ``env`` on top of this process's, and ``actor(*args)`` in each."""
-        self.ranks, self._doing = ranks, {rank: [] for rank in range(ranks)}
-        everyone: PerRank = dict.fromkeys(range(ranks), ())
+        """Start processes in ``place``, with ``env`` on top of their hosts', and ``actor(*args)`` in each."""
+        self.ranks, self._place, self._doing = place.ranks, place, {rank: [] for rank in range(place.ranks)}
+        everyone: PerRank = dict.fromkeys(range(place.ranks), ())
         self._supervisor.register(self._mesh, self._died)
-        self._procs = spawn_procs(
-            self.name, ranks, env=env or {}, logs=self._logs, port=self.port, first_device=first_device
-        )
+        self._procs = self._hosts.spawn(self.name, place, env=env or {})
         self._pulse = self._procs.spawn(self._mesh, Pulse)
         for rank, (domain, pid) in enumerate(await self._answers(self._pulse, "heartbeat", everyone, deadline)):
-            if domain == memory_domain():
+            if domain != memory_domain():
+                self._elsewhere.append(rank)
+            else:
                 with contextlib.suppress(ProcessLookupError):  # it died just now: Monarch will tell
                     self._processes.append(Process(pid, partial(self._died, rank)))
+        (self.port,) = await self._answers(self._pulse, "free_port", {0: ()}, deadline)
+        await self._answers(self._pulse, "meet_at", dict.fromkeys(everyone, (self.port,)), deadline)
         self._actor = self._procs.spawn(self._mesh, actor, *args)
         if self._heartbeat:
             self._background.append(asyncio.create_task(self._beat(everyone)))
@@ -132,29 +142,26 @@ class ActorGroup:
     async def stop(self) -> None:
         """End the processes, whatever they are doing, and whatever waits for them. Raises nothing."""
         self._supervisor.forget(self._mesh)
-        lost = self._over.done()
-        if not lost:
+        if not self._over.done():
             self._over.set_result(self._failure([0], "stop", "died", "it was stopped"))
         for task in self._background:
             task.cancel()
-        if lost:  # its ranks may hang, so that they would not answer Monarch
-            self._kill()
+        for process in self._processes:  # Monarch would wait for their interpreters to end, and for those that hang
+            process.kill()
+        for rank in self._elsewhere:
+            with contextlib.suppress(Exception):  # it is gone
+                self._pulse.slice(**self._hosts.coordinates(self._place, rank)).leave.broadcast()
         procs, self._procs = self._procs, None
-        await stop_procs(procs, deadline=STOP_S if len(self._processes) == self.ranks else REMOTE_STOP_S)
-        self._kill()
+        await stop_procs(procs, deadline=REMOTE_STOP_S if self._elsewhere else STOP_S)
         if ends := [process.ended for process in self._processes]:
             await asyncio.wait(ends, timeout=STOP_S)
 
     def _died(self, rank: int, reason: str = "") -> None:
         """Fail as the death of a rank's process, with what its log ended on."""
         during = self._doing[rank][-1] if self._doing[rank] else "between calls"
-        log = self._logs / f"{self.name}-{rank}.log"
+        log = self._hosts.logs / f"{self.name}-{rank}.log"
         why = reason.partition("\n")[2].strip() or reason  # Monarch's first line names its own meshes
         self._fail(self._failure([rank], during, "died", f"the process died{why and ': ' + why}\n{_tail(log)}"))
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
 
     def _fail(self, failure: ActorFailure) -> None:
         if not self._over.done():
@@ -166,7 +173,11 @@ class ActorGroup:
     ) -> ActorFailure:
         first, *others = sorted(ranks)
         named = f"ranks {', '.join(map(str, [first, *others]))}" if others else f"rank {first}"
-        return ActorFailure(f"{self.name} {named}, {call}: {what}", actor=self.name, rank=first, call=call, kind=kind)
+        node = self._hosts.name_of(self._place, first)
+        where = f" on {node}" if node else ""
+        return ActorFailure(
+            f"{self.name} {named}{where}, {call}: {what}", actor=self.name, rank=first, call=call, kind=kind
+        )
 
     async def _beat(self, everyone: PerRank) -> None:
         with contextlib.suppress(ActorFailure):  # whoever waits for the group is told
@@ -203,8 +214,9 @@ class ActorGroup:
 
     async def _ask(self, actor: Any, endpoint: str, rank: int, args: Sequence[Any]) -> Any:
         """The rank's answer, or its failure as one."""
+        at = self._hosts.coordinates(self._place, rank)
         try:
-            return await getattr(actor.slice(ranks=rank), endpoint).call_one(*args)
+            return await getattr(actor.slice(**at), endpoint).call_one(*args)
         except ActorError as error:
             cause = error.exception
             named = str(cause) if isinstance(cause, RunError) else f"{type(cause).__name__}: {cause}"

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
@@ -18,7 +17,7 @@ from rl.errors import ActorFailure, GroupLost, RunError
 from rl.model.shape import ModelConfig
 from rl.rollout.scoring import rollouts_of, score_group
 from rl.tasks.base import Score, Task
-from rl.types import Completion, Prompt, Rollout
+from rl.types import Completion, Place, Prompt, Rollout
 
 TURN_S = 0.1  # a worker answers after this long, or after one group: quick ones need not cost a message each
 
@@ -87,12 +86,11 @@ class RewardWorkers:
         *,
         count: int,
         seed: int,
-        folder: Path,
         deadlines: Deadlines,
         say: Callable[[str], None],
     ):
         self._config, self._seed, self._model, self._supervisor = task, seed, model, supervisor
-        self._count, self._folder, self._deadlines, self._say = count, folder, deadlines, say
+        self._count, self._deadlines, self._say = count, deadlines, say
         self._groups: dict[str, ActorGroup] = {}
         self._idle: deque[ActorGroup] = deque()
         self._waiting: deque[_Job] = deque()
@@ -147,9 +145,9 @@ class RewardWorkers:
         await asyncio.gather(*(group.stop() for group in self._groups.values()))
 
     async def _spawn(self, name: str) -> None:
-        logs, deadlines = self._folder / "logs", self._deadlines
-        group = self._groups[name] = ActorGroup(name, self._supervisor, logs=logs, heartbeat=deadlines.heartbeat)
-        await group.spawn(RewardWorker, 1, self._config, self._seed, self._model, deadline=deadlines.start)
+        deadlines = self._deadlines
+        group = self._groups[name] = ActorGroup(name, self._supervisor, heartbeat=deadlines.heartbeat)
+        await group.spawn(RewardWorker, Place(ranks=1), self._config, self._seed, self._model, deadline=deadlines.start)
         await group.call("start", deadline=deadlines.start)
 
     async def _keep(self, name: str) -> None:

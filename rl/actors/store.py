@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
-from pathlib import Path
 
 from monarch.actor import ProcMesh
 
-from rl.launch.local import spawn_procs, stop_procs
+from rl.actors.hosts import Hosts
+from rl.actors.processes import stop_procs
+from rl.types import Place
 
 DEADLINE_S = 10.0
 
@@ -18,11 +19,11 @@ class StoreProcess:
         self._procs = procs
 
     @classmethod
-    async def start(cls, *, logs: Path) -> "StoreProcess":
-        """Spawn the process and open an empty store in it."""
+    async def start(cls, hosts: Hosts) -> "StoreProcess":
+        """Spawn the process, on the first host, and open an empty store in it."""
         from rl.weights.store import open_store
 
-        procs = spawn_procs("store", 1, env={}, logs=logs)
+        procs = hosts.spawn("store", Place(ranks=1), env={})
         await open_store(procs)
         return cls(procs)
 

@@ -7,11 +7,14 @@ from collections.abc import Callable
 import monarch.actor
 from monarch.actor import MeshFailure
 
+from rl.actors.hosts import Hosts
+
 
 class Supervisor:
-    """Tells the owners of meshes which rank died, and why."""
+    """Tells the owners of meshes on ``hosts`` which rank died, and why."""
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: Hosts):
+        self.hosts = hosts
         self._loop = asyncio.get_running_loop()
         self._died: dict[str, Callable[[int, str], None]] = {}
         monarch.actor.unhandled_fault_hook = self._on_fault

@@ -61,7 +61,7 @@ class TrainerMesh(WorkerGroup):
     async def open_publishers(self, transfer: Transfer) -> list[Any]:
         """Make each rank ready to push; the addresses that generators connect to."""
         if transfer.transport == "torchstore" and self._store is None:
-            self._store = await StoreProcess.start(logs=self._folder / "logs")
+            self._store = await StoreProcess.start(self._supervisor.hosts)
         arguments = {rank: (transfer, rank) for rank in range(self._config.ranks)}
         return await self._group.call_each("open_publisher", arguments, deadline=self._deadlines.call)
 

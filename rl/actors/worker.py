@@ -16,7 +16,7 @@ from rl.actors.supervisor import Supervisor
 from rl.model.shape import ModelConfig
 from rl.training.config import TrainerConfig
 from rl.training.micro_batches import balanced
-from rl.types import Batch, Head
+from rl.types import Batch, Head, Place
 from rl.weights.digest import PartDigests, digests
 
 T = TypeVar("T")
@@ -157,9 +157,10 @@ class WorkerGroup(Mesh):
         seed: int,
         steps: int,
         deadlines: Deadlines,
-        first_device: int = 0,
+        place: Place | None = None,
     ):
-        self._config, self._model, self._supervisor, self._first_device = config, model, supervisor, first_device
+        self._config, self._model, self._supervisor = config, model, supervisor
+        self._place = place or Place(ranks=config.ranks)
         self._folder, self._seed, self._steps, self._deadlines = folder, seed, steps, deadlines
         self.name, self._head = name, head
         self._group, self._started = self._new_group(), False
@@ -172,21 +173,13 @@ class WorkerGroup(Mesh):
         return self._config.ranks
 
     def _new_group(self) -> ActorGroup:
-        return ActorGroup(self.name, self._supervisor, logs=self._folder / "logs", heartbeat=self._deadlines.heartbeat)
+        return ActorGroup(self.name, self._supervisor, heartbeat=self._deadlines.heartbeat)
 
     async def start(self) -> None:
         """Spawn the ranks and build their engines; again after ``stop``."""
         self._group, self._started, self.version = self._new_group(), False, 0
         deadline, arguments = self._deadlines.start, (self._head, self._seed, self._steps, str(self._folder))
-        await self._group.spawn(
-            self.actor,
-            self.ranks,
-            self._config,
-            self._model,
-            *arguments,
-            deadline=deadline,
-            first_device=self._first_device,
-        )
+        await self._group.spawn(self.actor, self._place, self._config, self._model, *arguments, deadline=deadline)
         await self._group.call("start", deadline=deadline)
         self._started = True
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from rl.actors.generator import GeneratorMesh
@@ -131,12 +132,13 @@ class WeightPush:
         async with self._dispatch.resident("policy", "model"):
             sources = await self._trainer.layouts()
         async with self._dispatch.resident("generator", "model"):
-            wanted = await generators[0].layouts()
+            layouts = await asyncio.gather(*(generator.layouts() for generator in generators))
+        domains = [domain for domain, _ in chain(sources, *layouts)]
         self._transfer = Transfer(
-            transport=choose_transport(self._config.transport, [domain for domain, _ in [*sources, *wanted]]),
+            transport=choose_transport(self._config.transport, domains),
             dtype=generators[0].dtype,
             sources=tuple(layout for _, layout in sources),
-            wanted=tuple(layout for _, layout in wanted),
+            wanted=tuple(layout for _, layout in layouts[0]),
             generators=len(generators),
             delta=self._config.delta,
         )

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rl.model.shape import ModelShape
+
 MIN_TEMPERATURE = 0.01  # vLLM silently raises smaller ones to this, and the log-probs would be another distribution's
 
 
@@ -14,6 +16,9 @@ class GeneratorConfig:
     replicas: int = 1
     """Engines at the start, each with the whole policy. A number written to the run folder's ``replicas`` file changes
     how many there are while the run goes on."""
+
+    nodes: int = 0
+    """Nodes of their own, after the trainer's, to which replicas are dealt one by one. 0 has them on the trainer's."""
 
     update: Literal["together", "rolling"] = "together"
     """How replicas pull new weights in an asynchronous pipeline: all at once, or one after another, so that some always
@@ -63,6 +68,32 @@ class GeneratorConfig:
       new version in name; their log-probs are of the distribution really sampled from, that of the new weights over
       KV of the older ones, which no forward pass of one policy reproduces. Requests that start later share none of it.
     """
+
+
+def kv_bytes_per_token(config: GeneratorConfig, shape: ModelShape) -> int:
+    """Of a rank's KV cache; ranks that share a kv head each have a copy of it."""
+    heads = max(1, shape.n_kv_heads // config.tensor_parallel_degree)
+    return 2 * shape.n_layers * heads * shape.head_dim * (2 if config.dtype == "bfloat16" else 4)
+
+
+def kv_bytes_per_block(config: GeneratorConfig, shape: ModelShape, *, cuda: bool) -> int:
+    """Of a rank's KV cache."""
+    return block_tokens(config, cuda=cuda) * kv_bytes_per_token(config, shape)
+
+
+def kv_blocks(config: GeneratorConfig, tokens: int, *, cuda: bool) -> int:
+    """Blocks that one sequence of so many tokens takes."""
+    return -(-tokens // block_tokens(config, cuda=cuda))
+
+
+def kv_bytes_at_least(config: GeneratorConfig, shape: ModelShape, *, cuda: bool) -> int:
+    """KV cache of a rank without which vLLM does not start: one sequence of the longest, and a block that it keeps."""
+    return (kv_blocks(config, shape.max_seq_len, cuda=cuda) + 1) * kv_bytes_per_block(config, shape, cuda=cuda)
+
+
+def block_tokens(config: GeneratorConfig, *, cuda: bool) -> int:
+    """Tokens of a block of the KV cache."""
+    return config.block_size or (16 if cuda else 128)  # vLLM's own choice for its platforms
 
 
 def environment(config: GeneratorConfig) -> dict[str, str]:

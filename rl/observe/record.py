@@ -3,13 +3,29 @@
 import json
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl.errors import RunError
+from rl.errors import RunError, require
 from rl.types import Rollout
+
+
+def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
+    """Where a run of config ``name`` lies. Raises ConfigError where it would go over another, or has none to resume."""
+    folder = Path(output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    holds_run = (folder / "config.json").exists()
+    require(
+        resume or not holds_run,
+        f"output_dir: {folder} already holds a run; add --resume to go on with it, or name another folder",
+    )
+    require(
+        holds_run or not resume,
+        f"--resume: output_dir {str(folder)!r} holds no run; name the folder of the run to go on with",
+    )
+    return folder
 
 
 class RunRecord:
@@ -34,16 +50,17 @@ class RunRecord:
     the file, if the disk is full or the file cannot be written.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, logs: str | Path = ""):
+        """``logs`` where it is not ``folder``/logs, as that of one attempt of several."""
         self.folder = Path(folder)
         self.checkpoints = self.folder / "checkpoints"
-        self.logs = self.folder / "logs"
+        self.logs = Path(logs or self.folder / "logs")
         self.metrics_path = self.folder / "metrics.jsonl"
         self.rollouts_path = self.folder / "rollouts.jsonl"
         self.ledger_path = self.folder / "ledger.jsonl"
         self.evaluations_path = self.folder / "evaluations.jsonl"
         for path in (self.checkpoints, self.logs):
-            with _failing_loudly(path):
+            with failing_loudly(path):
                 path.mkdir(parents=True, exist_ok=True)
 
     def write_config(self, config: dict) -> None:
@@ -96,7 +113,7 @@ class RunRecord:
                     break
                 keep = end
             if path.exists():
-                with _failing_loudly(path):
+                with failing_loudly(path):
                     os.truncate(path, keep)  # one system call: done or not done, whenever we are killed
         for name in ("summary.json", "failure.json"):
             (self.folder / name).unlink(missing_ok=True)
@@ -105,7 +122,7 @@ class RunRecord:
         path = self.folder / name
         temporary = path.with_suffix(".json.tmp")
         text = json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
-        with _failing_loudly(path):
+        with failing_loudly(path):
             temporary.write_text(text)
             os.replace(temporary, path)
 
@@ -135,7 +152,7 @@ def _step_first(row: dict) -> dict:
 
 def _append(path: Path, rows: list[dict]) -> None:
     lines = "".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
-    with _failing_loudly(path), open(path, "a", encoding="utf-8") as file:
+    with failing_loudly(path), open(path, "a", encoding="utf-8") as file:
         file.write(lines)
 
 
@@ -172,7 +189,7 @@ def _finite(value: Any) -> Any:
 
 
 @contextmanager
-def _failing_loudly(path: Path) -> Iterator[None]:
+def failing_loudly(path: Path) -> Iterator[None]:
     # A full disk raises an OSError that does not say which file it was.
     try:
         yield

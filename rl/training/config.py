@@ -41,6 +41,10 @@ class TrainerConfig:
     """The PolicyTrainer mesh. Its number of ranks is the product of the parallelism degrees."""
 
     parallelism: ParallelismConfig = field(default_factory=one_rank)
+    nodes: int = 1
+    """Nodes that the ranks are divided among, which must divide them. Reference, critic and other roles are on the same
+    nodes: on as many of the first as divide their own ranks."""
+
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(mixed_precision_param="float32"))
     """dtype, mixed precision and max_norm (gradient clipping) are read; batch sizes are not."""
 

@@ -12,11 +12,14 @@ from torchtitan.distributed import ParallelDims
 from rl.model.parts import Box, Layout, Region
 from rl.model.shape import ModelConfig
 from rl.training.config import TrainerConfig
-from rl.training.model import named_weights, sharded_model
+from rl.training.model import named_adapters, named_weights, sharded_model
+from rl.types import Head
 
 
-def trainer_layout(config: TrainerConfig, model: ModelConfig) -> tuple[Layout, ...]:
-    """What each rank of the trainer holds, from rank 0 on, as torchtitan shards the model.
+def trainer_layout(
+    config: TrainerConfig, model: ModelConfig, *, head: Head = "logprobs", adapters: bool = False
+) -> tuple[Layout, ...]:
+    """What each rank of the trainer holds, from rank 0 on, as torchtitan shards the model; its ``adapters`` too if so.
 
     Builds rank 0's model without memory, in a process group that is gone afterwards and reaches
     nobody; takes seconds at any size. Raises RuntimeError in a process that is in a group already.
@@ -26,8 +29,9 @@ def trainer_layout(config: TrainerConfig, model: ModelConfig) -> tuple[Layout, .
     dist.init_process_group("fake", rank=0, world_size=config.ranks)
     try:
         dims = ParallelDims.from_config(config.parallelism, config.ranks)
-        weights = named_weights(sharded_model(config, model, dims, folder=""))
-        regions = [_regions(name, parameter, config.ranks) for name, parameter in weights.items()]
+        built = sharded_model(config, model, dims, head=head, folder="")
+        held = {**named_weights(built), **(named_adapters(built) if adapters else {})}
+        regions = [_regions(name, parameter, config.ranks) for name, parameter in held.items()]
     finally:
         dist.destroy_process_group()
     return tuple(zip(*regions, strict=True))

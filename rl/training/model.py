@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import spmd_types as spmd
@@ -218,8 +219,16 @@ def local_box(parameter: torch.Tensor) -> Box:
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of the model itself, without adapters, by torchtitan's names."""
-    named = ((canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
-    return {name: parameter for name, parameter in named if not is_adapter(name)}
+    return {name: parameter for name, parameter in _named(model) if not is_adapter(name)}
+
+
+def named_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of its adapters, which alone are trained where there are any."""
+    return {name: parameter for name, parameter in _named(model) if is_adapter(name)}
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
 
 
 def is_adapter(name: str) -> bool:

@@ -32,11 +32,12 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
 from rl.actors.generator import GeneratorMesh
-from rl.actors.group import Supervisor
+from rl.actors.hosts import Hosts
+from rl.actors.processes import start_runtime, stop_runtime
+from rl.actors.supervisor import Supervisor
 from rl.config import DeadlineConfig
 from rl.controller.router import Router
 from rl.generation.config import GeneratorConfig
-from rl.launch.local import start_runtime, stop_runtime
 from rl.model.parts import Box, Part, Region, layout_of
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, shape_of
@@ -97,7 +98,7 @@ class Ours:
         self, config: GeneratorConfig, model: ModelConfig, weights: dict[str, torch.Tensor], folder: Path
     ) -> None:
         self._mesh = GeneratorMesh(
-            config, model, Supervisor(), name="generator", folder=folder, seed=0, deadlines=DeadlineConfig()
+            config, model, Supervisor(Hosts(folder / "logs")), name="generator", seed=0, deadlines=DeadlineConfig()
         )
         await self._mesh.start()
         wanted = tuple(layout for _, layout in await self._mesh.layouts())

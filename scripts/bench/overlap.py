@@ -30,14 +30,15 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from torchtitan.components.optimizer import default_adamw
 
 from rl.actors.generator import GeneratorMesh
-from rl.actors.group import Supervisor
+from rl.actors.hosts import Hosts
+from rl.actors.processes import start_runtime, stop_runtime
 from rl.actors.reward import RewardWorkers
+from rl.actors.supervisor import Supervisor
 from rl.actors.trainer import TrainerMesh
 from rl.cli import find_config
 from rl.config import RunConfig
 from rl.controller.dispatch import Dispatch
 from rl.controller.loop import Controller
-from rl.launch.local import start_runtime, stop_runtime
 from rl.model.shape import ModelConfig
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
@@ -86,10 +87,11 @@ class Processes:
 
     def __init__(self, config: RunConfig, folder: Path):
         self.config, self.record, self.steps = config, RunRecord(folder), 0
-        supervisor = Supervisor()
+        supervisor = Supervisor(Hosts(self.record.logs))
         workers = config.rollout.reward_workers
-        common: dict[str, Any] = {"folder": folder, "seed": 0, "deadlines": config.deadlines}
-        self.trainer = TrainerMesh(config.trainer, config.model, supervisor, name="trainer", steps=1_000_000, **common)
+        common: dict[str, Any] = {"seed": 0, "deadlines": config.deadlines}
+        trainer = config.trainer, config.model, supervisor
+        self.trainer = TrainerMesh(*trainer, name="trainer", folder=folder, steps=1_000_000, **common)
         self.generator = GeneratorMesh(config.generator, config.model, supervisor, name="generator-0", **common)
         self.rewards = RewardWorkers(config.data, config.model, supervisor, count=workers, say=print, **common)
         self.task = config.data.build(seed=0, model=config.model)

@@ -31,13 +31,15 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from push_plot import draw
 
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
+from rl.actors.hosts import Hosts
+from rl.actors.processes import start_runtime, stop_runtime
 from rl.actors.store import StoreProcess
-from rl.launch.local import spawn_procs, start_runtime, stop_runtime
 from rl.model.parts import Layout, Part, Region
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.tp_plan import generator_layout
 from rl.training.config import TrainerConfig
 from rl.training.layout import trainer_layout
+from rl.types import Place
 from rl.weights.digest import PartDigests, digests, merge_digests
 from rl.weights.open import open_publisher, open_subscriber
 from rl.weights.transport import Transfer
@@ -119,8 +121,8 @@ def random_values(region: Region, dtype: torch.dtype) -> torch.Tensor:
 class Ranks:
     """A mesh of Rank actors."""
 
-    def __init__(self, name: str, layouts: tuple[Layout, ...], dtype: torch.dtype, logs: Path, generator: int = 0):
-        self.layouts, self.procs = layouts, spawn_procs(name, len(layouts), env={}, logs=logs)
+    def __init__(self, name: str, layouts: tuple[Layout, ...], dtype: torch.dtype, hosts: Hosts, generator: int = 0):
+        self.layouts, self.procs = layouts, hosts.spawn(name, Place(ranks=len(layouts)), env={})
         self._actors: Any = self.procs.spawn(name, Rank, layouts, dtype, generator)
 
     async def call(self, endpoint: str, *args: Any) -> list[Any]:
@@ -139,15 +141,15 @@ class Ranks:
 class Pushes:
     """A trainer and some generators of one model, and the versions pushed between them so far."""
 
-    def __init__(self, model: ModelConfig, generators: int, logs: Path):
+    def __init__(self, model: ModelConfig, generators: int, hosts: Hosts):
         config = TrainerConfig()
         config.parallelism.data_parallel_shard_degree = config.parallelism.tensor_parallel_degree = 2
-        self.trainer = Ranks("trainer", trainer_layout(config, model), torch.float32, logs)
+        self.trainer = Ranks("trainer", trainer_layout(config, model), torch.float32, hosts)
         wanted = generator_layout(shape_of(model), fuse_qkv=model.fuse_qkv, tp=2)
         self.generators = [
-            Ranks(f"generator{number}", wanted, torch.bfloat16, logs, number) for number in range(generators)
+            Ranks(f"generator{number}", wanted, torch.bfloat16, hosts, number) for number in range(generators)
         ]
-        self.version, self.logs = 0, logs
+        self.version, self.hosts = 0, hosts
         self.store: StoreProcess | None = None
 
     async def open(self, transport: str) -> float:
@@ -161,7 +163,7 @@ class Pushes:
             delta=False,
         )
         if transport == "torchstore":
-            self.store = await StoreProcess.start(logs=self.logs)
+            self.store = await StoreProcess.start(self.hosts)
         answers = await self.trainer.call("open_publisher", transfer)
         for generator in self.generators:
             await generator.call("open_subscriber", transfer, [address for address, _ in answers])
@@ -198,9 +200,9 @@ class Pushes:
         await asyncio.gather(*(ranks.stop() for ranks in [self.trainer, *self.generators]))
 
 
-async def compare(model: ModelConfig, transports: list[str], rounds: int, logs: Path) -> dict[str, Any]:
+async def compare(model: ModelConfig, transports: list[str], rounds: int, hosts: Hosts) -> dict[str, Any]:
     """One transport after another, each push followed by a copy of the same bytes."""
-    pushes = Pushes(model, 1, logs)
+    pushes = Pushes(model, 1, hosts)
     result: dict[str, Any] = {"bytes": pushes.bytes, "transports": {}}
     await pushes.memcpy()
     for transport in transports:
@@ -220,14 +222,14 @@ async def compare(model: ModelConfig, transports: list[str], rounds: int, logs: 
     return result
 
 
-async def growth(models: dict[str, ModelConfig], rounds: int, logs: Path) -> list[dict[str, Any]]:
+async def growth(models: dict[str, ModelConfig], rounds: int, hosts: Hosts) -> list[dict[str, Any]]:
     """Push over shared memory as the model, then the number of generators grows."""
     smallest = next(iter(models.values()))
     cases = [(name, model, 1) for name, model in models.items()]
     cases += [(next(iter(models)), smallest, count) for count in (2, 4)]
     rows = []
     for name, model, count in cases:
-        pushes = Pushes(model, count, logs)
+        pushes = Pushes(model, count, hosts)
         await pushes.open("shared_memory")
         await pushes.push()
         await pushes.check()
@@ -280,9 +282,9 @@ def main() -> None:
         logs = Path(folder)
         start_runtime(logs / "controller.log")
         main_model = models["tiny" if options.tiny else "0.6B"]
-        result = asyncio.run(compare(main_model, options.transports, options.rounds, logs))
+        result = asyncio.run(compare(main_model, options.transports, options.rounds, Hosts(logs)))
         if not options.no_sizes:
-            result["sizes"] = asyncio.run(growth(models, options.rounds, logs))
+            result["sizes"] = asyncio.run(growth(models, options.rounds, Hosts(logs)))
         stop_runtime()
     ours = result["transports"]["shared_memory"]
     result |= {key: ours[key] for key in ("pull_over_memcpy", "total_over_memcpy")}

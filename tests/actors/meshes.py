@@ -15,6 +15,7 @@ from torchtitan.components.lora import LoRAConverter
 
 import rl.actors.generator as generator_module
 from rl.actors.generator import Generator, GeneratorMesh
+from rl.actors.hosts import Hosts
 from rl.actors.supervisor import Supervisor
 from rl.actors.trainer import PolicyTrainer, TrainerMesh
 from rl.actors.worker import WorkerGroup
@@ -177,7 +178,7 @@ class Meshes:
         return group
 
     async def generator(self, config: GeneratorConfig, model: ModelConfig, *, heartbeat: float = 0.0) -> GeneratorMesh:
-        options = {"folder": self._folder, "seed": 0, "deadlines": replace(DEADLINES, heartbeat=heartbeat)}
+        options = {"seed": 0, "deadlines": replace(DEADLINES, heartbeat=heartbeat)}
         mesh = GeneratorMesh(config, model, self._supervisor, name=f"generator-{next(self._numbers)}", **options)
         self._meshes.append(mesh)
         await self.start(mesh)
@@ -203,7 +204,7 @@ class Meshes:
         self._runner.close()
 
     async def _make_supervisor(self) -> Supervisor:
-        return Supervisor()
+        return Supervisor(Hosts(self._folder / "logs"))
 
 
 def held_segments() -> int:

@@ -4,16 +4,20 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import monarch.actor
 import pytest
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
+from rl.actors import hosts
 from rl.actors.group import ActorGroup
+from rl.actors.hosts import Hosts
 from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure
-from rl.launch import local
+from rl.types import Place
 from tests.actors.processes import assert_ended
 
 LONG = 200.0
@@ -61,10 +65,10 @@ def in_group(tmp_path):
 
     def run(work, *, mood: str = "cheerful", heartbeat: float = 0.0):
         async def started():
-            group = ActorGroup("moody", Supervisor(), logs=tmp_path, heartbeat=heartbeat)
+            group = ActorGroup("moody", Supervisor(Hosts(tmp_path)), heartbeat=heartbeat)
             pids: list[int] = []
             try:
-                await group.spawn(Moody, 2, mood, deadline=LONG, env={"EXTRA": "set"})
+                await group.spawn(Moody, Place(ranks=2), mood, deadline=LONG, env={"EXTRA": "set"})
                 pids = [process.pid for process in group._processes]
                 return await work(group, pids)
             finally:
@@ -98,7 +102,7 @@ async def failures_of_all(group, pids, signal_number) -> list[ActorFailure]:
         asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", rank=0, deadline=3600))),
         asyncio.ensure_future(failure_of(group.call("speak_and_hang", deadline=3600))),
     ]
-    while "last words" not in (group._logs / "moody-1.log").read_text():
+    while "last words" not in (group._hosts.logs / "moody-1.log").read_text():
         await asyncio.sleep(0.01)
     os.kill(pids[1], signal_number)
     failures = await asyncio.gather(*pending)
@@ -203,12 +207,12 @@ def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_
     """Monarch tells of it seconds later, and may do so again; here its hook is called again with what it was given."""
 
     async def spawned(supervisor) -> ActorGroup:
-        group = ActorGroup("moody", supervisor, logs=tmp_path)
-        await group.spawn(Moody, 2, "cheerful", deadline=LONG, env={"EXTRA": ""})
+        group = ActorGroup("moody", supervisor)
+        await group.spawn(Moody, Place(ranks=2), "cheerful", deadline=LONG, env={"EXTRA": ""})
         return group
 
     async def work():
-        supervisor, faults = Supervisor(), []
+        supervisor, faults = Supervisor(Hosts(tmp_path)), []
         tell = monarch.actor.unhandled_fault_hook
         monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", lambda fault: (faults.append(fault), tell(fault)))
         monkeypatch.setattr("rl.actors.group.memory_domain", lambda: "another host")
@@ -233,7 +237,15 @@ def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_
 
 
 def test_a_rank_that_ends_while_its_interpreter_starts_has_died(in_group, monkeypatch):
-    monkeypatch.setattr(local, "_WRAPPER", "import sys; sys.exit(3)")
+    monkeypatch.setattr(hosts, "_WRAPPER", "import sys; sys.exit(3)")
     with pytest.raises(ActorFailure, match=r"moody rank [01], between calls: the process died") as info:
         in_group(None)
     assert info.value.is_lost
+
+
+@pytest.mark.parametrize(("visible", "own"), [("", "1,2"), ("4,5,6", "5,6"), ("GPU-a,GPU-b,GPU-c", "GPU-b,GPU-c")])
+def test_a_process_takes_its_devices_among_those_that_its_host_may_see(visible, own, tmp_path):
+    variables = {"TILLER_PARENT": str(os.getpid()), "TILLER_LOG": str(tmp_path / "log"), "TILLER_DEVICES": "1,2"}
+    variables |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    subprocess.run([sys.executable, "-ISc", hosts._WRAPPER, "/usr/bin/env"], env=variables, check=True, timeout=60)
+    assert f"CUDA_VISIBLE_DEVICES={own}" in (tmp_path / "log").read_text().splitlines()

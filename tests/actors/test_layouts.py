@@ -45,7 +45,11 @@ def generators(request, meshes):
     meshes.run(meshes.stop(*started))
 
 
-@pytest.fixture(params=LAYOUTS, ids=list(LAYOUTS))
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.long] if name in ("FSDP2", "TP2") else [], id=name) for name in LAYOUTS
+    ]
+)
 def trainer(request, meshes, generators):
     tied, readers = generators
 

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from rl.actors.hosts import Hosts
 from rl.actors.reward import RewardWorkers
 from rl.actors.supervisor import Supervisor
 from rl.config import DeadlineConfig
@@ -27,8 +28,8 @@ def in_workers(tmp_path):
     def run(work, count):
         async def started():
             config, model = Moody.Config(folder=str(tmp_path)), model_config(tied=True)
-            options = {"count": count, "seed": 0, "folder": tmp_path, "deadlines": DEADLINES, "say": print}
-            workers = RewardWorkers(config, model, Supervisor(), **options)
+            options = {"count": count, "seed": 0, "deadlines": DEADLINES, "say": print}
+            workers = RewardWorkers(config, model, Supervisor(Hosts(tmp_path)), **options)
             task = config.build(seed=0, model=model)
             try:
                 await workers.start()

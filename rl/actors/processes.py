@@ -1,0 +1,74 @@
+"""Monarch in this process, and the processes that it starts."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from monarch.actor import ProcMesh, enable_transport, shutdown_context, this_host
+
+
+def start_runtime(log: Path, node: str = "") -> None:
+    """Start Monarch in this process; what it says of itself on standard error goes to ``log``.
+
+    Processes of other hosts reach it by the name ``node``, if one is given.
+    """
+    if node:
+        enable_transport(f"tcp://{node}:0")
+    kept = os.dup(2)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        this_host()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def stop_runtime() -> None:
+    """Stop Monarch in this process, so that the interpreter can end."""
+    shutdown_context().get(timeout=10)
+
+
+async def stop_procs(procs: ProcMesh | None, *, deadline: float = 20.0) -> None:
+    """End the processes, if there are any."""
+
+    async def stopped(mesh: ProcMesh) -> None:
+        await mesh.stop()
+
+    if procs is not None:
+        with contextlib.suppress(Exception):  # a mesh that has already failed cannot stop more than that
+            await asyncio.wait_for(stopped(procs), deadline)
+
+
+class Process:
+    """A process of this host that Monarch started, known by a descriptor: its pid may be another's after its end."""
+
+    def __init__(self, pid: int, on_end: Callable[[], None]):
+        """Raises ProcessLookupError where it has ended."""
+        self.pid, self._descriptor, self._on_end = pid, os.pidfd_open(pid), on_end
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._end)
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+
+    def kill(self) -> None:
+        """End it, also where it is stopped or hangs."""
+        if not self.ended.done():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def _end(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self.ended.set_result(None)
+        self._on_end()
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,294 @@
+"""What a run cannot work with, said before any process starts."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+
+from rl.cluster import HardwareConfig, SlurmConfig
+from rl.config import Action, RolloutConfig, RunConfig, WatchdogConfig
+from rl.errors import ConfigError, require
+from rl.generation.config import MIN_TEMPERATURE
+from rl.model.shape import shape_of
+from rl.training.config import TrainerConfig, adaptable_layers
+from rl.validation.engines import validate_engines
+from rl.validation.layouts import validate_layouts
+
+MODEL_SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "max_seq_len")
+
+
+def validate(config: RunConfig) -> None:
+    """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
+    _validate_numbers(config)
+    validate_layouts(config)
+    _validate_training_modes(config.trainer, config.hardware)
+    _validate_lengths(config)
+    validate_engines(config)
+    _validate_push(config)
+    _validate_pipeline(config.rollout)
+    _validate_algorithm(config)
+    _validate_roles(config)
+    _validate_lora(config)
+    _validate_watchdog(config.watchdog)
+    _validate_slurm(config.slurm)
+
+
+def _validate_numbers(config: RunConfig) -> None:
+    rollout = config.rollout
+    at_least: dict[str, tuple[float, float]] = {
+        "steps": (config.steps, 1),
+        "rollout.prompts_per_step": (rollout.prompts_per_step, 1),
+        "rollout.samples_per_prompt": (rollout.samples_per_prompt, 2),
+        "rollout.max_tokens": (rollout.max_tokens, 1),
+        "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
+        "rollout.temperature": (rollout.temperature, MIN_TEMPERATURE),
+        "rollout.recorded_per_step": (rollout.recorded_per_step, 0),
+        "rollout.max_staleness": (rollout.max_staleness, 0),
+        "rollout.parts_per_step": (rollout.parts_per_step, 1),
+        "rollout.max_replacements": (rollout.max_replacements, 0),
+        "rollout.reward_workers": (rollout.reward_workers, 0),
+        "rollout.max_lost": (rollout.max_lost, 0),
+        "trainer.nodes": (config.trainer.nodes, 1),
+        "generator.nodes": (config.generator.nodes, 0),
+        "generator.replicas": (config.generator.replicas, 1),
+        **{
+            f"hardware.{name}": (getattr(config.hardware, name), 0)
+            for name in ("gpus_per_node", "memory_gib", "tflops", "memory_gb_s", "link_gb_s", "network_gb_s")
+        },
+        **{f"slurm.{name}": (getattr(config.slurm, name), 0) for name in ("nodes", "cpus_per_node", "max_restarts")},
+        "slurm.warn_s": (config.slurm.warn_s, 1),
+        "kubernetes.warn_s": (config.kubernetes.warn_s, 1),
+        "kubernetes.max_restarts": (config.kubernetes.max_restarts, 0),
+        "hardware.host_memory_gib": (config.hardware.host_memory_gib, 0),
+        "max_restarts": (config.max_restarts, 0),
+        "evaluation.every": (config.evaluation.every, 0),
+        "deadlines.heartbeat": (config.deadlines.heartbeat, 0),
+        "model.num_experts": (config.model.num_experts, 0),
+        "algorithm.update_epochs": (config.algorithm.update_epochs, 1),
+        "algorithm.mini_batch": (config.algorithm.mini_batch, 0),
+        "algorithm.overlong_buffer": (config.algorithm.overlong_buffer, 0),
+        "algorithm.loss.kl_coef": (config.algorithm.loss.kl_coef, 0),
+        "algorithm.reward_kl_coef": (config.algorithm.reward_kl_coef, 0),
+        "reference.refresh_every": (config.reference.refresh_every, 0),
+        "trainer.micro_batch_size": (config.trainer.micro_batch_size, 1),
+        "trainer.logits_mib": (config.trainer.logits_mib, 1),
+        "trainer.max_skipped_steps": (config.trainer.max_skipped_steps, 0),
+        "evaluation.prompts": (config.evaluation.prompts, 0),
+        "evaluation.samples": (config.evaluation.samples, 0),
+        **{f"watchdog.{name}": (getattr(config.watchdog, name), 1) for name in ("flat_steps", "starving_steps")},
+        **{
+            f"watchdog.{name}": (getattr(config.watchdog, name), 0)
+            for name in ("entropy_min", "entropy_max", "drift_max")
+        },
+        **{f"model.{name}": (getattr(config.model, name), 1) for name in MODEL_SIZES},
+    }
+    for name, (value, least) in at_least.items():
+        require(value >= least, f"{name} is {value}; it must be at least {least}")
+    for name, value, allowed in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
+        require(
+            value == allowed,
+            f"rollout.{name} is {value}; it must be {allowed}: the trainer knows no log-probs of a cut distribution",
+        )
+
+
+def _validate_training_modes(trainer: TrainerConfig, hardware: HardwareConfig) -> None:
+    step, mode = trainer.checkpoint.load_step, trainer.checkpoint.async_mode
+    require(
+        step == -1,
+        f"trainer.checkpoint.load_step is {step}; it must be -1: --resume goes on from the newest, losing no work",
+    )
+    require(
+        mode != "async_with_pinned_mem" or hardware.kind == "cuda",
+        f"trainer.checkpoint.async_mode is {mode!r}, which needs CUDA; on CPU 'disabled' and 'async' are allowed",
+    )
+    if trainer.float8 is not None:
+        emulate = trainer.float8.emulate
+        require(
+            emulate or hardware.computes_float8,
+            f"trainer.float8.emulate is False; it must be True where hardware.device is {hardware.device!r}: only a "
+            "GPU that computes in float8 (NVIDIA SM89 or AMD gfx942, or later) need not emulate it",
+        )
+        require(
+            not (emulate and trainer.compiles_model),
+            "trainer.float8.emulate is True; with trainer.compile.enable=True it must be False: "
+            "emulated float8 cannot be compiled",
+        )
+    require(
+        trainer.compiles_model or not isinstance(trainer.activation_checkpoint, MemoryBudgetAC.Config),
+        "trainer.activation_checkpoint is memory-budget, which only a compiled model can keep: "
+        "set trainer.compile.enable to True, or choose selective, full or none",
+    )
+
+
+def _validate_lora(config: RunConfig) -> None:
+    lora, shape = config.trainer.lora, shape_of(config.model)
+    if lora is None:
+        return
+    require(lora.rank >= 1, f"trainer.lora.rank is {lora.rank}; it must be at least 1")
+    require(lora.alpha > 0, f"trainer.lora.alpha is {lora.alpha}; it must be above 0")
+    allowed = adaptable_layers(config.model)
+    require(
+        lora.target_modules is None or (bool(lora.target_modules) and set(lora.target_modules) <= set(allowed)),
+        f"trainer.lora.target_modules is {lora.target_modules}; it must be None, for all, or some of {allowed} "
+        f"with model.fuse_qkv={config.model.fuse_qkv}",
+    )
+    require(
+        shape.num_experts == 0,
+        f"trainer.lora is on; it must be none with the model's {shape.num_experts} experts, which have no adapters",
+    )
+    require(
+        config.trainer.float8 is None,
+        "trainer.lora is on; it must be none with trainer.float8: the two are not supported together",
+    )
+
+
+def _validate_slurm(slurm: SlurmConfig) -> None:
+    try:
+        limit = slurm.time_s
+    except ValueError:
+        allowed = "minutes, minutes:seconds, hours:minutes:seconds or days-hours[:minutes[:seconds]]"
+        raise ConfigError(f"slurm.time is {slurm.time!r}; it must be empty, or {allowed}") from None
+    require(
+        limit is None or limit > slurm.warn_s,
+        f"slurm.warn_s is {slurm.warn_s}; it must be less than slurm.time={slurm.time!r}, which is {limit} s, or "
+        "each attempt is told to leave as it begins",
+    )
+
+
+def _validate_lengths(config: RunConfig) -> None:
+    """Of prompts and completions, in tokens."""
+    shape, prompt, completion = shape_of(config.model), config.data.max_prompt_tokens, config.rollout.max_tokens
+    longest = prompt + completion
+    require(
+        longest <= shape.max_seq_len,
+        f"data.max_prompt_tokens={prompt} + rollout.max_tokens={completion} "
+        f"is {longest}; it must be at most model.max_seq_len={shape.max_seq_len}",
+    )
+    budget = config.trainer.micro_batch_tokens
+    require(
+        budget is None or budget >= longest,
+        f"trainer.micro_batch_tokens is {budget}; it must be at least {longest}, the longest prompt and completion",
+    )
+
+
+def _validate_push(config: RunConfig) -> None:
+    push = config.weights
+    require(
+        push.transport != "cuda_ipc" or config.hardware.kind == "cuda",
+        "weights.transport is 'cuda_ipc', which needs CUDA; on CPU 'auto', 'shared_memory', 'rdma' and 'torchstore' "
+        "are allowed",
+    )
+    require(
+        not push.delta or push.transport in ("auto", "rdma", "torchstore"),
+        f"weights.delta is True; with weights.transport={push.transport!r} it must be False: a copy of everything is "
+        "as quick there",
+    )
+    tolerance = push.canary_tolerance
+    require(
+        tolerance is None or tolerance >= 0,
+        f"weights.canary_tolerance is {tolerance}; it must be None, 0 for no canary, or above",
+    )
+
+
+def _validate_pipeline(rollout: RolloutConfig) -> None:
+    parts, field_name = rollout.parts_per_step, "rollout.parts_per_step"
+    require(
+        parts == 1 or rollout.pipeline == "asynchronous",
+        f"{field_name} is {parts}; it must be 1 unless rollout.pipeline is 'asynchronous': the order in which groups "
+        "finish would change the numbers",
+    )
+    require(
+        parts <= rollout.prompts_per_step,
+        f"{field_name} is {parts}; it must be at most rollout.prompts_per_step={rollout.prompts_per_step}",
+    )
+    require(rollout.max_lost <= 1, f"rollout.max_lost is {rollout.max_lost}; it is a share, at most 1")
+
+
+def _validate_algorithm(config: RunConfig) -> None:
+    algorithm, prompts = config.algorithm, config.rollout.prompts_per_step
+    require(
+        algorithm.mini_batch == 0 or prompts % algorithm.mini_batch == 0,
+        f"algorithm.mini_batch is {algorithm.mini_batch}; it must divide rollout.prompts_per_step={prompts}",
+    )
+    whole = config.updates_per_step > 1 or not algorithm.advantage.by_group
+    parts, field_name = config.rollout.parts_per_step, "rollout.parts_per_step"
+    require(
+        parts == 1 or not whole,
+        f"{field_name} is {parts}; it must be 1 where a step has several updates or its advantages are compared over "
+        f"all groups: the whole batch must be there",
+    )
+    require(
+        not (algorithm.loss.kl_coef and algorithm.reward_kl_coef),
+        f"algorithm.reward_kl_coef is {algorithm.reward_kl_coef}; it must be 0 with algorithm.loss.kl_coef="
+        f"{algorithm.loss.kl_coef}: the penalty stands in the loss or in the reward",
+    )
+    require(
+        not algorithm.loss.kl_coef or algorithm.loss.kl_estimator != "k1",
+        "algorithm.loss.kl_estimator is 'k1', whose gradient is 0 on average; in a loss it must be 'k2' or 'k3'; with "
+        "algorithm.reward_kl_coef it can be any",
+    )
+    dual = getattr(algorithm.loss, "dual_clip", 0.0)
+    require(dual == 0 or dual > 1, f"algorithm.loss.dual_clip is {dual}; it must be 0, for none, or above 1")
+    require(
+        algorithm.adaptive_kl.target == 0 or algorithm.kl_coef > 0,
+        f"algorithm.adaptive_kl.target is {algorithm.adaptive_kl.target}; it must be 0 where no "
+        "algorithm.loss.kl_coef or algorithm.reward_kl_coef above 0 is there to steer",
+    )
+    alone = config.colocate != "all" or (config.rollout.max_staleness == 0 and config.generator.enforce_eager)
+    require(
+        alone,
+        "colocate is 'all'; it must be 'none' or 'models' unless rollout.max_staleness is 0 (nothing is generated "
+        "while the trainer has the devices) and generator.enforce_eager is True (compiled code keeps addresses)",
+    )
+    longest = config.rollout.max_tokens
+    require(
+        algorithm.overlong_buffer <= longest,
+        f"algorithm.overlong_buffer is {algorithm.overlong_buffer}; it must be at most rollout.max_tokens={longest}",
+    )
+
+
+def _validate_roles(config: RunConfig) -> None:
+    words, longest = shape_of(config.model).vocab_size, config.data.max_prompt_tokens + config.rollout.max_tokens
+    for name, role in config.roles.items():
+        taken = ("policy", "trainer", "reference", "critic", "reward", "generator", "checkpoints", "logs", "export")
+        require(
+            name.isidentifier() and name not in taken,
+            f"roles: {name!r} cannot be the name of a role; it must be an identifier other than {list(taken)}",
+        )
+        shape = shape_of(role.model)
+        require(
+            shape.vocab_size == words,
+            f"roles.{name}.model.vocab_size is {shape.vocab_size}; it must be that of the policy, {words}",
+        )
+        require(
+            shape.max_seq_len >= longest,
+            f"roles.{name}.model.max_seq_len is {shape.max_seq_len}; it must be at least {longest}, the longest prompt "
+            "and completion",
+        )
+        require(
+            bool(role.checkpoint or (role.model.hf_path and role.head == "logprobs")),
+            f"roles.{name}.checkpoint is not set; it must say where the weights are, or model.hf_path where "
+            f"roles.{name}.head is 'logprobs'",
+        )
+        require(
+            role.checkpoint is None or Path(role.checkpoint, ".metadata").is_file(),
+            f"roles.{name}.checkpoint is {role.checkpoint!r}, where no complete checkpoint is; name the folder of one, "
+            "as RUN/checkpoints/step-100",
+        )
+        require(
+            role.reward_weight == 0 or role.head == "values",
+            f"roles.{name}.reward_weight is {role.reward_weight}; it must be 0 unless roles.{name}.head is 'values'",
+        )
+
+
+def _validate_watchdog(watchdog: WatchdogConfig) -> None:
+    for field in fields(watchdog):
+        value = getattr(watchdog, field.name)
+        if field.type is Action:
+            require(value in get_args(Action), f"watchdog.{field.name} is {value!r}; allowed are {get_args(Action)}")
+    require(watchdog.stalled_s > 0, f"watchdog.stalled_s is {watchdog.stalled_s}; it must be above 0")
+    share = watchdog.starving_share
+    require(0 < share < 1, f"watchdog.starving_share is {share}; it must be above 0 and below 1")
+    low, high = watchdog.entropy_min, watchdog.entropy_max
+    require(high == 0 or high > low, f"watchdog.entropy_max is {high}; it must be 0 or above entropy_min={low}")

@@ -1,0 +1,84 @@
+"""What vLLM and torchtitan would refuse when their engines start, or would silently do wrong."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rl.config import RunConfig
+from rl.errors import require
+from rl.generation.config import kv_bytes_at_least
+from rl.model.shape import shape_of
+from rl.roles import Role, roles_of
+from rl.training.config import TrainerConfig
+
+OPTIMIZERS = ("Adam", "AdamW", "DistMuon")
+MAX_CUDA_HEAD_DIM = 256
+
+
+def validate_engines(config: RunConfig) -> None:
+    """Raise ConfigError, naming field, value and what is allowed, where an engine could not start or would be wrong."""
+    cuda = config.hardware.kind == "cuda"
+    for role in roles_of(config).values():
+        if role.field in ("trainer", "critic"):
+            _validate_optimizer(role)
+    _validate_training(config.trainer)
+    _validate_generator(config, cuda=cuda)
+    for name in ("start", "call", "reward"):
+        value = getattr(config.deadlines, name)
+        require(value > 0, f"deadlines.{name} is {value}; it must be above 0, in seconds")
+    for name in ("training_efficiency", "generation_efficiency"):
+        value = getattr(config.hardware, name)
+        require(0 < value <= 1, f"hardware.{name} is {value}; it is a share, above 0 and at most 1")
+
+
+def _validate_optimizer(role: Role) -> None:
+    optimizer, field = role.trainer.optimizer, f"{role.field}.optimizer"
+    for number, group in enumerate(optimizer.param_groups):
+        name, rate = group.optimizer_name, group.optimizer_kwargs.get("lr", 0.0)
+        place = f"{field}.param_groups.{number}"
+        require(
+            name in OPTIMIZERS, f"{place}.optimizer_name is {name!r}; torchtitan has {', '.join(map(repr, OPTIMIZERS))}"
+        )
+        require(rate >= 0, f"{place}.optimizer_kwargs.lr is {rate}; it must be at least 0")
+    require(bool(optimizer.param_groups), f"{field}.param_groups is empty; it must have one: default_adamw(lr=...)")
+
+
+def _validate_training(trainer: TrainerConfig) -> None:
+    norm = trainer.training.max_norm
+    require(
+        norm > 0, f"trainer.training.max_norm is {norm}; it must be above 0, or every gradient would be scaled to none"
+    )
+    require(
+        not trainer.training.enable_cpu_offload,
+        "trainer.training.enable_cpu_offload is True; it must be False: set colocate to 'models' to have memory in "
+        "turns, or data_parallel_shard_degree to more",
+    )
+
+
+def _validate_generator(config: RunConfig, *, cuda: bool) -> None:
+    for name, value, allowed, holds in _generator_rules(config, cuda=cuda):
+        require(holds, f"generator.{name} is {value}; {allowed}")
+
+
+def _generator_rules(config: RunConfig, *, cuda: bool) -> Iterator[tuple[str, Any, str, bool]]:
+    """Field, value, what is allowed, and whether it is so."""
+    generator, shape = config.generator, shape_of(config.model)
+    running, batched = generator.max_running_requests, generator.max_batched_tokens
+    yield "max_running_requests", running, "it must be at least 1", running >= 1
+    room = batched if cuda else max(batched, shape.max_seq_len)
+    least = f"it must be at least generator.max_running_requests={running}: each has a token in an engine step"
+    yield "max_batched_tokens", batched, least, room >= running
+    size, unit = generator.block_size, 16 if cuda else 32
+    allowed = f"it must be None or a multiple of {unit}, as vLLM's attention wants on {'CUDA' if cuda else 'CPU'}"
+    yield "block_size", size, allowed, size is None or (size > 0 and size % unit == 0)
+    share = generator.gpu_memory_utilization
+    yield "gpu_memory_utilization", share, "it is a share, above 0 and at most 1", 0 < share <= 1
+    if cuda:
+        head_dim = shape.head_dim
+        require(
+            head_dim % 8 == 0 and head_dim <= MAX_CUDA_HEAD_DIM,
+            f"model.head_dim is {head_dim}; vLLM's attention on CUDA allows multiples of 8 up to {MAX_CUDA_HEAD_DIM}",
+        )
+        return
+    least_gib = kv_bytes_at_least(generator, shape, cuda=False) / 2**30
+    allowed = f"it must be at least {least_gib:.6f}, for one sequence of model.max_seq_len={shape.max_seq_len}"
+    yield "kv_cache_gib", generator.kv_cache_gib, allowed, generator.kv_cache_gib >= least_gib

@@ -1,0 +1,161 @@
+"""Layouts that cannot work: of each model by itself, and of all of them on the machines that there are."""
+
+from torchtitan.config import ParallelismConfig
+
+from rl.config import RunConfig
+from rl.errors import require
+from rl.model.shape import ModelShape, shape_of
+from rl.model.tp_plan import check_divides, check_generator
+from rl.placement import Placement
+from rl.roles import Role, roles_of
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+def validate_layouts(config: RunConfig) -> None:
+    """Raise ConfigError, naming field, value and what is allowed, where a model or the generators cannot be cut so."""
+    cuda = config.hardware.kind == "cuda"
+    roles = roles_of(config)
+    for role in roles.values():
+        _validate_mesh(role.parallelism_field, role.trainer.parallelism)
+    for role in roles.values():
+        _validate_role(role, cuda=cuda)
+    generator, shape = config.generator, shape_of(config.model)
+    check_generator(generator.tensor_parallel_degree, shape, expert_parallel=generator.expert_parallel)
+    require(
+        generator.enforce_eager or not generator.expert_parallel,
+        "generator.enforce_eager is False; it must be True with generator.expert_parallel=True: "
+        "how many tokens a rank's experts get is not known when a model is compiled",
+    )
+    require(
+        cuda or shape.head_dim in CPU_HEAD_DIMS,
+        f"model.head_dim is {shape.head_dim}; vLLM's CPU attention allows {list(CPU_HEAD_DIMS)}",
+    )
+    _validate_nodes(config, roles)
+
+
+def _validate_role(role: Role, *, cuda: bool) -> None:
+    name, parallelism, shape = role.parallelism_field, role.trainer.parallelism, shape_of(role.model)
+    attention = role.model.attention
+    _validate_context_parallel(name, parallelism, attention, cuda=cuda)
+    require(
+        cuda or attention in ("auto", "dense"),
+        f"model.attention is {attention!r}, which needs CUDA; on CPU 'auto' and 'dense' are allowed",
+    )
+    _validate_experts(f"{name}.expert_parallel_degree", parallelism, shape)
+    check_divides(f"{name}.tensor_parallel_degree", parallelism.tensor_parallel_degree, shape)
+    require(
+        shape.n_heads % shape.n_kv_heads == 0,
+        f"model.n_kv_heads is {shape.n_kv_heads}; it must divide model.n_heads={shape.n_heads}",
+    )
+
+
+def _validate_nodes(config: RunConfig, roles: dict[str, Role]) -> None:
+    """On which nodes the ranks are, and whether these have devices for them."""
+    nodes, ranks = config.trainer.nodes, config.trainer.ranks
+    allowed = [count for count in range(1, ranks + 1) if ranks % count == 0]
+    require(
+        nodes in allowed, f"trainer.nodes is {nodes}; it must divide the trainer's {ranks} ranks: allowed are {allowed}"
+    )
+    own = config.generator.nodes
+    require(
+        own == 0 or config.colocate != "all",
+        f"generator.nodes is {own}; it must be 0 with colocate='all': the generators share the trainer's devices",
+    )
+    transport = config.weights.transport
+    require(
+        config.nodes == 1 or transport not in ("shared_memory", "cuda_ipc"),
+        f"weights.transport is {transport!r}, which stays on one host; with trainer.nodes={nodes} and "
+        f"generator.nodes={own} 'auto', 'rdma' and 'torchstore' are allowed",
+    )
+    spare = config.slurm.nodes
+    require(
+        spare == 0 or spare >= config.nodes,
+        f"slurm.nodes is {spare}; it must be 0 or at least {config.nodes}, which trainer and generators need",
+    )
+    if config.hardware.kind == "cpu":
+        return
+    gpus = config.hardware.gpus
+    places = Placement(config, gpus).models
+    for name, role in roles.items():
+        _require_gpus(f"{role.parallelism_field}'s degrees", places[name].per_host, gpus)
+    _require_gpus("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, gpus)
+
+
+def _require_gpus(field_name: str, needed: int, gpus: int) -> None:
+    require(
+        needed <= gpus,
+        f"{field_name} put {needed} ranks on a node, which has {gpus} GPUs; lower them, set trainer.nodes to more, or "
+        "hardware.gpus_per_node to what the nodes have",
+    )
+
+
+def _validate_mesh(field_name: str, parallelism: ParallelismConfig) -> None:
+    for name in ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel"):
+        degree = getattr(parallelism, f"{name}_degree")
+        require(
+            degree >= 1,
+            f"{field_name}.{name}_degree is {degree}; it must be at least 1; the product of all is the number of ranks",
+        )
+    stages = parallelism.pipeline_parallel_degree
+    require(
+        stages == 1,
+        f"{field_name}.pipeline_parallel_degree is {stages}; it must be 1: cut the model by "
+        "data_parallel_shard_degree or tensor_parallel_degree instead",
+    )
+    require(
+        parallelism.spmd_backend == "partial_dtensor",
+        f"{field_name}.spmd_backend is {parallelism.spmd_backend!r}; with this torch only 'partial_dtensor' works",
+    )
+
+
+def _validate_context_parallel(field_name: str, parallelism: ParallelismConfig, attention: str, *, cuda: bool) -> None:
+    if parallelism.context_parallel_degree == 1:
+        return
+    require(
+        attention != "varlen",
+        f"model.attention is 'varlen', which cannot run under {field_name}.context_parallel_degree="
+        f"{parallelism.context_parallel_degree}; 'auto' and 'flex' can",
+    )
+    balancer = parallelism.context_parallel_load_balancer
+    require(
+        balancer != "ptrr" or cuda,
+        f"{field_name}.context_parallel_load_balancer is {balancer!r}, which needs flex attention on CUDA; "
+        "on CPU 'headtail' and None are allowed",
+    )
+
+
+def _validate_experts(field_name: str, parallelism: ParallelismConfig, shape: ModelShape) -> None:
+    degree = parallelism.expert_parallel_degree
+    if shape.num_experts == 0:
+        require(degree == 1, f"{field_name} is {degree}; it must be 1 where model.num_experts is 0")
+        return
+    require(
+        1 <= shape.experts_per_token <= shape.num_experts,
+        f"model.experts_per_token is {shape.experts_per_token}; "
+        f"it must be between 1 and model.num_experts={shape.num_experts}",
+    )
+    require(shape.moe_hidden_dim >= 1, f"model.moe_hidden_dim is {shape.moe_hidden_dim}; it must be at least 1")
+    shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+    ranks = shards * parallelism.tensor_parallel_degree
+    allowed = [d for d in range(1, shape.num_experts + 1) if shape.num_experts % d == 0 and ranks % d == 0]
+    require(
+        degree in allowed,
+        f"{field_name} is {degree}; it must divide model.num_experts={shape.num_experts} and "
+        f"data_parallel_shard*context_parallel*tensor_parallel={ranks}: allowed are {allowed}",
+    )
+    require(
+        degree == 1 or parallelism.tensor_parallel_degree == 1 or parallelism.enable_sequence_parallel,
+        f"{field_name.replace('expert_parallel_degree', 'enable_sequence_parallel')} is False; "
+        "it must be True where experts and tensors are parallel both",
+    )
+    width, replicas = shape.moe_hidden_dim, parallelism.data_parallel_replicate_degree
+    if degree > 1:
+        shards, holders = ranks // degree, ranks
+    else:
+        width, holders = width // parallelism.tensor_parallel_degree, shards * replicas
+    require(
+        holders <= shape.num_experts or (shape.dim % shards == 0 and width % shards == 0),
+        f"model.moe_hidden_dim is {shape.moe_hidden_dim} and model.dim is {shape.dim}; with more ranks ({holders}) "
+        f"than experts ({shape.num_experts}) FSDP cuts both, so the {shards} shards must divide them",
+    )

@@ -1,0 +1,158 @@
+"""Whether what the ranks hold fits into devices and hosts, and what to change where it does not."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+from rl.generation.config import kv_bytes_at_least
+from rl.plan.memory import GIB, Item, Rank, kv_bytes
+from rl.plan.setting import Setting
+
+LEAST_SHARE, MOST_SHARE = 0.1, 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A device or a host, and the ranks that have memory there at the moment when it is fullest."""
+
+    name: str
+    kind: Literal["device", "host"]
+    ranks: tuple[Rank, ...]
+    limit: int
+    on_host: bool
+    """Which of the ranks' items count."""
+
+    @property
+    def used(self) -> int:
+        """Bytes."""
+        return sum(rank.total(on_host=self.on_host) for rank in self.ranks)
+
+
+def memories(setting: Setting, ranks: list[Rank]) -> list[Memory]:
+    """Every device and every host of the run; on CPU each rank is a device of its own."""
+    limit, host_limit = int(setting.device.memory_gib * GIB), int(setting.hardware.host_gib * GIB)
+    found = []
+    for seat in dict.fromkeys((rank.host, rank.gpu) for rank in ranks):
+        on_seat = [rank for rank in ranks if (rank.host, rank.gpu) == seat]
+        if setting.cuda:
+            fullest = _at_once(on_seat, setting.shared)
+            found.append(Memory(f"GPU {seat[1]} of host {seat[0]}", "device", fullest, limit, on_host=False))
+        else:
+            own = [Memory(f"{rank.mesh} rank {rank.rank}", "device", (rank,), limit, on_host=False) for rank in on_seat]
+            found += own
+    for host in range(setting.hosts):
+        here = tuple(rank for rank in ranks if rank.host == host)
+        found.append(Memory(f"host {host}", "host", here, host_limit, on_host=setting.cuda))
+    return found
+
+
+def _at_once(ranks: list[Rank], shared: frozenset[str]) -> tuple[Rank, ...]:
+    """What a device's ranks hold together: of those that take turns one has all of it, the others what cannot move."""
+    turns = [rank for rank in ranks if rank.role in shared]
+    largest = max(turns, key=lambda rank: rank.total(on_host=False), default=None)
+    away = {
+        rank: replace(rank, items=rank.named("CUDA context", "RoPE tables")) for rank in turns if rank is not largest
+    }
+    return tuple(away.get(rank, rank) for rank in ranks)
+
+
+def complaints(setting: Setting, found: list[Memory]) -> list[str]:
+    """A sentence for each way in which memory does not suffice; alike ranks are named once."""
+    said: dict[tuple[Any, ...], str] = {}
+    for memory in found:
+        if memory.used > memory.limit:
+            kinds = (memory.kind, *dict.fromkeys(rank.role for rank in memory.ranks))
+            said.setdefault(kinds, _complaint(setting, memory))
+    return [*said.values(), *_kv_complaint(setting)]
+
+
+def _complaint(setting: Setting, memory: Memory) -> str:
+    holders = [(item, rank) for rank in memory.ranks for item in rank.items if item.on_host == memory.on_host]
+    if not setting.cuda and memory.kind == "host":
+        holders = [(item, rank) for item, rank in holders if item.name != "process"]
+    item, rank = max(holders, key=lambda pair: pair[0].bytes)
+    alike = [r for r in memory.ranks if r.mesh == rank.mesh]
+    who = ", ".join(dict.fromkeys(f"{r.mesh} rank {r.rank}" for r in memory.ranks[:4]))
+    more = f" and {len(memory.ranks) - 4} more" if len(memory.ranks) > 4 else ""
+    where = "" if who == memory.name else f"{memory.name}: "
+    return (
+        f"{where}{who}{more} need{'s' if len(memory.ranks) == 1 else ''} {memory.used / GIB:.1f} GiB of the "
+        f"{memory.limit / GIB:.1f} that it has; the largest item is {item.name}, {item.bytes / GIB:.1f} GiB on each of "
+        f"{len(alike)} rank{'s' if len(alike) > 1 else ''} of {rank.mesh}: " + _remedy(setting, memory, item, rank)
+    )
+
+
+def _remedy(setting: Setting, memory: Memory, item: Item, rank: Rank) -> str:
+    """What to change, by the largest item."""
+    if item.name == "process":
+        return f"set hardware.memory_gib to {math.ceil(memory.used / GIB * 10) / 10}, if a rank has that much"
+    if item.name == "room to move to":
+        return "set colocate to 'none', or hardware.host_memory_gib to what a node has"
+    if item.name == "checkpoint staging":
+        return "set trainer.checkpoint.async_mode to 'disabled'"
+    if rank.role == "generator":
+        return _generator_remedy(setting, memory, item)
+    crowded = len({rank.role for rank in memory.ranks}) > 1
+    if crowded and setting.config.colocate == "none" and setting.cuda and not memory.on_host:
+        return "set colocate to 'models', for one at a time to have memory there"
+    return _model_remedy(setting, item, rank)
+
+
+def _generator_remedy(setting: Setting, memory: Memory, item: Item) -> str:
+    generator, over = setting.config.generator, memory.used - memory.limit
+    if item.name == "KV cache" and setting.cuda:
+        share = generator.gpu_memory_utilization - over / memory.limit
+        if share >= LEAST_SHARE:
+            return f"set generator.gpu_memory_utilization to at most {int(share * 100) / 100}"
+        return "set generator.nodes to 1 or more, for the generators to have GPUs of their own"
+    if item.name == "KV cache":
+        cache = generator.kv_cache_gib - over / GIB
+        return f"set generator.kv_cache_gib to at most {max(1, int(cache * 100)) / 100}"
+    if item.name == "engine step":
+        return f"set generator.max_running_requests to {max(1, generator.max_running_requests // 2)}"
+    return f"set generator.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
+
+
+def _model_remedy(setting: Setting, item: Item, rank: Rank) -> str:
+    trainer = setting.roles[rank.role].trainer
+    if item.name == "activations":
+        if not isinstance(trainer.activation_checkpoint, FullAC.Config):
+            return "give trainer.activation-checkpoint:full"
+        if trainer.micro_batch_tokens and trainer.micro_batch_tokens > setting.longest:
+            return f"set trainer.micro_batch_tokens to {max(setting.longest, trainer.micro_batch_tokens // 2)}"
+        if not trainer.micro_batch_tokens and trainer.micro_batch_size > 1:
+            return f"set trainer.micro_batch_size to {trainer.micro_batch_size // 2}"
+        return _twice(setting, rank.role, "context_parallel_degree")
+    if item.name == "logits":
+        return f"set trainer.logits_mib to {max(1, trainer.logits_mib // 2)}"
+    if item.name == "gathered by FSDP":
+        return _twice(setting, rank.role, "tensor_parallel_degree")
+    if item.name == "RoPE tables":
+        return f"set model.max_seq_len to {setting.longest}"
+    return _twice(setting, rank.role, "data_parallel_shard_degree")
+
+
+def _twice(setting: Setting, name: str, degree: str) -> str:
+    """Have a role's ranks be twice as many, on more nodes where these are full."""
+    role, nodes = setting.roles[name], setting.config.trainer.nodes
+    full = setting.cuda and 2 * setting.places[name].per_host > setting.hardware.gpus
+    more = f" and trainer.nodes to {2 * nodes}" if full else ""
+    return f"set {role.parallelism_field}.{degree} to {2 * getattr(role.trainer.parallelism, degree)}{more}"
+
+
+def _kv_complaint(setting: Setting) -> list[str]:
+    """vLLM does not start unless the KV cache holds a sequence of model.max_seq_len; on CPU validation has said so."""
+    generator, tokens, room = setting.config.generator, setting.shape.max_seq_len, kv_bytes(setting)
+    share, needed = generator.gpu_memory_utilization, kv_bytes_at_least(generator, setting.shape, cuda=setting.cuda)
+    if needed <= room:
+        return []
+    enough = share + (needed - room) / (setting.device.memory_gib * GIB)
+    remedy = f"set generator.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
+    if room and enough <= MOST_SHARE:
+        remedy = f"set generator.gpu_memory_utilization to {int(enough * 100 + 1) / 100}, or model.max_seq_len to less"
+    return [
+        f"generator.gpu_memory_utilization is {share}, which leaves {room / GIB:.2f} GiB of each GPU for its KV cache; "
+        f"one sequence of model.max_seq_len={tokens} needs {needed / GIB:.2f} GiB: {remedy}"
+    ]

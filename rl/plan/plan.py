@@ -1,0 +1,108 @@
+"""All of a plan: what is counted, and whether it can work."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rl.config import RunConfig
+from rl.plan.fit import complaints, memories
+from rl.plan.memory import all_ranks, kv_bytes, kv_sequences
+from rl.plan.push import push_of
+from rl.plan.setting import Setting, hosts_of, seat_of, title_of
+from rl.plan.speed import sizes_of, step_of
+from rl.roles import Role
+from rl.types import Place
+
+
+class Plan:
+    """What a run of ``config`` would be; starts nothing. Raises ConfigError where its models cannot be had."""
+
+    def __init__(self, config: RunConfig):
+        self.setting = Setting(config)
+        self.ranks = all_ranks(self.setting)
+        self.memories = memories(self.setting, self.ranks)
+        self.errors = complaints(self.setting, self.memories)
+        self.push = push_of(self.setting)
+        self.step = step_of(self.setting, self.push)
+
+    @property
+    def feasible(self) -> bool:
+        """Whether it can work."""
+        return not self.errors
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as JSON-able data; sizes in bytes, times in seconds."""
+        setting = self.setting
+        sizes = sizes_of(setting.shape, fuse_qkv=setting.config.model.fuse_qkv)
+        return {
+            "feasible": self.feasible,
+            "errors": self.errors,
+            "model": {"parameters": sizes.total, "active_parameters": sizes.active},
+            "hardware": {"hosts": setting.hosts, "gpus_per_host": setting.hardware.gpus, **asdict(setting.device)},
+            "meshes": [*self._model_meshes(), *self._generator_meshes()],
+            "memory": {
+                "ranks": [
+                    {
+                        "mesh": rank.mesh,
+                        "rank": rank.rank,
+                        "host": rank.host,
+                        "gpu": rank.gpu,
+                        "items": [asdict(item) for item in rank.items],
+                    }
+                    for rank in self.ranks
+                ],
+                "devices_and_hosts": [
+                    {
+                        "name": memory.name,
+                        "used": memory.used,
+                        "limit": memory.limit,
+                        "ranks": [f"{rank.mesh} {rank.rank}" for rank in memory.ranks],
+                    }
+                    for memory in self.memories
+                ],
+            },
+            "kv_cache": {
+                "bytes": kv_bytes(setting),
+                "longest_sequence_tokens": setting.longest,
+                "sequences": kv_sequences(setting, setting.longest),
+            },
+            "push": asdict(self.push),
+            "step": asdict(self.step),
+        }
+
+    def _model_meshes(self) -> list[dict[str, Any]]:
+        roles, cuda = self.setting.roles, self.setting.cuda
+        return [
+            {"name": title_of(name), "degrees": degrees_of(roles[name]), "seats": seats_of(place, cuda=cuda)}
+            for name, place in self.setting.places.items()
+        ]
+
+    def _generator_meshes(self) -> list[dict[str, Any]]:
+        generator = self.setting.config.generator
+        tp = generator.tensor_parallel_degree
+        degrees = {"tp": tp, "ep": tp if generator.expert_parallel else 1}
+        return [
+            {"name": f"generator-{number}", "degrees": degrees, "seats": seats_of(place, cuda=self.setting.cuda)}
+            for number, place in enumerate(self.setting.generators)
+        ]
+
+
+def degrees_of(role: Role) -> dict[str, int]:
+    """Of torchtitan's mesh."""
+    parallelism = role.trainer.parallelism
+    return {
+        "dp_replicate": parallelism.data_parallel_replicate_degree,
+        "dp_shard": parallelism.data_parallel_shard_degree,
+        "cp": parallelism.context_parallel_degree,
+        "tp": parallelism.tensor_parallel_degree,
+        "ep": parallelism.expert_parallel_degree,
+    }
+
+
+def seats_of(place: Place, *, cuda: bool) -> list[dict[str, Any]]:
+    """By host: a mesh's ranks there, and its GPUs."""
+    seats = []
+    for host in hosts_of(place):
+        ranks = [rank for rank in range(place.ranks) if seat_of(place, rank)[0] == host]
+        gpus = [seat_of(place, rank)[1] for rank in ranks] if cuda else []
+        seats.append({"host": host, "ranks": ranks, "gpus": gpus})
+    return seats

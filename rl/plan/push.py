@@ -1,0 +1,63 @@
+"""What a push moves, and how long that takes at least."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from rl.plan.setting import Setting, hosts_of, seat_of
+from rl.weights.routes import plan_push
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One push of the whole policy to all generators, sizes in bytes."""
+
+    transport: str
+    total: int
+    per_reader: tuple[int, ...]
+    """By rank of a generator."""
+    most_from_a_rank: int
+    """Of what all generators read from one trainer rank."""
+    over_network: bool
+    bottleneck: str
+    seconds: float
+    """At least: the busiest end at the full rate of its link."""
+
+
+def push_of(setting: Setting) -> Push:
+    """Of the config's layouts and places.
+
+    A device sends or receives at the rate of what carries it: its network adapter between hosts, its link by
+    ``cuda_ipc``, the host's memory on CPU. What goes through the host's memory from a GPU is taken to move at the
+    adapter's rate too, which PCIe about has.
+    """
+    device, size = setting.device, setting.transfer_bytes
+    elements = plan_push(setting.pushed, setting.wanted).elements()
+    read = [each.total() * size for each in elements]
+    sent: Counter[int] = Counter()
+    for each in elements:
+        for source, count in each.items():
+            sent[source] += count * size * len(setting.generators)
+    crosses = _crosses(setting)
+    if crosses or (setting.cuda and setting.transport != "cuda_ipc"):
+        rate, link = device.network_gb_s, "network adapter" if crosses else "way to the host's memory"
+    elif setting.cuda:
+        rate, link = device.link_gb_s, "link between GPUs"
+    else:
+        rate, link = device.memory_gb_s, "memory"
+    sender, reader = max(sent.values()), max(read)
+    end = "a trainer rank's" if sender > reader else "a generator rank's"
+    return Push(
+        transport=setting.transport,
+        total=sum(read) * len(setting.generators),
+        per_reader=tuple(read),
+        most_from_a_rank=sender,
+        over_network=crosses,
+        bottleneck=f"{end} {link}, {rate:g} GB/s",
+        seconds=max(sender, reader) / (rate * 1e9),
+    )
+
+
+def _crosses(setting: Setting) -> bool:
+    trainer = set(hosts_of(setting.places["policy"]))
+    readers = {seat_of(place, rank)[0] for place in setting.generators for rank in range(place.ranks)}
+    return len(trainer | readers) > 1

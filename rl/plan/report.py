@@ -1,0 +1,158 @@
+"""A plan and a comparison of configs, for people."""
+
+from collections.abc import Iterator, Sequence
+
+from rl.plan.diff import Change
+from rl.plan.memory import GIB, Rank, kv_bytes, kv_sequences
+from rl.plan.plan import Plan, degrees_of
+from rl.plan.setting import Setting, hosts_of, title_of
+from rl.plan.speed import sizes_of
+from rl.types import Place
+
+BAR, WIDTH = 30, 48
+
+
+def describe(name: str, plan: Plan) -> str:
+    """The plan of config ``name`` on one screen."""
+    parts = (_head(name, plan.setting), _meshes(plan), _memory(plan), _push(plan), _step(plan), _verdict(plan))
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def describe_changes(name: str, other: str, changes: Sequence[Change]) -> str:
+    """What becomes different from config ``name`` to config ``other``."""
+    if not changes:
+        return f"{name} and {other} are the same"
+    lines = [f"{name} → {other}"]
+    for mark in dict.fromkeys(change.mark for change in changes):
+        lines += ["", mark, *(f"  {change.change}" for change in changes if change.mark == mark)]
+    return "\n".join(lines)
+
+
+def _head(name: str, setting: Setting) -> Iterator[str]:
+    model, device, hardware = setting.config.model, setting.device, setting.hardware
+    sizes = sizes_of(setting.shape, fuse_qkv=model.fuse_qkv)
+    active = f", {_count(sizes.active)} active" if sizes.experts else ""
+    weights = model.hf_path or "random weights, model.hf_path is not set"
+    yield f"{name}: {_count(sizes.total)} parameters{active} ({weights})"
+    what, each = (f"{hardware.gpus} GPUs", "GPU") if setting.cuda else ("CPUs", "rank")
+    hosts = f"{setting.hosts} host{'s' if setting.hosts > 1 else ''} of {what}"
+    yield (
+        f"{hosts}; {hardware.device}: {device.memory_gib:g} GiB a "
+        f"{each}, {device.tflops:g} TFLOP/s, {device.memory_gb_s:g} GB/s memory, {device.network_gb_s:g} GB/s network"
+    )
+
+
+def _meshes(plan: Plan) -> Iterator[str]:
+    setting = plan.setting
+    yield "meshes"
+    for name, place in setting.places.items():
+        degrees = "  ".join(f"{axis} {degree}" for axis, degree in degrees_of(setting.roles[name]).items())
+        ranks = f"{place.ranks:3} rank{'s' if place.ranks > 1 else ' '}"
+        yield f"  {title_of(name):12} {ranks}  {degrees:45}  {_seats(setting, place)}"
+    generator = setting.config.generator
+    tp = f"tp {generator.tensor_parallel_degree}" + ("  whole experts" if generator.expert_parallel else "")
+    seats = list(dict.fromkeys(_seats(setting, place) for place in setting.generators))
+    shown = "; ".join(seats[:3]) + (f"; … {seats[-1]}" if len(seats) > 3 else "")
+    yield f"  {'generators':12} {generator.replicas:3} times  {tp:45}  {shown}"
+    for roles, devices in _shared(plan).items():
+        yield f"  {' and '.join(roles)} share {devices[0]}" + (f" up to {devices[-1]}" if len(devices) > 1 else "")
+    if setting.shared:
+        yield f"  one at a time has memory on its devices: {', '.join(_turns(setting))}"
+
+
+def _shared(plan: Plan) -> dict[tuple[str, ...], list[str]]:
+    """Devices that several ranks are on, by whose these are."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for memory in plan.memories:
+        if memory.kind == "device" and len(memory.ranks) > 1:
+            found.setdefault(tuple(dict.fromkeys(title_of(rank.role) for rank in memory.ranks)), []).append(memory.name)
+    return found
+
+
+def _turns(setting: Setting) -> list[str]:
+    return [title_of(name) for name in (*setting.roles, "generator") if name in setting.shared]
+
+
+def _seats(setting: Setting, place: Place) -> str:
+    hosts = hosts_of(place)
+    where = f"host {hosts[0]}" if len(hosts) == 1 else f"hosts {hosts[0]}-{hosts[-1]}"
+    if not setting.cuda:
+        return where
+    last = place.first_device + place.per_host - 1
+    return f"{where} GPU {place.first_device}" + (f"-{last}" if last > place.first_device else "")
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    """Of each mesh the rank with most; alike generators once."""
+    setting, columns = plan.setting, _fullest(plan.ranks)
+    titles = "".join(f"{title_of(rank.role):>12}" for rank in columns)
+    yield "memory of the fullest rank (~ estimated)".ljust(WIDTH) + titles
+    names = dict.fromkeys((item.on_host, item.name, item.estimate) for rank in columns for item in rank.items)
+    for on_host in (False, True):
+        for host, name, estimate in names:
+            if host == on_host:
+                label = f"  {'~' if estimate else ' '} {name}{' (host)' if on_host else ''}"
+                cells = ("".join(_size(i.bytes) for i in rank.named(name) if i.on_host == host) for rank in columns)
+                yield label.ljust(WIDTH) + "".join(f"{cell:>12}" for cell in cells)
+    for on_host, label in ((False, f"of {setting.device.memory_gib:g} GiB on the device"), (True, "on the host")):
+        if any(rank.total(on_host=on_host) for rank in columns):
+            totals = "".join(f"{_size(rank.total(on_host=on_host)):>12}" for rank in columns)
+            yield f"    total {label}".ljust(WIDTH) + totals
+    tightest = max(plan.memories, key=lambda memory: memory.used / memory.limit)
+    yield f"  tightest: {tightest.name}, {_size(tightest.used)} of {_size(tightest.limit)}"
+    fit = kv_sequences(setting, setting.longest)
+    yield f"  {_size(kv_bytes(setting))} of KV cache hold {fit:,} sequences of the longest {setting.longest:,} tokens"
+
+
+def _fullest(ranks: Sequence[Rank]) -> list[Rank]:
+    by_role: dict[str, Rank] = {}
+    for rank in ranks:
+        known = by_role.setdefault(rank.role, rank)
+        if rank.total(on_host=False) > known.total(on_host=False):
+            by_role[rank.role] = rank
+    return list(by_role.values())
+
+
+def _push(plan: Plan) -> Iterator[str]:
+    push = plan.push
+    yield f"push by {push.transport}{' over the network' if push.over_network else ''}"
+    yield (
+        f"  {_size(push.total)} in all, {_size(max(push.per_reader))} to a generator rank at most, "
+        f"{_size(push.most_from_a_rank)} from a trainer rank at most"
+    )
+    yield f"  at least {_seconds(push.seconds)}: {push.bottleneck}"
+
+
+def _step(plan: Plan) -> Iterator[str]:
+    step = plan.step
+    yield (
+        f"step, ~ {_seconds(step.seconds)}: {step.tokens:,} tokens, {step.tflop:,.3g} TFLOP of gradients, "
+        f"{step.concurrency} sequences decoded together"
+    )
+    for name, seconds in (("generation", step.generation), ("training", step.training), ("push", step.push)):
+        filled = round(BAR * seconds / step.seconds)
+        yield f"  {name:10} {_seconds(seconds):>9}  {'█' * filled}{'·' * (BAR - filled)}"
+    yield f"  idle: trainer {step.trainer_idle:.0%}, generators {step.generators_idle:.0%}"
+    yield from (f"  assumed: {assumption}" for assumption in step.assumptions)
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    if plan.feasible:
+        yield "this can work"
+    else:
+        yield "this cannot work"
+        yield from (f"  error: {error}" for error in plan.errors)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
+
+
+def _size(bytes: int) -> str:
+    units = {"GiB": GIB, "MiB": GIB >> 10, "KiB": GIB >> 20}
+    name = next((name for name, unit in units.items() if bytes >= unit), "KiB")
+    return f"{bytes / units[name]:.2f} {name}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"

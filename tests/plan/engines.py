@@ -1,0 +1,116 @@
+"""What real engines hold, for a plan to be compared with. Runs on ranks of their own."""
+
+import ctypes
+import gc
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.config import RunConfig
+from rl.model.host_memory import local_tensor
+from rl.roles import roles_of
+from rl.training.engine import TrainingEngine
+from rl.training.model import named_adapters, named_weights
+from rl.types import Batch
+from rl.weights.shared_memory import Publisher
+from tests.training.scenes import share
+
+ROWS, LENGTH = 9, 33  # so that no activation has the shape of a weight
+
+
+def batch_of(vocab_size: int) -> Batch:
+    tokens = ROWS * LENGTH
+    weights = torch.ones(tokens)
+    weights[::LENGTH] = 0.0
+    names = ("advantages", "behaviour_logprobs", "returns", "old_values")
+    return Batch(
+        tokens=torch.randint(vocab_size, (tokens,)),
+        lengths=torch.tensor([LENGTH] * ROWS),
+        weights=weights,
+        columns={name: torch.zeros(tokens) for name in names},
+    )
+
+
+def engine_of(config: RunConfig, role: str, folder: str) -> TrainingEngine:
+    found = roles_of(config)[role]
+    return TrainingEngine(found.trainer, found.model, head=found.head, seed=0, steps=5, folder=folder)
+
+
+def accumulate(engine: TrainingEngine, config: RunConfig, role: str) -> None:
+    loss = config.critic.loss if role == "critic" else config.algorithm.loss
+    engine.forward_backward(share(engine, batch_of(config.model.vocab_size)), loss.build())
+
+
+def held(config: RunConfig, role: str, folder: str) -> dict[str, int]:
+    """Bytes that a rank's tensors have after a step, by the names that a plan has for them."""
+    engine = engine_of(config, role, folder)
+    accumulate(engine, config, role)
+    gradients = [parameter.grad for parameter in engine.model.parameters() if parameter.grad is not None]
+    sizes = {
+        "parameters": storages(named_weights(engine.model).values()),
+        "adapters": storages(named_adapters(engine.model).values()),
+        "gradients": storages(gradients),
+        "RoPE tables": storages(buffer for name, buffer in engine.model.named_buffers() if name.endswith("rope.cache")),
+    }
+    engine.optim_step()
+    states = [value for each in engine.optimizers for state in each.state.values() for value in state.values()]
+    sizes["optimizer states"] = storages(value for value in states if value.dim())
+    if role == "policy":
+        parts = engine.parts().values()
+        sizes["merged weights"] = storages(engine._merged.buffers.values())
+        publisher = Publisher([*parts], getattr(torch, config.generator.dtype))
+        sizes["push slots"] = sum(os.fstat(fd).st_size for fd in publisher.address.fds)
+        publisher.close()
+    engine.close()
+    return sizes
+
+
+def storages(tensors: Any) -> int:
+    """Bytes of their storages, each once."""
+    found = {local_tensor(t).untyped_storage()._cdata: local_tensor(t).untyped_storage().nbytes() for t in tensors}
+    return sum(found.values())
+
+
+def grown(config: RunConfig, folder: str) -> dict[str, int]:
+    """By how many bytes a process grew, of memory of its own, after backward, after a step, and by a publisher."""
+    before = resident("RssAnon")
+    engine = engine_of(config, "policy", folder)
+    accumulate(engine, config, "policy")
+    sizes = {"with gradients": resident("RssAnon") - before}
+    engine.optim_step()
+    sizes["with states"] = resident("RssAnon") - before
+    shared = resident("RssShmem")
+    publisher = Publisher([*engine.parts().values()], getattr(torch, config.generator.dtype))
+    sizes["push slots"] = resident("RssShmem") - shared
+    publisher.close()
+    engine.close()
+    return sizes
+
+
+def resident(field: str) -> int:
+    """Bytes of this process's memory, what was freed given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+
+
+def saved(config: RunConfig, folder: str) -> int:
+    """Bytes that autograd saves for the backward pass of one micro-batch, parameters left out."""
+    engine = engine_of(config, "policy", folder)
+    accumulate(engine, config, "policy")
+    shapes = {tuple(size) for p in engine.model.parameters() for size in (p.shape, reversed(p.shape))}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tuple(tensor.shape) not in shapes:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        accumulate(engine, config, "policy")
+    engine.close()
+    return sum(storage.nbytes() for storage in kept.values())

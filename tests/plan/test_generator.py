@@ -1,0 +1,33 @@
+"""What a plan says that a generator holds is what a real one holds, and it starts with the least that is allowed."""
+
+import pytest
+
+from rl.generation.config import GeneratorConfig, kv_bytes_at_least
+from rl.model.shape import ModelConfig, shape_of
+from rl.plan.memory import GIB, all_ranks, kv_sequences
+from rl.plan.setting import Setting
+from tests.generation.ranks import GeneratorRanks
+from tests.plan.generators import held, repacked
+from tests.plan.test_memory import config_of
+
+MODEL = ModelConfig(
+    vocab_size=2048, dim=512, n_layers=8, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=1536, max_seq_len=300
+)
+ENGINE = GeneratorConfig(dtype="float32", block_size=32, max_batched_tokens=512, max_running_requests=8)
+
+
+def test_a_generator_holds_what_was_planned_with_the_least_kv_cache_that_is_allowed():
+    config = config_of(MODEL)
+    config.generator = ENGINE
+    ENGINE.kv_cache_gib = kv_bytes_at_least(ENGINE, shape_of(MODEL), cuda=False) / GIB
+    setting = Setting(config)
+    rank = next(rank for rank in all_ranks(setting) if rank.mesh == "generator-0")
+    planned = {item.name: item.bytes for item in rank.items}
+    ranks = GeneratorRanks(ENGINE, MODEL)
+    try:
+        (sizes,), (packed,) = ranks.run(held), ranks.run(repacked)
+    finally:
+        ranks.close()
+    assert {name: planned[name] for name in sizes} == sizes
+    assert packed == pytest.approx(planned["packed weights"], rel=0.02)
+    assert kv_sequences(setting, MODEL.max_seq_len) == 1

@@ -1,0 +1,133 @@
+"""What a plan says that ranks hold is what real engines hold."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+from rl.algorithms.advantages import GAE
+from rl.cli import find_config
+from rl.config import RunConfig
+from rl.model.parts import Layout, Part
+from rl.model.shape import ModelConfig
+from rl.plan import estimates
+from rl.plan.memory import all_ranks, transfer_of
+from rl.plan.setting import Setting
+from rl.weights.packed import PackedPublisher, PackedSubscriber
+from tests.plan.engines import LENGTH, ROWS, grown, held, saved, storages
+from tests.training.ranks import on_ranks
+from tests.training.scenes import LAYOUTS
+
+TIED = ModelConfig(
+    vocab_size=2048, dim=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=768, max_seq_len=64
+)
+UNTIED = replace(TIED, tie_embeddings=False, fuse_qkv=False)
+UNEVEN = replace(TIED, vocab_size=2046, n_kv_heads=4)
+EXPERTS = replace(TIED, num_experts=4, experts_per_token=2, moe_hidden_dim=384)
+LARGE = replace(TIED, dim=512, n_layers=14, hidden_dim=1536)  # what else a process grows by is small against it
+
+
+def config_of(model: ModelConfig, layout: str = "alone") -> RunConfig:
+    config = find_config("quickstart")()
+    config.model = model
+    config.rollout.prompts_per_step, config.rollout.samples_per_prompt = 1, ROWS
+    config.data.max_prompt_tokens = config.rollout.max_tokens = LENGTH // 2
+    config.trainer.parallelism = LAYOUTS[layout].parallelism
+    config.generator.dtype = "bfloat16"
+    return config
+
+
+def critic(layout: str) -> RunConfig:
+    config = config_of(TIED)
+    config.algorithm.advantage = GAE.Config()
+    config.critic.parallelism = LAYOUTS[layout].parallelism
+    return config
+
+
+def adapted(layout: str) -> RunConfig:
+    config = config_of(TIED, layout)
+    config.trainer.lora = LoRAConverter.Config(rank=8, alpha=16.0)
+    return config
+
+
+CASES = {
+    "one rank, tied": (config_of(TIED), "policy"),
+    "one rank, untied": (config_of(UNTIED), "policy"),
+    "FSDP 2, untied": (config_of(UNTIED, "fsdp2"), "policy"),
+    "TP 2, tied": (config_of(TIED, "tp2"), "policy"),
+    "FSDP 2 x TP 2, tied, uneven": (config_of(UNEVEN, "fsdp2_tp2"), "policy"),
+    "HSDP 2 x 2": (config_of(TIED, "hsdp4"), "policy"),
+    "CP 2": (config_of(UNTIED, "cp2"), "policy"),
+    "experts, EP 2": (config_of(EXPERTS, "ep2"), "policy"),
+    "adapters, FSDP 2": (adapted("fsdp2"), "policy"),
+    "critic, TP 2": (critic("tp2"), "critic"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_layouts_say_is_what_engines_hold(case, tmp_path):
+    config, role = CASES[case]
+    mesh = {"policy": "trainer"}.get(role, role)
+    planned = [rank for rank in all_ranks(Setting(config)) if rank.mesh == mesh]
+    measured = on_ranks(len(planned), held, config, role, str(tmp_path))
+    for rank, sizes in zip(planned, measured, strict=True):
+        said = {name: sum(item.bytes for item in rank.named(name)) for name in sizes}
+        padding = 4 * config.model.dim if "uneven" in case else 0  # FSDP's, of one row
+        assert said == {name: pytest.approx(size, rel=0, abs=padding) for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_both_ends_of_a_push_over_the_network_hold_what_was_planned(delta):
+    config = config_of(UNTIED, "fsdp2_tp2")
+    config.generator.tensor_parallel_degree, config.weights.transport, config.weights.delta = 2, "rdma", delta
+    setting = Setting(config)
+    transfer, ranks = transfer_of(setting), all_ranks(setting)
+
+    def parts(layout: Layout) -> list[Part]:
+        return [Part(region, torch.zeros(region.box.shape, dtype=transfer.dtype)) for region in layout]
+
+    for rank, layout in enumerate(setting.pushed):
+        publisher = PackedPublisher(parts(layout), transfer, rank=rank)
+        size = storages(memory for slots in (publisher._slots, publisher._deltas) for slot in slots for memory in slot)
+        assert size == sum(item.bytes for item in ranks[rank].named("push slots"))
+        publisher.close()
+    for rank, layout in enumerate(setting.wanted):
+        subscriber = PackedSubscriber(parts(layout), transfer, rank=rank)
+        size = storages(memory for pair in subscriber._staged.values() for memory in pair)
+        assert size == sum(item.bytes for item in ranks[len(setting.pushed) + rank].named("push staging"))
+
+
+@pytest.mark.parametrize("layout", ["alone", "fsdp2"])
+def test_processes_grow_by_what_was_planned(layout, tmp_path):
+    """Beside it there are libraries' own buffers, and on several ranks what FSDP and gloo still hold of a pass."""
+    config = config_of(LARGE, layout)
+    planned = [rank for rank in all_ranks(Setting(config)) if rank.mesh == "trainer"]
+    for rank, sizes in zip(planned, on_ranks(len(planned), grown, config, str(tmp_path)), strict=True):
+        size = {item.name: item.bytes for item in rank.items}
+        slack = 2 * size["gathered by FSDP"] if layout != "alone" else 0
+        assert sizes["push slots"] == pytest.approx(size["push slots"], rel=0.02)
+        for moment, kept in (("with gradients", size["gradients"]), ("with states", size["optimizer states"])):
+            least = size["parameters"] + kept
+            assert least <= sizes[moment] <= 1.1 * (least + slack)
+
+
+@pytest.mark.parametrize("model", [TIED, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_about_what_autograd_saves(model, dtype, tmp_path):
+    config = config_of(model)
+    config.trainer.training.mixed_precision_param = dtype
+    (size,) = on_ranks(1, saved, config, str(tmp_path))
+    assert estimates.activations(Setting(config), "policy") == pytest.approx(size, rel=0.1)
+
+
+def test_checkpointing_saves_little_more_than_a_layer(tmp_path):
+    whole = config_of(TIED)
+    whole.trainer.activation_checkpoint = FullAC.Config()
+    (size,) = on_ranks(1, saved, whole, str(tmp_path))
+    assert (
+        size
+        < estimates.activations(Setting(whole), "policy")
+        < size + estimates.activations(Setting(config_of(replace(TIED, n_layers=1))), "policy")
+    )

@@ -1,1 +1,1 @@
-"""Where a run's processes come from."""
+"""Where a run is started: on this host, on a cluster of Slurm or Kubernetes."""

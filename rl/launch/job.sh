@@ -1,0 +1,52 @@
+# From here on every job is the same. One worker on each node, which starts the run's processes there, and the run
+# itself, as steps; this shell lives on the first node and decides what becomes of the job when the run has ended.
+attempt=${SLURM_RESTART_COUNT:-0}
+finished=$run/launch/$SLURM_JOB_ID.finished
+say() { echo "$(date '+%F %T') attempt $attempt: $*"; }
+alive() { kill -0 "$1" 2>/dev/null; }
+
+if [ -e "$finished" ]; then say "the run has finished: nothing is left to do"; exit 0; fi
+if [ "$attempt" -gt "$max_restarts" ]; then say "gives up: slurm.max_restarts is $max_restarts"; exit 75; fi
+TILLER_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ' ')
+export TILLER_NODES TILLER_NODE=${TILLER_NODES%% *} TILLER_LOGS=$run/logs/$SLURM_JOB_ID.$attempt
+mkdir -p "$TILLER_LOGS/workers" || exit 1
+[ -e "$run/config.json" ] && train+=(--resume)
+say "starts on $TILLER_NODES; logs in $TILLER_LOGS"
+
+# Before the limit Slurm tells this shell alone, by USR1; of a preemption it tells the steps, by TERM.
+leave() { say "$1: the run is told to save and leave"; alive "$controller" && kill -USR1 "$controller"; }
+trap 'leave "the time limit is near"' USR1
+trap 'leave "told to end"' TERM
+
+srun --overlap --cpu-bind=none --kill-on-bad-exit=1 "${container[@]}" --output="$TILLER_LOGS/node-%N.log" \
+    "$python" "$node" "$TILLER_LOGS/workers" &
+workers=$!
+srun --overlap --cpu-bind=none --nodes=1 --ntasks=1 --nodelist="$TILLER_NODE" "${container[@]}" \
+    --output="$TILLER_LOGS/run.log" "${train[@]}" &
+controller=$!
+while alive $controller && alive $workers; do wait -n $controller $workers; done # a trap ends wait early
+for _ in {1..60}; do alive $controller && sleep 1; done # the run sees that workers are gone, names the node and leaves
+alive $controller && kill -KILL $controller # unless it is stuck
+while alive $controller; do wait $controller; done
+wait $controller
+code=$?
+say "the run ended with $code"; tail -n 4 "$TILLER_LOGS/run.log"
+touch "$TILLER_LOGS/workers/over" # ends workers that the run could not tell to
+for _ in {1..20}; do alive $workers && sleep 0.5; done
+
+case $code in
+0) touch "$finished"; exit 0 ;;
+1 | 2 | 130) exit $code ;; # it failed, and would again
+esac
+# It saved and left (75), or was killed. Slurm would take a preempted job that ends by itself for one that failed.
+state=$(squeue -h -j "$SLURM_JOB_ID" -o %T)
+if [ "$state" != RUNNING ]; then
+    say "is $state: cancelled, or Slurm itself starts it again"
+elif [ "$attempt" -ge "$max_restarts" ]; then
+    say "gives up: slurm.max_restarts is $max_restarts"
+else
+    say "goes back to the queue"
+    trap - USR1 TERM
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60 # Slurm ends this shell
+fi
+exit $code

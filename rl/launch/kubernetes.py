@@ -1,0 +1,117 @@
+"""Runs on Kubernetes: the manifests. No test here has a cluster; the manifests alone are tested.
+
+The nodes are a MonarchMesh, the resource of Monarch's own operator, which ``monarch.job.kubernetes`` creates too; its
+pods run Tiller's worker. The run is a Job that starts again as often as it exits with 75, and fails for good with 1 or
+2. All share a volume, where the run folder lies. Pods of the mesh wait for the next run: ``kubectl delete`` ends them.
+"""
+
+import hashlib
+import json
+import re
+import shlex
+import subprocess
+from typing import Any
+
+from rl.errors import EXIT_CONFIG, EXIT_FAILED, RunError, require
+from rl.launch.freeze import SOURCE, Launch
+
+PORT = 26600  # of the operator's service; workers listen where they like
+Manifest = dict[str, Any]
+
+
+def manifests(launch: Launch) -> str:
+    """All of them, as one JSON document, which ``kubectl apply -f`` takes. Raises ConfigError."""
+    kubernetes = launch.config.kubernetes
+    for name in ("image", "claim"):
+        require(bool(getattr(kubernetes, name)), f"kubernetes.{name} is empty; it must be set")
+    inside = launch.folder.is_relative_to(kubernetes.mount)
+    require(
+        inside,
+        f"output_dir is {str(launch.folder)!r}; it must be below kubernetes.mount={kubernetes.mount!r}, a volume",
+    )
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [_mesh(launch), _job(launch)]}, indent=2) + "\n"
+
+
+def submit(launch: Launch) -> None:
+    """Apply the manifests by kubectl. Not covered by the tests. Raises RunError with what it said."""
+    command = ["kubectl", "apply", "-f", str(launch.files / "manifests.json")]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise RunError("kubectl is not on PATH: install it, or --dry-run and apply the manifests elsewhere") from error
+    if answer.returncode:
+        raise RunError(f"{shlex.join(command)} failed: {answer.stderr.strip()}")
+
+
+def _mesh(launch: Launch) -> Manifest:
+    """The nodes, each with a worker."""
+    config, gpus = launch.config, launch.config.hardware.gpus
+    worker = ["python", str(SOURCE / "rl" / "launch" / "node.py"), str(launch.folder / "logs" / "workers")]
+    pod = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    variables: list[Manifest] = [pod, {"name": "TILLER_NODE", "value": f"$(POD_NAME).{_name(launch)}-svc"}]
+    spec = _pod(launch, worker, variables, {"nvidia.com/gpu": str(gpus)} if gpus else {})
+    return {
+        "apiVersion": "monarch.pytorch.org/v1alpha1",
+        "kind": "MonarchMesh",
+        "metadata": _metadata(launch),
+        "spec": {"replicas": config.nodes, "port": PORT, "podTemplate": {"spec": spec}},
+    }
+
+
+def _job(launch: Launch) -> Manifest:
+    """The run itself."""
+    config, name = launch.config, _name(launch)
+    hosts = range(config.nodes)
+    train, resume = shlex.join(launch.train("python")), f"[ -e {launch.folder / 'config.json'} ]"
+    variables: list[Manifest] = [
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "TILLER_NODE", "value": "$(POD_IP)"},
+        {"name": "TILLER_NODES", "value": " ".join(f"{name}-{host}.{name}-svc" for host in hosts)},
+    ]
+    pod = _pod(launch, ["sh", "-c", f"exec {train} $({resume} && echo --resume)"], variables, {})
+    final = {"containerName": "tiller", "operator": "In", "values": [EXIT_FAILED, EXIT_CONFIG]}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(launch),
+        "spec": {
+            "backoffLimit": config.kubernetes.max_restarts,
+            "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": final}]},
+            "template": {"spec": {"restartPolicy": "Never", **pod}},
+        },
+    }
+
+
+def _pod(launch: Launch, command: list[str], variables: list[Manifest], devices: dict[str, str]) -> Manifest:
+    kubernetes = launch.config.kubernetes
+    container = {
+        "name": "tiller",
+        "image": kubernetes.image,
+        "command": command,
+        "workingDir": str(SOURCE),
+        "env": variables,
+        "envFrom": [{"secretRef": {"name": kubernetes.secret}}] if kubernetes.secret else [],
+        "resources": {"requests": devices, "limits": devices},
+        "volumeMounts": [
+            {"name": "runs", "mountPath": kubernetes.mount},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    return {
+        "terminationGracePeriodSeconds": kubernetes.warn_s,
+        "containers": [container],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": kubernetes.claim}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shared_memory}},
+        ],
+    }
+
+
+def _metadata(launch: Launch) -> Manifest:
+    return {"name": _name(launch), "namespace": launch.config.kubernetes.namespace}
+
+
+def _name(launch: Launch) -> str:
+    """Of lower-case letters and digits, as Monarch wants it, and this run's own."""
+    letters = re.sub("[^a-z0-9]", "", launch.name.lower())[:40]
+    return f"tiller{letters}{hashlib.sha256(str(launch.folder).encode()).hexdigest()[:8]}"

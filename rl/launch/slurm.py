@@ -1,0 +1,104 @@
+"""Runs as Slurm jobs: the script, and what is asked of Slurm's commands."""
+
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rl.errors import RunError
+from rl.launch.freeze import SOURCE, Launch
+
+BODY = Path(__file__).with_name("job.sh")
+POLL_S = 2.0
+ENDED = ("GONE", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+
+
+def script(launch: Launch) -> str:
+    """The job's script: what differs from run to run, then the body that is the same for all."""
+    slurm = launch.config.slurm
+    python = "python" if slurm.container_image else sys.executable
+    values = {
+        "run": launch.folder,
+        "node": SOURCE / "rl" / "launch" / "node.py",
+        "python": python,
+        "max_restarts": slurm.max_restarts,
+    }
+    mounts = ",".join(slurm.container_mounts)
+    container = [
+        *([f"--container-image={slurm.container_image}"] if slurm.container_image else []),
+        *([f"--container-mounts={mounts}"] if mounts else []),
+    ]
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in options(launch)),
+        "",
+        *(f"{name}={shlex.quote(str(value))}" for name, value in values.items()),
+        f"train=({shlex.join(launch.train(python))})",
+        f"container=({shlex.join(container)})",
+        *(f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items()),
+        *slurm.prelude,
+    ]
+    return "\n".join(lines) + "\n\n" + BODY.read_text()
+
+
+def options(launch: Launch) -> list[str]:
+    """Of sbatch."""
+    config, slurm = launch.config, launch.config.slurm
+    gpus = config.hardware.gpus if slurm.gpus_per_node is None else slurm.gpus_per_node
+    asked = {
+        "job-name": launch.name,
+        "nodes": slurm.nodes or config.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": gpus,
+        "cpus-per-task": slurm.cpus_per_node,
+        "mem": slurm.memory,
+        "time": slurm.time,
+        **{name: getattr(slurm, name) for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude")},
+        "output": launch.folder / "logs" / "slurm-%j.log",
+        "signal": f"B:USR1@{slurm.warn_s}",
+    }
+    flags = [*(["--exclusive"] if slurm.exclusive else []), "--requeue", "--open-mode=append", "--export=ALL"]
+    return [*(f"--{name}={shlex.quote(str(value))}" for name, value in asked.items() if value), *flags, *slurm.extra]
+
+
+def submit(launch: Launch) -> str:
+    """The job's number. Raises RunError with what sbatch said."""
+    (launch.folder / "logs").mkdir(exist_ok=True)
+    return _ask("sbatch", "--parsable", str(launch.files / "job.sh")).partition(";")[0]
+
+
+def follow(launch: Launch, job: str) -> int:
+    """Print what becomes of the job, and what its run says, until it has ended; 0 if the run finished, else 1."""
+    state, shown = "", dict[Path, int]()
+    while state not in ENDED:
+        time.sleep(POLL_S)
+        before, state = state, state_of(job)
+        if state != before:
+            print(f"job {job}: {state}", flush=True)
+        for log in sorted((launch.folder / "logs").glob(f"{job}.*/run.log")):
+            with log.open() as file:
+                file.seek(shown.get(log, 0))
+                print(file.read(), end="", flush=True)
+                shown[log] = file.tell()
+    return 0 if (launch.files / f"{job}.finished").exists() else 1
+
+
+def state_of(job: str) -> str:
+    """As Slurm names it; GONE where it has forgotten the job."""
+    try:
+        return _ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
+    except RunError as error:
+        if "Invalid job id" in str(error):
+            return "GONE"
+        raise
+
+
+def _ask(*command: str) -> str:
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise RunError(f"{command[0]} is not on PATH: launch from a node of a Slurm cluster, or --dry-run") from error
+    if answer.returncode:
+        raise RunError(f"{shlex.join(command)} failed: {answer.stderr.strip()}")
+    return answer.stdout.strip()

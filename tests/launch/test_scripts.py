@@ -1,0 +1,104 @@
+"""What a cluster is handed, in full, and what is kept of it. No cluster is needed; ``--dry-run`` shows the same."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl.cli import find_config
+from rl.config import RunConfig
+from rl.errors import ConfigError
+from rl.launch import kubernetes, slurm
+from rl.launch.freeze import SOURCE, Launch
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def launch_of(config: RunConfig, folder: Path = Path("/runs/first")) -> Launch:
+    return Launch("quickstart", config, folder, "unused")
+
+
+def on_three_nodes() -> RunConfig:
+    config = find_config("quickstart")()
+    config.trainer.parallelism.data_parallel_shard_degree = config.trainer.nodes = 2
+    config.generator.nodes = 1
+    return config
+
+
+def with_everything() -> RunConfig:
+    """Every field of SlurmConfig is set, with characters that a shell would take for its own."""
+    config = on_three_nodes()
+    config.hardware.device, config.hardware.gpus_per_node = "h100", 8
+    slurm = config.slurm
+    slurm.partition, slurm.account, slurm.qos, slurm.time = "gpu", "research", "high", "1-00:00:00"
+    slurm.nodes, slurm.cpus_per_node, slurm.memory = 4, 96, "1500G"
+    slurm.constraint, slurm.nodelist, slurm.exclude = "nvlink&ib", "n[1-9]", "n7"
+    slurm.exclusive, slurm.extra = False, ["--reservation=mine", "--comment='two words'"]
+    slurm.environment = {"NCCL_SOCKET_IFNAME": "ib0", "QUOTED": "it's $HOME"}
+    slurm.prelude = ["module load cuda/12.8", "ulimit -l unlimited"]
+    slurm.container_image, slurm.container_mounts = "/images/tiller.sqsh", ["/runs:/runs", "/data:/data"]
+    slurm.warn_s, slurm.max_restarts = 600, 3
+    return config
+
+
+def on_kubernetes() -> RunConfig:
+    config = on_three_nodes()
+    config.hardware.device, config.hardware.gpus_per_node = "h100", 8
+    config.kubernetes.image, config.kubernetes.claim, config.kubernetes.secret = "tiller:1", "runs", "tokens"
+    return config
+
+
+def assert_golden(name: str, text: str) -> None:
+    """``text`` is the golden file, but for where Tiller and its Python are."""
+    path, text = GOLDEN / name, text.replace(sys.executable, "PYTHON").replace(str(SOURCE), "TILLER")
+    assert text == path.read_text(), f"if this is meant, write it to {path}:\n{text}"
+
+
+def test_the_script_of_a_slurm_job():
+    assert_golden("three_nodes.sh", slurm.script(launch_of(on_three_nodes())))
+
+
+def test_all_that_can_be_asked_of_slurm_stands_before_the_part_that_is_the_same_for_all():
+    head, same, rest = slurm.script(launch_of(with_everything())).partition(slurm.BODY.read_text())
+    assert (same, rest) == (slurm.BODY.read_text(), "")
+    assert_golden("everything.sh", head)
+
+
+def test_the_manifests_for_kubernetes():
+    assert_golden("kubernetes.json", kubernetes.manifests(launch_of(on_kubernetes())))
+
+
+def test_gpus_are_asked_for_as_the_site_wants_it():
+    config = with_everything()
+    assert "--gpus-per-node=8" in slurm.options(launch_of(config))
+    config.slurm.gpus_per_node, config.slurm.extra = 0, ["--gres=gpu:h100:8"]
+    options = slurm.options(launch_of(config))
+    assert "--gres=gpu:h100:8" in options
+    assert not [option for option in options if option.startswith("--gpus-per-node")]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "folder", "message"),
+    [
+        ("image", "", "/runs/first", "kubernetes.image is empty; it must be set"),
+        ("claim", "", "/runs/first", "kubernetes.claim is empty; it must be set"),
+        ("mount", "/volume", "/runs/first", "output_dir is '/runs/first'; it must be below kubernetes.mount='/volume'"),
+    ],
+)
+def test_what_kubernetes_cannot_do_without_is_named(field, value, folder, message):
+    config = on_kubernetes()
+    setattr(config.kubernetes, field, value)
+    with pytest.raises(ConfigError, match=message):
+        kubernetes.manifests(launch_of(config, Path(folder)))
+
+
+def test_what_is_frozen_has_the_names_of_variables_and_no_value(tmp_path, monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "s3cret")
+    launch = launch_of(on_three_nodes(), tmp_path)
+    launch.freeze({"job.sh": slurm.script(launch)})
+    assert {path.name for path in launch.files.iterdir()} == {"config.json", "environment.json", "job.sh"}
+    environment = json.loads((launch.files / "environment.json").read_text())
+    assert "API_TOKEN" in environment["variables"]
+    assert environment["packages"]["torchtitan"] == "0.3.0"
+    assert not any("s3cret" in path.read_text() for path in launch.files.iterdir())

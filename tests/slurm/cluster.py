@@ -1,0 +1,110 @@
+"""A Slurm of several nodes on this machine, which scripts/slurm_dev.sh brings up."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm_dev.sh"
+CANNOT_RUN_HERE = 69
+START_S = 300.0  # the first start on a machine fetches Slurm
+
+
+class Cluster:
+    """One Slurm, whose state is in ``folder``: it must have a short path, and the script makes it."""
+
+    def __init__(self, folder: Path, nodes: int = 3):
+        self.folder = folder
+        self.nodes = nodes
+
+    def script(
+        self, *arguments: str, env: dict[str, str] | None = None, timeout: float = 30.0
+    ) -> subprocess.CompletedProcess[str]:
+        """What slurm_dev.sh does with these arguments, with ``env`` added to this environment.
+
+        Raises TimeoutExpired after ``timeout`` seconds, when the command and its children have been killed.
+        """
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(
+            [SCRIPT, *arguments], env=self.environment(env), text=True, start_new_session=True, **pipes
+        )
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+
+    def environment(self, extra: dict[str, str] | None = None) -> dict[str, str]:
+        """What the script runs under."""
+        return os.environ | {"SLURM_DEV_DIR": str(self.folder)} | (extra or {})
+
+    def start(self) -> subprocess.CompletedProcess[str]:
+        return self.script("up", str(self.nodes), timeout=START_S)
+
+    def stop(self) -> subprocess.CompletedProcess[str]:
+        return self.script("down")
+
+    def run(
+        self, *command: str, env: dict[str, str] | None = None, timeout: float = 30.0
+    ) -> subprocess.CompletedProcess[str]:
+        """The command as on the login node."""
+        return self.script("run", *command, env=env, timeout=timeout)
+
+    def ask(self, *command: str) -> str:
+        """What a command that must succeed prints, stripped."""
+        ran = self.run(*command)
+        assert ran.returncode == 0, f"{' '.join(command)} exited {ran.returncode}: {ran.stderr}"
+        return ran.stdout.strip()
+
+    def submit(self, *arguments: str) -> str:
+        """The id of the job that sbatch makes of these arguments."""
+        return self.ask("sbatch", "--parsable", *arguments)
+
+    def field(self, job: str, name: str) -> str:
+        """A field of ``scontrol show job``, for minutes after its end too; say ``Restarts``."""
+        return re.search(rf"\b{name}=(\S*)", self.ask("scontrol", "show", "job", job)).group(1)
+
+    def state(self, job: str) -> str:
+        """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, …"""
+        return self.field(job, "JobState")
+
+    def wait_for(self, job: str, *states: str, timeout: float = 30.0) -> str:
+        """The first of these states that the job is seen in."""
+        end = time.monotonic() + timeout
+        while (state := self.state(job)) not in states:
+            assert time.monotonic() < end, f"job {job} is {state}, not {' or '.join(states)}, after {timeout:.0f} s"
+            time.sleep(0.1)
+        return state
+
+    def start_now(self, job: str) -> None:
+        """Spare a requeued job its wait, all but the second in which nodes still refuse its revoked credential."""
+        self.ask("scontrol", "update", f"jobid={job}", "StartTime=now+2")
+
+    def holder(self) -> int:
+        """The process whose death is the end of all others."""
+        return int((self.folder / "holder").read_text().split()[0])
+
+    def network(self) -> str:
+        """Which network namespace the cluster has, as /proc names it."""
+        return os.readlink(f"/proc/{self.holder()}/ns/net")
+
+    def pids(self, network: str | None = None) -> list[int]:
+        """Every process within the namespaces, those of ``run`` included, as seen from outside."""
+        found, network = [], network or self.network()
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended in the meantime
+                if os.readlink(process / "ns" / "net") == network:
+                    found.append(int(process.name))
+        return found
+
+    def traces(self, network: str) -> list[str]:
+        """What the cluster that had this network leaves on the machine: processes, addresses, mounts, hosts, files."""
+        seen = [Path("/proc/self/mounts").read_text(), Path("/etc/hosts").read_text()]
+        seen.append(subprocess.run(["ip", "-oneline", "address"], capture_output=True, text=True, check=True).stdout)
+        left = [line for text in seen for line in text.splitlines() if "10.77.0." in line or str(self.folder) in line]
+        left += [f"process {pid}" for pid in self.pids(network)]
+        return left + [str(path) for path in [self.folder] if path.exists()]

@@ -1,0 +1,112 @@
+"""Runs that rl.launch submits to the local Slurm, watched from outside."""
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.slurm.cluster import Cluster
+
+THREE_NODES = [
+    *("--trainer.nodes", "2", "--trainer.parallelism.data_parallel_shard_degree", "2"),
+    *("--generator.nodes", "1", "--generator.kv_cache_gib", "0.05", "--weights.digests"),
+]
+QUICKSTART = ["--config", "quickstart", "--steps", "60", *THREE_NODES]
+
+
+class Job:
+    """A job of ``python -m rl.launch slurm`` with these arguments, and the folder of its run."""
+
+    def __init__(self, cluster: Cluster, folder: Path, *arguments: str, wait: float = 0.0):
+        """``wait`` is how many seconds the launcher may stay until the run has ended; 0 has it leave at once."""
+        self.cluster, self.folder = cluster, folder
+        command = [sys.executable, "-m", "rl.launch", "slurm", *arguments, "--output-dir", str(folder)]
+        self.launched = cluster.run(*command, *(["--wait"] if wait else []), timeout=wait or 60.0)
+        found = re.search(r"^job: +(\d+)$", self.launched.stdout, re.MULTILINE)
+        assert found, self.launched.stderr
+        self.id = found[1]
+
+    def steps(self) -> int:
+        """Steps of the run that are written down."""
+        path = self.folder / "metrics.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    def restarts(self) -> int:
+        return int(self.cluster.field(self.id, "Restarts"))
+
+    def log(self) -> str:
+        """What the job's script said, over all attempts."""
+        return (self.folder / "logs" / f"slurm-{self.id}.log").read_text()
+
+    def says(self, attempt: int) -> str:
+        """What the run said in an attempt."""
+        path = self.folder / "logs" / f"{self.id}.{attempt}" / "run.log"
+        return path.read_text() if path.exists() else ""
+
+    def resumed(self, attempt: int) -> int:
+        """After which step an attempt went on; waits until it has said so."""
+        until(lambda: "resumed after step" in self.says(attempt), 60, f"attempt {attempt} resumed")
+        return int(re.search(r"resumed after step (\d+)", self.says(attempt))[1])
+
+    def trains(self, attempt: int, steps: int = 3) -> None:
+        """Wait until an attempt has taken this many steps."""
+        until(lambda: "reward" in self.says(attempt), 90, f"attempt {attempt} trains")
+        before = self.steps()
+        until(lambda: self.steps() >= before + steps, 60, f"attempt {attempt} takes {steps} steps")
+
+    def summary(self) -> dict:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def rewards(self) -> list[float]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["reward/mean"] for line in lines]
+
+    def processes(self, mark: str) -> dict[int, str]:
+        """Node by pid of this run's processes that have ``mark`` in command or environment."""
+        found = {}
+        for pid in self.cluster.pids():
+            try:
+                texts = [
+                    Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace") for name in ("cmdline", "environ")
+                ]
+            except OSError:
+                continue  # it ended in the meantime
+            node = re.search(r"\0SLURMD_NODENAME=(\w+)", texts[1])
+            if node and str(self.folder) in "".join(texts) and any(mark in text for text in texts):
+                found[pid] = node[1]
+        return found
+
+
+def until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Wait for ``condition``, and fail after ``seconds``."""
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.2)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def worker_of(job: Job, node: str) -> int:
+    """The pid of Monarch's process on a node: the child of the one that Slurm started."""
+    pids = [pid for pid, at in job.processes("node.py\0").items() if at == node]
+    (worker,) = (pid for pid in pids if parent_of(pid) in pids)
+    return worker
+
+
+def idle(cluster: Cluster) -> bool:
+    """Whether no job holds a node and none of their processes is left."""
+    steps = [pid for pid in cluster.pids() if b"SLURM_JOB_ID=" in _environment(pid)]
+    return not steps and cluster.ask("squeue", "--noheader") == ""
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes() if pid != os.getpid() else b""
+    except OSError:
+        return b""

@@ -1,0 +1,111 @@
+"""What the job's script makes of the run's exit code, on a real Slurm, with a stand-in for the run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rl.cli import find_config
+from rl.launch.freeze import Launch
+from rl.launch.slurm import script
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import idle, until
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a run; a shell would take its name for two."""
+    return tmp_path / "a run"
+
+
+def submit(cluster: Cluster, folder: Path, run: str, *, max_restarts: int = 5, real_worker: bool = False) -> str:
+    """A job of the launcher's script, with the bash line ``run`` as its run, which does not end the worker itself."""
+    config = find_config("quickstart")()
+    config.slurm.max_restarts, config.slurm.exclusive = max_restarts, False
+    config.slurm.environment = {"GREETING": "it's $HOME"}
+    config.slurm.prelude = ["export FROM_PRELUDE=loaded"]
+    launch = Launch("stand-in", config, folder, "unused")
+    train, worker = folder / "run.sh", folder / "worker.sh"
+    text = re.sub(r"(?m)^train=.*$", f"train=(bash {shlex.quote(str(train))})", script(launch))
+    stand_ins = {} if real_worker else {"node": worker, "python": "bash"}
+    for name, value in stand_ins.items():
+        text = re.sub(rf"(?m)^{name}=.*$", f"{name}={shlex.quote(str(value))}", text)
+    launch.freeze({"job.sh": text})
+    (folder / "logs").mkdir(parents=True)
+    train.write_text(f'attempt=$SLURM_RESTART_COUNT\necho "attempt ${{attempt:=0}} gets $*"\n{run}\n')
+    worker.write_text('until [ -e "$1/over" ]; do sleep 0.1; done\n')
+    return cluster.submit(str(launch.files / "job.sh"))
+
+
+def says(folder: Path) -> str:
+    return "".join(path.read_text() for path in sorted(folder.glob("logs/*/run.log")))
+
+
+def log(folder: Path) -> str:
+    return "".join(path.read_text() for path in folder.glob("logs/slurm-*.log"))
+
+
+@pytest.mark.parametrize(
+    ("run", "state", "attempts"),
+    [
+        ("exit 0", "COMPLETED", 1),
+        ("exit 1", "FAILED", 1),
+        ("exit 2", "FAILED", 1),
+        ('[ "$attempt" = 1 ] || exit 75', "COMPLETED", 2),
+        ('[ "$attempt" = 1 ] || { sleep 0.5; kill -9 $$; }', "COMPLETED", 2),
+    ],
+)
+def test_a_run_is_started_again_where_it_can_go_on_and_not_where_it_failed(run, state, attempts, cluster, folder):
+    job = submit(cluster, folder, f"touch '{folder}/config.json'\n{run}")
+    assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == state
+    begun = [line for line in says(folder).splitlines() if line.startswith("attempt")]
+    assert begun == ["attempt 0 gets ", *(f"attempt {attempt} gets --resume" for attempt in range(1, attempts))]
+    until(lambda: idle(cluster), 10, "allocation and processes are gone")
+
+
+def test_before_its_limit_the_run_is_told_to_save_and_goes_on_in_another_attempt(cluster, folder):
+    job = submit(cluster, folder, 'trap "echo told; exit 75" USR1\n[ "$attempt" = 1 ] || while :; do sleep 0.1; done')
+    until(lambda: "attempt 0" in says(folder), 30, "the run is there")
+    cluster.ask("scancel", "--batch", "--signal=USR1", job)  # as Slurm itself does
+    assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == "COMPLETED"
+    said = says(folder).splitlines()
+    assert ("told" in said, said[-1]) == (True, "attempt 1 gets ")
+    assert "the time limit is near: the run is told to save and leave" in log(folder)
+
+
+def test_a_cancelled_job_is_not_started_again(cluster, folder):
+    job = submit(cluster, folder, 'trap "exit 75" TERM\nwhile :; do sleep 0.1; done')
+    until(lambda: "attempt 0" in says(folder), 30, "the run is there")
+    cluster.ask("scancel", job)
+    assert cluster.wait_for(job, "CANCELLED", "COMPLETED", "PENDING", timeout=60) == "CANCELLED"
+    assert "cancelled, or Slurm itself starts it again" in log(folder)
+    until(lambda: idle(cluster), 10, "allocation and processes are gone")
+
+
+def test_no_more_attempts_than_allowed(cluster, folder):
+    job = submit(cluster, folder, "exit 75", max_restarts=1)
+    assert cluster.wait_for(job, "FAILED", timeout=60) == "FAILED"
+    assert (cluster.field(job, "Restarts"), cluster.field(job, "ExitCode")) == ("1", "75:0")
+    assert "attempt 1: gives up: slurm.max_restarts is 1" in log(folder)
+
+
+def test_every_process_has_what_the_shell_that_submits_has_and_what_the_config_adds(cluster, folder, monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "s3cret")
+    job = submit(cluster, folder, 'echo "$API_TOKEN, $GREETING, $FROM_PRELUDE, $TILLER_NODES"')
+    assert cluster.wait_for(job, "COMPLETED", timeout=60) == "COMPLETED"
+    assert "s3cret, it's $HOME, loaded, n1" in says(folder)
+    frozen = [path for path in (folder / "launch").iterdir() if b"s3cret" in path.read_bytes()]
+    assert frozen == []
+    assert "API_TOKEN" in (folder / "launch" / "environment.json").read_text()
+
+
+def test_jobs_that_share_a_node_do_not_get_in_each_others_way(cluster, tmp_path):
+    entries = (
+        'until [ $(ls {}/*/logs/*/workers/n1.json | wc -l) = 2 ]; do sleep 0.2; done; cat "$TILLER_LOGS"/workers/*.json'
+    )
+    jobs = [submit(cluster, tmp_path / name, entries.format(tmp_path), real_worker=True) for name in ("one", "two")]
+    assert [cluster.wait_for(job, "COMPLETED", timeout=60) for job in jobs] == ["COMPLETED"] * 2
+    addresses = {re.search(r"tcp://n1:\d+", says(tmp_path / name))[0] for name in ("one", "two")}
+    assert len(addresses) == 2
+    until(lambda: idle(cluster), 10, "allocation and processes are gone")

@@ -1,0 +1,106 @@
+"""A real run on a real Slurm: over several nodes, and past whatever ends its attempts (C4, C6)."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import QUICKSTART, Job, idle, until, worker_of
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The run in one attempt, seen to its end by the launcher."""
+    return Job(cluster, tmp_path_factory.mktemp("uninterrupted") / "run", *QUICKSTART, wait=240)
+
+
+def test_a_trainer_on_two_nodes_and_a_generator_on_a_third_learn(uninterrupted, cluster):
+    assert uninterrupted.launched.returncode == 0, uninterrupted.launched.stdout + uninterrupted.log()
+    assert f"job {uninterrupted.id}: COMPLETED" in uninterrupted.launched.stdout
+    assert "step 60/60" in uninterrupted.launched.stdout
+    rewards = uninterrupted.rewards()
+    assert len(rewards) == 60
+    assert sum(rewards[-10:]) > 3 * sum(rewards[:10])
+    logs = uninterrupted.folder / "logs" / f"{uninterrupted.id}.0"
+    ranks = (
+        "trainer-0",
+        "trainer-1",
+        "generator-0-0",
+        "reward-0-0",
+        "controller",
+        "run",
+        "node-n1",
+        "node-n2",
+        "node-n3",
+    )
+    assert {f"{name}.log" for name in ranks} <= {path.name for path in logs.iterdir()}
+    assert (logs / "push.txt").read_text().startswith("transport: rdma")
+    until(lambda: idle(cluster), 20, "allocation and processes are gone")
+
+
+def test_preemption_and_a_lost_node_cost_attempts_and_change_no_weight(uninterrupted, cluster, tmp_path):
+    job = Job(cluster, tmp_path / "run", *QUICKSTART, "--trainer.checkpoint.async_mode", "async")
+    job.trains(0)
+    placed = {name: {*job.processes(f"/{name}.log\0").values()} for name in ("trainer-0", "trainer-1", "generator-0-0")}
+    assert placed == {"trainer-0": {"n1"}, "trainer-1": {"n2"}, "generator-0-0": {"n3"}}
+
+    urgent = cluster.submit("--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1")
+    until(lambda: job.restarts() == 1, 60, "it makes way")
+    left = int(re.search(r"interrupted by SIGTERM after step (\d+)", job.says(0))[1])
+    cluster.wait_for(urgent, "COMPLETED")
+    assert left == job.resumed(1)
+
+    job.trains(1)
+    os.kill(worker_of(job, "n2"), signal.SIGKILL)
+    until(lambda: job.restarts() == 2, 90, "it starts again without the node's worker")
+    assert "node n2 is lost: its worker was ended by SIGKILL" in job.says(1)
+    assert job.resumed(2) in (left, 50)  # saved when it was told to leave, and every 50 steps
+
+    assert cluster.wait_for(job.id, "COMPLETED", "FAILED", timeout=120) == "COMPLETED"
+    assert job.summary()["policy_digest"] == uninterrupted.summary()["policy_digest"]
+    assert job.rewards() == uninterrupted.rewards()
+
+    cluster.ask("scontrol", "requeue", job.id)
+    until(lambda: "nothing is left to do" in job.log(), 40, "a finished run is not run again")
+    assert cluster.wait_for(job.id, "COMPLETED", timeout=40)
+    assert not (job.folder / "logs" / f"{job.id}.3").exists()
+    until(lambda: idle(cluster), 20, "allocation and processes are gone")
+
+
+@pytest.mark.long
+def test_a_cancelled_run_ends_for_good_and_leaves_nothing(cluster, tmp_path):
+    job = Job(cluster, tmp_path / "run", *QUICKSTART)
+    job.trains(0)
+    cluster.ask("scancel", job.id)
+    assert cluster.wait_for(job.id, "CANCELLED", "COMPLETED", "FAILED", "PENDING", timeout=60) == "CANCELLED"
+    until(lambda: idle(cluster), 40, "allocation and processes are gone")
+    assert job.restarts() == 0
+
+
+@pytest.mark.long
+def test_a_run_longer_than_its_time_limit_ends_with_the_same_weights(uninterrupted, cluster, tmp_path: Path):
+    limit = ["--slurm.time", "1", "--slurm.warn_s", "30"]
+    job = Job(cluster, tmp_path / "run", *QUICKSTART, *limit, wait=560)
+    assert job.launched.returncode == 0, job.log()
+    assert job.restarts() >= 1
+    assert "the time limit is near" in job.log()
+    assert job.summary()["policy_digest"] == uninterrupted.summary()["policy_digest"]
+    assert job.rewards() == uninterrupted.rewards()
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_on_another_node_is_started_again_within_the_attempt(uninterrupted, cluster, tmp_path):
+    job = Job(cluster, tmp_path / "run", *QUICKSTART)
+    job.trains(0)
+    for name, said in (("generator-0-0", "generator-0 rank 0 on n3"), ("trainer-1", "trainer rank 1 on n2")):
+        before = job.steps()
+        for pid in job.processes(f"/{name}.log\0"):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda said=said: said in job.says(0), 60, f"the death of {name} is told")
+        until(lambda before=before: job.steps() > before + 3, 90, "the run goes on")
+    assert cluster.wait_for(job.id, "COMPLETED", "FAILED", timeout=120) == "COMPLETED"
+    assert job.restarts() == 0
+    assert job.summary()["policy_digest"] == uninterrupted.summary()["policy_digest"]

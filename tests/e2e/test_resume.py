@@ -36,10 +36,6 @@ def test_a_run_that_is_stopped_and_killed_and_resumed_is_the_uninterrupted_one(t
     assert "Traceback" not in run.stderr
     assert (run.folder / "checkpoints" / f"step-{saved}" / ".metadata").exists()
 
-    again = Run(*TWO_AHEAD, folder=run.folder)
-    assert again.wait() == 2
-    assert "already holds a run; add --resume" in again.stderr
-
     run = start(tmp_path, TWO_AHEAD)
     run.until_step(max(saved + 2, 10))
     run.kill()

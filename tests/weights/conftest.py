@@ -5,7 +5,8 @@ import asyncio
 import monarch.actor
 import pytest
 
-from rl.launch.local import spawn_procs
+from rl.actors.hosts import Hosts
+from rl.types import Place
 
 
 @pytest.fixture
@@ -20,14 +21,13 @@ def with_procs(tmp_path):
             meshes = []
 
             def spawn(name, ranks=2):
-                meshes.append(spawn_procs(name, ranks, env={}, logs=tmp_path))
+                meshes.append(Hosts(tmp_path).spawn(name, Place(ranks=ranks), env={}))
                 return meshes[-1]
 
             try:
                 await work(spawn)
             finally:
-                for mesh in meshes:
-                    await stop(mesh)
+                await asyncio.gather(*map(stop, meshes))
 
         asyncio.run(started())
 

@@ -88,20 +88,24 @@ class Gates:
     def __init__(self) -> None:
         self.closed = False
         self.waiting: asyncio.Future[None] | None = None
+        self.reached = asyncio.Event()
         self.at = ""
 
     async def wait(self, at: str = "") -> None:
         if self.closed:
             self.at = at
             self.waiting = asyncio.get_running_loop().create_future()
+            self.reached.set()
             try:
                 await self.waiting
             finally:
                 self.waiting = None
+                self.reached.clear()
 
     def let_on(self) -> None:
         if self.waiting and not self.waiting.done():
             self.waiting.set_result(None)
+            self.reached.clear()
 
 
 class MemoryPublisher(PackedPublisher):

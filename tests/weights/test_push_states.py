@@ -1,7 +1,6 @@
 """A push over a network in any state: bit for bit or refused, whatever stops where."""
 
 import asyncio
-import time
 
 import pytest
 from hypothesis import settings
@@ -180,10 +179,10 @@ class Pushes(RuleBasedStateMachine):
         task, gates = self.tasks[key], self.gates(key)
 
         async def still():
-            deadline = time.monotonic() + 30
-            while not task.done() and (gates.waiting is None or gates.waiting.done()):
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0)
+            at_gate = asyncio.create_task(gates.reached.wait())
+            done, _ = await asyncio.wait([task, at_gate], timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            assert done
+            at_gate.cancel()
 
         self.loop.run_until_complete(still())
         if task.done():

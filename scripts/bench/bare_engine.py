@@ -39,12 +39,13 @@ class BareEngine:
     """An engine around vLLM's own Qwen3 (``native``) or torchtitan's (``unified``), stepped by a plain loop. ::
 
     engine = BareEngine("native", config, model, folder)    # of write_model
+    engine.wait()
     work = engine.generate(requests)
     engine.close()
     """
 
     def __init__(self, kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path):
-        """Start the process, and wait until its engine stands."""
+        """Start the process, which builds its engine."""
         self._pipe, theirs = Pipe()
         self._log = folder / f"{kind}-{'eager' if config.enforce_eager else 'compiled'}.log"
         paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -58,6 +59,9 @@ class BareEngine:
             )
         theirs.close()
         self._pipe.send((kind, config, model, folder))
+
+    def wait(self) -> None:
+        """Until its engine stands."""
         self._answer()
 
     def generate(self, requests: list[GenerationRequest]) -> Work:

@@ -164,14 +164,17 @@ def run(case: Case, rounds: int, modes: tuple[str, ...], folder: Path) -> dict[s
     config = GeneratorConfig(kv_cache_gib=0.25)
     weights, state = random_weights(case.model)
     write_model(folder, case.model, weights, state)
-    print("starting the actor", end="", flush=True)
-    ours = Ours(config, case.model, weights, folder)
+    print("starting", end="", flush=True)
     engines = {}
     for mode in modes:
         for kind in ("unified", "native"):
-            print(f", {kind} {mode}", end="", flush=True)
             options = GeneratorConfig(kv_cache_gib=config.kv_cache_gib, enforce_eager=mode == "eager")
             engines[f"{kind}_{mode}"] = BareEngine(kind, options, case.model, folder)  # type: ignore[arg-type]
+    ours = Ours(config, case.model, weights, folder)
+    print(": actor", end="", flush=True)
+    for name, engine in engines.items():
+        engine.wait()
+        print(f", {name.replace('_', ' ')}", end="", flush=True)
     print(flush=True)
     sides: dict[str, Side] = {
         "one_call": lambda requests: ours.generate(requests, len(requests)),

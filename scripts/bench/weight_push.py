@@ -139,21 +139,23 @@ class Ranks:
 
 
 class Pushes:
-    """A trainer and some generators of one model, and the versions pushed between them so far."""
+    """A trainer and up to ``generators`` generators of one model, and the versions pushed between them so far."""
 
     def __init__(self, model: ModelConfig, generators: int, hosts: Hosts):
         config = TrainerConfig()
         config.parallelism.data_parallel_shard_degree = config.parallelism.tensor_parallel_degree = 2
         self.trainer = Ranks("trainer", trainer_layout(config, model), torch.float32, hosts)
         wanted = generator_layout(shape_of(model), fuse_qkv=model.fuse_qkv, tp=2)
-        self.generators = [
+        self.all_generators = [
             Ranks(f"generator{number}", wanted, torch.bfloat16, hosts, number) for number in range(generators)
         ]
+        self.generators = self.all_generators
         self.version, self.hosts = 0, hosts
         self.store: StoreProcess | None = None
 
-    async def open(self, transport: str) -> float:
-        """Open both ends; the trainer's growth in memory."""
+    async def open(self, transport: str, generators: int = 1) -> float:
+        """Open the trainer's end and those of the first generators; the trainer's growth in memory."""
+        self.generators = self.all_generators[:generators]
         transfer = Transfer(
             transport,  # type: ignore[arg-type]
             torch.bfloat16,
@@ -197,7 +199,7 @@ class Pushes:
         return sum(region.box.numel * 2 for layout in self.generators[0].layouts for region in layout)
 
     async def stop(self) -> None:
-        await asyncio.gather(*(ranks.stop() for ranks in [self.trainer, *self.generators]))
+        await asyncio.gather(*(ranks.stop() for ranks in [self.trainer, *self.all_generators]))
 
 
 async def compare(model: ModelConfig, transports: list[str], rounds: int, hosts: Hosts) -> dict[str, Any]:
@@ -223,23 +225,22 @@ async def compare(model: ModelConfig, transports: list[str], rounds: int, hosts:
 
 
 async def growth(models: dict[str, ModelConfig], rounds: int, hosts: Hosts) -> list[dict[str, Any]]:
-    """Push over shared memory as the model, then the number of generators grows."""
-    smallest = next(iter(models.values()))
-    cases = [(name, model, 1) for name, model in models.items()]
-    cases += [(next(iter(models)), smallest, count) for count in (2, 4)]
+    """Push over shared memory as the number of generators of the first model, then the model grows."""
     rows = []
-    for name, model, count in cases:
-        pushes = Pushes(model, count, hosts)
-        await pushes.open("shared_memory")
-        await pushes.push()
-        await pushes.check()
-        times = [(*await pushes.push(), await pushes.memcpy()) for _ in range(rounds)]
-        await pushes.close()
+    for name, model in models.items():
+        counts = (1,) if rows else (1, 2, 4)
+        pushes = Pushes(model, counts[-1], hosts)
+        for count in counts:
+            await pushes.open("shared_memory", count)
+            await pushes.push()
+            await pushes.check()
+            times = [(*await pushes.push(), await pushes.memcpy()) for _ in range(rounds)]
+            await pushes.close()
+            publish, pull = (statistics.median(each[i] for each in times) for i in (0, 1))
+            ratio = statistics.median((out + pulled) / copy for out, pulled, copy in times)
+            row = {"model": name, "generators": count, "bytes": pushes.bytes, "publish_s": publish, "pull_s": pull}
+            rows.append(row | {"ns_per_byte": (publish + pull) * 1e9 / pushes.bytes, "total_over_memcpy": ratio})
         await pushes.stop()
-        publish, pull = (statistics.median(each[i] for each in times) for i in (0, 1))
-        ratio = statistics.median((out + pulled) / copy for out, pulled, copy in times)
-        row = {"model": name, "generators": count, "bytes": pushes.bytes, "publish_s": publish, "pull_s": pull}
-        rows.append(row | {"ns_per_byte": (publish + pull) * 1e9 / pushes.bytes, "total_over_memcpy": ratio})
     return rows
 
 

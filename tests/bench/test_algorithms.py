@@ -9,6 +9,7 @@ from tests.bench.programs import module, python
 SCRIPT = "scripts/bench/algorithms.py"
 
 
+@pytest.mark.long
 def test_what_each_algorithm_came_to_is_told():
     printed = python(SCRIPT, "--tiny", "--seeds", "1", "--steps", "2", "--only", "dppo", "--json").splitlines()
     result = json.loads(printed[-1])

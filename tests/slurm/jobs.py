@@ -14,7 +14,7 @@ THREE_NODES = [
     *("--trainer.nodes", "2", "--trainer.parallelism.data_parallel_shard_degree", "2"),
     *("--generator.nodes", "1", "--generator.kv_cache_gib", "0.05", "--weights.digests"),
 ]
-QUICKSTART = ["--config", "quickstart", "--steps", "60", *THREE_NODES]
+QUICKSTART = ["--config", "quickstart", "--steps", "45", *THREE_NODES]
 
 
 class Job:

@@ -20,9 +20,9 @@ def uninterrupted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
 def test_a_trainer_on_two_nodes_and_a_generator_on_a_third_learn(uninterrupted, cluster):
     assert uninterrupted.launched.returncode == 0, uninterrupted.launched.stdout + uninterrupted.log()
     assert f"job {uninterrupted.id}: COMPLETED" in uninterrupted.launched.stdout
-    assert "step 60/60" in uninterrupted.launched.stdout
+    assert "step 45/45" in uninterrupted.launched.stdout
     rewards = uninterrupted.rewards()
-    assert len(rewards) == 60
+    assert len(rewards) == 45
     assert sum(rewards[-10:]) > 3 * sum(rewards[:10])
     logs = uninterrupted.folder / "logs" / f"{uninterrupted.id}.0"
     ranks = (
@@ -57,7 +57,7 @@ def test_preemption_and_a_lost_node_cost_attempts_and_change_no_weight(uninterru
     os.kill(worker_of(job, "n2"), signal.SIGKILL)
     until(lambda: job.restarts() == 2, 90, "it starts again without the node's worker")
     assert "node n2 is lost: its worker was ended by SIGKILL" in job.says(1)
-    assert job.resumed(2) in (left, 50)  # saved when it was told to leave, and every 50 steps
+    assert job.resumed(2) == left  # where it was told to save
 
     assert cluster.wait_for(job.id, "COMPLETED", "FAILED", timeout=120) == "COMPLETED"
     assert job.summary()["policy_digest"] == uninterrupted.summary()["policy_digest"]

@@ -46,32 +46,63 @@ def log(folder: Path) -> str:
     return "".join(path.read_text() for path in folder.glob("logs/slurm-*.log"))
 
 
-@pytest.mark.parametrize(
-    ("run", "state", "attempts"),
-    [
-        ("exit 0", "COMPLETED", 1),
-        ("exit 1", "FAILED", 1),
-        ("exit 2", "FAILED", 1),
-        ('[ "$attempt" = 1 ] || exit 75', "COMPLETED", 2),
-        ('[ "$attempt" = 1 ] || { sleep 0.5; kill -9 $$; }', "COMPLETED", 2),
-    ],
-)
-def test_a_run_is_started_again_where_it_can_go_on_and_not_where_it_failed(run, state, attempts, cluster, folder):
-    job = submit(cluster, folder, f"touch '{folder}/config.json'\n{run}")
-    assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == state
-    begun = [line for line in says(folder).splitlines() if line.startswith("attempt")]
-    assert begun == ["attempt 0 gets ", *(f"attempt {attempt} gets --resume" for attempt in range(1, attempts))]
-    until(lambda: idle(cluster), 10, "allocation and processes are gone")
+RUNS = {
+    "done": "exit 0",
+    "failed": "exit 1",
+    "config": "exit 2",
+    "saved": '[ "$attempt" = 1 ] || exit 75',
+    "killed": '[ "$attempt" = 1 ] || { sleep 0.5; kill -9 $$; }',
+    "told": 'trap "echo told; exit 75" USR1\n[ "$attempt" = 1 ] || while :; do sleep 0.1; done',
+    "never done": "exit 75",
+}
 
 
-def test_before_its_limit_the_run_is_told_to_save_and_goes_on_in_another_attempt(cluster, folder):
-    job = submit(cluster, folder, 'trap "echo told; exit 75" USR1\n[ "$attempt" = 1 ] || while :; do sleep 0.1; done')
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path]]:
+    """A job of each of RUNS and its folder, side by side: what is started again waits for seconds first."""
+    folders = {name: tmp_path_factory.mktemp("jobs") / "a run" for name in RUNS}
+    return {
+        name: (
+            submit(cluster, folders[name], f"touch '{folders[name]}/config.json'\n{run}", max_restarts=1),
+            folders[name],
+        )
+        for name, run in RUNS.items()
+    }
+
+
+def test_before_its_limit_the_run_is_told_to_save_and_goes_on_in_another_attempt(cluster, jobs):
+    job, folder = jobs["told"]
     until(lambda: "attempt 0" in says(folder), 30, "the run is there")
     cluster.ask("scancel", "--batch", "--signal=USR1", job)  # as Slurm itself does
     assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == "COMPLETED"
     said = says(folder).splitlines()
-    assert ("told" in said, said[-1]) == (True, "attempt 1 gets ")
+    assert ("told" in said, said[-1]) == (True, "attempt 1 gets --resume")
     assert "the time limit is near: the run is told to save and leave" in log(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "attempts"),
+    [
+        ("done", "COMPLETED", 1),
+        ("failed", "FAILED", 1),
+        ("config", "FAILED", 1),
+        ("saved", "COMPLETED", 2),
+        ("killed", "COMPLETED", 2),
+    ],
+)
+def test_a_run_is_started_again_where_it_can_go_on_and_not_where_it_failed(name, state, attempts, cluster, jobs):
+    job, folder = jobs[name]
+    assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == state
+    begun = [line for line in says(folder).splitlines() if line.startswith("attempt")]
+    assert begun == ["attempt 0 gets ", *(f"attempt {attempt} gets --resume" for attempt in range(1, attempts))]
+
+
+def test_no_more_attempts_than_allowed(cluster, jobs):
+    job, folder = jobs["never done"]
+    assert cluster.wait_for(job, "FAILED", timeout=60) == "FAILED"
+    assert (cluster.field(job, "Restarts"), cluster.field(job, "ExitCode")) == ("1", "75:0")
+    assert "attempt 1: gives up: slurm.max_restarts is 1" in log(folder)
+    until(lambda: idle(cluster), 10, "allocations and processes are gone")
 
 
 def test_a_cancelled_job_is_not_started_again(cluster, folder):
@@ -81,13 +112,6 @@ def test_a_cancelled_job_is_not_started_again(cluster, folder):
     assert cluster.wait_for(job, "CANCELLED", "COMPLETED", "PENDING", timeout=60) == "CANCELLED"
     assert "cancelled, or Slurm itself starts it again" in log(folder)
     until(lambda: idle(cluster), 10, "allocation and processes are gone")
-
-
-def test_no_more_attempts_than_allowed(cluster, folder):
-    job = submit(cluster, folder, "exit 75", max_restarts=1)
-    assert cluster.wait_for(job, "FAILED", timeout=60) == "FAILED"
-    assert (cluster.field(job, "Restarts"), cluster.field(job, "ExitCode")) == ("1", "75:0")
-    assert "attempt 1: gives up: slurm.max_restarts is 1" in log(folder)
 
 
 def test_every_process_has_what_the_shell_that_submits_has_and_what_the_config_adds(cluster, folder, monkeypatch):

@@ -18,7 +18,7 @@ from rl.errors import ActorFailure, RunError
 from rl.platform import memory_domain
 from rl.types import Place
 
-GRACE_S = 1.0  # what raised because a peer died is told of the death, which comes a moment later
+SIGN_OF_LIFE_S = 30.0  # what raises may do so because a peer died: of one on another host nobody tells sooner
 STOP_S = 5.0  # for Monarch and the kernel to see that killed processes have ended
 REMOTE_STOP_S = 30.0  # for Monarch where nobody else can end them; it asks those that hang for 20 s
 
@@ -86,7 +86,7 @@ class ActorGroup:
     ) -> None:
         """Start processes in ``place``, with ``env`` on top of their hosts', and ``actor(*args)`` in each."""
         self.ranks, self._place, self._doing = place.ranks, place, {rank: [] for rank in range(place.ranks)}
-        everyone: PerRank = dict.fromkeys(range(place.ranks), ())
+        everyone = self._everyone()
         self._supervisor.register(self._mesh, self._died)
         self._procs = self._hosts.spawn(self.name, place, env=env or {})
         self._pulse = self._procs.spawn(self._mesh, Pulse)
@@ -100,7 +100,7 @@ class ActorGroup:
         await self._answers(self._pulse, "meet_at", dict.fromkeys(everyone, (self.port,)), deadline)
         self._actor = self._procs.spawn(self._mesh, actor, *args)
         if self._heartbeat:
-            self._background.append(asyncio.create_task(self._beat(everyone)))
+            self._background.append(asyncio.create_task(self._beat()))
 
     async def call(self, endpoint: str, *args: Any, deadline: float, rank: int | None = None) -> list[Any]:
         """``endpoint`` of every rank, or of one; results in rank order. The first rank to fail ends the call."""
@@ -179,11 +179,14 @@ class ActorGroup:
             f"{self.name} {named}{where}, {call}: {what}", actor=self.name, rank=first, call=call, kind=kind
         )
 
-    async def _beat(self, everyone: PerRank) -> None:
+    async def _beat(self) -> None:
         with contextlib.suppress(ActorFailure):  # whoever waits for the group is told
             while True:
                 await asyncio.sleep(self._heartbeat / 3)
-                await self._answers(self._pulse, "heartbeat", everyone, self._heartbeat)
+                await self._answers(self._pulse, "heartbeat", self._everyone(), self._heartbeat)
+
+    def _everyone(self) -> PerRank:
+        return dict.fromkeys(range(self.ranks), ())
 
     async def _answers(self, actor: Any, endpoint: str, args: PerRank, deadline: float) -> list[Any]:
         """Of the given ranks of ``actor``; raises the first failure of the group, or of one of them."""
@@ -201,8 +204,9 @@ class ActorGroup:
                     self._fail(self._failure(silent, endpoint, "silent", f"no answer within {deadline:.0f} s"))
                 answers = [task.result() for task in tasks.values() if task in done]
                 raised = [answer for answer in answers if isinstance(answer, ActorFailure)]
-                if raised and self.ranks > 1:
-                    await asyncio.wait({self._over}, timeout=GRACE_S)
+                if raised and self.ranks > 1 and actor is not self._pulse:
+                    with contextlib.suppress(ActorFailure):  # which is then the group's
+                        await self._answers(self._pulse, "heartbeat", self._everyone(), SIGN_OF_LIFE_S)
                 if self._over.done():
                     raise self._over.result().with_traceback(None)
                 if raised:

@@ -45,8 +45,9 @@ class Moody(Actor):
 
     @concurrent_endpoint
     async def fail_when_rank_1_is_gone(self, pid: int) -> None:
-        while Path(f"/proc/{pid}").exists():
-            await asyncio.sleep(0)
+        with contextlib.suppress(FileNotFoundError):  # when Monarch has seen to it
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                await asyncio.sleep(0.001)
         raise ConnectionResetError("by peer")
 
     @concurrent_endpoint
@@ -204,7 +205,8 @@ def test_stopping_fails_what_is_pending_and_later_calls_but_is_no_failure(in_gro
 
 
 def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_of_the_name(tmp_path, monkeypatch):
-    """Monarch tells of it seconds later, and may do so again; here its hook is called again with what it was given."""
+    """Monarch tells of it seconds later, when a peer has long raised because of it, and may do so again; here its hook
+    is called again with what it was given."""
 
     async def spawned(supervisor) -> ActorGroup:
         group = ActorGroup("moody", supervisor)
@@ -218,8 +220,10 @@ def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_
         monkeypatch.setattr("rl.actors.group.memory_domain", lambda: "another host")
         lost = await spawned(supervisor)
         pids = await lost.call("pid", deadline=LONG)
+        call = asyncio.ensure_future(failure_of(lost.call("fail_when_rank_1_is_gone", pids[1], rank=0, deadline=LONG)))
         os.kill(pids[1], signal.SIGKILL)
         failure = await lost.failed()
+        assert str(await call) == str(failure)
         await lost.stop()
         await assert_ended(pids)
         again = await spawned(supervisor)

@@ -130,6 +130,10 @@ class ActorGroup:
 
         self._background.append(asyncio.create_task(watched()))
 
+    async def sign_of_life(self) -> None:
+        """Return when every rank has given one. Raises the group's failure, which it is too if one gives none."""
+        await self._answers(self._pulse, "heartbeat", self._everyone(), SIGN_OF_LIFE_S)
+
     async def failed(self) -> ActorFailure:
         """The group's failure, once there is one."""
         return await asyncio.shield(self._failed)
@@ -206,7 +210,7 @@ class ActorGroup:
                 raised = [answer for answer in answers if isinstance(answer, ActorFailure)]
                 if raised and self.ranks > 1 and actor is not self._pulse:
                     with contextlib.suppress(ActorFailure):  # which is then the group's
-                        await self._answers(self._pulse, "heartbeat", self._everyone(), SIGN_OF_LIFE_S)
+                        await self.sign_of_life()
                 if self._over.done():
                     raise self._over.result().with_traceback(None)
                 if raised:
@@ -244,6 +248,10 @@ class Mesh:
     async def failed(self) -> ActorFailure:
         """The failure that all calls raise from then on, once there is one; until the next ``start``."""
         return await self._group.failed()
+
+    async def sign_of_life(self) -> None:
+        """Return if every rank gives one soon; raises the failure if one has died."""
+        await self._group.sign_of_life()
 
 
 class Startable(Protocol):

@@ -189,14 +189,19 @@ class WeightPush:
         try:
             return await self._pull(generator, version)
         except ActorFailure as failure:
-            if not failure.is_lost:
+            if failure.actor != generator.name or not failure.is_lost:
                 raise
             return 0.0
 
     async def _pull(self, generator: GeneratorMesh, version: int) -> float:
         """Seconds that generation stood still for it."""
         async with self._dispatch.resident("generator", "model"):
-            pause = await generator.pull_weights(version)
+            try:
+                pause = await generator.pull_weights(version)
+            except ActorFailure as failure:
+                if not failure.is_lost:  # who reads from a trainer that died raises before anybody tells of the death
+                    await self._trainer.sign_of_life()
+                raise
             if self._canary.tolerance > 0:
                 with self._watch.span("check"):
                     self._unchecked.append((generator, version, await self._canary.ask(generator, version)))

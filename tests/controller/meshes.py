@@ -24,13 +24,13 @@ class Mesh:
     name = "mesh"
 
     def __init__(self) -> None:
-        self.is_running = False
+        self.is_running = self.is_dead = False
         self.starts = 0
         self._failure: asyncio.Future[ActorFailure] | None = None
 
     async def start(self) -> None:
         await asyncio.sleep(0.02)
-        self.is_running, self._failure = True, asyncio.get_running_loop().create_future()
+        self.is_running, self.is_dead, self._failure = True, False, asyncio.get_running_loop().create_future()
         self.starts += 1
 
     async def stop(self) -> None:
@@ -38,6 +38,12 @@ class Mesh:
 
     async def failed(self) -> ActorFailure:
         return await asyncio.shield(self._failure)
+
+    async def sign_of_life(self) -> None:
+        """None comes of one that has died, though nobody knows yet."""
+        if self.is_dead:
+            raise await asyncio.wait_for(self.failed(), WAIT_S)
+        self.alive()
 
     def lose(self, call: str = "between calls") -> ActorFailure:
         """As if a rank had been killed."""
@@ -215,6 +221,8 @@ class Generator(Mesh):
         self.log, self.version = log, None
         self.during: Callable[[str], Awaitable[None]] | None = None
         """What generating rollouts waits for in the middle; gets the id of the first request."""
+        self.pulling: Hook | None = None
+        """What each pull waits for."""
         self.pull_fails = False
         self.pull_takes = 0.0
         """Seconds."""
@@ -234,6 +242,8 @@ class Generator(Mesh):
         self.alive()
         incarnation = self._failure
         await asyncio.sleep(self.pull_takes)
+        if self.pulling:
+            await self.pulling()
         if incarnation.done():
             raise incarnation.result()
         if self.pull_fails and version:

@@ -130,6 +130,24 @@ def test_with_a_lost_trainer_the_run_goes_back_to_the_newest_checkpoint(run, edi
         assert without_times(rows) == without_times(whole)
 
 
+@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
+def test_a_pull_that_raises_because_the_trainer_died_is_no_failure_of_the_generator(run, edit):
+    """As over a network, where the connection is gone seconds before anybody says why."""
+
+    def prepare(trainer, generator):
+        async def lose_connection():
+            if trainer.version == 5 and trainer.starts == 1:
+                trainer.is_dead = True
+                asyncio.get_running_loop().call_later(0.1, trainer.lose)
+                raise ActorFailure("generator-0: reset", actor="generator-0", rank=0, call="fetch", kind="raised")
+
+        generator.pulling = lose_connection
+
+    _, rows = run(prepare, steps=8, staleness=1, save_every=3, edit=edit)
+    assert (run.trainer.starts, run.generators[0].starts) == (2, 1)
+    assert [row["step"] for row in rows] == [*range(1, 9)]
+
+
 def test_a_trainer_that_is_lost_again_and_again_ends_the_run_by_name(run):
     def prepare(trainer, generator):
         async def die():

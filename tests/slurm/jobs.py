@@ -10,11 +10,12 @@ from pathlib import Path
 
 from tests.slurm.cluster import Cluster
 
-THREE_NODES = [
-    *("--trainer.nodes", "2", "--trainer.parallelism.data_parallel_shard_degree", "2"),
-    *("--generator.nodes", "1", "--generator.kv_cache_gib", "0.05", "--weights.digests"),
-]
-QUICKSTART = ["--config", "quickstart", "--steps", "45", *THREE_NODES]
+ON_ONE_HOST = (
+    *("--trainer.parallelism.data_parallel_shard_degree", "2"),
+    *("--generator.kv_cache_gib", "0.05", "--weights.digests"),
+)
+NODES = ("--trainer.nodes", "2", "--generator.nodes", "1")
+QUICKSTART = ("--config", "quickstart", "--steps", "45", *ON_ONE_HOST, *NODES)
 
 
 class Job:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.runs import Run, digest
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import QUICKSTART, Job, idle, until, worker_of
+from tests.slurm.jobs import NODES, ON_ONE_HOST, QUICKSTART, Job, idle, until, worker_of
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +82,17 @@ def test_a_cancelled_run_ends_for_good_and_leaves_nothing(cluster, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_longer_than_its_time_limit_ends_with_the_same_weights(uninterrupted, cluster, tmp_path: Path):
+def test_a_run_longer_than_its_time_limit_ends_with_the_weights_that_it_has_on_one_host(cluster, tmp_path: Path):
+    longer = ("--config", "quickstart", "--steps", "250")
+    whole = Run(*longer, *ON_ONE_HOST, folder=tmp_path / "whole")
+    assert whole.wait() == 0, whole.stderr
     limit = ["--slurm.time", "1", "--slurm.warn_s", "30"]
-    job = Job(cluster, tmp_path / "run", *QUICKSTART, *limit, wait=560)
+    job = Job(cluster, tmp_path / "run", *longer, *ON_ONE_HOST, *NODES, *limit, wait=560)
     assert job.launched.returncode == 0, job.log()
     assert job.restarts() >= 1
     assert "the time limit is near" in job.log()
-    assert job.summary()["policy_digest"] == uninterrupted.summary()["policy_digest"]
-    assert job.rewards() == uninterrupted.rewards()
+    assert job.summary()["policy_digest"] == digest(whole)
+    assert job.rewards() == [row["reward/mean"] for row in whole.metrics()]
 
 
 @pytest.mark.long

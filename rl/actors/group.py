@@ -86,7 +86,7 @@ class ActorGroup:
     ) -> None:
         """Start processes in ``place``, with ``env`` on top of their hosts', and ``actor(*args)`` in each."""
         self.ranks, self._place, self._doing = place.ranks, place, {rank: [] for rank in range(place.ranks)}
-        everyone = self._everyone()
+        everyone: PerRank = dict.fromkeys(range(place.ranks), ())
         self._supervisor.register(self._mesh, self._died)
         self._procs = self._hosts.spawn(self.name, place, env=env or {})
         self._pulse = self._procs.spawn(self._mesh, Pulse)
@@ -130,9 +130,9 @@ class ActorGroup:
 
         self._background.append(asyncio.create_task(watched()))
 
-    async def sign_of_life(self) -> None:
+    async def sign_of_life(self, within_s: float = SIGN_OF_LIFE_S) -> None:
         """Return when every rank has given one. Raises the group's failure, which it is too if one gives none."""
-        await self._answers(self._pulse, "heartbeat", self._everyone(), SIGN_OF_LIFE_S)
+        await self._answers(self._pulse, "heartbeat", dict.fromkeys(range(self.ranks), ()), within_s)
 
     async def failed(self) -> ActorFailure:
         """The group's failure, once there is one."""
@@ -187,10 +187,7 @@ class ActorGroup:
         with contextlib.suppress(ActorFailure):  # whoever waits for the group is told
             while True:
                 await asyncio.sleep(self._heartbeat / 3)
-                await self._answers(self._pulse, "heartbeat", self._everyone(), self._heartbeat)
-
-    def _everyone(self) -> PerRank:
-        return dict.fromkeys(range(self.ranks), ())
+                await self.sign_of_life(self._heartbeat)
 
     async def _answers(self, actor: Any, endpoint: str, args: PerRank, deadline: float) -> list[Any]:
         """Of the given ranks of ``actor``; raises the first failure of the group, or of one of them."""

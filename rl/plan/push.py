@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from rl.plan.setting import Setting, hosts_of, seat_of
+from rl.plan.setting import Setting
 from rl.weights.routes import plan_push
 
 
@@ -37,7 +37,7 @@ def push_of(setting: Setting) -> Push:
     for each in elements:
         for source, count in each.items():
             sent[source] += count * size * len(setting.generators)
-    crosses = _crosses(setting)
+    crosses = setting.push_crosses_hosts
     if crosses or (setting.cuda and setting.transport != "cuda_ipc"):
         rate, link = device.network_gb_s, "network adapter" if crosses else "way to the host's memory"
     elif setting.cuda:
@@ -55,9 +55,3 @@ def push_of(setting: Setting) -> Push:
         bottleneck=f"{end} {link}, {rate:g} GB/s",
         seconds=max(sender, reader) / (rate * 1e9),
     )
-
-
-def _crosses(setting: Setting) -> bool:
-    trainer = set(hosts_of(setting.places["policy"]))
-    readers = {seat_of(place, rank)[0] for place in setting.generators for rank in range(place.ranks)}
-    return len(trainer | readers) > 1

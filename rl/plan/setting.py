@@ -47,6 +47,7 @@ class Setting:
         )
         hosts = {host for place in (self.places["policy"], *self.generators) for host in hosts_of(place)}
         self.transport = choose_transport(config.weights.transport, [str(host) for host in hosts])
+        self.push_crosses_hosts = len(hosts) > 1
         shared = list(self.roles) if config.colocate != "none" else []
         self.shared = frozenset([*shared, "generator"] if config.colocate == "all" else shared)
         """Of whom one at a time has memory on its device."""

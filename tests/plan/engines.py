@@ -1,10 +1,6 @@
 """What real engines hold, for a plan to be compared with. Runs on ranks of their own."""
 
-import ctypes
-import gc
 import os
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +12,7 @@ from rl.training.engine import TrainingEngine
 from rl.training.model import named_adapters, named_weights
 from rl.types import Batch
 from rl.weights.shared_memory import Publisher
+from tests.plan.resident import resident
 from tests.training.scenes import share
 
 ROWS, LENGTH = 9, 33  # so that no activation has the shape of a weight
@@ -88,14 +85,6 @@ def grown(config: RunConfig, folder: str) -> dict[str, int]:
     publisher.close()
     engine.close()
     return sizes
-
-
-def resident(field: str) -> int:
-    """Bytes of this process's memory, what was freed given back."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
 def saved(config: RunConfig, folder: str) -> int:

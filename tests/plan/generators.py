@@ -1,8 +1,8 @@
 """What a real generator holds, for a plan to be compared with. Runs on ranks of their own."""
 
-import ctypes
-from pathlib import Path
 from typing import Any
+
+from tests.plan.resident import resident
 
 
 def held(engine: Any) -> dict[str, int]:
@@ -19,12 +19,6 @@ def held(engine: Any) -> dict[str, int]:
 def repacked(engine: Any) -> int:
     """By how many bytes of its own the process grows when weights are packed for oneDNN."""
     engine._model.weights_away()
-    before = own_memory()
+    before = resident("RssAnon")
     engine._model.weights_changed()
-    return own_memory() - before
-
-
-def own_memory() -> int:
-    ctypes.CDLL(None).malloc_trim(0)
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
+    return resident("RssAnon") - before

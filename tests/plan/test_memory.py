@@ -69,8 +69,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_layouts_say_is_what_engines_hold(case, tmp_path):
     config, role = CASES[case]
-    mesh = {"policy": "trainer"}.get(role, role)
-    planned = [rank for rank in all_ranks(Setting(config)) if rank.mesh == mesh]
+    planned = [rank for rank in all_ranks(Setting(config)) if rank.role == role]
     measured = on_ranks(len(planned), held, config, role, str(tmp_path))
     for rank, sizes in zip(planned, measured, strict=True):
         said = {name: sum(item.bytes for item in rank.named(name)) for name in sizes}

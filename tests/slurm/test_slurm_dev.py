@@ -6,14 +6,14 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import CANNOT_RUN_HERE, SCRIPT, Cluster
+from tests.slurm.jobs import until
 
 WAITS = "trap 'exit 9' USR1; echo ready; while :; do sleep 0.1; done"
 
@@ -25,13 +25,6 @@ def other(cluster: Cluster) -> Iterator[Cluster]:
         other = Cluster(Path(place) / "state", nodes=1)
         yield other
         other.stop()
-
-
-def wait_until(happened: Callable[[], object], timeout: float = 20.0) -> None:
-    end = time.monotonic() + timeout
-    while not happened():
-        assert time.monotonic() < end, f"this did not happen within {timeout:.0f} s"
-        time.sleep(0.05)
 
 
 def waiting(cluster: Cluster) -> subprocess.Popen:
@@ -140,7 +133,7 @@ def test_down_leaves_nothing_even_of_jobs_and_commands_that_go_on(other: Cluster
     job = other.submit("--output=/dev/null", "--wrap", "touch /dev/shm/of_a_job; srun sleep 1000")
     other.wait_for(job, "RUNNING")
     command = waiting(other)
-    wait_until(lambda: other.ask("ls", "/dev/shm") == "of_a_job")
+    until(lambda: other.ask("ls", "/dev/shm") == "of_a_job", 20, "the job runs")
     assert other.stop().returncode == 0
     assert other.traces(network) == []
     assert command.wait(timeout=20) == -signal.SIGKILL
@@ -153,7 +146,7 @@ def test_a_killed_holder_takes_everything_with_it_and_up_starts_anew(other: Clus
     assert len(other.pids()) > 3
     other.submit("--output=/dev/null", "--wrap", "srun sleep 1000")
     os.kill(other.holder(), signal.SIGKILL)
-    wait_until(lambda: not other.pids(network))
+    until(lambda: not other.pids(network), 20, "all processes have ended")
     assert other.run("true").returncode == 1
     assert other.start().returncode == 0
     assert other.ask("srun", "hostname") == "n1"

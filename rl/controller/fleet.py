@@ -42,6 +42,7 @@ class Fleet:
         self._make, self._router, self._push = make, router, push
         self._max_restarts, self._asked, self._say, self._turn = config.max_restarts, asked, say, turn
         self._meshes = {number: make(number) for number in range(config.generator.replicas)}
+        self._leaving: list[GeneratorMesh] = []
         self.restarts = 0
         """How often a generator was started again, over the run."""
 
@@ -51,7 +52,9 @@ class Fleet:
         return list(self._meshes.values())
 
     async def start(self) -> None:
-        """Start, side by side, every generator that is not running."""
+        """Start, side by side, every generator that is not running; first stop those that were leaving."""
+        while self._leaving:
+            await self._stop(self._leaving[0])
         async with self._turn(), beside() as work:
             for mesh in self.meshes:
                 work.create_task(start_anew(mesh))
@@ -93,6 +96,7 @@ class Fleet:
                         keepers[number] = work.create_task(self._keep(mesh))
                 for number in [number for number in self._meshes if number >= count]:
                     mesh = self._meshes.pop(number)
+                    self._leaving.append(mesh)
                     keepers.pop(number).cancel()
                     self._say(f"{mesh.name} leaves")
                     await self._part(mesh)
@@ -128,8 +132,14 @@ class Fleet:
     async def _part(self, mesh: GeneratorMesh) -> None:
         """Have it finish what it has in flight, then end it."""
         await self._router.drain(mesh)
+        await self._stop(mesh)
+
+    async def _stop(self, mesh: GeneratorMesh) -> None:
+        """End a generator that leaves; it stays among ``_leaving`` until its processes have ended."""
+        self._router.leave(mesh)
         self._push.part(mesh)
         await mesh.stop()
+        self._leaving.remove(mesh)
 
     def _count_asked(self) -> int:
         """The number in the file, where there is one that makes sense; else as many as there are."""

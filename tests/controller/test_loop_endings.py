@@ -195,6 +195,33 @@ def test_generators_join_and_leave_while_the_run_goes_on(run, edit, monkeypatch)
     assert max(row["rollout/staleness_max"] for row in rows) == 1
 
 
+def test_a_generator_that_leaves_while_the_trainer_dies_is_stopped(run, monkeypatch):
+    monkeypatch.setattr("rl.controller.fleet.LOOK_EVERY_S", 0.005)
+
+    def prepare(trainer, first, second):
+        stop, stopping = second.stop, asyncio.Event()
+
+        async def stop_slowly():
+            if second.is_running:
+                stopping.set()
+                await asyncio.sleep(0.05)
+            await stop()
+
+        async def train():
+            if trainer.version == 2 and trainer.starts == 1:
+                (run.record.folder / "replicas").write_text("1")
+                await stopping.wait()
+                raise trainer.lose("forward_backward")
+
+        second.stop, trainer.during["forward_backward"] = stop_slowly, train
+
+    run(prepare, steps=4, replicas=2, save_every=1)
+    first, second = run.generators
+    assert run.trainer.starts == 2
+    assert (first.is_running, second.is_running, second.starts) == (True, False, 1)
+    assert run.controller.fleet.meshes == [first]
+
+
 def test_no_more_generators_join_than_a_network_push_has_places_for(run, monkeypatch):
     monkeypatch.setattr("rl.controller.fleet.LOOK_EVERY_S", 0.005)
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from typing import Literal, NoReturn
 
 EXIT_FAILED = 1
@@ -25,6 +26,21 @@ def require(condition: bool, message: str) -> None:
     """Raise ConfigError, which names field, value and what is allowed, unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def shown(value: object, longest: int = 200) -> str:
+    """``repr(value)``, cut to ``longest`` characters; values of the user's classes may raise in theirs."""
+    try:
+        text = repr(value)
+    except Exception:
+        kind = type(value).__name__
+        return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind} that cannot be shown"
+    return text if len(text) <= longest else f"{text[:longest]}…"
+
+
+def said_by(error: BaseException) -> str:
+    """Type and text of an exception whose ``str()`` may raise."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 class RunError(RuntimeError):
@@ -51,10 +67,12 @@ class ActorFailure(RunError):
 class GroupLost(RunError):
     """The rollouts of one prompt cannot be had; the run can go on without them."""
 
-    def __init__(self, reason: str, message: str):
+    def __init__(self, reason: str, message: str, kind: str = ""):
         super().__init__(message)
         self.reason = reason
         """A few words that are counted: "reward raised"."""
+        self.kind = kind
+        """What distinguishes losses with the same reason: the name of the exception's type."""
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return GroupLost, (self.reason, str(self))  # from a process that scores
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return GroupLost, (self.reason, str(self), self.kind)  # from a process that scores

@@ -1,20 +1,30 @@
-"""What a task says of one prompt's completions, or why that is of no use."""
+"""Scores of one prompt's completions by the user's task, checked and made plain."""
 
 import math
 import traceback
 from collections.abc import Sequence
 from numbers import Real
 
-from rl.errors import GroupLost
+import numpy as np
+import torch
+
+from rl.errors import GroupLost, said_by, shown
 from rl.tasks.base import Score, Task
 from rl.types import Completion, Prompt, Rollout
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
+RESERVED_METRICS = ("exact", "mean", "flat_groups")  # metrics are reported as reward/NAME, as these are
+
+
+class _SenselessError(Exception):
+    """Part of a score that cannot be used; the message shows it."""
+
 
 def score_group(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[str, Score]]:
-    """Text and score of each completion.
+    """Text and score of each completion; all numbers are plain floats that are finite in float32.
 
-    Raises GroupLost, naming the completion, where the task's ``score`` raises, or where what it returns is no Score or
-    holds anything but finite numbers.
+    Raises GroupLost, naming the completion, if the task's ``decode`` or ``score`` raises anything, or
+    returns something other than text and a :class:`Score` that follows its own rules.
     """
     return [_scored(task, prompt, sample, completion) for sample, completion in enumerate(completions)]
 
@@ -37,26 +47,53 @@ def rollouts_of(
 
 
 def _scored(task: Task, prompt: Prompt, sample: int, completion: Completion) -> tuple[str, Score]:
-    text = task.decode(completion.tokens)
-    whose, where = f"the reward of {type(task).__name__}", f"prompt {prompt.ordinal}, sample {sample}"
+    whose, text = f"the reward of {type(task).__name__}", ""
     try:
-        score = task.score(prompt, text, completion)
-    except Exception as error:  # the user's own code
-        raised = f"{whose} raised {type(error).__name__}: {error}; {where}, completion {text!r}"
-        raise GroupLost("reward raised", f"{raised}\n{traceback.format_exc()}") from error
-    if wrong := _nonsense(score):
-        raise GroupLost("reward made no sense", f"{whose} returned {wrong}; {where}, completion {text!r}")
-    return text, score
+        text = _plain_text(task.decode(completion.tokens))
+        return text, _plain_score(task.score(prompt, text, completion))
+    except _SenselessError as wrong:
+        reason, kind, what, trace = "reward made no sense", "", f"returned {wrong}", ""
+    except BaseException as error:  # the user's own code, which may raise SystemExit too
+        reason, kind, what = "reward raised", type(error).__name__, f"raised {said_by(error)}"
+        trace = f"\n{traceback.format_exc()}"
+    where = f"prompt {prompt.ordinal}, sample {sample}, completion {text!r}"
+    raise GroupLost(reason, f"{whose} {what}; {where}{trace}", kind)
 
 
-def _nonsense(score: object) -> str:
-    """What is wrong with it, if anything."""
+def _plain_text(text: object) -> str:
+    if not isinstance(text, str):
+        raise _SenselessError(f"{shown(text)} from decode, which is no text")
+    return str(text)
+
+
+def _plain_score(score: object) -> Score:
     if not isinstance(score, Score):
-        return f"{score!r}, which is no Score"
-    values = {"reward": score.reward, **score.metrics}
-    wrong = [f"{name}={value!r}" for name, value in values.items() if not _is_finite(value)]
-    return f"{', '.join(wrong)}, which is no finite number" if wrong else ""
+        raise _SenselessError(f"{shown(score)}, which is no Score")
+    reward = _plain_number("reward", score.reward)
+    if not isinstance(score.exact, bool | np.bool_):
+        raise _SenselessError(f"exact={shown(score.exact)}, which is no bool")
+    if not isinstance(score.metrics, dict):
+        raise _SenselessError(f"metrics={shown(score.metrics)}, which is no dict")
+    metrics = {_plain_name(name): _plain_number(name, value) for name, value in score.metrics.items()}
+    return Score(reward=reward, exact=bool(score.exact), metrics=metrics)
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+def _plain_name(name: object) -> str:
+    if not isinstance(name, str) or not name or name in RESERVED_METRICS:
+        rule = f"names are text, not empty, and none of {', '.join(RESERVED_METRICS)}"
+        raise _SenselessError(f"a metric named {shown(name)}; {rule}")
+    return str(name)
+
+
+def _plain_number(name: str, value: object) -> float:
+    number = math.nan
+    if isinstance(value, Real | np.bool_):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+    if not math.isfinite(number):
+        raise _SenselessError(f"{name}={shown(value)}, which is no finite number")
+    if abs(number) > FLOAT32_MAX:
+        raise _SenselessError(f"{name}={shown(value)}, which is no finite number in float32")
+    return number

@@ -21,13 +21,18 @@ if TYPE_CHECKING:
 class Score:
     """How good one completion is.
 
-    ``reward`` is what the policy learns from, ``exact`` what evaluation counts, and ``metrics``
-    are averaged over the rollouts of a step.
+    Numbers are Python's or numpy's, finite in float32; a score that breaks a rule costs its group.
     """
 
     reward: float
+    """Number that the policy learns from."""
+
     exact: bool
+    """Whether the completion is right, which evaluation counts; Python's or numpy's bool."""
+
     metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers averaged over the rollouts of a step and reported as ``reward/NAME``. The names
+    ``exact``, ``mean`` and ``flat_groups`` are taken."""
 
 
 class Task(Configurable, ABC):

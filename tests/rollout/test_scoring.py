@@ -1,8 +1,12 @@
 """A reward that is of no use is refused with its input, whatever the user's code did."""
 
+import json
 import pickle
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from rl.errors import GroupLost
 from rl.rollout.scoring import rollouts_of, score_group
@@ -25,9 +29,21 @@ class Moody:
     def score(self, prompt, text, completion):
         if completion is COMPLETIONS[0]:
             return Score(reward=1, exact=True, metrics={"words": 3.0})
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("no name")
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
 
 
 def test_rollouts_are_made_of_texts_and_scores():
@@ -54,6 +70,24 @@ def test_a_reward_that_raises_is_named_with_its_input_and_its_traceback():
         (1.0, "1.0, which is no Score"),
         (Score(reward=float("nan"), exact=False), "reward=nan, which is no finite number"),
         (Score(reward="1.0", exact=False), "reward='1.0', which is no finite number"),
+        (Score(reward=None, exact=False), "reward=None, which is no finite number"),
+        (Score(reward=1j, exact=False), "reward=1j, which is no finite number"),
+        (Score(reward=torch.tensor(1.0), exact=False), "reward=tensor(1.), which is no finite number"),
+        (Score(reward=10**400, exact=False), f"reward={'1' + '0' * 199}…, which is no finite number"),
+        (Score(reward=10**5000, exact=False), "reward=an int that cannot be shown, which is no finite number"),
+        (Score(reward=-1e39, exact=False), "reward=-1e+39, which is no finite number in float32"),
+        (Score(reward=np.float64("nan"), exact=False), "reward=np.float64(nan), which is no finite number"),
+        (Score(reward=Unprintable(), exact=False), "reward=an Unprintable that cannot be shown, which is no finite"),
+        (Score(reward=1.0, exact=None), "exact=None, which is no bool"),
+        (Score(reward=1.0, exact="yes"), "exact='yes', which is no bool"),
+        (Score(reward=1.0, exact=1), "exact=1, which is no bool"),
+        (Score(reward=1.0, exact=True, metrics=None), "metrics=None, which is no dict"),
+        (Score(reward=1.0, exact=True, metrics={3: 1.0}), "a metric named 3; names are text"),
+        (Score(reward=1.0, exact=True, metrics={"": 1.0}), "a metric named ''; names are text"),
+        (Score(reward=1.0, exact=True, metrics={"exact": 1.0}), "a metric named 'exact'; names are text"),
+        (Score(reward=1.0, exact=True, metrics={"mean": 1.0}), "a metric named 'mean'; names are text"),
+        (Score(reward=1.0, exact=True, metrics={"words": "many"}), "words='many', which is no finite number"),
+        (Score(reward=1.0, exact=True, metrics={"words": 10**400}), "words=1000"),
         (
             Score(reward=1.0, exact=False, metrics={"words": 2.0, "length": float("inf")}),
             "length=inf, which is no finite number",
@@ -63,8 +97,48 @@ def test_a_reward_that_raises_is_named_with_its_input_and_its_traceback():
 def test_a_reward_that_makes_no_sense_is_named_with_what_it_returned(answer, named):
     with pytest.raises(GroupLost) as error:
         score_group(Moody(answer), PROMPT, COMPLETIONS)
-    assert str(error.value) == f"the reward of Moody returned {named}; prompt 9, sample 1, completion '<5>'"
+    assert str(error.value).startswith(f"the reward of Moody returned {named}")
+    assert str(error.value).endswith("; prompt 9, sample 1, completion '<5>'")
     assert error.value.reason == "reward made no sense"
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), Fraction(1, 2), 0.5, np.float16(0.5)])
+@pytest.mark.parametrize("yes", [True, np.bool_(True)])
+def test_numbers_of_any_library_become_plain_ones(number, yes):
+    score = Score(reward=number, exact=yes, metrics={np.str_("words"): number, "all": np.int64(3), "some": yes})
+    _, rollout = rollouts_of(PROMPT, COMPLETIONS, score_group(Moody(score), PROMPT, COMPLETIONS))
+    assert (rollout.reward, rollout.metrics) == (0.5, {"exact": 1.0, "words": 0.5, "all": 3.0, "some": 1.0})
+    assert {type(value) for value in [rollout.reward, *rollout.metrics.values()]} == {float}
+    assert {type(name) for name in rollout.metrics} == {str}
+    assert json.loads(json.dumps(rollout.metrics)) == rollout.metrics
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (Unspeakable(), "tests.rollout.test_scoring.Unspeakable: <exception str() failed>"),
+        (ExceptionGroup("two", [ValueError("one"), Unspeakable()]), "ExceptionGroup: two (2 sub-exceptions)"),
+    ],
+)
+def test_a_reward_that_raises_anything_costs_its_group(error, said):
+    with pytest.raises(GroupLost) as lost:
+        score_group(Moody(error), PROMPT, COMPLETIONS)
+    assert f"the reward of Moody raised {said}; prompt 9, sample 1" in str(lost.value).splitlines()[0]
+    assert lost.value.reason == "reward raised"
+
+
+@pytest.mark.parametrize("decoded", [None, 5, b"text", SystemExit("no text")])
+def test_a_decode_that_fails_costs_its_group(decoded):
+    class Mute(Moody):
+        def decode(self, tokens):
+            if isinstance(decoded, BaseException):
+                raise decoded
+            return decoded
+
+    with pytest.raises(GroupLost, match=r"Mute.*; prompt 9, sample 0"):
+        score_group(Mute(Score(reward=1.0, exact=True)), PROMPT, COMPLETIONS)
 
 
 def test_why_a_group_was_lost_crosses_processes():

@@ -164,15 +164,16 @@ class Ledger:
     def restore(self, state: dict[str, Any], version: int, *, keep: bool = False) -> None:
         """Go back to what ``to_dict`` gave when the trainer was at ``version``; from an empty dict, to the start.
 
-        What was running then, and what has been submitted since, waits to be put again. So does what would break the
-        bound, which may be another now. With ``keep``, groups that have finished since stay where none of their tokens
-        is of a version that the trainer has gone back behind.
+        What was running then waits to be put again. So does what would break the bound, which may be another now.
+        What has been submitted since is as if it never was. With ``keep`` it waits to be put again too, but for the
+        groups that have finished since, none of whose tokens is of a version above ``version``: they stay.
         """
         saved = {int(o): [_rollout(fields) for fields in group] for o, group in state.get("finished", {}).items()}
         since = [entry for entry in self._entries.values() if keep and entry.group and _newest(entry.group) <= version]
         finished = saved | {entry.ordinal: entry.group for entry in since if entry.group}
-        again = {*state.get("waiting", []), *finished, *range(state.get("submitted", 0), self.submitted)}
-        self.submitted = max(self.submitted, state.get("submitted", 0))
+        submitted = state.get("submitted", 0)
+        self.submitted = max(submitted, self.submitted) if keep else submitted
+        again = {*state.get("waiting", []), *finished, *range(submitted, self.submitted)}
         self.trained, self.dropped = state.get("trained", 0), Counter(state.get("dropped", {}))
         self._version, self._room = version, self._size
         self._entries, self._taken = {}, []

@@ -97,6 +97,7 @@ class Controller:
         self.step = self._saved = state.get("step", 0)
         keep = self.config.rollout.pipeline == "asynchronous"
         self.ledger.restore(state.get("ledger", {}), self.version, keep=keep)
+        self.sampler.restore(state.get("sampler", {}))
         self.report.go_back(self.step, state.get("watchdog", {}))
         await self.learner.load(self.step, state.get("learner", {}))
         if self.step:
@@ -209,7 +210,12 @@ class Controller:
             return
         await self.changed.until(lambda: self.sampler.may_cut(self.step))
         with self.watch.span("checkpoint"):
-            state = {"step": self.step, "ledger": self.ledger.to_dict(), "watchdog": self.report.to_dict()}
+            state = {
+                "step": self.step,
+                "ledger": self.ledger.to_dict(),
+                "sampler": self.sampler.to_dict(),
+                "watchdog": self.report.to_dict(),
+            }
             await self.learner.save(self.step, state)
         self._saved, self._lost = self.step, 0
 

@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from rl.config import RolloutConfig, RunConfig
 from rl.controller.ledger import Group, Ledger
@@ -44,6 +45,7 @@ class Sampler:
         self._changed, self._evaluate = changed, evaluate
         self._size, self._replicas = config.rollout.prompts_per_step, config.generator.replicas
         self._recent: deque[bool] = deque(maxlen=max(WINDOW, self._size))  # whether each group was lost
+        self._before_batch: list[bool] = []  # the same, without the batch that is being sampled
         self._replaced = 0
         self._batch = 0
 
@@ -64,6 +66,16 @@ class Sampler:
         """A step was trained: where no batch has a limit of its own, groups may be replaced again."""
         if self._config.rollout.pipeline == "asynchronous":
             self._replaced = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able state. Of a deterministic pipeline, without the batch that is sampled again after a restore."""
+        deterministic = self._config.rollout.pipeline == "deterministic"
+        return {"lost": self._before_batch if deterministic else [*self._recent]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to what ``to_dict`` returned; from an empty dict, to the start."""
+        self._before_batch = state.get("lost", [])
+        self._recent = deque(self._before_batch, maxlen=self._recent.maxlen)
 
     async def _run_in_order(self, ledger: Ledger, step: int) -> None:
         """Batch after batch, and at the end the weights that no batch is sampled from any more."""
@@ -97,6 +109,7 @@ class Sampler:
             ledger.drop(ordinal, reason)
         for ordinal, group in sorted(done.items()):
             ledger.finish(ordinal, group)
+        self._before_batch = [*self._recent]
         self._changed.notify()
 
     async def _run_free(self, ledger: Ledger, step: int) -> None:

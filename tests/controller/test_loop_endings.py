@@ -130,6 +130,32 @@ def test_with_a_lost_trainer_the_run_goes_back_to_the_newest_checkpoint(run, edi
         assert without_times(rows) == without_times(whole)
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_trainers_death_leaves_no_trace_in_a_deterministic_ledger(run, staleness):
+    def edit(config):
+        config.rollout.max_replacements = 2
+
+    def flat(*_):
+        run.rewards.flat = (1, 4, 5, 13)
+
+    def die_once(trainer, *_):
+        async def die():
+            if trainer.version == 5 and trainer.starts == 1:
+                raise trainer.lose("forward_backward")
+
+        flat()
+        trainer.during["forward_backward"] = die
+
+    run(flat, steps=8, staleness=staleness, save_every=3, edit=edit)
+    uninterrupted = ledger_of(run.record)
+    run(die_once, steps=8, staleness=staleness, save_every=3, edit=edit, folder="other")
+    rows = ledger_of(run.record)
+    assert run.trainer.starts == 2
+    assert rows[-1] == uninterrupted[-1]
+    if not staleness:  # above 0, how far sampling is when a step ends depends on the clock
+        assert rows == uninterrupted
+
+
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
 def test_a_pull_that_raises_because_the_trainer_died_is_no_failure_of_the_generator(run, edit):
     """As over a network, where the connection is gone seconds before anybody says why."""

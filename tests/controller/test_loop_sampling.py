@@ -66,6 +66,18 @@ def test_lost_groups_make_room_until_they_are_too_many(run, pipeline):
     assert isinstance(info.value.__cause__, GroupLost)
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_lost_groups_before_a_resume_count_after_it(run, staleness):
+    def prepare(trainer, generator):
+        run.rewards.lost = range(2, 100, 3)
+
+    with pytest.raises(RunError, match="11 of the last 33 groups were lost") as uninterrupted:
+        run(prepare, steps=20, staleness=staleness, save_every=1)
+    with pytest.raises(RunError) as resumed:
+        run(prepare, steps=20, staleness=staleness, saved={5: run.saved[5]})
+    assert str(resumed.value) == str(uninterrupted.value)
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_an_asynchronous_run_trains_every_ordinal_once_within_the_bound(run, staleness, parts):

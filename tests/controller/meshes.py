@@ -230,6 +230,8 @@ class Generator(Mesh):
         """The version that it names for the one it holds."""
         self.asked: list[str] = []
         """Ids of the requests that it was sent."""
+        self.calls: list[tuple[list[str], bool]] = []
+        """Ids of the requests of each call, and whether cached prefixes were to be forgotten before it."""
 
     async def layouts(self) -> list[Any]:
         return [("here", LAYOUT)]
@@ -260,6 +262,7 @@ class Generator(Mesh):
         self.log.append(f"{'canary' if canary else 'generate'} {self.version}")
         if not canary:
             self.asked += [request.request_id for request in requests]
+            self.calls.append(([request.request_id for request in requests], fresh))
         began, incarnation = self.version, self._failure
         await asyncio.sleep(0)
         if self.during and not canary:

@@ -2,14 +2,19 @@
 
 import os
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 
 from rl.errors import require
 from rl.platform import device_count, device_name, device_type
+from rl.rules import MAX_NODES, YEAR_S, above, at_least
 
 DeviceName = Literal["cpu", "a100", "h100", "h200", "b200"]
+
+
+MAX_GPUS = 1024
+_FIGURE = at_least(0, 1e6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,24 +62,24 @@ class HardwareConfig:
     device: Literal["auto", DeviceName] = "auto"
     """``auto``: whatever the host has on which the config is read. Name it where that is another, as a login node."""
 
-    gpus_per_node: int = 0
+    gpus_per_node: Annotated[int, at_least(0, MAX_GPUS)] = 0
     """0 for as many as this host has."""
 
-    memory_gib: float = 0.0
+    memory_gib: Annotated[float, _FIGURE] = 0.0
     """Of a device, as the other figures; 0 for what its data sheet says. On CPU, of a rank."""
 
-    tflops: float = 0.0
-    memory_gb_s: float = 0.0
-    link_gb_s: float = 0.0
-    network_gb_s: float = 0.0
+    tflops: Annotated[float, _FIGURE] = 0.0
+    memory_gb_s: Annotated[float, _FIGURE] = 0.0
+    link_gb_s: Annotated[float, _FIGURE] = 0.0
+    network_gb_s: Annotated[float, _FIGURE] = 0.0
 
-    host_memory_gib: float = 0.0
+    host_memory_gib: Annotated[float, _FIGURE] = 0.0
     """Of a node, for all its ranks; 0 for 2048 where there are GPUs, else for what this host has."""
 
-    training_efficiency: float = 0.4
+    training_efficiency: Annotated[float, above(0, 1)] = 0.4
     """Share of ``tflops`` that training keeps up (MFU): an assumption of ``plan``, to be replaced by what you see."""
 
-    generation_efficiency: float = 0.6
+    generation_efficiency: Annotated[float, above(0, 1)] = 0.6
     """Share of ``memory_gb_s`` that generation keeps up: another."""
 
     @property
@@ -129,13 +134,13 @@ class SlurmConfig:
     time: str = ""
     """Limit, as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS. A run that needs longer goes on after it."""
 
-    nodes: int = 0
+    nodes: Annotated[int, at_least(0, MAX_NODES)] = 0
     """0 for as many as trainer and generators need; more are spares for nodes that do not come up."""
 
-    gpus_per_node: int | None = None
+    gpus_per_node: Annotated[int | None, at_least(0, MAX_GPUS)] = None
     """None for hardware.gpus_per_node. 0 asks for none, where ``extra`` has the site's own way to say it."""
 
-    cpus_per_node: int = 0
+    cpus_per_node: Annotated[int, at_least(0, 10**5)] = 0
     """CPUs of each node."""
 
     memory: str = ""
@@ -163,10 +168,10 @@ class SlurmConfig:
     container_mounts: list[str] = field(default_factory=list)
     """``HOST:CONTAINER`` folders; the run folder and the current folder among them."""
 
-    warn_s: int = 300
+    warn_s: Annotated[int, at_least(1, YEAR_S)] = 300
     """Seconds before the limit at which the run is told to finish its step, save and leave. More than both take."""
 
-    max_restarts: int = 20
+    max_restarts: Annotated[int, at_least(0, 10**6)] = 20
     """Attempts after the first, whatever ended it: limit, preemption, a lost node."""
 
     @property
@@ -203,8 +208,8 @@ class KubernetesConfig:
     shared_memory: str = "64Gi"
     """Most that a node's processes may have in /dev/shm."""
 
-    warn_s: int = 300
+    warn_s: Annotated[int, at_least(1, YEAR_S)] = 300
     """Seconds that a pod has to save when it is told to end."""
 
-    max_restarts: int = 20
+    max_restarts: Annotated[int, at_least(0, 10**6)] = 20
     """Attempts after the first."""

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from pydoc import locate
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
 from torchtitan.config import Configurable, ParallelismConfig
@@ -15,8 +15,9 @@ from rl.algorithms.kl import AdaptiveKL, Estimator
 from rl.algorithms.losses import ClippedLoss, PolicyLoss, ValueLoss
 from rl.cluster import HardwareConfig, KubernetesConfig, SlurmConfig
 from rl.errors import ConfigError, require
-from rl.generation.config import GeneratorConfig
+from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
 from rl.model.shape import ModelConfig
+from rl.rules import SECONDS, SHARE, SIGNED, YEAR_S, at_least, between
 from rl.tasks.base import Task
 from rl.training.config import TrainerConfig, one_rank
 from rl.types import Head
@@ -27,25 +28,25 @@ from rl.weights.config import WeightPushConfig
 class RolloutConfig:
     """What is sampled for each step."""
 
-    prompts_per_step: int = 32
+    prompts_per_step: Annotated[int, at_least(1, 10**6)] = 32
     """Prompts whose completions a step trains on."""
 
-    samples_per_prompt: int = 8
+    samples_per_prompt: Annotated[int, at_least(2, 10**5)] = 8
     """Completions per prompt: the group that advantages compare."""
 
-    max_tokens: int = 256
+    max_tokens: Annotated[int, at_least(1, 10**8)] = 256
     """Longest completion, in tokens."""
 
-    temperature: float = 1.0
+    temperature: Annotated[float, at_least(MIN_TEMPERATURE, 100)] = 1.0
     """Above 0. Behaviour and trainer log-probs are both of this distribution."""
 
-    top_p: float = 1.0
+    top_p: Annotated[float, SHARE] = 1.0
     """Below 1 is refused: the trainer could not compute the same log-probs."""
 
-    top_k: int = 0
+    top_k: Annotated[int, at_least(0)] = 0
     """Above 0 is refused, as top_p below 1 is."""
 
-    max_staleness: int = 0
+    max_staleness: Annotated[int, at_least(0, 10**4)] = 0
     """Steps by which the weights that drew any token may be older than those its step begins with. 0 is lockstep: one
     batch is generated, then trained on. Above it, generation, scoring, training and the push run side by side."""
 
@@ -58,23 +59,23 @@ class RolloutConfig:
       long ones passed over for as long as the bound allows.
     """
 
-    parts_per_step: int = 1
+    parts_per_step: Annotated[int, at_least(1, 10**6)] = 1
     """Into how many parts a step's groups are cut, each trained on as soon as its groups have finished. The gradient
     is the same. Above 1 only where the pipeline is asynchronous."""
 
-    max_replacements: int = 0
+    max_replacements: Annotated[int, at_least(0, 10**6)] = 0
     """Groups per step that are put aside because all their rewards are equal, which teaches nothing, with the next
     prompts in their place (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
 
-    reward_workers: int = 1
+    reward_workers: Annotated[int, at_least(0, 10**4)] = 1
     """Processes that score completions. 0 scores in the controller's own, where a reward that hangs or crashes takes
     the run with it."""
 
-    max_lost: float = 0.1
+    max_lost: Annotated[float, SHARE] = 0.1
     """Share of the last 100 groups, or of one step's where these are more, that may be lost because their reward
     raised, hung or made no sense. Above it the run fails."""
 
-    recorded_per_step: int = 4
+    recorded_per_step: Annotated[int, at_least(0)] = 4
     """Rollouts of each step that are written to rollouts.jsonl."""
 
 
@@ -96,7 +97,7 @@ class AlgorithmConfig:
     """What the importance ratio of the loss is against: the log-probs that generators gave, or those of the trainer
     before the step's first update (decoupled PPO, arXiv:2505.24298), one forward pass more."""
 
-    reward_kl_coef: float = 0.0
+    reward_kl_coef: Annotated[float, at_least(0, 1e6)] = 0.0
     """Penalty in each token's reward: this times the divergence from the reference policy. Or set loss.kl_coef."""
 
     reward_kl_estimator: Estimator = "k1"
@@ -105,14 +106,14 @@ class AlgorithmConfig:
     adaptive_kl: AdaptiveKL.Config = field(default_factory=AdaptiveKL.Config)
     """Steers whichever of these coefficients is above 0."""
 
-    overlong_buffer: int = 0
+    overlong_buffer: Annotated[int, at_least(0, 10**8)] = 0
     """Tokens before rollout.max_tokens over which a completion's reward falls by up to 1 (DAPO, arXiv:2503.14476,
     section 3.4); 0 for none."""
 
-    update_epochs: int = 1
+    update_epochs: Annotated[int, at_least(1, 10**4)] = 1
     """How often a step's rollouts are gone through."""
 
-    mini_batch: int = 0
+    mini_batch: Annotated[int, at_least(0, 10**6)] = 0
     """Prompts per optimizer step, by whose samples' number the rollouts of a step are cut, in an order that seed, step
     and epoch give; 0 for all of a step's."""
 
@@ -140,7 +141,7 @@ class ReferenceConfig:
     parallelism: ParallelismConfig = field(default_factory=one_rank)
     """Any; its ranks are the product of the degrees."""
 
-    refresh_every: int = 0
+    refresh_every: Annotated[int, at_least(0)] = 0
     """Steps after which it becomes what the policy is then; 0 for never."""
 
 
@@ -182,7 +183,7 @@ class RoleConfig:
     column: str = ""
     """Under which name the loss sees these, as ``teacher_logprobs``; empty where it does not."""
 
-    reward_weight: float = 0.0
+    reward_weight: Annotated[float, SIGNED] = 0.0
     """For a reward model, which is one with values: this times its value of the whole completion is added to the
     task's reward before advantages are computed."""
 
@@ -191,13 +192,13 @@ class RoleConfig:
 class EvaluationConfig:
     """Held-out prompts, after training and on the way."""
 
-    every: int = 0
+    every: Annotated[int, at_least(0)] = 0
     """Steps between evaluations on the way, which run behind training; 0 for none. They go to evaluations.jsonl."""
 
-    prompts: int = 256
+    prompts: Annotated[int, at_least(0, 10**7)] = 256
     """How many, 0 for no evaluation; fewer where the task holds out fewer."""
 
-    samples: int = 4
+    samples: Annotated[int, at_least(0, 10**5)] = 4
     """k of pass@k: completions per prompt at the rollouts' temperature. 0 for greedy alone."""
 
 
@@ -205,16 +206,16 @@ class EvaluationConfig:
 class DeadlineConfig:
     """How long anything is waited for, in seconds, before the run fails and says what was silent."""
 
-    start: float = 600.0
+    start: Annotated[float, SECONDS] = 600.0
     """For a mesh to start, imports and model included."""
 
-    call: float = 600.0
+    call: Annotated[float, SECONDS] = 600.0
     """For any call to an actor, such as generating a step's completions."""
 
-    heartbeat: float = 60.0
+    heartbeat: Annotated[float, at_least(0, YEAR_S)] = 60.0
     """For any sign of life of a rank; one that gives none is treated as dead. 0 asks for none."""
 
-    reward: float = 60.0
+    reward: Annotated[float, SECONDS] = 60.0
     """For the rewards of one group."""
 
 
@@ -228,26 +229,26 @@ class WatchdogConfig:
     metrics, as ``watchdog/NAME``."""
 
     stalled: Action = "fail"
-    stalled_s: float = 1800.0
+    stalled_s: Annotated[float, SECONDS] = 1800.0
     """Seconds without a finished step."""
 
     flat: Action = "warn"
-    flat_steps: int = 10
+    flat_steps: Annotated[int, at_least(1)] = 10
     """Steps in a row in which no group had an advantage."""
 
     starving: Action = "warn"
-    starving_share: float = 0.9
+    starving_share: Annotated[float, between(0, 1)] = 0.9
     """Share of a step above which the trainer waits for rollouts, starving_steps in a row; only with max_staleness."""
-    starving_steps: int = 10
+    starving_steps: Annotated[int, at_least(1)] = 10
 
     entropy: Action = "warn"
-    entropy_min: float = 0.0
+    entropy_min: Annotated[float, at_least(0, 1000)] = 0.0
     """Mean entropy of a token, in nats, below which the policy has collapsed; 0 for none."""
-    entropy_max: float = 0.0
+    entropy_max: Annotated[float, at_least(0, 1000)] = 0.0
     """Above which it has dissolved; 0 for none."""
 
     drift: Action = "warn"
-    drift_max: float = 0.0
+    drift_max: Annotated[float, at_least(0, 1e6)] = 0.0
     """``kl/behaviour``, in nats per token, above which trainer and generators disagree; 0 for none."""
 
     non_finite: Action = "warn"
@@ -288,15 +289,15 @@ class RunConfig:
     - ``all``: the generators too, which forget keys and values meanwhile. Only in lockstep.
     """
 
-    max_restarts: int = 3
+    max_restarts: Annotated[int, at_least(0, 10**6)] = 3
     """Times that a dead mesh, trainer or generator, is started again without progress in between; one more ends the
     run. Progress is a new checkpoint of the trainer's, a completion of the generator's."""
 
-    steps: int = 100
+    steps: Annotated[int, at_least(1)] = 100
     """Steps, each on rollout.prompts_per_step prompts: one optimizer step, or as many as algorithm.update_epochs and
     algorithm.mini_batch make of it."""
 
-    seed: int = 0
+    seed: Annotated[int, at_least(0, 2**63 - 1)] = 0
     """Of the initial weights, the order of prompts and every completion."""
 
     output_dir: str = ""

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torchtitan.config import Configurable
 
 from rl.algorithms.tokens import sum_by_sequence
 from rl.errors import RunError
+from rl.rules import SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
     class Config(AdvantageEstimator.Config):
         by_group: ClassVar[bool] = False
 
-        gamma: float = 1.0
+        gamma: Annotated[float, SHARE] = 1.0
         """Discount per token."""
 
         baseline: Literal["none", "group_mean"] = "none"
@@ -160,10 +161,10 @@ class GAE(AdvantageEstimator):
         by_group: ClassVar[bool] = False
         needs_values: ClassVar[bool] = True
 
-        gamma: float = 1.0
+        gamma: Annotated[float, SHARE] = 1.0
         """Discount per token."""
 
-        lam: float = 0.95
+        lam: Annotated[float, SHARE] = 0.95
         """Lambda: 0 trusts the critic's next value, 1 only what was earned."""
 
         whiten: bool = True

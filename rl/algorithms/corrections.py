@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torchtitan.config import Configurable
 
 from rl.algorithms.tokens import mean_by_sequence, sum_by_sequence
+from rl.rules import above, at_least
 
 Level = Literal["token", "sequence"]
 
@@ -48,7 +49,7 @@ class TruncatedIS(Correction):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Correction.Config):
-        cap: float = 2.0
+        cap: Annotated[float, above(0, 1e6)] = 2.0
         """Largest weight."""
 
         level: Level = "token"
@@ -70,10 +71,10 @@ class MaskedIS(Correction):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Correction.Config):
-        low: float = 0.5
+        low: Annotated[float, at_least(0, 1e6)] = 0.5
         """Smallest ratio that is kept."""
 
-        high: float = 2.0
+        high: Annotated[float, above(0, 1e6)] = 2.0
         """Largest ratio that is kept."""
 
         level: Level = "token"
@@ -101,7 +102,7 @@ class StalenessDecay(Correction):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Correction.Config):
-        decay: float = 0.9
+        decay: Annotated[float, above(0, 1)] = 0.9
         """Weight of a token that is one step old, up to 1."""
 
     config: Config

@@ -1,10 +1,12 @@
 """How far two policies are apart, and how hard they are held together."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torchtitan.config import Configurable
+
+from rl.rules import above, at_least
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -30,13 +32,13 @@ class AdaptiveKL(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        target: float = 0.0
+        target: Annotated[float, at_least(0, 1e6)] = 0.0
         """KL to hold, in nats per token; 0 leaves the coefficient as it is."""
 
-        rate: float = 0.1
+        rate: Annotated[float, at_least(0, 1e6)] = 0.1
         """K of the paper: how fast the coefficient follows."""
 
-        clip: float = 0.2
+        clip: Annotated[float, above(0, 1e6)] = 0.2
         """Largest relative error that is acted on."""
 
     def __init__(self, config: Config):

@@ -2,14 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torchtitan.config import Configurable
 
 from rl.algorithms.kl import Estimator, kl
 from rl.algorithms.tokens import Tokens, mean_by_sequence
+from rl.rules import SHARE, SIGNED, above, at_least
 
+CLIP = at_least(0, 1e6)
 Reduction = Literal["sequence_mean", "token_mean", "fixed_length"]
 
 
@@ -32,10 +34,10 @@ class PolicyLoss(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        entropy_coef: float = 0.0
+        entropy_coef: Annotated[float, SIGNED] = 0.0
         """Bonus per token: this times the entropy (nats) of the distribution sampled from."""
 
-        kl_coef: float = 0.0
+        kl_coef: Annotated[float, at_least(0, 1e6)] = 0.0
         """Penalty per token: this times the estimated divergence from the reference policy."""
 
         kl_estimator: Estimator = "k3"
@@ -96,13 +98,13 @@ class ClippedLoss(PolicyLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyLoss.Config):
-        clip_low: float = 0.2
+        clip_low: Annotated[float, CLIP] = 0.2
         """The importance ratio is clipped below at ``1 - clip_low``."""
 
-        clip_high: float = 0.2
+        clip_high: Annotated[float, CLIP] = 0.2
         """The importance ratio is clipped above at ``1 + clip_high``."""
 
-        dual_clip: float = 0.0
+        dual_clip: Annotated[float, above(1, 1e6, also=(0,))] = 0.0
         """Where the advantage is negative, the ratio is clipped above at this; 0 for not at all, else above 1."""
 
     config: Config
@@ -123,10 +125,10 @@ class GSPOLoss(ClippedLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ClippedLoss.Config):
-        clip_low: float = 3e-4
+        clip_low: Annotated[float, CLIP] = 3e-4
         """The sequence's ratio is clipped below at ``1 - clip_low``."""
 
-        clip_high: float = 4e-4
+        clip_high: Annotated[float, CLIP] = 4e-4
         """The sequence's ratio is clipped above at ``1 + clip_high``."""
 
         token_level: bool = False
@@ -147,10 +149,10 @@ class CISPOLoss(PolicyLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyLoss.Config):
-        clip_low: float = 1.0
+        clip_low: Annotated[float, CLIP] = 1.0
         """The ratio is clipped below at ``1 - clip_low``: by default not at all, as in the paper."""
 
-        clip_high: float = 4.0
+        clip_high: Annotated[float, CLIP] = 4.0
         """The ratio is clipped above at ``1 + clip_high``."""
 
         reduction: Reduction = "token_mean"
@@ -174,7 +176,7 @@ class DPPOLoss(PolicyLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyLoss.Config):
-        threshold: float = 0.15
+        threshold: Annotated[float, SHARE] = 0.15
         """How far the probability of a token may move."""
 
     config: Config
@@ -236,7 +238,7 @@ class ValueLoss(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        clip: float = 0.2
+        clip: Annotated[float, at_least(0, 1e6)] = 0.2
         """How far a value may move from the old one before it stops being pulled; 0 for any distance."""
 
     def __init__(self, config: Config):

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from rl.model.shape import ModelShape
+from rl.rules import MAX_NODES, above, at_least
 
 MIN_TEMPERATURE = 0.01  # vLLM silently raises smaller ones to this, and the log-probs would be another distribution's
 
@@ -13,18 +14,18 @@ MIN_TEMPERATURE = 0.01  # vLLM silently raises smaller ones to this, and the log
 class GeneratorConfig:
     """The generators: ``replicas`` vLLM engines, each on ``tensor_parallel_degree`` ranks."""
 
-    replicas: int = 1
+    replicas: Annotated[int, at_least(1, 10**4)] = 1
     """Engines at the start, each with the whole policy. A number written to the run folder's ``replicas`` file changes
     how many there are while the run goes on."""
 
-    nodes: int = 0
+    nodes: Annotated[int, at_least(0, MAX_NODES)] = 0
     """Nodes of their own, after the trainer's, to which replicas are dealt one by one. 0 has them on the trainer's."""
 
     update: Literal["together", "rolling"] = "together"
     """How replicas pull new weights in an asynchronous pipeline: all at once, or one after another, so that some always
     generate."""
 
-    tensor_parallel_degree: int = 1
+    tensor_parallel_degree: Annotated[int, at_least(1, 1024)] = 1
     """Ranks among which one copy of the policy is cut. Must divide heads and hidden size, and divide the kv heads or
     be a multiple of them."""
 
@@ -34,23 +35,23 @@ class GeneratorConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the generator's parameters, activations and KV cache. RoPE, logits and log-probs are float32."""
 
-    max_running_requests: int = 256
+    max_running_requests: Annotated[int, at_least(1, 10**6)] = 256
     """Requests decoded together; more wait in the engine's queue."""
 
-    max_batched_tokens: int = 8192
+    max_batched_tokens: Annotated[int, at_least(1)] = 8192
     """Most tokens in one engine step. Longer prompts are prefilled in chunks; on CPU, where they cannot be, a step
     takes at least one whole sequence."""
 
-    kv_cache_gib: float = 1.0
+    kv_cache_gib: Annotated[float, above(0, 1e6)] = 1.0
     """KV cache of each rank in GiB, on CPU."""
 
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: Annotated[float, above(0, 1)] = 0.5
     """Share of a GPU's memory for this generator, KV cache included, on CUDA."""
 
     enforce_eager: bool = True
     """Run the model as written. False compiles it: faster tokens, tens of seconds more to start."""
 
-    block_size: int | None = None
+    block_size: Annotated[int | None, at_least(1, 2**20)] = None
     """Tokens in one block of the KV cache, the unit of prefix caching. None: the platform's own (128 on CPU).
     On CPU a multiple of 32."""
 

@@ -225,7 +225,7 @@ def _start(config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: 
             generation_config="vllm",
             additional_config={"shape": asdict(shape), "fuse_qkv": fuse_qkv, "expert_parallel": config.expert_parallel},
             dtype=config.dtype,
-            seed=seed,
+            seed=seed % 2**32,  # numpy takes no more; each request has a seed of its own
             max_model_len=shape.max_seq_len,
             tensor_parallel_size=config.tensor_parallel_degree,
             distributed_executor_backend="external_launcher",

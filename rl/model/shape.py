@@ -3,9 +3,10 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rl.errors import ConfigError
+from rl.rules import above, at_least
 
 QWEN3_NORM_EPS = 1e-6
 
@@ -17,38 +18,38 @@ class ModelConfig:
     hf_path: str | None = None
     """Folder with config.json, safetensors and tokenizer. Its sizes replace the fields below."""
 
-    vocab_size: int = 32
+    vocab_size: Annotated[int, at_least(1, 10**7)] = 32
     """Embeddings; at least the tokenizer's size."""
 
-    dim: int = 64
+    dim: Annotated[int, at_least(1, 2**20)] = 64
     """Width of the residual stream."""
 
-    n_layers: int = 2
-    n_heads: int = 2
+    n_layers: Annotated[int, at_least(1, 1024)] = 2
+    n_heads: Annotated[int, at_least(1, 4096)] = 2
     """Query heads."""
 
-    n_kv_heads: int = 2
+    n_kv_heads: Annotated[int, at_least(1, 4096)] = 2
     """Key and value heads; divides n_heads."""
 
-    head_dim: int = 32
-    hidden_dim: int = 192
+    head_dim: Annotated[int, at_least(1, 4096)] = 32
+    hidden_dim: Annotated[int, at_least(1, 2**24)] = 192
     """Width of the feed-forward layers of a dense model."""
 
-    num_experts: int = 0
+    num_experts: Annotated[int, at_least(0, 2**16)] = 0
     """Experts in place of each feed-forward layer; 0 for a dense model."""
 
-    experts_per_token: int = 0
+    experts_per_token: Annotated[int, at_least(0, 2**16)] = 0
     """How many of the experts each token goes through; the router weighs them so that they sum to 1."""
 
-    moe_hidden_dim: int = 0
+    moe_hidden_dim: Annotated[int, at_least(0, 2**24)] = 0
     """Width of each expert."""
 
     tie_embeddings: bool = True
     """Whether the embedding and the output head share one weight."""
 
-    rope_theta: float = 1e6
+    rope_theta: Annotated[float, above(0, 1e15)] = 1e6
 
-    max_seq_len: int = 2048
+    max_seq_len: Annotated[int, at_least(1, 10**8)] = 2048
     """Longest prompt plus completion, in tokens."""
 
     fuse_qkv: bool = True

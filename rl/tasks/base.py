@@ -5,12 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from torchtitan.config import Configurable
 
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig, shape_of
+from rl.rules import at_least
 from rl.types import Completion, Prompt
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Task(Configurable, ABC):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        max_prompt_tokens: int = 1024
+        max_prompt_tokens: Annotated[int, at_least(1, 10**8)] = 1024
         """Longest prompt, in tokens; longer ones are refused before the run starts."""
 
     tokenizer: "PreTrainedTokenizerFast"

@@ -4,10 +4,11 @@ import random
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
+from rl.rules import at_least
 from rl.tasks.base import Score, Task
 from rl.types import Completion, Prompt
 
@@ -24,10 +25,10 @@ class CopyDigits(Task):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
-        digits: int = 3
+        digits: Annotated[int, at_least(1, 4000)] = 3
         """How many digits to copy; the right completion is one token longer."""
 
-        max_prompt_tokens: int = 16
+        max_prompt_tokens: Annotated[int, at_least(1, 10**8)] = 16
         """Longest prompt, in tokens; a prompt is two longer than its digits."""
 
     config: Config

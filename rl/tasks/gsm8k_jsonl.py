@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
+from rl.rules import SHARE
 from rl.tasks.base import Score, Task, epoch_index
 from rl.tasks.math_answer import final_answer, reference_number, same_value
 from rl.types import Completion, Prompt
@@ -40,7 +41,7 @@ class Gsm8kJsonl(Task):
         path: str = ""
         """JSONL file; each line has ``question`` and ``answer``, the latter ending in ``#### NUMBER``."""
 
-        held_out_fraction: float = 0.1
+        held_out_fraction: Annotated[float, SHARE] = 0.1
         """Share of the questions kept for evaluation, chosen by their hash."""
 
         system_prompt: str = ""

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
+from typing import Annotated
 
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
+from rl.rules import at_least
 from rl.tasks.base import Score, Task
 from rl.tasks.turns import Turns
 from rl.types import Completion, Prompt
@@ -18,10 +20,10 @@ from rl.types import Completion, Prompt
 class Stage:
     """From which prompt on other weights hold."""
 
-    first_ordinal: int
+    first_ordinal: Annotated[int, at_least(0)]
     """A prompt's place in the stream of the run; each step takes prompts_per_step of them."""
 
-    weights: dict[str, float]
+    weights: dict[str, Annotated[float, at_least(0)]]
     """By task; one that is not named is not shown."""
 
 
@@ -47,7 +49,7 @@ class Mixture(Task):
         tasks: dict[str, Task.Config]
         """By the names that weights and metrics use. Their tokenizers must be equal."""
 
-        weights: dict[str, float] = field(default_factory=dict)
+        weights: dict[str, Annotated[float, at_least(0)]] = field(default_factory=dict)
         """From the first prompt on, by task; one that is not named is not shown. Empty for all alike."""
 
         stages: list[Stage] = field(default_factory=list)

@@ -12,6 +12,7 @@ from torchtitan.config import CommConfig, CompileConfig, DebugConfig, Parallelis
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 
 from rl.model.shape import ModelConfig
+from rl.rules import MAX_NODES, at_least
 
 Float8Config = (
     Annotated[Float8LinearConverter.Config, tyro.conf.subcommand("linear")]
@@ -41,7 +42,7 @@ class TrainerConfig:
     """The PolicyTrainer mesh. Its number of ranks is the product of the parallelism degrees."""
 
     parallelism: ParallelismConfig = field(default_factory=one_rank)
-    nodes: int = 1
+    nodes: Annotated[int, at_least(1, MAX_NODES)] = 1
     """Nodes that the ranks are divided among, which must divide them. Reference, critic and other roles are on the same
     nodes: on as many of the first as divide their own ranks."""
 
@@ -76,19 +77,19 @@ class TrainerConfig:
     comm: CommConfig = field(default_factory=lambda: CommConfig(trace_buf_size=0))
     debug: DebugConfig = field(default_factory=DebugConfig)
 
-    micro_batch_size: int = 32
+    micro_batch_size: Annotated[int, at_least(1, 10**6)] = 32
     """Most sequences per forward pass of a data-parallel rank, where micro_batch_tokens is unset."""
 
-    micro_batch_tokens: int | None = None
+    micro_batch_tokens: Annotated[int | None, at_least(1)] = None
     """Most tokens per forward pass of a data-parallel rank, padding included; at least the longest sequence."""
 
     packing: bool = True
     """Whether a row may hold several sequences, each with a mask of its own; else every row is padded."""
 
-    logits_mib: int = 1024
+    logits_mib: Annotated[int, at_least(1, 10**7)] = 1024
     """Float32 logits that exist at once on a rank, in MiB; more of them are computed in chunks, and twice."""
 
-    max_skipped_steps: int = 3
+    max_skipped_steps: Annotated[int, at_least(0)] = 3
     """Optimizer steps in a row that may be skipped for a non-finite gradient; one more ends the run."""
 
     @property

@@ -1,26 +1,24 @@
 """What a run cannot work with, said before any process starts."""
 
-from dataclasses import fields
 from pathlib import Path
-from typing import get_args
 
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
+from rl.algorithms.corrections import MaskedIS
 from rl.cluster import HardwareConfig, SlurmConfig
-from rl.config import Action, RolloutConfig, RunConfig, WatchdogConfig
+from rl.config import RolloutConfig, RunConfig, WatchdogConfig
 from rl.errors import ConfigError, require
-from rl.generation.config import MIN_TEMPERATURE
 from rl.model.shape import shape_of
 from rl.training.config import TrainerConfig, adaptable_layers
 from rl.validation.engines import validate_engines
 from rl.validation.layouts import validate_layouts
-
-MODEL_SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "max_seq_len")
+from rl.validation.values import validate_values
 
 
 def validate(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
-    _validate_numbers(config)
+    validate_values(config)
+    _validate_sampling(config.rollout)
     validate_layouts(config)
     _validate_training_modes(config.trainer, config.hardware)
     _validate_lengths(config)
@@ -34,57 +32,7 @@ def validate(config: RunConfig) -> None:
     _validate_slurm(config.slurm)
 
 
-def _validate_numbers(config: RunConfig) -> None:
-    rollout = config.rollout
-    at_least: dict[str, tuple[float, float]] = {
-        "steps": (config.steps, 1),
-        "rollout.prompts_per_step": (rollout.prompts_per_step, 1),
-        "rollout.samples_per_prompt": (rollout.samples_per_prompt, 2),
-        "rollout.max_tokens": (rollout.max_tokens, 1),
-        "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
-        "rollout.temperature": (rollout.temperature, MIN_TEMPERATURE),
-        "rollout.recorded_per_step": (rollout.recorded_per_step, 0),
-        "rollout.max_staleness": (rollout.max_staleness, 0),
-        "rollout.parts_per_step": (rollout.parts_per_step, 1),
-        "rollout.max_replacements": (rollout.max_replacements, 0),
-        "rollout.reward_workers": (rollout.reward_workers, 0),
-        "rollout.max_lost": (rollout.max_lost, 0),
-        "trainer.nodes": (config.trainer.nodes, 1),
-        "generator.nodes": (config.generator.nodes, 0),
-        "generator.replicas": (config.generator.replicas, 1),
-        **{
-            f"hardware.{name}": (getattr(config.hardware, name), 0)
-            for name in ("gpus_per_node", "memory_gib", "tflops", "memory_gb_s", "link_gb_s", "network_gb_s")
-        },
-        **{f"slurm.{name}": (getattr(config.slurm, name), 0) for name in ("nodes", "cpus_per_node", "max_restarts")},
-        "slurm.warn_s": (config.slurm.warn_s, 1),
-        "kubernetes.warn_s": (config.kubernetes.warn_s, 1),
-        "kubernetes.max_restarts": (config.kubernetes.max_restarts, 0),
-        "hardware.host_memory_gib": (config.hardware.host_memory_gib, 0),
-        "max_restarts": (config.max_restarts, 0),
-        "evaluation.every": (config.evaluation.every, 0),
-        "deadlines.heartbeat": (config.deadlines.heartbeat, 0),
-        "model.num_experts": (config.model.num_experts, 0),
-        "algorithm.update_epochs": (config.algorithm.update_epochs, 1),
-        "algorithm.mini_batch": (config.algorithm.mini_batch, 0),
-        "algorithm.overlong_buffer": (config.algorithm.overlong_buffer, 0),
-        "algorithm.loss.kl_coef": (config.algorithm.loss.kl_coef, 0),
-        "algorithm.reward_kl_coef": (config.algorithm.reward_kl_coef, 0),
-        "reference.refresh_every": (config.reference.refresh_every, 0),
-        "trainer.micro_batch_size": (config.trainer.micro_batch_size, 1),
-        "trainer.logits_mib": (config.trainer.logits_mib, 1),
-        "trainer.max_skipped_steps": (config.trainer.max_skipped_steps, 0),
-        "evaluation.prompts": (config.evaluation.prompts, 0),
-        "evaluation.samples": (config.evaluation.samples, 0),
-        **{f"watchdog.{name}": (getattr(config.watchdog, name), 1) for name in ("flat_steps", "starving_steps")},
-        **{
-            f"watchdog.{name}": (getattr(config.watchdog, name), 0)
-            for name in ("entropy_min", "entropy_max", "drift_max")
-        },
-        **{f"model.{name}": (getattr(config.model, name), 1) for name in MODEL_SIZES},
-    }
-    for name, (value, least) in at_least.items():
-        require(value >= least, f"{name} is {value}; it must be at least {least}")
+def _validate_sampling(rollout: RolloutConfig) -> None:
     for name, value, allowed in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         require(
             value == allowed,
@@ -125,8 +73,6 @@ def _validate_lora(config: RunConfig) -> None:
     lora, shape = config.trainer.lora, shape_of(config.model)
     if lora is None:
         return
-    require(lora.rank >= 1, f"trainer.lora.rank is {lora.rank}; it must be at least 1")
-    require(lora.alpha > 0, f"trainer.lora.alpha is {lora.alpha}; it must be above 0")
     allowed = adaptable_layers(config.model)
     require(
         lora.target_modules is None or (bool(lora.target_modules) and set(lora.target_modules) <= set(allowed)),
@@ -184,11 +130,6 @@ def _validate_push(config: RunConfig) -> None:
         f"weights.delta is True; with weights.transport={push.transport!r} it must be False: a copy of everything is "
         "as quick there",
     )
-    tolerance = push.canary_tolerance
-    require(
-        tolerance is None or tolerance >= 0,
-        f"weights.canary_tolerance is {tolerance}; it must be None, 0 for no canary, or above",
-    )
 
 
 def _validate_pipeline(rollout: RolloutConfig) -> None:
@@ -202,7 +143,6 @@ def _validate_pipeline(rollout: RolloutConfig) -> None:
         parts <= rollout.prompts_per_step,
         f"{field_name} is {parts}; it must be at most rollout.prompts_per_step={rollout.prompts_per_step}",
     )
-    require(rollout.max_lost <= 1, f"rollout.max_lost is {rollout.max_lost}; it is a share, at most 1")
 
 
 def _validate_algorithm(config: RunConfig) -> None:
@@ -228,8 +168,19 @@ def _validate_algorithm(config: RunConfig) -> None:
         "algorithm.loss.kl_estimator is 'k1', whose gradient is 0 on average; in a loss it must be 'k2' or 'k3'; with "
         "algorithm.reward_kl_coef it can be any",
     )
-    dual = getattr(algorithm.loss, "dual_clip", 0.0)
-    require(dual == 0 or dual > 1, f"algorithm.loss.dual_clip is {dual}; it must be 0, for none, or above 1")
+    steering = algorithm.adaptive_kl
+    require(
+        steering.rate * steering.clip < 1,
+        f"algorithm.adaptive_kl.rate={steering.rate} times algorithm.adaptive_kl.clip={steering.clip} is "
+        f"{steering.rate * steering.clip}; it must be below 1, or a step could turn the coefficient to 0 or below",
+    )
+    for number, correction in enumerate(algorithm.corrections):
+        if isinstance(correction, MaskedIS.Config):
+            require(
+                correction.low <= correction.high,
+                f"algorithm.corrections.{number}.low is {correction.low}; it must be at most high={correction.high}, "
+                "or every token is masked",
+            )
     require(
         algorithm.adaptive_kl.target == 0 or algorithm.kl_coef > 0,
         f"algorithm.adaptive_kl.target is {algorithm.adaptive_kl.target}; it must be 0 where no "
@@ -283,12 +234,5 @@ def _validate_roles(config: RunConfig) -> None:
 
 
 def _validate_watchdog(watchdog: WatchdogConfig) -> None:
-    for field in fields(watchdog):
-        value = getattr(watchdog, field.name)
-        if field.type is Action:
-            require(value in get_args(Action), f"watchdog.{field.name} is {value!r}; allowed are {get_args(Action)}")
-    require(watchdog.stalled_s > 0, f"watchdog.stalled_s is {watchdog.stalled_s}; it must be above 0")
-    share = watchdog.starving_share
-    require(0 < share < 1, f"watchdog.starving_share is {share}; it must be above 0 and below 1")
     low, high = watchdog.entropy_min, watchdog.entropy_max
     require(high == 0 or high > low, f"watchdog.entropy_max is {high}; it must be 0 or above entropy_min={low}")

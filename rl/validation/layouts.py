@@ -91,12 +91,6 @@ def _require_gpus(field_name: str, needed: int, gpus: int) -> None:
 
 
 def _validate_mesh(field_name: str, parallelism: ParallelismConfig) -> None:
-    for name in ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel"):
-        degree = getattr(parallelism, f"{name}_degree")
-        require(
-            degree >= 1,
-            f"{field_name}.{name}_degree is {degree}; it must be at least 1; the product of all is the number of ranks",
-        )
     stages = parallelism.pipeline_parallel_degree
     require(
         stages == 1,

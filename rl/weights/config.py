@@ -1,7 +1,9 @@
 """How weights get from the trainer to the generators, and how far that is trusted."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from rl.rules import at_least
 
 TransportName = Literal["shared_memory", "cuda_ipc", "rdma", "torchstore"]
 
@@ -21,6 +23,6 @@ class WeightPushConfig:
     digests: bool = False
     """Compare a digest of every parameter after each push, as every rank of the trainer and the generators has it."""
 
-    canary_tolerance: float | None = None
+    canary_tolerance: Annotated[float | None, at_least(0, 1e6)] = None
     """Largest difference between the log-probs of trainer and generators, on a fixed prompt after each push, that the
     run goes on with. None: 1e-3 where the generators compute in float32, 0.5 in bfloat16. 0 for no canary."""

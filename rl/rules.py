@@ -1,0 +1,53 @@
+"""Rules that config fields carry as ``Annotated`` metadata."""
+
+from dataclasses import dataclass
+
+MAX_NODES = 10_000
+YEAR_S = 366 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Range of a numeric field: ``least`` to ``most``, both included unless ``above`` or ``below`` is set."""
+
+    least: float
+    most: float
+    above: bool = False
+    below: bool = False
+    also: tuple[float, ...] = ()
+    """Values outside the range that are allowed too, such as -1 for "the newest"."""
+
+    def complaint(self, value: float) -> str:
+        """Return what ``value`` must be; empty if it is allowed. NaN violates the lower bound."""
+        if value in self.also or (self._reaches(value) and self._stays_within(value)):
+            return ""
+        others = "".join(f"{other:,}, or " for other in self.also)
+        if not self._reaches(value):
+            return f"it must be {others}{'above' if self.above else 'at least'} {self.least:,}"
+        return f"it must be {others}{'below' if self.below else 'at most'} {self.most:,}"
+
+    def _reaches(self, value: float) -> bool:
+        return value > self.least if self.above else value >= self.least
+
+    def _stays_within(self, value: float) -> bool:
+        return value < self.most if self.below else value <= self.most
+
+
+def at_least(least: float, most: float = 10**9, *, also: tuple[float, ...] = ()) -> Bounds:
+    """Return a range that includes both ends."""
+    return Bounds(least, most, also=also)
+
+
+def above(least: float, most: float = 10**9, *, also: tuple[float, ...] = ()) -> Bounds:
+    """Return a range that excludes its lower end."""
+    return Bounds(least, most, above=True, also=also)
+
+
+def between(least: float, most: float) -> Bounds:
+    """Return a range that excludes both ends."""
+    return Bounds(least, most, above=True, below=True)
+
+
+SHARE = at_least(0, 1)
+SIGNED = at_least(-1e6, 1e6)
+SECONDS = above(0, YEAR_S)

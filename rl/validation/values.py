@@ -1,0 +1,146 @@
+"""Every value of a config under its full name, checked against its declared type and its rule."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from rl.errors import require
+from rl.rules import Bounds
+from rl.training.bounds import TORCHTITAN_BOUNDS
+
+FINITE = Bounds(-math.inf, math.inf, above=True, below=True)
+_NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "text", NoneType: "None"}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value of a config: a section, or a leaf of one."""
+
+    name: str
+    """Full name, such as ``rollout.max_tokens`` or ``roles.teacher.model.dim``."""
+    content: Any
+    hint: Any
+    """Declared type, ``Annotated`` metadata included."""
+    bounds: Bounds | None
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether the value is a number, or may be one."""
+        return _is_number(self.content) or is_number_field(self.hint)
+
+
+def validate_values(config: Any) -> None:
+    """Raise ConfigError for a value of another type than its field's, and for a number out of bounds.
+
+    The message names field, value and what is allowed. A number without bounds must be finite.
+    """
+    for value in values(config):
+        name, content = value.name, value.content
+        require(_fits(content, value.hint), f"{name} is {content!r}; it must be {_allowed(value.hint)}")
+        if _is_number(content):
+            complaint = (value.bounds or FINITE).complaint(content)
+            require(not complaint, f"{name} is {content}; {complaint}")
+
+
+def values(config: Any) -> Iterator[Value]:
+    """Yield every value of a config dataclass, sections before what they hold."""
+    return _walk(config, type(config), "", {}, "")
+
+
+def is_number_field(hint: Any) -> bool:
+    """Whether a field of this type may hold a number."""
+    return not {int, float}.isdisjoint(_members(hint))
+
+
+def _walk(content: Any, hint: Any, name: str, foreign: Mapping[str, Bounds], place: str) -> Iterator[Value]:
+    """Yield ``content`` and all below. ``place`` is its key in ``foreign``, the dataclass's bounds."""
+    yield Value(name, content, hint, bounds_of(hint) or foreign.get(place))
+    prefix = f"{name}." if name else ""
+    if dataclasses.is_dataclass(content) and not isinstance(content, type):
+        inner = _foreign_bounds(type(content))
+        for field, kind in fields_of(type(content)):
+            yield from _walk(getattr(content, field), kind, prefix + field, inner, field)
+    elif isinstance(content, dict):
+        for key, item in content.items():
+            yield from _walk(item, _element(hint, 1), f"{prefix}{key}", foreign, f"{place}.{key}")
+    elif isinstance(content, (list, tuple)):
+        for index, item in enumerate(content):
+            yield from _walk(item, _element(hint, 0), f"{prefix}{index}", foreign, place)
+
+
+@cache
+def fields_of(kind: type) -> list[tuple[str, Any]]:
+    """Names and types of a dataclass's fields. A default of None allows None, whatever the annotation says."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        (field.name, hints[field.name] | None if field.default is None else hints[field.name])
+        for field in dataclasses.fields(kind)
+    ]
+
+
+@cache
+def _foreign_bounds(kind: type) -> dict[str, Bounds]:
+    return next((TORCHTITAN_BOUNDS[each] for each in kind.__mro__ if each in TORCHTITAN_BOUNDS), {})
+
+
+def _members(hint: Any) -> list[Any]:
+    """Types that a union consists of, without metadata."""
+    if get_origin(hint) is Annotated:
+        return _members(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return [member for part in get_args(hint) for member in _members(part)]
+    return [hint]
+
+
+def bounds_of(hint: Any) -> Bounds | None:
+    """Return the bounds among the metadata of a field's type."""
+    parts = get_args(hint) if get_origin(hint) in (Annotated, Union, UnionType) else ()
+    for part in parts:
+        found = part if isinstance(part, Bounds) else bounds_of(part)
+        if found:
+            return found
+    return None
+
+
+def _element(hint: Any, place: int) -> Any:
+    """Type of what a list, tuple (0) or dict (1) of type ``hint`` holds."""
+    parts = next((get_args(member) for member in _members(hint) if get_args(member)), ())
+    return parts[place] if len(parts) > place else Any
+
+
+def _fits(content: Any, hint: Any) -> bool:
+    return any(_is_a(content, member) for member in _members(hint))
+
+
+def _is_a(content: Any, kind: Any) -> bool:
+    """Whether ``content`` is of ``kind``. Kinds that no check is known for take everything."""
+    if get_origin(kind) is Literal:
+        return content in get_args(kind)
+    if kind is float:
+        return _is_number(content)
+    if kind is int:
+        return isinstance(content, int) and not isinstance(content, bool)
+    kind = get_origin(kind) or kind
+    if kind in (list, tuple):
+        return isinstance(content, (list, tuple))
+    known = kind in (bool, str, NoneType, dict) or dataclasses.is_dataclass(kind)
+    return not known or isinstance(content, kind)
+
+
+def _allowed(hint: Any) -> str:
+    """Name the kinds of value that a field may have."""
+    names: list[str] = []
+    for member in _members(hint):
+        if get_origin(member) is Literal:
+            names += map(repr, get_args(member))
+        else:
+            names.append(_NAMES.get(member) or f"a {getattr(member, '__qualname__', member)}")
+    return " or ".join(dict.fromkeys(names))
+
+
+def _is_number(content: Any) -> bool:
+    return isinstance(content, (int, float)) and not isinstance(content, bool)

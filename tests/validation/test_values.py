@@ -1,0 +1,166 @@
+"""No number that makes no sense passes validation, in any field (C5)."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+from torchtitan.config import Configurable
+
+from rl.algorithms.corrections import MaskedIS, TruncatedIS
+from rl.algorithms.kl import AdaptiveKL
+from rl.algorithms.losses import CISPOLoss, ClippedLoss
+from rl.config import RunConfig
+from rl.errors import ConfigError
+from rl.validation import validate
+from rl.validation.values import bounds_of, fields_of, is_number_field, validate_values, values
+from tests.validation.full_config import full_config, with_converters
+
+ABSURD = (-1, 0, math.nan, math.inf, -math.inf, 1e30, -0.5, 999_999_999_999)
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    (tmp_path / ".metadata").touch()
+    return full_config(tmp_path)
+
+
+def put(config: RunConfig, name: str, content: Any) -> RunConfig:
+    """Return a copy of ``config`` with ``content`` in field ``name``."""
+    changed = copy.deepcopy(config)
+    *path, last = name.split(".")
+    holder: Any = changed
+    for key in path:
+        holder = holder[key_of(holder, key)] if is_container(holder) else getattr(holder, key)
+    if isinstance(holder, (list, dict)):
+        holder[key_of(holder, last)] = content
+    else:
+        setattr(holder, last, content)
+    return changed
+
+
+def is_container(value: Any) -> bool:
+    return isinstance(value, (list, tuple, dict))
+
+
+def key_of(holder: Any, key: str) -> Any:
+    return key if isinstance(holder, dict) else int(key)
+
+
+def numbers(config: RunConfig) -> dict[str, Any]:
+    """Return every numeric value of ``config``, and every one that may be numeric, by name."""
+    return {value.name: value for value in values(config) if value.is_numeric}
+
+
+def test_absurd_numbers_are_refused_by_name_or_within_the_fields_rule(config):
+    validate(config)
+    cases = 0
+    for name, value in numbers(config).items():
+        for absurd in ABSURD:
+            cases += 1
+            try:
+                validate(put(config, name, absurd))
+            except ConfigError as error:
+                allowed = value.bounds.complaint(absurd) == "" and not isinstance(absurd, float)
+                assert allowed or str(error).startswith(f"{name} is {absurd}; it must be"), error
+            else:
+                assert value.bounds.complaint(absurd) == "", f"{name} took {absurd}"
+    assert cases > 1400
+
+
+def test_every_number_of_a_full_config_has_a_rule(config):
+    assert [name for name, value in numbers(with_converters(config)).items() if not value.bounds] == []
+
+
+def test_every_numeric_field_of_tillers_own_parts_has_a_rule():
+    rooms = ("rl.algorithms.", "rl.tasks.")
+    parts = [part for part in every_part(Configurable.Config) if part.__module__.startswith(rooms)]
+    assert {ClippedLoss.Config, CISPOLoss.Config, MaskedIS.Config} <= {*parts}
+    bare = [
+        f"{part.__qualname__}.{name}"
+        for part in parts
+        for name, hint in fields_of(part)
+        if is_number_field(hint) and bounds_of(hint) is None
+    ]
+    assert bare == []
+
+
+def every_part(kind: type) -> set[type]:
+    return {kind}.union(*(every_part(part) for part in kind.__subclasses__()))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("steps", 2.0, "steps is 2.0; it must be a whole number"),
+        ("steps", "10", "steps is '10'; it must be a whole number"),
+        ("steps", True, "steps is True; it must be a whole number"),
+        ("resume", "no", "resume is 'no'; it must be True or False"),
+        ("colocate", "model", "colocate is 'model'; it must be 'none' or 'models' or 'all'"),
+        ("rollout", None, "rollout is None; it must be a RolloutConfig"),
+        ("rollout", {"max_tokens": 3}, "it must be a RolloutConfig"),
+        ("trainer.lora", "on", "trainer.lora is 'on'; it must be a LoRAConverter.Config or None"),
+        ("trainer.micro_batch_tokens", "many", "it must be a whole number or None"),
+        ("slurm.extra", "--hold", "slurm.extra is '--hold'; it must be a list"),
+        ("slurm.extra", [3], "slurm.extra.0 is 3; it must be text"),
+        ("slurm.environment", {"A": 1}, "slurm.environment.A is 1; it must be text"),
+        ("algorithm.loss", AdaptiveKL.Config(), "it must be a PolicyLoss.Config"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(config, name, content, message):
+    with pytest.raises(ConfigError) as error:
+        validate_values(put(config, name, content))
+    assert str(error.value).startswith(name)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("algorithm.loss.clip_low", -2, "algorithm.loss.clip_low is -2; it must be at least 0"),
+        ("algorithm.loss.clip_high", -2, "algorithm.loss.clip_high is -2; it must be at least 0"),
+        ("algorithm.loss.dual_clip", 0.5, "algorithm.loss.dual_clip is 0.5; it must be 0, or above 1"),
+        ("algorithm.corrections", (TruncatedIS.Config(cap=0),), "cap is 0; it must be above 0"),
+        (
+            "algorithm.corrections",
+            (MaskedIS.Config(low=3.0),),
+            "algorithm.corrections.0.low is 3.0; it must be at most high=2.0",
+        ),
+        ("algorithm.adaptive_kl.target", -1, "adaptive_kl.target is -1; it must be at least 0"),
+        ("algorithm.adaptive_kl.clip", 10.0, "adaptive_kl.rate=0.1 times .*clip=10.0 is 1.0"),
+        ("trainer.lr_scheduler.decay_ratio", 5, "decay_ratio is 5; it must be at most 1"),
+        ("trainer.checkpoint.keep_latest_k", 1, "keep_latest_k is 1; it must be 0, or at least 2"),
+        (
+            "critic.optimizer.param_groups.0.optimizer_kwargs.eps",
+            -1,
+            "critic.optimizer.param_groups.0.optimizer_kwargs.eps is -1; it must be at least 0",
+        ),
+        (
+            "trainer.optimizer.param_groups.0.optimizer_kwargs.betas",
+            [0.9, 1.0],
+            "trainer.optimizer.param_groups.0.optimizer_kwargs.betas.1 is 1.0; it must be below 1",
+        ),
+        ("rollout.prompts_per_step", 10**12, "prompts_per_step is 1000000000000; it must be at most"),
+        ("roles.judge.model.dim", 10**12, "roles.judge.model.dim is 1000000000000; it must be"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_by_name(config, name, content, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(put(config, name, content))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("seed", 999_999_999_999),
+        ("trainer.checkpoint.keep_latest_k", 0),
+        ("trainer.checkpoint.load_step", -1),
+        ("trainer.training.global_batch_size", -1),
+        ("algorithm.loss.clip_low", 2.0),
+        ("algorithm.loss.entropy_coef", -0.5),
+        ("rollout.temperature", 1),
+        ("deadlines.heartbeat", 0),
+    ],
+)
+def test_numbers_with_a_meaning_of_their_own_are_allowed(config, name, content):
+    validate(put(config, name, content))

@@ -94,8 +94,13 @@ class AlgorithmConfig:
     trainer's own log-probs, so that proximal is ``recomputed`` with any."""
 
     proximal: Literal["behaviour", "recomputed"] = "behaviour"
-    """What the importance ratio of the loss is against: the log-probs that generators gave, or those of the trainer
-    before the step's first update (decoupled PPO, arXiv:2505.24298), one forward pass more."""
+    """Log-probs in the denominator of the loss's importance ratio.
+
+    - ``behaviour``: those of the generators, which drew the tokens.
+    - ``recomputed``: those of the trainer before the step's first update, one forward pass more. This is not decoupled
+      PPO (arXiv:2110.00641, arXiv:2505.24298), which also weighs each token by the ratio of the trainer's probability
+      to the generator's. ``corrections=(TruncatedIS.Config(),)`` adds that weight, capped.
+    """
 
     reward_kl_coef: Annotated[float, at_least(0, 1e6)] = 0.0
     """Penalty in each token's reward: this times the divergence from the reference policy. Or set loss.kl_coef."""
@@ -252,8 +257,8 @@ class WatchdogConfig:
     """``kl/behaviour``, in nats per token, above which trainer and generators disagree; 0 for none."""
 
     non_finite: Action = "warn"
-    """A loss or a gradient norm that is not finite. The step is skipped in any case, and trainer.max_skipped_steps in
-    a row end the run."""
+    """A metric that is not finite. An update whose gradient norm is not finite is skipped in any case, and more than
+    trainer.max_skipped_steps in a row end the run."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from torchtitan.config import Configurable
 from rl.actors.group import ActorGroup, Deadlines, Mesh
 from rl.actors.supervisor import Supervisor
 from rl.model.shape import ModelConfig
+from rl.observe.metrics import Metrics
 from rl.training.config import TrainerConfig
 from rl.training.micro_batches import balanced
 from rl.types import Batch, Head, Place
@@ -61,7 +62,7 @@ class ModelWorker(Actor):
     @concurrent_endpoint
     async def forward_backward(
         self, batch: Batch | None, loss: Configurable.Config, temperature: float, weight: float
-    ) -> tuple[Outputs, dict[str, float]] | None:
+    ) -> tuple[Outputs, Metrics] | None:
         options = {"temperature": temperature, "weight": weight}
         return await self._in_engine(
             lambda: self._of_leader(
@@ -70,10 +71,10 @@ class ModelWorker(Actor):
         )
 
     @concurrent_endpoint
-    async def optim_step(self, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    async def optim_step(self, options: dict[str, Any]) -> tuple[int, Metrics]:
         return await self._changing(self._optim_step, options)
 
-    def _optim_step(self, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    def _optim_step(self, options: dict[str, Any]) -> tuple[int, Metrics]:
         self.checkpointer.wait_for_staging()
         metrics = self.engine.optim_step(**options)
         return self.engine.version, metrics
@@ -190,13 +191,13 @@ class WorkerGroup(Mesh):
 
     async def forward_backward(
         self, batch: Batch, loss: Configurable.Config, *, temperature: float = 1.0, weight: float = 1.0
-    ) -> tuple[Outputs, dict[str, float]]:
+    ) -> tuple[Outputs, Metrics]:
         """Add the gradient of ``loss`` on ``batch``, times ``weight``; what ``forward`` returns, and metrics."""
         shares = self._shares(batch)
         answers = await self._call_leaders("forward_backward", batch, shares, loss, temperature, weight)
         return _merge(batch, shares, [outputs for outputs, _ in answers]), answers[0][1]
 
-    async def optim_step(self, **options: Any) -> dict[str, float]:
+    async def optim_step(self, **options: Any) -> Metrics:
         """Step on what was accumulated; ``version`` counts up unless the step was skipped.
 
         ``options`` are those of TrainingEngine.optim_step: denominator, lr, betas, weight_decay, max_norm.

@@ -2,24 +2,28 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torchtitan.config import Configurable
 
 from rl.algorithms.kl import Estimator, kl
 from rl.algorithms.tokens import Tokens, mean_by_sequence
+from rl.errors import RunError
 from rl.rules import SHARE, SIGNED, above, at_least
 
 CLIP = at_least(0, 1e6)
 Reduction = Literal["sequence_mean", "token_mean", "fixed_length"]
+METRIC_REDUCTIONS = ("mean", "max", "min")
 
 
 class Metric(NamedTuple):
-    """A per-token value and how it is reduced over the tokens of weight > 0, on all ranks."""
+    """A value for each token, [C], and how it is reduced over the tokens of weight > 0, on all ranks."""
 
     values: torch.Tensor
     reduction: Literal["mean", "max", "min"]
+    where: torch.Tensor | None = None
+    """Tokens that count, bool [C]; None for all."""
 
 
 PerToken = tuple[torch.Tensor, dict[str, Metric]]
@@ -68,7 +72,7 @@ class PolicyLoss(Configurable):
         raise NotImplementedError
 
     def log_ratio(self, tokens: Tokens) -> torch.Tensor:
-        """Log of the importance ratio, [C]: policy over proximal policy (arXiv:2110.00641), else over what sampled."""
+        """Log of the importance ratio, [C]: policy over proximal policy if there is one, else over what sampled."""
         old = "proximal_logprobs" if "proximal_logprobs" in tokens else "behaviour_logprobs"
         return tokens["logprobs"] - tokens[old]
 
@@ -80,12 +84,22 @@ class PolicyLoss(Configurable):
             metrics |= {
                 "ratio/mean": Metric(ratio, "mean"),
                 "ratio/max": Metric(ratio, "max"),
-                "logprob/error_max": Metric((logprobs - behaviour).abs(), "max"),
                 "kl/behaviour": Metric(kl(behaviour, logprobs, "k3"), "mean"),
+                **self._differences((logprobs - behaviour).abs(), tokens),
             }
         if "reference_logprobs" in tokens:
             metrics["kl/reference"] = Metric(kl(logprobs, tokens["reference_logprobs"], "k3"), "mean")
         return metrics
+
+    def _differences(self, difference: torch.Tensor, tokens: Tokens) -> dict[str, Metric]:
+        """How far log-probs are from those of the generator, where both have the same weights and where not."""
+        if "staleness" not in tokens:
+            return {"logprob/error_max": Metric(difference, "max")}
+        current = tokens["staleness"] == 0
+        return {
+            "logprob/error_max": Metric(difference, "max", current),
+            "logprob/drift_max": Metric(difference, "max", ~current),
+        }
 
 
 class ClippedLoss(PolicyLoss):
@@ -255,6 +269,41 @@ class ValueLoss(Configurable):
             loss = torch.maximum(loss, (clipped - tokens["returns"]).square())
             metrics["value/clipped"] = Metric((moved.abs() > clip).float(), "mean")
         return loss / 2, metrics
+
+
+def require_per_token(loss: object, result: Any, count: int) -> PerToken:
+    """``result`` of ``loss`` for ``count`` tokens.
+
+    Raises RunError, naming the loss, unless ``result`` is a pair: costs, float32 [C] with a gradient, and a dict of
+    :class:`Metric` with values [C].
+    """
+    if wrong := _breach(result, count):
+        raise RunError(
+            f"the loss {type(loss).__name__} returned {wrong}; it must return a pair for these {count} tokens: one "
+            f"cost a token, float32 of shape [{count}], computed from what the model put out, and a dict of metrics"
+        )
+    return result
+
+
+def _breach(result: Any, count: int) -> str:
+    """The first thing about a loss's ``result`` that is not a PerToken; empty if nothing is wrong."""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        return f"a {type(result).__name__}"
+    costs, metrics = result
+    if not isinstance(costs, torch.Tensor):
+        return f"costs that are a {type(costs).__name__}"
+    if costs.shape != (count,) or costs.dtype != torch.float32:
+        return f"costs of shape {[*costs.shape]} and {costs.dtype}"
+    if not costs.requires_grad:
+        return "costs without a gradient, from which nothing can be learned"
+    if not isinstance(metrics, dict):
+        return f"metrics that are a {type(metrics).__name__}"
+    for name, metric in metrics.items():
+        if not (isinstance(metric, Metric) and metric.reduction in METRIC_REDUCTIONS):
+            return f"a {type(metric).__name__} as metric {name!r}, not a Metric reduced by one of {METRIC_REDUCTIONS}"
+        if metric.values.shape != (count,):
+            return f"{[*metric.values.shape]} values as metric {name!r}"
+    return ""
 
 
 def grpo(**fields: float) -> ClippedLoss.Config:

@@ -12,6 +12,7 @@ from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import Outputs, WorkerGroup
 from rl.controller.together import beside
 from rl.errors import ActorFailure
+from rl.observe.metrics import Metrics
 from rl.types import Batch
 
 Part = Literal["model", "optimizer"]
@@ -95,12 +96,12 @@ class Dispatch:
 
     async def forward_backward(
         self, role: str, batch: Batch, loss: Configurable.Config, *, temperature: float
-    ) -> tuple[Outputs, dict[str, float]]:
+    ) -> tuple[Outputs, Metrics]:
         """Add the gradient of ``loss`` on ``batch``; what ``forward`` returns, and metrics."""
         async with self.resident(role, "model", "optimizer"):
             return await self._groups[role].forward_backward(batch, loss, temperature=temperature)
 
-    async def optim_step(self, role: str, **options: Any) -> dict[str, float]:
+    async def optim_step(self, role: str, **options: Any) -> Metrics:
         """Step on what was accumulated; options are those of WorkerGroup.optim_step."""
         self._changed.add(role)
         async with self.resident(role, "model", "optimizer"):

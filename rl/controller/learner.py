@@ -16,6 +16,7 @@ from rl.algorithms.losses import batch_denominator
 from rl.config import RunConfig
 from rl.controller.dispatch import Dispatch
 from rl.controller.ledger import Group
+from rl.observe.metrics import Metrics
 from rl.rollout.batch import make_batch, whole_texts
 from rl.types import Batch, Rollout
 
@@ -109,6 +110,8 @@ class Learner:
 
     async def accumulate(self, batch: Batch) -> None:
         """Add the gradient of the loss on ``batch``, side by side with that of the critic's."""
+        staleness = self._dispatch.policy.version - batch.columns["versions"]
+        batch = dataclasses.replace(batch, columns=batch.columns | {"staleness": staleness})
         loss, temperature = self._algorithm.loss, self._config.rollout.temperature
         if loss.kl_coef:
             loss = dataclasses.replace(loss, kl_coef=self._kl_coef)
@@ -121,17 +124,16 @@ class Learner:
         )
         self._completions += len(batch)
 
-    async def update(self) -> dict[str, float]:
+    async def update(self) -> Metrics:
         """One optimizer step on what was accumulated; its metrics."""
         denominator = batch_denominator(self._completions, self._algorithm.loss.reduction)
         self._completions = 0
         policy, *critic = await asyncio.gather(
             *(self._dispatch.optim_step(role, denominator=denominator) for role in self._learning)
         )
-        renamed = (
-            (f"critic/{name.removeprefix('trainer/')}", value) for each in critic for name, value in each.items()
-        )
-        return policy | dict(renamed)
+        for each in critic:
+            policy |= each.renamed(lambda name: f"critic/{name.removeprefix('trainer/')}")
+        return policy
 
     async def finish(self, step: int) -> dict[str, float]:
         """After the last update of ``step``: metrics of what was prepared for it."""

@@ -20,6 +20,7 @@ from rl.controller.router import Router
 from rl.controller.sampler import Sampler
 from rl.controller.together import Signal, beside
 from rl.errors import ActorFailure, RunError
+from rl.observe.metrics import Metrics
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.observe.spans import Stopwatch
@@ -141,7 +142,7 @@ class Controller:
 
     async def learn(self, part: list[Group]) -> None:
         """Learn from a part of the batch, and from the rest as it finishes; the push of what comes of it is begun."""
-        groups, staleness = list[Group](), Counter[int]()
+        groups, staleness, updates = list[Group](), Counter[int](), list[Metrics]()
         while part:
             staleness += self.staleness(part)
             with self.watch.span("train"):
@@ -149,26 +150,26 @@ class Controller:
             *earlier, last = self.learner.mini_batches(batch, self.step)
             for mini in earlier:
                 await self.accumulate(mini)
-                await self.update()
+                updates.append(await self.update())
             await self.accumulate(last)
             groups += part
             part = await self.take() if self.ledger.lacks else []
-        metrics = await self.update()
+        updates.append(await self.update())
         with self.watch.span("train"):
-            metrics |= await self.learner.finish(self.step + 1)
+            metrics = dict(Metrics.merged(updates)) | await self.learner.finish(self.step + 1)
         self.step += 1
         self.push.begin(self.step)
         ledger = self.ledger.stepped(self.version)
         self.sampler.stepped()
         restarts = {"restarts/trainer": self.restarts, "restarts/generators": self.fleet.restarts}
         row = {"step": self.step, "policy_version": self.version} | metrics | self.push.metrics | restarts
-        self.report.step(row, groups, ledger, staleness)
+        self.report.step(row, updates, groups, ledger, staleness)
 
     async def accumulate(self, batch: Batch) -> None:
         with self.watch.span("train"):
             await self.learner.accumulate(batch)
 
-    async def update(self) -> dict[str, float]:
+    async def update(self) -> Metrics:
         """One optimizer step, once nothing reads the weights any more."""
         await self.push.settle()
         with self.watch.span("train"):

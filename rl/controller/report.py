@@ -2,11 +2,13 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rl.config import RunConfig
 from rl.controller.ledger import Group
 from rl.controller.watchdog import Alarm, Watchdog
+from rl.observe.metrics import Metrics
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.observe.spans import Stopwatch
@@ -29,8 +31,18 @@ class Report:
         """What a checkpoint keeps; JSON-able."""
         return self._watchdog.to_dict()
 
-    def step(self, row: dict[str, float], groups: list[Group], ledger: dict[str, Any], staleness: Counter[int]) -> None:
-        """A step was trained on ``groups``, whose tokens were so stale. Raises RunError for what must not go on."""
+    def step(
+        self,
+        row: dict[str, float],
+        updates: Sequence[Metrics],
+        groups: list[Group],
+        ledger: dict[str, Any],
+        staleness: Counter[int],
+    ) -> None:
+        """Record a step that was trained on ``groups`` by ``updates``, with tokens by staleness.
+
+        Raises RunError for what must not go on.
+        """
         tokens, timings = staleness.total(), self._watch.lap()
         row |= rollout_metrics(groups) | timings
         row |= {
@@ -45,7 +57,7 @@ class Report:
         self._record.append_rollouts(step, [*rollouts[first:], *rollouts[:first]][:each])
         self._record.append_ledger({"step": step, **ledger, "staleness": staleness})
         try:
-            self._warn(self._watchdog.check(row))
+            self._warn(self._watchdog.check(row, updates))
         finally:  # an alarm that ends the run is in its metrics
             row |= self._watchdog.metrics
             self._record.append_metrics(row)

@@ -1,6 +1,6 @@
 """Conditions that a run must not go on in unseen."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
@@ -34,8 +34,7 @@ class Condition:
 
 
 def _non_finite(config: WatchdogConfig, row: Row) -> str:
-    values = {name: row.get(name, 0.0) for name in ("loss/mean", "trainer/grad_norm")}
-    return " and ".join(f"{name} is {value}" for name, value in values.items() if not isfinite(value))
+    return " and ".join(f"{name} is {value}" for name, value in row.items() if not isfinite(value))
 
 
 def _drift(config: WatchdogConfig, row: Row) -> str:
@@ -90,13 +89,13 @@ class Watchdog:
         self._streaks = {condition.name: 0 for condition in CONDITIONS}
         self._present: set[str] = set()
 
-    def check(self, row: Row) -> list[Alarm]:
-        """The alarms that come up with the metrics of a step that is done."""
+    def check(self, row: Row, updates: Sequence[Row] = ()) -> list[Alarm]:
+        """The alarms that come up with the metrics of a step that is done, and of each of its updates."""
         self._step = int(row["step"])
         self._present.discard("stalled")
         findings = {}
         for condition in CONDITIONS:
-            name, finding = condition.name, condition.found(self._config, row)
+            name, finding = condition.name, self._found(condition, row, updates)
             needed = getattr(self._config, condition.steps) if condition.steps else 1
             streak = self._streaks[name] = self._streaks[name] + 1 if finding else 0
             if not finding or streak < needed:
@@ -106,6 +105,13 @@ class Watchdog:
             else:
                 findings[name] = finding
         return self._alarms(findings)
+
+    def _found(self, condition: Condition, row: Row, updates: Sequence[Row]) -> str:
+        """What is wrong with the first update that shows the condition, or else with the step."""
+        for number, update in enumerate(updates, start=1):
+            if finding := condition.found(self._config, update):
+                return f"update {number} of {len(updates)}: {finding}" if len(updates) > 1 else finding
+        return condition.found(self._config, row)
 
     def stalled(self, seconds: float) -> list[Alarm]:
         """The alarm that no step was done for ``seconds``; given and counted once, until one is."""

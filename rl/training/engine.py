@@ -11,12 +11,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
 from torchtitan.tools.utils import get_local_device
 
-from rl.algorithms.losses import PerToken
+from rl.algorithms.losses import PerToken, require_per_token
 from rl.algorithms.tokens import Tokens
 from rl.errors import RunError
 from rl.model.host_memory import HostMemory
 from rl.model.parts import Parts
 from rl.model.shape import ModelConfig
+from rl.observe.metrics import Metrics, Value
 from rl.platform import device_type
 from rl.training.attention import attention_masks, shares_rows
 from rl.training.config import TrainerConfig
@@ -119,12 +120,12 @@ class TrainingEngine:
 
     def forward_backward(
         self, batch: Batch, loss: Loss, *, temperature: float = 1.0, weight: float = 1.0
-    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    ) -> tuple[dict[str, torch.Tensor], Metrics]:
         """Add the gradient of the batch's weighted loss, times ``weight``; may be called several times.
 
         ``weight`` scales the gradient linearly and leaves the denominator of ``optim_step`` alone.
         Returns what ``forward`` does, and metrics reduced over all ranks: ``loss/mean`` is the
-        weighted mean.
+        weighted mean. Raises RunError, naming the loss, if the loss returns something other than a :data:`PerToken`.
         """
         self.require_resident("forward_backward", "model", "optimizer")
         outputs = _Outputs()
@@ -133,7 +134,8 @@ class TrainingEngine:
             with self._context():
                 said = self._run(micro, temperature)
                 own = {name: values[micro.counted] for name, values in said.items()}
-                per_token, metrics = loss(Tokens(micro.columns | own, sequence=micro.sequence))
+                result = loss(Tokens(micro.columns | own, sequence=micro.sequence))
+                per_token, metrics = require_per_token(loss, result, len(micro.counted))
                 (weight * (per_token * micro.weights).sum()).backward()
             totals.add(per_token, metrics, micro.weights)
             outputs.put(micro, {name: values.detach() for name, values in said.items()})
@@ -150,7 +152,7 @@ class TrainingEngine:
         betas: tuple[float, float] | None = None,
         weight_decay: float | None = None,
         max_norm: float | None = None,
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """Divide, clip, step and zero; adds one to ``version``.
 
         ``denominator`` is the weight of the whole batch on all ranks, by default what was
@@ -158,7 +160,8 @@ class TrainingEngine:
 
         A non-finite gradient norm skips the step on every rank and changes nothing but the counts.
         Raises RunError at one more in a row than ``config.max_skipped_steps``. Returns its own metrics, and
-        those of ``forward_backward`` over all calls since the last step.
+        those of ``forward_backward`` over all calls since the last step. ``trainer/updates`` is 1 if the gradient and
+        a learning rate were above 0, so that weights changed.
         """
         self.require_resident("optim_step", "model", "optimizer")
         if self.version == self._steps:
@@ -195,13 +198,15 @@ class TrainingEngine:
                 f"{self.skipped_in_a_row} optimizer steps in a row had a gradient norm of {norm} and were skipped, "
                 f"more than trainer.max_skipped_steps={self.config.max_skipped_steps}: lower the learning rate"
             )
-        return {
-            **totals,
-            "trainer/grad_norm": norm,
-            "trainer/skipped_steps": float(self.skipped_steps),
-            "trainer/weight": weight,
-            **{f"trainer/{name}": rate for name, rate in rates.items()},
+        learned = math.isfinite(norm) and norm > 0 and max(rates.values()) > 0
+        own = {
+            "trainer/grad_norm": Value(norm),
+            "trainer/updates": Value(float(learned), "sum"),
+            "trainer/skipped_steps": Value(float(self.skipped_steps), "last"),
+            "trainer/weight": Value(weight, "sum"),
+            **{f"trainer/{name}": Value(rate, "last") for name, rate in rates.items()},
         }
+        return totals | Metrics(own)
 
     def parts(self) -> Parts:
         """This rank's live shards of the weights that the policy acts by: adapters are merged into them."""

@@ -1,11 +1,13 @@
 """Per-token metrics over micro-batches, then over data-parallel ranks."""
 
+import math
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
 from rl.algorithms.losses import Metric
+from rl.observe.metrics import Metrics, Value
 
 
 class MetricTotals:
@@ -21,12 +23,13 @@ class MetricTotals:
         """Count the loss of each token by its weight, and the other metrics by whether it has one."""
         self._add_sum("loss/mean", loss, weights)
         counted = weights > 0
-        for name, (values, reduction) in metrics.items():
+        for name, (values, reduction, where) in metrics.items():
+            chosen = counted if where is None else counted & where
             if reduction == "mean":
-                self._add_sum(name, values, counted)
+                self._add_sum(name, values, chosen)
                 continue
             self._signs[name] = 1.0 if reduction == "max" else -1.0
-            signed = (self._signs[name] * values.detach())[counted]
+            signed = torch.where(chosen, self._signs[name] * values.detach(), -torch.inf)
             best = torch.cat([signed, signed.new_full((1,), -torch.inf)]).max()
             self._extremes[name] = torch.maximum(best, self._extremes.get(name, best))
 
@@ -43,19 +46,21 @@ class MetricTotals:
             self._extremes[name] = torch.maximum(best, self._extremes.get(name, best))
         self._signs |= other._signs
 
-    def reduce(self) -> dict[str, float]:
-        """The metrics over all ranks; every rank returns the same."""
+    def reduce(self) -> Metrics:
+        """The metrics over all ranks, without extremes of no token; every rank returns the same."""
         if not self._sums:
-            return {}
+            return Metrics({})
         sums = torch.stack([*self._sums.values()])
         extremes = torch.stack([torch.zeros((), device=self._device), *self._extremes.values()])
         if self._group is not None:
             dist.all_reduce(sums, dist.ReduceOp.SUM, self._group)
             dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
         reduced = {
-            name: total / weight if weight > 0 else 0.0
+            name: Value(total / weight if weight > 0 else 0.0, "mean", weight)
             for name, (total, weight) in zip(self._sums, sums.tolist(), strict=True)
         }
         for name, value in zip(self._extremes, extremes[1:].tolist(), strict=True):
-            reduced[name] = self._signs[name] * value
-        return reduced
+            if value != -math.inf:
+                sign = self._signs[name]
+                reduced[name] = Value(sign * value, "max" if sign > 0 else "min")
+        return Metrics(reduced)

@@ -77,8 +77,8 @@ def stale() -> RunConfig:
     return config
 
 
-def stale_decoupled() -> RunConfig:
-    """Decoupled PPO: the ratio is against the trainer's weights before the step."""
+def stale_recomputed() -> RunConfig:
+    """The ratio is against the trainer's weights before the step, and no weight makes up for staleness."""
     config = stale()
     config.algorithm.proximal = "recomputed"
     return config
@@ -91,20 +91,20 @@ def _corrected(*corrections: Correction.Config) -> RunConfig:
 
 
 def stale_truncated() -> RunConfig:
-    """Decoupled, weighed by truncated importance ratios."""
+    """Recomputed, weighed by truncated importance ratios: decoupled PPO with a cap."""
     return _corrected(TruncatedIS.Config())
 
 
 def stale_masked_tokens() -> RunConfig:
-    """Decoupled, without the tokens whose ratios are out of range."""
+    """Recomputed, without the tokens whose ratios are out of range."""
     return _corrected(MaskedIS.Config())
 
 
 def stale_masked_sequences() -> RunConfig:
-    """Decoupled, without the sequences whose ratios are out of range."""
+    """Recomputed, without the sequences whose ratios are out of range."""
     return _corrected(MaskedIS.Config(level="sequence"))
 
 
 def stale_decayed() -> RunConfig:
-    """Decoupled, older tokens counting for less."""
+    """Recomputed, truncated, older tokens counting for less."""
     return _corrected(TruncatedIS.Config(), StalenessDecay.Config())

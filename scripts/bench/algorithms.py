@@ -24,7 +24,7 @@ TIMEOUT_S = 1800.0
 GOAL, WINDOW = 0.9, 10
 ON_POLICY = ("ppo", "grpo_kl", "rloo", "gspo", "cispo", "dapo_loss", "reinforce_plus_plus", "dppo")
 OFF_POLICY = (
-    *("stale", "stale_decoupled", "stale_truncated", "stale_masked_tokens", "stale_masked_sequences"),
+    *("stale", "stale_recomputed", "stale_truncated", "stale_masked_tokens", "stale_masked_sequences"),
     "stale_decayed",
 )
 

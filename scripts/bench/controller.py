@@ -32,6 +32,7 @@ from rl.controller.dispatch import Dispatch
 from rl.controller.loop import Controller
 from rl.errors import ActorFailure
 from rl.model.parts import Box, Region
+from rl.observe.metrics import Metrics, Value
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
@@ -93,15 +94,15 @@ class Trainer(Mesh):
         await asyncio.sleep(0)
         return {"logprobs": torch.full(batch.tokens.shape, -1.0)}
 
-    async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> tuple[dict, dict[str, float]]:
+    async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> tuple[dict, Metrics]:
         await asyncio.sleep(0)
-        return {}, {}
+        return {}, Metrics({})
 
-    async def optim_step(self, **_: Any) -> dict[str, float]:
+    async def optim_step(self, **_: Any) -> Metrics:
         await asyncio.sleep(0)
         self.version += 1
         self.marks.resident.append(_resident())
-        return {"loss/mean": 0.0, "trainer/grad_norm": 1.0}
+        return Metrics({"loss/mean": Value(0.0), "trainer/grad_norm": Value(1.0), "trainer/updates": Value(1.0, "sum")})
 
     async def load_checkpoint(self, step: int) -> tuple[dict, list[str]]:
         return {}, []

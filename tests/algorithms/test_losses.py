@@ -176,13 +176,24 @@ def test_the_clip_stops_only_what_moves_away(config, ratio, advantage, flows):
     assert bool(logprobs.grad.item()) == flows
 
 
-def test_a_ratio_is_of_the_proximal_policy_where_there_is_one():
+def test_the_ratio_is_against_the_proximal_policy_if_there_is_one():
     tokens = rollouts()
     plain, _ = dapo().build()(tokens)
     moved = Tokens(tokens, proximal_logprobs=tokens["behaviour_logprobs"], behaviour_logprobs=tokens["logprobs"] - 9)
     loss, metrics = dapo().build()(moved)
     assert torch.equal(loss, plain)
     assert metrics["logprob/error_max"].values.tolist() == pytest.approx([9.0] * len(loss))
+
+
+def test_log_prob_errors_are_told_apart_from_the_drift_of_stale_tokens():
+    tokens = rollouts()
+    staleness = torch.arange(len(tokens["logprobs"])) % 3
+    _, metrics = dapo().build()(Tokens(tokens, staleness=staleness))
+    error, drift = metrics["logprob/error_max"], metrics["logprob/drift_max"]
+    assert torch.equal(error.where, staleness == 0)
+    assert torch.equal(drift.where, staleness > 0)
+    difference = (tokens["logprobs"] - tokens["behaviour_logprobs"]).abs()
+    assert torch.equal(error.values, difference) and torch.equal(drift.values, difference)
 
 
 def test_a_correction_weighs_the_surrogate_alone():

@@ -10,6 +10,7 @@ import torch
 
 from rl.errors import ActorFailure, GroupLost
 from rl.model.parts import Box, Region
+from rl.observe.metrics import Metrics, Value
 from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
 from rl.weights.transport import Sent
 
@@ -75,6 +76,8 @@ class Trainer(Mesh):
         """By endpoint, what it waits for in the middle."""
         self.skips: set[int] = set()
         """Numbers of optimizer steps that change nothing."""
+        self.losses: dict[int, float] = {}
+        """Losses of optimizer steps, by their numbers from 1; 0 of the others."""
         self.wrong_since = 1000
         """Version from which on its log-probs are not the generator's."""
         self.batches: list[Batch] = []
@@ -110,7 +113,7 @@ class Trainer(Mesh):
             wrong = float(self.version >= self.wrong_since)
             return {"logprobs": torch.full(batch.tokens.shape, -1.0 - wrong - 1e-5 * self.version)}
 
-    async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> tuple[dict, dict[str, float]]:
+    async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> tuple[dict, Metrics]:
         async with self._engine:
             self.alive()
             versions = batch.columns["versions"]
@@ -118,9 +121,9 @@ class Trainer(Mesh):
             self.log.append(f"train {self.version} on {int(versions[versions >= 0].min())}")
             await self._wait("forward_backward")
             self.alive()
-            return {}, {"loss/mean": 0.0}
+            return {}, Metrics({"loss/mean": Value(0.0)})
 
-    async def optim_step(self, **options: float) -> dict[str, float]:
+    async def optim_step(self, **options: float) -> Metrics:
         async with self._engine:
             self.options = options
             assert not self._pushing, "a step under a push"
@@ -128,7 +131,18 @@ class Trainer(Mesh):
             self.log.append("step")
             self.version += self._steps not in self.skips
             self._steps += 1
-            return {}
+            return self.update_metrics(self._steps)
+
+    def update_metrics(self, number: int) -> Metrics:
+        """Metrics of optimizer step ``number``, from 1: a mean of four tokens, a largest value, and counts."""
+        return Metrics(
+            {
+                "loss/mean": Value(self.losses.get(number, 0.0), "mean", weight=4.0),
+                "ratio/max": Value(1.0 + number, "max"),
+                "trainer/grad_norm": Value(0.5),
+                "trainer/updates": Value(float(number - 1 not in self.skips), "sum"),
+            }
+        )
 
     async def save_weights(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -201,13 +215,13 @@ class Critic(Mesh):
     async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
         return {"values": torch.full(batch.tokens.shape, float(self.steps))}
 
-    async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> tuple[dict, dict[str, float]]:
+    async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> tuple[dict, Metrics]:
         self.batches.append(batch)
-        return {}, {}
+        return {}, Metrics({})
 
-    async def optim_step(self, **options: Any) -> dict[str, float]:
+    async def optim_step(self, **options: Any) -> Metrics:
         self.steps += 1
-        return {"value/mean": float(self.steps), "trainer/grad_norm": 0.5}
+        return Metrics({"value/mean": Value(float(self.steps)), "trainer/grad_norm": Value(0.5)})
 
 
 class Generator(Mesh):

@@ -1,5 +1,7 @@
 """What a step's groups become: batches with all that a loss needs, cut into as many updates as the config says."""
 
+import math
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from rl.algorithms.corrections import StalenessDecay, TruncatedIS
 from rl.algorithms.kl import AdaptiveKL
 from rl.algorithms.losses import ClippedLoss
 from rl.config import RoleConfig
+from rl.errors import RunError
 from tests.controller.loops import calls, free
 from tests.controller.meshes import Critic, Reference
 
@@ -49,6 +52,35 @@ def test_each_epoch_goes_through_every_rollout_once_in_an_order_of_its_own(run):
     assert len({tuple(each) for each in advantages}) == len(advantages)
     run(steps=2, edit=edit, folder="two")
     assert [batch.columns["advantages"].tolist() for batch in run.trainer.batches] == advantages
+
+
+def test_metrics_of_a_step_count_all_of_its_updates(run):
+    def losses(trainer, _):
+        trainer.losses = dict(enumerate((1.0, 2.0, 3.0, 6.0), start=1))
+
+    _, rows = run(losses, steps=2, edit=updates(1, 1, prompts=4))
+    assert [row["loss/mean"] for row in rows] == [3.0, 0.0]
+    assert [row["ratio/max"] for row in rows] == [5.0, 9.0]
+    assert [row["trainer/updates"] for row in rows] == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("bad", [1, 2, 4])
+def test_the_watchdog_looks_at_every_update_of_a_step(run, bad):
+    def edit(config):
+        updates(1, 1, prompts=4)(config)
+        config.watchdog.non_finite = "fail"
+
+    def nan(trainer, _):
+        trainer.losses = {bad: math.nan}
+
+    with pytest.raises(RunError, match=f"step 1: non_finite: update {bad} of 4: loss/mean is nan"):
+        run(nan, steps=2, edit=edit)
+
+
+def test_the_loss_is_told_how_stale_each_token_is_at_its_own_update(run):
+    run(steps=2, staleness=1, edit=updates(2, 1, prompts=2))
+    stale = [batch.columns["staleness"][batch.weights > 0].unique().tolist() for batch in run.trainer.batches]
+    assert stale == [[0.0], [1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0]]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -191,7 +223,7 @@ def test_a_critic_says_what_it_expected_and_learns_what_came_in_step_with_the_po
         assert torch.equal(batch.columns["returns"][spoken], batch.columns["advantages"][spoken] + old)
         assert {*batch.columns["returns"][spoken].tolist()} <= {0.0, 1.0}  # the rewards, on every token
     assert [batch.tokens.tolist() for batch in critic.batches] == [b.tokens.tolist() for b in run.trainer.batches]
-    assert (rows[-1]["critic/value/mean"], rows[-1]["critic/grad_norm"]) == (8.0, 0.5)
+    assert (rows[-1]["critic/value/mean"], rows[-1]["critic/grad_norm"]) == (6.5, 0.5)  # updates 5 to 8
 
 
 def test_a_critics_checkpoint_is_there_before_the_policys_and_of_its_step(run):

@@ -191,7 +191,7 @@ def accumulate(engine: TrainingEngine, *batches: Batch, loss: PolicyLoss.Config 
 def learn(engine: TrainingEngine, batch: Batch) -> dict[str, float]:
     """One optimizer step."""
     _, metrics = engine.forward_backward(share(engine, batch), LOSS.build(), temperature=TEMPERATURE)
-    return metrics | engine.optim_step() | {"version": engine.version}
+    return {**metrics, **engine.optim_step(), "version": engine.version}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+from rl.algorithms.losses import Metric
+from rl.algorithms.tokens import Tokens
 from rl.errors import RunError
 from rl.types import Batch
 from tests.training.reference import relative_error
@@ -163,6 +165,60 @@ def test_a_step_without_weight_is_refused(build):
         engine.optim_step()
     learn(engine, batch)
     assert engine.version == 1
+
+
+def costs(tokens: Tokens) -> torch.Tensor:
+    return -tokens["logprobs"]
+
+
+def values(tokens: Tokens) -> torch.Tensor:
+    return tokens["entropy"].detach()
+
+
+@pytest.mark.parametrize(
+    ("loss", "wrong"),
+    [
+        (lambda tokens: costs(tokens), "a Tensor"),
+        (lambda tokens: (1.0, {}), "costs that are a float"),
+        (lambda tokens: (costs(tokens).detach(), {}), "costs without a gradient"),
+        (lambda tokens: (costs(tokens).mean(), {}), r"costs of shape \[\] and torch.float32"),
+        (lambda tokens: (costs(tokens)[:, None], {}), r"costs of shape \[\d+, 1\]"),
+        (lambda tokens: (costs(tokens).double(), {}), r"costs of shape \[\d+\] and torch.float64"),
+        (lambda tokens: (costs(tokens), None), "metrics that are a NoneType"),
+        (
+            lambda tokens: (costs(tokens), {"mine": values(tokens)}),
+            "a Tensor as metric 'mine', not a Metric reduced by",
+        ),
+        (
+            lambda tokens: (costs(tokens), {"mine": Metric(values(tokens), "median")}),
+            "a Metric as metric 'mine', not a Metric",
+        ),
+        (lambda tokens: (costs(tokens), {"mine": Metric(values(tokens)[:1], "max")}), r"\[1\] values as metric 'mine'"),
+    ],
+)
+def test_a_loss_that_does_not_say_what_each_token_costs_is_refused_by_name(build, loss, wrong):
+    engine = build()
+    with pytest.raises(RunError, match=f"the loss function returned {wrong}.*; it must return a pair for these"):
+        engine.forward_backward(ragged_batch(), loss)
+
+
+def test_a_step_says_whether_it_had_something_to_learn(build):
+    engine = build()
+    learned = learn(engine, ragged_batch())["trainer/updates"]
+    skipped = learn(engine, broken(ragged_batch(), 0))["trainer/updates"]
+    engine.forward_backward(ragged_batch(), LOSS.build())
+    without_rate = engine.optim_step(lr=0.0)["trainer/updates"]
+    engine.forward_backward(ragged_batch(), LOSS.build(), weight=0.0)
+    without_gradient = engine.optim_step()["trainer/updates"]
+    assert (learned, skipped, without_rate, without_gradient) == (1.0, 0.0, 0.0, 0.0)
+
+
+def test_an_extreme_of_no_token_is_left_out(build):
+    batch = ragged_batch()
+    stale = dataclasses.replace(batch, columns=batch.columns | {"staleness": torch.ones(len(batch.tokens))})
+    _, metrics = build().forward_backward(stale, LOSS.build())
+    assert "logprob/error_max" not in metrics
+    assert metrics["logprob/drift_max"] > 0
 
 
 def test_an_empty_batch_is_refused(build):

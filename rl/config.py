@@ -201,7 +201,7 @@ class EvaluationConfig:
     """Steps between evaluations on the way, which run behind training; 0 for none. They go to evaluations.jsonl."""
 
     prompts: Annotated[int, at_least(0, 10**7)] = 256
-    """How many, 0 for no evaluation; fewer where the task holds out fewer."""
+    """How many, 0 for no evaluation; fewer where the task holds out fewer. A task that holds out none is refused."""
 
     samples: Annotated[int, at_least(0, 10**5)] = 4
     """k of pass@k: completions per prompt at the rollouts' temperature. 0 for greedy alone."""
@@ -235,7 +235,7 @@ class WatchdogConfig:
 
     stalled: Action = "fail"
     stalled_s: Annotated[float, SECONDS] = 1800.0
-    """Seconds without a finished step."""
+    """Seconds without a finished step, not counting evaluations."""
 
     flat: Action = "warn"
     flat_steps: Annotated[int, at_least(1)] = 10

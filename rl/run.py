@@ -15,6 +15,7 @@ from rl.actors.processes import start_runtime, stop_runtime
 from rl.cli import parse_config
 from rl.config import RunConfig, changed_fields, frozen
 from rl.controller.dispatch import Dispatch
+from rl.controller.evaluation import held_out_prompts
 from rl.controller.loop import Controller
 from rl.controller.together import beside
 from rl.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, ActorFailure, NodeLost, end_program, require
@@ -32,6 +33,7 @@ def run(arguments: list[str], *, program: str) -> int:
     """
     name, config = parse_config(arguments, program=program)
     task: Task = config.data.build(seed=config.seed, model=config.model)
+    held_out_prompts(config.evaluation, task)  # which raises if there are none, before anything starts
     folder = run_folder(name, config.output_dir, resume=config.resume)
     logs = Path(os.environ.get("TILLER_LOGS") or folder / "logs")
     nodes = Nodes(logs / "workers")

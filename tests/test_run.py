@@ -22,6 +22,21 @@ def test_hosts_that_are_not_those_of_the_config(arguments, message, tmp_path, ca
 
 
 @pytest.mark.parametrize(
+    ("held_out", "message"),
+    [
+        (lambda digits: False, "evaluation.prompts is 256, but CopyDigits holds out no prompts; set it to 0"),
+        (lambda digits: 1 / 0, "data: CopyDigits.eval_prompts(256) raised ZeroDivisionError: division by zero"),
+    ],
+    ids=["empty", "raises"],
+)
+def test_held_out_prompts_that_cannot_be_had(held_out, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("rl.tasks.copy_digits.is_held_out", held_out)
+    code = main(["--config", "quickstart", "--output-dir", str(tmp_path / "run")])
+    assert (code, message in capsys.readouterr().err) == (2, True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     ("resume", "message"), [([], "already holds a run; add --resume"), (["--resume"], "holds no run; name the folder")]
 )
 def test_a_folder_that_is_not_what_it_is_taken_for(resume, message, tmp_path, capsys):

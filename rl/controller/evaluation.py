@@ -3,15 +3,15 @@
 import asyncio
 import dataclasses
 
-from rl.config import RunConfig
+from rl.config import EvaluationConfig, RunConfig
 from rl.controller.ledger import Group
 from rl.controller.router import Router
 from rl.controller.sampler import sampling_of
 from rl.controller.together import beside
-from rl.errors import GroupLost
+from rl.errors import ConfigError, GroupLost, require, said_by
 from rl.rollout.rollouter import Rollouter
 from rl.tasks.base import Task
-from rl.types import Completion, GenerationRequest, Sampling
+from rl.types import Completion, GenerationRequest, Prompt, Sampling
 
 
 class Evaluation:
@@ -24,7 +24,8 @@ class Evaluation:
     """
 
     def __init__(self, config: RunConfig, task: Task, rollouter: Rollouter, router: Router):
-        self._config, self._steps, self._task = config.evaluation, config.steps, task
+        self._config, self._steps = config.evaluation, config.steps
+        self._prompts = held_out_prompts(config.evaluation, task)
         self._sampling = sampling_of(config.rollout, task)
         self._rollouter = rollouter
         self._replicas, self._at_once = config.generator.replicas, config.generator.max_running_requests
@@ -34,16 +35,16 @@ class Evaluation:
 
     def is_due(self, step: int) -> bool:
         """Whether the weights after ``step`` are evaluated on the way."""
-        return self._config.every > 0 and 0 < step < self._steps and step % self._config.every == 0
+        on_the_way = bool(self._prompts) and self._config.every > 0 and 0 < step < self._steps
+        return on_the_way and step % self._config.every == 0
 
     async def scores(self) -> dict[str, float]:
         """``eval/exact_match`` of greedy completions; ``eval/pass@k``: prompts that one of k samples solves.
 
         Empty where ``config.prompts`` is 0. A prompt whose reward fails counts as one that is not solved.
         """
-        if self._config.prompts == 0:
+        if not self._prompts:
             return {}
-        self._prompts = self._task.eval_prompts(self._config.prompts)
         count = len(self._prompts)
         groups = await self._ask(dataclasses.replace(self._sampling, temperature=0.0), 1, "eval/greedy")
         scores = {
@@ -78,6 +79,24 @@ class Evaluation:
     async def _generate_in_turn(self, requests: list[GenerationRequest]) -> list[Completion]:
         async with self._asking:
             return await self._generate(requests)
+
+
+def held_out_prompts(config: EvaluationConfig, task: Task) -> list[Prompt]:
+    """Prompts of each evaluation, none if ``config.prompts`` is 0. Raises ConfigError if the task has none to give."""
+    if config.prompts == 0:
+        return []
+    name = type(task).__name__
+    try:
+        prompts = task.eval_prompts(config.prompts)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's own code
+        raise ConfigError(f"data: {name}.eval_prompts({config.prompts}) raised {said_by(error)}") from error
+    require(
+        bool(prompts),
+        f"evaluation.prompts is {config.prompts}, but {name} holds out no prompts; set it to 0 for no evaluation",
+    )
+    return prompts
 
 
 def _solved(groups: list[Group]) -> int:

@@ -80,8 +80,8 @@ class Controller:
         while True:
             try:
                 await self.start()
-                sampling, watching = self.sampler.run(self.ledger, self.step), self.report.look_for_stalls()
-                async with beside(self.fleet.run(), self.push.run(), sampling, watching, self.look_after_models()):
+                sampling = self.sampler.run(self.ledger, self.step)
+                async with beside(self.fleet.run(), self.push.run(), sampling, self.look_after_models()):
                     await self.train()
                     return None if self.leaving else await self.finish()
             except ActorFailure as failure:
@@ -110,6 +110,11 @@ class Controller:
         """Of the policy's weights."""
         return self.dispatch.policy.version
 
+    @property
+    def all_restarts(self) -> int:
+        """How often a mesh was started again, over the run."""
+        return self.restarts + self.fleet.restarts
+
     async def look_after_models(self) -> None:
         """Raise how the trainer or another model was lost, also where nobody asks it anything."""
         raise await self.dispatch.failed()
@@ -131,12 +136,12 @@ class Controller:
         """Step after step on what the ledger gives, until all are done or the run is to be left."""
         self.is_training = True
         self.watch.lap()
-        while self.step < self.config.steps and (part := await self.take()):
-            await self.learn(part)
-            await self.checkpoint_if_due()
-        if self.leaving:
-            await self.checkpoint()
-        else:
+        async with beside(self.report.look_for_stalls()):
+            while self.step < self.config.steps and (part := await self.take()):
+                await self.learn(part)
+                await self.checkpoint_if_due()
+        await self.checkpoint()
+        if not self.leaving:
             await self.push.arrive(self.step)
             await self.push.settle()
 
@@ -200,9 +205,9 @@ class Controller:
         return Counter({now - version: count for version, count in versions.items()})
 
     async def checkpoint_if_due(self) -> None:
-        """Save every ``interval`` steps and after the last."""
+        """Save every ``interval`` steps; what is left after the last one is no part of a step."""
         checkpoint = self.config.trainer.checkpoint
-        if self.step == self.config.steps or (checkpoint.enable and self.step % checkpoint.interval == 0):
+        if checkpoint.enable and self.step < self.config.steps and self.step % checkpoint.interval == 0:
             await self.checkpoint()
 
     async def checkpoint(self) -> None:
@@ -227,20 +232,22 @@ class Controller:
                 self.report.evaluation(step, await self.evaluation.scores())
 
     async def finish(self) -> dict[str, object]:
-        """Evaluate and export; the summary."""
+        """Export and evaluate; the summary, which is written before the evaluation, since that may fail."""
         self.is_training = False
-        self.progress.stage("evaluating on held-out prompts")
-        scores = await self.evaluation.scores()
         self.progress.stage("exporting the policy")
         export = self.record.folder / "export"
         await self.dispatch.export_hf("policy", export)
         if self.config.model.hf_path is None:  # else the export has the original files
             self.task.tokenizer.save_pretrained(export)
-        return {
+        summary: dict[str, object] = {
             "steps": self.step,
             "policy_version": self.version,
-            "restarts": self.restarts + self.fleet.restarts,
-            **scores,
+            "restarts": self.all_restarts,
             "policy_digest": policy_digest(merge_digests(await self.dispatch.policy.weight_digests())),
             "export": str(export),
         }
+        self.record.write_summary(summary)
+        self.progress.note(f"exported to {export}")
+        self.progress.stage("evaluating on held-out prompts")
+        scores = await self.evaluation.scores()
+        return summary | scores | {"restarts": self.all_restarts}

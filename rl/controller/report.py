@@ -78,10 +78,10 @@ class Report:
         self._progress.note("push over " + ", ".join(text.splitlines()[:2]).removeprefix("transport: "))
 
     async def look_for_stalls(self) -> None:
-        """Have the watchdog know the time, for as long as the run goes on."""
+        """Tell the watchdog the time since the last step, without evaluations, which steps may wait for."""
         while True:
             await asyncio.sleep(1.0)
-            self._warn(self._watchdog.stalled(self._watch.since_lap()))
+            self._warn(self._watchdog.stalled(self._watch.since_lap(without="evaluate")))
 
     def _warn(self, alarms: list[Alarm]) -> None:
         for alarm in alarms:

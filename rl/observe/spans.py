@@ -38,9 +38,9 @@ class Stopwatch:
             self._count()
             self._running[name] -= 1
 
-    def since_lap(self) -> float:
-        """Seconds since the last lap."""
-        return time.perf_counter() - self._started
+    def since_lap(self, *, without: str) -> float:
+        """Seconds since the last lap, without those of span ``without``."""
+        return self._count() - self._started - self._spans.get(without, 0.0)
 
     def lap(self) -> dict[str, float]:
         """``timing/NAME`` of what ran since the last lap, ``timing/step`` and ``timing/hidden``, in seconds."""

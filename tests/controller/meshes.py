@@ -161,8 +161,9 @@ class Trainer(Mesh):
         self.version = state["version"]
         return {name: value for name, value in state.items() if name != "version"}, []
 
-    async def export_hf(self, folder: Any) -> None:
-        pass
+    async def export_hf(self, folder: Path) -> None:
+        self.log.append("export")
+        await self._wait("export_hf")
 
     async def _wait(self, endpoint: str) -> None:
         await asyncio.sleep(0)

@@ -1,9 +1,11 @@
 """The loop over meshes that compute nothing: evaluations, on the way and at the end."""
 
 import asyncio
+import json
 
 import pytest
 
+from rl.errors import ActorFailure, RunError
 from tests.controller.loops import free
 
 
@@ -71,3 +73,61 @@ def test_a_generator_lost_in_an_evaluation_changes_no_share_of_it(run):
     assert {tuple(requests) for requests, _ in calls} == shares
     assert {fresh for _, fresh in calls} == {True}
     assert {name: value for name, value in run.summary.items() if name.startswith("eval/")} == scores
+
+
+@BOTH
+def test_time_after_the_last_step_is_no_stall(run, edit):
+    """The watchdog looks every second."""
+
+    def prepare(trainer, generator):
+        async def generate(request):
+            await asyncio.sleep(0.6 * request.startswith("eval"))
+
+        generator.during = generate
+        trainer.during["export_hf"] = lambda: asyncio.sleep(0.6)
+
+    def evaluating(config):
+        edit(config)
+        config.evaluation.prompts, config.evaluation.samples, config.watchdog.stalled_s = 2, 0, 0.5
+
+    run(prepare, steps=1, edit=evaluating)
+    assert run.summary["eval/prompts"] == 2
+
+
+@BOTH
+def test_time_in_which_an_evaluation_on_the_way_goes_on_is_no_stall(run, edit):
+    def prepare(trainer, generator):
+        async def generate(request):
+            await asyncio.sleep(1.2 * request.startswith("eval"))
+
+        generator.during = generate
+
+    def evaluating(config):
+        edit(config)
+        config.evaluation.prompts, config.evaluation.samples, config.evaluation.every = 2, 0, 1
+        config.watchdog.stalled_s = 0.5
+
+    run(prepare, steps=2, edit=evaluating)
+    assert len(run.record.read_evaluations()) == 1
+
+
+@BOTH
+def test_an_evaluation_that_fails_after_the_last_step_costs_neither_export_nor_summary(run, edit):
+    def prepare(trainer, generator):
+        async def generate(request):
+            if request.startswith("eval"):
+                raise ActorFailure("generator-0: no", actor="generator-0", rank=0, call="generate", kind="raised")
+
+        generator.during = generate
+
+    def evaluating(config):
+        edit(config)
+        config.evaluation.prompts = 2
+
+    with pytest.raises(RunError, match="generator-0: no"):
+        run(prepare, steps=2, edit=evaluating)
+    export = run.record.folder / "export"
+    assert (export / "tokenizer.json").exists()
+    summary = json.loads((run.record.folder / "summary.json").read_text())
+    assert (summary["steps"], summary["export"]) == (2, str(export))
+    assert not [name for name in summary if name.startswith("eval/")]

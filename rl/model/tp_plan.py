@@ -6,6 +6,7 @@ planner counts bytes by it.
 Parameters alone are pushed. Buffers are each side's own: a RoPE cache is computed in float32 and never cast.
 """
 
+import math
 import re
 from enum import Enum
 
@@ -108,13 +109,19 @@ def check_generator(tp: int, shape: ModelShape, *, expert_parallel: bool) -> Non
         raise ConfigError("generator.expert_parallel is True; it must be False where model.num_experts is 0")
     width = "num_experts" if expert_parallel else "moe_hidden_dim" if shape.num_experts else "hidden_dim"
     heads, kv_heads, size = shape.n_heads, shape.n_kv_heads, getattr(shape, width)
-    divides = [d for d in range(1, heads + 1) if heads % d == 0 and size % d == 0]
-    allowed = [d for d in divides if kv_heads % d == 0 or d % kv_heads == 0]
+    allowed = [d for d in divisors(heads, size) if kv_heads % d == 0 or d % kv_heads == 0]
     if tp not in allowed:
         raise ConfigError(
             f"generator.tensor_parallel_degree is {tp}; it must divide the model's n_heads={heads} and {width}={size}, "
             f"and divide n_kv_heads={kv_heads} or be a multiple of it: allowed are {allowed}"
         )
+
+
+def divisors(*sizes: int) -> list[int]:
+    """Return all that divide each of ``sizes``, in order, after as many trials as the square root of the least."""
+    common = math.gcd(*sizes)
+    small = [d for d in range(1, math.isqrt(common) + 1) if common % d == 0]
+    return sorted({*small, *(common // d for d in small)})
 
 
 def check_divides(field: str, degree: int, shape: ModelShape) -> None:
@@ -125,7 +132,7 @@ def check_divides(field: str, degree: int, shape: ModelShape) -> None:
         "vocab_size": shape.vocab_size,
         **({"moe_hidden_dim": shape.moe_hidden_dim} if shape.num_experts else {"hidden_dim": shape.hidden_dim}),
     }
-    allowed = [d for d in range(1, shape.n_kv_heads + 1) if all(size % d == 0 for size in sizes.values())]
+    allowed = divisors(*sizes.values())
     if degree not in allowed:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(f"{field} is {degree}; it must divide the model's {listed}: allowed are {allowed}")

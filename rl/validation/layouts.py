@@ -5,10 +5,14 @@ from torchtitan.config import ParallelismConfig
 from rl.config import RunConfig
 from rl.errors import require
 from rl.model.shape import ModelShape, shape_of
-from rl.model.tp_plan import check_divides, check_generator
+from rl.model.tp_plan import check_divides, check_generator, divisors
 from rl.placement import Placement
 from rl.roles import Role, roles_of
+from rl.training.bounds import MAX_RANKS
+from rl.training.config import ranks_of
 
+LEAST_PROCESS_GIB = 0.2
+"""Memory of its own that the smallest process of a run takes: a reward worker's imports."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
@@ -53,7 +57,7 @@ def _validate_role(role: Role, *, cuda: bool) -> None:
 def _validate_nodes(config: RunConfig, roles: dict[str, Role]) -> None:
     """On which nodes the ranks are, and whether these have devices for them."""
     nodes, ranks = config.trainer.nodes, config.trainer.ranks
-    allowed = [count for count in range(1, ranks + 1) if ranks % count == 0]
+    allowed = divisors(ranks)
     require(
         nodes in allowed, f"trainer.nodes is {nodes}; it must divide the trainer's {ranks} ranks: allowed are {allowed}"
     )
@@ -73,13 +77,35 @@ def _validate_nodes(config: RunConfig, roles: dict[str, Role]) -> None:
         spare == 0 or spare >= config.nodes,
         f"slurm.nodes is {spare}; it must be 0 or at least {config.nodes}, which trainer and generators need",
     )
-    if config.hardware.kind == "cpu":
-        return
     gpus = config.hardware.gpus
     places = Placement(config, gpus).models
+    _validate_host_memory(config, sum(place.per_host for place in places.values()))
+    if config.hardware.kind == "cpu":
+        return
     for name, role in roles.items():
         _require_gpus(f"{role.parallelism_field}'s degrees", places[name].per_host, gpus)
     _require_gpus("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, gpus)
+
+
+def _validate_host_memory(config: RunConfig, model_ranks: int) -> None:
+    """Refuse more processes on a node than its memory holds, given the ranks of all models there."""
+    generator = config.generator
+    hosts = generator.nodes or config.trainer.nodes
+    generator_ranks = -(-generator.replicas // hosts) * generator.tensor_parallel_degree
+    workers = config.rollout.reward_workers
+    beside = model_ranks if generator.nodes == 0 else 0
+    room = int(config.hardware.host_gib / LEAST_PROCESS_GIB)
+    for name, value, processes in (
+        ("the number of model ranks", model_ranks, model_ranks),
+        ("generator.replicas", generator.replicas, beside + generator_ranks),
+        ("rollout.reward_workers", workers, model_ranks + workers),
+    ):
+        require(
+            processes <= room,
+            f"{name} is {value}, which comes to {processes} processes on a node; its "
+            f"{config.hardware.host_gib:.0f} GiB of memory hold at most {room}: lower it, or set "
+            "hardware.host_memory_gib to what a node has",
+        )
 
 
 def _require_gpus(field_name: str, needed: int, gpus: int) -> None:
@@ -91,6 +117,11 @@ def _require_gpus(field_name: str, needed: int, gpus: int) -> None:
 
 
 def _validate_mesh(field_name: str, parallelism: ParallelismConfig) -> None:
+    ranks = ranks_of(parallelism)
+    require(
+        ranks <= MAX_RANKS,
+        f"{field_name}'s degrees come to {ranks} ranks; it must be at most {MAX_RANKS:,}",
+    )
     stages = parallelism.pipeline_parallel_degree
     require(
         stages == 1,
@@ -132,7 +163,7 @@ def _validate_experts(field_name: str, parallelism: ParallelismConfig, shape: Mo
     require(shape.moe_hidden_dim >= 1, f"model.moe_hidden_dim is {shape.moe_hidden_dim}; it must be at least 1")
     shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
     ranks = shards * parallelism.tensor_parallel_degree
-    allowed = [d for d in range(1, shape.num_experts + 1) if shape.num_experts % d == 0 and ranks % d == 0]
+    allowed = divisors(shape.num_experts, ranks)
     require(
         degree in allowed,
         f"{field_name} is {degree}; it must divide model.num_experts={shape.num_experts} and "

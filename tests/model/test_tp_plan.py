@@ -7,7 +7,7 @@ from rl.errors import ConfigError
 from rl.model.parts import Box, Layout, local_parts, local_shapes
 from rl.model.qwen3 import parameter_shapes
 from rl.model.shape import ModelConfig, ModelShape, shape_of
-from rl.model.tp_plan import Cut, check_divides, check_generator, cut_of, generator_layout
+from rl.model.tp_plan import Cut, check_divides, check_generator, cut_of, divisors, generator_layout
 
 SIZES = {"vocab_size": 26, "dim": 16, "n_heads": 8, "n_kv_heads": 2, "head_dim": 4, "hidden_dim": 40}
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 12}
@@ -177,3 +177,16 @@ def test_of_a_mixture_the_experts_width_is_cut():
     shape = shape_with(**EXPERTS | {"n_kv_heads": 4, "vocab_size": 24, "moe_hidden_dim": 6})
     with pytest.raises(ConfigError, match=r"some.field is 4; .*moe_hidden_dim=6: allowed are \[1, 2\]"):
         check_divides("some.field", 4, shape)
+
+
+def test_divisors_of_absurd_sizes_are_found_at_once():
+    assert divisors(12, 18) == [1, 2, 3, 6]
+    assert divisors(1) == [1]
+    assert divisors(2**40, 10**12) == [2**power for power in range(13)]
+
+
+def test_absurd_sizes_are_refused_at_once():
+    with pytest.raises(ConfigError, match="tensor_parallel_degree is 7; it must divide"):
+        check_divides("tensor_parallel_degree", 7, shape_with(n_heads=10**12, n_kv_heads=10**12))
+    with pytest.raises(ConfigError, match="generator.tensor_parallel_degree is 7; it must divide"):
+        check_generator(7, shape_with(n_heads=10**12), expert_parallel=False)

@@ -1,6 +1,5 @@
 """No number that makes no sense passes validation, in any field (C5)."""
 
-import copy
 import math
 from typing import Any
 
@@ -26,17 +25,16 @@ def config(tmp_path) -> RunConfig:
 
 
 def put(config: RunConfig, name: str, content: Any) -> RunConfig:
-    """Return a copy of ``config`` with ``content`` in field ``name``."""
-    changed = copy.deepcopy(config)
+    """Set field ``name`` of ``config`` to ``content``, and return ``config``."""
     *path, last = name.split(".")
-    holder: Any = changed
+    holder: Any = config
     for key in path:
         holder = holder[key_of(holder, key)] if is_container(holder) else getattr(holder, key)
     if isinstance(holder, (list, dict)):
         holder[key_of(holder, last)] = content
     else:
         setattr(holder, last, content)
-    return changed
+    return config
 
 
 def is_container(value: Any) -> bool:
@@ -65,6 +63,7 @@ def test_absurd_numbers_are_refused_by_name_or_within_the_fields_rule(config):
                 assert allowed or str(error).startswith(f"{name} is {absurd}; it must be"), error
             else:
                 assert value.bounds.complaint(absurd) == "", f"{name} took {absurd}"
+        put(config, name, value.content)
     assert cases > 1400
 
 
@@ -164,3 +163,26 @@ def test_a_number_out_of_its_range_is_refused_by_name(config, name, content, mes
 )
 def test_numbers_with_a_meaning_of_their_own_are_allowed(config, name, content):
     validate(put(config, name, content))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rollout.reward_workers", 999, "rollout.reward_workers is 999, which comes to 1002 proc"),
+        ("generator.replicas", 999, "generator.replicas is 999, which comes to 1002 processes"),
+        (
+            "trainer.parallelism.data_parallel_shard_degree",
+            1000,
+            "the number of model ranks is 1002, which comes to 1002 processes on a node",
+        ),
+    ],
+)
+def test_more_processes_than_a_hosts_memory_holds_are_refused(config, name, content, message):
+    config.hardware.host_memory_gib = 64.0
+    validate(config)
+    config.roles.clear()
+    changed = put(config, name, content)
+    with pytest.raises(ConfigError, match=message):
+        validate(changed)
+    changed.hardware.host_memory_gib = 1000.0
+    validate(changed)

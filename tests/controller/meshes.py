@@ -154,12 +154,12 @@ class Trainer(Mesh):
 
     async def save_checkpoint(self, step: int, state: dict) -> None:
         self.log.append(f"save {step}")
-        self.saved[step] = json.loads(json.dumps(state)) | {"version": self.version}
+        self.saved[step] = json.loads(json.dumps(state)) | {"engine": [self.version, self._steps]}
 
     async def load_checkpoint(self, step: int = -1) -> tuple[dict, list[str]]:
-        state = self.saved.get(max(self.saved, default=0), {"version": 0})
-        self.version = state["version"]
-        return {name: value for name, value in state.items() if name != "version"}, []
+        state = self.saved.get(max(self.saved, default=0), {"engine": [0, 0]})
+        self.version, self._steps = state["engine"]
+        return {name: value for name, value in state.items() if name != "engine"}, []
 
     async def export_hf(self, folder: Path) -> None:
         self.log.append("export")

@@ -32,7 +32,7 @@ class RewardWorker(Actor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        self._task: Task = self._config.build(seed=self._seed, model=self._model)
+        self._task: Task = self._config.build_scorer(seed=self._seed, model=self._model)
 
     @concurrent_endpoint
     async def score(self, groups: list[tuple[Prompt, Sequence[Completion]]]) -> list[Scored | GroupLost]:
@@ -104,7 +104,7 @@ class RewardWorkers:
         """Start the workers and build their tasks; again after ``stop``."""
         self._broken = None
         if self._count == 0:
-            self._task: Task = self._config.build(seed=self._seed, model=self._model)
+            self._task: Task = self._config.build_scorer(seed=self._seed, model=self._model)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
         names = [f"reward-{number}" for number in range(self._count)]
         await asyncio.gather(*map(self._spawn, names))

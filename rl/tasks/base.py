@@ -1,15 +1,18 @@
 """The protocol between a run and what it trains on."""
 
+import operator
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 from torchtitan.config import Configurable
 
-from rl.errors import ConfigError
+from rl.errors import ConfigError, shown
 from rl.model.shape import ModelConfig, shape_of
 from rl.rules import at_least
 from rl.types import Completion, Prompt
@@ -52,13 +55,23 @@ class Task(Configurable, ABC):
                 ...
                 self.set_tokenizer(tokenizer, stop_token_ids=(tokenizer.eos_token_id,))
 
-    and :meth:`prompt`, :meth:`eval_prompts` and :meth:`score` say the rest.
+    Long work calls :func:`tell_progress` now and then. The methods :meth:`prompt`, :meth:`eval_prompts` and
+    :meth:`score` say the rest.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         max_prompt_tokens: Annotated[int, at_least(1, 10**8)] = 1024
         """Longest prompt, in tokens; longer ones are refused before the run starts."""
+
+        def build_scorer(self, *, seed: int, model: ModelConfig) -> "Task":
+            """Build a task that has to decode and score only, as a reward worker needs it."""
+            options = {"only_scores": True} if vars(self._owner).get("can_only_score") else {}
+            return cast(Task, self.build(seed=seed, model=model, **options))
+
+    can_only_score: ClassVar[bool] = False
+    """Whether the constructor takes ``only_scores=True``, by which a task leaves out its prompts. Reward workers
+    then start without reading the data. A subclass that can do so too says it again."""
 
     tokenizer: "PreTrainedTokenizerFast"
     """Turns text into tokens and back; exported beside the trained weights."""
@@ -100,7 +113,13 @@ class Task(Configurable, ABC):
         if not stop_token_ids:
             raise ConfigError("model.hf_path: its tokenizer names no eos_token, so no completion could end; set one")
         self.tokenizer = tokenizer
-        self.stop_token_ids = tuple(stop_token_ids)
+        try:
+            self.stop_token_ids = tuple(map(operator.index, stop_token_ids))
+        except TypeError:
+            raise ConfigError(
+                f"data: {type(self).__name__} names the stop tokens {shown(stop_token_ids)}; they must be token ids: "
+                "does the tokenizer have an eos_token?"
+            ) from None
 
     def prompt_limit(self) -> tuple[int, str]:
         """Longest prompt allowed, in tokens, and the config field that sets this limit."""
@@ -111,13 +130,32 @@ class Task(Configurable, ABC):
         return min(limits)
 
 
+_listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
+
+
+def tell_progress(text: str) -> None:
+    """Show ``text``, such as "read 2,000 of 9,000 lines", while a task is built; call it as often as you like."""
+    if (listener := _listener.get()) is not None:
+        listener(text)
+
+
+@contextmanager
+def showing_progress(listener: Callable[[str], None]) -> Iterator[None]:
+    """Pass what is told within the block to ``listener``."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
 def epoch_index(seed: int, ordinal: int, size: int) -> int:
     """Which of ``size`` examples prompt ``ordinal`` shows: every epoch shows each once, in an order of its own."""
     epoch, place = divmod(ordinal, size)
     return _epoch_order(seed, epoch, size)[place]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)  # a mixture asks its tasks by turns
 def _epoch_order(seed: int, epoch: int, size: int) -> list[int]:
     order = list(range(size))
     # A string seed is hashed by its bytes, so the order is the same in every process.

@@ -1,24 +1,26 @@
 """Word problems with a number as their answer, from a JSONL file in GSM8K's form."""
 
-import dataclasses
 import json
 import logging
 import math
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
 from rl.rules import SHARE
-from rl.tasks.base import Score, Task, epoch_index
+from rl.tasks.base import Score, Task, epoch_index, tell_progress
 from rl.tasks.math_answer import final_answer, reference_number, same_value
 from rl.types import Completion, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+CHUNK = 2000  # prompts that are made before progress is shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,18 @@ class Problem:
     line: int
     question: str
     answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A prompt without its place. An array takes a tenth of a list's memory."""
+
+    text: str
+    tokens: array
+    answer: str
+
+    def prompt(self, ordinal: int) -> Prompt:
+        return Prompt(ordinal=ordinal, tokens=self.tokens.tolist(), text=self.text, answer=self.answer)
 
 
 class Gsm8kJsonl(Task):
@@ -54,27 +68,29 @@ class Gsm8kJsonl(Task):
         """Passed to the chat template; Qwen3's opens a <think> block if it is true."""
 
     config: Config
+    can_only_score: ClassVar[bool] = True
 
-    def __init__(self, config: Config, *, seed: int, model: ModelConfig):
+    def __init__(self, config: Config, *, seed: int, model: ModelConfig, only_scores: bool = False):
         if model.hf_path is None:
             raise ConfigError("model.hf_path: not set; name a model folder with tokenizer and chat template")
         super().__init__(config, seed=seed, model=model)
-        problems = read_problems(config.path)
-        tokenizer = load_tokenizer(model.hf_path)
-        self.set_tokenizer(tokenizer, read_stop_token_ids(model.hf_path, tokenizer))
-        prompts = self._make_prompts(problems)
-        held_out = choose_held_out([problem.question for problem in problems], config.held_out_fraction, config.path)
-        self.held_out = [prompt for prompt, held in zip(prompts, held_out, strict=True) if held]
-        self.train = [prompt for prompt, held in zip(prompts, held_out, strict=True) if not held]
         # It warns that its timeouts are off, which is what we ask for.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
+        problems = [] if only_scores else read_problems(config.path)
+        tokenizer = load_tokenizer(model.hf_path)
+        self.set_tokenizer(tokenizer, read_stop_token_ids(model.hf_path, tokenizer))
+        if only_scores:
+            return
+        held_out = choose_held_out([problem.question for problem in problems], config.held_out_fraction, config.path)
+        questions = self._make_questions(problems)
+        self.held_out = [question for question, held in zip(questions, held_out, strict=True) if held]
+        self.train = [question for question, held in zip(questions, held_out, strict=True) if not held]
 
     def prompt(self, ordinal: int) -> Prompt:
-        index = epoch_index(self.seed, ordinal, len(self.train))
-        return dataclasses.replace(self.train[index], ordinal=ordinal)
+        return self.train[epoch_index(self.seed, ordinal, len(self.train))].prompt(ordinal)
 
     def eval_prompts(self, count: int) -> list[Prompt]:
-        return [dataclasses.replace(prompt, ordinal=place) for place, prompt in enumerate(self.held_out[:count])]
+        return [question.prompt(place) for place, question in enumerate(self.held_out[:count])]
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """``answered``: a value was found; ``format``: it was marked by ``####`` or ``\\boxed``."""
@@ -83,14 +99,19 @@ class Gsm8kJsonl(Task):
         metrics = {"answered": float(answer is not None), "format": float(marked)}
         return Score(reward=float(exact), exact=exact, metrics=metrics)
 
-    def _make_prompts(self, problems: list[Problem]) -> list[Prompt]:
-        texts = [self._render(problem.question) for problem in problems]
-        tokens = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        self._check_lengths(problems, [len(row) for row in tokens])
-        return [
-            Prompt(ordinal=0, tokens=row, text=text, answer=problem.answer)
-            for row, text, problem in zip(tokens, texts, problems, strict=True)
-        ]
+    def _make_questions(self, problems: list[Problem]) -> list[_Question]:
+        questions = list[_Question]()
+        for start in range(0, len(problems), CHUNK):
+            tell_progress(f"tokenised {start:,} of {len(problems):,} questions of {self.config.path}")
+            chunk = problems[start : start + CHUNK]
+            texts = [self._render(problem.question) for problem in chunk]
+            rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            questions += [
+                _Question(text, array("i", row), problem.answer)
+                for text, row, problem in zip(texts, rows, chunk, strict=True)
+            ]
+        self._check_lengths(problems, [len(question.tokens) for question in questions])
+        return questions
 
     def _render(self, question: str) -> str:
         messages = [{"role": "user", "content": f"{question}\n{self.config.instruction}".strip()}]
@@ -118,9 +139,12 @@ def read_problems(path: str) -> list[Problem]:
     """All problems of a JSONL file. Raises ConfigError that names the first line it cannot use."""
     if not path:
         raise ConfigError("data.path: not set; name a JSONL file with fields 'question' and 'answer'")
-    if not Path(path).is_file():
-        raise ConfigError(f"data.path: there is no file {path!r}")
-    problems = list(_parse_lines(path))
+    try:
+        problems = list(_parse_lines(path))
+    except FileNotFoundError:
+        raise ConfigError(f"data.path: there is no file {path!r}") from None
+    except OSError as error:  # a folder, no permission, a broken disk
+        raise ConfigError(f"data.path: {path!r} cannot be read: {error.strerror}") from None
     if not problems:
         raise ConfigError(f"data.path: {path} is empty; each line should be a JSON object with 'question' and 'answer'")
     return problems
@@ -129,22 +153,30 @@ def read_problems(path: str) -> list[Problem]:
 def _parse_lines(path: str) -> Iterator[Problem]:
     with open(path, "rb") as lines:
         for number, raw in enumerate(lines, start=1):
+            if number % 10_000 == 0:
+                tell_progress(f"read {number:,} lines of {path}")
             if not raw.strip():
                 continue
             where = f"data.path: {path} line {number}"
             try:
                 row = json.loads(raw)
-            except ValueError as error:  # not JSON, or not UTF-8
+            except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deep
                 raise ConfigError(f"{where}: not JSON: {error}") from None
             if not isinstance(row, dict):
                 raise ConfigError(f'{where}: not a JSON object; write {{"question": …, "answer": …}}')
             for name in ("question", "answer"):
                 if not isinstance(row.get(name), str) or not row[name].strip():
                     raise ConfigError(f"{where}: field {name!r} is missing or not text")
+                if not _is_unicode(row[name]):
+                    raise ConfigError(f"{where}: field {name!r} has half of a surrogate pair, as \\ud800; remove it")
             answer = reference_number(row["answer"])
             if answer is None:
                 raise ConfigError(f"{where}: field 'answer' has no '#### NUMBER' at its end")
             yield Problem(line=number, question=row["question"].strip(), answer=answer)
+
+
+def _is_unicode(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def choose_held_out(questions: list[str], fraction: float, path: str) -> list[bool]:

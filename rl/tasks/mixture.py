@@ -4,16 +4,21 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import pairwise
 from math import inf
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from rl.errors import ConfigError
+from rl.errors import ConfigError, RunError
 from rl.model.shape import ModelConfig
 from rl.rules import at_least
 from rl.tasks.base import Score, Task
 from rl.tasks.turns import Turns
 from rl.types import Completion, Prompt
+
+HELD_OUT = 10_000  # prompts of each task's evaluation that the other tasks do not train on
+FAR = 10**9  # prompts ahead in a task's stream, to replace one that another task holds out
+MOST_REPLACED = 100  # in a row
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,6 +38,8 @@ class Mixture(Task):
     Which task's prompt comes at an ordinal, and which of its own prompts, follows from the weights alone: in every
     stretch of a stage the counts are as even as :class:`Turns` makes them, and a task goes on where it was when it is
     shown again. ``Prompt.task`` says whose a prompt is. Its ordinal is the mixture's, so tasks score by its answer.
+    A prompt that another task holds out (one of its first 10,000) is replaced by one from far ahead in the same task's
+    stream, so that files may overlap.
 
     A curriculum::
 
@@ -56,12 +63,15 @@ class Mixture(Task):
         """Weights that take the place of these, one after another."""
 
     config: Config
+    can_only_score: ClassVar[bool] = True
 
-    def __init__(self, config: Config, *, seed: int, model: ModelConfig):
+    def __init__(self, config: Config, *, seed: int, model: ModelConfig, only_scores: bool = False):
         super().__init__(config, seed=seed, model=model)
         stages = [Stage(first_ordinal=0, weights=config.weights or dict.fromkeys(config.tasks, 1.0)), *config.stages]
         _check(config, stages)
-        self.tasks = {name: _build(name, inner, seed, model) for name, inner in config.tasks.items()}
+        self.tasks = {
+            name: _build(name, inner, seed, model, only_scores=only_scores) for name, inner in config.tasks.items()
+        }
         _check_tokenizers(self.tasks)
         first = next(iter(self.tasks.values()))
         self.set_tokenizer(first.tokenizer, first.stop_token_ids)
@@ -70,11 +80,25 @@ class Mixture(Task):
         self._before = [Counter[str]()]  # how often each task was shown before each stage
         for turns, (start, end) in zip(self._turns, pairwise(self._starts), strict=False):
             self._before.append(self._before[-1] + Counter(turns.counts(end - start)))
+        self._held_out_by: dict[bytes, set[str]] = {}
+        if not only_scores and len(self.tasks) > 1:
+            for name, task in self.tasks.items():
+                for prompt in task.eval_prompts(HELD_OUT):
+                    self._held_out_by.setdefault(_key(prompt), set()).add(name)
 
     def prompt(self, ordinal: int) -> Prompt:
         stage = bisect_right(self._starts, ordinal) - 1
         name, place = self._turns[stage].turn(ordinal - self._starts[stage])
-        return _named(name, self.tasks[name].prompt(self._before[stage][name] + place), ordinal)
+        place += self._before[stage][name]
+        for jump in range(MOST_REPLACED):
+            prompt = self.tasks[name].prompt(place + jump * FAR)
+            others = self._held_out_by.get(_key(prompt), set()) - {name}
+            if not others:
+                return _named(name, prompt, ordinal)
+        raise RunError(
+            f"data.tasks: {' and '.join(sorted(others))} holds out for evaluation what {name} would train on: "
+            f"{MOST_REPLACED} prompts in a row, the last {prompt.text!r}; give them data that overlaps less"
+        )
 
     def eval_prompts(self, count: int) -> list[Prompt]:
         """Of each task in proportion to its mean share over the stages; more of the others where one has too few."""
@@ -99,13 +123,18 @@ class Mixture(Task):
         return {name: share for name, share in shares.items() if share}
 
 
+def _key(prompt: Prompt) -> bytes:
+    """Digest of what the policy sees."""
+    return blake2b(repr((prompt.text, prompt.tokens)).encode(), digest_size=16).digest()
+
+
 def _named(name: str, prompt: Prompt, ordinal: int) -> Prompt:
     return replace(prompt, ordinal=ordinal, task=f"{name}/{prompt.task}" if prompt.task else name)
 
 
-def _build(name: str, config: Task.Config, seed: int, model: ModelConfig) -> Task:
+def _build(name: str, config: Task.Config, seed: int, model: ModelConfig, *, only_scores: bool) -> Task:
     try:
-        return config.build(seed=seed, model=model)
+        return (config.build_scorer if only_scores else config.build)(seed=seed, model=model)
     except ConfigError as error:
         raise ConfigError(f"data.tasks.{name}: {error}") from error
 

@@ -45,6 +45,11 @@ def test_a_tokenizer_that_ends_nothing_is_refused():
         Reverse.Config(stop=()).build(seed=0, model=ModelConfig())
 
 
+def test_stop_tokens_that_are_no_ids_are_refused():
+    with pytest.raises(ConfigError, match=r"Reverse names the stop tokens \(None,\); they must be token ids"):
+        Reverse.Config(stop=(None,)).build(seed=0, model=ModelConfig())
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
 def test_every_epoch_shows_every_example_once(size):
     for epoch in range(3):

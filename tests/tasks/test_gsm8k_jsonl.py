@@ -1,11 +1,14 @@
 import json
 import shutil
+from dataclasses import dataclass, replace
 
 import pytest
 
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig, shape_of
+from rl.tasks.base import Task, showing_progress
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
+from rl.tasks.mixture import Mixture
 from rl.types import Completion
 
 SILENT = Completion(tokens=[], logprobs=[], versions=[], finish_reason="stop")
@@ -81,6 +84,44 @@ def test_the_right_number_earns_one_and_anything_else_nothing(tiny):
     assert task.score(prompt, "", SILENT).metrics["answered"] == 0.0
 
 
+def test_a_reward_worker_scores_without_reading_the_data(tiny):
+    config, model = Gsm8kJsonl.Config(path="/nowhere/x.jsonl"), ModelConfig(hf_path=str(tiny[0]))
+    prompt = build(tiny).prompt(0)
+    scorer = config.build_scorer(seed=0, model=model)
+    assert scorer.score(prompt, f"#### {prompt.answer}", SILENT).exact
+    assert scorer.decode(prompt.tokens) == build(tiny).decode(prompt.tokens)
+    mixed = Mixture.Config(tasks={"one": config, "two": Mixture.Config(tasks={"three": config})})
+    named = replace(prompt, task="two/three")
+    assert mixed.build_scorer(seed=0, model=model).score(named, f"#### {prompt.answer}", SILENT).exact
+
+
+class ScoresByItsPrompts(Gsm8kJsonl):
+    """Needs its prompts to score, and takes no argument that it does not know."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Gsm8kJsonl.Config):
+        pass
+
+    def __init__(self, config, *, seed, model):
+        super().__init__(config, seed=seed, model=model)
+        self.known = {question.text for question in self.train}
+
+
+def test_a_task_of_the_users_own_is_built_whole_for_its_reward_worker(tiny):
+    config, model = ScoresByItsPrompts.Config(path=str(tiny[1])), ModelConfig(hf_path=str(tiny[0]))
+    assert config.build_scorer(seed=0, model=model).known == config.build(seed=0, model=model).known
+    mixed: Task = Mixture.Config(tasks={"own": config}).build_scorer(seed=0, model=model)
+    assert mixed.tasks["own"].known
+
+
+def test_progress_is_told_while_a_file_is_read_and_tokenised(tiny, tmp_path):
+    path, told = write(tmp_path / "long.jsonl", *[problem(number) for number in range(10_000)]), []
+    with showing_progress(told.append):
+        build(tiny, path=path)
+    assert told[0] == f"read 10,000 lines of {path}"
+    assert told[1:] == [f"tokenised {count:,} of 10,000 questions of {path}" for count in range(0, 10_000, 2_000)]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -89,6 +130,8 @@ def test_the_right_number_earns_one_and_anything_else_nothing(tiny):
         ([{"question": "?"}], "line 1: field 'answer' is missing"),
         ([{"question": 5, "answer": "#### 5"}], "line 1: field 'question' is missing or not text"),
         ([problem(1), {"question": "?", "answer": "5"}], "line 2: field 'answer' has no '#### NUMBER' at its end"),
+        ([problem(1), "[" * 100_000 + "\n"], "line 2: not JSON: maximum recursion depth exceeded"),
+        ([{"question": "half \ud800", "answer": "#### 1"}], r"line 1: field 'question' has half of a surrogate pair"),
         (["\n"], "is empty"),
         ([problem(1), problem(1)], "has 1 different question"),
     ],
@@ -121,6 +164,9 @@ def test_prompts_too_long_are_refused_with_line_and_lengths(tiny, tmp_path):
     [
         ({"path": ""}, "data.path: not set"),
         ({"path": "/nowhere/x.jsonl"}, "data.path: there is no file '/nowhere/x.jsonl'"),
+        ({"path": "/proc"}, "data.path: '/proc' cannot be read: Is a directory"),
+        ({"path": "/proc/self/mem"}, "data.path: '/proc/self/mem' cannot be read: Input/output error"),
+        ({"path": "/" + "x" * 300}, "cannot be read: File name too long"),
         ({"held_out_fraction": 0.0}, "data.held_out_fraction: 0.0"),
         ({"model": ModelConfig()}, "model.hf_path: not set"),
         ({"model": ModelConfig(hf_path="/nowhere")}, "model.hf_path: there is no folder '/nowhere'"),

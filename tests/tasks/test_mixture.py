@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from rl.cli import parse_config
 from rl.config import RunConfig, frozen
-from rl.errors import ConfigError
+from rl.errors import ConfigError, RunError
 from rl.model.shape import ModelConfig
-from rl.tasks.base import Score, Task
+from rl.tasks.base import Score, Task, epoch_index
 from rl.tasks.copy_digits import TOKEN, CopyDigits, word_tokenizer
 from rl.tasks.mixture import Mixture, Stage
 from rl.types import Completion, Prompt
@@ -135,6 +135,48 @@ def test_where_one_task_holds_out_too_few_the_others_fill_up():
     task = build(tasks=numbers("a", held_out=3) | {"b": Numbers.Config(held_out=10)}, weights={"a": 9, "b": 1})
     assert Counter(prompt.task for prompt in task.eval_prompts(8)) == {"a": 3, "b": 5}
     assert len(task.eval_prompts(100)) == 13
+
+
+class Listed(Numbers):
+    """Shows the numbers from ``first`` to ``last``, by epochs; every tenth of its own count is held out."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Numbers.Config):
+        last: int = 99
+
+    def __init__(self, config, *, seed, model):
+        super().__init__(config, seed=seed, model=model)
+        numbers = range(config.first, config.last + 1)
+        self.held_out, self.train = numbers[::10], [number for number in numbers if number not in numbers[::10]]
+
+    def prompt(self, ordinal):
+        number = self.train[epoch_index(self.seed, ordinal, len(self.train))]
+        return Prompt(ordinal=ordinal, tokens=[number], text=str(number), answer="")
+
+    def eval_prompts(self, count):
+        numbers = enumerate(self.held_out[:count])
+        return [Prompt(ordinal=place, tokens=[number], text=str(number), answer="") for place, number in numbers]
+
+
+def test_no_task_trains_on_what_another_holds_out():
+    tasks = {"a": Listed.Config(), "b": Listed.Config(first=5, last=104)}
+    for config in (tasks, {"a": tasks["a"], "inner": Mixture.Config(tasks={"b": tasks["b"]}, max_prompt_tokens=16)}):
+        task = build(tasks=config)
+        stream = [task.prompt(ordinal) for ordinal in range(1000)]
+        held_out = {prompt.text for prompt in task.eval_prompts(1000)}
+        assert len(held_out) == 20
+        assert not held_out & {prompt.text for prompt in stream}
+        assert Counter(prompt.task[0] for prompt in stream) == {"a": 500, stream[1].task[0]: 500}
+        assert [prompt.ordinal for prompt in stream] == list(range(1000))
+        assert [task.prompt(ordinal) for ordinal in reversed(range(1000))] == stream[::-1]
+        assert len({prompt.text for prompt in stream}) == 85
+
+
+def test_a_task_that_another_holds_out_entirely_is_refused_by_name():
+    task = build(tasks={"a": Listed.Config(), "b": Listed.Config(last=9)})
+    task.tasks["b"].train = [0]
+    with pytest.raises(RunError, match="data.tasks: a holds out for evaluation what b would train on: 100 prompts"):
+        task.prompt(1)
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,19 @@ def said_by(error: BaseException) -> str:
 class RunError(RuntimeError):
     """A run failed after it started; the message names the actor, rank and call."""
 
+    exit_code = EXIT_FAILED
+
 
 class NodeLost(RunError):
     """A node did not come up or has gone; the run can go on from its newest checkpoint on other nodes."""
+
+    exit_code = EXIT_AGAIN
+
+
+class FolderInUse(RunError):
+    """A living process owns the run folder; the run can start when that process has left."""
+
+    exit_code = EXIT_AGAIN
 
 
 class ActorFailure(RunError):

@@ -21,25 +21,33 @@ from rl.controller.together import beside
 from rl.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, ActorFailure, NodeLost, end_program, require
 from rl.meshes import Meshes
 from rl.observe.curves import reward_curve_text, write_curves_png
+from rl.observe.owner import FolderOwner, claim
 from rl.observe.progress import Progress
-from rl.observe.record import RunRecord, run_folder
+from rl.observe.record import RunRecord
 from rl.tasks.base import Task
 
 
 def run(arguments: list[str], *, program: str) -> int:
     """Run the training that the command line asks for; returns the exit code.
 
-    Raises ConfigError before anything has started, RunError where the run folder cannot be written.
+    Raises ConfigError before anything has started, RunError if the run folder cannot be written or is in use.
     """
     name, config = parse_config(arguments, program=program)
     task: Task = config.data.build(seed=config.seed, model=config.model)
     held_out_prompts(config.evaluation, task)  # which raises if there are none, before anything starts
-    folder = run_folder(name, config.output_dir, resume=config.resume)
+    attempt_on = os.environ.get("TILLER_NODES", "").split()
+    _check_hosts(config, len(attempt_on) or 1)
+    # The controller of the attempt before may live on: its node may be lost to the cluster only.
+    wait_s = config.deadlines.start if attempt_on else 0.0
+    with claim(name, config.output_dir, resume=config.resume, wait_s=wait_s) as owner:
+        return _run(name, config, task, owner, f"{program} {shlex.join(arguments)}")
+
+
+def _run(name: str, config: RunConfig, task: Task, owner: FolderOwner, command: str) -> int:
+    folder = owner.folder
     logs = Path(os.environ.get("TILLER_LOGS") or folder / "logs")
     nodes = Nodes(logs / "workers")
-    _check_hosts(config, len(nodes.names) or 1)
-    record = RunRecord(folder, logs)
-    command = f"{program} {shlex.join(arguments)}"
+    record = RunRecord(folder, logs, check=owner.check)
     resolved = frozen(config)
     changes = changed_fields(record.read_config()["config"], resolved) if config.resume else []
     changes = [change for change in changes if not change.startswith(("resume:", "quiet:", "output_dir:"))]

@@ -6,16 +6,7 @@ Exit codes: 0 done, 1 failed, 2 the config or its input cannot work, 75 to be st
 import sys
 from collections.abc import Sequence
 
-from rl.errors import (
-    EXIT_AGAIN,
-    EXIT_CONFIG,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    ConfigError,
-    NodeLost,
-    RunError,
-    end_program,
-)
+from rl.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, RunError, end_program
 
 PROGRAM = "python -m rl.train"
 
@@ -31,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_CONFIG
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_AGAIN if isinstance(error, NodeLost) else EXIT_FAILED
+        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted before the run started", file=sys.stderr)
         return EXIT_INTERRUPTED

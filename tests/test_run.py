@@ -1,7 +1,10 @@
 """What a run refuses before it has a folder."""
 
+import os
+
 import pytest
 
+from rl.observe.owner import FolderOwner
 from rl.train import main
 
 
@@ -50,3 +53,17 @@ def test_nodes_that_do_not_come_up_end_the_attempt_and_not_the_run(tmp_path, mon
     monkeypatch.setenv("TILLER_NODES", "n1 n2")
     code = main(["--config", "quickstart", "--deadlines.start", "0.5", "--output-dir", str(tmp_path / "run")])
     assert (code, "no worker came up within 0 s on n1, n2" in capsys.readouterr().err) == (75, True)
+
+
+@pytest.mark.parametrize(("nodes", "code"), [("", 2), ("here", 75)])
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_folder_that_another_run_writes_to_is_refused(nodes, code, resume, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TILLER_NODES", nodes)
+    arguments = ["--config", "quickstart", *resume, "--deadlines.start", "0.5", "--output-dir", str(tmp_path)]
+    with FolderOwner(tmp_path):
+        if resume:
+            (tmp_path / "config.json").touch()
+        before = {path.name for path in tmp_path.iterdir()}
+        assert main(arguments) == code
+        assert f"{tmp_path} is in use by process {os.getpid()} on " in capsys.readouterr().err
+        assert {path.name for path in tmp_path.iterdir()} == before

@@ -14,7 +14,7 @@ from rl.config import RunConfig
 from rl.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, RunError, end_program, require
 from rl.launch import kubernetes, slurm
 from rl.launch.freeze import Launch
-from rl.observe.record import run_folder
+from rl.observe.owner import claim
 from rl.plan.plan import Plan
 
 PROGRAM = "python -m rl.launch"
@@ -50,27 +50,31 @@ def _launch(arguments: list[str]) -> int:
         return 0
     require(target in TARGETS, f"{target!r} is no place to launch to; allowed are {', '.join(TARGETS)}\n{USAGE}")
     name, config = parse_config(rest, program=f"{PROGRAM} {target}")
-    folder = run_folder(name, config.output_dir, resume=config.resume).absolute()
-    launch = Launch(name, config, folder, command)
-    return TARGETS[target](launch, dry="--dry-run" in flags, wait="--wait" in flags)
-
-
-def _freeze(launch: Launch, name: str, text: str, *, dry: bool) -> bool:
-    """Write what is to be started; whether it is, or in a dry run only shown."""
-    launch.freeze({name: text})
+    dry, wait = "--dry-run" in flags, "--wait" in flags
+    check, file, render, start = TARGETS[target]
+    check(config, wait)
+    with claim(name, config.output_dir, resume=config.resume) as owner:
+        launch = Launch(name, config, owner.folder.absolute(), command)
+        text = render(launch)
+        launch.freeze({file: text})
     if dry:
         print(text, end="")
-    return not dry
-
-
-def _local(launch: Launch, *, dry: bool, wait: bool) -> int:
-    needed = launch.config.nodes
-    require(needed == 1, f"trainer.nodes and generator.nodes come to {needed} nodes; it must be 1 on this host")
-    launch.config.hardware.require_here()
-    resume = ["--resume"] if launch.config.resume else []
-    script = f"#!/bin/sh\nexec {shlex.join([*launch.train(), *resume])}\n"
-    if not _freeze(launch, "job.sh", script, dry=dry):
         return 0
+    return start(launch, wait)
+
+
+def _check_local(config: RunConfig, wait: bool) -> None:
+    needed = config.nodes
+    require(needed == 1, f"trainer.nodes and generator.nodes come to {needed} nodes; it must be 1 on this host")
+    config.hardware.require_here()
+
+
+def _local_script(launch: Launch) -> str:
+    resume = ["--resume"] if launch.config.resume else []
+    return f"#!/bin/sh\nexec {shlex.join([*launch.train(), *resume])}\n"
+
+
+def _local(launch: Launch, wait: bool) -> int:
     job = ["/bin/sh", str(launch.files / "job.sh")]
     if wait:
         os.execv(job[0], job)
@@ -84,35 +88,35 @@ def _local(launch: Launch, *, dry: bool, wait: bool) -> int:
     return 0
 
 
-def _require_feasible(config: RunConfig) -> None:
-    """Raise ConfigError where the plan says that it cannot work, before anybody waits in a queue for that."""
+def _check_slurm(config: RunConfig, wait: bool) -> None:
+    """Raise ConfigError if the plan says that the run cannot work, before it waits in a queue."""
     errors = Plan(config).errors
     require(not errors, "\n".join(errors))
 
 
-def _slurm(launch: Launch, *, dry: bool, wait: bool) -> int:
-    _require_feasible(launch.config)
-    script = slurm.script(launch)
-    if not _freeze(launch, "job.sh", script, dry=dry):
-        return 0
+def _slurm(launch: Launch, wait: bool) -> int:
     job = slurm.submit(launch)
     log = launch.folder / "logs" / f"slurm-{job}.log"
     print(f"job:        {job}\nrun folder: {launch.folder}\nfollow it:  tail -F {log}\nend it:     scancel {job}")
     return slurm.follow(launch, job) if wait else 0
 
 
-def _kubernetes(launch: Launch, *, dry: bool, wait: bool) -> int:
+def _check_kubernetes(config: RunConfig, wait: bool) -> None:
     require(not wait, "--wait: not for kubernetes; follow the run by kubectl logs -f")
-    _require_feasible(launch.config)
-    manifests = kubernetes.manifests(launch)
-    if not _freeze(launch, "manifests.json", manifests, dry=dry):
-        return 0
+    _check_slurm(config, wait)
+
+
+def _kubernetes(launch: Launch, wait: bool) -> int:
     kubernetes.submit(launch)
     print(f"run folder: {launch.folder}\nend it:     kubectl delete -f {launch.files / 'manifests.json'}")
     return 0
 
 
-TARGETS = {"local": _local, "slurm": _slurm, "kubernetes": _kubernetes}
+TARGETS = {
+    "local": (_check_local, "job.sh", _local_script, _local),
+    "slurm": (_check_slurm, "job.sh", slurm.script, _slurm),
+    "kubernetes": (_check_kubernetes, "manifests.json", kubernetes.manifests, _kubernetes),
+}
 
 if __name__ == "__main__":
     end_program(main())

@@ -4,8 +4,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rl.types import Rollout
 
 def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
     """Where a run of config ``name`` lies. Raises ConfigError where it would go over another, or has none to resume."""
-    folder = Path(output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(output_dir) if output_dir else _unused(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     holds_run = (folder / "config.json").exists()
     require(
         resume or not holds_run,
@@ -26,6 +27,11 @@ def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
         f"--resume: output_dir {str(folder)!r} holds no run; name the folder of the run to go on with",
     )
     return folder
+
+
+def _unused(name: str) -> Path:
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(path for path in map(Path, names) if not path.exists())
 
 
 class RunRecord:
@@ -42,6 +48,7 @@ class RunRecord:
     ``logs/``              one file per process
     ``summary.json``       what a finished run came to
     ``failure.json``       why a run failed
+    ``owner.json``         the process that writes here (FolderOwner)
     =====================  =============================================================
 
     A number that is not finite is written as ``null``, since JSON has no NaN; metrics and
@@ -50,9 +57,12 @@ class RunRecord:
     the file, if the disk is full or the file cannot be written.
     """
 
-    def __init__(self, folder: str | Path, logs: str | Path = ""):
-        """``logs`` where it is not ``folder``/logs, as that of one attempt of several."""
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, logs: str | Path = "", *, check: Callable[[], None] = lambda: None):
+        """``logs`` if it is not ``folder``/logs, as that of one attempt of several.
+
+        ``check`` is called before each write, and returns if this process still owns the folder.
+        """
+        self.folder, self._check = Path(folder), check
         self.checkpoints = self.folder / "checkpoints"
         self.logs = Path(logs or self.folder / "logs")
         self.metrics_path = self.folder / "metrics.jsonl"
@@ -78,19 +88,19 @@ class RunRecord:
 
     def append_metrics(self, row: dict) -> None:
         """One line for the step ``row["step"]``, on disk when this returns."""
-        _append(self.metrics_path, [_step_first(row)])
+        self._append(self.metrics_path, [_step_first(row)])
 
     def append_ledger(self, row: dict) -> None:
         """One line for what became of the ordinals in the step ``row["step"]``."""
-        _append(self.ledger_path, [_step_first(row)])
+        self._append(self.ledger_path, [_step_first(row)])
 
     def append_evaluation(self, row: dict) -> None:
         """One line for an evaluation of the weights after the step ``row["step"]``."""
-        _append(self.evaluations_path, [_step_first(row)])
+        self._append(self.evaluations_path, [_step_first(row)])
 
     def append_rollouts(self, step: int, rollouts: Iterable[Rollout]) -> None:
         """One line per rollout that was trained on at ``step``."""
-        _append(self.rollouts_path, [_rollout_row(step, rollout) for rollout in rollouts])
+        self._append(self.rollouts_path, [_rollout_row(step, rollout) for rollout in rollouts])
 
     def read_metrics(self) -> list[dict]:
         """All rows of ``metrics.jsonl``, in order; empty before the first step."""
@@ -106,6 +116,8 @@ class RunRecord:
         Cuts every ``.jsonl`` file behind the last whole row with that step or an earlier one, and
         removes ``summary.json`` and ``failure.json`` of the attempt before.
         """
+        with failing_loudly(self.folder):
+            self._check()
         for path in (self.metrics_path, self.rollouts_path, self.ledger_path, self.evaluations_path):
             keep = 0
             for row, end in _rows(path):
@@ -118,11 +130,19 @@ class RunRecord:
         for name in ("summary.json", "failure.json"):
             (self.folder / name).unlink(missing_ok=True)
 
+    def _append(self, path: Path, rows: list[dict]) -> None:
+        lines = "".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
+        with failing_loudly(path):
+            self._check()
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(lines)
+
     def _write_json(self, name: str, content: dict) -> None:
         path = self.folder / name
         temporary = path.with_suffix(".json.tmp")
         text = json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
         with failing_loudly(path):
+            self._check()
             temporary.write_text(text)
             os.replace(temporary, path)
 
@@ -148,12 +168,6 @@ def _rollout_row(step: int, rollout: Rollout) -> dict:
 
 def _step_first(row: dict) -> dict:
     return {"step": row["step"], **row}
-
-
-def _append(path: Path, rows: list[dict]) -> None:
-    lines = "".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
-    with failing_loudly(path), open(path, "a", encoding="utf-8") as file:
-        file.write(lines)
 
 
 def _rows(path: Path) -> Iterator[tuple[dict, int]]:

@@ -14,6 +14,7 @@ import pytest
 from rl.cli import parse_config
 from rl.config import frozen
 from rl.launch.__main__ import main
+from rl.observe.owner import FolderOwner
 from tests.e2e.runs import TINY
 
 H100 = ["--hardware.device", "h100", "--hardware.gpus_per_node", "8"]
@@ -57,6 +58,7 @@ def test_a_dry_run_prints_what_it_writes_and_starts_nothing(launch, tmp_path):
         (["slurm", "--config", "qwen3_14b", "--hardware.memory_gib", "20"], 2, "GiB of the 20.0 that it has"),
         (["slurm", *TINY], 1, "sbatch is not on PATH: launch from a node of a Slurm cluster, or --dry-run"),
         (["kubernetes", *TINY, "--wait"], 2, "--wait: not for kubernetes"),
+        (["kubernetes", *TINY], 2, "kubernetes.image is empty"),
     ],
 )
 def test_what_cannot_be_launched_is_said_in_a_sentence(arguments, code, message, launch, tmp_path):
@@ -78,10 +80,18 @@ def test_a_folder_that_holds_a_run_is_launched_to_only_to_go_on(launch, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_the_files_of_a_run_that_goes_on_are_not_written_over(launch, tmp_path):
+    (tmp_path / "config.json").touch()
+    with FolderOwner(tmp_path):
+        code, _, errors = launch("slurm", *TINY, "--resume", "--output-dir", str(tmp_path))
+        assert (code, f"{tmp_path} is in use by process {os.getpid()} on " in errors) == (2, True)
+        assert {path.name for path in tmp_path.iterdir()} == {"config.json", "owner.json"}
+
+
 def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
     (tmp_path / "file").touch()
     code, _, errors = launch("slurm", *TINY, "--dry-run", "--output-dir", str(tmp_path / "file" / "run"))
-    assert (code, f"error: {tmp_path / 'file' / 'run' / 'launch'}: cannot be written: " in errors) == (1, True)
+    assert (code, f"error: {tmp_path / 'file' / 'run' / 'owner.json'}: cannot be written: " in errors) == (1, True)
 
 
 def test_a_run_that_is_launched_here_goes_on_alone_and_saves_when_told_to_end(tmp_path):

@@ -1,0 +1,223 @@
+"""The owner of a run folder: the one process that writes there."""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from rl.errors import EXIT_INTERRUPTED, ConfigError, FolderInUse, end_program
+from rl.observe.record import failing_loudly, run_folder
+
+RENEW_S = 5.0
+FENCE_S = 30.0
+LEASE_S = 60.0
+POLL_S = 0.2
+
+
+class FolderOwner:
+    """Ownership of a run folder, from construction to ``release``; a context manager.
+
+    ``owner.json`` exists while a process owns the folder, and after that process was killed. The owner holds a kernel
+    lock on the file and rewrites it every RENEW_S seconds. A file that a killed owner left is taken over
+
+    - on the same boot of the same host: as soon as the kernel grants the lock, which ends with its process;
+    - on another host, where the kernel may not know of the lock: after LEASE_S seconds without a change as well.
+
+    An owner that could not rewrite the file for FENCE_S seconds writes nothing before ``check`` has found its own file
+    again. An owner that finds another file, or none, ends the program. Removing the file takes the folder by force.
+    """
+
+    def __init__(self, folder: Path, *, wait_s: float = 0.0):
+        """Wait up to ``wait_s`` seconds for a living owner to leave.
+
+        Raises FolderInUse, which names the owner, after that, and RunError if the folder cannot be written.
+        """
+        self.folder = folder
+        self.lost: Callable[[str], None] = _end
+        """Called with a sentence if another process took the folder; must not return."""
+        self._path, self._token, self._renewals = folder.absolute() / "owner.json", uuid.uuid4().hex, 0
+        self._mutex, self._released = threading.Lock(), threading.Event()
+        with failing_loudly(self._path):
+            self._renewed = _now()
+            self._descriptor = self._take(wait_s)
+        threading.Thread(target=self._keep, name="folder owner", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give the folder back, and remove it if it is empty. Raises nothing."""
+        with self._mutex, contextlib.suppress(OSError):
+            if not self._released.is_set():
+                self._released.set()
+                if _read(self._path).get("token") == self._token:
+                    self._path.unlink()
+                os.close(self._descriptor)
+                self.folder.rmdir()
+
+    def check(self) -> None:
+        """Return if no other process can have taken the folder; otherwise ends the program."""
+        if _now() - self._renewed > FENCE_S:
+            self._renew()
+
+    def _keep(self) -> None:
+        while not self._released.wait(RENEW_S):
+            with contextlib.suppress(OSError):  # the storage is away; ``check`` holds the writes back
+                self._renew()
+
+    def _renew(self) -> None:
+        with self._mutex:
+            if self._released.is_set():
+                return
+            started, owner = _now(), _read(self._path)
+            if owner.get("token") != self._token:
+                self.lost(f"{self.folder}: {_name(owner)} has taken this folder")
+            self._write(self._descriptor)
+            self._renewed = started
+
+    def _take(self, wait_s: float) -> int:
+        """Return the descriptor of the locked file of this owner."""
+        ends, told = _now() + wait_s, False
+        seen, unchanged_since, is_alive = "", _now(), False
+        while True:
+            if (created := self._create()) is not None:
+                return created
+            with contextlib.suppress(FileNotFoundError), self._path.open("r+") as left:
+                is_free, text = _lock(left.fileno()), left.read()
+                if text != seen:
+                    is_alive, seen, unchanged_since = bool(seen), text, _now()
+                owner = _parse(text)
+                is_over = bool(is_free) and owner.get("boot") == _boot()
+                is_expired = is_free is not False and _now() - unchanged_since >= LEASE_S
+                if (is_over or is_expired) and _is_at(self._path, left.fileno()):
+                    self._path.unlink()
+                    if (created := self._create()) is not None and (is_over or self._is_settled()):
+                        return created
+                    continue
+                if _now() >= ends and (is_alive or is_free is False):
+                    raise FolderInUse(f"{self.folder} is in use by {_name(owner)}")
+                if not told:
+                    told = True
+                    print(f"{self.folder} belongs to {_name(owner)}; waiting for its end", flush=True)
+            time.sleep(POLL_S)
+
+    def _create(self) -> int | None:
+        """Return the descriptor of a new file, locked; None if a file exists."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except (FileExistsError, FileNotFoundError):  # the latter if an owner removed the empty folder just now
+            return None
+        _lock(descriptor, wait=True)
+        self._write(descriptor)
+        return descriptor
+
+    def _is_settled(self) -> bool:
+        """Whether this owner's file is still in place when every owner before has looked at it."""
+        time.sleep(2 * RENEW_S)
+        return _read(self._path).get("token") == self._token
+
+    def _write(self, descriptor: int) -> None:
+        self._renewals += 1
+        content = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "attempt": Path(os.environ.get("TILLER_LOGS", "")).name,
+            "boot": _boot(),
+            "token": self._token,
+            "renewals": f"{self._renewals:09d}",  # every text has the same length
+        }
+        os.pwrite(descriptor, json.dumps(content, indent=2).encode() + b"\n", 0)
+        os.fsync(descriptor)
+
+
+def claim(name: str, output_dir: str, *, resume: bool, wait_s: float = 0.0) -> FolderOwner:
+    """Own the folder of a run of config ``name``, made if it does not exist.
+
+    Raises ConfigError if it would go over another run, holds none to resume, or is in use; FolderInUse if it is still
+    in use after ``wait_s`` seconds.
+    """
+    while True:
+        folder = run_folder(name, output_dir, resume=resume)
+        if not output_dir and not _make(folder):
+            continue  # another run took the name in this moment
+        try:
+            owner = FolderOwner(folder, wait_s=wait_s)
+        except FolderInUse as error:
+            if wait_s:
+                raise
+            raise ConfigError(f"output_dir: {error}; wait for its end, end it, or name another folder") from None
+        try:
+            run_folder(name, str(folder), resume=resume)  # its owner may have left a run there
+        except ConfigError:
+            owner.release()
+            raise
+        return owner
+
+
+def _make(folder: Path) -> bool:
+    with failing_loudly(folder):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            return False
+    return True
+
+
+def _lock(descriptor: int, *, wait: bool = False) -> bool | None:
+    """Whether the kernel's lock was granted; None if the file system has none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    return path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return _parse(path.read_text())
+    except FileNotFoundError:
+        return {}
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except ValueError:
+        return {}  # it is being written
+
+
+def _name(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "another process"
+    attempt = f", attempt {owner['attempt']}" if owner["attempt"] else ""
+    return f"process {owner['pid']} on {owner['host']}{attempt}"
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _now() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the host sleeps
+
+
+def _end(reason: str) -> None:
+    os.write(2, f"error: {reason}; this run ends\n".encode())
+    end_program(EXIT_INTERRUPTED)

@@ -1,0 +1,209 @@
+"""One process at a time writes to a run folder."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from rl.errors import ConfigError, FolderInUse
+from rl.observe import owner as owners
+from rl.observe.owner import FolderOwner, claim
+
+
+def write_rows(folder: Path, elsewhere: bool) -> None:
+    """Own a folder and append to a file, as a run does, for as long as it may.
+
+    With ``elsewhere`` as from another host, whose kernel does not know of this kernel's locks.
+    """
+    if elsewhere:
+        owners._boot, owners._lock = lambda: "another boot", lambda descriptor, wait=False: True
+    owner = FolderOwner(folder)
+    while True:
+        owner.check()
+        with (folder / "rows").open("a") as rows:
+            rows.write("row\n")
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch):
+    for name, seconds in {"RENEW_S": 0.1, "FENCE_S": 0.3, "LEASE_S": 1.0, "POLL_S": 0.02}.items():
+        monkeypatch.setattr(owners, name, seconds)
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """Starts an owner of ``tmp_path`` in a process of its own."""
+    started = []
+
+    def start(*, elsewhere: bool = False) -> BaseProcess:
+        process = multiprocessing.get_context("fork").Process(target=write_rows, args=(tmp_path, elsewhere))
+        process.start()
+        started.append(process)
+        within(60, lambda: (tmp_path / "rows").exists())
+        return process
+
+    yield start
+    for process in started:
+        kill(process)
+
+
+def kill(process: BaseProcess) -> None:
+    process.kill()
+    process.join()
+
+
+def within(seconds: float, condition) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_a_second_owner_is_refused_with_the_name_of_the_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILLER_LOGS", str(tmp_path / "logs" / "17.2"))
+    with FolderOwner(tmp_path), pytest.raises(FolderInUse, match=r"is in use by process \d+ on \S+, attempt 17.2$"):
+        FolderOwner(tmp_path)
+
+
+def test_a_folder_that_was_given_back_has_no_trace_of_its_owner(tmp_path):
+    for _ in range(2):
+        FolderOwner(tmp_path / "run").release()
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_owner_on_this_host_is_replaced_at_once(tmp_path, writer):
+    first = writer()
+    with pytest.raises(FolderInUse, match=f"process {first.pid} on"):
+        FolderOwner(tmp_path)
+    kill(first)
+    started = time.monotonic()
+    with FolderOwner(tmp_path):
+        assert time.monotonic() - started < 0.5
+
+
+def test_an_attempt_waits_for_the_owner_to_leave(tmp_path, capsys):
+    first = FolderOwner(tmp_path)
+    threading.Timer(0.5, first.release).start()
+    with FolderOwner(tmp_path, wait_s=30):
+        assert "waiting for its end" in capsys.readouterr().out
+
+
+def test_an_attempt_does_not_wait_for_ever(tmp_path):
+    with FolderOwner(tmp_path):
+        started = time.monotonic()
+        with pytest.raises(FolderInUse):
+            FolderOwner(tmp_path, wait_s=0.5)
+        assert 0.5 <= time.monotonic() - started < 5
+
+
+def test_an_owner_on_another_host_that_lives_is_refused(tmp_path, writer):
+    writer(elsewhere=True)
+    with pytest.raises(FolderInUse):
+        FolderOwner(tmp_path)
+
+
+def test_an_owner_on_another_host_that_died_is_replaced_when_its_lease_is_over(tmp_path, writer):
+    first = writer(elsewhere=True)
+    kill(first)
+    started = time.monotonic()
+    with FolderOwner(tmp_path):
+        assert time.monotonic() - started >= 1.0
+
+
+def test_an_owner_that_was_stopped_and_replaced_writes_nothing_more(tmp_path, writer, capfd):
+    first = writer(elsewhere=True)
+    os.kill(first.pid, signal.SIGSTOP)
+    with FolderOwner(tmp_path):
+        rows = (tmp_path / "rows").read_text()
+        os.kill(first.pid, signal.SIGCONT)
+        first.join(30)
+        assert first.exitcode == 130
+        assert "has taken this folder; this run ends" in capfd.readouterr().err
+        assert (tmp_path / "rows").read_text() == rows
+
+
+def test_an_owner_that_was_stopped_and_not_replaced_goes_on(tmp_path, writer):
+    first = writer()
+    os.kill(first.pid, signal.SIGSTOP)
+    time.sleep(1.5)
+    rows = (tmp_path / "rows").stat().st_size
+    os.kill(first.pid, signal.SIGCONT)
+    within(30, lambda: (tmp_path / "rows").stat().st_size > rows)
+    assert first.is_alive()
+
+
+def test_storage_that_is_away_holds_writes_back_and_ends_nothing(tmp_path):
+    lost = []
+    with FolderOwner(tmp_path) as owner:
+        owner.lost = lost.append
+        path, descriptor = owner._path, owner._descriptor
+        owner._path = Path("/dev/null/owner.json")  # every look at it fails with an OSError
+        time.sleep(0.5)
+        with pytest.raises(OSError):
+            owner.check()
+        owner._path, owner._descriptor = path, descriptor
+        owner.check()
+        assert not lost
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path, writer, killed):
+    if killed:
+        first = writer()
+        kill(first)
+    results, gate = [], threading.Barrier(8)
+
+    def start():
+        gate.wait()
+        try:
+            results.append(FolderOwner(tmp_path))
+        except FolderInUse:
+            results.append(None)
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    [only] = filter(None, results)
+    assert len(results) == 8
+    only.release()
+
+
+def test_runs_of_one_second_without_a_folder_of_their_own_get_two(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rl.observe.record.time.strftime", lambda form: "20260101-000000")
+    folders, gate = [], threading.Barrier(4)
+
+    def start():
+        gate.wait()
+        folders.append(claim("quickstart", "", resume=False))
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    names = {owner.folder.name for owner in folders}
+    assert names == {"quickstart-20260101-000000", *(f"quickstart-20260101-000000-{number}" for number in (2, 3, 4))}
+    for owner in folders:
+        owner.release()
+
+
+def test_a_folder_that_got_a_run_while_its_owner_was_waited_for_is_not_overwritten(tmp_path):
+    first = FolderOwner(tmp_path)
+
+    def finish():
+        (tmp_path / "config.json").touch()
+        first.release()
+
+    threading.Timer(0.5, finish).start()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        claim("quickstart", str(tmp_path), resume=False, wait_s=30)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -1,5 +1,6 @@
 """The run folder: everything a run writes down about itself."""
 
+import errno
 import json
 import math
 import os
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rl.errors import RunError, require
 from rl.types import Rollout
@@ -53,8 +54,9 @@ class RunRecord:
 
     A number that is not finite is written as ``null``, since JSON has no NaN; metrics and
     evaluations give it back as NaN. A kill at any moment leaves whole ``.json`` files and at most one torn
-    last line in a ``.jsonl`` file, which readers pass over. Every write raises RunError, naming
-    the file, if the disk is full or the file cannot be written.
+    last line in a ``.jsonl`` file, which readers pass over. What a method wrote is on disk when
+    the method returns. Every write raises RunError, naming the file, if the disk is full or the file
+    cannot be written.
     """
 
     def __init__(self, folder: str | Path, logs: str | Path = "", *, check: Callable[[], None] = lambda: None):
@@ -72,6 +74,7 @@ class RunRecord:
         for path in (self.checkpoints, self.logs):
             with failing_loudly(path):
                 path.mkdir(parents=True, exist_ok=True)
+                _sync_folder(self.folder.parent)
 
     def write_config(self, config: dict) -> None:
         self._write_json("config.json", config)
@@ -134,8 +137,12 @@ class RunRecord:
         lines = "".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
         with failing_loudly(path):
             self._check()
+            is_new = not path.exists()
             with open(path, "a", encoding="utf-8") as file:
                 file.write(lines)
+                _sync(file)
+            if is_new:
+                _sync_folder(self.folder)
 
     def _write_json(self, name: str, content: dict) -> None:
         path = self.folder / name
@@ -143,8 +150,11 @@ class RunRecord:
         text = json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
         with failing_loudly(path):
             self._check()
-            temporary.write_text(text)
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                _sync(file)
             os.replace(temporary, path)
+            _sync_folder(self.folder)
 
 
 def _rollout_row(step: int, rollout: Rollout) -> dict:
@@ -168,6 +178,21 @@ def _rollout_row(step: int, rollout: Rollout) -> dict:
 
 def _step_first(row: dict) -> dict:
     return {"step": row["step"], **row}
+
+
+def _sync(file: IO[str]) -> None:
+    """Return when the content of ``file`` is on disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Return when the names in ``folder`` are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _rows(path: Path) -> Iterator[tuple[dict, int]]:
@@ -202,11 +227,18 @@ def _finite(value: Any) -> Any:
     return value
 
 
+# Advice by errno, before the one that always fits.
+_MAKE_ROOM = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room or ")
+_ALLOW = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable for this user or ")
+_CHECK = dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV), "check the storage or ")
+_ADVICE = _MAKE_ROOM | _ALLOW | _CHECK
+
+
 @contextmanager
 def failing_loudly(path: Path) -> Iterator[None]:
-    # A full disk raises an OSError that does not say which file it was.
+    """Raise RunError, which names ``path``, the error and what to do, for an OSError of the block."""
     try:
         yield
     except OSError as error:
-        advice = "make room or choose another --output-dir"
+        advice = f"{_ADVICE.get(error.errno or 0, '')}choose another --output-dir"
         raise RunError(f"{path}: cannot be written: {error.strerror}; {advice}") from error

@@ -1,10 +1,13 @@
+import errno
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 
 from rl.errors import RunError
-from rl.observe.record import RunRecord
+from rl.observe.record import RunRecord, failing_loudly
 from rl.types import Completion, Prompt, Rollout
 
 
@@ -147,6 +150,56 @@ def test_a_write_that_fails_leaves_the_old_file_whole(record):
     with pytest.raises(RunError, match="summary.json"):
         record.write_summary({"steps": 2})
     assert json.loads((record.folder / "summary.json").read_text()) == {"steps": 1}
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Gives each fsync as (name, bytes that the file had then)."""
+    calls, fsync = [], os.fsync
+
+    def spy(descriptor):
+        calls.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    monkeypatch.setattr("rl.observe.record.os.fsync", spy)
+    return calls
+
+
+def test_a_row_is_on_disk_when_append_returns_and_costs_one_fsync(record, synced):
+    for step in (1, 2):
+        fill(record, step)
+        folder = [name for name, _ in synced].count("run")
+        assert folder == (3 if step == 1 else 1)  # the file of evaluations is new in the second round
+        assert [name for name, _ in synced if name != "run"][:3] == ["metrics.jsonl", "rollouts.jsonl", "ledger.jsonl"]
+        last = dict(synced)
+        assert last["metrics.jsonl"] == record.metrics_path.stat().st_size
+        assert last["rollouts.jsonl"] == record.rollouts_path.stat().st_size
+        synced.clear()
+
+
+def test_a_json_file_is_on_disk_before_it_takes_its_place(record, synced):
+    record.write_summary({"steps": 1})
+    size = (record.folder / "summary.json").stat().st_size
+    assert synced[0] == ("summary.json.tmp", size)
+    assert [name for name, _ in synced] == ["summary.json.tmp", "run"]
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "make room or choose another --output-dir"),
+        (errno.EDQUOT, "make room or choose another --output-dir"),
+        (errno.EACCES, "make it writable for this user or choose another --output-dir"),
+        (errno.EROFS, "make it writable for this user or choose another --output-dir"),
+        (errno.ENOTDIR, "choose another --output-dir"),
+        (errno.EIO, "check the storage or choose another --output-dir"),
+        (errno.ESTALE, "check the storage or choose another --output-dir"),
+    ],
+)
+def test_the_advice_fits_the_error(number, advice):
+    with pytest.raises(RunError) as failure, failing_loudly(Path("a/b")):
+        raise OSError(number, os.strerror(number))
+    assert str(failure.value) == f"a/b: cannot be written: {os.strerror(number)}; {advice}"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

@@ -1,14 +1,12 @@
 """How large the policy is, from config fields or from a Hugging Face folder."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rl.errors import ConfigError
+from rl.errors import require
+from rl.model.hugging_face import ARCHITECTURES, QWEN3_NORM_EPS, read_config
 from rl.rules import above, at_least
-
-QWEN3_NORM_EPS = 1e-6
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,10 +78,10 @@ class ModelShape:
     """Transfer and export dtype of the weights the model started from."""
 
 
-def shape_of(config: ModelConfig) -> ModelShape:
-    """Sizes of the policy; reads ``config.json`` where ``hf_path`` is set.
+def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape:
+    """Return the sizes of the policy, from ``config.json`` if ``hf_path`` is set.
 
-    Raises ConfigError for a folder that is missing, incomplete or not a Qwen3 that torchtitan has.
+    Raises ConfigError, naming ``field``, for a folder that is missing, incomplete or no Qwen3 that torchtitan has.
     """
     if config.hf_path is None:
         return ModelShape(
@@ -102,74 +100,47 @@ def shape_of(config: ModelConfig) -> ModelShape:
             max_seq_len=config.max_seq_len,
             dtype="float32",
         )
-    hf = read_hf_config(config.hf_path)
-    heads = hf["num_attention_heads"]
-    rope = hf.get("rope_parameters") or {}
-    experts = hf.get("num_experts") or hf.get("num_local_experts") or 0  # transformers 5 writes the second name
+    folder = Path(config.hf_path)
+    _check_exists(field, folder)
+    hf = read_config(field, folder)
+    has_experts = hf["model_type"] == "qwen3_moe"
     return ModelShape(
         vocab_size=hf["vocab_size"],
         dim=hf["hidden_size"],
         n_layers=hf["num_hidden_layers"],
-        n_heads=heads,
-        n_kv_heads=hf.get("num_key_value_heads", heads),
-        head_dim=hf.get("head_dim", hf["hidden_size"] // heads),
+        n_heads=hf["num_attention_heads"],
+        n_kv_heads=hf["num_key_value_heads"],
+        head_dim=hf["head_dim"],
         hidden_dim=hf["intermediate_size"],
-        num_experts=experts,
-        experts_per_token=hf["num_experts_per_tok"] if experts else 0,
-        moe_hidden_dim=hf["moe_intermediate_size"] if experts else 0,
-        tie_embeddings=hf.get("tie_word_embeddings", False),
-        rope_theta=rope.get("rope_theta", hf.get("rope_theta", 1e6)),
+        num_experts=hf["num_experts"] if has_experts else 0,
+        experts_per_token=hf["num_experts_per_tok"] if has_experts else 0,
+        moe_hidden_dim=hf["moe_intermediate_size"] if has_experts else 0,
+        tie_embeddings=hf["tie_word_embeddings"],
+        rope_theta=hf["rope_theta"],
         max_seq_len=min(config.max_seq_len, hf["max_position_embeddings"]),
-        dtype=hf.get("dtype") or hf.get("torch_dtype") or "float32",
+        dtype=hf["dtype"],
     )
 
 
-def read_hf_config(hf_path: str) -> dict:
-    """``config.json`` of a Hugging Face Qwen3 folder, checked for what torchtitan's Qwen3 can be."""
-    folder = Path(hf_path)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"model.hf_path: there is no folder {hf_path!r}; name one with config.json, *.safetensors and a tokenizer"
-        )
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.hf_path: {hf_path!r} has no config.json; is it a Hugging Face model folder?")
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(
-            f"model.hf_path: {hf_path!r} has no *.safetensors; save the model with safe_serialization=True"
-        )
-    hf = json.loads((folder / "config.json").read_text())
-    rope_type = (hf.get("rope_parameters") or hf.get("rope_scaling") or {}).get("rope_type", "default")
-    required: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "model_type": (hf.get("model_type"), ("qwen3", "qwen3_moe")),
-        "rms_norm_eps": (hf.get("rms_norm_eps", QWEN3_NORM_EPS), (QWEN3_NORM_EPS,)),
-        "attention_bias": (hf.get("attention_bias", False), (False,)),
-        "use_sliding_window": (hf.get("use_sliding_window", False), (False,)),
-        "hidden_act": (hf.get("hidden_act", "silu"), ("silu",)),
-        "rope_type": (rope_type, ("default",)),
-    }
-    if hf.get("model_type") == "qwen3_moe":
-        required |= {
-            "decoder_sparse_step": (hf.get("decoder_sparse_step", 1), (1,)),
-            "mlp_only_layers": (hf.get("mlp_only_layers") or [], ([],)),
-            "norm_topk_prob": (hf.get("norm_topk_prob", False), (True,)),
-            "shared_expert_intermediate_size": (hf.get("shared_expert_intermediate_size") or 0, (0,)),
-        }
-    for name, (value, allowed) in required.items():
-        if value not in allowed:
-            raise ConfigError(
-                f"model.hf_path: {name} in {folder / 'config.json'} is {value!r}; "
-                f"Tiller trains {' or '.join(map(repr, allowed))} only"
-            )
-    return hf
+def _check_exists(field: str, folder: Path) -> None:
+    name = repr(str(folder))
+    require(
+        folder.is_dir(),
+        f"{field}: there is no folder {name}; name one with config.json, *.safetensors and a tokenizer",
+    )
+    require((folder / "config.json").is_file(), f"{field}: {name} has no config.json; is it a Hugging Face folder?")
+    require(
+        any(folder.glob("*.safetensors")),
+        f"{field}: {name} has no *.safetensors; save the model with safe_serialization=True",
+    )
 
 
 def hf_config(shape: ModelShape) -> dict:
     """``config.json`` of a Qwen3, dense or with experts, of this shape, as transformers and vLLM read it."""
-    kind: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    name = "qwen3_moe" if shape.num_experts else "qwen3"
+    kind: dict[str, Any] = {"architectures": [ARCHITECTURES[name]], "model_type": name}
     if shape.num_experts:
-        kind = {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
+        kind |= {
             "num_experts": shape.num_experts,
             "num_experts_per_tok": shape.experts_per_token,
             "moe_intermediate_size": shape.moe_hidden_dim,
@@ -190,6 +161,8 @@ def hf_config(shape: ModelShape) -> dict:
         "max_position_embeddings": shape.max_seq_len,
         "rms_norm_eps": QWEN3_NORM_EPS,
         "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
         "hidden_act": "silu",
         "dtype": shape.dtype,
     }

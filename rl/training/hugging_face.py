@@ -20,13 +20,13 @@ from rl.errors import RunError
 from rl.model.parts import Box, Parts
 from rl.model.shape import ModelShape, hf_config
 from rl.training.engine import TrainingEngine
+from rl.training.hugging_face_files import INDEX, ONE_FILE, check_tensors, stored_tensors
 from rl.training.hugging_face_names import HuggingFaceNames, Piece, Shapes
 from rl.training.model import named_weights, parts_of
 from rl.training.peft import adapter_tensors, write_adapter
 from rl.training.together import on_every_rank, on_first_rank
 from rl.training.values import ValueHead
 
-INDEX = "model.safetensors.index.json"
 DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 FILE_BYTES = 5 * 10**9
 """Largest file of an export that follows no other folder's split; one tensor may exceed it."""
@@ -90,23 +90,21 @@ class HuggingFaceFolders:
             yield file, [entry for _, entry in group]
 
     def _read(self, folder: Path) -> None:
-        files = tensor_files(folder)
-        _check_names(self._tensors(), files, folder)
+        stored = stored_tensors(folder)
+        check_tensors(folder, stored, self._tensors())
+        files = {name: tensor.file for name, tensor in stored.items()}
         for file, pieces in self._by_file(self._parts(), files):
             with safe_open(folder / file, framework="pt") as tensors:
                 for piece, part in pieces:
-                    stored = tensors.get_slice(piece.tensor)
-                    if tuple(stored.get_shape()) != piece.shape:
-                        raise RunError(
-                            f"{folder / file}: {piece.tensor} is {stored.get_shape()}, the model's is {[*piece.shape]}"
-                        )
-                    part[piece.here].copy_(stored[piece.there.slices_in(Box.whole(piece.shape))])
+                    there = piece.there.slices_in(Box.whole(piece.shape))
+                    part[piece.here].copy_(tensors.get_slice(piece.tensor)[there])
 
     def _create(self, whole: Path, partial: Path, dtype: torch.dtype) -> dict[str, "_FileLayout"]:
         if whole.exists() and any(whole.iterdir()) and not any(whole.glob("*.safetensors")):
             raise RunError(f"{whole} holds something other than a model; name another folder to export to")
         tensors = self._tensors()
-        files = tensor_files(self._source) if self._source is not None else {}
+        stored = stored_tensors(self._source) if self._source is not None else {}
+        files = {name: tensor.file for name, tensor in stored.items()}
         if not files.keys() >= tensors.keys():
             files = _split(tensors, dtype)
         shutil.rmtree(partial, ignore_errors=True)
@@ -147,7 +145,7 @@ class HuggingFaceFolders:
         total = sum(layout.size - len(layout.header) for layout in layouts.values())
         if written != total:
             raise RunError(f"the ranks wrote {written} of {total} bytes: their parts do not tile the model")
-        if len(layouts) > 1:
+        if [*layouts] != [ONE_FILE]:
             index = {tensor: file for file, layout in layouts.items() for tensor in layout.starts}
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
             (partial / INDEX).write_text(text)
@@ -167,31 +165,6 @@ class HuggingFaceFolders:
             for path in self._source.glob(pattern):
                 if not path.name.endswith(".safetensors.index.json"):
                     shutil.copy(path, folder)
-
-
-def tensor_files(folder: Path) -> dict[str, str]:
-    """Which file of a Hugging Face folder holds which tensor: {tensor: file name}."""
-    if (folder / INDEX).is_file():
-        return json.loads((folder / INDEX).read_text())["weight_map"]
-    files: dict[str, str] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            files |= dict.fromkeys(tensors.keys(), path.name)
-    return files
-
-
-def _check_names(wanted: Shapes, files: dict[str, str], folder: Path) -> None:
-    missing = [name for name in wanted if name not in files]
-    if missing:
-        raise RunError(f"{folder} lacks {_first_of(missing)}; its config.json asks for it")
-    # A tied model has no head of its own, and rotary frequencies are computed.
-    surplus = [name for name in files if name not in wanted and not name.endswith(("lm_head.weight", ".inv_freq"))]
-    if surplus:
-        raise RunError(f"{folder} holds {_first_of(surplus)}, for which the model has no place")
-
-
-def _first_of(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 class _FileLayout(NamedTuple):
@@ -232,7 +205,7 @@ def _split(tensors: Shapes, dtype: torch.dtype) -> dict[str, str]:
             number, filled = number + 1, 0
         numbers[name], filled = number, filled + size
     if number == 1:
-        return dict.fromkeys(tensors, "model.safetensors")
+        return dict.fromkeys(tensors, ONE_FILE)
     return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}
 
 

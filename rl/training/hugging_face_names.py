@@ -4,10 +4,13 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
 
 from rl.errors import RunError
 from rl.model.parts import Box
+from rl.model.qwen3 import parameter_shapes, qwen3_config
+from rl.model.shape import ModelShape
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of whole tensors, by name."""
@@ -94,3 +97,9 @@ class HuggingFaceNames:
         if pattern is None:
             raise RunError(f"parameter {name} has no place in a Hugging Face Qwen3")
         return pattern.format(layer and layer[0], expert)
+
+
+def hugging_face_tensors(shape: ModelShape) -> Shapes:
+    """The tensors of a Hugging Face Qwen3 of ``shape``; takes no memory."""
+    config = qwen3_config(shape, fuse_qkv=False, inner_attention=ScaledDotProductAttention.Config())
+    return HuggingFaceNames(config).tensors(parameter_shapes(shape, fuse_qkv=False))

@@ -11,6 +11,7 @@ from rl.errors import ConfigError, require
 from rl.model.shape import shape_of
 from rl.training.config import TrainerConfig, adaptable_layers
 from rl.validation.engines import validate_engines
+from rl.validation.folders import validate_folders
 from rl.validation.layouts import validate_layouts
 from rl.validation.values import validate_values
 
@@ -19,6 +20,7 @@ def validate(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
     validate_values(config)
     _validate_sampling(config.rollout)
+    validate_folders(config)
     validate_layouts(config)
     _validate_training_modes(config.trainer, config.hardware)
     _validate_lengths(config)

@@ -1,0 +1,156 @@
+"""config.json of a Hugging Face Qwen3, with the values that transformers uses."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rl.errors import ConfigError, require
+
+QWEN3_NORM_EPS = 1e-6
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+CONFIG_CLASSES = {"qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig"}
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+LARGEST = {"num_hidden_layers": 1024, "num_experts": 2**16}
+LARGEST_SIZE = 2**31 - 1
+DTYPES = ("float32", "bfloat16", "float16")
+
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "attention_dropout": (0.0, 0),
+    "hidden_act": ("silu",),
+    "rms_norm_eps": (QWEN3_NORM_EPS,),
+    "tie_word_embeddings": (True, False),
+    "use_sliding_window": (False,),
+}
+ALLOWED_WITH_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+    "norm_topk_prob": (True,),
+}
+ALLOWED_IF_PRESENT: dict[str, tuple[Any, ...]] = {
+    "auto_map": (None,),
+    "compression_config": (None,),
+    "configuration_files": (None,),
+    "dual_chunk_attention_config": (None,),
+    "is_causal": (True, None),
+    "partial_rotary_factor": (1.0, 1, None),
+    "per_layer_config": (None,),
+    "quantization_config": (None,),
+    "shared_expert_intermediate_size": (0, None),
+    "transformers_weights": (None,),
+}
+"""Keys that transformers' configs of Qwen3 do not list, but that change what the model computes or where it lies."""
+
+
+class HuggingFaceConfig(dict[str, Any]):
+    """A config.json of which ``[key]`` is transformers' own default if the file lacks the key."""
+
+    def __missing__(self, key: str) -> Any:
+        import transformers  # takes a second; published configs lack nothing
+
+        defaults = getattr(transformers, CONFIG_CLASSES[self["model_type"]])
+        if key == "head_dim" and not hasattr(defaults, key):
+            return self["hidden_size"] // self["num_attention_heads"]
+        return getattr(defaults, "default_theta" if key == "rope_theta" else key)
+
+
+def read_json(field: str, path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises ConfigError, naming ``field`` and ``path``, if the file holds none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{field}: {path} cannot be read: {error}") from None
+    require(
+        isinstance(content, dict),
+        f"{field}: {path} holds a {type(content).__name__}; it must be a JSON object, {{...}}",
+    )
+    return content  # type: ignore[no-any-return]
+
+
+def read_config(field: str, folder: Path) -> HuggingFaceConfig:
+    """config.json of ``folder``, with ``rope_theta`` and ``dtype`` under these names in all of its layouts.
+
+    Raises ConfigError, naming ``field``, key and value, for a model that torchtitan's Qwen3 cannot compute.
+    """
+    path = folder / "config.json"
+    config = HuggingFaceConfig(read_json(field, path))
+    check = _Check(field, path)
+    check.one_of("model_type", config.get("model_type"), tuple(ARCHITECTURES))
+    kind = config["model_type"]
+    has_experts = kind == "qwen3_moe"
+    check.one_of("architectures", config.get("architectures"), ([ARCHITECTURES[kind]], [], None))
+    for key, allowed in ALLOWED_IF_PRESENT.items():
+        check.one_of(key, config.get(key), allowed)
+    for key, allowed in (ALLOWED | (ALLOWED_WITH_EXPERTS if has_experts else {})).items():
+        check.one_of(key, config[key], allowed)
+    if "num_local_experts" in config:  # transformers' own name, which goes before the published one
+        config["num_experts"] = config["num_local_experts"]
+    if config["num_key_value_heads"] is None and not has_experts:
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    for key in SIZES + (EXPERT_SIZES if has_experts else ()):
+        config[key] = check.size(key, config[key])
+    _check_relations(check, config, has_experts)
+    config["rope_theta"] = _rope_theta(check, config)
+    config["dtype"] = next((config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None), DTYPES[0])
+    check.one_of("dtype", config["dtype"], DTYPES)
+    return config
+
+
+class _Check:
+    """Raises ConfigError that says where a value stands."""
+
+    def __init__(self, field: str, path: Path):
+        self._field, self._path = field, path
+
+    def that(self, holds: bool, key: str, value: Any, allowed: str) -> None:
+        require(holds, f"{self._field}: {key} in {self._path} is {value!r}; {allowed}")
+
+    def one_of(self, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
+        named = [each for each in allowed if each is not None] or ["models without it"]
+        holds = any(value == each and type(value) is type(each) for each in allowed)
+        listed = " or ".join(each if each == "models without it" else repr(each) for each in named)
+        self.that(holds, key, value, f"Tiller trains {listed} only")
+
+    def size(self, key: str, value: Any) -> Any:
+        largest = LARGEST.get(key, LARGEST_SIZE)
+        holds = type(value) is int and 1 <= value <= largest
+        self.that(holds, key, value, f"it must be a whole number from 1 to {largest}")
+        return value
+
+
+def _check_relations(check: _Check, config: HuggingFaceConfig, has_experts: bool) -> None:
+    """Sizes that depend on each other."""
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    check.that(heads % groups == 0, "num_key_value_heads", groups, f"it must divide num_attention_heads={heads}")
+    layers = config.get("layer_types")
+    is_full = layers is None or layers == ["full_attention"] * config["num_hidden_layers"]
+    check.that(is_full, "layer_types", layers, "it must be null, or 'full_attention' for each of num_hidden_layers")
+    if has_experts:
+        chosen, experts = config["num_experts_per_tok"], config["num_experts"]
+        check.that(chosen <= experts, "num_experts_per_tok", chosen, f"it must be at most num_experts={experts}")
+
+
+def _rope_theta(check: _Check, config: HuggingFaceConfig) -> float:
+    """Base of the rotary embedding, in transformers' order: rope_scaling, rope_parameters, rope_theta, the default."""
+    place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(place) or {}
+    is_flat = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
+    check.that(is_flat, place, rope, "it must be null or an object with one rope_type for all layers")
+    check.one_of(f"rope_type of {place}", rope.get("rope_type", rope.get("type", "default")), ("default",))
+    allowed = ALLOWED_IF_PRESENT["partial_rotary_factor"]
+    check.one_of("partial_rotary_factor", rope.get("partial_rotary_factor"), allowed)
+    theta = rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]
+    is_number = type(theta) in (int, float) and math.isfinite(theta) and theta > 0
+    check.that(is_number, "rope_theta", theta, "it must be a finite number above 0")
+    return float(theta)

@@ -1,0 +1,114 @@
+"""From a model folder comes the model that transformers makes of it, or a ConfigError that names what is wrong."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from configs.quickstart import quickstart
+from rl.config import RoleConfig, RunConfig
+from rl.errors import ConfigError
+from rl.model.shape import ModelConfig, hf_config, shape_of
+from rl.validation import validate
+from tests.training.model_folders import EQUAL, REFUSED, Folder, edit_config, truncate
+from tests.training.scenes import logits_of
+from tests.training.test_hugging_face import open_folder
+
+FORWARD = ("hidden_act", "rms_norm_eps", "attention_bias", "sliding_window", "layer_types", "norm_topk_prob")
+"""Of a transformers config: fields that are no size."""
+
+
+def config_of(folder) -> RunConfig:
+    """A run that starts from ``folder``."""
+    config = quickstart()
+    config.model = ModelConfig(hf_path=str(folder))
+    return config
+
+
+@torch.no_grad()
+def transformers_logits(folder, tokens: torch.Tensor) -> torch.Tensor:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(tokens).logits
+
+
+def test_the_corpus_is_as_large_as_it_must_be():
+    assert len(EQUAL) >= 30
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_log_probs_and_export_are_those_of_transformers(tmp_path, name):
+    folder, out = EQUAL[name].write(tmp_path / "in"), tmp_path / "out"
+    validate(config_of(folder))
+    tokens = torch.randint(40, (2, 24), generator=torch.Generator().manual_seed(1))
+    wanted = transformers_logits(folder, tokens).log_softmax(-1)
+    assert wanted.std() > 0.3
+    engine, checkpointer = open_folder(folder, tmp_path)
+    checkpointer.export_hf(str(out))
+    checkpointer.close()
+    assert (logits_of(engine, tokens).log_softmax(-1) - wanted).abs().max() <= 1e-5
+    assert torch.equal(transformers_logits(out, tokens).log_softmax(-1), wanted)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_generators_get_the_config_that_transformers_reads(tmp_path, name):
+    """vLLM is given hf_config of the shape, not the folder."""
+    folder = EQUAL[name].write(tmp_path / "in")
+    theirs = AutoConfig.from_pretrained(folder)
+    shape = shape_of(ModelConfig(hf_path=str(folder)))
+    ours = type(theirs)(**hf_config(shape))
+    assert ours.rope_parameters["rope_theta"] == theirs.rope_parameters["rope_theta"]
+    assert ours.rope_parameters["rope_type"] == theirs.rope_parameters["rope_type"] == "default"
+    for field in (*Folder().sizes, "head_dim", "num_key_value_heads", "tie_word_embeddings", "num_experts", *FORWARD):
+        if hasattr(theirs, field) and hasattr(ours, field):
+            assert getattr(ours, field) == getattr(theirs, field), field
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_folder_of_another_model_or_a_damaged_one_is_refused(tmp_path, name):
+    folder, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=f"^model.hf_path: .*{message}"):
+        validate(config_of(folder.write(tmp_path / "in")))
+
+
+@pytest.fixture
+def pair(tmp_path) -> tuple[Path, Path]:
+    """Two folders of the same model, to damage one of them."""
+    one = Folder().write(tmp_path / "one")
+    return one, Path(shutil.copytree(one, tmp_path / "other"))
+
+
+def test_folders_of_roles_are_read_before_a_process_starts(pair):
+    good, bad = pair
+    config = config_of(good)
+    config.roles["teacher"] = RoleConfig(model=ModelConfig(hf_path=str(bad)))
+    validate(config)
+    truncate(bad)
+    with pytest.raises(ConfigError, match=r"^roles.teacher.model.hf_path: .*other/model.safetensors cannot be read"):
+        validate(config)
+    edit_config(bad, attention_bias=True)
+    with pytest.raises(ConfigError, match=r"^roles.teacher.model.hf_path: attention_bias .* is True"):
+        validate(config)
+
+
+def test_an_initial_hugging_face_folder_is_read_before_a_process_starts(pair):
+    good, bad = pair
+    config = config_of(good)
+    checkpoint, field = config.trainer.checkpoint, "trainer.checkpoint.initial_load_path"
+    checkpoint.initial_load_path, checkpoint.initial_load_in_hf = str(bad), True
+    validate(config)
+    truncate(bad)
+    with pytest.raises(ConfigError, match=f"^{field}: .*other/model.safetensors cannot be read"):
+        validate(config)
+    edit_config(bad, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    with pytest.raises(ConfigError, match=f"^{field} is .* a model whose rope_theta is 10000.0; .*, 500000.0"):
+        validate(config)
+
+
+def test_an_initial_checkpoint_that_is_missing_is_refused(tmp_path):
+    config = quickstart()
+    config.trainer.checkpoint.initial_load_path = str(tmp_path)
+    with pytest.raises(ConfigError, match=r"initial_load_path is .*, where no complete checkpoint is; name the folder"):
+        validate(config)
+    (tmp_path / ".metadata").touch()
+    validate(config)

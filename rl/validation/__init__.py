@@ -1,5 +1,6 @@
 """What a run cannot work with, said before any process starts."""
 
+import re
 from pathlib import Path
 
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
@@ -15,6 +16,9 @@ from rl.validation.folders import validate_folders
 from rl.validation.layouts import validate_layouts
 from rl.validation.values import validate_values
 
+RESERVED = ("critic", "export", "launch", "lock", "logs", "reference", "replicas")
+"""Names in a run folder that have a use."""
+
 
 def validate(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
@@ -22,6 +26,7 @@ def validate(config: RunConfig) -> None:
     _validate_sampling(config.rollout)
     validate_folders(config)
     validate_layouts(config)
+    _validate_checkpoint(config)
     _validate_training_modes(config.trainer, config.hardware)
     _validate_lengths(config)
     validate_engines(config)
@@ -42,16 +47,31 @@ def _validate_sampling(rollout: RolloutConfig) -> None:
         )
 
 
-def _validate_training_modes(trainer: TrainerConfig, hardware: HardwareConfig) -> None:
-    step, mode = trainer.checkpoint.load_step, trainer.checkpoint.async_mode
+def _validate_checkpoint(config: RunConfig) -> None:
+    checkpoint = config.trainer.checkpoint
+    folder, step, mode = checkpoint.folder, checkpoint.load_step, checkpoint.async_mode
+    taken = (*RESERVED, *config.roles)
+    require(
+        bool(re.fullmatch(r"[\w-]+", folder)) and folder not in taken,
+        f"trainer.checkpoint.folder is {folder!r}; it must be a name of letters, digits, _ and - for a folder in "
+        f"the run folder, other than {', '.join(taken)}",
+    )
+    require(
+        not checkpoint.load_only,
+        "trainer.checkpoint.load_only is True; it must be False, or no step would ever be saved: to start from "
+        "another run's checkpoint, set trainer.checkpoint.initial_load_path",
+    )
     require(
         step == -1,
         f"trainer.checkpoint.load_step is {step}; it must be -1: --resume goes on from the newest, losing no work",
     )
     require(
-        mode != "async_with_pinned_mem" or hardware.kind == "cuda",
+        mode != "async_with_pinned_mem" or config.hardware.kind == "cuda",
         f"trainer.checkpoint.async_mode is {mode!r}, which needs CUDA; on CPU 'disabled' and 'async' are allowed",
     )
+
+
+def _validate_training_modes(trainer: TrainerConfig, hardware: HardwareConfig) -> None:
     if trainer.float8 is not None:
         emulate = trainer.float8.emulate
         require(
@@ -204,7 +224,7 @@ def _validate_algorithm(config: RunConfig) -> None:
 def _validate_roles(config: RunConfig) -> None:
     words, longest = shape_of(config.model).vocab_size, config.data.max_prompt_tokens + config.rollout.max_tokens
     for name, role in config.roles.items():
-        taken = ("policy", "trainer", "reference", "critic", "reward", "generator", "checkpoints", "logs", "export")
+        taken = (*RESERVED, "checkpoints", "generator", "policy", "reward", "trainer")
         require(
             name.isidentifier() and name not in taken,
             f"roles: {name!r} cannot be the name of a role; it must be an identifier other than {list(taken)}",

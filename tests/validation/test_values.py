@@ -186,3 +186,17 @@ def test_more_processes_than_a_hosts_memory_holds_are_refused(config, name, cont
         validate(changed)
     changed.hardware.host_memory_gib = 1000.0
     validate(changed)
+
+
+@pytest.mark.parametrize(
+    "folder", ["../../x", "/tmp/x", "a/b", ".", "critic", "reference", "logs", "export", "judge", "config.json"]
+)
+def test_a_checkpoint_folder_outside_the_run_or_of_another_use_is_refused(config, folder):
+    with pytest.raises(ConfigError, match="trainer.checkpoint.folder is '.*'; it must be a name of letters"):
+        validate(put(config, "trainer.checkpoint.folder", folder))
+
+
+def test_a_run_that_would_never_save_is_refused(config):
+    validate(put(config, "trainer.checkpoint.folder", "my_checkpoints-2"))
+    with pytest.raises(ConfigError, match="trainer.checkpoint.load_only is True; it must be False"):
+        validate(put(config, "trainer.checkpoint.load_only", True))

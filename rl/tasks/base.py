@@ -105,10 +105,11 @@ class Task(Configurable, ABC):
 
     def set_tokenizer(self, tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Sequence[int]) -> None:
         """Adopt a tokenizer. Raises ConfigError if the model has too few embeddings or nothing ends a completion."""
-        if len(tokenizer) > self.shape.vocab_size:
+        size = len(tokenizer)
+        if size > self.shape.vocab_size:
             raise ConfigError(
-                f"model.vocab_size: {self.shape.vocab_size} is smaller than the task's vocabulary; "
-                f"set it to {len(tokenizer)} or more"
+                f"model.vocab_size: {self.shape.vocab_size} is smaller than the tokenizer's vocabulary; set it to "
+                f"{size} or more, or, with model.hf_path, use the tokenizer of that model"
             )
         if not stop_token_ids:
             raise ConfigError("model.hf_path: its tokenizer names no eos_token, so no completion could end; set one")
@@ -116,10 +117,12 @@ class Task(Configurable, ABC):
         try:
             self.stop_token_ids = tuple(map(operator.index, stop_token_ids))
         except TypeError:
+            self.stop_token_ids = (-1,)
+        if not all(0 <= token < self.shape.vocab_size for token in self.stop_token_ids):
             raise ConfigError(
-                f"data: {type(self).__name__} names the stop tokens {shown(stop_token_ids)}; they must be token ids: "
-                "does the tokenizer have an eos_token?"
-            ) from None
+                f"data: {type(self).__name__} names the stop tokens {shown(stop_token_ids)}; they must be token ids "
+                f"below {self.shape.vocab_size}: does the tokenizer have an eos_token?"
+            )
 
     def prompt_limit(self) -> tuple[int, str]:
         """Longest prompt allowed, in tokens, and the config field that sets this limit."""

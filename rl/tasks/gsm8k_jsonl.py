@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 from rl.errors import ConfigError
+from rl.model.hugging_face import read_json
 from rl.model.shape import ModelConfig
 from rl.rules import SHARE
 from rl.tasks.base import Score, Task, epoch_index, tell_progress
@@ -118,9 +119,17 @@ class Gsm8kJsonl(Task):
         if self.config.system_prompt:
             messages.insert(0, {"role": "system", "content": self.config.system_prompt})
         thinking = self.config.enable_thinking
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+            )
+        except Exception as error:  # the template is a program
+            line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
+            roles = " and ".join(message["role"] for message in messages)
+            raise ConfigError(
+                f"model.hf_path: the chat template in {self.tokenizer.name_or_path!r} fails for messages of {roles}: "
+                f"{type(error).__name__}: {error}{line}"
+            ) from None
         return cast(str, text)
 
     def _check_lengths(self, problems: list[Problem], lengths: list[int]) -> None:
@@ -196,12 +205,24 @@ def choose_held_out(questions: list[str], fraction: float, path: str) -> list[bo
 
 
 def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
-    """Tokenizer of a Hugging Face folder. Raises ConfigError without tokenizer.json or chat template."""
+    """Return the tokenizer of a Hugging Face folder.
+
+    Raises ConfigError, naming the file, if a file is damaged, or tokenizer.json or the chat template is missing.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    if not (Path(hf_path) / "tokenizer.json").is_file():
+    files = [Path(hf_path) / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    if not files[0].is_file():
         raise ConfigError(f"model.hf_path: {hf_path!r} has no tokenizer.json; save the tokenizer beside the model")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(hf_path, local_files_only=True)
+    for path in filter(Path.exists, files):
+        read_json("model.hf_path", path)
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(hf_path, local_files_only=True)
+    except Exception as error:  # of many kinds, from transformers, tokenizers and Python
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            f"model.hf_path: the tokenizer in {hf_path!r} cannot be loaded: {cause}; save it again by save_pretrained"
+        ) from None
     if not tokenizer.chat_template:
         raise ConfigError(
             f"model.hf_path: the tokenizer in {hf_path!r} has no chat template; "
@@ -211,10 +232,19 @@ def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
 
 
 def read_stop_token_ids(hf_path: str, tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
-    """The tokenizer's eos token and those that generation_config.json adds, sorted."""
+    """Return the tokenizer's eos token and those that generation_config.json adds, sorted.
+
+    Raises ConfigError for an eos_token_id that is no token of the tokenizer.
+    """
     ids = {tokenizer.eos_token_id} - {None}
     path = Path(hf_path) / "generation_config.json"
-    if path.is_file():
-        eos = json.loads(path.read_text()).get("eos_token_id")
-        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    if path.exists():
+        eos = read_json("model.hf_path", path).get("eos_token_id")
+        listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(token) is int and 0 <= token < len(tokenizer) for token in listed):
+            raise ConfigError(
+                f"model.hf_path: eos_token_id in {path} is {eos!r}; it must be one or several of the {len(tokenizer)} "
+                "token ids of the tokenizer beside it"
+            )
+        ids.update(listed)
     return tuple(sorted(ids))

@@ -29,7 +29,7 @@ BROKEN = [
     ("tokenizer.json", text("[]"), "tokenizer.json holds a list; it must be a JSON object"),
     ("tokenizer.json", text("{}"), "the tokenizer in .* cannot be loaded: KeyError: 'added_tokens'"),
     ("tokenizer.json", lambda path: path.write_bytes(b"\xff\xfe\x00"), "tokenizer.json cannot be read"),
-    ("config.json", keys(vocab_size=100), "model.vocab_size: 100 is smaller than the tokenizer's .* that model"),
+    ("config.json", keys(vocab_size=100), "vocab_size: 100 is smaller than the tokenizer's .* that model"),
     ("tokenizer_config.json", text('{"a": '), "tokenizer_config.json cannot be read: Expecting value"),
     ("tokenizer_config.json", text("[]"), "tokenizer_config.json holds a list; it must be a JSON object"),
     ("tokenizer_config.json", keys(eos_token=5), "cannot be loaded: TypeError: Special token eos_token has to be"),

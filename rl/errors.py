@@ -3,6 +3,8 @@
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, NoReturn
 
 EXIT_FAILED = 1
@@ -47,6 +49,17 @@ class RunError(RuntimeError):
     """A run failed after it started; the message names the actor, rank and call."""
 
     exit_code = EXIT_FAILED
+
+
+@contextmanager
+def naming(code: str) -> Iterator[None]:
+    """Raise RunError, which says that ``code`` raised and where, for anything that the user's code raises within."""
+    try:
+        yield
+    except RunError:
+        raise
+    except BaseException as error:  # SystemExit too
+        raise RunError(f"{code} raised {said_by(error)}\n{traceback.format_exc().rstrip()}") from error
 
 
 class NodeLost(RunError):

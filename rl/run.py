@@ -15,8 +15,8 @@ from rl.actors.processes import start_runtime, stop_runtime
 from rl.cli import parse_config
 from rl.config import RunConfig, changed_fields, frozen
 from rl.controller.dispatch import Dispatch
-from rl.controller.evaluation import held_out_prompts
 from rl.controller.loop import Controller
+from rl.controller.start import build_task, check_algorithm
 from rl.controller.together import beside
 from rl.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, ActorFailure, NodeLost, end_program, require
 from rl.meshes import Meshes
@@ -33,8 +33,8 @@ def run(arguments: list[str], *, program: str) -> int:
     Raises ConfigError before anything has started, RunError if the run folder cannot be written or is in use.
     """
     name, config = parse_config(arguments, program=program)
-    task: Task = config.data.build(seed=config.seed, model=config.model)
-    held_out_prompts(config.evaluation, task)  # which raises if there are none, before anything starts
+    check_algorithm(config)
+    task = build_task(config)
     attempt_on = os.environ.get("TILLER_NODES", "").split()
     _check_hosts(config, len(attempt_on) or 1)
     # The controller of the attempt before may live on: its node may be lost to the cluster only.

@@ -1,10 +1,16 @@
 """What a run refuses before it has a folder."""
 
 import os
+from dataclasses import dataclass, replace
 
 import pytest
 
+from configs.quickstart import quickstart
+from rl.algorithms.advantages import Advantages, GroupAdvantage
+from rl.config import AlgorithmConfig, RunConfig
 from rl.observe.owner import FolderOwner
+from rl.tasks.base import Task
+from rl.tasks.copy_digits import CopyDigits
 from rl.train import main
 
 
@@ -36,6 +42,71 @@ def test_held_out_prompts_that_cannot_be_had(held_out, message, tmp_path, monkey
     monkeypatch.setattr("rl.tasks.copy_digits.is_held_out", held_out)
     code = main(["--config", "quickstart", "--output-dir", str(tmp_path / "run")])
     assert (code, message in capsys.readouterr().err) == (2, True)
+    assert not (tmp_path / "run").exists()
+
+
+class Misshapen(GroupAdvantage):
+    """Gives one advantage a completion."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupAdvantage.Config):
+        pass
+
+    def __call__(self, scored):
+        return Advantages(scored.rewards)
+
+
+class Moody(CopyDigits):
+    """Fails where ``fails`` says."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CopyDigits.Config):
+        fails: str = ""
+
+    def __init__(self, config, *, seed, model):
+        if config.fails == "constructor":
+            raise SystemExit("no data today")
+        if config.fails == "no tokenizer":
+            Task.__init__(self, config, seed=seed, model=model)
+        elif config.fails != "no super":
+            super().__init__(config, seed=seed, model=model)
+
+    def prompt(self, ordinal):
+        if self.config.fails == "prompt" and ordinal == 7:
+            return None
+        if self.config.fails == "Ctrl-C":
+            raise KeyboardInterrupt
+        return super().prompt(ordinal)
+
+
+def moody() -> RunConfig:
+    return replace(quickstart(), data=Moody.Config())
+
+
+def misshapen() -> RunConfig:
+    return replace(quickstart(), algorithm=AlgorithmConfig(advantage=Misshapen.Config()))
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "code", "message"),
+    [
+        (
+            "misshapen",
+            [],
+            2,
+            "Misshapen (advantages) returned float32 [256] on cpu; expected is a tensor, float32 [511]",
+        ),
+        ("moody", ["--data.fails", "constructor"], 2, "data: Moody raised SystemExit: no data today"),
+        ("moody", ["--data.fails", "no super"], 2, "data: Moody has no shape; its constructor must call super()"),
+        ("moody", ["--data.fails", "no tokenizer"], 2, "its constructor must call self.set_tokenizer(tokenizer"),
+        ("moody", ["--data.fails", "prompt"], 2, "data: Moody.prompt(7) is None; expected is a Prompt"),
+        ("moody", ["--data.fails", "Ctrl-C"], 130, "interrupted before the run started"),
+    ],
+)
+def test_code_of_the_users_own_is_tried_before_anything_starts(config, arguments, code, message, tmp_path, capsys):
+    arguments = ["--config", f"{__name__}.{config}", *arguments, "--output-dir", str(tmp_path / "run")]
+    assert main(arguments) == code
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torchtitan.config import Configurable
 
-from rl.algorithms.tokens import sum_by_sequence
-from rl.errors import RunError
+from rl.algorithms.tokens import check_per_token, sum_by_sequence
+from rl.errors import RunError, naming, shown
 from rl.rules import SHARE
 
 
@@ -84,6 +84,19 @@ class AdvantageEstimator(Configurable):
 
     def __call__(self, scored: Scored) -> Advantages:
         raise NotImplementedError
+
+
+def advantages_of(estimator: AdvantageEstimator, scored: Scored, *, with_returns: bool) -> Advantages:
+    """Advantages, and returns if a critic needs them. Raises RunError that names an estimator that gives others."""
+    whose, count = f"algorithm.advantage: {type(estimator).__name__}", len(scored.sequence)
+    with naming(whose):
+        found = estimator(scored)
+    if not isinstance(found, Advantages):
+        raise RunError(f"{whose} returned {shown(found)}; expected is Advantages(advantages, returns)")
+    check_per_token(f"{whose} (advantages)", found.advantages, count)
+    if with_returns or found.returns is not None:
+        check_per_token(f"{whose} (returns)", found.returns, count)
+    return found
 
 
 class GroupAdvantage(AdvantageEstimator):

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import torch
 from torchtitan.config import Configurable
 
-from rl.algorithms.tokens import mean_by_sequence, sum_by_sequence
+from rl.algorithms.tokens import check_per_token, mean_by_sequence, sum_by_sequence
+from rl.errors import RunError, naming, shown
 from rl.rules import above, at_least
 
 Level = Literal["token", "sequence"]
@@ -120,11 +121,20 @@ def correction_weights(
     staleness: torch.Tensor,
     sequence: torch.Tensor,
 ) -> Weighed:
-    """The product of all corrections, with its mean and the share of tokens that it masks."""
+    """The product of all corrections, with its mean and the share of tokens that it masks.
+
+    Raises RunError that names a correction that returns something else than it should.
+    """
     weights, metrics = torch.ones_like(proximal), dict[str, float]()
     for correction in corrections:
-        factor, own = correction(proximal, behaviour, staleness, sequence)
-        weights, metrics = weights * factor, metrics | own
+        whose = f"algorithm.corrections: {type(correction).__name__}"
+        with naming(whose):
+            weighed = correction(proximal, behaviour, staleness, sequence)
+        if not (isinstance(weighed, tuple) and len(weighed) == 2 and isinstance(weighed[1], dict)):
+            raise RunError(f"{whose} returned {shown(weighed)}; expected are a tensor and a dict of metrics")
+        weights = weights * check_per_token(whose, weighed[0], len(proximal))
+        with naming(f"{whose}: its metrics {shown(weighed[1])}"):
+            metrics |= {str(name): float(value) for name, value in weighed[1].items()}
     return weights, {**metrics, "correction/mean": weights.mean().item(), "correction/masked": _share(weights == 0)}
 
 

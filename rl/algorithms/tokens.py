@@ -1,8 +1,10 @@
 """The tokens that a loss is called with, and sums over their sequences."""
 
+from typing import cast
+
 import torch
 
-from rl.errors import RunError
+from rl.errors import RunError, shown
 
 
 class Tokens(dict[str, torch.Tensor]):
@@ -14,6 +16,19 @@ class Tokens(dict[str, torch.Tensor]):
 
     def __missing__(self, name: str) -> torch.Tensor:
         raise RunError(f"the loss needs {name}, which the batch does not have; it has {', '.join(sorted(self))}")
+
+
+def check_per_token(whose: str, values: object, count: int) -> torch.Tensor:
+    """Return ``values`` if the user's code gave one number for each of ``count`` tokens; else raise RunError."""
+    if isinstance(values, torch.Tensor):
+        kind = f"{str(values.dtype).removeprefix('torch.')} {[*values.shape]} on {values.device.type}"
+        kind += " with gradient" if values.requires_grad else ""
+    else:
+        kind = shown(values)
+    expected = f"float32 [{count}] on cpu"
+    if kind != expected:
+        raise RunError(f"{whose} returned {kind}; expected is a tensor, {expected}, one number a completion token")
+    return cast(torch.Tensor, values)
 
 
 def sum_by_sequence(values: torch.Tensor, sequence: torch.Tensor, count: int | None = None) -> torch.Tensor:

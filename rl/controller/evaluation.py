@@ -8,7 +8,8 @@ from rl.controller.ledger import Group
 from rl.controller.router import Router
 from rl.controller.sampler import sampling_of
 from rl.controller.together import beside
-from rl.errors import ConfigError, GroupLost, require, said_by
+from rl.errors import GroupLost, RunError
+from rl.rollout.prompts import eval_prompts
 from rl.rollout.rollouter import Rollouter
 from rl.tasks.base import Task
 from rl.types import Completion, GenerationRequest, Prompt, Sampling
@@ -82,21 +83,15 @@ class Evaluation:
 
 
 def held_out_prompts(config: EvaluationConfig, task: Task) -> list[Prompt]:
-    """Prompts of each evaluation, none if ``config.prompts`` is 0. Raises ConfigError if the task has none to give."""
+    """Prompts of each evaluation, none if ``config.prompts`` is 0. Raises RunError for prompts that cannot be used."""
     if config.prompts == 0:
         return []
+    if prompts := eval_prompts(task, config.prompts):
+        return prompts
     name = type(task).__name__
-    try:
-        prompts = task.eval_prompts(config.prompts)
-    except ConfigError:
-        raise
-    except Exception as error:  # the user's own code
-        raise ConfigError(f"data: {name}.eval_prompts({config.prompts}) raised {said_by(error)}") from error
-    require(
-        bool(prompts),
-        f"evaluation.prompts is {config.prompts}, but {name} holds out no prompts; set it to 0 for no evaluation",
+    raise RunError(
+        f"evaluation.prompts is {config.prompts}, but {name} holds out no prompts; set it to 0 for no evaluation"
     )
-    return prompts
 
 
 def _solved(groups: list[Group]) -> int:

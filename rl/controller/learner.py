@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rl.algorithms.advantages import Scored, overlong_penalty
+from rl.algorithms.advantages import Scored, advantages_of, overlong_penalty
 from rl.algorithms.corrections import correction_weights
 from rl.algorithms.kl import kl
 from rl.algorithms.losses import batch_denominator
@@ -88,7 +88,7 @@ class Learner:
             token_rewards=token_rewards,
             values=batch.columns["old_values"][batch.counted] if "old_values" in batch.columns else None,
         )
-        found = self._advantage(scored)
+        found = advantages_of(self._advantage, scored, with_returns="critic" in self._learning)
         batch.columns["advantages"] = batch.spread(found.advantages)
         if found.returns is not None:
             batch.columns["returns"] = batch.spread(found.returns)
@@ -137,9 +137,10 @@ class Learner:
 
     async def finish(self, step: int) -> dict[str, float]:
         """After the last update of ``step``: metrics of what was prepared for it."""
-        tokens = sum(count for count, _ in self._prepared)
-        names = self._prepared[0][1]
-        metrics = {name: sum(count * row[name] for count, row in self._prepared) / tokens for name in names}
+        metrics = dict[str, float]()
+        for name in dict.fromkeys(name for _, row in self._prepared for name in row):
+            counted = [(count, row[name]) for count, row in self._prepared if name in row]
+            metrics[name] = sum(count * value for count, value in counted) / sum(count for count, _ in counted)
         self._prepared = []
         if self._kl_coef:
             self._kl_coef = self._adaptive_kl.update(self._kl_coef, metrics["kl/reference"])

@@ -12,6 +12,7 @@ from rl.controller.push import WeightPush
 from rl.controller.router import Router
 from rl.controller.together import Signal, beside
 from rl.errors import GroupLost, RunError
+from rl.rollout.prompts import training_prompt
 from rl.rollout.rollouter import Generate, Rollouter
 from rl.tasks.base import Task
 from rl.types import Sampling
@@ -138,7 +139,7 @@ class Sampler:
                 work.create_task(sample(ledger.admit(self._push.held)))
 
     async def _sample(self, ordinals: list[int], generate: Generate) -> dict[int, Group | GroupLost]:
-        prompts = [self._task.prompt(ordinal) for ordinal in ordinals]
+        prompts = [training_prompt(self._task, ordinal) for ordinal in ordinals]
         samples = self._config.rollout.samples_per_prompt
         groups = await self._rollouter.collect(prompts, self._sampling, samples=samples, generate=generate)
         return dict(zip(ordinals, groups, strict=True))

@@ -7,7 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.algorithms.advantages import GAE, GroupAdvantage, LeaveOneOut, ReinforcePlusPlus, Scored, overlong_penalty
+from rl.algorithms.advantages import (
+    GAE,
+    Advantages,
+    GroupAdvantage,
+    LeaveOneOut,
+    ReinforcePlusPlus,
+    Scored,
+    advantages_of,
+    overlong_penalty,
+)
 from rl.errors import RunError
 
 REWARDS = [[0.0, 1.0, 0.25, 0.25], [1.0, 1.0, 1.0, 0.0]]
@@ -157,3 +166,38 @@ def test_completions_are_punished_softly_before_the_limit():
     lengths = torch.tensor([1, 16, 17, 18, 20, 25])
     wanted = [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
     assert overlong_penalty(lengths, max_tokens=20, buffer=4).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "returned None; expected is Advantages"),
+        (torch.zeros(3), r"returned tensor\(\[0., 0., 0.\]\); expected is Advantages"),
+        (
+            Advantages([0.0, 0.0, 0.0]),
+            r"\(advantages\) returned \[0.0, 0.0, 0.0\]; expected is a tensor, float32 \[3\]",
+        ),
+        (
+            Advantages(torch.zeros(2)),
+            r"\(advantages\) returned float32 \[2\] on cpu; expected is a tensor, float32 \[3\]",
+        ),
+        (Advantages(torch.zeros(3, 1)), r"\(advantages\) returned float32 \[3, 1\] on cpu"),
+        (Advantages(torch.zeros(3, dtype=torch.float64)), r"\(advantages\) returned float64 \[3\] on cpu"),
+        (Advantages(torch.zeros(3, dtype=torch.int64)), r"\(advantages\) returned int64 \[3\] on cpu"),
+        (Advantages(torch.zeros(3, device="meta")), r"\(advantages\) returned float32 \[3\] on meta"),
+        (Advantages(torch.zeros(3, requires_grad=True)), r"returned float32 \[3\] on cpu with gradient"),
+        (Advantages(torch.zeros(3)), r"\(returns\) returned None; expected is a tensor, float32 \[3\]"),
+        (Advantages(torch.zeros(3), torch.zeros(4)), r"\(returns\) returned float32 \[4\] on cpu"),
+        (SystemExit(3), "raised SystemExit: 3\nTraceback"),
+        (ZeroDivisionError("none"), "raised ZeroDivisionError: none\nTraceback"),
+    ],
+)
+def test_an_estimator_that_gives_something_else_is_named(answer, message):
+    class Given(GroupAdvantage):
+        def __call__(self, scored):
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+    with pytest.raises(RunError, match=f"(?s)^algorithm.advantage: Given.*{message}"):
+        advantages_of(Given(GroupAdvantage.Config()), scored([0.0, 1.0], lengths=[1, 2]), with_returns=True)

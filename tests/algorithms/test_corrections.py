@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rl.algorithms.corrections import MaskedIS, StalenessDecay, TruncatedIS, correction_weights
+from rl.errors import RunError
 
 LENGTHS = [3, 1, 5, 4]
 SEQUENCE = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
@@ -89,3 +90,34 @@ def test_ratios_beyond_float32_are_capped_or_masked(name):
     columns = apart, torch.zeros(4), torch.zeros(4), torch.tensor([0, 1, 2, 3])
     weights, _ = WRITTEN_OUT[name][0].build()(*columns)
     assert weights.isfinite().all() and weights.max() <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "returned None; expected are a tensor and a dict of metrics"),
+        (torch.ones(13), r"returned tensor\(.*; expected are a tensor and a dict"),
+        ((torch.ones(13), None), "expected are a tensor and a dict of metrics"),
+        ((torch.ones(12), {}), r"returned float32 \[12\] on cpu; expected is a tensor, float32 \[13\] on cpu"),
+        ((torch.ones(13).double(), {}), r"returned float64 \[13\] on cpu; expected"),
+        ((torch.ones(13), {"share": "all"}), "its metrics {'share': 'all'} raised ValueError: could not convert"),
+        (SystemExit(3), "raised SystemExit: 3"),
+    ],
+)
+def test_a_correction_that_gives_something_else_is_named(answer, message):
+    class Given(TruncatedIS):
+        def __call__(self, *columns):
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+    with pytest.raises(RunError, match=f"(?s)^algorithm.corrections: Given.*{message}"):
+        correction_weights([Given(TruncatedIS.Config())], *batch(0))
+
+
+def test_metrics_of_a_correction_become_plain_numbers():
+    class Given(TruncatedIS):
+        def __call__(self, *columns):
+            return torch.ones(13), {"share": torch.tensor(0.5)}
+
+    assert correction_weights([Given(TruncatedIS.Config())], *batch(0))[1]["share"] == 0.5

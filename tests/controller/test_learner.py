@@ -1,6 +1,7 @@
 """What a step's groups become: batches with all that a loss needs, cut into as many updates as the config says."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -280,3 +281,24 @@ def test_a_reward_models_score_is_part_of_what_is_compared(run):
     (batch,) = run.trainer.batches
     first, second, *_ = (part[-1].item() for part in batch.columns["advantages"].split(batch.lengths.tolist()))
     assert (first, second) == (0.5, -0.5)  # rewards 0 and 1 of the task, 2 and 0 of the judge
+
+
+class Now(TruncatedIS):
+    """Has a metric in its first call only."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TruncatedIS.Config):
+        pass
+
+    def __call__(self, proximal, *others):
+        self.calls = getattr(self, "calls", 0) + 1
+        return torch.ones_like(proximal), {"first": 0.25} if self.calls == 1 else {}
+
+
+def test_a_metric_that_a_part_lacks_is_averaged_over_the_others(run):
+    def edit(config):
+        free(config)
+        config.rollout.parts_per_step, config.algorithm.corrections = 2, (Now.Config(),)
+
+    _, rows = run(steps=1, edit=edit)
+    assert rows[0]["first"] == 0.25

@@ -2,10 +2,12 @@
 
 import asyncio
 import random
+from dataclasses import dataclass
 
 import pytest
 
 from rl.errors import GroupLost, RunError
+from rl.tasks.copy_digits import CopyDigits
 from tests.controller.loops import calls, free, ledger_of
 
 
@@ -76,6 +78,26 @@ def test_lost_groups_before_a_resume_count_after_it(run, staleness):
     with pytest.raises(RunError) as resumed:
         run(prepare, steps=20, staleness=staleness, saved={5: run.saved[5]})
     assert str(resumed.value) == str(uninterrupted.value)
+
+
+class Ending(CopyDigits):
+    """Has five prompts."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CopyDigits.Config):
+        pass
+
+    def prompt(self, ordinal):
+        return super().prompt(ordinal) if ordinal < 5 else None
+
+
+@pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
+def test_a_prompt_that_cannot_be_used_ends_the_run_by_name(run, pipeline):
+    def edit(config):
+        config.data, config.rollout.pipeline = Ending.Config(), pipeline
+
+    with pytest.raises(RunError, match=r"data: Ending.prompt\(5\) is None; expected is a Prompt"):
+        run(edit=edit)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])

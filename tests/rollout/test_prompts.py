@@ -1,0 +1,117 @@
+"""A prompt that no generator could take is refused with its task, its place and what was expected."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rl.errors import ConfigError, RunError
+from rl.model.shape import ModelConfig
+from rl.rollout.prompts import eval_prompts, training_prompt
+from rl.tasks.copy_digits import CopyDigits
+from rl.types import Prompt
+
+
+class Digits(CopyDigits):
+    """Gives ``answer``, or what it makes of the right prompt."""
+
+    answer: object
+
+    def prompt(self, ordinal):
+        return self._given(super().prompt(ordinal))
+
+    def eval_prompts(self, count):
+        if not callable(self.answer):
+            return self.answer
+        return [self._given(prompt) for prompt in super().eval_prompts(count)]
+
+    def _given(self, prompt):
+        return self.answer(prompt) if callable(self.answer) else self.answer
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def fails(error):
+    def fail(prompt):
+        raise error
+
+    return fail
+
+
+def task(answer):
+    digits = Digits(CopyDigits.Config(max_prompt_tokens=6), seed=0, model=ModelConfig(vocab_size=16, max_seq_len=32))
+    digits.answer = answer
+    return digits
+
+
+WRONG = [
+    (None, "is None; expected is a Prompt"),
+    ([4, 5], "is [4, 5]; expected is a Prompt"),
+    ({"tokens": None}, "has tokens=None; expected is a list of token ids"),
+    ({"tokens": []}, "has tokens=[]; expected is a list of token ids, at least one"),
+    ({"tokens": (4, 5)}, "has tokens=(4, 5); expected is a list of token ids"),
+    ({"tokens": np.array([4, 5])}, "has tokens=array([4, 5]); expected is a list"),
+    ({"tokens": [4, np.int64(5)]}, "has tokens=[4, np.int64(5)]; expected is a list"),
+    ({"tokens": [4, True]}, "has tokens=[4, True]; expected is a list"),
+    ({"tokens": [4, "5"]}, "has tokens=[4, '5']; expected is a list"),
+    ({"tokens": [4, 16]}, "has tokens=[4, 16]; expected is token ids of the model's vocabulary, from 0 to 15"),
+    ({"tokens": [-1, 4]}, "has tokens=[-1, 4]; expected is token ids of the model's vocabulary, from 0 to 15"),
+    (
+        {"tokens": [4] * 7},
+        "has tokens=[4, 4, 4, 4, 4, 4, 4]; expected is at most 6 tokens, not 7, by data.max_prompt_tokens=6",
+    ),
+    ({"ordinal": 5}, "has ordinal=5; expected is 3"),
+    ({"ordinal": None}, "has ordinal=None; expected is 3"),
+    ({"text": None}, "has text=None; expected is text"),
+    ({"answer": 42}, "has answer=42; expected is text"),
+    ({"task": None}, "has task=None; expected is text"),
+    (SystemExit(3), "raised SystemExit: 3"),
+    (KeyboardInterrupt(), "raised KeyboardInterrupt"),
+    (Unspeakable(), "raised tests.rollout.test_prompts.Unspeakable: <exception str() failed>"),
+    (ConfigError("no"), "raised rl.errors.ConfigError: no"),
+]
+
+
+def changed(answer):
+    if isinstance(answer, dict):
+        return lambda prompt: replace(prompt, **answer)
+    return fails(answer) if isinstance(answer, BaseException) else lambda prompt: answer
+
+
+@pytest.mark.parametrize(("answer", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_a_training_prompt_that_cannot_be_used_is_named(answer, message):
+    with pytest.raises(RunError) as error:
+        training_prompt(task(changed(answer)), 3)
+    assert str(error.value).startswith(f"data: Digits.prompt(3) {message}")
+
+
+@pytest.mark.parametrize(("answer", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_an_evaluation_prompt_that_cannot_be_used_is_named(answer, message):
+    with pytest.raises(RunError) as error:
+        eval_prompts(task(changed(answer)), 4)
+    place = "" if isinstance(answer, BaseException) else "[0]"
+    expected = message.replace("is 3", "is 0")
+    assert str(error.value).startswith(f"data: Digits.eval_prompts(4){place} {expected}")
+
+
+@pytest.mark.parametrize("answer", [None, (), {}, "abc", [None] * 5])
+def test_evaluation_prompts_that_are_no_list_of_so_many_are_refused(answer):
+    with pytest.raises(
+        RunError, match=r"Digits.eval_prompts\(4\) returned .*; expected is a list of at most 4 prompts"
+    ):
+        eval_prompts(task(answer), 4)
+
+
+def test_the_frame_that_raised_is_in_the_message():
+    with pytest.raises(RunError, match="test_prompts.py.*in fail"):
+        training_prompt(task(fails(ZeroDivisionError())), 3)
+
+
+def test_good_prompts_pass_as_they_are():
+    digits = task(lambda prompt: prompt)
+    assert training_prompt(digits, 3) == CopyDigits.prompt(digits, 3)
+    assert eval_prompts(digits, 4) == CopyDigits.eval_prompts(digits, 4)
+    assert isinstance(training_prompt(digits, 0), Prompt)

@@ -237,8 +237,7 @@ class Controller:
         self.progress.stage("exporting the policy")
         export = self.record.folder / "export"
         await self.dispatch.export_hf("policy", export)
-        if self.config.model.hf_path is None:  # else the export has the original files
-            self.task.tokenizer.save_pretrained(export)
+        self.task.describe(export, has_originals=self.config.model.hf_path is not None)
         summary: dict[str, object] = {
             "steps": self.step,
             "policy_version": self.version,

@@ -1,5 +1,6 @@
 """The protocol between a run and what it trains on."""
 
+import json
 import operator
 import random
 from abc import ABC, abstractmethod
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 from torchtitan.config import Configurable
@@ -123,6 +125,22 @@ class Task(Configurable, ABC):
                 f"data: {type(self).__name__} names the stop tokens {shown(stop_token_ids)}; they must be token ids "
                 f"below {self.shape.vocab_size}: does the tokenizer have an eos_token?"
             )
+
+    def describe(self, folder: Path, *, has_originals: bool) -> None:
+        """Write the tokenizer and the tokens that end a completion into the folder of an exported model.
+
+        A folder that ``has_originals``, the files of the model that the run began with, gains only a missing
+        generation_config.json.
+        """
+        ids = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "pad_token_id")}
+        first, *others = self.stop_token_ids
+        ids["eos_token_id"] = [first, *others] if others else first
+        config, generation = folder / "config.json", folder / "generation_config.json"
+        if not has_originals:
+            self.tokenizer.save_pretrained(folder)
+            config.write_text(json.dumps(json.loads(config.read_text()) | ids, indent=2))
+        if not generation.exists():
+            generation.write_text(json.dumps(ids, indent=2))
 
     def prompt_limit(self) -> tuple[int, str]:
         """Longest prompt allowed, in tokens, and the config field that sets this limit."""

@@ -128,6 +128,7 @@ def test_an_evaluation_that_fails_after_the_last_step_costs_neither_export_nor_s
         run(prepare, steps=2, edit=evaluating)
     export = run.record.folder / "export"
     assert (export / "tokenizer.json").exists()
+    assert "eos_token_id" in json.loads((export / "generation_config.json").read_text())
     summary = json.loads((run.record.folder / "summary.json").read_text())
     assert (summary["steps"], summary["export"]) == (2, str(export))
     assert not [name for name in summary if name.startswith("eval/")]

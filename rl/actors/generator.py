@@ -186,9 +186,13 @@ class GeneratorMesh(Mesh):
         """Digests of every rank's parameters."""
         return await self._group.call("weight_digests", deadline=self._deadlines.call)
 
+    async def abort(self) -> None:
+        """Abort the requests in flight, also those whose caller was cancelled and no longer waits."""
+        await self._group.call("abort", rank=0, deadline=self._deadlines.call)
+
     async def offload(self) -> None:
         """Move the weights to host memory and forget all keys and values; what is in flight is aborted."""
-        await self._group.call("abort", rank=0, deadline=self._deadlines.call)
+        await self.abort()
         await self._group.call("offload", deadline=self._deadlines.call)
 
     async def onload(self) -> None:

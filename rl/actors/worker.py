@@ -105,8 +105,10 @@ class ModelWorker(Actor):
         await self._in_engine(self.checkpointer.save_weights, folder)
 
     @concurrent_endpoint
-    async def load_weights(self, folder: Path) -> None:
+    async def load_weights(self, folder: Path, version: int | None) -> None:
         await self._changing(self.checkpointer.load_weights, folder)
+        if version is not None:
+            self.engine.version = version
 
     @concurrent_endpoint
     async def export_hf(self, folder: str) -> None:
@@ -233,9 +235,10 @@ class WorkerGroup(Mesh):
         """Write the parameters alone, for ``load_weights`` of a group in any layout."""
         await self._call("save_weights", folder)
 
-    async def load_weights(self, folder: Path) -> None:
-        """Take the parameters that ``save_weights`` wrote, bit for bit."""
-        await self._call("load_weights", folder)
+    async def load_weights(self, folder: Path, version: int | None = None) -> None:
+        """Take the parameters that ``save_weights`` wrote, bit for bit; they are of ``version``, if given."""
+        await self._call("load_weights", folder, version)
+        self.version = self.version if version is None else version
 
     async def export_hf(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""

@@ -146,15 +146,19 @@ class Dispatch:
 
     async def copy_weights(self, role: str, to: str, folder: Path) -> None:
         """Give ``to`` the parameters of ``role``, whatever the layouts, and keep them in ``folder``."""
-        async with self.resident(role, "model"):
-            await self._groups[role].save_weights(folder)
+        await self.save_weights(role, folder)
         await self.load_weights(to, folder)
 
-    async def load_weights(self, role: str, folder: Path) -> None:
-        """Take parameters that ``copy_weights`` has kept."""
+    async def save_weights(self, role: str, folder: Path) -> None:
+        """Keep the parameters of ``role`` in ``folder``, without what else a checkpoint has."""
+        async with self.resident(role, "model"):
+            await self._groups[role].save_weights(folder)
+
+    async def load_weights(self, role: str, folder: Path, version: int | None = None) -> None:
+        """Take parameters that ``save_weights`` has kept; they are of ``version``, if given."""
         self._changed.add(role)
         async with self.resident(role, "model"):
-            await self._groups[role].load_weights(folder)
+            await self._groups[role].load_weights(folder, version)
 
     def share(self, role: str, guest: Guest) -> None:
         """Have ``guest`` take its turn where ``role`` is one of those that share devices."""

@@ -2,8 +2,12 @@
 
 import asyncio
 import dataclasses
+import math
+import shutil
+from pathlib import Path
 
 from rl.config import EvaluationConfig, RunConfig
+from rl.controller.dispatch import Dispatch
 from rl.controller.ledger import Group
 from rl.controller.router import Router
 from rl.controller.sampler import sampling_of
@@ -21,28 +25,72 @@ class Evaluation:
     The prompts are cut into shares, at least one for each replica, whose requests an engine can run at once. A replica
     is asked one share at a time, so that no call takes longer because there are more prompts. In a deterministic
     pipeline a replica answers a share alone and without cached prefixes, as in training, so that the scores depend on
-    the config and the weights.
+    the config and the weights. There, training goes on while the weights of an earlier step are evaluated, and saves:
+    these weights are kept in ``folder`` until their evaluation has ended, so that a run that resumes can repeat it.
     """
 
-    def __init__(self, config: RunConfig, task: Task, rollouter: Rollouter, router: Router):
+    def __init__(
+        self, config: RunConfig, task: Task, rollouter: Rollouter, router: Router, dispatch: Dispatch, folder: Path
+    ):
         self._config, self._steps = config.evaluation, config.steps
         self._prompts = held_out_prompts(config.evaluation, task)
         self._sampling = sampling_of(config.rollout, task)
         self._rollouter = rollouter
         self._replicas, self._at_once = config.generator.replicas, config.generator.max_running_requests
         self._asking = asyncio.Semaphore(self._replicas)
-        alone = config.rollout.pipeline == "deterministic"
-        self._generate = router.generate_alone if alone else router.generate
+        self._dispatch, self._folder = dispatch, folder
+        self._in_order = config.rollout.pipeline == "deterministic"
+        self._generate = router.generate_alone if self._in_order else router.generate
 
-    def is_due(self, step: int) -> bool:
-        """Whether the weights after ``step`` are evaluated on the way."""
-        on_the_way = bool(self._prompts) and self._config.every > 0 and 0 < step < self._steps
-        return on_the_way and step % self._config.every == 0
+    def is_due(self, step: int, evaluated: int) -> bool:
+        """Whether the weights after ``step`` are evaluated on the way, where those after ``evaluated`` were last.
+
+        In an asynchronous pipeline generators may leave out the weights of a step: the next they hold are due then.
+        """
+        every = self._config.every
+        if not (self._prompts and every and evaluated < step < self._steps):
+            return False
+        return step % every == 0 if self._in_order else step // every > evaluated // every
+
+    def count_due(self, step: int, evaluated: int) -> int:
+        """Number of evaluations on the way that are due after step ``evaluated`` and up to ``step``."""
+        every, last = self._config.every, min(step, self._steps - 1)
+        return max(0, last // every - evaluated // every) if self._prompts and every else 0
+
+    async def keep(self, step: int) -> None:
+        """Keep the weights after ``step``, which the trainer holds, if they are due and it may leave them first."""
+        if self._in_order and self.is_due(step, 0):
+            await self._dispatch.save_weights("policy", self._kept(step))
+
+    async def bring_back(self, step: int, version: int) -> None:
+        """Have the trainer hold the weights after ``step`` again, which are policy ``version``."""
+        await self._dispatch.load_weights("policy", self._kept(step), version)
+
+    def forget(self, step: int) -> None:
+        """Delete what ``keep`` kept of ``step``, if anything."""
+        shutil.rmtree(self._kept(step), ignore_errors=True)
+
+    def forget_all(self) -> None:
+        """Delete all that ``keep`` kept."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def left(self, step: int, evaluated: int) -> list[int]:
+        """Steps before ``step``, where the run goes on, whose evaluation has not ended; others are forgotten."""
+        names = [folder.name.removeprefix("step-") for folder in self._folder.glob("step-*")]
+        kept = sorted(int(name) for name in names if name.isdigit())  # others were not written to the end
+        left = [each for each in kept if self.is_due(each, evaluated) and each < step]
+        for each in {*kept} - {*left, step}:
+            self.forget(each)
+        return left
+
+    def _kept(self, step: int) -> Path:
+        return self._folder / f"step-{step}"
 
     async def scores(self) -> dict[str, float]:
         """``eval/exact_match`` of greedy completions; ``eval/pass@k``: prompts that one of k samples solves.
 
-        Empty where ``config.prompts`` is 0. A prompt whose reward fails counts as one that is not solved.
+        ``eval/version_min`` and ``eval/version_max`` are the oldest and the newest policy version that drew a token.
+        Empty if ``config.prompts`` is 0. A prompt whose reward fails counts as one that is not solved.
         """
         if not self._prompts:
             return {}
@@ -54,8 +102,12 @@ class Evaluation:
             "eval/reward_mean": sum(group[0].reward for group in groups) / max(len(groups), 1),
         }
         if samples := self._config.samples:
-            groups = await self._ask(self._sampling, samples, "eval/sampled")
-            scores[f"eval/pass@{samples}"] = _solved(groups) / count
+            sampled = await self._ask(self._sampling, samples, "eval/sampled")
+            scores[f"eval/pass@{samples}"] = _solved(sampled) / count
+            groups += sampled
+        versions = {version for group in groups for each in group for version in each.completion.versions}
+        scores["eval/version_min"] = min(versions, default=math.nan)
+        scores["eval/version_max"] = max(versions, default=math.nan)
         return scores
 
     async def _ask(self, sampling: Sampling, samples: int, stream: str) -> list[Group]:

@@ -59,6 +59,10 @@ class Fleet:
             for mesh in self.meshes:
                 work.create_task(start_anew(mesh))
 
+    async def abort(self) -> None:
+        """Abort all requests in flight, also those whose caller was cancelled."""
+        await asyncio.gather(*(self._unless_lost(mesh.abort) for mesh in self.meshes if mesh.is_running))
+
     async def offload(self) -> None:
         """Move all weights to host memory; what nobody waits for any more is aborted."""
         await asyncio.gather(*(self._unless_lost(mesh.offload) for mesh in self.meshes if mesh.is_running))

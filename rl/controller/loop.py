@@ -68,7 +68,7 @@ class Controller:
         )
         dispatch.share("generator", self.fleet)
         rollouter = Rollouter(rewards.score, seed=config.seed, watch=self.watch)
-        self.evaluation = Evaluation(config, task, rollouter, self.router)
+        self.evaluation = Evaluation(config, task, rollouter, self.router, dispatch, record.folder / "unevaluated")
         self.sampler = Sampler(config, task, rollouter, self.router, self.push, self.changed, self.evaluate_if_due)
         self.step = 0
         """Steps completed."""
@@ -89,6 +89,7 @@ class Controller:
 
     async def start(self) -> None:
         """Start what is not running, and go back to the newest checkpoint."""
+        self.is_training = False  # nothing is lost by leaving at once
         async with beside() as work:  # one that fails ends the others, so that all can be started anew
             for start in (self.dispatch.start(), start_anew(self.rewards), self.fleet.start()):
                 work.create_task(start)
@@ -103,6 +104,7 @@ class Controller:
         await self.learner.load(self.step, state.get("learner", {}))
         if self.step:
             self.progress.note(f"resumed after step {self.step}")
+        await self.evaluate_what_was_left()
         self.report.plan(await self.fleet.connect(self.step))
 
     @property
@@ -128,7 +130,7 @@ class Controller:
         self.progress.warn(f"{str(failure).splitlines()[0]}; going back to the newest checkpoint")
 
     def leave(self) -> None:
-        """Finish the step under way, save, and let ``run`` return."""
+        """Finish the step under way, save, and let ``run`` return; an evaluation is left for the next attempt."""
         self.leaving = True
         self.changed.notify()
 
@@ -139,10 +141,11 @@ class Controller:
         async with beside(self.report.look_for_stalls()):
             while self.step < self.config.steps and (part := await self.take()):
                 await self.learn(part)
+                await self.evaluation.keep(self.step)
                 await self.checkpoint_if_due()
         await self.checkpoint()
+        await self.changed.until(lambda: self.leaving or self.sampler.is_done)
         if not self.leaving:
-            await self.push.arrive(self.step)
             await self.push.settle()
 
     async def learn(self, part: list[Group]) -> None:
@@ -226,14 +229,42 @@ class Controller:
         self._saved, self._lost = self.step, 0
 
     async def evaluate_if_due(self, step: int) -> None:
-        """Scores of the weights after ``step``, which the generators hold."""
-        if self.evaluation.is_due(step) and not self.report.is_evaluated(step):
-            with self.watch.span("evaluate"):
-                self.report.evaluation(step, await self.evaluation.scores())
+        """Evaluate the weights after ``step``, which the generators hold, unless the run is left before that ends."""
+        evaluated = self.report.evaluated
+        if self.leaving or not self.evaluation.is_due(step, evaluated):
+            return
+        with self.watch.span("evaluate"):
+            scores = await self.scores_unless_leaving()
+        if scores is not None:  # generators may have been pulling newer weights as it began
+            step = max(step, self.report.first_step(scores["eval/version_min"]))
+            skipped = self.evaluation.count_due(step, evaluated) - 1
+            self.report.evaluation(step, scores | {"eval/skipped": skipped})
+            self.evaluation.forget(step)
+        elif self.config.rollout.pipeline == "deterministic":  # where nothing else is in flight
+            await self.fleet.abort()
 
-    async def finish(self) -> dict[str, object]:
-        """Export and evaluate; the summary, which is written before the evaluation, since that may fail."""
-        self.is_training = False
+    async def evaluate_what_was_left(self) -> None:
+        """Make the evaluations that had not ended at the checkpoint, each from the weights that it was due for."""
+        left = self.evaluation.left(self.step, self.report.evaluated)
+        for step in left:
+            await self.evaluation.bring_back(step, self.report.version_after(step))
+            await self.fleet.connect(step)
+            async with beside(self.fleet.run(), self.push.run(), self.look_after_models()):
+                await self.evaluate_if_due(step)
+            await self.fleet.start()  # one may have been lost meanwhile
+        if left:
+            await self.dispatch.load_checkpoint("policy")
+
+    async def scores_unless_leaving(self) -> dict[str, float] | None:
+        """Scores of the weights that the generators hold; None once the run is to be left."""
+        return await self.changed.unless(lambda: self.leaving, self.evaluation.scores())
+
+    async def finish(self) -> dict[str, object] | None:
+        """Export, then evaluate; the summary, None where ``leave`` ended it.
+
+        The summary is also written before the evaluation, which may fail.
+        """
+        self.evaluation.forget_all()
         self.progress.stage("exporting the policy")
         export = self.record.folder / "export"
         await self.dispatch.export_hf("policy", export)
@@ -248,5 +279,9 @@ class Controller:
         self.record.write_summary(summary)
         self.progress.note(f"exported to {export}")
         self.progress.stage("evaluating on held-out prompts")
-        scores = await self.evaluation.scores()
+        scores = await self.scores_unless_leaving()
+        if scores is None:
+            return None
+        if skipped := self.evaluation.count_due(self.step, self.report.evaluated):
+            scores["eval/skipped"] = skipped
         return summary | scores | {"restarts": self.all_restarts}

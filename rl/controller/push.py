@@ -64,6 +64,11 @@ class WeightPush:
         """Policy version that every generator has, or a newer one."""
         return self._versions[self._arrived]
 
+    @property
+    def arrived(self) -> int:
+        """Step whose weights every generator has, or newer ones."""
+        return self._arrived
+
     async def connect(self, generators: Sequence[GeneratorMesh], step: int) -> str:
         """Open the push to ``generators`` and bring them what the trainer has; the plan, for people.
 

@@ -21,10 +21,16 @@ class Report:
     def __init__(self, config: RunConfig, record: RunRecord, progress: Progress, watch: Stopwatch):
         self._config, self._record, self._progress, self._watch = config, record, progress, watch
         self._watchdog = Watchdog(config.watchdog)
+        self.evaluated = 0
+        """Step of the newest evaluation on the way; 0 before the first."""
+        self._versions: dict[int, int] = {}
+        """Policy version after each step."""
 
     def go_back(self, step: int, state: dict[str, Any]) -> None:
         """Forget what came after ``step``; ``state`` is what ``to_dict`` gave then."""
         self._record.drop_after(step)
+        self.evaluated = max((row["step"] for row in self._record.read_evaluations()), default=0)
+        self._versions = {row["step"]: row["policy_version"] for row in self._record.read_metrics()}
         self._watchdog = Watchdog.from_dict(self._config.watchdog, state)
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,6 +58,7 @@ class Report:
             **{f"ledger/{name}": count for name, count in ledger.items() if isinstance(count, int)},
         }
         step, each = int(row["step"]), self._config.rollout.recorded_per_step
+        self._versions[step] = int(row["policy_version"])
         rollouts = [rollout for group in groups for rollout in group]
         first = step * each % len(rollouts)  # so that a mixture's tasks all have a turn
         self._record.append_rollouts(step, [*rollouts[first:], *rollouts[:first]][:each])
@@ -63,12 +70,17 @@ class Report:
             self._record.append_metrics(row)
             self._progress.update(row)
 
-    def is_evaluated(self, step: int) -> bool:
-        """Whether there is an evaluation of the weights after ``step``."""
-        return any(row["step"] == step for row in self._record.read_evaluations())
+    def version_after(self, step: int) -> int:
+        """Policy version of the weights after ``step``."""
+        return self._versions[step]
+
+    def first_step(self, version: float) -> int:
+        """First step after which the policy's version was ``version`` or newer; 0 if none was."""
+        return next((step for step, reached in self._versions.items() if reached >= version), 0)
 
     def evaluation(self, step: int, scores: dict[str, float]) -> None:
         """The weights after ``step`` were evaluated."""
+        self.evaluated = step
         self._record.append_evaluation({"step": step, **scores})
         self._progress.evaluation({"step": step, **scores})
 

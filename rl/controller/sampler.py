@@ -27,8 +27,9 @@ class Sampler:
     config, from the weights after step k - max_staleness: which requests a generator answers together depends on the
     config alone. In an asynchronous one every prompt is a task of its own.
 
-    ``evaluate(step)`` is called while every generator holds the weights after ``step``, and nothing else is sampled
-    from them in a deterministic pipeline.
+    ``evaluate(step)`` is called while every generator holds the weights after ``step``: in a deterministic pipeline for
+    each step, and with nothing else sampled meanwhile; in an asynchronous one for the newest step whenever the call
+    before has returned, and generators go on to newer weights.
     """
 
     def __init__(
@@ -48,20 +49,23 @@ class Sampler:
         self._recent: deque[bool] = deque(maxlen=max(WINDOW, self._size))  # whether each group was lost
         self._before_batch: list[bool] = []  # the same, without the batch that is being sampled
         self._replaced = 0
-        self._batch = 0
+        self._sampled = 0  # batches
+        self.is_done = False
+        """Whether all steps have their batches, all weights have arrived and evaluations on the way have ended."""
 
     async def run(self, ledger: Ledger, step: int) -> None:
         """Sample what the steps after ``step`` are trained on; ``ledger`` holds what was sampled for them before."""
-        self._replaced = 0
+        self._replaced, self.is_done = 0, False
         if self._config.rollout.pipeline == "deterministic":
             await self._run_in_order(ledger, step)
         else:
             await self._run_free(ledger, step)
 
     def may_cut(self, step: int) -> bool:
-        """Whether all that weights older than those after ``step`` are needed for is done."""
+        """Whether all batches are sampled that need weights older than those after ``step``."""
         rollout = self._config.rollout
-        return rollout.pipeline == "asynchronous" or self._batch >= step + rollout.max_staleness
+        needed = min(step + rollout.max_staleness, self._config.steps)
+        return rollout.pipeline == "asynchronous" or self._sampled >= needed
 
     def stepped(self) -> None:
         """A step was trained: where no batch has a limit of its own, groups may be replaced again."""
@@ -79,16 +83,21 @@ class Sampler:
         self._recent = deque(self._before_batch, maxlen=self._recent.maxlen)
 
     async def _run_in_order(self, ledger: Ledger, step: int) -> None:
-        """Batch after batch, and at the end the weights that no batch is sampled from any more."""
+        """Weights after weights: the batches that are sampled from them, and their evaluation."""
         staleness, steps = self._config.rollout.max_staleness, self._config.steps
-        for batch in range(step + len(ledger) // self._size, steps + staleness + 1):
-            self._batch = batch
-            self._changed.notify()
-            await self._push.arrive(max(step, batch - staleness))
-            if batch < steps:
+        self._sampled = step + len(ledger) // self._size
+        for held in range(step, steps + 1):
+            await self._push.arrive(held)
+            while self._sampled < min(held + staleness + 1, steps):
                 await self._sample_batch(ledger)
-            if batch - staleness >= step:
-                await self._evaluate(batch - staleness)
+                self._sampled += 1
+                self._changed.notify()
+            await self._evaluate(held)
+        self._finish()
+
+    def _finish(self) -> None:
+        self.is_done = True
+        self._changed.notify()
 
     async def _sample_batch(self, ledger: Ledger) -> None:
         """Fill one batch, in rounds: of the missing, until none is."""
@@ -111,7 +120,6 @@ class Sampler:
         for ordinal, group in sorted(done.items()):
             ledger.finish(ordinal, group)
         self._before_batch = [*self._recent]
-        self._changed.notify()
 
     async def _run_free(self, ledger: Ledger, step: int) -> None:
         """Admit prompt after prompt, as many as the bound and the rest of the run allow."""
@@ -126,12 +134,15 @@ class Sampler:
                 ledger.finish(ordinal, verdict)
             self._changed.notify()
 
-        async def evaluate_each() -> None:
-            for reached in range(step, self._config.steps):
-                await self._push.arrive(reached)
-                await self._evaluate(reached)
+        async def evaluate_newest() -> None:
+            wanted = step
+            while wanted <= self._config.steps:
+                await self._push.arrive(wanted)
+                wanted = self._push.arrived + 1
+                await self._evaluate(self._push.arrived)
+            self._finish()
 
-        async with beside(evaluate_each()) as work:
+        async with beside(evaluate_newest()) as work:
             while True:
                 await self._changed.until(
                     lambda: ledger.admits(self._push.held) and ledger.trained + len(ledger) < last

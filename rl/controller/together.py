@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -44,3 +46,14 @@ class Signal:
                 await changed
             finally:
                 self._waiting.discard(changed)
+
+    async def unless(self, condition: Callable[[], object], work: Coroutine[Any, Any, T]) -> T | None:
+        """Result of ``work``. If ``condition`` holds before there is one, cancel the work and return None."""
+        working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(self.until(condition))
+        try:
+            await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            waiting.cancel()
+            await asyncio.gather(working, waiting, return_exceptions=True)

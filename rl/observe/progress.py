@@ -77,10 +77,13 @@ class Progress:
 
     def evaluation(self, row: dict[str, float]) -> None:
         """Print what the evaluation of the weights after ``row["step"]`` came to."""
-        scores = {
-            name.removeprefix("eval/"): value for name, value in row.items() if name not in ("step", "eval/prompts")
-        }
-        shown = [f"{name} {value:.3f}" for name, value in scores.items()]
+        others = ("step", "eval/prompts", "eval/version_min", "eval/version_max", "eval/skipped")
+        shown = [f"{name.removeprefix('eval/')} {row[name]:.3f}" for name in row if name not in others]
+        oldest, newest = row.get("eval/version_min", 0), row.get("eval/version_max", 0)
+        if oldest < newest:
+            shown.append(f"by policy versions {oldest:.0f} to {newest:.0f}")
+        if skipped := row.get("eval/skipped"):
+            shown.append(f"{skipped:.0f} due before it skipped")
         self.note(" · ".join([f"evaluated after step {row['step']:.0f}", *shown]))
 
     def error(self, text: str) -> None:

@@ -148,6 +148,10 @@ class Trainer(Mesh):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "version").write_text(str(self.version))
 
+    async def load_weights(self, folder: Path, version: int | None = None) -> None:
+        self.version = int((folder / "version").read_text())
+        assert version in (None, self.version)
+
     async def weight_digests(self, dtype: torch.dtype | None = None) -> list[dict]:
         async with self._engine:
             return [{("w", Box.whole((4,))): self.version}]
@@ -188,7 +192,7 @@ class Reference(Mesh):
         self.version = 0
         return {}, []
 
-    async def load_weights(self, folder: Path) -> None:
+    async def load_weights(self, folder: Path, version: int | None = None) -> None:
         self.version = int((folder / "version").read_text())
         self.log.append(f"reference {self.version}")
 
@@ -247,6 +251,8 @@ class Generator(Mesh):
         """The version that it names for the one it holds."""
         self.asked: list[str] = []
         """Ids of the requests that it was sent."""
+        self.in_flight: set[str] = set()
+        """Ids of requests that it generates, also after their caller was cancelled."""
         self.calls: list[tuple[list[str], bool]] = []
         """Ids of the requests of each call, and whether cached prefixes were to be forgotten before it."""
 
@@ -255,7 +261,11 @@ class Generator(Mesh):
 
     async def connect(self, transfer: Any, addresses: list[Any], *, generator: int) -> None:
         self.alive()
+        await self.abort()
         self.number, self.version = generator, None
+
+    async def abort(self) -> None:
+        self.in_flight.clear()
 
     async def pull_weights(self, version: int) -> float:
         self.alive()
@@ -280,12 +290,17 @@ class Generator(Mesh):
         if not canary:
             self.asked += [request.request_id for request in requests]
             self.calls.append(([request.request_id for request in requests], fresh))
+        assert not (fresh and self.in_flight), "the prefix cache is in use"
+        names = {request.request_id for request in requests}
+        assert not names & self.in_flight, "asked twice at once"
+        self.in_flight |= names
         began, incarnation = self.version, self._failure
         await asyncio.sleep(0)
         if self.during and not canary:
             await asyncio.wait_for(self.during(requests[0].request_id), WAIT_S)
         if incarnation.done():
             raise incarnation.result()
+        self.in_flight -= names
         versions = [self.says(began), self.says(self.version)]
         said = Completion(tokens=[6, 7], logprobs=[-1.0, -1.0], versions=versions, finish_reason="length")
         return [said] * len(requests)

@@ -113,11 +113,17 @@ def test_with_a_lost_trainer_the_run_goes_back_to_the_newest_checkpoint(run, edi
     _, whole = run(steps=8, staleness=staleness, save_every=3, edit=edit)
 
     def prepare(trainer, *generators):
+        start = trainer.start
+
         async def die():
             if trainer.version == 5 and trainer.starts == 1:
                 raise trainer.lose(call)
 
-        trainer.during[call] = die
+        async def start_while_nothing_is_lost_by_leaving():
+            assert not run.controller.is_training
+            await start()
+
+        trainer.during[call], trainer.start = die, start_while_nothing_is_lost_by_leaving
 
     _, rows = run(prepare, steps=8, staleness=staleness, save_every=3, edit=edit, folder="other")
     assert run.trainer.starts == 2

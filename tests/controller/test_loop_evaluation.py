@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rl.errors import ActorFailure, RunError
-from tests.controller.loops import free
+from tests.controller.loops import free, whereabouts, without_times
 
 
 def deterministic(config):
@@ -132,3 +132,189 @@ def test_an_evaluation_that_fails_after_the_last_step_costs_neither_export_nor_s
     summary = json.loads((run.record.folder / "summary.json").read_text())
     assert (summary["steps"], summary["export"]) == (2, str(export))
     assert not [name for name in summary if name.startswith("eval/")]
+
+
+def evaluating(edit, **fields):
+    """``edit``, with an evaluation of three prompts after every second step."""
+
+    def edited(config):
+        edit(config)
+        config.evaluation.prompts, config.evaluation.samples, config.evaluation.every = 3, 0, 2
+        for name, value in fields.items():
+            setattr(config.evaluation, name, value)
+
+    return edited
+
+
+def while_evaluating(generator, begun):
+    """Have ``generator`` await ``begun(version)`` in the middle of each evaluation."""
+
+    async def generate(request):
+        if request.startswith("eval"):
+            await begun(generator.version)
+
+    generator.during = generate
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_an_asynchronous_evaluation_names_its_weights_and_those_it_came_too_late_for(run, every):
+    """Each evaluation takes three steps."""
+
+    def prepare(trainer, generator):
+        async def generate(request):
+            if request.startswith("eval"):
+                begun = generator.version
+                while generator.version < min(begun + 3, 12):
+                    await asyncio.sleep(0.001)
+
+        generator.during = generate
+
+    run(prepare, steps=12, staleness=1, edit=evaluating(free, every=every))
+    rows = run.record.read_evaluations()
+    steps = [row["step"] for row in rows]
+    assert [row["eval/version_min"] for row in rows] == steps
+    assert all(row["eval/version_max"] == min(row["step"] + 3, 12) for row in rows)
+    made = len(rows) + sum(row["eval/skipped"] for row in rows) + run.summary.get("eval/skipped", 0)
+    assert made == 11 // every
+    assert [step // every for step in steps] == sorted({step // every for step in steps})
+    assert (run.summary["eval/version_min"], run.summary["eval/version_max"]) == (12, 12)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_a_deterministic_evaluation_is_of_the_weights_of_its_step(run, staleness):
+    run(steps=7, staleness=staleness, edit=evaluating(deterministic, every=1))
+    rows = run.record.read_evaluations()
+    named = [[row["step"], row["eval/version_min"], row["eval/version_max"], row["eval/skipped"]] for row in rows]
+    assert named == [[step, step, step, 0] for step in range(1, 7)]
+    assert not (run.record.folder / "unevaluated").exists()
+
+
+@BOTH
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_evaluations_on_the_way_end_before_the_run_is_finished(run, edit, staleness):
+    exported = []
+
+    def prepare(trainer, generator):
+        async def begun(version):
+            await asyncio.sleep(0.05)
+            exported.append("export" in run.log)
+
+        while_evaluating(generator, begun)
+
+    run(prepare, steps=4, staleness=staleness, edit=evaluating(edit, every=1))
+    rows = run.record.read_evaluations()
+    assert len(rows) + sum(row["eval/skipped"] for row in rows) + run.summary.get("eval/skipped", 0) == 3
+    assert exported == [*[False] * len(rows), True]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_leaving_does_not_wait_for_an_evaluation_which_is_made_after_the_resume(run, staleness, ahead):
+    """The trainer may be ``ahead`` of the weights that are evaluated; it cannot always be so far."""
+    _, whole = run(steps=6, staleness=staleness, edit=evaluating(deterministic, every=1), folder="whole")
+    trained, evaluated = whereabouts(run.record), run.record.read_evaluations()
+
+    def prepare(trainer, generator):
+        async def begun(version):
+            if version == 2:
+                for _ in range(50):
+                    if trainer.version < 2 + ahead:
+                        await asyncio.sleep(0.001)
+                run.controller.leave()
+                await asyncio.sleep(60)
+
+        while_evaluating(generator, begun)
+
+    run(prepare, steps=6, staleness=staleness, edit=evaluating(deterministic, every=1))
+    assert run.summary is None
+    saved = max(run.saved)
+    assert saved == run.controller.step >= 3
+    assert [row["step"] for row in run.record.read_evaluations()] == [1]
+
+    _, rows = run(steps=6, staleness=staleness, edit=evaluating(deterministic, every=1), saved=run.saved)
+    assert run.record.read_evaluations() == evaluated
+    assert without_times(rows) == without_times(whole)
+    assert whereabouts(run.record) == trained
+    assert not (run.record.folder / "unevaluated").exists()
+
+
+def test_leaving_does_not_wait_for_an_asynchronous_evaluation(run):
+    def prepare(trainer, generator):
+        async def begun(version):
+            run.controller.leave()
+            await asyncio.sleep(60)
+
+        while_evaluating(generator, begun)
+
+    run(prepare, steps=9, edit=evaluating(free))
+    assert run.summary is None
+    assert run.record.read_evaluations() == []
+    resumed = max(run.saved)
+    run(steps=9, edit=evaluating(free), saved=run.saved)
+    first = run.record.read_evaluations()[0]
+    assert (first["step"], first["eval/version_min"]) == (resumed, resumed)
+
+
+@BOTH
+def test_leaving_in_the_last_evaluation_is_quick_and_loses_nothing(run, edit):
+    def prepare(trainer, generator):
+        async def begun(version):
+            if version == 3:
+                run.controller.leave()
+                await asyncio.sleep(60)
+
+        while_evaluating(generator, begun)
+
+    _, rows = run(prepare, steps=3, edit=evaluating(edit))
+    assert run.summary is None
+    assert [*run.saved] == [3]
+    log, resumed = run(steps=3, edit=evaluating(edit), saved=run.saved)
+    assert (run.summary["steps"], run.summary["eval/version_max"]) == (3, 3)
+    assert resumed == rows
+    assert not [entry for entry in log if entry.startswith("train")]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_a_checkpoint_does_not_wait_for_an_evaluation_which_a_kill_does_not_lose(run, staleness):
+    edit = evaluating(deterministic, every=1)
+    _, whole = run(steps=6, staleness=staleness, save_every=1, edit=edit, folder="whole")
+    evaluated = run.record.read_evaluations()
+
+    def prepare(trainer, generator):
+        async def begun(version):
+            if version == 2:
+                while 3 not in trainer.saved:
+                    await asyncio.sleep(0.001)
+                raise ZeroDivisionError("killed")
+
+        while_evaluating(generator, begun)
+
+    with pytest.raises(ZeroDivisionError, match="killed"):
+        run(prepare, steps=6, staleness=staleness, save_every=1, edit=edit)
+    _, rows = run(steps=6, staleness=staleness, save_every=1, edit=edit, saved=run.saved)
+    assert run.record.read_evaluations() == evaluated
+    assert without_times(rows) == without_times(whole)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_actors_lost_while_an_evaluation_is_repeated_change_nothing_of_it(run, staleness):
+    """The trainer is lost in an evaluation; a generator in the evaluation that is made again for it."""
+    edit = evaluating(deterministic)
+    run(steps=6, staleness=staleness, save_every=1, replicas=2, edit=edit, folder="whole")
+    evaluated = run.record.read_evaluations()
+
+    def prepare(trainer, first, second):
+        async def begun(version):
+            if version == 2 and trainer.starts == 1:
+                while 3 not in trainer.saved:
+                    await asyncio.sleep(0.001)
+                trainer.lose()
+                await asyncio.sleep(60)
+            elif version == 2 and first.starts == 1:
+                first.lose("generate")
+
+        while_evaluating(first, begun)
+
+    run(prepare, steps=6, staleness=staleness, save_every=1, replicas=2, edit=edit)
+    assert (run.trainer.starts, run.generators[0].starts) == (2, 2)
+    assert run.record.read_evaluations() == evaluated

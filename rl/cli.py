@@ -5,9 +5,10 @@ import difflib
 import importlib
 import inspect
 import json
-import pkgutil
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,10 +17,16 @@ import tyro
 from torchtitan.config import ConfigManager
 from torchtitan.config.manager import custom_registry
 
-from rl.config import RunConfig, thawed
-from rl.errors import ConfigError, require
+from rl.config import RunConfig
+from rl.errors import ConfigError, require, shown
+from rl.frames import users_code, users_error
+from rl.frozen import thawed
 from rl.validation import validate
+from rl.validation.values import validate_types
 
+SHIPPED = Path(__file__).parents[1] / "configs"
+"""Folder of the configs that ship with Tiller: next to its package."""
+NAME_A_RUN = "name the config.json of a run"
 USAGE = """usage: {program} --config NAME [--FIELD VALUE ...]
 
 NAME is a function of the configs package, MODULE.FUNCTION of your own package, or the config.json of a run. Any field
@@ -33,10 +40,7 @@ configs: {configs}"""
 def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
     """The config's name and the resolved config. Raises ConfigError; ``--help`` prints and exits."""
     name, overrides = _take_name(list(arguments), program)
-    if name.endswith(".json"):
-        name, base = read_frozen(Path(name))
-    else:
-        base = find_config(name)()
+    name, base = load_config(name)
     _check_field_names(base, overrides)
     ConfigManager.register_tyro_rules(custom_registry)
     try:
@@ -50,20 +54,58 @@ def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunCon
         )
     except ValueError as error:  # a torchtitan dataclass refused its values
         raise ConfigError(str(error)) from error
+    except Exception as error:
+        validate_types(base)
+        raise users_error(f"--config {name}", error) from error
     validate(config)
     return name, config
 
 
+def load_config(name: str) -> tuple[str, RunConfig]:
+    """Return the config of the given name, without overrides, and the name of the run it makes.
+
+    Raises ConfigError if there is none of that name, or if the user's code or file that holds it is broken.
+    """
+    if name.endswith(".json"):
+        return read_frozen(Path(name))
+    function = find_config(name)
+    with users_code(f"--config {name}"):
+        config = function()
+    require(
+        isinstance(config, RunConfig),
+        f"--config {name}: {function.__name__} in {inspect.getfile(function)} returned {shown(config)}; it must "
+        "return a RunConfig",
+    )
+    return name, config
+
+
 def read_frozen(path: Path) -> tuple[str, RunConfig]:
-    """The config that a run wrote to ``path``, and its name. Raises ConfigError where it is not there, or is none."""
-    require(path.is_file(), f"--config {path}: there is no such file; name the config.json of a run")
-    content = json.loads(path.read_text())
-    require("config" in content, f"--config {path}: holds no config of a run")
-    return content["name"], thawed(content["config"])
+    """Return the name of a run and the config that it wrote to ``path``. Raises ConfigError for any other file."""
+    content = read_config_file(path)
+    require(isinstance(content.get("name"), str), f"--config {path}: it has no 'name'; {NAME_A_RUN}")
+    require(isinstance(content.get("config"), dict), f"--config {path}: it has no 'config'; {NAME_A_RUN}")
+    try:
+        return content["name"], thawed(content["config"])
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``path``. Raises ConfigError, naming the file, if there is none."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: there is no such file; {NAME_A_RUN}") from None
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--config {path}: is not JSON: {error}; {NAME_A_RUN}") from error
+    require(isinstance(content, dict), f"--config {path}: holds {shown(content)}; {NAME_A_RUN}")
+    return content
 
 
 def find_config(name: str) -> Callable[[], RunConfig]:
-    """The function that makes config ``name``. Raises ConfigError listing the nearest and all that exist."""
+    """Return the function that makes config ``name``. Raises ConfigError listing the nearest and all that exist."""
     if "." in name:
         module_name, _, function = name.rpartition(".")
         known = config_functions(_import(module_name, name))
@@ -76,13 +118,19 @@ def find_config(name: str) -> Callable[[], RunConfig]:
     return known[function]
 
 
+@cache
 def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
-    """Every config function of the ``configs`` package, by name."""
-    import configs
+    """Return every config function of Tiller's own ``configs`` folder, by name.
 
+    The modules are found by their place: another package may have the name ``configs``.
+    """
     found: dict[str, Callable[[], RunConfig]] = {}
-    for module in pkgutil.iter_modules(configs.__path__):
-        found |= config_functions(importlib.import_module(f"configs.{module.name}"))
+    for path in sorted(SHIPPED.glob("[!_]*.py")):
+        spec = spec_from_file_location(f"tiller_configs.{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found |= config_functions(module)
     return found
 
 
@@ -94,12 +142,15 @@ def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
 
 
 def _import(module_name: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--config {name}: cannot import {module_name} ({error}); is its folder on PYTHONPATH?"
-        ) from error
+    with users_code(f"--config {name}"):
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and f"{module_name}.".startswith(f"{error.name}."):
+                raise ConfigError(
+                    f"--config {name}: cannot import {module_name} ({error}); is its folder on PYTHONPATH?"
+                ) from error
+            raise
 
 
 def _take_name(arguments: list[str], program: str) -> tuple[str, list[str]]:

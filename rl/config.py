@@ -1,20 +1,16 @@
 """RunConfig: everything a run is a function of."""
 
-import dataclasses
 from dataclasses import dataclass, field
-from pydoc import locate
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
-from torchtitan.config import Configurable, ParallelismConfig
+from torchtitan.config import ParallelismConfig
 
 from rl.algorithms.advantages import AdvantageEstimator, GroupAdvantage
 from rl.algorithms.corrections import Correction
 from rl.algorithms.kl import AdaptiveKL, Estimator
 from rl.algorithms.losses import ClippedLoss, PolicyLoss, ValueLoss
 from rl.cluster import HardwareConfig, KubernetesConfig, SlurmConfig
-from rl.errors import ConfigError, require
 from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.rules import SECONDS, SHARE, SIGNED, YEAR_S, at_least, between
@@ -324,65 +320,3 @@ class RunConfig:
         """Optimizer steps of each step."""
         prompts, algorithm = self.rollout.prompts_per_step, self.algorithm
         return algorithm.update_epochs * (prompts // (algorithm.mini_batch or prompts))
-
-
-def frozen(value: Any) -> Any:
-    """``value`` as JSON-able data; configs of exchangeable parts carry the ``type`` they build."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: frozen(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        owner = type(value)
-        return (
-            {"type": f"{owner.__module__}.{owner.__qualname__}", **fields}
-            if isinstance(value, Configurable.Config)
-            else fields
-        )
-    if isinstance(value, dict):
-        return {str(k): frozen(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [frozen(v) for v in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else {"repr": repr(value)}
-
-
-def thawed(data: Any, kind: Any = RunConfig) -> Any:
-    """The value of type ``kind`` that ``frozen`` made ``data`` of.
-
-    Raises ConfigError where something has no form in JSON, or comes from another version of its code.
-    """
-    if isinstance(data, dict) and data.keys() == {"repr"}:
-        raise ConfigError(f"{data['repr']} cannot be read from a frozen config: let a config function make it")
-    if isinstance(data, dict) and "type" in data:
-        kind = locate(data["type"])
-        require(kind is not None, f"the frozen config has a {data['type']}, which is not there; is it on PYTHONPATH?")
-        data = {name: value for name, value in data.items() if name != "type"}
-    if get_origin(kind) in (Union, UnionType):
-        kind = next((member for member in get_args(kind) if _takes(member, data)), Any)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        types = get_type_hints(kind)
-        require(data.keys() <= types.keys(), f"{kind} has no {sorted(data.keys() - types.keys())}: another version's?")
-        return kind(**{name: thawed(value, types[name]) for name, value in data.items()})
-    parts = get_args(kind)
-    if isinstance(data, list):
-        items = [thawed(item, parts[0] if parts else Any) for item in data]
-        return tuple(items) if get_origin(kind) is tuple else items
-    if isinstance(data, dict):
-        return {name: thawed(item, parts[1] if parts else Any) for name, item in data.items()}
-    return data
-
-
-def _takes(kind: Any, data: Any) -> bool:
-    """Whether ``data`` may be of ``kind``, one of several."""
-    if dataclasses.is_dataclass(kind):
-        return isinstance(data, dict) and data.keys() == {field.name for field in dataclasses.fields(kind)}
-    return isinstance(data, list) and get_origin(kind) in (list, tuple)
-
-
-def changed_fields(before: Any, after: Any, name: str = "") -> list[str]:
-    """``field: old → new`` for every leaf in which two frozen configs differ."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        names = [*before, *(key for key in after if key not in before)]
-        return [
-            change
-            for key in names
-            for change in changed_fields(before.get(key), after.get(key), f"{name}.{key}" if name else key)
-        ]
-    return [] if before == after else [f"{name}: {before} → {after}"]

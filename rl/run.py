@@ -13,12 +13,13 @@ from rl.actors.hosts import Hosts
 from rl.actors.nodes import Nodes
 from rl.actors.processes import start_runtime, stop_runtime
 from rl.cli import parse_config
-from rl.config import RunConfig, changed_fields, frozen
+from rl.config import RunConfig
 from rl.controller.dispatch import Dispatch
 from rl.controller.loop import Controller
 from rl.controller.start import build_task, check_algorithm
 from rl.controller.together import beside
 from rl.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, ActorFailure, NodeLost, end_program, require
+from rl.frozen import changed_fields, frozen
 from rl.meshes import Meshes
 from rl.observe.curves import reward_curve_text, write_curves_png
 from rl.observe.owner import FolderOwner, claim

@@ -5,8 +5,9 @@ import math
 import pytest
 
 from rl.cli import find_config, parse_config
-from rl.config import RunConfig, frozen
+from rl.config import RunConfig
 from rl.errors import ConfigError
+from rl.frozen import frozen
 from rl.tasks.copy_digits import CopyDigits
 from rl.validation import validate
 

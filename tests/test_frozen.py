@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 
@@ -9,8 +10,9 @@ from rl.algorithms.advantages import GAE
 from rl.algorithms.corrections import TruncatedIS
 from rl.algorithms.losses import dapo
 from rl.cli import find_config, parse_config, shipped_configs
-from rl.config import AlgorithmConfig, RoleConfig, RunConfig, frozen, thawed
+from rl.config import AlgorithmConfig, RoleConfig, RunConfig
 from rl.errors import ConfigError
+from rl.frozen import frozen, thawed
 from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import CopyDigits
 from rl.tasks.mixture import Mixture, Stage
@@ -69,8 +71,16 @@ def test_a_frozen_config_becomes_the_config_again(make):
     ("field", "value", "message"),
     [
         ("seed", {"repr": "<a lock>"}, "<a lock> cannot be read from a frozen config"),
-        ("data", {"type": "no.such.Task", "digits": 3}, "the frozen config has a no.such.Task, which is not there"),
-        ("rollout", {"prompts": 3}, r"has no \['prompts'\]: another version's?"),
+        (
+            "data",
+            {"type": "no.such.Task", "digits": 3},
+            "config.data: there is no config class 'no.such.Task'; is",
+        ),
+        (
+            "rollout",
+            {"prompts": 3},
+            r"config.rollout has the fields \['prompts'\], which RolloutConfig",
+        ),
     ],
 )
 def test_a_frozen_config_of_other_code_is_refused(field, value, message):
@@ -83,7 +93,81 @@ def test_the_frozen_config_of_a_run_can_be_named_as_a_config(tmp_path):
     path.write_text(json.dumps({"name": "quickstart", "config": frozen(parse("--seed", "5"))}))
     name, config = parse_config(["--config", str(path), "--steps", "3"], program=PROGRAM)
     assert (name, config.seed, config.steps) == ("quickstart", 5, 3)
-    for wrong, message in ((tmp_path / "none.json", "there is no such file"), (path, "holds no config of a run")):
+    for wrong, message in (
+        (tmp_path / "none.json", "there is no such file"),
+        (path, "it has no 'name'; name the config"),
+    ):
         path.write_text("{}")
         with pytest.raises(ConfigError, match=message):
             parse_config(["--config", str(wrong)], program=PROGRAM)
+
+
+PARTS = """
+import pathlib
+from dataclasses import dataclass
+from rl.tasks.copy_digits import CopyDigits
+pathlib.Path(__file__).with_suffix(".imported").touch()
+class Bare:
+    class Config:
+        pass
+class Other:
+    class Config(dict):
+        pass
+class Mine(CopyDigits):
+    @dataclass(kw_only=True, slots=True)
+    class Config(CopyDigits.Config):
+        pass
+"""
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """A module of a user; its path, with another suffix, tells whether it was imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"parts_{tmp_path.name}".replace("-", "_")
+    path = tmp_path / f"{name}.py"
+    path.write_text(PARTS)
+    yield path
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("inner", "said"),
+    [
+        ("", "there is no config class"),
+        (".pathlib", "there is no config class"),
+        (".Bare.Config", "there is no config class"),
+        (".Mine.Confg", "there is no config class"),
+        (".CopyDigits.Config", "there is no config class"),
+    ],
+)
+def test_no_module_is_imported_that_defines_no_such_config_class(parts, inner, said):
+    data = frozen(find_config("quickstart")()) | {"data": {"type": parts.stem + inner}}
+    with pytest.raises(ConfigError, match=f"config.data: {said}"):
+        thawed(data)
+    assert not parts.with_suffix(".imported").exists()
+
+
+@pytest.mark.parametrize("path", ["this", "os.system", "antigravity", "subprocess.Popen", "", 3, None])
+def test_names_of_other_things_are_refused_without_importing_them(path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    with pytest.raises(ConfigError, match=r"config\.data"):
+        thawed(frozen(find_config("quickstart")()) | {"data": {"type": path}})
+    assert not {"this", "antigravity"} & sys.modules.keys()
+
+
+def test_only_a_part_of_the_kind_that_the_field_takes_is_made(parts):
+    data = frozen(find_config("quickstart")())
+    with pytest.raises(ConfigError, match="config.data.type is .*; it must name a Task.Config"):
+        thawed(data | {"data": {"type": f"{parts.stem}.Other.Config"}})
+    with pytest.raises(ConfigError, match="config.data.type is .*GAE.Config'; it must name a Task.Config"):
+        thawed(data | {"data": frozen(GAE.Config())})
+    mine = thawed(data | {"data": {"type": f"{parts.stem}.Mine.Config", "digits": 2}})
+    assert type(mine.data).__qualname__ == "Mine.Config"
+    assert mine.data.digits == 2
+
+
+def test_a_variable_with_the_name_type_is_only_a_variable():
+    config = find_config("quickstart")()
+    config.slurm.environment["type"] = "os.system"
+    assert thawed(frozen(config)).slurm.environment == {"type": "os.system"}

@@ -12,7 +12,8 @@ from rl.algorithms.advantages import Scored, advantages_of
 from rl.algorithms.corrections import correction_weights
 from rl.config import RunConfig
 from rl.controller.evaluation import held_out_prompts
-from rl.errors import ConfigError, RunError, naming, require
+from rl.errors import ConfigError, RunError, require
+from rl.frames import users_code
 from rl.rollout.prompts import training_prompt
 from rl.tasks.base import Task, showing_progress
 
@@ -27,7 +28,7 @@ def build_task(config: RunConfig) -> Task:
     """
     name = type(config.data).__qualname__.removesuffix(".Config")
     with _showing(Console(quiet=config.quiet, highlight=False)) as show, showing_progress(show), _before_start():
-        with naming(f"data: {name}"):
+        with users_code(f"data: building {name}"):
             task: Task = config.data.build(seed=config.seed, model=config.model)
         for attribute, call in (
             ("shape", "super().__init__(config, seed=seed, model=model)"),
@@ -55,10 +56,11 @@ def check_algorithm(config: RunConfig) -> None:
         values=torch.zeros(tokens) if algorithm.advantage.needs_values else None,
     )
     logprobs = torch.full((tokens,), -1.0)
+    with users_code("algorithm"):
+        algorithm.loss.build()
+        advantage = algorithm.advantage.build()
+        corrections = [correction.build() for correction in algorithm.corrections]
     with _before_start():
-        with naming("algorithm"):
-            advantage = algorithm.advantage.build()
-            corrections = [correction.build() for correction in algorithm.corrections]
         advantages_of(advantage, scored, with_returns=algorithm.advantage.needs_values)
         correction_weights(corrections, logprobs, logprobs, torch.zeros(tokens), scored.sequence)
 

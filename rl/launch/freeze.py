@@ -8,7 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.config import RunConfig, frozen
+from rl.config import RunConfig
+from rl.frozen import frozen
 from rl.observe.record import failing_loudly
 
 SOURCE = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from io import StringIO
 from typing import Any
 
-from rl.cli import find_config, parse_config
+from rl.cli import load_config, parse_config
 from rl.errors import EXIT_CONFIG, ConfigError, end_program
 from rl.plan.diff import changes
 from rl.plan.plan import Plan
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_changes(name: str, config: Any, other: str, *, as_json: bool) -> int:
-    found = changes(config, find_config(other)())
+    found = changes(config, load_config(other)[1])
     rows = {"config": name, "other": other, "changes": [asdict(change) for change in found]}
     print(json.dumps(rows) if as_json else describe_changes(name, other, found))
     return 0

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from rl.config import RunConfig, changed_fields, frozen
+from rl.config import RunConfig
+from rl.frozen import changed_fields, frozen
 
 Mark = Literal["numerics", "performance", "cosmetic"]
 """It changes what is computed; only where and how fast, with the same samples and gradients up to rounding; neither."""

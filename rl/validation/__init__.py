@@ -14,7 +14,7 @@ from rl.training.config import TrainerConfig, adaptable_layers
 from rl.validation.engines import validate_engines
 from rl.validation.folders import validate_folders
 from rl.validation.layouts import validate_layouts
-from rl.validation.values import validate_values
+from rl.validation.values import validate_numbers, validate_types
 
 RESERVED = ("critic", "export", "launch", "lock", "logs", "reference", "replicas")
 """Names in a run folder that have a use."""
@@ -22,7 +22,8 @@ RESERVED = ("critic", "export", "launch", "lock", "logs", "reference", "replicas
 
 def validate(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
-    validate_values(config)
+    validate_types(config)
+    validate_numbers(config)
     _validate_sampling(config.rollout)
     validate_folders(config)
     validate_layouts(config)

@@ -8,7 +8,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rl.errors import require
+from rl.errors import require, shown
 from rl.rules import Bounds
 from rl.training.bounds import TORCHTITAN_BOUNDS
 
@@ -33,17 +33,22 @@ class Value:
         return _is_number(self.content) or is_number_field(self.hint)
 
 
-def validate_values(config: Any) -> None:
-    """Raise ConfigError for a value of another type than its field's, and for a number out of bounds.
+def validate_types(config: Any) -> None:
+    """Raise ConfigError, naming field, value and what is allowed, for a value that is not of its field's type."""
+    for value in values(config):
+        fits = _fits(value.content, value.hint)
+        require(fits, f"{value.name} is {shown(value.content)}; it must be {_allowed(value.hint)}")
 
-    The message names field, value and what is allowed. A number without bounds must be finite.
+
+def validate_numbers(config: Any) -> None:
+    """Raise ConfigError, naming field, value and what is allowed, for a number out of bounds.
+
+    A number without bounds must be finite.
     """
     for value in values(config):
-        name, content = value.name, value.content
-        require(_fits(content, value.hint), f"{name} is {content!r}; it must be {_allowed(value.hint)}")
-        if _is_number(content):
-            complaint = (value.bounds or FINITE).complaint(content)
-            require(not complaint, f"{name} is {content}; {complaint}")
+        if _is_number(value.content):
+            complaint = (value.bounds or FINITE).complaint(value.content)
+            require(not complaint, f"{value.name} is {value.content}; {complaint}")
 
 
 def values(config: Any) -> Iterator[Value]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl.cli import parse_config
-from rl.config import frozen
+from rl.frozen import frozen
 from rl.launch.__main__ import main
 from rl.observe.owner import FolderOwner
 from tests.e2e.runs import TINY

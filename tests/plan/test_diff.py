@@ -8,7 +8,8 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 from rl.cli import find_config, shipped_configs
-from rl.config import RoleConfig, RunConfig, frozen
+from rl.config import RoleConfig, RunConfig
+from rl.frozen import frozen
 from rl.plan.__main__ import main
 from rl.plan.diff import changes, leaves, mark_of
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.cli import parse_config
-from rl.config import RunConfig, frozen
+from rl.config import RunConfig
 from rl.errors import ConfigError, RunError
+from rl.frozen import frozen
 from rl.model.shape import ModelConfig
 from rl.tasks.base import Score, Task, epoch_index
 from rl.tasks.copy_digits import TOKEN, CopyDigits, word_tokenizer

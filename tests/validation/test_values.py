@@ -12,7 +12,7 @@ from rl.algorithms.losses import CISPOLoss, ClippedLoss
 from rl.config import RunConfig
 from rl.errors import ConfigError
 from rl.validation import validate
-from rl.validation.values import bounds_of, fields_of, is_number_field, validate_values, values
+from rl.validation.values import bounds_of, fields_of, is_number_field, validate_types, values
 from tests.validation.full_config import full_config, with_converters
 
 ABSURD = (-1, 0, math.nan, math.inf, -math.inf, 1e30, -0.5, 999_999_999_999)
@@ -108,7 +108,7 @@ def every_part(kind: type) -> set[type]:
 )
 def test_a_value_of_another_type_is_refused_by_name(config, name, content, message):
     with pytest.raises(ConfigError) as error:
-        validate_values(put(config, name, content))
+        validate_types(put(config, name, content))
     assert str(error.value).startswith(name)
     assert message in str(error.value)
 

@@ -1,0 +1,44 @@
+"""Which of the user's own lines an exception comes from."""
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rl.errors import ConfigError
+
+_FOREIGN = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent), "<")
+"""Where code lies that is not the user's: Python, its packages, Tiller, and what has no file."""
+
+
+def place_of(error: BaseException) -> str:
+    """Return file, line and function of the innermost frame of the user's own code, else of the innermost frame."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(_FOREIGN)]
+    for frame in (users or frames)[-1:]:
+        return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return "an unknown place"
+
+
+def users_error(what: str, error: BaseException) -> ConfigError:
+    """Return the ConfigError that says where the user's code raised ``error``, and what."""
+    text = (error.msg if isinstance(error, SyntaxError) else _text(error)) or "no message"
+    return ConfigError(f"{what}: {place_of(error)}: {type(error).__name__}: {text}; correct it there")
+
+
+@contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Turn whatever the user's code raises within the block, other than ConfigError, into one that names the line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise users_error(what, error) from error
+
+
+def _text(error: BaseException) -> str:
+    return traceback.format_exception_only(error)[-1].strip().partition(": ")[2]

@@ -1,0 +1,144 @@
+"""A config as JSON-able data, and back."""
+
+import ast
+import dataclasses
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from torchtitan.config import Configurable
+
+from rl.config import RunConfig
+from rl.errors import ConfigError, require
+from rl.frames import users_code
+
+
+def frozen(value: Any) -> Any:
+    """``value`` as JSON-able data; configs of exchangeable parts carry the ``type`` they build."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: frozen(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        owner = type(value)
+        return (
+            {"type": f"{owner.__module__}.{owner.__qualname__}", **fields}
+            if isinstance(value, Configurable.Config)
+            else fields
+        )
+    if isinstance(value, dict):
+        return {str(k): frozen(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [frozen(v) for v in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else {"repr": repr(value)}
+
+
+def thawed(data: Any, kind: Any = RunConfig, name: str = "config") -> Any:
+    """Return the value of type ``kind`` that ``frozen`` made ``data`` of.
+
+    Raises ConfigError, naming the field, for what has no form in JSON and for data of another version of its code.
+    """
+    if isinstance(data, dict) and data.keys() == {"repr"}:
+        raise ConfigError(f"{name}: {data['repr']} cannot be read from a frozen config: let a config function make it")
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    parts = tuple(each for each in kinds if _is_part(each))
+    if isinstance(data, dict) and "type" in data and parts:
+        kind = find_part(data["type"], parts, name)
+        data = {field: value for field, value in data.items() if field != "type"}
+    elif len(kinds) > 1:
+        kind = next((each for each in kinds if _takes(each, data)), Any)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _thawed_dataclass(data, kind, name)
+    arguments = get_args(kind)
+    if isinstance(data, list):
+        inner = arguments[0] if arguments else Any
+        items = [thawed(item, inner, f"{name}.{index}") for index, item in enumerate(data)]
+        return tuple(items) if get_origin(kind) is tuple else items
+    if isinstance(data, dict):
+        inner = arguments[1] if len(arguments) > 1 else Any
+        return {key: thawed(item, inner, f"{name}.{key}") for key, item in data.items()}
+    return data
+
+
+def _thawed_dataclass(data: Any, kind: type, name: str) -> Any:
+    require(isinstance(data, dict), f"{name} is {data!r}; it must be an object with the fields of {kind.__qualname__}")
+    types, fields = get_type_hints(kind), dataclasses.fields(kind)  # type: ignore[arg-type]
+    unknown = sorted(data.keys() - {field.name for field in fields})
+    require(not unknown, f"{name} has the fields {unknown}, which {kind.__qualname__} has not: another version's?")
+    values = {field: thawed(value, types[field], f"{name}.{field}") for field, value in data.items()}
+    with users_code(f"{name} cannot be made"):
+        return kind(**values)
+
+
+def find_part(path: str, kinds: tuple[type, ...], name: str) -> type:
+    """Return the Config class of the given ``path``, such as ``rl.tasks.copy_digits.CopyDigits.Config``.
+
+    A module is imported only if its source defines that class. Raises ConfigError, naming the field, unless the class
+    exists and is one of ``kinds``, or a subclass.
+    """
+    names = path.split(".") if isinstance(path, str) else []
+    names = names if all(each.isidentifier() for each in names) else []
+    module_name, spec = _module_of(names)
+    inner = names[module_name.count(".") + 1 :] if spec else []
+    with users_code(f"{name}: {path}"):
+        known = bool(inner) and (module_name in sys.modules or _defines(spec, inner))
+        require(known, f"{name}: there is no config class {path!r}; is its folder on PYTHONPATH?")
+        found: Any = importlib.import_module(module_name)
+    for each in inner:
+        found = getattr(found, each, None)
+    allowed = " or ".join(kind.__qualname__ for kind in kinds)
+    require(
+        isinstance(found, type) and issubclass(found, kinds),
+        f"{name}.type is {path!r}; it must name a {allowed}, or a subclass in a module on PYTHONPATH",
+    )
+    return found
+
+
+def _module_of(names: Sequence[str]) -> tuple[str, ModuleSpec | None]:
+    """Return the longest module name that ``names`` begin with, found without importing its packages."""
+    found, spec = "", None
+    for name in names:
+        longer = f"{found}.{name}" if found else name
+        folders = spec.submodule_search_locations if spec else None
+        if spec is not None and folders is None:
+            break
+        finders = (finder.find_spec(longer, folders, None) for finder in sys.meta_path)
+        following = next(filter(None, finders), None)
+        if following is None:
+            break
+        found, spec = longer, following
+    return found, spec
+
+
+def _defines(spec: ModuleSpec | None, names: Sequence[str]) -> bool:
+    """Whether the source of a module has a class of the last name, with a base, in classes of the names before."""
+    source = spec.loader.get_source(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
+    nodes: list[ast.AST] = [ast.parse(source, spec.origin or "")] if spec and source else []
+    for name in names:
+        inside = (inner for node in nodes for inner in ast.walk(node))
+        nodes = [node for node in inside if isinstance(node, ast.ClassDef) and node.name == name]
+    return any(isinstance(node, ast.ClassDef) and node.bases for node in nodes)
+
+
+def _is_part(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Configurable.Config)
+
+
+def _takes(kind: Any, data: Any) -> bool:
+    """Whether ``data`` may be of ``kind``, one of several."""
+    if dataclasses.is_dataclass(kind):
+        return isinstance(data, dict) and data.keys() == {field.name for field in dataclasses.fields(kind)}
+    return isinstance(data, list) and get_origin(kind) in (list, tuple)
+
+
+def changed_fields(before: Any, after: Any, name: str = "") -> list[str]:
+    """``field: old → new`` for every leaf in which two frozen configs differ."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = [*before, *(key for key in after if key not in before)]
+        return [
+            change
+            for key in names
+            for change in changed_fields(before.get(key), after.get(key), f"{name}.{key}" if name else key)
+        ]
+    return [] if before == after else [f"{name}: {before} → {after}"]

@@ -1,0 +1,211 @@
+"""What is said of configs, tasks and files that are broken: a sentence with file and line, and exit code 2."""
+
+import importlib
+import json
+import sys
+
+import pytest
+
+from rl.cli import SHIPPED, find_config, load_config, parse_config, shipped_configs
+from rl.config import RunConfig
+from rl.errors import ConfigError
+from rl.frozen import frozen
+from rl.run import run
+from rl.train import main
+
+PROGRAM = "python -m rl.train"
+HEAD = """\
+from dataclasses import dataclass
+from rl.config import RunConfig
+from rl.tasks.copy_digits import CopyDigits
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a user's module of a fresh name; returns a function of its source that returns the name."""
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"broken_{tmp_path.name}".replace("-", "_")
+
+    def write(source: str, head: str = HEAD) -> str:
+        (tmp_path / f"{name}.py").write_text(head + source)
+        return name
+
+    yield write
+    sys.modules.pop(name, None)
+
+
+def error_of(config: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def mine( -> RunConfig:\n", "line 4: SyntaxError: invalid syntax; correct it there"),
+        ("x = 1 / 0\n", "line 4, in <module>: ZeroDivisionError: division by zero; correct it"),
+        ("import no_such_package\n", "line 4, in <module>: ModuleNotFoundError: No module named"),
+        ("raise SystemExit(3)\n", "line 4, in <module>: SystemExit: 3; correct it there"),
+        (
+            "def mine() -> RunConfig:\n    return RunConfig(dta=3)\n",
+            "line 5, in mine: TypeError: RunConfig.__init__() got an unexpected keyword argument",
+        ),
+        (
+            "def mine() -> RunConfig:\n    import json\n    return json.loads('{')\n",
+            "line 6, in mine: JSONDecodeError: Expecting property name",
+        ),
+        (
+            "from torchtitan.components.checkpoint import CheckpointManager\n"
+            "def mine() -> RunConfig:\n    return CheckpointManager.Config(keep_latest_k=1)\n",
+            "line 6, in mine: ValueError: We need to maintain at least 2",
+        ),
+        ("def mine(size: int) -> RunConfig:\n    pass\n", "TypeError: mine() missing 1 required"),
+    ],
+)
+def test_an_exception_in_a_config_module_names_the_users_line(module, tmp_path, source, said):
+    name = module(source)
+    text = error_of(f"{name}.mine")
+    assert text.startswith(f"--config {name}.mine: ")
+    assert said in text
+    if "missing 1 required" not in said:
+        assert str(tmp_path) in text
+
+
+@pytest.mark.parametrize("returned", ["None", "3", "CopyDigits.Config()"])
+def test_a_function_that_returns_no_run_config_is_named(module, returned):
+    name = module(f"def mine() -> RunConfig:\n    return {returned}\n")
+    text = error_of(f"{name}.mine")
+    assert text.startswith(f"--config {name}.mine: mine in ")
+    assert f"returned {returned[:9]}" in text
+    assert text.endswith("it must return a RunConfig")
+
+
+def test_a_config_of_wrong_types_is_refused_by_field(module):
+    source = "def mine() -> RunConfig:\n    return RunConfig(data=CopyDigits.Config(), rollout={content})\n"
+    name = module(source.format(content="None"))
+    with pytest.raises(ConfigError, match="rollout is None; it must be a RolloutConfig"):
+        parse_config(["--config", f"{name}.mine"], program=PROGRAM)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "is not JSON: Expecting value: line 1 column 1"),
+        ('{"name": "x", "config": {', "is not JSON: Expecting property name"),
+        ("[" * 100_000, "is not JSON: "),
+        ("[]", "holds []; name the config.json of a run"),
+        ('{"config": {}}', "it has no 'name'; name the config.json of a run"),
+        ('{"name": "x"}', "it has no 'config'; name the config.json of a run"),
+        ('{"name": "x", "config": []}', "it has no 'config'"),
+        ('{"name": "x", "config": {}}', "TypeError: RunConfig.__init__() missing 1 required"),
+    ],
+)
+def test_a_config_json_that_is_broken_is_named(tmp_path, content, said):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    text = error_of(str(path))
+    assert text.startswith(f"--config {path}: ")
+    assert said in text
+
+
+def test_a_config_json_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read: Is a directory" in error_of(str(tmp_path / "folder.json"))
+    assert "is not JSON: 'utf-8' codec can't decode" in error_of(str(tmp_path / "bytes.json"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("rollout", 5, "config.rollout is 5; it must be an object with the fields of RolloutConfig"),
+        ("data", {"digits": 3}, "config.data"),
+        ("steps", "many", "steps is 'many'; it must be a whole number"),
+        ("steps", float("nan"), "steps is nan; it must be a whole number"),
+        ("colocate", "some", "colocate is 'some'; it must be 'none' or 'models' or 'all'"),
+    ],
+)
+def test_a_config_json_with_a_wrong_value_names_the_field(tmp_path, field, value, said):
+    path = tmp_path / "config.json"
+    config = frozen(find_config("quickstart")()) | {field: value}
+    path.write_text(json.dumps({"name": "x", "config": config}))
+    with pytest.raises(ConfigError) as error:
+        parse_config(["--config", str(path)], program=PROGRAM)
+    assert said in str(error.value)
+
+
+TASK = """
+class Mine(CopyDigits):
+    @dataclass(kw_only=True, slots=True)
+    class Config(CopyDigits.Config):
+        pass
+    def __init__(self, config, *, seed, model):
+        super().__init__(config, seed=seed, model=model)
+        self.words = open("/no/such/words.txt").read()
+
+def mine() -> RunConfig:
+    config = find_config("quickstart")()
+    config.data = Mine.Config()
+    return config
+"""
+
+LOSS = """
+class Loss(ClippedLoss):
+    @dataclass(kw_only=True, slots=True)
+    class Config(ClippedLoss.Config):
+        pass
+    def __init__(self, config):
+        super().__init__(config)
+        self.table = {}["missing"]
+
+def mine() -> RunConfig:
+    config = find_config("quickstart")()
+    config.algorithm.loss = Loss.Config()
+    return config
+"""
+IMPORTS = "from rl.cli import find_config\nfrom rl.algorithms.losses import ClippedLoss\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (TASK, "data: building Mine: .*, line 13, in __init__: FileNotFoundError: .*words"),
+        (LOSS, "algorithm: .*, line 13, in __init__: KeyError: 'missing'"),
+    ],
+)
+def test_an_exception_in_a_users_constructor_names_the_line_before_anything_starts(module, tmp_path, source, said):
+    name = module(IMPORTS + source)
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigError, match=said):
+        run(["--config", f"{name}.mine", "--output-dir", str(folder)], program=PROGRAM)
+    assert not folder.exists()
+
+
+def test_the_program_ends_with_2_and_one_line(module, capsys):
+    name = module("x = 1 / 0\n")
+    assert main(["--config", f"{name}.mine"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --config {name}.mine: ")
+    assert len(said.splitlines()) == 1
+
+
+def test_configs_of_tiller_are_found_beside_a_package_of_the_same_name(tmp_path, monkeypatch):
+    package = tmp_path / "configs"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "mine.py").write_text("raise RuntimeError('not one of Tiller')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "configs"]:
+        monkeypatch.delitem(sys.modules, name)
+    shipped_configs.cache_clear()
+    assert {"quickstart", "gsm8k_jsonl", "qwen3_8b"} <= shipped_configs().keys()
+    assert importlib.import_module("configs").__file__ == str(package / "__init__.py")
+    sys.modules.pop("configs")
+
+
+def test_every_function_of_the_configs_folder_is_shipped():
+    assert (SHIPPED / "quickstart.py").is_file()
+    assert {"quickstart", "gsm8k_jsonl", "qwen3_8b"} <= shipped_configs().keys()
+    assert all(isinstance(make(), RunConfig) for make in shipped_configs().values())

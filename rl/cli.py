@@ -26,7 +26,7 @@ from rl.validation.values import validate_types
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 """Folder of the configs that ship with Tiller: next to its package."""
-NAME_A_RUN = "name the config.json of a run"
+A_RUNS_FILE = "it must be the config.json of a run"
 USAGE = """usage: {program} --config NAME [--FIELD VALUE ...]
 
 NAME is a function of the configs package, MODULE.FUNCTION of your own package, or the config.json of a run. Any field
@@ -81,26 +81,29 @@ def load_config(name: str) -> tuple[str, RunConfig]:
 
 def read_frozen(path: Path) -> tuple[str, RunConfig]:
     """Return the name of a run and the config that it wrote to ``path``. Raises ConfigError for any other file."""
-    content = read_config_file(path)
-    require(isinstance(content.get("name"), str), f"--config {path}: it has no 'name'; {NAME_A_RUN}")
-    require(isinstance(content.get("config"), dict), f"--config {path}: it has no 'config'; {NAME_A_RUN}")
+    content = read_config_file(path, f"--config {path}")
     try:
         return content["name"], thawed(content["config"])
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from error
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``. Raises ConfigError, naming the file, if there is none."""
+def read_config_file(path: Path, title: str) -> dict[str, Any]:
+    """Return what a run wrote to ``path``: its name and frozen config.
+
+    Raises ConfigError, beginning with ``title``, for any other file.
+    """
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"--config {path}: there is no such file; {NAME_A_RUN}") from None
+        raise ConfigError(f"{title}: there is no such file; {A_RUNS_FILE}") from None
     except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{title}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--config {path}: is not JSON: {error}; {NAME_A_RUN}") from error
-    require(isinstance(content, dict), f"--config {path}: holds {shown(content)}; {NAME_A_RUN}")
+        raise ConfigError(f"{title}: is not JSON: {error}; {A_RUNS_FILE}") from error
+    require(isinstance(content, dict), f"{title}: holds {shown(content)}; {A_RUNS_FILE}")
+    for key, kind in (("name", str), ("config", dict)):
+        require(isinstance(content.get(key), kind), f"{title}: it has no {key!r}; {A_RUNS_FILE}")
     return content
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from rl.actors.hosts import Hosts
 from rl.actors.nodes import Nodes
 from rl.actors.processes import start_runtime, stop_runtime
-from rl.cli import parse_config
+from rl.cli import parse_config, read_config_file
 from rl.config import RunConfig
 from rl.controller.dispatch import Dispatch
 from rl.controller.loop import Controller
@@ -50,7 +50,7 @@ def _run(name: str, config: RunConfig, task: Task, owner: FolderOwner, command: 
     nodes = Nodes(logs / "workers")
     record = RunRecord(folder, logs, check=owner.check)
     resolved = frozen(config)
-    changes = changed_fields(record.read_config()["config"], resolved) if config.resume else []
+    changes = changed_fields(_config_before(folder), resolved) if config.resume else []
     changes = [change for change in changes if not change.startswith(("resume:", "quiet:", "output_dir:"))]
     record.write_config({"name": name, "command": command, "config": resolved})
 
@@ -68,6 +68,12 @@ def _run(name: str, config: RunConfig, task: Task, owner: FolderOwner, command: 
         return outcome
     _conclude(record, outcome, progress)
     return 0
+
+
+def _config_before(folder: Path) -> dict[str, object]:
+    """Return the frozen config of the attempt before."""
+    path = folder / "config.json"
+    return read_config_file(path, f"--resume: {path}")["config"]
 
 
 async def _supervised(

@@ -95,7 +95,7 @@ def test_the_frozen_config_of_a_run_can_be_named_as_a_config(tmp_path):
     assert (name, config.seed, config.steps) == ("quickstart", 5, 3)
     for wrong, message in (
         (tmp_path / "none.json", "there is no such file"),
-        (path, "it has no 'name'; name the config"),
+        (path, "it has no 'name'; it must be the config"),
     ):
         path.write_text("{}")
         with pytest.raises(ConfigError, match=message):

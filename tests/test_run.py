@@ -96,7 +96,7 @@ def misshapen() -> RunConfig:
             2,
             "Misshapen (advantages) returned float32 [256] on cpu; expected is a tensor, float32 [511]",
         ),
-        ("moody", ["--data.fails", "constructor"], 2, "data: Moody raised SystemExit: no data today"),
+        ("moody", ["--data.fails", "constructor"], 2, "in __init__: SystemExit: no data today; correct it there"),
         ("moody", ["--data.fails", "no super"], 2, "data: Moody has no shape; its constructor must call super()"),
         ("moody", ["--data.fails", "no tokenizer"], 2, "its constructor must call self.set_tokenizer(tokenizer"),
         ("moody", ["--data.fails", "prompt"], 2, "data: Moody.prompt(7) is None; expected is a Prompt"),
@@ -138,3 +138,14 @@ def test_a_folder_that_another_run_writes_to_is_refused(nodes, code, resume, tmp
         assert main(arguments) == code
         assert f"{tmp_path} is in use by process {os.getpid()} on " in capsys.readouterr().err
         assert {path.name for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"name": "x"}'])
+def test_a_run_whose_config_json_is_broken_is_refused_by_name(tmp_path, content, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    arguments = ["--config", "quickstart", "--resume", "--output-dir", str(tmp_path)]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --resume: {path}: ")
+    assert said.endswith("it must be the config.json of a run\n")

@@ -79,10 +79,6 @@ class RunRecord:
     def write_config(self, config: dict) -> None:
         self._write_json("config.json", config)
 
-    def read_config(self) -> dict:
-        """What ``write_config`` wrote."""
-        return json.loads((self.folder / "config.json").read_text())
-
     def write_summary(self, summary: dict) -> None:
         self._write_json("summary.json", summary)
 

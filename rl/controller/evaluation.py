@@ -90,7 +90,8 @@ class Evaluation:
         """``eval/exact_match`` of greedy completions; ``eval/pass@k``: prompts that one of k samples solves.
 
         ``eval/version_min`` and ``eval/version_max`` are the oldest and the newest policy version that drew a token.
-        Empty if ``config.prompts`` is 0. A prompt whose reward fails counts as one that is not solved.
+        A prompt whose reward fails counts as one that is not solved, and ``eval/lost`` counts these failures. Empty if
+        ``config.prompts`` is 0.
         """
         if not self._prompts:
             return {}
@@ -105,6 +106,7 @@ class Evaluation:
             sampled = await self._ask(self._sampling, samples, "eval/sampled")
             scores[f"eval/pass@{samples}"] = _solved(sampled) / count
             groups += sampled
+        scores["eval/lost"] = float(count * (2 if samples else 1) - len(groups))
         versions = {version for group in groups for each in group for version in each.completion.versions}
         scores["eval/version_min"] = min(versions, default=math.nan)
         scores["eval/version_max"] = max(versions, default=math.nan)

@@ -1,6 +1,5 @@
 """Keeps the ledger filled with rollouts, as far ahead of the trainer as the staleness bound allows."""
 
-import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -107,8 +106,9 @@ class Sampler:
         while missing := self._size - len(done):
             ordinals = [ledger.admit(self._push.held) for _ in range(missing)]
             shares = [ordinals[share :: self._replicas] for share in range(self._replicas)]
-            answers = await asyncio.gather(*(self._sample(share, self._router.generate_alone) for share in shares))
-            outcomes = {ordinal: group for answer in answers for ordinal, group in answer.items()}
+            async with beside() as work:  # one that fails ends the others, which a new attempt would ask again
+                answers = [work.create_task(self._sample(share, self._router.generate_alone)) for share in shares]
+            outcomes = {ordinal: group for answer in answers for ordinal, group in answer.result().items()}
             for ordinal in ordinals:
                 verdict = self._judge(outcomes[ordinal])
                 if isinstance(verdict, str):

@@ -77,8 +77,10 @@ class Progress:
 
     def evaluation(self, row: dict[str, float]) -> None:
         """Print what the evaluation of the weights after ``row["step"]`` came to."""
-        others = ("step", "eval/prompts", "eval/version_min", "eval/version_max", "eval/skipped")
+        others = ("step", "eval/prompts", "eval/lost", "eval/version_min", "eval/version_max", "eval/skipped")
         shown = [f"{name.removeprefix('eval/')} {row[name]:.3f}" for name in row if name not in others]
+        if lost := row.get("eval/lost"):
+            shown.append(f"{lost:.0f} rewards failed")
         oldest, newest = row.get("eval/version_min", 0), row.get("eval/version_max", 0)
         if oldest < newest:
             shown.append(f"by policy versions {oldest:.0f} to {newest:.0f}")

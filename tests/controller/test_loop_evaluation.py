@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rl.errors import ActorFailure, RunError
+from rl.errors import ActorFailure, GroupLost, RunError
 from tests.controller.loops import free, whereabouts, without_times
 
 
@@ -318,3 +318,19 @@ def test_actors_lost_while_an_evaluation_is_repeated_change_nothing_of_it(run, s
     run(prepare, steps=6, staleness=staleness, save_every=1, replicas=2, edit=edit)
     assert (run.trainer.starts, run.generators[0].starts) == (2, 2)
     assert run.record.read_evaluations() == evaluated
+
+
+def test_prompts_whose_reward_failed_are_counted(run):
+    def prepare(trainer, generator):
+        score = run.rewards.score
+
+        async def score_or_lose(prompt, said):
+            if len(said) == 1 and prompt.ordinal in (1, 2):
+                raise GroupLost("reward raised", "no reward today")
+            return await score(prompt, said)
+
+        run.rewards.score = score_or_lose
+
+    run(prepare, steps=3, edit=evaluating(deterministic))
+    assert [row["eval/lost"] for row in run.record.read_evaluations()] == [2]
+    assert run.summary["eval/lost"] == 2

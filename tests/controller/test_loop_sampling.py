@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rl.errors import GroupLost, RunError
+from rl.errors import ActorFailure, GroupLost, RunError
 from rl.tasks.copy_digits import CopyDigits
 from tests.controller.loops import calls, free, ledger_of
 
@@ -165,3 +165,29 @@ def test_one_long_rollout_holds_up_no_step_while_its_bound_allows(run):
     ledger = ledger_of(run.record)
     assert [row["trained_now"][0] for row in ledger].index(0) == 2
     assert ledger[2]["staleness"]["2"] > 0
+
+
+def test_nothing_goes_on_with_a_batch_after_the_run_went_back(run):
+    """A reward worker is lost for good while a share of the batch is still generated."""
+    scored = []
+
+    def prepare(trainer, first, second):
+        back = asyncio.Event()
+        score = run.rewards.score
+
+        async def score_once_back(prompt, said):
+            scored.append(prompt.ordinal)
+            if prompt.ordinal == 0 and not back.is_set():
+                back.set()
+                raise ActorFailure("reward-0: gone", actor="reward-0", rank=0, call="start", kind="died")
+            return await score(prompt, said)
+
+        async def generate(request):
+            if request.startswith("train/1/"):
+                await back.wait()
+                await asyncio.sleep(0.05)
+
+        run.rewards.score, first.during, second.during = score_once_back, generate, generate
+
+    run(prepare, steps=2, replicas=2)
+    assert sorted(scored) == [0, 0, 1, 2, 3]

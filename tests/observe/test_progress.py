@@ -77,13 +77,15 @@ def test_a_step_that_is_done_takes_the_place_of_the_stage():
 
 
 def test_an_evaluation_says_which_weights_it_is_of_and_what_was_skipped():
-    out, row = io.StringIO(), {"eval/exact_match": 0.25, "eval/version_max": 7, "eval/skipped": 0}
+    out, row = io.StringIO(), {"eval/exact_match": 0.25, "eval/version_max": 7, "eval/skipped": 0, "eval/lost": 0.0}
     progress = Progress(1, quiet=False, console=Console(file=out, width=120))
     progress.evaluation({"step": 7, "eval/version_min": 7, **row})
     progress.evaluation({"step": 4, "eval/version_min": 4, **row, "eval/skipped": 2})
-    first, second = out.getvalue().splitlines()
+    progress.evaluation({"step": 7, "eval/version_min": 7, **row, "eval/lost": 3.0})
+    first, second, third = out.getvalue().splitlines()
     assert first == "evaluated after step 7 · exact_match 0.250"
     assert second == "evaluated after step 4 · exact_match 0.250 · by policy versions 4 to 7 · 2 due before it skipped"
+    assert third == "evaluated after step 7 · exact_match 0.250 · 3 rewards failed"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

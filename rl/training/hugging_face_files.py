@@ -40,6 +40,11 @@ def check_folder(folder: Path, shape: ModelShape) -> None:
         f"{folder} has an {ADAPTER}: transformers would add the adapter to the weights; merge it, or move it away",
     )
     stored = stored_tensors(folder)
+    layers, experts = shape.n_layers, shape.num_experts or 1
+    require(  # before the names of that many are listed
+        layers * experts <= len(stored),
+        f"{folder} holds {len(stored)} tensors, fewer than num_hidden_layers={layers} times num_experts={experts}",
+    )
     check_tensors(folder, stored, hugging_face_tensors(shape))
     if shape.tie_embeddings and HEAD in stored:
         _check_tied_head(folder, stored)

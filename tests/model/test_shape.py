@@ -1,6 +1,8 @@
 """A Hugging Face folder that Tiller cannot train is refused, naming the field and its value."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from transformers import AutoConfig, Qwen3MoeConfig
@@ -23,6 +25,8 @@ HF = {
     "rope_theta": 1000000,
     "rope_scaling": None,
     "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
     "use_sliding_window": False,
     "torch_dtype": "bfloat16",
 }
@@ -55,6 +59,21 @@ def test_sizes_come_from_the_folder(write):
     assert (shape.vocab_size, shape.dim, shape.n_layers, shape.hidden_dim) == (151936, 1024, 28, 3072)
     assert (shape.n_heads, shape.n_kv_heads, shape.head_dim) == (16, 8, 128)
     assert (shape.tie_embeddings, shape.rope_theta, shape.dtype) == (True, 1e6, "bfloat16")
+
+
+def test_published_configs_are_read_without_importing_transformers(tmp_path):
+    """The import takes seconds, which each rank and each plan would spend."""
+    folders = [tmp_path / "dense", tmp_path / "experts"]
+    for folder, hf in zip(folders, (HF, MOE), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(hf))
+        (folder / "model.safetensors").touch()
+    code = (
+        "import sys; from rl.model.shape import ModelConfig, shape_of\n"
+        "for path in sys.argv[1:]: shape_of(ModelConfig(hf_path=path))\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, *folders], timeout=60, check=True)
 
 
 def test_a_dense_model_has_no_experts(write):

@@ -251,6 +251,8 @@ REFUSED: dict[str, tuple[Folder, str]] = {
         Folder(config={"dual_chunk_attention_config": {"chunk_size": 8}}),
         "dual_chunk_attention_config",
     ),
+    "quantization, older key": (Folder(config={"compression_config": {"format": "int"}}), "compression_config"),
+    "another file of configs": (Folder(config={"configuration_files": ["config.4.json"]}), "configuration_files"),
     "layers that differ": (Folder(config={"per_layer_config": {"0": {"hidden_act": "gelu"}}}), "per_layer_config"),
     "bidirectional": (Folder(config={"is_causal": False}), "is_causal .* is False"),
     "code of its own": (Folder(config={"auto_map": {"AutoModelForCausalLM": "m.M"}}), "auto_map"),
@@ -305,6 +307,10 @@ REFUSED: dict[str, tuple[Folder, str]] = {
     "more layers in the file": (
         Folder(config={"num_hidden_layers": 1, "layer_types": GONE}),
         "holds model.layers.1.* and 10 more, for which the model has no place",
+    ),
+    "absurdly many experts": (
+        Folder(experts=True, config={"num_hidden_layers": 1000, "num_local_experts": 65_000, "layer_types": GONE}),
+        "holds 45 tensors, fewer than num_hidden_layers=1000 times num_experts=65000",
     ),
     "another shape": (
         Folder(damage=tensors(model__norm__weight=torch.ones(65))),

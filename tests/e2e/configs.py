@@ -1,13 +1,48 @@
 """Configs of the tests' own, as a user has them in a package of their own."""
 
+import dataclasses
+from dataclasses import dataclass
+
 from configs.quickstart import quickstart
 from rl.algorithms.advantages import GAE
 from rl.config import RunConfig
+from rl.tasks.copy_digits import WORDS, CopyDigits
+from rl.types import Prompt
+
+BLOCK = 32
+PREAMBLE = [place % len(WORDS) for place in range(2 * BLOCK + 6)]
+
+
+class CopyAfterPreamble(CopyDigits):
+    """Copying digits after a preamble of more than two blocks of the KV cache, which all prompts share."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CopyDigits.Config):
+        pass
+
+    def prompt(self, ordinal: int) -> Prompt:
+        return _after_preamble(super().prompt(ordinal))
+
+    def eval_prompts(self, count: int) -> list[Prompt]:
+        return [_after_preamble(prompt) for prompt in super().eval_prompts(count)]
+
+
+def _after_preamble(prompt: Prompt) -> Prompt:
+    return dataclasses.replace(prompt, tokens=PREAMBLE + prompt.tokens)
+
+
+def long_prompts() -> RunConfig:
+    """Return a config whose prompts fill several blocks of the KV cache."""
+    config = quickstart()
+    config.data = CopyAfterPreamble.Config(max_prompt_tokens=len(PREAMBLE) + 5)
+    config.model.max_seq_len = 3 * BLOCK
+    config.generator.block_size = BLOCK
+    return config
 
 
 def many_models() -> RunConfig:
     """PPO with a critic, held to a reference that follows, with four updates a step."""
-    config = quickstart()
+    config = long_prompts()
     config.algorithm.advantage = GAE.Config()
     config.algorithm.loss.kl_coef, config.algorithm.adaptive_kl.target = 0.05, 0.01
     config.algorithm.proximal = "recomputed"

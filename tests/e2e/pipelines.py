@@ -1,4 +1,4 @@
-"""Tiny runs of every pipeline, for tests that disturb them."""
+"""Tiny runs of every pipeline, whose prompts fill several blocks of the KV cache, for tests that disturb them."""
 
 from tests.e2e.runs import TINY
 
@@ -7,7 +7,8 @@ DEADLINES = (
     *("--deadlines.start", "240", "--deadlines.call", "40", "--deadlines.heartbeat", "12", "--deadlines.reward", "8"),
     *("--max_restarts", "6"),
 )
-COMMON = (*TINY, "--steps", str(STEPS), "--trainer.checkpoint.interval", "3", *DEADLINES)
+LONG_PROMPTS = ("--config", "tests.e2e.configs.long_prompts", *TINY[2:])
+COMMON = (*LONG_PROMPTS, "--steps", str(STEPS), "--trainer.checkpoint.interval", "3", *DEADLINES)
 TWO_AHEAD = (
     *(*COMMON, "--rollout.max_staleness", "2", "--generator.replicas", "2"),
     *("--rollout.max_replacements", "2", "--evaluation.every", "5"),

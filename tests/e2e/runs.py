@@ -147,6 +147,22 @@ def numbers(run: Run, *but: str) -> list[dict]:
     ]
 
 
+def trained(run: Run) -> list[dict]:
+    """Rows of the ledger without what depends on how far sampling is ahead at the time of a step."""
+    of_progress = ("submitted", "waiting", "running", "finished", "dropped", "dropped_now")
+    return [
+        {name: value for name, value in row.items() if name not in of_progress} for row in run.lines("ledger.jsonl")
+    ]
+
+
+def dropped(run: Run) -> list[tuple[int, str]]:
+    """Ordinals that were dropped, each with the reason."""
+    rows = run.lines("ledger.jsonl")
+    return sorted(
+        (ordinal, reason) for row in rows for reason, ordinals in row["dropped_now"].items() for ordinal in ordinals
+    )
+
+
 def digest(run: Run) -> str:
     """Of the final weights."""
     return run.json("summary.json")["policy_digest"]

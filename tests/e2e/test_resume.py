@@ -7,7 +7,7 @@ import pytest
 
 from rl.observe.spans import STAGES
 from tests.e2e.pipelines import LOCKSTEP, STEPS, TWO_AHEAD
-from tests.e2e.runs import Run, digest, numbers
+from tests.e2e.runs import Run, digest, dropped, numbers, trained
 
 
 def start(tmp_path, arguments: tuple[str, ...]) -> Run:
@@ -17,8 +17,11 @@ def start(tmp_path, arguments: tuple[str, ...]) -> Run:
 
 
 def assert_same(run: Run, whole: Run) -> None:
-    """Bit for bit, to the last weight."""
+    """Bit for bit: numbers, rollouts, the ledger, evaluations and the last weight."""
     assert numbers(run, "push/") == numbers(whole, "push/")
+    assert run.lines("rollouts.jsonl") == whole.lines("rollouts.jsonl")
+    assert trained(run) == trained(whole)
+    assert dropped(run) == dropped(whole)
     assert run.lines("evaluations.jsonl") == whole.lines("evaluations.jsonl")
     assert digest(run) == digest(whole)
 

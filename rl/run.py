@@ -27,6 +27,11 @@ from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.tasks.base import Task
 
+NOTHING_LEARNED = (
+    "every gradient was 0 or not finite, or the learning rate was 0; see trainer/grad_norm, trainer/skipped_steps and "
+    "reward/flat_groups in metrics.jsonl"
+)
+
 
 def run(arguments: list[str], *, program: str) -> int:
     """Run the training that the command line asks for; returns the exit code.
@@ -67,6 +72,11 @@ def _run(name: str, config: RunConfig, task: Task, owner: FolderOwner, command: 
     if isinstance(outcome, int):
         return outcome
     _conclude(record, outcome, progress)
+    if outcome["steps_learned"] == 0:
+        error = f"none of {outcome['steps']} steps changed the weights: {NOTHING_LEARNED}"
+        record.write_failure({"error": error, "step": outcome["steps"], "command": command})
+        progress.error(error)
+        return EXIT_FAILED
     return 0
 
 

@@ -271,6 +271,7 @@ class Controller:
         self.task.describe(export, has_originals=self.config.model.hf_path is not None)
         summary: dict[str, object] = {
             "steps": self.step,
+            "steps_learned": sum(row["trainer/updates"] > 0 for row in self.record.read_metrics()),
             "policy_version": self.version,
             "restarts": self.all_restarts,
             "policy_digest": policy_digest(merge_digests(await self.dispatch.policy.weight_digests())),

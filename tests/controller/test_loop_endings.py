@@ -8,6 +8,12 @@ from rl.errors import ActorFailure, RunError
 from tests.controller.loops import calls, free, ledger_of, without_times
 
 
+@pytest.mark.parametrize("skipped", [{0, 1, 2, 3}, {1, 2}])
+def test_the_summary_counts_the_steps_that_changed_weights(run, skipped):
+    run(lambda trainer, _: setattr(trainer, "skips", skipped), save_every=1)
+    assert run.summary["steps_learned"] == 4 - len(skipped)
+
+
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
 @pytest.mark.parametrize("update", ["together", "rolling"])
 @pytest.mark.parametrize("during", ["generate", "pull"])

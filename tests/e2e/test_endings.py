@@ -83,33 +83,38 @@ def test_a_raising_reward_costs_its_group_and_too_many_are_the_named_cause(tmp_p
     assert cause in run.stderr
 
 
-def test_a_loss_that_stays_non_finite_skips_steps_and_then_ends_the_run(tmp_path):
-    (tmp_path / "my_loss.py").write_text(
-        textwrap.dedent(
-            """
-            from dataclasses import dataclass
-            from configs.quickstart import quickstart
-            from rl.algorithms.losses import ClippedLoss
-            from rl.config import RunConfig
+CRACKED = """
+    from dataclasses import dataclass
+    from configs.quickstart import quickstart
+    from rl.algorithms.losses import ClippedLoss
+    from rl.config import RunConfig
 
-            class Cracked(ClippedLoss):
-                @dataclass(kw_only=True, slots=True)
-                class Config(ClippedLoss.Config):
-                    pass
+    class Cracked(ClippedLoss):
+        @dataclass(kw_only=True, slots=True)
+        class Config(ClippedLoss.Config):
+            pass
 
-                def __call__(self, tokens):
-                    loss, metrics = super().__call__(tokens)
-                    return loss * float("nan"), metrics
+        def __call__(self, tokens):
+            loss, metrics = super().__call__(tokens)
+            return loss * float("nan"), metrics
 
-            def cracked() -> RunConfig:
-                config = quickstart()
-                config.algorithm.loss = Cracked.Config()
-                return config
-            """
-        )
-    )
-    arguments = ["--config", "my_loss.cracked", *TINY[2:], "--trainer.max-skipped-steps", "2"]
-    run = Run(*arguments, folder=tmp_path / "run", pythonpath=tmp_path)
+    def cracked() -> RunConfig:
+        config = quickstart()
+        config.algorithm.loss = Cracked.Config()
+        return config
+"""
+
+
+@pytest.fixture
+def cracked(tmp_path):
+    """Start a run whose loss is NaN, with options."""
+    (tmp_path / "my_loss.py").write_text(textwrap.dedent(CRACKED))
+    arguments = ["--config", "my_loss.cracked", *TINY[2:]]
+    return lambda *options: Run(*arguments, *options, folder=tmp_path / "run", pythonpath=tmp_path)
+
+
+def test_a_loss_that_stays_non_finite_skips_steps_and_then_ends_the_run(cracked):
+    run = cracked("--trainer.max-skipped-steps", "2")
     assert run.wait() == 1
     run.assert_nothing_left()
     failure = run.json("failure.json")
@@ -117,6 +122,16 @@ def test_a_loss_that_stays_non_finite_skips_steps_and_then_ends_the_run(tmp_path
     assert cause + "trainer.max_skipped_steps=2: lower the learning rate" in failure["error"]
     assert (failure["step"], failure["policy_version"]) == (2, 0)
     assert [row["trainer/skipped_steps"] for row in run.metrics()] == [1, 2]
+
+
+def test_a_run_in_which_no_step_changed_the_weights_fails(cracked):
+    run = cracked("--steps", "2")
+    assert run.wait() == 1
+    run.assert_nothing_left()
+    assert run.json("summary.json")["steps_learned"] == 0
+    error = "none of 2 steps changed the weights: every gradient was 0 or not finite"
+    assert run.json("failure.json")["error"].startswith(error)
+    assert error in run.stderr
 
 
 def test_a_generator_that_hangs_is_found_and_named(tmp_path):

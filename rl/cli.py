@@ -141,7 +141,12 @@ def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
     """Public functions that ``module`` defines and annotates as returning a RunConfig."""
     functions = inspect.getmembers(module, inspect.isfunction)
     own = {name: each for name, each in functions if each.__module__ == module.__name__ and not name.startswith("_")}
-    return {name: each for name, each in own.items() if each.__annotations__.get("return") in (RunConfig, "RunConfig")}
+    return {name: each for name, each in own.items() if _returns_config(each)}
+
+
+def _returns_config(function: Callable[..., Any]) -> bool:
+    kind = function.__annotations__.get("return")
+    return kind is RunConfig or (isinstance(kind, str) and kind.rpartition(".")[2] == "RunConfig")
 
 
 def _import(module_name: str, name: str) -> ModuleType:

@@ -25,6 +25,11 @@ class Role:
         """Of its layout."""
         return f"{self.field}.parallelism"
 
+    @property
+    def model_field(self) -> str:
+        """Name of the field that the model comes from."""
+        return f"{self.field}.model" if self.field.startswith("roles.") else "model"
+
 
 def roles_of(config: RunConfig) -> dict[str, Role]:
     """By name, in the order in which they take devices; the first is the policy."""

@@ -209,3 +209,26 @@ def test_every_function_of_the_configs_folder_is_shipped():
     assert (SHIPPED / "quickstart.py").is_file()
     assert {"quickstart", "gsm8k_jsonl", "qwen3_8b"} <= shipped_configs().keys()
     assert all(isinstance(make(), RunConfig) for make in shipped_configs().values())
+
+
+PICKY = """
+class Mine(CopyDigits):
+    @dataclass(kw_only=True, slots=True)
+    class Config(CopyDigits.Config):
+        unit: str = "m"
+        def __post_init__(self):
+            {"m": 1.0}[self.unit]
+def mine() -> RunConfig:
+    return RunConfig(data=Mine.Config())
+"""
+
+
+def test_an_exception_in_a_users_config_class_names_the_line(module):
+    name = module(PICKY)
+    with pytest.raises(ConfigError, match="line 10, in __post_init__: KeyError: 'mile'; correct it"):
+        parse_config(["--config", f"{name}.mine", "--data.unit", "mile"], program=PROGRAM)
+
+
+def test_a_return_annotation_may_name_the_module_of_run_config(module):
+    source = "import rl.config as c\ndef mine() -> 'c.RunConfig':\n    return None\n"
+    assert error_of(f"{module(source)}.mine").endswith("it must return a RunConfig")

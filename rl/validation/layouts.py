@@ -40,17 +40,17 @@ def validate_layouts(config: RunConfig) -> None:
 
 def _validate_role(role: Role, *, cuda: bool) -> None:
     name, parallelism, shape = role.parallelism_field, role.trainer.parallelism, shape_of(role.model)
-    attention = role.model.attention
-    _validate_context_parallel(name, parallelism, attention, cuda=cuda)
+    attention, model = role.model.attention, role.model_field
+    _validate_context_parallel(role, cuda=cuda)
     require(
         cuda or attention in ("auto", "dense"),
-        f"model.attention is {attention!r}, which needs CUDA; on CPU 'auto' and 'dense' are allowed",
+        f"{model}.attention is {attention!r}, which needs CUDA; on CPU 'auto' and 'dense' are allowed",
     )
-    _validate_experts(f"{name}.expert_parallel_degree", parallelism, shape)
+    _validate_experts(role, shape)
     check_divides(f"{name}.tensor_parallel_degree", parallelism.tensor_parallel_degree, shape)
     require(
         shape.n_heads % shape.n_kv_heads == 0,
-        f"model.n_kv_heads is {shape.n_kv_heads}; it must divide model.n_heads={shape.n_heads}",
+        f"{model}.n_kv_heads is {shape.n_kv_heads}; it must divide {model}.n_heads={shape.n_heads}",
     )
 
 
@@ -134,12 +134,13 @@ def _validate_mesh(field_name: str, parallelism: ParallelismConfig) -> None:
     )
 
 
-def _validate_context_parallel(field_name: str, parallelism: ParallelismConfig, attention: str, *, cuda: bool) -> None:
+def _validate_context_parallel(role: Role, *, cuda: bool) -> None:
+    field_name, parallelism = role.parallelism_field, role.trainer.parallelism
     if parallelism.context_parallel_degree == 1:
         return
     require(
-        attention != "varlen",
-        f"model.attention is 'varlen', which cannot run under {field_name}.context_parallel_degree="
+        role.model.attention != "varlen",
+        f"{role.model_field}.attention is 'varlen', which cannot run under {field_name}.context_parallel_degree="
         f"{parallelism.context_parallel_degree}; 'auto' and 'flex' can",
     )
     balancer = parallelism.context_parallel_load_balancer
@@ -150,23 +151,24 @@ def _validate_context_parallel(field_name: str, parallelism: ParallelismConfig, 
     )
 
 
-def _validate_experts(field_name: str, parallelism: ParallelismConfig, shape: ModelShape) -> None:
-    degree = parallelism.expert_parallel_degree
+def _validate_experts(role: Role, shape: ModelShape) -> None:
+    parallelism, model = role.trainer.parallelism, role.model_field
+    field_name, degree = f"{role.parallelism_field}.expert_parallel_degree", parallelism.expert_parallel_degree
     if shape.num_experts == 0:
-        require(degree == 1, f"{field_name} is {degree}; it must be 1 where model.num_experts is 0")
+        require(degree == 1, f"{field_name} is {degree}; it must be 1 where {model}.num_experts is 0")
         return
     require(
         1 <= shape.experts_per_token <= shape.num_experts,
-        f"model.experts_per_token is {shape.experts_per_token}; "
-        f"it must be between 1 and model.num_experts={shape.num_experts}",
+        f"{model}.experts_per_token is {shape.experts_per_token}; "
+        f"it must be between 1 and {model}.num_experts={shape.num_experts}",
     )
-    require(shape.moe_hidden_dim >= 1, f"model.moe_hidden_dim is {shape.moe_hidden_dim}; it must be at least 1")
+    require(shape.moe_hidden_dim >= 1, f"{model}.moe_hidden_dim is {shape.moe_hidden_dim}; it must be at least 1")
     shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
     ranks = shards * parallelism.tensor_parallel_degree
     allowed = divisors(shape.num_experts, ranks)
     require(
         degree in allowed,
-        f"{field_name} is {degree}; it must divide model.num_experts={shape.num_experts} and "
+        f"{field_name} is {degree}; it must divide {model}.num_experts={shape.num_experts} and "
         f"data_parallel_shard*context_parallel*tensor_parallel={ranks}: allowed are {allowed}",
     )
     require(
@@ -181,6 +183,6 @@ def _validate_experts(field_name: str, parallelism: ParallelismConfig, shape: Mo
         width, holders = width // parallelism.tensor_parallel_degree, shards * replicas
     require(
         holders <= shape.num_experts or (shape.dim % shards == 0 and width % shards == 0),
-        f"model.moe_hidden_dim is {shape.moe_hidden_dim} and model.dim is {shape.dim}; with more ranks ({holders}) "
+        f"{model}.moe_hidden_dim is {shape.moe_hidden_dim} and {model}.dim is {shape.dim}; with more ranks ({holders}) "
         f"than experts ({shape.num_experts}) FSDP cuts both, so the {shards} shards must divide them",
     )

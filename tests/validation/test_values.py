@@ -200,3 +200,19 @@ def test_a_run_that_would_never_save_is_refused(config):
     validate(put(config, "trainer.checkpoint.folder", "my_checkpoints-2"))
     with pytest.raises(ConfigError, match="trainer.checkpoint.load_only is True; it must be False"):
         validate(put(config, "trainer.checkpoint.load_only", True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_kv_heads": 3}, "roles.judge.model.n_kv_heads is 3; it must divide roles.judge.model.n_heads"),
+        ({"attention": "varlen"}, "roles.judge.model.attention is 'varlen', which needs CUDA"),
+        ({"num_experts": 4}, "roles.judge.model.experts_per_token is 0; it must be between 1"),
+    ],
+)
+def test_what_is_wrong_with_a_roles_model_is_said_of_that_model(config, changes, said):
+    for field, content in changes.items():
+        put(config, f"roles.judge.model.{field}", content)
+    with pytest.raises(ConfigError) as error:
+        validate(config)
+    assert str(error.value).startswith(said)

@@ -268,7 +268,7 @@ class Controller:
         self.progress.stage("exporting the policy")
         export = self.record.folder / "export"
         await self.dispatch.export_hf("policy", export)
-        self.task.describe(export, has_originals=self.config.model.hf_path is not None)
+        self.task.describe(export)
         summary: dict[str, object] = {
             "steps": self.step,
             "steps_learned": sum(row["trainer/updates"] > 0 for row in self.record.read_metrics()),

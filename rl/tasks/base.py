@@ -126,17 +126,16 @@ class Task(Configurable, ABC):
                 f"below {self.shape.vocab_size}: does the tokenizer have an eos_token?"
             )
 
-    def describe(self, folder: Path, *, has_originals: bool) -> None:
+    def describe(self, folder: Path) -> None:
         """Write the tokenizer and the tokens that end a completion into the folder of an exported model.
 
-        A folder that ``has_originals``, the files of the model that the run began with, gains only a missing
-        generation_config.json.
+        Files that the export took over from the model it began with stay as they are.
         """
         ids = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "pad_token_id")}
         first, *others = self.stop_token_ids
         ids["eos_token_id"] = [first, *others] if others else first
         config, generation = folder / "config.json", folder / "generation_config.json"
-        if not has_originals:
+        if not (folder / "tokenizer_config.json").exists():
             self.tokenizer.save_pretrained(folder)
             config.write_text(json.dumps(json.loads(config.read_text()) | ids, indent=2))
         if not generation.exists():

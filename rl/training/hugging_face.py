@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from rl.errors import RunError
 from rl.model.parts import Box, Parts
 from rl.model.shape import ModelShape, hf_config
 from rl.training.engine import TrainingEngine
-from rl.training.hugging_face_files import INDEX, ONE_FILE, check_tensors, stored_tensors
+from rl.training.hugging_face_files import INDEX, ONE_FILE, check_tensors, files_of, stored_tensors
 from rl.training.hugging_face_names import HuggingFaceNames, Piece, Shapes
 from rl.training.model import named_weights, parts_of
 from rl.training.peft import adapter_tensors, write_adapter
@@ -103,8 +103,7 @@ class HuggingFaceFolders:
         if whole.exists() and any(whole.iterdir()) and not any(whole.glob("*.safetensors")):
             raise RunError(f"{whole} holds something other than a model; name another folder to export to")
         tensors = self._tensors()
-        stored = stored_tensors(self._source) if self._source is not None else {}
-        files = {name: tensor.file for name, tensor in stored.items()}
+        files = files_of(self._source, tensors) if self._source is not None else {}
         if not files.keys() >= tensors.keys():
             files = _split(tensors, dtype)
         shutil.rmtree(partial, ignore_errors=True)
@@ -157,14 +156,14 @@ class HuggingFaceFolders:
         partial.rename(whole)
 
     def _describe(self, folder: Path) -> None:
-        """Put config, tokenizer and templates of the source beside the weights, or a config of our own."""
-        if self._source is None:
-            (folder / "config.json").write_text(json.dumps(hf_config(self._shape), indent=2))
-            return
-        for pattern in DESCRIPTIONS:
-            for path in self._source.glob(pattern):
+        """Put config, tokenizer and templates of the source beside the weights; without its config, one of our own."""
+        if self._source is not None:
+            for path in chain.from_iterable(map(self._source.glob, DESCRIPTIONS)):
                 if not path.name.endswith(".safetensors.index.json"):
                     shutil.copy(path, folder)
+        config = folder / "config.json"
+        if not config.exists():
+            config.write_text(json.dumps(hf_config(self._shape), indent=2))
 
 
 class _FileLayout(NamedTuple):

@@ -1,6 +1,6 @@
 """The tensors of a Hugging Face folder, from the headers of its safetensors files."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,6 +79,12 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         there = stored[name].file if name in stored else "none of the files"
         require(there == file, f"{index} says that {name} is in {file}; it is in {there}")
     return stored
+
+
+def files_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the file of each tensor, as the index says; all are in one file without an index."""
+    index = folder / INDEX
+    return _read_index(index) if index.is_file() else dict.fromkeys(names, ONE_FILE)
 
 
 def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes) -> None:

@@ -32,7 +32,7 @@ def end_after_three(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 def test_transformers_stops_where_the_task_of_random_weights_does(tmp_path):
     model = ModelConfig(**SIZES, max_seq_len=64)
     export = exported(tmp_path, model)
-    CopyDigits.Config().build(seed=0, model=model).describe(export, has_originals=False)
+    CopyDigits.Config().build(seed=0, model=model).describe(export)
     for config in (AutoConfig.from_pretrained(export), GenerationConfig.from_pretrained(export)):
         assert (config.eos_token_id, config.pad_token_id, config.bos_token_id) == (EOS, PAD, BOS)
     loaded = AutoModelForCausalLM.from_pretrained(export)
@@ -46,20 +46,21 @@ def test_all_stop_tokens_are_written(tmp_path):
     export = exported(tmp_path, model)
     task = CopyDigits.Config().build(seed=0, model=model)
     task.set_tokenizer(task.tokenizer, [EOS, PAD])
-    task.describe(export, has_originals=False)
+    task.describe(export)
     assert GenerationConfig.from_pretrained(export).eos_token_id == [EOS, PAD]
 
 
-def test_an_export_with_original_files_gains_only_the_generation_config_it_lacks(tmp_path):
+def test_an_export_with_tokenizer_files_gains_only_the_generation_config_it_lacks(tmp_path):
     source = Folder().write(tmp_path / "in")
     (source / "generation_config.json").unlink()
+    (source / "tokenizer_config.json").write_text("{}")
     model = ModelConfig(hf_path=str(source))
     export, task = exported(tmp_path, model), CopyDigits.Config().build(seed=0, model=model)
-    task.describe(export, has_originals=True)
+    task.describe(export)
     assert GenerationConfig.from_pretrained(export).eos_token_id == EOS
     assert (export / "config.json").read_bytes() == (source / "config.json").read_bytes()
     own = {"eos_token_id": 5}
     (export / "generation_config.json").write_text(json.dumps(own))
-    task.describe(export, has_originals=True)
+    task.describe(export)
     assert json.loads((export / "generation_config.json").read_text()) == own
     assert not (export / "tokenizer.json").exists()

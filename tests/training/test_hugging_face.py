@@ -1,6 +1,7 @@
 """A Hugging Face folder goes in and comes out bit for bit, and transformers agrees on what it says."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,18 @@ def test_an_export_that_fails_leaves_the_one_before_and_the_next_replaces_it(tmp
     checkpointer.close()
     assert (tensors_of(out)[NORM] == 7.0).all()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+@pytest.mark.parametrize("form", ["untied", "several files"])
+def test_an_export_outlives_the_folder_that_the_run_started_from(tmp_path, form):
+    source, out = write_folder(tmp_path / "in", **FORMS[form]), tmp_path / "out"
+    kept = Path(shutil.copytree(source, tmp_path / "kept"))
+    _, checkpointer = open_folder(source, tmp_path)
+    shutil.rmtree(source)
+    checkpointer.export_hf(str(out))
+    checkpointer.close()
+    same_tensors(kept, out)
+    transformers_model(out)
 
 
 def test_an_export_does_not_replace_what_is_no_model(tmp_path):

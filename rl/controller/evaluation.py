@@ -57,10 +57,13 @@ class Evaluation:
         every, last = self._config.every, min(step, self._steps - 1)
         return max(0, last // every - evaluated // every) if self._prompts and every else 0
 
+    def is_behind(self, step: int) -> bool:
+        """Whether the weights after ``step`` are evaluated when the trainer may have left them."""
+        return self._in_order and self.is_due(step, 0)
+
     async def keep(self, step: int) -> None:
-        """Keep the weights after ``step``, which the trainer holds, if they are due and it may leave them first."""
-        if self._in_order and self.is_due(step, 0):
-            await self._dispatch.save_weights("policy", self._kept(step))
+        """Keep the weights after ``step``, which the trainer holds."""
+        await self._dispatch.save_weights("policy", self._kept(step))
 
     async def bring_back(self, step: int, version: int) -> None:
         """Have the trainer hold the weights after ``step`` again, which are policy ``version``."""

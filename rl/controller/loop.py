@@ -141,7 +141,7 @@ class Controller:
         async with beside(self.report.look_for_stalls()):
             while self.step < self.config.steps and (part := await self.take()):
                 await self.learn(part)
-                await self.evaluation.keep(self.step)
+                await self.keep_if_due()
                 await self.checkpoint_if_due()
         await self.checkpoint()
         await self.changed.until(lambda: self.leaving or self.sampler.is_done)
@@ -227,6 +227,12 @@ class Controller:
             }
             await self.learner.save(self.step, state)
         self._saved, self._lost = self.step, 0
+
+    async def keep_if_due(self) -> None:
+        """Keep the weights of this step until they are evaluated, whatever becomes of the run until then."""
+        if self.evaluation.is_behind(self.step):
+            with self.watch.span("checkpoint"):
+                await self.evaluation.keep(self.step)
 
     async def evaluate_if_due(self, step: int) -> None:
         """Evaluate the weights after ``step``, which the generators hold, unless the run is left before that ends."""

@@ -114,9 +114,13 @@ class Checkpointer:
         self._engine.weights_loaded()
 
     def export_hf(self, folder: str) -> None:
-        """Write safetensors and config.json that transformers loads, in the dtype the model started from."""
+        """Write safetensors and config.json that transformers loads, in the dtype the model started from.
+
+        The checkpoint under way is complete when this returns, so that no later failure of the run loses it.
+        """
         self._engine.require_resident("export_hf", "model")
         self._hugging_face.export(folder)
+        self._finish_saving()
 
     def close(self) -> None:
         """Wait for the save under way and stop the manager's threads."""

@@ -5,7 +5,7 @@ import dataclasses
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -83,8 +83,8 @@ def save_and_step_on(layout: str, folder: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def held_writes(name: str) -> Iterator[None]:
-    """DCP writes no data into the folder of that name before the end of the block."""
+def held_writes(name: str) -> Iterator[Callable[[], None]]:
+    """DCP writes no data into the folder of that name before the end of the block, or before the call of the result."""
     end, write = threading.Event(), FileSystemWriter.write_data
 
     def write_later(writer: FileSystemWriter, *args: Any) -> Any:
@@ -93,7 +93,7 @@ def held_writes(name: str) -> Iterator[None]:
 
     with mock.patch.object(FileSystemWriter, "write_data", write_later):
         try:
-            yield
+            yield end.set
         finally:
             end.set()
 

@@ -2,17 +2,20 @@
 
 import dataclasses
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from rl.errors import RunError
+from rl.training.step_folders import StepFolders
 from rl.weights.digest import digests, merge_digests
 from tests.training.disk import (
     checkpointer_of,
     everything,
     full_disk,
+    held_writes,
     save_and_step_on,
     write_to_a_disk_full_on_rank_1,
 )
@@ -308,4 +311,16 @@ def test_an_async_save_holds_the_values_of_its_moment(folder, layout):
     checkpointer = checkpointer_of(engine, folder)
     assert checkpointer.load() == {"step": 3}
     assert merge_digests([digests(everything(engine).values())]) == at_save
+    checkpointer.close()
+
+
+def test_the_checkpoint_under_way_is_complete_when_an_export_has_ended(folder):
+    """Whatever ends a run after its export, the checkpoint of the last step is not lost."""
+    engine = engine_of(TIED_FUSED, folder=folder)
+    checkpointer = checkpointer_of(engine, folder, async_mode="async")
+    with held_writes("step-1") as write:
+        checkpointer.save(1, {})
+        threading.Timer(0.3, write).start()
+        checkpointer.export_hf(f"{folder}/export")
+        assert StepFolders(Path(folder) / "checkpoints").complete() == [1]
     checkpointer.close()

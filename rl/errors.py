@@ -37,12 +37,22 @@ def shown(value: object, longest: int = 200) -> str:
     except Exception:
         kind = type(value).__name__
         return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind} that cannot be shown"
-    return text if len(text) <= longest else f"{text[:longest]}…"
+    return _printable(text if len(text) <= longest else f"{text[:longest]}…")
 
 
 def said_by(error: BaseException) -> str:
     """Type and text of an exception whose ``str()`` may raise."""
-    return "".join(traceback.format_exception_only(error)).strip()
+    return _printable("".join(traceback.format_exception_only(error)).strip())
+
+
+def trace_of(error: BaseException) -> str:
+    """Traceback of an exception of the user's."""
+    return _printable("".join(traceback.format_exception(error)).rstrip())
+
+
+def _printable(text: str) -> str:
+    # No file or terminal takes half of a surrogate pair.
+    return text.encode(errors="backslashreplace").decode()
 
 
 class RunError(RuntimeError):
@@ -59,7 +69,7 @@ def naming(code: str) -> Iterator[None]:
     except RunError:
         raise
     except BaseException as error:  # SystemExit too
-        raise RunError(f"{code} raised {said_by(error)}\n{traceback.format_exc().rstrip()}") from error
+        raise RunError(f"{code} raised {said_by(error)}\n{trace_of(error)}") from error
 
 
 class NodeLost(RunError):

@@ -99,6 +99,8 @@ class RewardWorkers:
         self._held: set[_Job] = set()
         self._broken: RunError | None = None
         self._started = False
+        self.restarts = 0
+        """How often a worker was started again, over the run."""
 
     async def start(self) -> None:
         """Start the workers and build their tasks; again after ``stop``."""
@@ -158,6 +160,7 @@ class RewardWorkers:
                 self._idle.append(group)
                 self._hand_out()
                 self._say(f"{str(await group.failed()).splitlines()[0]}; starting it again")
+                self.restarts += 1
                 await group.stop()
                 await self._spawn(name)
         except ActorFailure as failure:

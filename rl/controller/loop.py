@@ -67,9 +67,10 @@ class Controller:
             config, make_generator, self.router, self.push, record.folder / "replicas", progress.warn, generating
         )
         dispatch.share("generator", self.fleet)
-        rollouter = Rollouter(rewards.score, seed=config.seed, watch=self.watch)
-        self.evaluation = Evaluation(config, task, rollouter, self.router, dispatch, record.folder / "unevaluated")
-        self.sampler = Sampler(config, task, rollouter, self.router, self.push, self.changed, self.evaluate_if_due)
+        self.rollouter = Rollouter(rewards.score, seed=config.seed, watch=self.watch, warn=progress.warn)
+        unevaluated = record.folder / "unevaluated"
+        self.evaluation = Evaluation(config, task, self.rollouter, self.router, dispatch, unevaluated)
+        self.sampler = Sampler(config, task, self.rollouter, self.router, self.push, self.changed, self.evaluate_if_due)
         self.step = 0
         """Steps completed."""
         self.is_training = self.leaving = False
@@ -113,9 +114,19 @@ class Controller:
         return self.dispatch.policy.version
 
     @property
-    def all_restarts(self) -> int:
-        """How often a mesh was started again, over the run."""
-        return self.restarts + self.fleet.restarts
+    def all_restarts(self) -> dict[str, int]:
+        """How often meshes were started again, over the run, by role."""
+        return {
+            "restarts/trainer": self.restarts,
+            "restarts/generators": self.fleet.restarts,
+            "restarts/reward": self.rewards.restarts,
+        }
+
+    def losses(self) -> dict[str, object]:
+        """What a summary says of restarts, dropped prompts and lost groups."""
+        restarts = self.all_restarts
+        total = sum(restarts.values())
+        return {"restarts": total, **restarts, "dropped": dict(self.ledger.dropped), "lost": dict(self.rollouter.lost)}
 
     async def look_after_models(self) -> None:
         """Raise how the trainer or another model was lost, also where nobody asks it anything."""
@@ -169,8 +180,7 @@ class Controller:
         self.push.begin(self.step)
         ledger = self.ledger.stepped(self.version)
         self.sampler.stepped()
-        restarts = {"restarts/trainer": self.restarts, "restarts/generators": self.fleet.restarts}
-        row = {"step": self.step, "policy_version": self.version} | metrics | self.push.metrics | restarts
+        row = {"step": self.step, "policy_version": self.version} | metrics | self.push.metrics | self.all_restarts
         self.report.step(row, updates, groups, ledger, staleness)
 
     async def accumulate(self, batch: Batch) -> None:
@@ -279,7 +289,7 @@ class Controller:
             "steps": self.step,
             "steps_learned": sum(row["trainer/updates"] > 0 for row in self.record.read_metrics()),
             "policy_version": self.version,
-            "restarts": self.all_restarts,
+            **self.losses(),
             "policy_digest": policy_digest(merge_digests(await self.dispatch.policy.weight_digests())),
             "export": str(export),
         }
@@ -291,4 +301,4 @@ class Controller:
             return None
         if skipped := self.evaluation.count_due(self.step, self.report.evaluated):
             scores["eval/skipped"] = skipped
-        return summary | scores | {"restarts": self.all_restarts}
+        return summary | scores | self.losses()

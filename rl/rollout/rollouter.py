@@ -1,6 +1,7 @@
 """Samples completions for prompts and has them scored."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from rl.errors import GroupLost, RunError
@@ -14,10 +15,15 @@ Score = Callable[[Prompt, Sequence[Completion]], Awaitable[list[Rollout]]]
 
 
 class Rollouter:
-    """Turns prompts into groups of rollouts; what is sampled depends on ordinals alone."""
+    """Turns prompts into groups of rollouts; what is sampled depends on ordinals alone.
 
-    def __init__(self, score: Score, *, seed: int, watch: Stopwatch):
-        self._score, self._seed, self._watch = score, seed, watch
+    The first lost group of each kind is told to ``warn``, with the user's traceback if there is one.
+    """
+
+    def __init__(self, score: Score, *, seed: int, watch: Stopwatch, warn: Callable[[str], None] = lambda text: None):
+        self._score, self._seed, self._watch, self._warn = score, seed, watch, warn
+        self.lost: Counter[str] = Counter()
+        """How many groups were lost, those of evaluations included, by reason and type of exception."""
 
     async def collect(
         self,
@@ -52,4 +58,8 @@ class Rollouter:
         try:
             return await self._score(prompt, completions)
         except GroupLost as lost:
+            kind = f"{lost.reason} ({lost.kind})" if lost.kind else lost.reason
+            self.lost[kind] += 1
+            if self.lost[kind] == 1:
+                self._warn(f"{lost}\nthe group is lost; others that are lost for this reason are only counted")
             return lost

@@ -1,14 +1,13 @@
 """Scores of one prompt's completions by the user's task, checked and made plain."""
 
 import math
-import traceback
 from collections.abc import Sequence
 from numbers import Real
 
 import numpy as np
 import torch
 
-from rl.errors import GroupLost, said_by, shown
+from rl.errors import GroupLost, said_by, shown, trace_of
 from rl.tasks.base import Score, Task
 from rl.types import Completion, Prompt, Rollout
 
@@ -55,7 +54,7 @@ def _scored(task: Task, prompt: Prompt, sample: int, completion: Completion) -> 
         reason, kind, what, trace = "reward made no sense", "", f"returned {wrong}", ""
     except BaseException as error:  # the user's own code, which may raise SystemExit too
         reason, kind, what = "reward raised", type(error).__name__, f"raised {said_by(error)}"
-        trace = f"\n{traceback.format_exc()}"
+        trace = f"\n{trace_of(error)}"
     where = f"prompt {prompt.ordinal}, sample {sample}, completion {text!r}"
     raise GroupLost(reason, f"{whose} {what}; {where}{trace}", kind)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rl.tasks.base import Score, Task
 from rl.types import Completion, Prompt
 
-RAISES, MAKES_NO_SENSE, DIES, HANGS, SLOW, DIES_ONCE = range(100, 106)
+RAISES, MAKES_NO_SENSE, DIES, HANGS, SLOW, DIES_ONCE, EXITS = range(100, 107)
 
 
 class Moody(Task):
@@ -35,6 +35,8 @@ class Moody(Task):
                 raise ZeroDivisionError("no reward today")
             case _ if prompt.ordinal == MAKES_NO_SENSE:
                 return None
+            case _ if prompt.ordinal == EXITS:
+                raise SystemExit("no reward, no worker")
             case _ if prompt.ordinal == DIES:
                 os.kill(os.getpid(), signal.SIGKILL)
             case _ if prompt.ordinal == HANGS:

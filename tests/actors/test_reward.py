@@ -13,7 +13,7 @@ from rl.actors.supervisor import Supervisor
 from rl.config import DeadlineConfig
 from rl.errors import GroupLost, RunError
 from rl.types import Completion
-from tests.actors.moody_task import DIES, DIES_ONCE, HANGS, MAKES_NO_SENSE, RAISES, SLOW, Moody
+from tests.actors.moody_task import DIES, DIES_ONCE, EXITS, HANGS, MAKES_NO_SENSE, RAISES, SLOW, Moody
 from tests.actors.processes import assert_ended
 from tests.actors.test_layouts import model_config
 
@@ -59,6 +59,9 @@ async def assert_lost_by_raising_and_nonsense(score) -> None:
     assert reason == "reward raised"
     assert message.startswith("the reward of Moody raised ZeroDivisionError: no reward today; prompt 100, sample 0, ")
     assert "moody_task.py" in message
+    reason, message = await lost(score(EXITS))
+    assert reason == "reward raised"
+    assert message.startswith("the reward of Moody raised SystemExit: no reward, no worker; prompt 106, sample 0, ")
     reason, message = await lost(score(MAKES_NO_SENSE))
     assert (reason, "returned None, which is no Score; prompt 101" in message) == ("reward made no sense", True)
 
@@ -68,6 +71,7 @@ def test_groups_come_back_to_their_callers_and_a_bad_reward_costs_one(in_workers
     async def work(score, workers):
         answers = asyncio.gather(*map(score, range(50)), *[score(SLOW) for _ in range(8)])
         await assert_lost_by_raising_and_nonsense(score)
+        assert workers.restarts == 0
         return await answers, pids_of(workers)
 
     groups, pids = in_workers(work, count)
@@ -95,6 +99,7 @@ def test_a_reward_that_ends_or_holds_its_worker_is_tried_twice_and_the_others_on
         )
         assert (await score(3))[0].reward == 3
         assert before != pids_of(workers)
+        assert workers.restarts >= 3
 
     in_workers(work, 1)
 

@@ -316,6 +316,7 @@ class Rewards(Mesh):
 
     def __init__(self) -> None:
         super().__init__()
+        self.restarts = 0
         self.flat: Container[int] = ()
         self.lost: Container[int] = ()
 

@@ -61,6 +61,7 @@ def test_lost_groups_make_room_until_they_are_too_many(run, pipeline):
     run(prepare, steps=4, staleness=1, edit=edit)
     assert run.controller.ledger.counts()["trained"] == 8
     assert run.controller.ledger.dropped == {"reward raised": 3}
+    assert run.summary["dropped"] == run.summary["lost"] == {"reward raised": 3}
     with pytest.raises(
         RunError, match=r"11 of the last \d+ groups were lost, .*max_lost=0.1.*no reward for 32"
     ) as info:

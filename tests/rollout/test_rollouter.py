@@ -51,6 +51,40 @@ class Recorder:
         ]
 
 
+def test_the_first_lost_group_of_each_kind_is_shown_and_all_are_counted():
+    async def fail(prompt, completions):
+        error = ZeroDivisionError("none today") if prompt.ordinal % 2 else KeyError("seven")
+        return score_group(Moody(error if prompt.ordinal < 20 else None), prompt, completions)
+
+    shown = []
+    rollouter = Rollouter(fail, seed=0, watch=Stopwatch(), warn=shown.append)
+    prompts = [replace(PROMPTS[0], ordinal=ordinal) for ordinal in range(24)]
+    groups = asyncio.run(rollouter.collect(prompts, SAMPLING, samples=1, generate=Recorder()))
+    assert all(isinstance(group, GroupLost) for group in groups)
+    assert rollouter.lost == {
+        "reward raised (KeyError)": 10,
+        "reward raised (ZeroDivisionError)": 10,
+        "reward made no sense": 4,
+    }
+    first, second, third = shown
+    assert first.startswith(
+        "the reward of Moody raised KeyError: 'seven'; prompt 0, sample 0, completion '0'\nTraceback"
+    )
+    assert "test_rollouter.py" in first
+    assert first.endswith("the group is lost; others that are lost for this reason are only counted")
+    assert second.startswith("the reward of Moody raised ZeroDivisionError: none today; prompt 1, ")
+    assert third.startswith("the reward of Moody returned None, which is no Score; prompt 20, ")
+
+
+class Moody(Echo):
+    def __init__(self, error):
+        self.error = error
+
+    def score(self, prompt, text, completion):
+        if self.error:
+            raise self.error
+
+
 def collect(generate, prompts=PROMPTS, *, seed=0, samples=2, **options):
     rollouter = Rollouter(score, seed=seed, watch=Stopwatch())
     return asyncio.run(rollouter.collect(prompts, SAMPLING, samples=samples, generate=generate, **options))

@@ -119,6 +119,7 @@ def test_numbers_of_any_library_become_plain_ones(number, yes):
         (SystemExit(3), "SystemExit: 3"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (Unspeakable(), "tests.rollout.test_scoring.Unspeakable: <exception str() failed>"),
+        (ValueError("half \ud800"), r"ValueError: half \ud800"),
         (ExceptionGroup("two", [ValueError("one"), Unspeakable()]), "ExceptionGroup: two (2 sub-exceptions)"),
     ],
 )
@@ -126,6 +127,7 @@ def test_a_reward_that_raises_anything_costs_its_group(error, said):
     with pytest.raises(GroupLost) as lost:
         score_group(Moody(error), PROMPT, COMPLETIONS)
     assert f"the reward of Moody raised {said}; prompt 9, sample 1" in str(lost.value).splitlines()[0]
+    str(lost.value).encode()  # as a file or terminal takes it
     assert lost.value.reason == "reward raised"
 
 

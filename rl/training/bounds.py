@@ -9,7 +9,7 @@ from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from rl.rules import SHARE, YEAR_S, Bounds, above, at_least
 
-MAX_RANKS = 65_536
+MAX_RANKS = 16_384
 _DEGREE = at_least(1, MAX_RANKS)
 _BETA = Bounds(0, 1, below=True)
 

@@ -96,9 +96,9 @@ class ModelWorker(Actor):
         await self._in_engine(self.checkpointer.save, step, run_state)
 
     @concurrent_endpoint
-    async def load_checkpoint(self, step: int) -> tuple[int, dict[str, Any], list[str]]:
+    async def load_checkpoint(self, step: int) -> tuple[int, dict[str, Any], Path | None, list[str]]:
         run_state = await self._changing(self.checkpointer.load, step)
-        return self.engine.version, run_state, self.checkpointer.ignored
+        return self.engine.version, run_state, self.checkpointer.loaded, self.checkpointer.ignored
 
     @concurrent_endpoint
     async def save_weights(self, folder: Path) -> None:
@@ -169,6 +169,8 @@ class WorkerGroup(Mesh):
         self._group, self._started = self._new_group(), False
         self.version = 0
         """Optimizer steps that its weights have taken: of the policy, their version."""
+        self.loaded: Path | None = None
+        """Folder of the checkpoint whose state ``load_checkpoint`` returned last; None without one."""
 
     @property
     def ranks(self) -> int:
@@ -228,7 +230,7 @@ class WorkerGroup(Mesh):
 
         Returns the controller's state, and the names of checkpoints that were ignored because they are incomplete.
         """
-        self.version, run_state, ignored = (await self._call("load_checkpoint", step))[0]
+        self.version, run_state, self.loaded, ignored = (await self._call("load_checkpoint", step))[0]
         return run_state, ignored
 
     async def save_weights(self, folder: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rl.controller.dispatch import Dispatch
 from rl.controller.ledger import Group
 from rl.observe.metrics import Metrics
 from rl.rollout.batch import make_batch, whole_texts
+from rl.step_folders import StepFolders
 from rl.types import Batch, Rollout
 
 
@@ -30,12 +32,13 @@ class Learner:
             metrics = await learner.update()            # one optimizer step
 
     A reference policy, where there is one, is what the policy was at first, or ``reference.refresh_every`` steps ago
-    at most; what it was last is kept in ``folder``.
+    at most. ``folder`` keeps what it was last, and what it was at each of ``checkpoints``.
     """
 
-    def __init__(self, config: RunConfig, dispatch: Dispatch, folder: Path):
+    def __init__(self, config: RunConfig, dispatch: Dispatch, folder: Path, checkpoints: StepFolders):
         algorithm = config.algorithm
-        self._config, self._algorithm, self._dispatch, self._folder = config, algorithm, dispatch, folder
+        self._config, self._algorithm, self._dispatch = config, algorithm, dispatch
+        self._folder, self._checkpoints = folder, checkpoints
         self._advantage = algorithm.advantage.build()
         self._corrections = [correction.build() for correction in algorithm.corrections]
         self._adaptive_kl = algorithm.adaptive_kl.build()
@@ -44,7 +47,7 @@ class Learner:
         self._scoring = {name: role.reward_weight for name, role in config.roles.items() if role.reward_weight}
         self._learning = ["policy", *(["critic"] if dispatch.has("critic") else [])]
         self._prepared: list[tuple[int, dict[str, float]]] = []
-        self._completions = 0
+        self._completions = self._reference = 0  # the latter is the step whose policy the reference is
 
     async def load(self, step: int, state: dict[str, Any]) -> None:
         """Go back to what was after ``step``; ``state`` is what that checkpoint has of it."""
@@ -55,9 +58,12 @@ class Learner:
         if self._dispatch.has("critic"):
             await self._dispatch.load_checkpoint("critic", step)
         if self._dispatch.has("reference"):
-            every = self._config.reference.refresh_every
-            if every and step >= every:
-                await self._dispatch.load_weights("reference", self._folder / f"policy-{step - step % every}")
+            self._reference = state.get("reference", 0)
+            newer = [folder for saved, folder in self._references().items() if saved > self._reference]
+            for folder in (*newer, *self._folder.glob("policy-*.partial")):  # of steps that are taken again
+                shutil.rmtree(folder)
+            if self._reference:
+                await self._dispatch.load_weights("reference", self._folder / f"policy-{self._reference}")
             else:
                 await self._dispatch.init_model("reference")
 
@@ -65,7 +71,8 @@ class Learner:
         """Write checkpoint ``step``, with ``state`` in it; the policy's, which says where the run is, comes last."""
         if self._dispatch.has("critic"):
             await self._dispatch.save_checkpoint("critic", step, {})
-        await self._dispatch.save_checkpoint("policy", step, state | {"learner": {"kl_coef": self._kl_coef}})
+        learner = {"kl_coef": self._kl_coef, "reference": self._reference}
+        await self._dispatch.save_checkpoint("policy", step, state | {"learner": learner})
 
     async def prepare(self, groups: list[Group]) -> Batch:
         """The batch of ``groups``, with a column for all that the loss needs."""
@@ -187,17 +194,21 @@ class Learner:
         return metrics
 
     async def _refresh(self, step: int) -> None:
-        """Have the reference be what the policy is, where it is time; no checkpoint needs what goes for it."""
+        """Have the reference be what the policy is if it is time, and delete what no checkpoint needs."""
         every = self._config.reference.refresh_every
         if not (self._dispatch.has("reference") and every and step % every == 0):
             return
         await self._dispatch.copy_weights("policy", "reference", self._folder / f"policy-{step}")
-        checkpoint = self._config.trainer.checkpoint
-        if checkpoint.keep_latest_k:
-            oldest = step - (checkpoint.keep_latest_k + 1) * checkpoint.interval
-            for folder in self._folder.glob("policy-*"):
-                if int(folder.name.removeprefix("policy-")) < oldest - oldest % every:
-                    shutil.rmtree(folder)
+        self._reference = step
+        saved = self._references()
+        needed = {max((each for each in saved if each <= at), default=0) for at in (*self._checkpoints.steps(), step)}
+        for each in saved.keys() - needed:
+            shutil.rmtree(saved[each])
+
+    def _references(self) -> dict[int, Path]:
+        """Folders of the policies that were references, by the step they are of."""
+        named = ((re.fullmatch(r"policy-(\d+)", folder.name), folder) for folder in self._folder.glob("policy-*"))
+        return {int(name[1]): folder for name, folder in named if name}
 
 
 def columns_of(config: RunConfig) -> dict[str, tuple[str, str]]:

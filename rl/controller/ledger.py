@@ -2,11 +2,11 @@
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rl.errors import RunError
-from rl.types import Completion, Prompt, Rollout
+from rl.types import Rollout
 
 Group = list[Rollout]
 """The scored rollouts of one prompt."""
@@ -148,29 +148,30 @@ class Ledger:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; between steps, when no batch is in the making."""
+        """State without the groups of ``finished``, JSON-able; between steps, when no batch is in the making."""
         assert not self._taken, "a batch is in the making"
-        finished = [entry for entry in self._entries.values() if entry.group is not None]
         running = [entry.ordinal for entry in self._entries.values() if entry.group is None]
         return {
             "submitted": self.submitted,
             "trained": self.trained,
             "dropped": dict(self.dropped),
-            "dropped_now": self._dropped_now,
+            "dropped_now": {reason: [*ordinals] for reason, ordinals in self._dropped_now.items()},
             "waiting": sorted([*self._waiting, *running]),
-            "finished": {str(entry.ordinal): [asdict(rollout) for rollout in entry.group or []] for entry in finished},
         }
 
-    def restore(self, state: dict[str, Any], version: int, *, keep: bool = False) -> None:
-        """Go back to what ``to_dict`` gave when the trainer was at ``version``; from an empty dict, to the start.
+    def finished(self) -> dict[int, Group]:
+        """Groups that wait to be trained on, by ordinal, longest here first; the other half of the state."""
+        return {entry.ordinal: entry.group for entry in self._entries.values() if entry.group is not None}
+
+    def restore(self, state: dict[str, Any], finished: dict[int, Group], version: int, *, keep: bool = False) -> None:
+        """Go back to ``to_dict`` and ``finished`` of when the trainer was at ``version``; if empty, to the start.
 
         What was running then waits to be put again. So does what would break the bound, which may be another now.
         What has been submitted since is as if it never was. With ``keep`` it waits to be put again too, but for the
         groups that have finished since, none of whose tokens is of a version above ``version``: they stay.
         """
-        saved = {int(o): [_rollout(fields) for fields in group] for o, group in state.get("finished", {}).items()}
-        since = [entry for entry in self._entries.values() if keep and entry.group and _newest(entry.group) <= version]
-        finished = saved | {entry.ordinal: entry.group for entry in since if entry.group}
+        since = {ordinal: group for ordinal, group in self.finished().items() if keep and _newest(group) <= version}
+        finished = finished | since
         submitted = state.get("submitted", 0)
         self.submitted = max(submitted, self.submitted) if keep else submitted
         again = {*state.get("waiting", []), *finished, *range(submitted, self.submitted)}
@@ -199,8 +200,3 @@ def _oldest(group: Group) -> int:
 
 def _newest(group: Group) -> int:
     return max(_versions(group))
-
-
-def _rollout(fields: dict[str, Any]) -> Rollout:
-    prompt, completion = Prompt(**fields["prompt"]), Completion(**fields["completion"])
-    return Rollout(**(fields | {"prompt": prompt, "completion": completion}))

@@ -1,5 +1,6 @@
 """The loop: sample, score, compare, learn, push; all of it side by side, as far as the staleness bound allows."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -18,13 +19,15 @@ from rl.controller.push import WeightPush
 from rl.controller.report import Report
 from rl.controller.router import Router
 from rl.controller.sampler import Sampler
+from rl.controller.saved_groups import read_groups, write_groups
 from rl.controller.together import Signal, beside
 from rl.errors import ActorFailure, RunError
 from rl.observe.metrics import Metrics
 from rl.observe.progress import Progress
-from rl.observe.record import RunRecord
+from rl.observe.record import RunRecord, failing_loudly
 from rl.observe.spans import Stopwatch
 from rl.rollout.rollouter import Rollouter
+from rl.step_folders import ROLLOUTS, StepFolders
 from rl.tasks.base import Task
 from rl.types import Batch
 from rl.weights.digest import merge_digests, policy_digest
@@ -61,7 +64,8 @@ class Controller:
             max_staleness=config.rollout.max_staleness,
             updates_per_step=config.updates_per_step,
         )
-        self.learner = Learner(config, dispatch, record.folder / "reference")
+        self.checkpoints = StepFolders(record.folder / config.trainer.checkpoint.folder)
+        self.learner = Learner(config, dispatch, record.folder / "reference", self.checkpoints)
         self.push = WeightPush(config, dispatch, self.watch, self.changed)
         self.fleet = Fleet(
             config, make_generator, self.router, self.push, record.folder / "replicas", progress.warn, generating
@@ -99,7 +103,8 @@ class Controller:
             self.progress.note(f"ignored {name}: it is incomplete")
         self.step = self._saved = state.get("step", 0)
         keep = self.config.rollout.pipeline == "asynchronous"
-        self.ledger.restore(state.get("ledger", {}), self.version, keep=keep)
+        finished = await self.saved_groups() if state else {}
+        self.ledger.restore(state.get("ledger", {}), finished, self.version, keep=keep)
         self.sampler.restore(state.get("sampler", {}))
         self.report.go_back(self.step, state.get("watchdog", {}))
         await self.learner.load(self.step, state.get("learner", {}))
@@ -107,6 +112,19 @@ class Controller:
             self.progress.note(f"resumed after step {self.step}")
         await self.evaluate_what_was_left()
         self.report.plan(await self.fleet.connect(self.step))
+
+    async def saved_groups(self) -> dict[int, Group]:
+        """Groups of the checkpoint that the policy has loaded."""
+        folder = self.dispatch.policy.loaded
+        assert folder is not None, "a state comes from a checkpoint"
+        return await asyncio.to_thread(read_groups, folder / ROLLOUTS)
+
+    def save_groups(self, groups: dict[int, Group]) -> None:
+        """Begin the folder of this step's checkpoint, which the trainer completes, with ``groups``."""
+        path = self.checkpoints.path(self.step) / ROLLOUTS
+        with failing_loudly(path):
+            self.checkpoints.make(self.step)
+            write_groups(path, groups)
 
     @property
     def version(self) -> int:
@@ -235,6 +253,7 @@ class Controller:
                 "sampler": self.sampler.to_dict(),
                 "watchdog": self.report.to_dict(),
             }
+            await asyncio.to_thread(self.save_groups, self.ledger.finished())
             await self.learner.save(self.step, state)
         self._saved, self._lost = self.step, 0
 

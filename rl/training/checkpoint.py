@@ -20,11 +20,11 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from rl.errors import RunError
 from rl.model.shape import ModelConfig, shape_of
 from rl.platform import device_type
+from rl.step_folders import StepFolders
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face import HuggingFaceFolders
 from rl.training.hugging_face_names import Shapes
 from rl.training.model import is_adapter
-from rl.training.step_folders import StepFolders
 from rl.training.together import failures_as_run_error, on_first_rank
 
 
@@ -45,6 +45,8 @@ class Checkpointer:
         self._saving = 0
         self.ignored: list[str] = []
         """What ``load`` found to be incomplete, as "checkpoints/step-12"."""
+        self.loaded: Path | None = None
+        """Folder of the checkpoint whose ``run_state`` the last ``load`` returned; None without one."""
         self._manager = CheckpointManager(
             # The controller says when; and the manager would count and delete checkpoints that are not complete.
             dataclasses.replace(config, enable=True, interval=1, keep_latest_k=0),
@@ -85,13 +87,15 @@ class Checkpointer:
         """
         self._engine.require_resident("load", "model", "optimizer")
         self._finish_saving()
+        self._state.run_state, self.loaded = {}, None
         found, self.ignored = on_first_rank("looking for checkpoints", lambda: self._find(step))
         if found is not None:
-            path = self._folders.path(found)
-            advice = f"; if it is damaged, deleting {path} goes back to the checkpoint before it"
-            self._load(path, found, what=f"loading {self._folders.name(found)}", advice=advice)
+            self.loaded = self._folders.path(found)
+            advice = f"; if it is damaged, deleting {self.loaded} goes back to the checkpoint before it"
+            self._load(self.loaded, found, what=f"loading {self._folders.name(found)}", advice=advice)
         elif (path := self._config.initial_load_path) and not self._config.initial_load_in_hf:
             self._load(Path(path), -1, what=f"loading {path}")
+            self.loaded = None if self._config.initial_load_model_only else Path(path)
         elif source := path or self._hf_path:
             self._hugging_face.load(source)
         self._engine.weights_loaded()

@@ -77,6 +77,8 @@ class Mesh:
 class Trainer(Mesh):
     """Its weights are its version."""
 
+    loaded = None
+
     def __init__(self, marks: Marks):
         self.marks, self.version = marks, 0
 

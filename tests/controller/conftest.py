@@ -9,6 +9,7 @@ from rl.controller.dispatch import Dispatch
 from rl.controller.loop import Controller
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
+from rl.step_folders import StepFolders
 from tests.controller.meshes import Generator, Rewards, Trainer
 
 
@@ -43,9 +44,8 @@ def run(tmp_path):
 
         async def main():
             asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
-            trainer, rewards = Trainer(log), Rewards()
+            trainer, rewards = Trainer(log, StepFolders(record.checkpoints), saved), Rewards()
             generators = [Generator(log, number, trainer.slots) for number in range(replicas)]
-            trainer.saved = saved or {}
             run.trainer, run.generators, run.rewards = trainer, generators, rewards
             prepare(trainer, *generators)
             task = config.data.build(seed=0, model=config.model)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Awaitable, Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from rl.errors import ActorFailure, GroupLost
 from rl.model.parts import Box, Region
 from rl.observe.metrics import Metrics, Value
+from rl.step_folders import StepFolders
 from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
 from rl.weights.transport import Sent
 
@@ -69,9 +71,13 @@ class Trainer(Mesh):
 
     name = "trainer"
 
-    def __init__(self, log: list[str]):
+    def __init__(self, log: list[str], checkpoints: StepFolders, saved: dict[int, dict] | None = None):
         super().__init__()
-        self.log, self.version, self.saved = log, 0, {}
+        self.log, self.version, self.saved = log, 0, saved or {}
+        self.checkpoints, self.keep = checkpoints, 0
+        self.loaded: Path | None = None
+        for step in {*checkpoints.steps()} - self.saved.keys():
+            shutil.rmtree(checkpoints.path(step))
         self.during: dict[str, Hook] = {}
         """By endpoint, what it waits for in the middle."""
         self.skips: set[int] = set()
@@ -158,11 +164,16 @@ class Trainer(Mesh):
 
     async def save_checkpoint(self, step: int, state: dict) -> None:
         self.log.append(f"save {step}")
+        self.checkpoints.make(step)
         self.saved[step] = json.loads(json.dumps(state)) | {"engine": [self.version, self._steps]}
+        (self.checkpoints.path(step) / ".metadata").touch()
+        self.checkpoints.purge(self.keep)
 
     async def load_checkpoint(self, step: int = -1) -> tuple[dict, list[str]]:
-        state = self.saved.get(max(self.saved, default=0), {"engine": [0, 0]})
+        newest = max(self.saved, default=0)
+        state = self.saved.get(newest, {"engine": [0, 0]})
         self.version, self._steps = state["engine"]
+        self.loaded = self.checkpoints.path(newest) if newest else None
         return {name: value for name, value in state.items() if name != "engine"}, []
 
     async def export_hf(self, folder: Path) -> None:

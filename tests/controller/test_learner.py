@@ -189,8 +189,58 @@ def test_a_reference_becomes_the_policy_every_so_many_steps_and_a_resume_finds_i
         run(steps=stop, edit=refreshed, models=with_reference, save_every=1, folder=folder)
         log, rows = run(steps=6, edit=refreshed, models=with_reference, saved=run.saved, save_every=1, folder=folder)
         assert [row["kl/reference"] for row in rows] == [row["kl/reference"] for row in whole]
-    kept = sorted(int(folder.name.removeprefix("policy-")) for folder in (run.record.folder / "reference").iterdir())
-    assert kept == [2, 4, 6]
+    assert kept_references(run.record) == [2, 4, 6]
+
+
+def kept_references(record) -> list[int]:
+    return sorted(int(folder.name.removeprefix("policy-")) for folder in (record.folder / "reference").iterdir())
+
+
+def test_a_reference_that_a_checkpoint_needs_is_kept_whatever_the_interval(run):
+    """The only checkpoint is the one that leaving has saved, at a step that no interval gives."""
+
+    def leave(trainer, *_):
+        async def train():
+            if trainer.version == 2:
+                run.controller.leave()
+
+        trainer.during["forward_backward"] = train
+
+    def die_once(trainer, *_):
+        async def train():
+            if trainer.version == 9 and trainer.starts == 1:
+                raise trainer.lose("forward_backward")
+
+        trainer.during["forward_backward"] = train
+
+    _, whole = run(steps=12, edit=refreshed, models=with_reference)
+    run(leave, steps=12, edit=refreshed, models=with_reference, folder="left")
+    assert [*run.saved] == [3]
+    _, rows = run(die_once, steps=12, edit=refreshed, models=with_reference, saved=run.saved, folder="left")
+    assert run.trainer.starts == 2
+    assert [row["kl/reference"] for row in rows] == [row["kl/reference"] for row in whole]
+
+
+def test_a_reference_that_no_checkpoint_needs_is_deleted(run):
+    def keep_one(trainer, *_):
+        trainer.keep = 1
+        partial = run.record.folder / "reference" / "policy-3.partial"  # as a kill leaves it
+        partial.mkdir(parents=True)
+
+    run(keep_one, steps=7, edit=refreshed, models=with_reference, save_every=1)
+    assert kept_references(run.record) == [4, 6]  # step 5 was the newest checkpoint when 6 was kept
+
+
+def test_a_resume_with_another_refresh_interval_goes_on_with_the_reference_it_had(run):
+    def every_three(config):
+        refreshed(config)
+        config.reference.refresh_every = 3
+
+    _, twos = run(steps=5, edit=refreshed, models=with_reference, save_every=1)
+    _, rows = run(steps=8, edit=every_three, models=with_reference, saved={5: run.saved[5]}, save_every=1)
+    assert [row["kl/reference"] for row in rows[:5]] == [row["kl/reference"] for row in twos]
+    assert rows[5]["kl/reference"] == rows[4]["kl/reference"] != rows[6]["kl/reference"]
+    assert [int(call.split()[1]) for call in calls(run.log, "reference ")[-2:]] == [4, 6]
 
 
 def test_a_fixed_length_divides_by_the_number_of_completions(run):

@@ -39,7 +39,7 @@ class Run(RuleBasedStateMachine):
         self.taken: list[int] = []
         self.trained: set[int] = set()
         self.dropped: set[int] = set()
-        self.saved = (0, self.ledger.to_dict(), set(), set())
+        self.save()
 
     def oldest(self, group: Group) -> int:
         return min(version for rollout in group for version in rollout.completion.versions)
@@ -102,7 +102,7 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: not self.taken)
     @rule()
     def save(self):
-        state = json.loads(json.dumps(self.ledger.to_dict()))
+        state = json.loads(json.dumps(self.ledger.to_dict())), self.ledger.finished()
         self.saved = (self.version, state, {*self.trained}, {*self.dropped})
 
     @rule(keep=st.booleans(), fresh=st.booleans(), staleness=st.integers(0, 3))
@@ -112,7 +112,7 @@ class Run(RuleBasedStateMachine):
         if fresh:
             self.staleness = staleness
             self.ledger = Ledger(groups_per_step=self.size, max_staleness=staleness, updates_per_step=self.updates)
-        self.ledger.restore(state, self.version, keep=keep)
+        self.ledger.restore(*state, self.version, keep=keep)
         self.held, self.running, self.taken = self.version, {}, []
         self.trained, self.dropped = {*trained}, {*dropped}
 
@@ -190,7 +190,7 @@ def test_what_is_saved_comes_back_from_json_and_the_rest_is_put_again():
     assert ordinals(ledger.take(2)) == [0, 1]
     ledger.stepped(1)
     again = Ledger(groups_per_step=2, max_staleness=2)
-    again.restore(json.loads(json.dumps(ledger.to_dict())), 1)
+    again.restore(json.loads(json.dumps(ledger.to_dict())), ledger.finished(), 1)
     expected = {"submitted": 6, "waiting": 3, "running": 0, "finished": 1, "trained": 2, "dropped": 0}
     assert again.counts() == expected
     assert [again.admit(1) for _ in range(4)] == [2, 3, 5, 6]
@@ -200,15 +200,15 @@ def test_what_is_saved_comes_back_from_json_and_the_rest_is_put_again():
 
 def test_with_the_trainer_go_the_groups_of_versions_that_it_lost():
     ledger = filled(1, 3, 0, 1, 2)
-    saved = ledger.to_dict()
+    saved = ledger.to_dict(), ledger.finished()
     ledger.take(1)
     ledger.stepped(1)
     ledger.finish(3, group_of(3, 0, 1))
     ledger.admit(1)
-    ledger.restore(Ledger(groups_per_step=1, max_staleness=3).to_dict(), 0, keep=True)
+    ledger.restore(Ledger(groups_per_step=1, max_staleness=3).to_dict(), {}, 0, keep=True)
     expected = {"submitted": 5, "waiting": 3, "running": 0, "finished": 2, "trained": 0, "dropped": 0}
     assert ledger.counts() == expected
-    ledger.restore(saved, 0)
+    ledger.restore(*saved, 0)
     assert ledger.counts()["finished"] == 3
 
 

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint import FileSystemWriter
 from rl.errors import RunError
 from rl.model.parts import Parts
 from rl.model.shape import ModelConfig
+from rl.step_folders import StepFolders
 from rl.training import hugging_face
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_names import Piece
 from rl.training.model import part_of
-from rl.training.step_folders import StepFolders
 from rl.weights.digest import digests
 from tests.training.scenes import LAYOUTS, TIED_FUSED, adopted, engine_of, learn, ragged_batch
 

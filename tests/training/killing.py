@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.model.shape import ModelConfig
-from rl.training.step_folders import StepFolders
+from rl.step_folders import StepFolders
 from rl.weights.digest import digests
 from tests.training.disk import checkpointer_of, everything
 from tests.training.ranks import Ranks

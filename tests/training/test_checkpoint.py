@@ -198,7 +198,7 @@ def test_a_deletion_that_is_killed_leaves_nothing_that_looks_complete(one, monke
     for step in (1, 2):
         checkpointer.save(step, {"step": step})
     with monkeypatch.context() as killed:
-        killed.setattr("rl.training.step_folders.shutil.rmtree", lambda path, **_: next(path.iterdir()).unlink())
+        killed.setattr("rl.step_folders.shutil.rmtree", lambda path, **_: next(path.iterdir()).unlink())
         checkpointer.save(3, {"step": 3})
     assert (checkpoints / "step-1").is_dir()
     assert checkpointer.load() == {"step": 3}

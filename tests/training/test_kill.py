@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.training.step_folders import StepFolders
+from rl.step_folders import StepFolders
 from rl.weights.digest import merge_digests
 from tests.training.killing import DEADLINE_S, Plan, kill_at, kill_in_a_save, notes_of, train
 from tests.training.ranks import Ranks, on_ranks

@@ -4,7 +4,11 @@ import re
 import shutil
 from pathlib import Path
 
+from rl.disk import sync_folder
 from rl.errors import RunError
+
+ROLLOUTS = "rollouts.npz"
+"""File of a checkpoint that the controller writes, before it asks the trainer for the rest."""
 
 
 class StepFolders:
@@ -26,45 +30,55 @@ class StepFolders:
 
     def complete(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
-        return [step for step in self._steps() if self._is_complete(step)]
+        return [step for step in self.steps() if self._is_complete(step)]
 
     def incomplete(self) -> list[int]:
         """Steps of what killed saves and deletions have left, oldest first."""
-        return [step for step in self._steps() if not self._is_complete(step)]
+        return [step for step in self.steps() if not self._is_complete(step)]
 
     def make(self, step: int) -> None:
-        """An empty folder for checkpoint ``step``, in place of an incomplete one.
+        """Make a folder for checkpoint ``step`` that is empty but for the controller's file, if that is written.
 
-        Raises RunError where a complete one is: written over, it would look complete before it is.
+        Raises RunError if it has a complete one: written over, it would look complete before it is.
         """
         if self._is_complete(step):
             raise RunError(f"{self.name(step)} is there and complete: delete {self.path(step)} to write it again")
-        if self.path(step).is_dir():
-            self._delete(step)
-        self.path(step).mkdir(parents=True)
+        self.path(step).mkdir(parents=True, exist_ok=True)
+        for path in self.path(step).iterdir():
+            if path.name != ROLLOUTS:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def sync(self, step: int) -> None:
+        """Return when the names of all files of checkpoint ``step``, whose content is on disk, are on disk too."""
+        sync_folder(self.path(step))
+        sync_folder(self.folder)
 
     def purge(self, keep: int) -> None:
         """Delete all but the ``keep`` newest complete checkpoints (0: none), and incomplete ones before the newest."""
         complete = self.complete()
         kept = complete[-keep:]
-        for step in self._steps():
+        for step in self.steps():
             if step not in kept and complete and step < complete[-1]:
                 self._delete(step)
 
     def forget_after(self, step: int) -> None:
         """Delete all that are newer than ``step``."""
-        for newer in self._steps():
+        for newer in self.steps():
             if newer > step:
                 self._delete(newer)
 
     def _delete(self, step: int) -> None:
-        (self.path(step) / ".metadata").unlink(missing_ok=True)
+        metadata = self.path(step) / ".metadata"
+        if metadata.exists():
+            metadata.unlink()
+            sync_folder(self.path(step))
         shutil.rmtree(self.path(step), ignore_errors=True)  # what resists is incomplete: the next purge tries again
 
     def _is_complete(self, step: int) -> bool:
         return (self.path(step) / ".metadata").is_file()
 
-    def _steps(self) -> list[int]:
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints, complete or not, oldest first."""
         if not self.folder.is_dir():
             return []
         names = (re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.iterdir() if path.is_dir())

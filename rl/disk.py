@@ -1,0 +1,26 @@
+"""Files that are on disk when the call that wrote them returns."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the entries of ``folder``, names and deletions, are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Have ``write`` fill a file, which takes the name ``path`` once its content is on disk."""
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    sync_folder(path.parent)

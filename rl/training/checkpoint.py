@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer.base import LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
+from rl.disk import sync_folder
 from rl.errors import RunError
 from rl.model.shape import ModelConfig, shape_of
 from rl.platform import device_type
@@ -25,6 +25,7 @@ from rl.training.engine import TrainingEngine
 from rl.training.hugging_face import HuggingFaceFolders
 from rl.training.hugging_face_names import Shapes
 from rl.training.model import is_adapter
+from rl.training.safe_reading import load, read_metadata
 from rl.training.together import failures_as_run_error, on_first_rank
 
 
@@ -47,7 +48,7 @@ class Checkpointer:
         """What ``load`` found to be incomplete, as "checkpoints/step-12"."""
         self.loaded: Path | None = None
         """Folder of the checkpoint whose ``run_state`` the last ``load`` returned; None without one."""
-        self._manager = CheckpointManager(
+        self._manager = _Manager(
             # The controller says when; and the manager would count and delete checkpoints that are not complete.
             dataclasses.replace(config, enable=True, interval=1, keep_latest_k=0),
             dataloader=None,
@@ -71,7 +72,7 @@ class Checkpointer:
         with failures_as_run_error(f"checkpoint {step}"):
             self._manager.save(step)
         if self._manager.save_future is None:
-            self._purge()
+            self._complete()
 
     def wait_for_staging(self) -> None:
         """Return when the weights may change without changing the checkpoint under way."""
@@ -113,8 +114,9 @@ class Checkpointer:
     def load_weights(self, folder: Path) -> None:
         """Take the parameters that ``save_weights`` of any layout wrote. Raises RunError where there are none."""
         self._engine.require_resident("load_weights", "model")
+        on_first_rank(f"loading {folder}", lambda: read_metadata(folder))
         with failures_as_run_error(f"loading {folder}"):
-            dcp.load(self._manager.states[MODEL].state_dict(), checkpoint_id=folder)
+            load(self._manager.states[MODEL].state_dict(), folder)
         self._engine.weights_loaded()
 
     def export_hf(self, folder: str) -> None:
@@ -142,9 +144,11 @@ class Checkpointer:
                 self._manager.maybe_wait_for_saving()
         finally:
             self._manager.save_future = None  # a failure is told once
-        self._purge()
+        self._complete()
 
-    def _purge(self) -> None:
+    def _complete(self) -> None:
+        """Delete the checkpoints that the one just written replaces, once its files are on disk."""
+        on_first_rank(f"checkpoint {self._saving}", lambda: self._folders.sync(self._saving))
         on_first_rank("deleting old checkpoints", lambda: self._folders.purge(self._config.keep_latest_k))
 
     def _find(self, step: int) -> tuple[int | None, list[str]]:
@@ -167,9 +171,16 @@ class Checkpointer:
         _check_model(path, saved, {name: tuple(tensor.shape) for name, tensor in weights.items()})
         with failures_as_run_error(what, advice=advice):
             if model_only:
-                dcp.load(weights, checkpoint_id=path)
+                load(weights, path)
             else:
                 self._manager.load(step)
+
+
+class _Manager(CheckpointManager):
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Load without torchtitan's unpickling; what is in Hugging Face's format never comes here."""
+        assert not from_hf
+        load(state_dict, Path(checkpoint_id))
 
 
 class _Weights(Stateful):
@@ -222,8 +233,10 @@ class _TrainState(Stateful):
 
 
 def _replace(folder: Path, by: Path) -> None:
+    sync_folder(by)
     shutil.rmtree(folder, ignore_errors=True)
     by.rename(folder)
+    sync_folder(folder.parent)
 
 
 def _rng_states() -> dict[str, str]:
@@ -245,7 +258,7 @@ def _set_rng_states(states: dict[str, str]) -> None:
 
 def _saved_shapes(path: Path) -> Shapes:
     """The weights of a checkpoint."""
-    entries = FileSystemReader(path).read_metadata().state_dict_metadata
+    entries = read_metadata(path).state_dict_metadata
     return {
         name: tuple(entry.size)
         for name, entry in entries.items()

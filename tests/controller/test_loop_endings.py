@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from rl.errors import ActorFailure, RunError
+from rl.step_folders import ROLLOUTS
 from tests.controller.loops import calls, free, ledger_of, without_times
 
 
@@ -166,6 +167,36 @@ def test_a_trainers_death_leaves_no_trace_in_a_deterministic_ledger(run, stalene
     assert rows[-1] == uninterrupted[-1]
     if not staleness:  # above 0, how far sampling is when a step ends depends on the clock
         assert rows == uninterrupted
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
+def test_a_checkpoint_that_the_trainer_dies_over_does_not_count(run, edit, staleness):
+    """The groups of step 4 are on disk, the weights are not: both are written again."""
+    _, whole = run(steps=6, staleness=staleness, save_every=2, edit=edit)
+
+    def prepare(trainer, *_):
+        async def die():
+            if trainer.version == 4 and trainer.starts == 1:
+                assert run.controller.checkpoints.incomplete() == [4]
+                raise trainer.lose("save_checkpoint")
+
+        trainer.during["save_checkpoint"] = die
+
+    log, rows = run(prepare, steps=6, staleness=staleness, save_every=2, edit=edit, folder="other")
+    assert run.trainer.starts == 2
+    assert calls(log, "save") == ["save 2", "save 4", "save 4", "save 6"]
+    assert run.controller.checkpoints.complete() == [2, 4, 6]
+    assert sorted(ordinal for row in ledger_of(run.record) for ordinal in row["trained_now"]) == [*range(12)]
+    if edit is not free:
+        assert without_times(rows) == without_times(whole)
+
+
+def test_a_checkpoint_without_its_groups_is_refused_with_the_way_back(run):
+    run(steps=2, staleness=1, save_every=1)
+    (run.controller.checkpoints.path(2) / ROLLOUTS).unlink()
+    with pytest.raises(RunError, match=r"step-2/rollouts.npz cannot be read: FileNotFound.*; deleting .*/step-2 goes"):
+        run(steps=4, staleness=1, saved=run.saved)
 
 
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])

@@ -1,6 +1,7 @@
 """A checkpoint of any layout goes on in any other, exactly where it was; an incomplete one does not exist (C6)."""
 
 import dataclasses
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from rl.errors import RunError
-from rl.training.step_folders import StepFolders
+from rl.step_folders import ROLLOUTS, StepFolders
 from rl.weights.digest import digests, merge_digests
 from tests.training.disk import (
     checkpointer_of,
@@ -117,6 +118,7 @@ def test_a_run_can_start_from_another_runs_checkpoint(one, tmp_path_factory, mod
     source = {"initial_load_path": str(checkpoints / "step-1"), "initial_load_model_only": model_only}
     starter = checkpointer_of(other, folder, **source)
     assert starter.load() == ({} if model_only else {"step": 1})
+    assert starter.loaded == (None if model_only else checkpoints / "step-1")
     starter.close()
     assert digests(other.parts().values()) == digests(engine.parts().values())
     assert other.version == (0 if model_only else 1)
@@ -183,6 +185,23 @@ def test_incomplete_checkpoints_do_not_count_and_go_once_a_newer_one_is_complete
     assert names_in(checkpoints) == ["step-4", "step-6.txt", "step-8", "step-9"]
     checkpointer.save(9, {"step": 9})  # what a killed save has left is written anew
     assert checkpointer.load() == {"step": 9}
+
+
+def test_the_controllers_file_is_part_of_the_checkpoint_and_goes_with_it(one):
+    _, checkpointer, checkpoints = one
+    for step in (1, 2, 3):
+        folder = checkpoints / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / ROLLOUTS).write_text(f"rollouts {step}")
+        (folder / "__7_0.distcp").write_text("left by a save that was killed")
+        assert checkpointer.load() == ({"step": step - 1} if step > 1 else {})
+        assert checkpointer.ignored == [f"checkpoints/step-{step}"]
+        checkpointer.save(step, {"step": step})
+        assert (folder / ROLLOUTS).read_text() == f"rollouts {step}"
+        assert not (folder / "__7_0.distcp").exists()
+    assert names_in(checkpoints) == ["step-2", "step-3"]
+    assert checkpointer.load() == {"step": 3}
+    assert checkpointer.loaded == checkpoints / "step-3"
 
 
 def test_keeping_the_latest_0_keeps_all(folder):
@@ -255,6 +274,46 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(one, field):
     other.close()
 
 
+# Power failures.
+
+
+def test_a_checkpoint_is_on_disk_before_what_it_replaces_is_deleted(one, monkeypatch):
+    _, checkpointer, checkpoints = one
+    for step in (1, 2):
+        checkpointer.save(step, {})
+    synced, sync, rmtree = [], os.fsync, shutil.rmtree
+
+    def fsync(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    def delete(path, **options):
+        if path == checkpoints / "step-1":
+            written = checkpoints / "step-3"
+            assert {written / "__0_0.distcp", written / ".metadata.tmp"} <= {*synced}
+            assert synced.index(written / ".metadata.tmp") < synced.index(written) < synced.index(checkpoints)
+            assert synced[-1] == path, "it is known to be incomplete first"
+        rmtree(path, **options)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr("rl.step_folders.shutil.rmtree", delete)
+    checkpointer.save(3, {})
+    assert names_in(checkpoints) == ["step-2", "step-3"]
+
+
+def test_kept_weights_are_on_disk_before_they_take_the_place_of_others(one, monkeypatch, tmp_path):
+    _, checkpointer, _ = one
+    synced, sync = [], os.fsync
+
+    def fsync(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    checkpointer.save_weights(tmp_path / "weights")
+    assert synced[-2:] == [tmp_path / "weights.partial", tmp_path]
+
+
 # Saves that fail.
 
 
@@ -272,6 +331,13 @@ def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(folder, mode):
     checkpointer.save(3, {"step": 3})
     assert checkpointer.load() == {"step": 3}
     checkpointer.close()
+
+
+def test_the_state_of_a_save_that_failed_is_not_loaded(one):
+    _, checkpointer, _ = one
+    with pytest.raises(RunError, match="File too large"), full_disk():
+        checkpointer.save(1, {"step": 1})
+    assert (checkpointer.load(), checkpointer.loaded) == ({}, None)
 
 
 @pytest.mark.parametrize(

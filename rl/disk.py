@@ -3,7 +3,13 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Return when the content of ``file`` is on disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -20,7 +26,6 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     partial = path.with_name(f"{path.name}.partial")
     with open(partial, "wb") as file:
         write(file)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     os.replace(partial, path)
     sync_folder(path.parent)

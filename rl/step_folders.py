@@ -50,8 +50,8 @@ class StepFolders:
 
     def sync(self, step: int) -> None:
         """Return when the names of all files of checkpoint ``step``, whose content is on disk, are on disk too."""
-        sync_folder(self.path(step))
-        sync_folder(self.folder)
+        for folder in (self.path(step), self.folder, self.folder.parent):
+            sync_folder(folder)
 
     def purge(self, keep: int) -> None:
         """Delete all but the ``keep`` newest complete checkpoints (0: none), and incomplete ones before the newest."""

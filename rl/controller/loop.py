@@ -123,6 +123,7 @@ class Controller:
         """Begin the folder of this step's checkpoint, which the trainer completes, with ``groups``."""
         path = self.checkpoints.path(self.step) / ROLLOUTS
         with failing_loudly(path):
+            self.record.check()
             self.checkpoints.make(self.step)
             write_groups(path, groups)
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from rl.disk import sync_file, sync_folder, write_whole
 from rl.errors import RunError, require
 from rl.types import Rollout
 
@@ -64,7 +65,7 @@ class RunRecord:
 
         ``check`` is called before each write, and returns if this process still owns the folder.
         """
-        self.folder, self._check = Path(folder), check
+        self.folder, self.check = Path(folder), check
         self.checkpoints = self.folder / "checkpoints"
         self.logs = Path(logs or self.folder / "logs")
         self.metrics_path = self.folder / "metrics.jsonl"
@@ -74,7 +75,7 @@ class RunRecord:
         for path in (self.checkpoints, self.logs):
             with failing_loudly(path):
                 path.mkdir(parents=True, exist_ok=True)
-                _sync_folder(self.folder.parent)
+                sync_folder(self.folder.parent)
 
     def write_config(self, config: dict) -> None:
         self._write_json("config.json", config)
@@ -116,7 +117,7 @@ class RunRecord:
         removes ``summary.json`` and ``failure.json`` of the attempt before.
         """
         with failing_loudly(self.folder):
-            self._check()
+            self.check()
         for path in (self.metrics_path, self.rollouts_path, self.ledger_path, self.evaluations_path):
             keep = 0
             for row, end in _rows(path):
@@ -132,25 +133,20 @@ class RunRecord:
     def _append(self, path: Path, rows: list[dict]) -> None:
         lines = "".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
         with failing_loudly(path):
-            self._check()
+            self.check()
             is_new = not path.exists()
             with open(path, "a", encoding="utf-8") as file:
                 file.write(lines)
-                _sync(file)
+                sync_file(file)
             if is_new:
-                _sync_folder(self.folder)
+                sync_folder(self.folder)
 
     def _write_json(self, name: str, content: dict) -> None:
         path = self.folder / name
-        temporary = path.with_suffix(".json.tmp")
         text = json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
         with failing_loudly(path):
-            self._check()
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                _sync(file)
-            os.replace(temporary, path)
-            _sync_folder(self.folder)
+            self.check()
+            write_whole(path, lambda file: file.write(text.encode()))
 
 
 def _rollout_row(step: int, rollout: Rollout) -> dict:
@@ -174,21 +170,6 @@ def _rollout_row(step: int, rollout: Rollout) -> dict:
 
 def _step_first(row: dict) -> dict:
     return {"step": row["step"], **row}
-
-
-def _sync(file: IO[str]) -> None:
-    """Return when the content of ``file`` is on disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Return when the names in ``folder`` are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _rows(path: Path) -> Iterator[tuple[dict, int]]:

@@ -165,7 +165,6 @@ class Trainer(Mesh):
     async def save_checkpoint(self, step: int, state: dict) -> None:
         self.log.append(f"save {step}")
         self.checkpoints.make(step)
-        self.checkpoints.make(step)
         await self._wait("save_checkpoint")
         self.saved[step] = json.loads(json.dumps(state)) | {"engine": [self.version, self._steps]}
         (self.checkpoints.path(step) / ".metadata").touch()

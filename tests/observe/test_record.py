@@ -146,7 +146,7 @@ def test_a_full_disk_is_named_with_its_file(record):
 
 def test_a_write_that_fails_leaves_the_old_file_whole(record):
     record.write_summary({"steps": 1})
-    (record.folder / "summary.json.tmp").symlink_to("/dev/full")
+    (record.folder / "summary.json.partial").symlink_to("/dev/full")
     with pytest.raises(RunError, match="summary.json"):
         record.write_summary({"steps": 2})
     assert json.loads((record.folder / "summary.json").read_text()) == {"steps": 1}
@@ -180,8 +180,8 @@ def test_a_row_is_on_disk_when_append_returns_and_costs_one_fsync(record, synced
 def test_a_json_file_is_on_disk_before_it_takes_its_place(record, synced):
     record.write_summary({"steps": 1})
     size = (record.folder / "summary.json").stat().st_size
-    assert synced[0] == ("summary.json.tmp", size)
-    assert [name for name, _ in synced] == ["summary.json.tmp", "run"]
+    assert synced[0] == ("summary.json.partial", size)
+    assert [name for name, _ in synced] == ["summary.json.partial", "run"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ a step, 8 completions each of 32 tokens. Every pipeline is run with a staleness 
 runs of a thousand rollouts stand before and after one of a hundred thousand, so that what else the machine does falls
 on both. Costs are CPU time from the first request to the end of the last step; ratios are medians over the repeats.
 "memory" is resident memory after the whole long run over that after a tenth of it.
+
+"checkpoint_pause_s" is how long the event loop stands still at most while a checkpoint is written, with 1,024 rollouts
+of 3,072 tokens in the ledger and eight ranks that are sent their message: the longest of all repeats.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import asyncio
 import gc
 import json
 import os
+import pickle
 import statistics
 import tempfile
 import time
@@ -44,6 +48,7 @@ PIPELINES = ("deterministic", "asynchronous")
 BOUNDS = (0, 2)
 SHORT, LONG = 1_000, 100_000  # rollouts
 SHORT_RUNS = 8  # on each side of a long one
+SAVED, SAVED_TOKENS, RANKS = 1_024, 3_072, 8  # rollouts in a checkpoint, tokens of each, ranks of the trainer
 
 
 @dataclass(slots=True)
@@ -110,7 +115,8 @@ class Trainer(Mesh):
         return {}, []
 
     async def save_checkpoint(self, step: int, state: dict) -> None:
-        """After the last step alone."""
+        """Take the time to make a message of each rank's."""
+        self.message_bytes = sum(len(pickle.dumps((step, state))) for _ in range(RANKS)) // RANKS
 
     async def weight_digests(self, dtype: torch.dtype | None = None) -> list[dict]:
         return [{("w", Box.whole((1,))): self.version}]
@@ -174,15 +180,20 @@ def configured(pipeline: str, bound: int, rollouts: int) -> RunConfig:
     return config
 
 
+def controller_in(folder: str, config: RunConfig, marks: Marks) -> Controller:
+    """The controller over meshes that take no time."""
+    task = config.data.build(seed=0, model=config.model)
+    trainer: Any = Trainer(marks)
+    meshes: Any = (Dispatch({"policy": trainer}), lambda number: Generator(marks), Rewards())
+    return Controller(config, task, *meshes, RunRecord(folder), Progress(config.steps, quiet=True))
+
+
 def run(config: RunConfig) -> tuple[Marks, float]:
     """Run the controller from start to end in a folder of its own; also the largest staleness of a token."""
     with tempfile.TemporaryDirectory() as folder:
         marks = Marks()
-        task = config.data.build(seed=0, model=config.model)
-        trainer: Any = Trainer(marks)
-        meshes: Any = (Dispatch({"policy": trainer}), lambda number: Generator(marks), Rewards())
-        record = RunRecord(folder)
-        controller = Controller(config, task, *meshes, record, Progress(config.steps, quiet=True))
+        controller = controller_in(folder, config, marks)
+        record = controller.record
         asyncio.run(controller.run())
         if controller.ledger.trained != config.steps * config.rollout.prompts_per_step:
             raise RuntimeError("the run did not train on all it should have: nothing was measured")
@@ -222,6 +233,72 @@ def measure(pipeline: str, bound: int, *, repeats: int, long: int) -> dict[str, 
     }
 
 
+def fill(controller: Controller, tokens: int) -> None:
+    """Have ``SAVED`` finished rollouts of ``tokens`` tokens in the ledger; no two share a list, as from messages."""
+    ledger, samples = controller.ledger, SAVED // (2 * controller.config.rollout.prompts_per_step)
+    while ledger.admits(0):
+        ordinal = ledger.admit(0)
+        prompt = Prompt(ordinal=ordinal, tokens=[*range(1000, 1256)], text="prompt " * 64, answer="1")
+        group = [
+            Rollout(
+                prompt=prompt,
+                sample=sample,
+                completion=Completion(
+                    tokens=[*range(1000, 1000 + tokens)],
+                    logprobs=[-place / 7 for place in range(tokens)],
+                    versions=[0] * tokens,
+                    finish_reason="length",
+                ),
+                text="abc " * tokens,
+                reward=float(sample),
+                metrics={"exact": 0.0},
+            )
+            for sample in range(samples)
+        ]
+        ledger.finish(ordinal, group)
+    if sum(map(len, ledger.finished().values())) != SAVED:
+        raise RuntimeError("the ledger does not hold what was to be measured")
+
+
+def checkpoint(*, repeats: int, tokens: int) -> dict[str, float]:
+    """Cost of a checkpoint to the event loop, and to the run."""
+    config = configured("asynchronous", 1, SAVED)
+    pauses, times = [], []
+
+    async def tick() -> None:
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            pauses.append(now - last)
+            last = now
+
+    async def save(controller: Controller) -> None:
+        ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0.01)
+        pauses.clear()
+        for _ in range(repeats):
+            controller.step += 1
+            began = time.perf_counter()
+            await controller.checkpoint()
+            times.append(time.perf_counter() - began)
+            await asyncio.sleep(0.01)
+        ticking.cancel()
+
+    with tempfile.TemporaryDirectory() as folder:
+        controller = controller_in(folder, config, Marks())
+        fill(controller, tokens)
+        asyncio.run(save(controller))
+        size = sum(path.stat().st_size for path in controller.checkpoints.path(1).iterdir())
+    policy: Any = controller.dispatch.policy
+    return {
+        "checkpoint_pause_s": max(pauses),
+        "checkpoint_s": statistics.median(times),
+        "checkpoint_bytes": size,
+        "checkpoint_message_bytes": policy.message_bytes,
+    }
+
+
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -250,11 +327,18 @@ def main() -> None:
     for case in cases:
         rows.append(measure(*case, repeats=options.repeats, long=2 * SHORT if options.tiny else LONG))
         show(rows[-1])
+    saving = checkpoint(repeats=options.repeats, tokens=32 if options.tiny else SAVED_TOKENS)
+    print(
+        f"checkpoint: the event loop stands still for {saving['checkpoint_pause_s']:.3f} s at most of "
+        f"{saving['checkpoint_s']:.2f} s; {saving['checkpoint_bytes'] / 1e6:.1f} MB written once, "
+        f"{saving['checkpoint_message_bytes'] / 1e3:.1f} kB sent to a rank"
+    )
     gc.unfreeze()
     result = {
         "rollouts_per_s": min(row["rollouts_per_s"] for row in rows),
         "cost_growth": max(row["cost_growth"] for row in rows),
         "memory_growth": max(row["memory_growth"] for row in rows),
+        **saving,
         "pipelines": rows,
     }
     if options.json:

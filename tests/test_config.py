@@ -332,7 +332,7 @@ def test_only_changes_are_sent_where_that_can_be_less(transport):
 def test_a_canary_may_be_strict_or_left_out_but_its_tolerance_is_a_number():
     assert parse("--weights.canary_tolerance", "0").weights.canary_tolerance == 0
     assert parse("--weights.canary_tolerance", "1e-6").weights.canary_tolerance == 1e-6
-    assert parse("--weights.digests").weights.digests
+    assert parse().weights.digests and not parse("--weights.no-digests").weights.digests
     with pytest.raises(ConfigError, match="weights.canary_tolerance is nan; it must be at least 0"):
         parse("--weights.canary_tolerance", "nan")
 

@@ -8,8 +8,10 @@ import torch
 
 from rl.model.parts import Box, Part
 
-_CHUNK = 1 << 18  # elements at once: the int64 positions and products of a few megabytes stay in the cache
+_CHUNK = {"cpu": 1 << 18}  # elements at once: their int64 products stay in the cache
+_CHUNK_ON_DEVICE = 1 << 24  # so that kernels take longer than their launch
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ZERO = 0x9E3779B9  # added to all bits, so that zeros count
 
 PartDigests = dict[tuple[str, Box], int]
 """What one rank says of its parts, by name and box."""
@@ -25,17 +27,22 @@ def digests(parts: Iterable[Part], *, dtype: torch.dtype | None = None) -> PartD
 
 @torch.no_grad()
 def part_digest(part: Part) -> int:
-    """An int64: a sum over the part's elements of mixed (bits, position in the whole).
+    """Return an int64: the sum over the part's elements of their bits times a weight of their position in the whole.
 
-    The digest of a tensor is the sum, modulo 2^64, of those of any parts that tile it.
+    The digest of a tensor is the sum, modulo 2^64, of those of any parts that tile it. The weight of a position is the
+    product of an odd number for its place in each dimension.
     """
-    bits = bits_of(part.tensor.detach().contiguous()).reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), _CHUNK):
-        values = bits[start : start + _CHUNK]
-        index = torch.arange(start, start + len(values), device=bits.device)
-        total += (_mix(_position(index, part)) * (values.to(torch.int64) + 0x9E3779B9)).sum()
-    return int(total)
+    tensor = part.tensor.detach()
+    if not tensor.numel():
+        return 0
+    rows, columns = _weights(part, tensor.device)
+    bits = bits_of(tensor.contiguous()).reshape(len(rows), len(columns))
+    sums = torch.empty_like(rows)
+    step = max(1, _CHUNK.get(tensor.device.type, _CHUNK_ON_DEVICE) // len(columns))
+    for start in range(0, len(rows), step):
+        chunk = bits[start : start + step].to(torch.int64, copy=True)
+        sums[start : start + step] = chunk.mul_(columns).sum(dim=1)
+    return int((rows * (sums + columns.sum() * _ZERO)).sum())
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,18 +50,20 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-def _position(index: torch.Tensor, part: Part) -> torch.Tensor:
-    """Where in the whole parameter, flattened, the part's flattened elements ``index`` lie."""
-    position, stride = torch.zeros_like(index), 1
-    for offset, size, whole in zip(*map(reversed, (*part.box, part.shape)), strict=True):
-        position += (index % size + offset) * stride
-        index = index // size
-        stride *= whole
-    return position
+def _weights(part: Part, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of the part's places in all dimensions but the last together, and in the last."""
+    ranges = zip(part.box.offset, part.box.shape, strict=True)
+    places = [torch.arange(offset, offset + size, device=device) for offset, size in ranges]
+    weights = [_mix(place + (dimension << 56)) for dimension, place in enumerate(places)]
+    rows = torch.ones(1, dtype=torch.int64, device=device)
+    *leading, last = weights or [rows]
+    for each in leading:
+        rows = (rows[:, None] * each).reshape(-1)
+    return rows, last
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Odd, well-spread multipliers from positions (the finalizer of splitmix64, with signed shifts)."""
+    """Odd, well-spread numbers from small ones (the finalizer of splitmix64, with signed shifts)."""
     x = (x + 1) * -7046029254386353131
     x = (x ^ (x >> 30)) * -4658895280553007687
     x = (x ^ (x >> 27)) * -7723592293110705685

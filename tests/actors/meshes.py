@@ -55,10 +55,11 @@ class OpenTrainer(PolicyTrainer):
         return self._payloads
 
     @concurrent_endpoint
-    async def skip(self, name: str) -> None:
-        """From now on, publish of ``name`` what it is now."""
-        place = [region.name for region in self.publisher.address.layout].index(name)
-        self.publisher._tensors[place] = self.publisher._tensors[place].clone()
+    async def skip(self, name: str = "") -> None:
+        """From now on, publish of ``name``, or of all parameters, what it is now."""
+        for place, region in enumerate(self.publisher.address.layout):
+            if name in ("", region.name):
+                self.publisher._tensors[place] = self.publisher._tensors[place].clone()
 
     @concurrent_endpoint
     async def tear(self) -> None:

@@ -41,12 +41,12 @@ def pair(meshes):
     return meshes.run(start())
 
 
-def make_push(trainer, generator, weights: dict) -> WeightPush:
+def make_push(trainer, generator, weights: dict, dtype: str = "float32") -> WeightPush:
     config = RunConfig(
         data=CopyDigits.Config(max_prompt_tokens=64),
         model=model_config(tied=True),
         rollout=RolloutConfig(max_tokens=8),
-        generator=GeneratorConfig(block_size=32),
+        generator=GeneratorConfig(block_size=32, dtype=dtype),
         weights=WeightPushConfig(**weights),
     )
     return WeightPush(config, Dispatch({"policy": trainer}), Stopwatch(), Signal())
@@ -60,8 +60,8 @@ async def pushed(push: WeightPush, trainer) -> None:
         await push.settle()
 
 
-async def first_push(trainer, generator, weights: dict) -> WeightPush:
-    push = make_push(trainer, generator, weights)
+async def first_push(trainer, generator, weights: dict, dtype: str = "float32") -> WeightPush:
+    push = make_push(trainer, generator, weights, dtype)
     await push.connect([generator], trainer.version)
     await pushed(push, trainer)
     return push
@@ -119,6 +119,27 @@ def test_weights_that_differ_are_found_at_that_push_and_the_first_is_named(meshe
     assert message.startswith(f"push of policy version {trainer.version}: {wrong} of ")
     assert message.endswith(f"parameters of {generator.name} differ from the trainer's; the first is {FIRST}")
     assert ("push/canary" in push.metrics) == (weights is CANARY)
+
+
+def test_a_bf16_generator_left_one_version_behind_is_found_by_default_and_not_by_the_canary(meshes, pair):
+    trainer, _ = pair
+
+    async def check():
+        config = GeneratorConfig(dtype="bfloat16", kv_cache_gib=0.05, block_size=32)
+        generator = await meshes.generator(config, model_config(tied=True))
+        for weights in (CANARY, {}):
+            push = await first_push(trainer, generator, weights, "bfloat16")
+            await ask(trainer, "skip")
+            await trained(trainer)
+            if weights == CANARY:
+                await pushed(push, trainer)
+            else:
+                found = rf"push of policy version {trainer.version}: \d+ of \d+ parameters of {generator.name} differ"
+                with pytest.raises(RunError, match=found):
+                    await pushed(push, trainer)
+        await meshes.stop(generator)
+
+    meshes.run(check())
 
 
 def test_ranks_of_a_generator_that_hold_different_copies_are_found_and_the_parameter_is_named(meshes, pair):

@@ -8,8 +8,12 @@ import pytest
 
 from rl.controller.saved_groups import read_groups
 from rl.errors import RunError
+from rl.model.parts import Box
 from rl.step_folders import ROLLOUTS
 from tests.controller.loops import calls, whereabouts, without_times
+
+CANARY = {"digests": False}
+NO_CHECKS = {"digests": False, "canary_tolerance": 0.0}
 
 
 def test_in_lockstep_each_step_trains_on_what_its_own_weights_sampled(run):
@@ -35,19 +39,19 @@ def test_one_step_stale_each_step_trains_on_what_the_weights_before_sampled(run)
     assert all((row["push/bytes"], row["timing/push_pause"]) == (100, 0.25) for row in rows)
 
 
-@pytest.mark.parametrize("tolerance", [0.0, None], ids=["no checks", "canary"])
-def test_one_step_stale_a_pull_slower_than_the_step_changes_no_order(run, tolerance):
+@pytest.mark.parametrize("checks", [NO_CHECKS, CANARY], ids=["no checks", "canary"])
+def test_one_step_stale_a_pull_slower_than_the_step_changes_no_order(run, checks):
     """The next version is published before the generator holds this one, which it generates with all the same."""
 
     def prepare(trainer, generator, *_):
         generator.pull_takes = 0.02
 
-    log, rows = run(prepare, steps=4, staleness=1, canary_tolerance=tolerance)
+    log, rows = run(prepare, steps=4, staleness=1, **checks)
     assert calls(log, "train") == ["train 0 on 0", "train 1 on 0", "train 2 on 1", "train 3 on 2"]
     assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("checks", [{}, {"digests": True}, {"canary_tolerance": 0.0}], ids=["canary", "all", "none"])
+@pytest.mark.parametrize("checks", [CANARY, {}, NO_CHECKS], ids=["canary", "all", "none"])
 def test_one_step_stale_generating_training_and_publishing_are_behind_each_other(run, checks):
     """None of the three ends before the others have begun."""
 
@@ -124,6 +128,20 @@ def test_a_check_that_fails_ends_the_run_before_the_weights_change_again(run, st
     assert run.controller.step == 2
     gc.collect()
     assert not run.unheard
+
+
+def test_a_bf16_generator_left_one_version_behind_is_found_by_default(run):
+    def edit(config):
+        config.generator.dtype = "bfloat16"
+
+    def prepare(trainer, generator, *_):
+        async def digests_of_the_version_before():
+            return [{("w", Box.whole((4,))): max(0, generator.version - 1)}]
+
+        generator.weight_digests = digests_of_the_version_before
+
+    with pytest.raises(RunError, match="push of policy version 1: 1 of 1 parameters of generator-0 differ"):
+        run(prepare, steps=4, staleness=1, edit=edit)
 
 
 def test_the_last_weights_are_checked_too(run):

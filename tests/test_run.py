@@ -1,7 +1,10 @@
 """What a run refuses before it has a folder."""
 
 import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,8 @@ from rl.observe.owner import FolderOwner
 from rl.tasks.base import Task
 from rl.tasks.copy_digits import CopyDigits
 from rl.train import main
+
+QUICKSTART = Path(__file__).parents[1] / "scripts" / "quickstart.sh"
 
 
 @pytest.mark.parametrize(
@@ -149,3 +154,20 @@ def test_a_run_whose_config_json_is_broken_is_refused_by_name(tmp_path, content,
     said = capsys.readouterr().err
     assert said.startswith(f"error: --resume: {path}: ")
     assert said.endswith("it must be the config.json of a run\n")
+
+
+def test_the_quickstart_runs_where_its_caller_stands(tmp_path):
+    repository, here = tmp_path / "repository", tmp_path / "here"
+    for path, text in {
+        repository / "scripts" / "quickstart.sh": QUICKSTART.read_text(),
+        repository / "scripts" / "setup.sh": "#!/bin/sh\n",
+        repository / ".venv" / "bin" / "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
+        here / "out" / "config.json": "{",
+        here / "configs" / "__init__.py": "raise RuntimeError",
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    command = ["../repository/scripts/quickstart.sh", "--resume", "--output-dir", "out"]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "error: --resume: out/config.json: " in done.stderr) == (2, True), done.stderr

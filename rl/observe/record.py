@@ -47,7 +47,7 @@ class RunRecord:
                            dropped, by reason, and how many are where
     ``evaluations.jsonl``  one object per evaluation, with the step whose weights it is of
     ``checkpoints/``       written by the trainer
-    ``logs/``              one file per process
+    ``logs/``              one file per process; ``run.log``: what the run said, with times
     ``summary.json``       what a finished run came to
     ``failure.json``       why a run failed
     ``owner.json``         the process that writes here (FolderOwner)
@@ -68,11 +68,12 @@ class RunRecord:
         self.folder, self.check = Path(folder), check
         self.checkpoints = self.folder / "checkpoints"
         self.logs = Path(logs or self.folder / "logs")
+        self.run_log = self.folder / "logs" / "run.log"
         self.metrics_path = self.folder / "metrics.jsonl"
         self.rollouts_path = self.folder / "rollouts.jsonl"
         self.ledger_path = self.folder / "ledger.jsonl"
         self.evaluations_path = self.folder / "evaluations.jsonl"
-        for path in (self.checkpoints, self.logs):
+        for path in (self.checkpoints, self.logs, self.run_log.parent):
             with failing_loudly(path):
                 path.mkdir(parents=True, exist_ok=True)
                 sync_folder(self.folder.parent)

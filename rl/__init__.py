@@ -2,6 +2,11 @@
 
 import logging
 
+from rl.program import begin, is_starting
+
+if is_starting():
+    begin()  # importing torch takes seconds
+
 from rl.platform import select_device
 
 select_device()  # must precede every other torchtitan import

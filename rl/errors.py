@@ -1,22 +1,30 @@
 """How a run ends early, each way with its exit code, and what may fail without ending it."""
 
+import contextlib
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Literal, NoReturn
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_AGAIN = 75
 EXIT_INTERRUPTED = 130
+CLEAN_UP_S = 5
+
+
+at_end: list[Callable[[], None]] = []
+"""Clean-ups that ``end_program`` calls: they remove what would outlive the process. What they raise is ignored."""
 
 
 def end_program(code: int) -> NoReturn:
     """End this process with ``code`` at once; Python would first take torch apart, for more than a second."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    signal.alarm(CLEAN_UP_S)  # ends the process if a clean-up hangs, as on storage that is away
+    for clean_up in [*at_end, sys.stdout.flush, sys.stderr.flush]:
+        with contextlib.suppress(Exception):
+            clean_up()
     os._exit(code)
 
 
@@ -61,7 +69,7 @@ class RunError(RuntimeError):
     exit_code = EXIT_FAILED
 
 
-@contextmanager
+@contextlib.contextmanager
 def naming(code: str) -> Iterator[None]:
     """Raise RunError, which says that ``code`` raised and where, for anything that the user's code raises within."""
     try:

@@ -6,7 +6,8 @@ Exit codes: 0 done, 1 failed, 2 the config or its input cannot work, 75 to be st
 import sys
 from collections.abc import Sequence
 
-from rl.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, RunError, end_program
+from rl.errors import EXIT_CONFIG, ConfigError, RunError, end_program
+from rl.run import run
 
 PROGRAM = "python -m rl.train"
 
@@ -14,8 +15,6 @@ PROGRAM = "python -m rl.train"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one training; returns the exit code."""
     try:
-        from rl.run import run  # takes seconds, in which Ctrl-C must already have a good ending
-
         return run(list(sys.argv[1:] if arguments is None else arguments), program=PROGRAM)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -23,9 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted before the run started", file=sys.stderr)
-        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class Report:
 
     def plan(self, text: str) -> None:
         """How weights travel."""
-        (self._record.logs / "push.txt").write_text(text)
+        (self._record.logs / "push.txt").write_text(text, encoding="utf-8")
         self._progress.note("push over " + ", ".join(text.splitlines()[:2]).removeprefix("transport: "))
 
     async def look_for_stalls(self) -> None:

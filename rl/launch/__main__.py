@@ -5,6 +5,7 @@ Exit codes: 0 done, or submitted; with --wait what the run came to; 2 the config
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ def _launch(arguments: list[str]) -> int:
     if dry:
         print(text, end="")
         return 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on something was started
     return start(launch, wait)
 
 
@@ -78,7 +80,7 @@ def _local(launch: Launch, wait: bool) -> int:
     job = ["/bin/sh", str(launch.files / "job.sh")]
     if wait:
         os.execv(job[0], job)
-    log = launch.folder / "logs" / "run.log"
+    log = launch.folder / "logs" / "console.log"
     log.parent.mkdir(exist_ok=True)
     with log.open("a") as output:
         process = subprocess.Popen(

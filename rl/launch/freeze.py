@@ -45,7 +45,7 @@ class Launch:
         written = {"config.json": _json(copy), "environment.json": _json(environment()), **texts}
         for name, text in written.items():
             with failing_loudly(self.files / name):
-                (self.files / name).write_text(text)
+                (self.files / name).write_text(text, encoding="utf-8")
 
 
 def environment() -> dict[str, object]:

@@ -39,7 +39,7 @@ def script(launch: Launch) -> str:
         *(f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items()),
         *slurm.prelude,
     ]
-    return "\n".join(lines) + "\n\n" + BODY.read_text()
+    return "\n".join(lines) + "\n\n" + BODY.read_text(encoding="utf-8")
 
 
 def options(launch: Launch) -> list[str]:

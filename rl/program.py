@@ -1,0 +1,71 @@
+"""What every program of Tiller does before its first slow import."""
+
+import codecs
+import contextlib
+import io
+import os
+import signal
+import sys
+from typing import TextIO
+
+from rl.errors import EXIT_INTERRUPTED, end_program
+
+_PLAIN = dict(zip("▁▂▃▄▅▆▇█━─│┤└·•→…", [*"_.,-=+*#--||+-*", "->", "..."], strict=True))
+
+
+def is_starting() -> bool:
+    """Whether ``python -m rl.NAME`` is what imports this package."""
+    return sys.argv[:1] == ["-m"] and any(each.removeprefix("-m").startswith("rl.") for each in sys.orig_argv[1:])
+
+
+def begin() -> None:
+    """Have Ctrl-C end the program, whatever is being imported, and no output fail it."""
+    signal.signal(signal.SIGINT, _interrupt)  # no import can catch it, as it could a KeyboardInterrupt
+    codecs.register_error("plain", _plain)
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: the next file would take its place
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout, sys.stderr = steady(sys.stdout, 1), steady(sys.stderr, 2)
+
+
+def steady(stream: TextIO | None, number: int) -> TextIO:
+    """Return a stream like ``stream``, to descriptor ``number``, that cannot fail.
+
+    What a closed pipe, a full disk or a terminal that is gone does not take is lost; characters that the encoding lacks
+    are replaced.
+    """
+    raw = _Lossy(number, "w", closefd=False)
+    through = stream is not None and getattr(stream, "write_through", False)
+    return io.TextIOWrapper(
+        raw if through else io.BufferedWriter(raw),  # type: ignore[type-var]
+        encoding=stream.encoding if stream else "utf-8",
+        errors="plain",
+        line_buffering=stream is None or bool(stream.line_buffering),
+        write_through=through,
+    )
+
+
+class _Lossy(io.FileIO):
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        try:
+            written = super().write(data)
+        except OSError:
+            written = None
+        return len(data) if written is None else written
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    plain = (
+        _PLAIN.get(each, "*" if "\u2800" <= each <= "\u28ff" else "?") for each in error.object[error.start : error.end]
+    )
+    return "".join(plain), error.end
+
+
+def _interrupt(number: int, frame: object) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, b"\ninterrupted before anything was started\n")
+    end_program(EXIT_INTERRUPTED)

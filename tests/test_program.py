@@ -1,0 +1,103 @@
+"""What a terminal, a pipe or a module may do to a program."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from rich.console import Console
+
+from rl.observe.curves import reward_curve_text
+from rl.observe.progress import Progress
+from rl.program import begin, steady
+from tests.observe.rows import make_rows
+
+
+def show(file, *, terminal: bool) -> None:
+    """Everything that a run prints."""
+    console = Console(file=file, force_terminal=terminal, width=100, highlight=False)
+    with Progress(20, quiet=False, console=console) as progress:
+        progress.stage("starting trainer on 4 ranks…")
+        for row in make_rows(20):
+            progress.update(row)
+        progress.warn("step 2: drift")
+        progress.note(reward_curve_text(make_rows(20)))
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """The error handler that ``begin`` registers, without the rest of it."""
+    monkeypatch.setattr("rl.program.steady", lambda stream, number: stream)
+    before = signal.getsignal(signal.SIGINT)
+    begin()
+    signal.signal(signal.SIGINT, before)
+
+
+def closed_pipe() -> int:
+    read, write = os.pipe()
+    os.close(read)
+    return write
+
+
+def closed_terminal() -> int:
+    other, own = os.openpty()
+    os.close(other)
+    return own
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("open_it", [closed_pipe, closed_terminal, lambda: os.open("/dev/full", os.O_WRONLY)])
+def test_output_that_cannot_be_written_ends_nothing(open_it, terminal, plain):
+    descriptor = open_it()
+    with steady(None, descriptor) as file:
+        show(file, terminal=terminal)
+        print("x" * 100_000, file=file, flush=True)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_an_ascii_terminal_gets_bars_and_curves_that_it_can_show(terminal, tmp_path, plain):
+    out = (tmp_path / "out").open("w", encoding="ascii")
+    with out, steady(out, out.fileno()) as file:
+        show(file, terminal=terminal)
+    shown = (tmp_path / "out").read_bytes().decode("ascii")
+    assert "starting trainer on 4 ranks..." in shown
+    assert "mean reward per step, smoothed: " in shown
+    assert "?" not in shown.replace("\x1b[?", "")
+
+
+def test_a_program_ends_with_its_own_code_though_its_output_fails():
+    command = f"PYTHONIOENCODING=ascii {sys.executable} -m rl.launch > /dev/full"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("program", "rest"), [("train", []), ("plan", []), ("launch", ["local"])])
+def test_ctrl_c_ends_a_program_though_an_import_catches_it(program, rest, tmp_path):
+    (tmp_path / "torch.py").write_text(
+        textwrap.dedent(
+            """
+            import os, signal, time
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(60)
+            except BaseException:
+                print("caught", flush=True)
+            """
+        )
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", f"rl.{program}", *rest, "--config", "quickstart"]
+    started = time.monotonic()
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=50, preexec_fn=accept_interrupts
+    )
+    assert (done.returncode, done.stdout, "interrupted" in done.stderr) == (130, "", True)
+    assert time.monotonic() - started < 30
+
+
+def accept_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores them

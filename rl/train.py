@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 failed, 2 the config or its input cannot work, 75 to be st
 import sys
 from collections.abc import Sequence
 
-from rl.errors import EXIT_CONFIG, ConfigError, RunError, end_program
+from rl.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, RunError, end_program
 from rl.run import run
 
 PROGRAM = "python -m rl.train"
@@ -22,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:  # of the user's own code, or of a caller in this process
+        print("interrupted before the run started", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -5,32 +5,43 @@ import contextlib
 import os
 import signal
 import socket
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from monarch.actor import ProcMesh, enable_transport, shutdown_context, this_host
 
+from rl.errors import at_end
+
 
 def start_runtime(log: Path, node: str = "") -> None:
     """Start Monarch in this process; what it says of itself on standard error goes to ``log``.
 
-    Processes of other hosts reach it by the name ``node``, if one is given.
+    Processes of other hosts reach it by the name ``node``, if one is given. Its sockets lie in a folder that
+    ``end_program`` removes.
     """
     if node:
         enable_transport(f"tcp://{node}:0")
+    sockets, before = tempfile.TemporaryDirectory(prefix="tiller-"), os.environ.get("TMPDIR")
+    at_end.append(sockets.cleanup)
     kept = os.dup(2)
     with log.open("a") as file:
         os.dup2(file.fileno(), 2)
+    os.environ["TMPDIR"] = sockets.name
     try:
         this_host()
     finally:
         os.dup2(kept, 2)
         os.close(kept)
+        del os.environ["TMPDIR"]
+        if before is not None:
+            os.environ["TMPDIR"] = before
 
 
 def stop_runtime() -> None:
-    """Stop Monarch in this process, so that the interpreter can end."""
-    shutdown_context().get(timeout=10)
+    """Stop Monarch in this process, so that the interpreter can end. Raises nothing."""
+    with contextlib.suppress(Exception):  # the run is over: what is left ends with this process
+        shutdown_context().get(timeout=10)
 
 
 async def stop_procs(procs: ProcMesh | None, *, deadline: float = 20.0) -> None:

@@ -10,7 +10,7 @@ from rl.controller.ledger import Group
 from rl.controller.watchdog import Alarm, Watchdog
 from rl.observe.metrics import Metrics
 from rl.observe.progress import Progress
-from rl.observe.record import RunRecord
+from rl.observe.record import RunRecord, failing_loudly
 from rl.observe.spans import Stopwatch
 from rl.rollout.batch import rollout_metrics
 
@@ -86,7 +86,9 @@ class Report:
 
     def plan(self, text: str) -> None:
         """How weights travel."""
-        (self._record.logs / "push.txt").write_text(text, encoding="utf-8")
+        path = self._record.logs / "push.txt"
+        with failing_loudly(path):
+            path.write_text(text, encoding="utf-8")
         self._progress.note("push over " + ", ".join(text.splitlines()[:2]).removeprefix("transport: "))
 
     async def look_for_stalls(self) -> None:

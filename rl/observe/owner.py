@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from rl.errors import EXIT_INTERRUPTED, ConfigError, FolderInUse, end_program
+from rl.errors import EXIT_INTERRUPTED, ConfigError, FolderInUse, at_end, end_program
 from rl.observe.record import failing_loudly, run_folder
 
 RENEW_S = 5.0
@@ -41,12 +41,13 @@ class FolderOwner:
         """
         self.folder = folder
         self.lost: Callable[[str], None] = _end
-        """Called with a sentence if another process took the folder; must not return."""
+        """Called with a sentence if another process took the folder. Must not return."""
         self._path, self._token, self._renewals = folder.absolute() / "owner.json", uuid.uuid4().hex, 0
-        self._mutex, self._released = threading.Lock(), threading.Event()
+        self._mutex, self._released = threading.RLock(), threading.Event()
         with failing_loudly(self._path):
             self._renewed = _now()
             self._descriptor = self._take(wait_s)
+        at_end.append(self.release)
         threading.Thread(target=self._keep, name="folder owner", daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -57,13 +58,16 @@ class FolderOwner:
 
     def release(self) -> None:
         """Give the folder back, and remove it if it is empty. Raises nothing."""
-        with self._mutex, contextlib.suppress(OSError):
+        if not self._mutex.acquire(timeout=RENEW_S):
+            return  # the storage is away
+        with contextlib.suppress(OSError):
             if not self._released.is_set():
                 self._released.set()
                 if _read(self._path).get("token") == self._token:
                     self._path.unlink()
                 os.close(self._descriptor)
                 self.folder.rmdir()
+        self._mutex.release()
 
     def check(self) -> None:
         """Return if no other process can have taken the folder; otherwise ends the program."""

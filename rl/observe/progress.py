@@ -1,10 +1,13 @@
 """What a person sees while a run goes on."""
 
+import contextlib
 import math
+import os
 import sys
 import time
 from collections import deque
 from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from rl.errors import at_end
 from rl.observe.spans import STAGES
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -26,15 +30,16 @@ class Progress:
 
     On a terminal two lines that live at its foot: bar, step, ETA; reward, speed and where the time
     goes. Elsewhere a plain line for the first and last step, for every tenth of the run, and after
-    every minute without one. ``quiet`` shows nothing.
+    every minute without one. ``quiet`` shows nothing but errors. ``log`` gets all plain lines in any
+    case, each with the time; one that cannot be written is passed over.
     """
 
-    def __init__(self, total_steps: int, *, quiet: bool, console: Console | None = None):
+    def __init__(self, total_steps: int, *, quiet: bool, console: Console | None = None, log: Path | None = None):
         self.total_steps = total_steps
         self.step = 0
         self.console = console or Console(quiet=quiet, highlight=False)
         self._is_live = self.console.is_terminal and not quiet
-        self._quiet = quiet
+        self._quiet, self._log = quiet, log
         self._stage: str | None = "starting…"
         self._metrics: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=1000)
@@ -46,6 +51,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._is_live:
+            at_end.append(self._show_cursor)
             self._live.start()
         return self
 
@@ -62,18 +68,15 @@ class Progress:
         self._stage = text
         if self._is_live:
             self._live.refresh()
-        else:
-            self.note(text)
+        self._print(text, when=not self._is_live)
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
-        if not self._quiet:
-            self.console.print(Text(text), soft_wrap=True)
+        self._print(text)
 
     def warn(self, text: str) -> None:
         """Print a line that stays and stands out."""
-        if not self._quiet:
-            self.console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+        self._print(f"warning: {text}", style="yellow")
 
     def evaluation(self, row: dict[str, float]) -> None:
         """Print what the evaluation of the weights after ``row["step"]`` came to."""
@@ -92,6 +95,7 @@ class Progress:
         """Print to standard error, also when quiet."""
         self._live.stop()
         print(text, file=sys.stderr)
+        self._write(text)
 
     def update(self, metrics: dict[str, float]) -> None:
         """Take in the metrics of a step that is done; needs ``step``, shows what else it knows."""
@@ -103,9 +107,22 @@ class Progress:
             self._rewards.append(metrics["reward/mean"])
         if "timing/step" in metrics:
             self._step_seconds.append(metrics["timing/step"])
-        if not self._is_live and self._is_line_due():
+        if self._is_line_due():
             self._printed, self._printed_step = self._updated, self.step
-            self.note(self._plain_line())
+            self._print(self._plain_line(), when=not self._is_live)
+
+    def _print(self, text: str, *, style: str = "", when: bool = True) -> None:
+        self._write(text)
+        if when and not self._quiet:
+            self.console.print(Text(text, style=style), soft_wrap=True)
+
+    def _write(self, text: str) -> None:
+        if self._log is not None:
+            with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as log:
+                log.write(f"{time.strftime('%F %T')}  {text}\n")
+
+    def _show_cursor(self) -> None:
+        os.write(self.console.file.fileno(), b"\x1b[?25h")
 
     def _is_line_due(self) -> bool:
         if self._printed_step is None or self.step >= self.total_steps:

@@ -1,6 +1,8 @@
 """Whatever ends a run says so, with its own exit code, and leaves nothing behind."""
 
 import json
+import os
+import re
 import signal
 import subprocess
 import textwrap
@@ -12,21 +14,44 @@ from rl.train import main
 from tests.e2e.runs import TINY, Run
 
 
-def test_a_second_ctrl_c_leaves_at_once(tmp_path):
+def test_ctrl_c_says_what_will_happen_and_a_second_one_leaves_at_once_without_a_trace(tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     run = Run(*TINY, "--steps", "100000", folder=tmp_path / "run")
     run.until_step(2)
     run.strike("generator-0", signal.SIGSTOP)  # so that the step cannot be finished
     run.interrupt()
+    run.until(lambda: re.search(r"SIGINT: .*sav.*; Ctrl-C again leaves at once", run.stdout))
     with pytest.raises(subprocess.TimeoutExpired):
         run.process.wait(2)
     run.interrupt()
     assert run.process.wait(5) == 130
+    how = r"(?:go on from step \d|nothing is saved; start again) with: (.*)"
+    said = re.fullmatch(rf"\nleft at once: what came after step \d is lost; {how}\n", run.stderr)
+    assert said[1] == f"{run.json('config.json')['command']} --resume"
     run.assert_nothing_left()
+    assert not [*(tmp_path / "tmp").iterdir()]
+    assert not (run.folder / "owner.json").exists()
+
+
+def test_a_terminal_that_closes_lets_the_run_save(tmp_path):
+    run = Run(*TINY, "--steps", "100000", folder=tmp_path / "run")
+    run.until_step(2)
+    os.killpg(run.process.pid, signal.SIGHUP)
+    assert run.wait() == 75
+    run.assert_nothing_left()
+    step = len(run.metrics())
+    assert f"interrupted by SIGHUP after step {step}; go on from step {step} with: " in run.stderr
+    assert run.stderr.rstrip().endswith(f"--output-dir {run.folder} --resume")
+    said = (run.folder / "logs" / "run.log").read_text()
+    assert f"  interrupted by SIGHUP after step {step}" in said
+    assert "  step 1/100000 · reward " in said
 
 
 @pytest.mark.parametrize(
     ("signals", "code"),
-    [([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGINT], 130), ([signal.SIGTERM], 75), ([signal.SIGUSR1], 75)],
+    [([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGINT], 130), ([signal.SIGUSR1], 75)],
 )
 def test_a_signal_during_the_start_leaves_nothing(tmp_path, signals, code):
     run = Run(*TINY, folder=tmp_path / "run")
@@ -36,7 +61,8 @@ def test_a_signal_during_the_start_leaves_nothing(tmp_path, signals, code):
         time.sleep(0.1)
     assert run.wait() == code
     run.assert_nothing_left()
-    assert len(signals) > 1 or f"interrupted by {signals[0].name} after step 0; no checkpoint" in run.stderr
+    said = f"interrupted by {signals[0].name} after step 0; nothing is saved; start again with: "
+    assert len(signals) > 1 or said in run.stderr
 
 
 def test_a_raising_reward_costs_its_group_and_too_many_are_the_named_cause(tmp_path):
@@ -78,9 +104,11 @@ def test_a_raising_reward_costs_its_group_and_too_many_are_the_named_cause(tmp_p
     assert failure["step"] == failure["policy_version"] == 4
     assert failure["generator_versions"] == {"generator-0": 4}
     assert failure["ledger"]["trained"] == 16
-    assert failure["command"].endswith(f"--output-dir {run.folder}")
+    assert failure["command"].endswith(f"--output-dir {run.folder} --resume")
     assert "my_task.py" in failure["traceback"]
     assert cause in run.stderr
+    assert re.search(rf"\nat {tmp_path / 'my_task.py'}:\d+ in score\n", run.stderr)
+    assert run.stderr.endswith(f" with: {failure['command']}\n")
 
 
 CRACKED = """

@@ -34,7 +34,7 @@ def test_a_run_that_is_stopped_and_killed_and_resumed_is_the_uninterrupted_one(t
     assert run.wait() == 130
     run.assert_nothing_left()
     saved = len(run.metrics())
-    assert f"interrupted by SIGINT after step {saved}; go on with: " in run.stderr
+    assert f"interrupted by SIGINT after step {saved}; go on from step {saved} with: " in run.stderr
     assert "--resume" in run.stderr
     assert "Traceback" not in run.stderr
     assert (run.folder / "checkpoints" / f"step-{saved}" / ".metadata").exists()

@@ -1,10 +1,13 @@
 import io
 import math
+import os
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from rl.errors import end_program
 from rl.observe.progress import Progress, duration, sparkline, time_shares
 from tests.observe.rows import make_rows
 
@@ -115,6 +118,37 @@ def test_a_resumed_run_goes_on_where_it_was(terminal):
 def test_metrics_that_are_missing_or_not_finite_do_not_stop_the_show(terminal):
     output = run(2, terminal=terminal, rows=[{"step": 1}, {"step": 2, "reward/mean": math.nan}])
     assert "step 2/2" in output
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_log_has_all_plain_lines_with_the_time(terminal, quiet, tmp_path):
+    log = tmp_path / "run.log"
+    run(20, terminal=terminal, quiet=quiet, log=log)
+    lines = log.read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", line) for line in lines)
+    said = [line[21:] for line in lines]
+    assert said[0] == "starting trainer on 4 ranks…"
+    assert steps_shown("\n".join(said)) == [1, *range(2, 21, 2)]
+    assert said[-3] == "warning: step 2: drift: kl/behaviour is 0.06"
+    assert "\x1b" not in log.read_text()
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path):
+    for log in (tmp_path, tmp_path / "no" / "run.log", Path("/dev/full")):
+        assert "run folder: runs/x" in run(2, log=log)
+
+
+def test_the_cursor_is_back_when_the_program_is_ended_at_once():
+    screen, terminal = os.openpty()
+    child = os.fork()
+    if child == 0:
+        with open(terminal, "w") as file, Progress(3, quiet=False, console=Console(file=file, force_terminal=True)):
+            end_program(130)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    shown = os.read(screen, 100_000)
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
 
 
 def test_sparkline_spans_least_to_greatest():

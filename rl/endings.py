@@ -1,0 +1,117 @@
+"""How a run ends before its last step: by a signal or by a failure, and what it says then."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sysconfig
+import traceback
+from pathlib import Path
+from types import FrameType
+
+from rl.config import RunConfig
+from rl.controller.loop import Controller
+from rl.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, ActorFailure, RunError, end_program, said_by
+from rl.observe.progress import Progress
+from rl.observe.record import RunRecord
+from rl.step_folders import StepFolders
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+LIBRARIES = ("<", str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+
+
+class GoingOn:
+    """The command that goes on with a run."""
+
+    def __init__(self, config: RunConfig, folder: Path, command: str):
+        given = "" if config.output_dir else f" --output-dir {folder}"
+        self.command = f"{command}{given}{'' if config.resume else ' --resume'}"
+        self._checkpoints = StepFolders(folder / config.trainer.checkpoint.folder)
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest complete checkpoint; 0 without one."""
+        return max(self._checkpoints.complete(), default=0)
+
+    def __str__(self) -> str:
+        step = self.saved
+        return f"{f'go on from step {step}' if step else 'nothing is saved; start again'} with: {self.command}"
+
+
+class Interrupts:
+    """The first signal has the run finish its step, save and leave; Ctrl-C after it ends the program at once."""
+
+    def __init__(self, controller: Controller, progress: Progress, going_on: GoingOn):
+        self.name, self.exit_code = "", EXIT_INTERRUPTED
+        self._controller, self._progress, self._going_on = controller, progress, going_on
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup(1)
+                signal.signal(number, self._receive)  # the loop's own handlers wait for a step that blocks the loop
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.name and number == signal.SIGINT:
+            text = f"\nleft at once: what came after step {self._going_on.saved} is lost; {self._going_on}\n"
+            with contextlib.suppress(OSError):  # the terminal is gone
+                os.write(2, text.encode())  # print may be what was interrupted
+            end_program(EXIT_INTERRUPTED)  # the processes of the run end with their parent
+        if self.name or self._loop.is_closed():
+            return
+        self.name = signal.Signals(number).name
+        self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_AGAIN
+        self._loop.call_soon_threadsafe(self._leave)
+
+    def _leave(self) -> None:
+        controller, first = self._controller, "leaving"
+        if controller.is_training:
+            step, per_step = controller.step, controller.config.rollout.prompts_per_step
+            if controller.ledger.lacks < per_step:
+                first = f"finishing step {step + 1}, then saving"
+            elif 0 < step < controller.config.steps:
+                first = f"saving step {step}"
+            controller.leave()
+        elif self._task is not None:
+            self._task.cancel()
+        self._progress.note(f"{self.name}: {first}; Ctrl-C {'again ' * (self.name == 'SIGINT')}leaves at once")
+
+
+def fail(
+    error: BaseException, controller: Controller | None, record: RunRecord, progress: Progress, going_on: GoingOn
+) -> int:
+    """Say what failed, on the screen before ``failure.json``; returns the exit code."""
+    failure = _facts(error, controller)
+    when = f"after step {controller.step}" if controller else "outside the steps"
+    progress.error(f"failed {when}: {failure['detail']}\nat {failure['place']}")
+    try:
+        record.write_failure(failure | {"command": going_on.command})
+        progress.error(f"details: {record.folder / 'failure.json'}")
+    except RunError as unwritten:
+        progress.error(f"no details: {unwritten}")
+    progress.error(str(going_on))
+    return error.exit_code if isinstance(error, RunError) else EXIT_FAILED
+
+
+def place(error: BaseException) -> str:
+    """Where ``error`` was raised: the innermost frame of code that is not a library's, if there is one."""
+    text = "".join(traceback.format_exception(error))  # with that of other processes, which comes as text
+    frames = re.findall(r'File "(.+)", line (\d+), in (.+)', text)
+    own = [frame for frame in frames if not frame[0].startswith(LIBRARIES)]
+    return "{}:{} in {}".format(*(own or frames)[-1]) if frames else "no known place"
+
+
+def _facts(error: BaseException, controller: Controller | None) -> dict[str, object]:
+    """Content of ``failure.json``."""
+    first = error if isinstance(error, ActorFailure) else error.__cause__
+    said = str(error) if isinstance(error, RunError) else said_by(error)
+    facts: dict[str, object] = {"error": said.splitlines()[0], "place": place(error)}
+    if isinstance(first, ActorFailure):
+        facts |= {"actor": first.actor, "rank": first.rank, "call": first.call}
+    if controller:
+        facts |= {
+            "step": controller.step,
+            "policy_version": controller.version,
+            "generator_versions": {mesh.name: mesh.version for mesh in controller.fleet.meshes},
+            "ledger": controller.ledger.counts(),
+        }
+    return facts | {"detail": said, "traceback": "".join(traceback.format_exception(error))}

@@ -1,0 +1,191 @@
+"""What a run says of its end."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import traceback
+from types import SimpleNamespace
+
+import pytest
+
+from rl.cli import find_config
+from rl.endings import LIBRARIES, GoingOn, Interrupts, fail, place
+from rl.errors import NodeLost, RunError
+from rl.observe.progress import Progress
+from rl.observe.record import RunRecord
+
+
+@pytest.fixture
+def record(tmp_path):
+    return RunRecord(tmp_path / "run")
+
+
+@pytest.fixture
+def ended(record, capsys):
+    """Fails a run with an exception; the exit code and what is said."""
+    going_on = GoingOn(find_config("quickstart")(), record.folder, "python -m rl.train --config quickstart")
+
+    def end(error):
+        code = fail(error, None, record, Progress(1, quiet=True, log=record.run_log), going_on)
+        return code, capsys.readouterr().err
+
+    return end
+
+
+def raised_by(code, name, **names):
+    """The exception that ``code`` raises, as of a file ``name``."""
+    try:
+        exec(compile(code, name, "exec"), names)
+    except BaseException as error:
+        return error
+    raise AssertionError
+
+
+def boom():
+    raise ZeroDivisionError("no prompts today")
+
+
+def test_a_failure_is_said_with_type_place_details_and_the_command_to_go_on(record, ended):
+    code, said = ended(raised_by("def prompt(): raise ValueError('out of prompts')\nprompt()", "/home/me/my_task.py"))
+    command = f"python -m rl.train --config quickstart --output-dir {record.folder} --resume"
+    assert (code, said.splitlines()) == (
+        1,
+        [
+            "failed outside the steps: ValueError: out of prompts",
+            "at /home/me/my_task.py:1 in prompt",
+            f"details: {record.folder / 'failure.json'}",
+            f"nothing is saved; start again with: {command}",
+        ],
+    )
+    assert said.splitlines()[0] in record.run_log.read_text()
+
+
+def test_the_newest_complete_checkpoint_is_the_step_to_go_on_from(record, ended):
+    for step in (4, 12, 16):
+        (record.checkpoints / f"step-{step}").mkdir()
+    for step in (4, 12):
+        (record.checkpoints / f"step-{step}" / ".metadata").touch()
+    assert "\ngo on from step 12 with: python -m rl.train " in ended(RunError("x"))[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(RunError("a"), 1), (NodeLost("a"), 75), (SystemExit(0), 1), (OSError(), 1)]
+)
+def test_a_failure_has_the_exit_code_of_its_kind(error, code, ended):
+    assert ended(error)[0] == code
+
+
+def test_the_first_cause_is_said_though_failure_json_cannot_be_written(record, ended):
+    (record.folder / "failure.json.partial").symlink_to("/dev/full")
+    _, said = ended(RunError("trainer rank 0 died"))
+    assert "failed outside the steps: trainer rank 0 died\n" in said
+    assert "no details: " in said
+    assert "failure.json: cannot be written: No space left on device; make room" in said
+    assert "\ndetails: " not in said
+    assert "start again with: " in said
+
+
+def test_an_exception_without_a_text_of_its_own_is_said_all_the_same(ended):
+    class Broken(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    assert ended(Broken())[1].startswith("failed outside the steps: ")
+
+
+def test_the_place_is_the_innermost_frame_of_the_users_own_code():
+    # json is a library: the frame that called it is the user's.
+    error = raised_by("import json\ndef read(): json.loads('{')\nread()", "/home/me/my_task.py")
+    assert place(error) == "/home/me/my_task.py:2 in read"
+
+
+def test_the_place_may_be_in_another_process():
+    try:
+        boom()
+    except ZeroDivisionError:
+        text = traceback.format_exc()
+    error = raised_by("raise Error(text)", __import__("rl.errors").errors.__file__, Error=RunError, text=text)
+    assert place(error) == f"{__file__}:{boom.__code__.co_firstlineno + 1} in boom"
+
+
+def test_without_code_of_the_users_the_place_is_that_of_the_exception(monkeypatch):
+    monkeypatch.setattr("rl.endings.LIBRARIES", (*LIBRARIES, __file__))
+    error = raised_by("import json; json.loads('{')", "<string>")
+    assert "json/decoder.py:" in place(error)
+    assert place(RunError("never raised")) == "no known place"
+
+
+def interrupted(record, steps, *, training=True, lacks=4, blocked=False, numbers=(), ignored=()):
+    """Exit code and words of a process whose run after ``steps`` steps gets signals, each a little after the other.
+
+    It leaves as the loop does, unless ``blocked``: then it computes, and lets nothing else run.
+    """
+
+    async def main():
+        left = asyncio.Event()
+        config = find_config("quickstart")()
+        config.rollout.prompts_per_step = 4
+        controller = SimpleNamespace(
+            config=config, step=steps, is_training=training, ledger=SimpleNamespace(lacks=lacks), leave=left.set
+        )
+        interrupts = Interrupts(controller, Progress(9, quiet=False), GoingOn(config, record.folder, "train"))
+        print("ready", flush=True)
+        while blocked:
+            time.sleep(0.01)
+        try:
+            await asyncio.wait_for(left.wait(), 20)
+        except asyncio.CancelledError:
+            print("cancelled", flush=True)
+        os._exit(interrupts.exit_code)
+
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        asyncio.run(main())
+    os.close(write)
+    with os.fdopen(read) as said:
+        assert said.readline() == "ready\n"
+        for number in numbers:
+            os.kill(child, number)
+            time.sleep(0.3)
+        words = said.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), words
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "code", "said"),
+    [
+        ("SIGINT", {"lacks": 2}, 130, "SIGINT: finishing step 12, then saving; Ctrl-C again leaves at once\n"),
+        ("SIGINT", {}, 130, "SIGINT: saving step 11; Ctrl-C again leaves at once\n"),
+        ("SIGHUP", {"lacks": 2}, 75, "SIGHUP: finishing step 12, then saving; Ctrl-C leaves at once\n"),
+        ("SIGTERM", {}, 75, "SIGTERM: saving step 11; Ctrl-C leaves at once\n"),
+        ("SIGUSR1", {"training": False}, 75, "SIGUSR1: leaving; Ctrl-C leaves at once\ncancelled\n"),
+    ],
+)
+def test_the_first_signal_says_what_will_happen(number, state, code, said, record):
+    assert interrupted(record, 11, **state, numbers=[signal.Signals[number]]) == (code, said)
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_leaves_at_once_though_the_loop_is_blocked(first, record):
+    (record.checkpoints / "step-8").mkdir()
+    (record.checkpoints / "step-8" / ".metadata").touch()
+    code, said = interrupted(record, 11, blocked=True, numbers=[first, signal.SIGINT])
+    command = f"train --output-dir {record.folder} --resume"
+    assert (code, said) == (
+        130,
+        f"\nleft at once: what came after step 8 is lost; go on from step 8 with: {command}\n",
+    )
+
+
+def test_a_terminal_that_closes_is_nothing_to_a_run_under_nohup(record):
+    numbers = [signal.SIGHUP, signal.SIGTERM]
+    code, said = interrupted(record, 11, numbers=numbers, ignored=[signal.SIGHUP])
+    assert (code, said.partition(":")[0]) == (75, "SIGTERM")

@@ -7,8 +7,10 @@ import pytest
 from tests.e2e.pipelines import LOCKSTEP, TWO_AHEAD
 from tests.e2e.runs import Run, digest, numbers
 
-SLOW = ("--steps", "8", "--evaluation.prompts", "300", "--evaluation.samples", "3", "--generator.max_running_requests")
-SLOW = (*SLOW, "6", "--trainer.checkpoint.interval", "100")
+SLOW = (
+    *("--steps", "8", "--trainer.checkpoint.interval", "100"),
+    *("--evaluation.prompts", "100", "--generator.max_running_requests", "2"),
+)
 
 
 @pytest.mark.long

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from monarch.actor import Actor, ActorError, ProcMesh, concurrent_endpoint
+from torch.distributed import TCPStore
 
-from rl.actors.processes import Process, free_port, stop_procs
+from rl.actors.processes import Process, stop_procs
 from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure, RunError
 from rl.platform import memory_domain
@@ -49,12 +50,15 @@ class Pulse(Actor):
         os._exit(0)
 
     @concurrent_endpoint
-    async def free_port(self) -> int:
-        return free_port()
+    async def open_store(self) -> int:
+        """Open the store of torch.distributed in this process, which holds its port until it ends; return the port."""
+        self._store = TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
+        return self._store.port
 
     @concurrent_endpoint
     async def meet_at(self, port: int) -> None:
-        os.environ["MASTER_PORT"] = str(port)
+        """Have torch.distributed connect to that store. It would open one by itself, at a port that may be taken."""
+        os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 class ActorGroup:
@@ -82,9 +86,18 @@ class ActorGroup:
         self._doing: dict[int, list[str]] = {}
 
     async def spawn(
-        self, actor: type[Actor], place: Place, *args: Any, deadline: float, env: dict[str, str] | None = None
+        self,
+        actor: type[Actor],
+        place: Place,
+        *args: Any,
+        deadline: float,
+        env: dict[str, str] | None = None,
+        meet: bool = True,
     ) -> None:
-        """Start processes in ``place``, with ``env`` on top of their hosts', and ``actor(*args)`` in each."""
+        """Start processes in ``place``, with ``env`` on top of their hosts', and ``actor(*args)`` in each.
+
+        ``meet``: whether they can open process groups of torch.distributed.
+        """
         self.ranks, self._place, self._doing = place.ranks, place, {rank: [] for rank in range(place.ranks)}
         everyone: PerRank = dict.fromkeys(range(place.ranks), ())
         self._supervisor.register(self._mesh, self._died)
@@ -96,8 +109,9 @@ class ActorGroup:
             else:
                 with contextlib.suppress(ProcessLookupError):  # it died just now: Monarch will tell
                     self._processes.append(Process(pid, partial(self._died, rank)))
-        (self.port,) = await self._answers(self._pulse, "free_port", {0: ()}, deadline)
-        await self._answers(self._pulse, "meet_at", dict.fromkeys(everyone, (self.port,)), deadline)
+        if meet:
+            (self.port,) = await self._answers(self._pulse, "open_store", {0: ()}, deadline)
+            await self._answers(self._pulse, "meet_at", dict.fromkeys(everyone, (self.port,)), deadline)
         self._actor = self._procs.spawn(self._mesh, actor, *args)
         if self._heartbeat:
             self._background.append(asyncio.create_task(self._beat()))

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -76,10 +75,3 @@ class Process:
         os.close(self._descriptor)
         self.ended.set_result(None)
         self._on_end()
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

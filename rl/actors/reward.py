@@ -149,7 +149,8 @@ class RewardWorkers:
     async def _spawn(self, name: str) -> None:
         deadlines = self._deadlines
         group = self._groups[name] = ActorGroup(name, self._supervisor, heartbeat=deadlines.heartbeat)
-        await group.spawn(RewardWorker, Place(ranks=1), self._config, self._seed, self._model, deadline=deadlines.start)
+        arguments = (self._config, self._seed, self._model)
+        await group.spawn(RewardWorker, Place(ranks=1), *arguments, deadline=deadlines.start, meet=False)
         await group.call("start", deadline=deadlines.start)
 
     async def _keep(self, name: str) -> None:

@@ -26,9 +26,8 @@ def main(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for stale in (entry, end):
         stale.unlink(missing_ok=True)
-    with socket.socket() as probe:
-        probe.bind((name, 0))
-        address, port = probe.getsockname()
+    reserved = reserve(name)
+    address, port = reserved.getsockname()
     if address.startswith("127."):
         write(
             end, f"found no way to it: on the node, {name} is {address}, which others cannot reach; see to /etc/hosts"
@@ -45,9 +44,18 @@ def main(folder: Path) -> int:
             os.kill(worker, signal.SIGKILL)
         time.sleep(POLL_S)
         ended, status = os.waitpid(worker, os.WNOHANG)
+    reserved.close()
     code = os.waitstatus_to_exitcode(status)
     write(end, f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}")
     return 128 - code if code < 0 else code
+
+
+def reserve(name: str) -> socket.socket:
+    """A socket bound to a free port of ``name``: the worker alone, which sets SO_REUSEADDR too, can listen there."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((name, 0))
+    return reserved
 
 
 def serve(address: str) -> None:

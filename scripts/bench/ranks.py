@@ -3,13 +3,14 @@
 import logging
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from torch.distributed import TCPStore
 
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
 
@@ -23,11 +24,13 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, deadline: flo
     whose threads a fork lacks. Raises RuntimeError with the traceback of the rank that failed first,
     or if they take ``deadline`` seconds. No process is left in any case.
     """
-    port, started = _free_port(), []
+    store, started = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
     try:
         for rank in range(count):
             reader, writer = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank, args=(writer, rank, count, port, function, args), daemon=True)
+            process = _context.Process(
+                target=_rank, args=(writer, rank, count, store.port, function, args), daemon=True
+            )
             process.start()
             writer.close()
             started.append((process, reader))
@@ -38,9 +41,9 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, deadline: flo
             process.join()
 
 
-def become_rank(rank: int, count: int, port: int | None = None) -> None:
-    """Set what torch.distributed reads in this process's environment."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or _free_port()}
+def become_rank(rank: int, count: int, port: int = 0) -> None:
+    """Set what torch.distributed reads in this process's environment; ``port`` is that of a store, if there is one."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": bool(port)}
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, **address}
     os.environ.update({name: str(value) for name, value in values.items()})
 
@@ -69,9 +72,3 @@ def _rank(writer: Connection, rank: int, count: int, port: int, function: Callab
         writer.send((None, function(*args)))
     except Exception:
         writer.send((traceback.format_exc(), None))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import monarch.actor
 import pytest
+import torch
+import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from rl.actors import hosts
@@ -54,6 +57,14 @@ class Moody(Actor):
     async def speak_and_hang(self) -> None:
         print("last words", flush=True)
         await asyncio.sleep(3600)
+
+    @concurrent_endpoint
+    async def meet(self) -> int:
+        """Sum of all ranks' numbers, by torch.distributed."""
+        number = torch.tensor(self._rank)
+        await asyncio.to_thread(dist.init_process_group, "gloo")
+        await asyncio.to_thread(dist.all_reduce, number)
+        return int(number)
 
     @concurrent_endpoint
     async def pid(self) -> int:
@@ -117,6 +128,17 @@ def test_results_come_in_rank_order_and_one_rank_can_be_asked_alone(in_group):
     everyone, alone = in_group(work)
     assert everyone == ["cheerful hello 0 0/2 set", "cheerful hello 1 1/2 set"]
     assert alone == ["cheerful you 1 1/2 set"]
+
+
+def test_ranks_meet_even_if_another_process_wants_their_port(in_group):
+    async def work(group, _):
+        with socket.socket() as other:
+            with contextlib.suppress(OSError):  # the ranks hold the port
+                other.bind(("127.0.0.1", group.port))
+                other.listen()
+            return await group.call("meet", deadline=LONG)
+
+    assert in_group(work) == [1, 1]
 
 
 def test_what_an_endpoint_raises_names_it_at_once_and_fails_that_call_alone(in_group):

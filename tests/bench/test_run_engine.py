@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.bench.programs import module, run
-from tests.training.ranks import free_port, rank_environment
+from tests.training.ranks import rank_environment
 
 SCRIPT = "scripts/run_engine.py"
 TINY = ["--config", "quickstart", "--steps", "3", "--rollout.prompts_per_step", "2"]
@@ -37,7 +37,7 @@ def test_two_ranks_of_torchrun_train_as_one_does_and_are_traced(tmp_path, monkey
         names = {event.get("name") for event in trace["traceEvents"]}
         assert {"aten::mm", "c10d::_reduce_scatter_base_"} <= names
 
-    for name, value in rank_environment(0, 1, free_port()).items():
+    for name, value in rank_environment(0, 1).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.argv", ["run_engine.py", *TINY])
     assert module(SCRIPT, monkeypatch).main() == 0

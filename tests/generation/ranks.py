@@ -5,13 +5,13 @@
 
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch.distributed import TCPStore
 
 from rl.generation.config import GeneratorConfig, environment
 from rl.model.parts import Box
@@ -26,7 +26,7 @@ class GeneratorRanks:
 
     def __init__(self, config: GeneratorConfig, model: ModelConfig):
         spawn = multiprocessing.get_context("spawn")
-        tp, port = config.tensor_parallel_degree, free_port()
+        tp, self._store = config.tensor_parallel_degree, new_store()
         self.folder = tempfile.TemporaryDirectory(prefix="tiller-ranks-")
         self.processes, self.pipes = [], []
         for rank in range(tp):
@@ -36,7 +36,8 @@ class GeneratorRanks:
                 "LOCAL_RANK": rank,
                 "WORLD_SIZE": tp,
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "MASTER_PORT": self._store.port,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TMPDIR": self.folder.name,
             }
             process = spawn.Process(target=host, args=(there, config, model), daemon=True)
@@ -67,10 +68,11 @@ class GeneratorRanks:
 
         ``changes`` are to the ranks' config.
         """
-        port = free_port()
+        store = new_store()
         for pipe in self.pipes:
-            pipe.send((GeneratorRanks.rebuild, (model, port), changes))
+            pipe.send((GeneratorRanks.rebuild, (model, store.port), changes))
         self._replies()
+        self._store = store
 
     def close(self):
         """End every rank in good order; leave no process behind whatever happens."""
@@ -86,10 +88,9 @@ class GeneratorRanks:
         assert [process.exitcode for process in self.processes] == [0] * len(self.processes)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def new_store() -> TCPStore:
+    """Where ranks meet, at a port that it holds."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @contextmanager

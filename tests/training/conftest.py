@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from tests.training.ranks import free_port, on_ranks, rank_environment
+from tests.training.ranks import on_ranks, rank_environment
 from tests.training.scenes import LAYOUTS, MODELS, play
 
 
@@ -11,7 +11,7 @@ from tests.training.scenes import LAYOUTS, MODELS, play
 def lone_rank():
     """pytest's process is a world of one rank; engines of a module share its process group."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in rank_environment(0, 1, free_port()).items():
+        for name, value in rank_environment(0, 1).items():
             patch.setenv(name, value)
         yield
         if dist.is_initialized():

@@ -6,7 +6,6 @@ Ranks are forked from a server that has imported torchtitan once, so a launch co
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -83,16 +82,10 @@ class Ranks:
             process.join()
 
 
-def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """What torch.distributed reads."""
+def rank_environment(rank: int, count: int, port: int = 0) -> dict[str, str]:
+    """What torch.distributed reads; a lone rank meets nobody, so that any port will do."""
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {name: str(value) for name, value in values.items()}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _collect(readers: list[Connection], end: float) -> list[Any]:

@@ -19,12 +19,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "a run"
 
 
-def submit(cluster: Cluster, folder: Path, run: str, *, max_restarts: int = 5, real_worker: bool = False) -> str:
-    """A job of the launcher's script, with the bash line ``run`` as its run, which does not end the worker itself."""
+def submit(
+    cluster: Cluster,
+    folder: Path,
+    run: str,
+    *,
+    max_restarts: int = 5,
+    real_worker: bool = False,
+    prelude: str = "",
+    commands: dict[str, str] | None = None,
+) -> str:
+    """A job of the launcher's script, with the bash line ``run`` as its run, which does not end the worker itself.
+
+    ``commands`` are lines of bash that precede those of Slurm.
+    """
     config = find_config("quickstart")()
     config.slurm.max_restarts, config.slurm.exclusive = max_restarts, False
     config.slurm.environment = {"GREETING": "it's $HOME"}
-    config.slurm.prelude = ["export FROM_PRELUDE=loaded"]
+    config.slurm.prelude = ["export FROM_PRELUDE=loaded", f"PATH='{folder}/bin':$PATH", prelude]
     launch = Launch("stand-in", config, folder, "unused")
     train, worker = folder / "run.sh", folder / "worker.sh"
     text = re.sub(r"(?m)^train=.*$", f"train=(bash {shlex.quote(str(train))})", script(launch))
@@ -35,6 +47,11 @@ def submit(cluster: Cluster, folder: Path, run: str, *, max_restarts: int = 5, r
     (folder / "logs").mkdir(parents=True)
     train.write_text(f'attempt=$SLURM_RESTART_COUNT\necho "attempt ${{attempt:=0}} gets $*"\n{run}\n')
     worker.write_text('until [ -e "$1/over" ]; do sleep 0.1; done\n')
+    (folder / "bin").mkdir()
+    for name, lines in (commands or {}).items():
+        path = folder / "bin" / name
+        path.write_text(f'#!/bin/bash\n{lines}\nPATH=${{PATH#*:}} exec {name} "$@"\n')
+        path.chmod(0o755)
     return cluster.submit(str(launch.files / "job.sh"))
 
 
@@ -54,6 +71,19 @@ RUNS = {
     "killed": '[ "$attempt" = 1 ] || { sleep 0.5; kill -9 $$; }',
     "told": 'trap "echo told; exit 75" USR1\n[ "$attempt" = 1 ] || while :; do sleep 0.1; done',
     "never done": "exit 75",
+    "told early": '[ "$attempt" = 1 ] || while :; do sleep 0.1; done',
+    "told at its start": 'trap "echo told; exit 75" USR1\n[ "$attempt" = 1 ] || while :; do sleep 0.1; done',
+    "saved without Slurm's controller": '[ "$attempt" = 1 ] || exit 75',
+}
+FIRST = '[ "${SLURM_RESTART_COUNT:-0}" = 0 ]'
+NO_ANSWER = '[ -e "$0.asked" ] || { touch "$0.asked"; echo "Unable to contact slurm controller" >&2; exit 1; }'
+DROP_A_SIGNAL = 'trap "" USR1; kill -USR1 $PPID; sleep 1; trap - USR1'  # as srun does before the tasks have started
+OPTIONS = {
+    "told early": {"prelude": f"! {FIRST} || kill -USR1 $$"},
+    "told at its start": {"commands": {"srun": f'! {FIRST} || [[ "$*" != *run.sh ]] || {{ {DROP_A_SIGNAL}; }}'}},
+    "saved without Slurm's controller": {
+        "commands": {"squeue": NO_ANSWER, "scontrol": f'[ "$1" != requeue ] || {NO_ANSWER}'}
+    },
 }
 
 
@@ -63,7 +93,13 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     folders = {name: tmp_path_factory.mktemp("jobs") / "a run" for name in RUNS}
     return {
         name: (
-            submit(cluster, folders[name], f"touch '{folders[name]}/config.json'\n{run}", max_restarts=1),
+            submit(
+                cluster,
+                folders[name],
+                f"touch '{folders[name]}/config.json'\n{run}",
+                max_restarts=1,
+                **OPTIONS.get(name, {}),
+            ),
             folders[name],
         )
         for name, run in RUNS.items()
@@ -80,6 +116,20 @@ def test_before_its_limit_the_run_is_told_to_save_and_goes_on_in_another_attempt
     assert "the time limit is near: the run is told to save and leave" in log(folder)
 
 
+def test_a_signal_before_the_run_starts_is_not_lost(cluster, jobs):
+    job, folder = jobs["told early"]
+    assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == "COMPLETED", log(folder)
+    assert says(folder) == "attempt 1 gets \n"
+    assert "attempt 0: the time limit is near: the run is not started" in log(folder)
+
+
+def test_a_signal_while_srun_starts_the_run_is_not_lost(cluster, jobs):
+    job, folder = jobs["told at its start"]
+    assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == "COMPLETED", log(folder)
+    said = [line for line in says(folder).splitlines() if line.startswith(("attempt", "told"))]
+    assert said == ["attempt 0 gets ", "told", "attempt 1 gets --resume"]
+
+
 @pytest.mark.parametrize(
     ("name", "state", "attempts"),
     [
@@ -88,11 +138,12 @@ def test_before_its_limit_the_run_is_told_to_save_and_goes_on_in_another_attempt
         ("config", "FAILED", 1),
         ("saved", "COMPLETED", 2),
         ("killed", "COMPLETED", 2),
+        ("saved without Slurm's controller", "COMPLETED", 2),
     ],
 )
 def test_a_run_is_started_again_where_it_can_go_on_and_not_where_it_failed(name, state, attempts, cluster, jobs):
     job, folder = jobs[name]
-    assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == state
+    assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == state, log(folder)
     begun = [line for line in says(folder).splitlines() if line.startswith("attempt")]
     assert begun == ["attempt 0 gets ", *(f"attempt {attempt} gets --resume" for attempt in range(1, attempts))]
 

@@ -9,6 +9,9 @@
 #SBATCH --open-mode=append
 #SBATCH --export=ALL
 
+told=  # why the run has to leave: its limit is near, of which Slurm tells this shell alone, or TERM
+trap 'told="the time limit is near"' USR1
+trap 'told="told to end"' TERM
 run=/runs/first
 node=TILLER/rl/launch/node.py
 python=PYTHON
@@ -22,6 +25,7 @@ attempt=${SLURM_RESTART_COUNT:-0}
 finished=$run/launch/$SLURM_JOB_ID.finished
 say() { echo "$(date '+%F %T') attempt $attempt: $*"; }
 alive() { kill -0 "$1" 2>/dev/null; }
+ask() { for _ in {1..120}; do "$@" && return; sleep 5; done; false; } # Slurm's controller may be away for minutes
 
 if [ -e "$finished" ]; then say "the run has finished: nothing is left to do"; exit 0; fi
 if [ "$attempt" -gt "$max_restarts" ]; then say "gives up: slurm.max_restarts is $max_restarts"; exit 75; fi
@@ -29,42 +33,57 @@ TILLER_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ' ')
 export TILLER_NODES TILLER_NODE=${TILLER_NODES%% *} TILLER_LOGS=$run/logs/$SLURM_JOB_ID.$attempt
 mkdir -p "$TILLER_LOGS/workers" || exit 1
 [ -e "$run/config.json" ] && train+=(--resume)
-say "starts on $TILLER_NODES; logs in $TILLER_LOGS"
 
-# Before the limit Slurm tells this shell alone, by USR1; of a preemption it tells the steps, by TERM.
-leave() { say "$1: the run is told to save and leave"; alive "$controller" && kill -USR1 "$controller"; }
-trap 'leave "the time limit is near"' USR1
-trap 'leave "told to end"' TERM
+# Starts the run and returns its exit code when it has ended.
+run_to_its_end() {
+    local workers controller said=
+    srun --overlap --cpu-bind=none --kill-on-bad-exit=1 "${container[@]}" --output="$TILLER_LOGS/node-%N.log" \
+        "$python" "$node" "$TILLER_LOGS/workers" &
+    workers=$!
+    srun --overlap --cpu-bind=none --nodes=1 --ntasks=1 --nodelist="$TILLER_NODE" "${container[@]}" \
+        --output="$TILLER_LOGS/run.log" "${train[@]}" &
+    controller=$!
+    while alive $controller && alive $workers; do
+        if [ -n "$told" ]; then # again and again, since srun drops a signal that comes before the run has started
+            [ -n "$said" ] || say "$told: the run is told to save and leave"
+            said=1
+            kill -USR1 $controller
+        fi
+        sleep 2 & # a signal that comes before wait begins does not end it
+        wait -n $controller $workers $!
+    done
+    for _ in {1..60}; do alive $controller && sleep 1; done # the run sees that workers are gone, names the node and leaves
+    alive $controller && kill -KILL $controller # unless it is stuck
+    trap '' USR1 TERM # they would end the wait, and come too late
+    wait $controller
+    code=$?
+    say "the run ended with $code"; tail -n 4 "$TILLER_LOGS/run.log"
+    touch "$TILLER_LOGS/workers/over" # ends workers that the run could not tell to
+    for _ in {1..20}; do alive $workers && sleep 0.5; done
+    return $code
+}
 
-srun --overlap --cpu-bind=none --kill-on-bad-exit=1 "${container[@]}" --output="$TILLER_LOGS/node-%N.log" \
-    "$python" "$node" "$TILLER_LOGS/workers" &
-workers=$!
-srun --overlap --cpu-bind=none --nodes=1 --ntasks=1 --nodelist="$TILLER_NODE" "${container[@]}" \
-    --output="$TILLER_LOGS/run.log" "${train[@]}" &
-controller=$!
-while alive $controller && alive $workers; do wait -n $controller $workers; done # a trap ends wait early
-for _ in {1..60}; do alive $controller && sleep 1; done # the run sees that workers are gone, names the node and leaves
-alive $controller && kill -KILL $controller # unless it is stuck
-while alive $controller; do wait $controller; done
-wait $controller
-code=$?
-say "the run ended with $code"; tail -n 4 "$TILLER_LOGS/run.log"
-touch "$TILLER_LOGS/workers/over" # ends workers that the run could not tell to
-for _ in {1..20}; do alive $workers && sleep 0.5; done
-
+if [ -z "$told" ]; then
+    say "starts on $TILLER_NODES; logs in $TILLER_LOGS"
+    run_to_its_end
+    code=$?
+else
+    say "$told: the run is not started"
+    code=75
+fi
 case $code in
 0) touch "$finished"; exit 0 ;;
 1 | 2 | 130) exit $code ;; # it failed, and would again
 esac
 # It saved and left (75), or was killed. Slurm would take a preempted job that ends by itself for one that failed.
-state=$(squeue -h -j "$SLURM_JOB_ID" -o %T)
+# Slurm ends this shell with a job that is cancelled or preempted: if it gives no answer for so long, the job is neither.
+state=$(ask squeue -h -j "$SLURM_JOB_ID" -o %T) || state=RUNNING
 if [ "$state" != RUNNING ]; then
     say "is $state: cancelled, or Slurm itself starts it again"
 elif [ "$attempt" -ge "$max_restarts" ]; then
     say "gives up: slurm.max_restarts is $max_restarts"
 else
     say "goes back to the queue"
-    trap - USR1 TERM
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60 # Slurm ends this shell
+    ask scontrol requeue "$SLURM_JOB_ID" && trap - TERM && sleep 60 # Slurm ends this shell
 fi
 exit $code

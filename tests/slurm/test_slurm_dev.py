@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import cannot_run
 from tests.slurm.cluster import CANNOT_RUN_HERE, SCRIPT, Cluster
 from tests.slurm.jobs import until
 
@@ -187,7 +188,7 @@ def test_a_user_who_is_not_root_has_one_too(cluster: Cluster):
 
         started = as_user("up", "2")
         if started.returncode == CANNOT_RUN_HERE:
-            pytest.skip(started.stderr.strip().splitlines()[-1])
+            cannot_run(started.stderr.strip().splitlines()[-1])
         assert started.returncode == 0, started.stderr
         try:
             ran = as_user("run", "srun", "-N2", "bash", "-c", "echo $(hostname) $(id -u)")

@@ -8,8 +8,7 @@ import sys
 import uuid
 from pathlib import Path
 
-import pytest
-
+from tests.needs import cannot_run
 from tests.weights.network import layouts
 from tests.weights.ranks import SHAPES
 
@@ -33,8 +32,9 @@ def marked(mark: str) -> list[Path]:
     return found
 
 
-@pytest.mark.skipif(not permitted(), reason="needs root: network namespaces cannot be made here")
 def test_a_push_crosses_hosts_bit_for_bit_and_nothing_is_left():
+    if not permitted():
+        cannot_run("no right to make network namespaces; be root (in a container, with CAP_SYS_ADMIN)")
     mark, links = uuid.uuid4().hex, os.listdir("/sys/class/net")
     script = [*UNSHARE, sys.executable, "-m", "tests.weights.two_hosts"]
     result = subprocess.run(

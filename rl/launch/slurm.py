@@ -11,6 +11,7 @@ from rl.launch.freeze import SOURCE, Launch
 
 BODY = Path(__file__).with_name("job.sh")
 POLL_S = 2.0
+NO_ANSWER_S = 600.0  # for which Slurm's controller may be away
 ENDED = ("GONE", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
 
@@ -73,10 +74,15 @@ def submit(launch: Launch) -> str:
 
 def follow(launch: Launch, job: str) -> int:
     """Print what becomes of the job, and what its run says, until it has ended; 0 if the run finished, else 1."""
-    state, shown = "", dict[Path, int]()
+    state, shown, answered = "", dict[Path, int](), time.monotonic()
     while state not in ENDED:
         time.sleep(POLL_S)
-        before, state = state, state_of(job)
+        before = state
+        try:
+            state, answered = state_of(job), time.monotonic()
+        except RunError:
+            if time.monotonic() > answered + NO_ANSWER_S:
+                raise
         if state != before:
             print(f"job {job}: {state}", flush=True)
         for log in sorted((launch.folder / "logs").glob(f"{job}.*/run.log")):

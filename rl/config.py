@@ -216,6 +216,9 @@ class DeadlineConfig:
     heartbeat: Annotated[float, at_least(0, YEAR_S)] = 60.0
     """For any sign of life of a rank; one that gives none is treated as dead. 0 asks for none."""
 
+    push: Annotated[float, SECONDS] = 60.0
+    """For a policy version to reach the generators, on top of the time of its bytes at weights.min_gb_s."""
+
     reward: Annotated[float, SECONDS] = 60.0
     """For the rewards of one group."""
 

@@ -129,7 +129,7 @@ class GeneratorMesh(Mesh):
         self.name, self._place = name, place or Place(ranks=config.tensor_parallel_degree)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._group, self._started = self._new_group(), False
-        self._has_prefixes = False
+        self._has_prefixes, self._patience = False, 0.0
         self.version: int | None = None
         """Policy version that it generates with; None before the first pull."""
 
@@ -162,15 +162,18 @@ class GeneratorMesh(Mesh):
         It forgets its version, and what is in flight is aborted.
         """
         await self._group.call("connect", transfer, addresses, generator, deadline=self._deadlines.call)
+        self._patience = transfer.patience
         self.version = None
 
     async def pull_weights(self, version: int) -> float:
         """Generate with ``version``, which the trainer has pushed, from here on; or a newer one, if that came first.
 
-        Returns the seconds that generation stood still for it.
+        Returns the seconds that generation stood still for it. An ActorFailure whose cause is VersionGone or
+        TransferFailed leaves the generator as it is.
         """
-        await self._group.call("fetch_weights", version, deadline=self._deadlines.call)
-        pulled = (await self._group.call("pull_weights", version, rank=0, deadline=self._deadlines.call))[0]
+        deadline = self._deadlines.call + 2 * self._patience  # a rank may have a fetch to end that failed on another
+        await self._group.call("fetch_weights", version, deadline=deadline)
+        pulled = (await self._group.call("pull_weights", version, rank=0, deadline=deadline))[0]
         self._has_prefixes = self._has_prefixes and pulled.version == self.version
         self.version = pulled.version
         return pulled.pause_s

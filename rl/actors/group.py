@@ -239,7 +239,9 @@ class ActorGroup:
         except ActorError as error:
             cause = error.exception
             named = str(cause) if isinstance(cause, RunError) else f"{type(cause).__name__}: {cause}"
-            return self._failure([rank], endpoint, "raised", f"{named}\n{error}")
+            failure = self._failure([rank], endpoint, "raised", f"{named}\n{error}")
+            failure.__cause__ = cause
+            return failure
         except (RuntimeError, ValueError) as error:  # Monarch's own: nobody is there to answer, or ever was
             self._died(rank, str(error))
             return self._over.result()

@@ -37,6 +37,11 @@ class PolicyTrainer(ModelWorker):
             return version, await self.publisher.publish(version)
 
     @concurrent_endpoint
+    async def excuse(self, generator: int) -> None:
+        if self.publisher is not None:
+            self.publisher.excuse(generator)
+
+    @concurrent_endpoint
     async def close(self) -> None:
         await self._close_publisher()
         await self._in_engine(self._close)
@@ -53,6 +58,7 @@ class TrainerMesh(WorkerGroup):
 
     actor = PolicyTrainer
     _store: StoreProcess | None = None
+    _patience = 0.0
 
     async def layouts(self) -> list[tuple[str, Layout]]:
         """Each rank's memory domain, and what it holds of the parameters."""
@@ -62,6 +68,7 @@ class TrainerMesh(WorkerGroup):
         """Make each rank ready to push; the addresses that generators connect to."""
         if transfer.transport == "torchstore" and self._store is None:
             self._store = await StoreProcess.start(self._supervisor.hosts)
+        self._patience = transfer.patience
         arguments = {rank: (transfer, rank) for rank in range(self._config.ranks)}
         return await self._group.call_each("open_publisher", arguments, deadline=self._deadlines.call)
 
@@ -71,9 +78,14 @@ class TrainerMesh(WorkerGroup):
         It runs behind ``forward`` and ``forward_backward`` that are called meanwhile; what changes or
         moves the weights waits for it.
         """
-        answers = await self._call("push_weights")
+        deadline = self._deadlines.call + self._patience
+        answers = await self._group.call("push_weights", deadline=deadline)
         sent = [sent for _, sent in answers]
         return answers[0][0], Sent(sum(s.bytes_full for s in sent), sum(s.bytes_sent for s in sent))
+
+    async def excuse(self, generator: int) -> None:
+        """Have no push wait for generator number ``generator``, which has gone."""
+        await self._call("excuse", generator)
 
     async def stop(self) -> None:
         """End the processes, whatever they are doing. Raises nothing."""

@@ -66,7 +66,7 @@ class Controller:
         )
         self.checkpoints = StepFolders(record.folder / config.trainer.checkpoint.folder)
         self.learner = Learner(config, dispatch, record.folder / "reference", self.checkpoints)
-        self.push = WeightPush(config, dispatch, self.watch, self.changed)
+        self.push = WeightPush(config, dispatch, self.watch, self.changed, progress.warn)
         self.fleet = Fleet(
             config, make_generator, self.router, self.push, record.folder / "replicas", progress.warn, generating
         )

@@ -1,7 +1,8 @@
 """The push, as the controller sees it: begun, arrived, settled."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -10,12 +11,12 @@ from rl.config import RunConfig
 from rl.controller.canary import Canary
 from rl.controller.dispatch import Dispatch
 from rl.controller.together import Signal, beside
-from rl.errors import ActorFailure, RunError
+from rl.errors import ActorFailure, NodeLost, RunError
 from rl.observe.spans import Stopwatch
 from rl.types import Completion
 from rl.weights.digest import PartDigests, merge_digests
 from rl.weights.open import choose_transport
-from rl.weights.transport import Transfer
+from rl.weights.transport import Transfer, TransferFailed, VersionGone
 
 NETWORK = ("rdma", "torchstore")  # whose publishers have a place for each reader
 MOST = 1000
@@ -24,7 +25,7 @@ MOST = 1000
 class WeightPush:
     """Brings the weights after each step to the generators, and makes sure that they are the ones. ::
 
-        push = WeightPush(config, dispatch, watch, changed)
+        push = WeightPush(config, dispatch, watch, changed, print)
         await push.connect(generators, step)    # they hold the trainer's weights, which are those after ``step``
         async with beside(push.run()):
             push.begin(step)        # the weights are new: publish them, behind whatever the trainer does next
@@ -33,7 +34,9 @@ class WeightPush:
 
     In a deterministic pipeline generators pull when ``arrive`` asks for it, step after step, and a publish waits until
     the one before has arrived: of the two versions that can be read, one is what the generators hold, and one that
-    comes back can have it again. In an asynchronous pipeline they pull whatever is newest as soon as it is there.
+    comes back can have it again. In an asynchronous pipeline they pull whatever is newest as soon as it is there; one
+    that was so slow that its version is gone pulls the newest then. A transfer that failed while both ends are alive is
+    repeated ``max_restarts`` times.
 
     What is checked, as configured: a digest of each parameter, and a canary's log-probs. The generators answer the
     canary before anything else; the trainer's side runs behind what they generate next, and in turn with the engine.
@@ -41,7 +44,10 @@ class WeightPush:
     has it, cannot be compared and are not.
     """
 
-    def __init__(self, config: RunConfig, dispatch: Dispatch, watch: Stopwatch, changed: Signal):
+    def __init__(
+        self, config: RunConfig, dispatch: Dispatch, watch: Stopwatch, changed: Signal, warn: Callable[[str], None]
+    ):
+        self._deadlines, self._max_failures, self._warn = config.deadlines, config.max_restarts, warn
         self._config, self._canary = config.weights, Canary(config)
         self._dispatch, self._trainer, self._watch = dispatch, dispatch.policy, watch
         self._on_demand = config.rollout.pipeline == "deterministic"
@@ -49,6 +55,7 @@ class WeightPush:
         checks = config.weights.digests or self._canary.tolerance > 0
         self._waits_for_checks = checks and (config.rollout.max_staleness <= 1 or not self._on_demand)
         self._numbers: dict[GeneratorMesh, int] = {}
+        self._gone: list[int] = []
         self._joining = asyncio.Lock()  # no pull while a generator joins or leaves
         self._changed = changed
         self._addresses: list[Any] = []
@@ -75,6 +82,7 @@ class WeightPush:
         Raises ValueError, naming the parameter, where the trainer's layout does not fill the generators'.
         """
         self._numbers = {generator: number for number, generator in enumerate(generators)}
+        self._gone = []
         self._begun = self._published = self._arrived = step
         self._versions, self._unchecked, self._stepping = {step: self._trainer.version}, [], False
         plan = await self._open()
@@ -97,11 +105,13 @@ class WeightPush:
 
     def part(self, generator: GeneratorMesh) -> None:
         """Leave a generator out until it joins again."""
-        self._numbers.pop(generator, None)
+        if generator in self._numbers:
+            self._gone.append(self._numbers.pop(generator))
+            self._changed.notify()
 
     async def run(self) -> None:
         """Publish what is begun, check what has arrived, and in an asynchronous pipeline pull what is published."""
-        async with beside(self._publish_each(), self._check_each()):
+        async with beside(self._publish_each(), self._check_each(), self._excuse_each()):
             while True:
                 await self._changed.until(lambda: self._published > self._arrived and not self._on_demand)
                 await self._bring(self._published)
@@ -147,6 +157,10 @@ class WeightPush:
             generators=len(generators),
             delta=self._config.delta,
         )
+        # A reader of shared memory that hangs is ended by the deadline of its call: the trainer has to outlast that.
+        patience = self._deadlines.push if self._transfer.transport in NETWORK else self._deadlines.call
+        patience += self._transfer.nbytes / (self._config.min_gb_s * 1e9)
+        self._transfer = replace(self._transfer, patience=patience)
         plan = self._transfer.describe()
         async with self._dispatch.resident("policy", "model"):
             self._addresses = await self._trainer.open_publishers(self._transfer)
@@ -165,6 +179,11 @@ class WeightPush:
                 await self._publish()
             self._published = self._begun
             self._changed.notify()
+
+    async def _excuse_each(self) -> None:
+        while True:
+            await self._changed.until(lambda: self._gone)
+            await self._trainer.excuse(self._gone.pop())
 
     async def _publish(self) -> None:
         async with self._dispatch.resident("policy", "model"):
@@ -199,14 +218,10 @@ class WeightPush:
             return 0.0
 
     async def _pull(self, generator: GeneratorMesh, version: int) -> float:
-        """Seconds that generation stood still for it."""
+        """Bring ``version``, or a newer one; the seconds that generation stood still for it."""
         async with self._dispatch.resident("generator", "model"):
-            try:
-                pause = await generator.pull_weights(version)
-            except ActorFailure as failure:
-                if not failure.is_lost:  # who reads from a trainer that died raises before anybody tells of the death
-                    await self._trainer.sign_of_life()
-                raise
+            pause = await self._pull_or_try_again(generator, version)
+            version = generator.version or version
             if self._canary.tolerance > 0:
                 with self._watch.span("check"):
                     self._unchecked.append((generator, version, await self._canary.ask(generator, version)))
@@ -214,6 +229,29 @@ class WeightPush:
                 self._unchecked.append((generator, version, None))
         self._changed.notify()
         return pause
+
+    async def _pull_or_try_again(self, generator: GeneratorMesh, version: int) -> float:
+        """The seconds that generation stood still. Raises NodeLost if transfers fail between ends that are alive."""
+        failures = 0
+        while True:
+            try:
+                return await generator.pull_weights(version)
+            except ActorFailure as failure:
+                if failure.is_lost:
+                    raise
+                await self._trainer.sign_of_life()  # reads from a trainer that died may fail before its death is known
+                newest = version if self._on_demand else self._versions[self._published]
+                if isinstance(failure.__cause__, TransferFailed):
+                    failures += 1
+                    if failures > self._max_failures:
+                        raise NodeLost(
+                            f"{failure}\nthe transfer failed {failures} times in a row while the trainer is alive: the "
+                            "network between the nodes is broken, or slower than weights.min_gb_s"
+                        ) from failure
+                elif newest == version or not isinstance(failure.__cause__, VersionGone):
+                    raise
+                self._warn(f"{str(failure).splitlines()[0]}; pulling version {newest}")
+                version = newest
 
     async def _check_each(self) -> None:
         while True:

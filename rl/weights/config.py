@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from rl.rules import at_least
+from rl.rules import above, at_least
 
 TransportName = Literal["shared_memory", "cuda_ipc", "rdma", "torchstore"]
 
@@ -24,6 +24,10 @@ class WeightPushConfig:
     """Compare a digest of every parameter after each push, as every rank of the trainer and the generators has it. In
     bfloat16 only this finds weights of a version before: they pass the canary. It takes about a nanosecond per
     parameter and side on one CPU core (scripts/bench/weight_push.py)."""
+
+    min_gb_s: Annotated[float, above(0, 1e6)] = 0.1
+    """Slowest network that a push works with, in GB/s for the bytes of all generators together. A push has failed when
+    it takes more than deadlines.push and the time of its bytes at this rate; lower it for a slower network."""
 
     canary_tolerance: Annotated[float | None, at_least(0, 1e6)] = None
     """Largest difference between the log-probs of trainer and generators, on a fixed prompt after each push, that the

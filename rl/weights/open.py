@@ -20,7 +20,8 @@ def choose_transport(wish: str, domains: Collection[str]) -> TransportName:
 def open_publisher(transfer: Transfer, parts: Sequence[Part], *, rank: int) -> Publisher:
     """The trainer rank's end, opened within its actor."""
     if transfer.transport in ("shared_memory", "cuda_ipc"):
-        return shared_memory.Publisher(parts, transfer.dtype, on_device=transfer.transport == "cuda_ipc")
+        on_device = transfer.transport == "cuda_ipc"
+        return shared_memory.Publisher(parts, transfer.dtype, on_device=on_device, patience=transfer.patience)
     network = _network(transfer.transport)
     return network.Publisher(parts, transfer, rank=rank)
 
@@ -30,7 +31,8 @@ def open_subscriber(
 ) -> Subscriber:
     """The end of rank ``rank`` of generator number ``generator``."""
     if transfer.transport in ("shared_memory", "cuda_ipc"):
-        return shared_memory.Subscriber(addresses, parts, reader=generator * len(transfer.wanted) + rank)
+        reader = generator * len(transfer.wanted) + rank
+        return shared_memory.Subscriber(addresses, parts, reader=reader, patience=transfer.patience)
     network = _network(transfer.transport)
     return network.Subscriber(addresses, parts, transfer, rank=rank, generator=generator)
 

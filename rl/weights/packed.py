@@ -13,7 +13,7 @@ from rl.errors import RunError
 from rl.model.parts import Part, layout_of
 from rl.weights import delta as deltas
 from rl.weights.blobs import host_memory, plan_blobs
-from rl.weights.transport import Sent, Transfer, check_dtype
+from rl.weights.transport import Sent, Transfer, TransferFailed, VersionGone, check_dtype
 
 SLOTS = 2
 _SEQUENCE, _VERSION, _DELTAS = 0, 1, 2  # columns of a header: from the last on, the bytes of each blob's delta
@@ -35,9 +35,9 @@ class PackedPublisher:
         subscriber.pull(v)                                            # generation stands still
 
     A slot is reused when every reader has acknowledged its push or a newer one. A reader that does not within
-    ``patience`` seconds is waited for no more until it acknowledges again: a dead one delays one publish, and one that
-    was only slow finds its version gone, and is told which one to fetch instead. All ranks of a generator must hold
-    the same version, so a fetch never chooses one by itself.
+    ``transfer.patience`` seconds, or that is excused because its generator has gone, is waited for no more until it
+    acknowledges again. One that was only slow finds its version gone, and is told which one to fetch instead. All ranks
+    of a generator must hold the same version, so a fetch never chooses one by itself.
 
     With ``delta``, each blob is compared with the one in the other slot. Where the code of what changed is at most half
     as large, readers that hold the push before fetch only that; the whole blob is there for all others. Memory: two
@@ -45,11 +45,12 @@ class PackedPublisher:
     test covers, it is pinned memory of the host.
     """
 
-    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int, patience: float = 60.0):
+    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int):
         """``parts`` of trainer rank ``rank``."""
         dtype = transfer.dtype
         self.blobs = plan_blobs(transfer.sources, transfer.wanted)[rank]
-        self._readers, self._patience = transfer.generators * len(transfer.wanted), patience
+        self._ranks = len(transfer.wanted)
+        self._readers, self._patience = transfer.generators * self._ranks, transfer.patience
         self._device = device = parts[0].tensor.device
         self._header = torch.zeros(SLOTS, _DELTAS + len(self.blobs), dtype=torch.int64)
         self._slots = [[host_memory(blob.numel, dtype, device) for blob in self.blobs] for _ in range(SLOTS)]
@@ -67,6 +68,7 @@ class PackedPublisher:
         ]
         self._push = time.time_ns()  # no two publishers' pushes are taken for one another, not even after a restart
         self._given_up: dict[int, int] = {}
+        self._excused: set[int] = set()
         self._packer = ThreadPoolExecutor(1)  # one: a publish that was cancelled ends before the next one packs
 
     async def publish(self, version: int) -> Sent:
@@ -83,6 +85,10 @@ class PackedPublisher:
         self._push += 1  # at once: a number that was shown as whole is never given again
         await self._put_header(slot)
         return self._sent(slot)
+
+    def excuse(self, generator: int) -> None:
+        """Stop waiting for a generator that has gone. Whatever takes its number is waited for once it has fetched."""
+        self._excused.update(range(generator * self._ranks, (generator + 1) * self._ranks))
 
     def close(self) -> None:
         """Give back what it holds; subscribers fail from here on."""
@@ -105,8 +111,9 @@ class PackedPublisher:
             behind = {r: a for r, a in enumerate(acknowledged) if a < sequence and self._given_up.get(r) != a}
             if not behind:
                 return
-            if time.monotonic() > deadline:
-                self._given_up.update(behind)
+            late = time.monotonic() > deadline
+            self._given_up |= {r: a for r, a in behind.items() if late or r in self._excused}
+            self._excused.clear()
             await asyncio.sleep(0.001)
 
     @torch.no_grad()
@@ -157,6 +164,7 @@ class PackedSubscriber:
         self._parts, self._dtype, self._rank, self._delta = parts, transfer.dtype, rank, transfer.delta
         self._reader = generator * len(transfer.wanted) + rank
         self._blobs = plan_blobs(transfer.sources, transfer.wanted)
+        self._patience = transfer.patience
         self._fetching, self._pulling = asyncio.Lock(), threading.Lock()
         self._make_staging()
 
@@ -183,23 +191,35 @@ class PackedSubscriber:
     async def fetch(self, version: int) -> None:
         """Bring ``version``, published by all trainer ranks, near; the parameters stay as they are.
 
-        Drops what was fetched before. Raises RunError if it is not there whole or no longer.
+        Drops what was fetched before. Raises VersionGone unless all trainer ranks hold it whole, TransferFailed if it
+        does not arrive within ``transfer.patience`` seconds.
         """
         async with self._fetching:
             await asyncio.to_thread(self._drop)
-            rows = [_row(header, version, rank) for rank, header in enumerate(await self._headers())]
-            reads = [read for key in self._staged if (read := self._missing(*key, rows[key[0]]))]
             try:
-                await self._read(reads)
-                for rank, (header, row) in enumerate(zip(await self._headers(), rows, strict=True)):
-                    if header[_slot(row)].tolist() != row:
-                        raise RunError(f"fetch of version {version}: trainer rank {rank} overwrote it meanwhile")
-                await asyncio.to_thread(self._apply, reads)
-            except BaseException:
-                self._make_staging()  # a transfer that was cut short may still write to what there was
-                raise
-            self._held, self._fetched = [row[_SEQUENCE] for row in rows], version
-            await self._acknowledge(self._held)
+                async with asyncio.timeout(self._patience):
+                    await self._fetch(version)
+            except TimeoutError:
+                mib = sum(whole.nbytes for whole, _ in self._staged.values()) / 2**20
+                raise TransferFailed(
+                    f"fetch of version {version}: {mib:,.1f} MiB did not arrive within {self._patience:.0f} s; "
+                    "see to the network, or lower weights.min_gb_s"
+                ) from None
+
+    async def _fetch(self, version: int) -> None:
+        rows = [_row(header, version, rank) for rank, header in enumerate(await self._headers())]
+        reads = [read for key in self._staged if (read := self._missing(*key, rows[key[0]]))]
+        try:
+            await self._read(reads)
+            for rank, (header, row) in enumerate(zip(await self._headers(), rows, strict=True)):
+                if header[_slot(row)].tolist() != row:
+                    raise VersionGone(f"fetch of version {version}: trainer rank {rank} overwrote it meanwhile")
+            await asyncio.to_thread(self._apply, reads)
+        except BaseException:
+            self._make_staging()  # a transfer that was cut short may still write to what there was
+            raise
+        self._held, self._fetched = [row[_SEQUENCE] for row in rows], version
+        await self._acknowledge(self._held)
 
     @torch.no_grad()
     def pull(self, version: int) -> int:
@@ -257,5 +277,5 @@ def _row(header: torch.Tensor, version: int, rank: int) -> list[int]:
     found = [row for row in whole if row[_VERSION] == version]
     if not found:
         there = " and ".join(str(row[_VERSION]) for row in sorted(whole)) or "nothing"
-        raise RunError(f"fetch of version {version}: trainer rank {rank} holds {there}")
+        raise VersionGone(f"fetch of version {version}: trainer rank {rank} holds {there}")
     return max(found)

@@ -1,5 +1,6 @@
 """The push between hosts: one-sided reads of the trainer's memory by Monarch, over TCP where there is no RDMA."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,9 @@ from monarch.rdma import RDMAAction, RDMABuffer
 
 from rl.model.parts import Part
 from rl.weights.packed import SLOTS, PackedPublisher, PackedSubscriber, Read
-from rl.weights.transport import Transfer
+from rl.weights.transport import Transfer, TransferFailed
 
 FIRST_CHUNK = 1 << 16  # bytes
-TIMEOUT_S = 60  # of a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Publisher(PackedPublisher):
     To be created in an endpoint of a Monarch actor, as all buffers are.
     """
 
-    def __init__(self, parts: Sequence[Part], transfer: Transfer, **options: Any):
-        """``options`` are those of PackedPublisher."""
-        super().__init__(parts, transfer, **options)
+    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int):
+        """``parts`` of trainer rank ``rank``."""
+        super().__init__(parts, transfer, rank=rank)
         self._acknowledgements = torch.zeros(self._readers, dtype=torch.int64)
         self.address = Address(
             _buffer(self._header.view(-1)),
@@ -84,13 +84,19 @@ class Subscriber(PackedSubscriber):
         action = RDMAAction()
         for into, buffer in pairs:
             action.read_remote(into.view(torch.uint8), buffer)
-        await action.submit(timeout=TIMEOUT_S)
+        await self._submit(action)
 
     async def _acknowledge(self, sequences: list[int]) -> None:
         action = RDMAAction()
         for word, address in zip(torch.tensor(sequences).split(1), self._addresses, strict=True):
             action.write_remote(address.acknowledgements[self._reader], word.view(torch.uint8))
-        await action.submit(timeout=TIMEOUT_S)
+        await self._submit(action)
+
+    async def _submit(self, action: RDMAAction) -> None:
+        try:
+            await action.submit(timeout=math.ceil(self._patience) + 1)  # later than ``fetch`` gives up
+        except Exception as error:  # Monarch raises no other type
+            raise TransferFailed(f"the trainer's memory cannot be reached: {error}") from None
 
 
 def chunks_of(area: torch.Tensor, used: int | None = None) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ HEADER_BYTES = mmap.PAGESIZE
 SLOTS = 2
 _VERSION, _TOKEN = 0, 1  # header fields, int64; the version is stored as version + 1, 0 for none
 _NONE = -1
-TIMEOUT_S = 60.0
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,11 @@ class Publisher:
     same host open, and weights go from device to device.
     """
 
-    def __init__(self, parts: Sequence[Part], dtype: torch.dtype, *, on_device: bool = False):
+    def __init__(
+        self, parts: Sequence[Part], dtype: torch.dtype, *, on_device: bool = False, patience: float = PATIENCE_S
+    ):
         """Takes two slots of memory, each the size of the rank's shards in ``dtype``."""
+        self._patience = patience
         self._tensors = [part.tensor for part in parts]
         fds = tuple(os.memfd_create("tiller-weights") for _ in range(SLOTS))
         segment = Segment(memory_domain(), os.getpid(), fds, secrets.randbits(62), dtype, layout_of(parts))
@@ -97,7 +100,7 @@ class Publisher:
             slot.header[_TOKEN] = segment.token
 
     async def publish(self, version: int) -> Sent:
-        """``write`` in a thread of its own; raises RunError where a reader holds the slot longer than TIMEOUT_S."""
+        """``write`` in a thread of its own; raises RunError where a reader holds the slot longer than ``patience``."""
         await asyncio.to_thread(self.write, version)
         size = sum(view.nbytes for view in self._slots[0].views)
         return Sent(bytes_full=size, bytes_sent=size)
@@ -112,10 +115,10 @@ class Publisher:
     def _claimed(self, version: int):
         """The slot to overwrite, locked and unset."""
         slot = self._slots[self._turn]
-        if not slot.wait_for_lock(fcntl.LOCK_EX):
+        if not slot.wait_for_lock(fcntl.LOCK_EX, self._patience):
             raise RunError(
                 f"publish of version {version}: a generator rank has been copying version {slot.version} "
-                f"for {TIMEOUT_S:.0f} s; see whether it hangs"
+                f"for {self._patience:.0f} s; see whether it hangs"
             )
         slot.version = _NONE
         try:
@@ -123,6 +126,9 @@ class Publisher:
             self._turn = (self._turn + 1) % SLOTS
         finally:
             slot.unlock()
+
+    def excuse(self, generator: int) -> None:
+        """Nothing: the kernel drops the locks of a process that has ended."""
 
     def close(self) -> None:
         """Unmap the slots; they are gone when the last reader closes too."""
@@ -135,7 +141,9 @@ class Publisher:
 class Subscriber:
     """A generator rank's side of the push: see Publisher for the protocol."""
 
-    def __init__(self, segments: Sequence[Segment], parts: Sequence[Part], *, reader: int):
+    def __init__(
+        self, segments: Sequence[Segment], parts: Sequence[Part], *, reader: int, patience: float = PATIENCE_S
+    ):
         """``segments`` of all trainer ranks; the tensors of ``parts`` are overwritten in place by each pull.
 
         Equal shards of several trainer ranks are read from one of them, another for the next ``reader``.
@@ -147,7 +155,7 @@ class Subscriber:
             )
         check_dtype(parts, segments[0].dtype)
         routes = plan_routes([segment.layout for segment in segments], layout_of(parts), reader=reader)
-        self._like = parts[0].tensor
+        self._like, self._patience = parts[0].tensor, patience
         self._sources = [_open(rank, segment) for rank, segment in enumerate(segments)]
         self._copies: dict[_Slot, list[tuple[torch.Tensor, torch.Tensor]]] = {
             slot: [] for source in self._sources for slot in source
@@ -166,10 +174,10 @@ class Subscriber:
 
         Raises RunError where some trainer rank does not hold it, or nothing newer, whole.
         """
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + self._patience
         target = version
         while not (claimed := self.claim(target)):
-            target = min(max(slot.settled_version() for slot in source) for source in self._sources)
+            target = min(max(slot.settled_version(self._patience) for slot in source) for source in self._sources)
             if target < version or time.monotonic() > deadline:
                 raise RunError(f"pull of version {version}: {self._say_held()}")
         copy_all((pair for slot in claimed for pair in self._copies[slot]), self._like)
@@ -239,18 +247,18 @@ class _Slot:
             return False
         return True
 
-    def wait_for_lock(self, kind: int) -> bool:
-        """Whether the lock could be had within TIMEOUT_S."""
-        deadline = time.monotonic() + TIMEOUT_S
+    def wait_for_lock(self, kind: int, patience: float) -> bool:
+        """Whether the lock could be had within ``patience`` seconds."""
+        deadline = time.monotonic() + patience
         while not self.lock(kind):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.0005)
         return True
 
-    def settled_version(self) -> int:
+    def settled_version(self, patience: float) -> int:
         """The version it holds when nobody writes it: meanwhile it says that it holds none."""
-        if not self.wait_for_lock(fcntl.LOCK_SH):
+        if not self.wait_for_lock(fcntl.LOCK_SH, patience):
             return _NONE
         version = self.version
         self.unlock()

@@ -49,9 +49,9 @@ class Address:
 class Publisher(PackedPublisher):
     """Puts its slots into the store: see PackedPublisher. What it put stays there when it is closed."""
 
-    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int, **options: Any):
-        """``options`` are those of PackedPublisher."""
-        super().__init__(parts, transfer, rank=rank, **options)
+    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int):
+        """``parts`` of trainer rank ``rank``."""
+        super().__init__(parts, transfer, rank=rank)
         torchstore.reset_client(STORE)
         self.address = Address(rank)
         self._opened = False

@@ -15,6 +15,14 @@ ALIGN = 64
 """Elements: where a region begins in a buffer, for whole cache lines and vector loads."""
 
 
+class VersionGone(RunError):
+    """A trainer rank does not hold the version that was asked for, or holds it no longer."""
+
+
+class TransferFailed(RunError):
+    """A version did not arrive, or did not arrive in time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """What every rank at either end must know of the push."""
@@ -27,6 +35,14 @@ class Transfer:
     """Of the ranks of one generator; all generators are alike."""
     generators: int = 1
     delta: bool = False
+    patience: float = 60.0
+    """Seconds that either side waits for the other."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all generators read for a version."""
+        elements = plan_push(self.sources, self.wanted).elements()
+        return self.generators * self.dtype.itemsize * sum(each.total() for each in elements)
 
     def describe(self) -> str:
         """What goes where, and how; for people. Raises ValueError, naming the parameter, where something does not."""
@@ -52,8 +68,11 @@ class Publisher(Protocol):
     async def publish(self, version: int) -> Sent:
         """Make the current weights readable as ``version``. They must not change before this returns.
 
-        Raises RunError where a slot cannot be had in time.
+        Raises RunError if a slot cannot be had in time.
         """
+
+    def excuse(self, generator: int) -> None:
+        """Stop waiting for a generator that has gone. Whatever takes its number is waited for once it has fetched."""
 
     def close(self) -> None:
         """Give back what it holds; subscribers fail from here on."""
@@ -63,7 +82,10 @@ class Subscriber(Protocol):
     """A generator rank's side."""
 
     async def fetch(self, version: int) -> None:
-        """Bring ``version``, published by all trainer ranks, near, while generation goes on with what it has."""
+        """Bring ``version``, published by all trainer ranks, near, while generation goes on with what it has.
+
+        Raises VersionGone or TransferFailed. Another ``fetch`` can follow.
+        """
 
     def pull(self, version: int) -> int:
         """Overwrite this rank's parameters, while generation stands still; returns the version that they hold now.

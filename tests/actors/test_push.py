@@ -49,7 +49,7 @@ def make_push(trainer, generator, weights: dict, dtype: str = "float32") -> Weig
         generator=GeneratorConfig(block_size=32, dtype=dtype),
         weights=WeightPushConfig(**weights),
     )
-    return WeightPush(config, Dispatch({"policy": trainer}), Stopwatch(), Signal())
+    return WeightPush(config, Dispatch({"policy": trainer}), Stopwatch(), Signal(), print)
 
 
 async def pushed(push: WeightPush, trainer) -> None:

@@ -92,6 +92,8 @@ class Trainer(Mesh):
         """Of the last optimizer step."""
         self.slots: list[int] = []
         """Versions that can be pulled: the last two."""
+        self.excused: list[int] = []
+        """Numbers of generators that no push waits for."""
         self._engine, self._steps, self._pushing = asyncio.Lock(), 0, 0
 
     async def layouts(self) -> list[Any]:
@@ -99,6 +101,10 @@ class Trainer(Mesh):
 
     async def open_publishers(self, transfer: Any) -> list[Any]:
         return ["address"]
+
+    async def excuse(self, generator: int) -> None:
+        self.alive()
+        self.excused.append(generator)
 
     async def push_weights(self) -> tuple[int, Sent]:
         self.alive()

@@ -53,9 +53,10 @@ def layouts(shapes: Shapes = SHAPES) -> tuple[list[Layout], list[Layout]]:
     return sources, wanted
 
 
-def transfer(shapes: Shapes = SHAPES, *, generators: int = 1, delta: bool = False) -> Transfer:
+def transfer(shapes: Shapes = SHAPES, **options: Any) -> Transfer:
+    """``options`` are fields of Transfer."""
     sources, wanted = (tuple(each) for each in layouts(shapes))
-    return Transfer("rdma", DTYPE, sources, wanted, generators, delta)
+    return Transfer("rdma", DTYPE, sources, wanted, **options)
 
 
 def live_parts(rank: int, shapes: Shapes = SHAPES) -> list[Part]:
@@ -111,8 +112,8 @@ class Gates:
 class MemoryPublisher(PackedPublisher):
     """Shows its memory to subscribers of the same process."""
 
-    def __init__(self, weights: Weights, rank: int, *, patience: float = 60.0, **options: Any):
-        super().__init__(trainer_parts(weights, rank), transfer(**options), rank=rank, patience=patience)
+    def __init__(self, weights: Weights, rank: int, **options: Any):
+        super().__init__(trainer_parts(weights, rank), transfer(**options), rank=rank)
         self.gates, self.loop = Gates(), None
         self.acknowledged = [0] * self._readers
 
@@ -133,9 +134,11 @@ class MemoryPublisher(PackedPublisher):
 
 
 class MemorySubscriber(PackedSubscriber):
-    def __init__(self, publishers: list[MemoryPublisher], rank: int, *, replica: int = 0, delta: bool = False):
+    def __init__(self, publishers: list[MemoryPublisher], rank: int, *, replica: int = 0, **options: Any):
         self.parts = live_parts(rank)
-        super().__init__(self.parts, transfer(delta=delta), rank=rank)
+        super().__init__(self.parts, transfer(**options), rank=rank)
+        self.read_takes = 0.0
+        """Seconds for each blob."""
         self.publishers, self.reader, self.gates = publishers, replica * RANKS + rank, Gates()
         self.reads: list[Read] = []
         self.late: Callable[[], None] = lambda: None
@@ -154,6 +157,7 @@ class MemorySubscriber(PackedSubscriber):
             into[:half] = memory[:half]
             self.late = lambda into=into, half=half: into[half:].fill_(3)
             await self.gates.wait("read")
+            await asyncio.sleep(self.read_takes)
             into[half:] = memory[half : len(into)]
         self.late = lambda: None
 

@@ -14,7 +14,7 @@ from monarch.actor import Actor, ActorError, ProcMesh, current_rank, endpoint
 from rl.weights.transport import Sent
 from tests.weights.network import Weights, change, live_parts, same, trainer_parts, transfer
 
-DEADLINE = 60.0
+DEADLINE = 120.0  # imports of several processes side by side included
 SHAPES = {"rows": (256, 300), "columns": (64, 5000), "norm": (128,), "scale": (70,)}
 
 
@@ -35,7 +35,7 @@ class TrainerRank(Actor):
     def __init__(self, transport: str, patience: float):
         self.weights, rank = weights_of(0), current_rank().rank
         self.make = lambda: module(transport).Publisher(
-            trainer_parts(self.weights, rank), transfer(SHAPES, delta=True), rank=rank, patience=patience
+            trainer_parts(self.weights, rank), transfer(SHAPES, delta=True, patience=patience), rank=rank
         )
 
     @endpoint
@@ -79,6 +79,11 @@ class GeneratorRank(Actor):
             self.subscriber._read = read
         held = self.subscriber.pull(version)
         return same(self.parts, weights_of(held), self.rank), len(deltas)
+
+    @endpoint
+    async def be_patient(self, seconds: float) -> None:
+        """Let a fetch take this long."""
+        self.subscriber._patience = seconds
 
     @endpoint
     async def pid(self) -> int:

@@ -38,7 +38,7 @@ def test_a_push_crosses_hosts_bit_for_bit_and_nothing_is_left():
     mark, links = uuid.uuid4().hex, os.listdir("/sys/class/net")
     script = [*UNSHARE, sys.executable, "-m", "tests.weights.two_hosts"]
     result = subprocess.run(
-        script, capture_output=True, text=True, timeout=120, env={**os.environ, "TILLER_TEST_MARK": mark}
+        script, capture_output=True, text=True, timeout=300, env={**os.environ, "TILLER_TEST_MARK": mark}
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "workers [0, 0]" in result.stdout

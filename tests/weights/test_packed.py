@@ -9,7 +9,7 @@ from rl.errors import RunError
 from rl.model.parts import Box, Part, Region
 from rl.weights.blobs import plan_blobs
 from rl.weights.packed import PackedSubscriber
-from rl.weights.transport import Sent, starts_of
+from rl.weights.transport import Sent, TransferFailed, VersionGone, starts_of
 from tests.weights.network import (
     RANKS,
     MemoryPublisher,
@@ -114,7 +114,7 @@ def test_a_version_that_is_not_there_is_refused_and_said_what_is():
     async def work():
         weights = initial()
         publishers, subscribers = make(weights)
-        with pytest.raises(RunError, match="fetch of version 0: trainer rank 0 holds nothing"):
+        with pytest.raises(VersionGone, match="fetch of version 0: trainer rank 0 holds nothing"):
             await subscribers[0].fetch(0)
         await push(publishers, 0)
         await publishers[0].publish(1)
@@ -163,6 +163,50 @@ def test_a_slot_waits_for_its_readers_but_not_twice_for_a_dead_one():
         assert not waiting.done()  # it came back, so it is waited for again
         await gone.fetch(6)
         await asyncio.wait_for(waiting, 30)
+
+    asyncio.run(work())
+
+
+def test_a_publish_waits_no_more_for_a_generator_that_has_gone():
+    async def work():
+        publishers, subscribers = make(initial(), patience=3600.0)
+        await push(publishers, 0)
+        await push(publishers, 1)
+        waiting = asyncio.create_task(push(publishers, 2))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        for publisher in publishers:
+            publisher.excuse(0)
+        await asyncio.wait_for(waiting, 30)
+        await pull(subscribers, 2)  # another generator in its place, which is waited for
+        await asyncio.wait_for(push(publishers, 3), 30)
+        waiting = asyncio.create_task(push(publishers, 4))
+        await asyncio.wait([waiting], timeout=0.05)
+        assert waiting.done()
+        waiting = asyncio.create_task(push(publishers, 5))
+        await asyncio.wait([waiting], timeout=0.05)
+        assert not waiting.done()
+        await pull(subscribers, 4)
+        await asyncio.wait_for(waiting, 30)
+
+    asyncio.run(work())
+
+
+def test_a_fetch_over_a_slow_link_lasts_as_long_as_its_patience():
+    async def work():
+        weights = initial()
+        publishers, _ = make(weights)
+        await push(publishers, 0)
+        subscriber = MemorySubscriber(publishers, 0, patience=0.1)
+        subscriber.read_takes = 0.2
+        with pytest.raises(TransferFailed, match="fetch of version 0: 0.0 MiB did not arrive within 0 s"):
+            await subscriber.fetch(0)
+        subscriber.late()  # the transfer goes on behind the fetch
+        with pytest.raises(RunError, match="pull of version 0: fetched is None"):
+            subscriber.pull(0)
+        subscriber._patience = 60.0
+        await pull([subscriber], 0)
+        assert same(subscriber.parts, weights, 0)
 
     asyncio.run(work())
 

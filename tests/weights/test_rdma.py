@@ -7,7 +7,8 @@ import torch
 from monarch.actor import ActorError
 
 from rl.weights.rdma import FIRST_CHUNK, chunks_of
-from tests.weights.ranks import call, check_a_killed_reader, check_pushes
+from rl.weights.transport import TransferFailed
+from tests.weights.ranks import GeneratorRank, TrainerRank, call, check_a_killed_reader, check_pushes
 
 
 def test_every_version_arrives_bit_for_bit(with_procs):
@@ -22,6 +23,22 @@ def test_a_killed_reader_holds_nobody_up_and_its_successor_takes_the_whole_versi
         with pytest.raises(ActorError, match="not found"):
             await call(readers.pull, 5)
         assert time.monotonic() - start < 30
+
+    with_procs(work)
+
+
+def test_a_read_fails_when_its_time_is_over_and_can_be_repeated(with_procs):
+    async def work(spawn):
+        publishers = spawn("trainer").spawn("publishers", TrainerRank, "rdma", 60.0)
+        readers = spawn("generator").spawn("readers", GeneratorRank, "rdma")
+        await call(readers.connect, await call(publishers.open))
+        await call(publishers.publish, 0)
+        await call(readers.be_patient, 0.0)
+        with pytest.raises(ActorError, match="fetch of version 0: .* MiB did not arrive within 0 s") as error:
+            await call(readers.pull, 0)
+        assert isinstance(error.value.exception, TransferFailed)
+        await call(readers.be_patient, 60.0)
+        assert await call(readers.pull, 0) == [(True, 0)] * 2
 
     with_procs(work)
 

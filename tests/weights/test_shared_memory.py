@@ -152,12 +152,12 @@ def test_versions_may_go_back_as_after_a_checkpoint_was_loaded(pair):
     assert subscriber.pull(4) == 4
 
 
-def test_a_slot_is_not_reused_under_a_reader(pair, monkeypatch):
+def test_a_slot_is_not_reused_under_a_reader(pair):
     trained, publishers, pulled, subscriber = pair
     publish(publishers, 0)
     publish(publishers, 1)
     claimed = subscriber.claim(0)
-    monkeypatch.setattr(shared_memory, "TIMEOUT_S", 0.05)
+    publishers[0]._patience = 0.05
     with pytest.raises(RunError, match="publish of version 2: a generator rank has been copying version 0 for"):
         publishers[0].write(2)
     subscriber.release(claimed)
@@ -215,18 +215,18 @@ def test_another_process_reads_it_and_it_has_no_name_to_leave_behind(pair, tmp_p
     assert "/memfd:tiller-weights (deleted)" in Path("/proc/self/maps").read_text()
 
 
-def test_a_reader_that_was_killed_in_the_middle_of_a_copy_does_not_block_the_writer(pair, tmp_path, monkeypatch):
+def test_a_reader_that_was_killed_in_the_middle_of_a_copy_does_not_block_the_writer(pair, tmp_path):
     _, publishers, _, subscriber = pair
     publish(publishers, 0)
     publish(publishers, 1)
     process = reader([p.address for p in publishers], 0, "hang", tmp_path)
     assert process.stdout.readline() == b"copying\n"
-    monkeypatch.setattr(shared_memory, "TIMEOUT_S", 0.2)
+    publishers[0]._patience = 0.2
     with pytest.raises(RunError, match="has been copying version 0"):
         publishers[0].write(2)
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, but not yet reaped
-    monkeypatch.setattr(shared_memory, "TIMEOUT_S", 5.0)
+    publishers[0]._patience = 5.0
     publish(publishers, 2)
     assert subscriber.pull(2) == 2
     process.wait()
@@ -256,13 +256,12 @@ class Protocol(RuleBasedStateMachine):
 
     @initialize()
     def start(self):
-        self.timeout, shared_memory.TIMEOUT_S = shared_memory.TIMEOUT_S, 0.0
         self.version = [0, 0]
         self.start_trainer()
 
     def start_trainer(self):
         """Both ranks, with two versions published, and readers that hold nothing."""
-        self.writers = [Publisher([rows(torch.zeros(SHAPE), s, s + 3)], torch.float32) for s in (0, 3)]
+        self.writers = [Publisher([rows(torch.zeros(SHAPE), s, s + 3)], torch.float32, patience=0.0) for s in (0, 3)]
         self.writing: list = [None, None]
         self.dead = False
         for _ in range(2):
@@ -276,7 +275,7 @@ class Protocol(RuleBasedStateMachine):
     def fresh_reader(self, number: int) -> tuple[Subscriber, torch.Tensor]:
         pulled = torch.zeros(SHAPE)
         segments = [writer.address for writer in self.writers]
-        return Subscriber(segments, [rows(pulled, 1, 5)], reader=number), pulled
+        return Subscriber(segments, [rows(pulled, 1, 5)], reader=number, patience=0.0), pulled
 
     @rule(rank=st.sampled_from([0, 1]))
     def step_of_a_writer(self, rank):
@@ -358,7 +357,6 @@ class Protocol(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "writers"):
-            shared_memory.TIMEOUT_S = self.timeout
             self.end_all()
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from rl.actors.group import ActorGroup, Deadlines, Mesh
+from rl.actors.group import ActorGroup, Deadlines, Mesh, outlasting
 from rl.actors.supervisor import Supervisor
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig, environment, shared_memory
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Generator(Actor):
     """One tensor-parallel rank. ``generate`` and ``pull_weights`` go to rank 0, which leads the others."""
 
-    def __init__(self, config: GeneratorConfig, model: ModelConfig, seed: int):
-        self._config, self._model, self._seed = config, model, seed
+    def __init__(self, config: GeneratorConfig, model: ModelConfig, seed: int, timeout_s: float):
+        self._config, self._model, self._seed, self._timeout_s = config, model, seed, timeout_s
         self._rank = current_rank().rank
         self._subscriber: Subscriber | None = None
 
@@ -36,7 +36,7 @@ class Generator(Actor):
         from rl.generation.loop import EngineLoop
 
         def make_engine() -> GenerationEngine:
-            return GenerationEngine(self._config, self._model, seed=self._seed)
+            return GenerationEngine(self._config, self._model, seed=self._seed, timeout_s=self._timeout_s)
 
         def pull(engine: GenerationEngine, version: int) -> int:
             return self._connected().pull(version)
@@ -145,6 +145,7 @@ class GeneratorMesh(Mesh):
             self._config,
             self._model,
             self._seed,
+            outlasting(self._deadlines),
             deadline=self._deadlines.start,
             env=environment(self._config),
         )

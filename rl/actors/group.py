@@ -38,6 +38,11 @@ class Deadlines(Protocol):
     reward: float
 
 
+def outlasting(deadlines: Deadlines) -> float:
+    """Seconds after which a collective gives up: later than any call, whose deadline names the rank that is silent."""
+    return deadlines.start + deadlines.call
+
+
 class Pulse(Actor):
     """Lives beside each rank's actor, and answers also while that one is being built or is busy."""
 
@@ -144,9 +149,10 @@ class ActorGroup:
 
         self._background.append(asyncio.create_task(watched()))
 
-    async def sign_of_life(self, within_s: float = SIGN_OF_LIFE_S) -> None:
+    async def sign_of_life(self, within_s: float | None = None) -> None:
         """Return when every rank has given one. Raises the group's failure, which it is too if one gives none."""
-        await self._answers(self._pulse, "heartbeat", dict.fromkeys(range(self.ranks), ()), within_s)
+        deadline = within_s or max(SIGN_OF_LIFE_S, self._heartbeat)
+        await self._answers(self._pulse, "heartbeat", dict.fromkeys(range(self.ranks), ()), deadline)
 
     async def failed(self) -> ActorFailure:
         """The group's failure, once there is one."""

@@ -1,8 +1,10 @@
 """A model with a role as an actor, and the controller's handle to its mesh."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +13,7 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.config import Configurable
 
-from rl.actors.group import ActorGroup, Deadlines, Mesh
+from rl.actors.group import ActorGroup, Deadlines, Mesh, outlasting
 from rl.actors.supervisor import Supervisor
 from rl.model.shape import ModelConfig
 from rl.observe.metrics import Metrics
@@ -184,7 +186,9 @@ class WorkerGroup(Mesh):
         """Spawn the ranks and build their engines; again after ``stop``."""
         self._group, self._started, self.version = self._new_group(), False, 0
         deadline, arguments = self._deadlines.start, (self._head, self._seed, self._steps, str(self._folder))
-        await self._group.spawn(self.actor, self._place, self._config, self._model, *arguments, deadline=deadline)
+        timeout = max(self._config.comm.init_timeout_seconds, math.ceil(outlasting(self._deadlines)))
+        config = replace(self._config, comm=replace(self._config.comm, init_timeout_seconds=timeout))
+        await self._group.spawn(self.actor, self._place, config, self._model, *arguments, deadline=deadline)
         await self._group.call("start", deadline=deadline)
         self._started = True
 

@@ -38,8 +38,12 @@ class GenerationEngine:
         engine.close()
     """
 
-    def __init__(self, config: GeneratorConfig, model: ModelConfig, *, seed: int):
-        """Start vLLM; takes seconds. Raises ConfigError where the tensor-parallel degree does not fit the model.
+    def __init__(
+        self, config: GeneratorConfig, model: ModelConfig, *, seed: int, timeout_s: float = COLLECTIVE_TIMEOUT_S
+    ):
+        """Start vLLM, whose collectives wait ``timeout_s`` for a peer; takes seconds.
+
+        Raises ConfigError where the tensor-parallel degree does not fit the model.
 
         The process must have been launched with ``rl.generation.config.environment(config)``.
         """
@@ -47,7 +51,7 @@ class GenerationEngine:
         check_generator(config.tensor_parallel_degree, self.shape, expert_parallel=config.expert_parallel)
         self.swap = config.swap
         self.version: int | None = None
-        self._engine = _start(config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed)
+        self._engine = _start(config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed, timeout_s=timeout_s)
         self._model = self._engine.model_executor.driver_worker.get_model()
         self._group = _tp_group()
         self._host, self._caches = HostMemory(), dict[torch.UntypedStorage, int]()
@@ -178,7 +182,7 @@ class GenerationEngine:
     def share(self, commands: list) -> list:
         """Rank 0's list on every rank of the group: what all must do before the next step.
 
-        Raises RuntimeError when a peer has gone, or after COLLECTIVE_TIMEOUT_S. Waits without using the CPU where
+        Raises RuntimeError when a peer has gone, or after ``timeout_s``. Waits without using the CPU where
         no request is in flight.
         """
         group = self._group
@@ -207,7 +211,7 @@ class GenerationEngine:
         gc.collect()  # vLLM's cycles hold the sockets of the process groups open
 
 
-def _start(config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: int):
+def _start(config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: int, timeout_s: float):
     """vLLM's ``LLMEngine`` around the torchtitan model of ``shape``, without weights."""
     from vllm import EngineArgs, LLMEngine
 
@@ -229,8 +233,8 @@ def _start(config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: 
             max_model_len=shape.max_seq_len,
             tensor_parallel_size=config.tensor_parallel_degree,
             distributed_executor_backend="external_launcher",
-            cpu_distributed_timeout_seconds=COLLECTIVE_TIMEOUT_S,
-            distributed_timeout_seconds=COLLECTIVE_TIMEOUT_S,
+            cpu_distributed_timeout_seconds=math.ceil(timeout_s),
+            distributed_timeout_seconds=math.ceil(timeout_s),
             max_num_seqs=config.max_running_requests,
             max_num_batched_tokens=max(config.max_batched_tokens, shape.max_seq_len if on_cpu else 0),
             enable_chunked_prefill=not on_cpu,  # after a chunk vLLM rewinds the request's seed: CPU generators cannot

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from monarch.actor import concurrent_endpoint
 from torchtitan.components.lora import LoRAConverter
 
@@ -29,7 +30,7 @@ from rl.weights.config import TransportName
 from rl.weights.transport import Sent, Transfer
 
 DEADLINE = 300.0
-DEADLINES = DeadlineConfig(start=DEADLINE, call=DEADLINE, heartbeat=0.0)
+DEADLINES = DeadlineConfig(start=DEADLINE, call=DEADLINE + 1, heartbeat=0.0)
 
 
 class OpenTrainer(PolicyTrainer):
@@ -37,6 +38,10 @@ class OpenTrainer(PolicyTrainer):
     async def parts(self) -> list[Part]:
         parts = (await self._in_engine(self.engine.parts)).values()
         return [part._replace(tensor=part.tensor.clone()) for part in parts]
+
+    @concurrent_endpoint
+    async def collective_timeout(self) -> float:
+        return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
     @concurrent_endpoint
     async def watch_payloads(self) -> None:
@@ -111,6 +116,13 @@ class OpenGenerator(Generator):
     async def parts(self) -> list[Part]:
         parts = await self._loop.run_between_steps(lambda engine: engine.parameters())
         return [part._replace(tensor=part.tensor.clone()) for part in parts]
+
+    @concurrent_endpoint
+    async def collective_timeout(self) -> float:
+        def ask(engine: Any) -> float:
+            return engine._engine.vllm_config.parallel_config.cpu_distributed_timeout_seconds
+
+        return await self._loop.run_between_steps(ask)
 
     @concurrent_endpoint
     async def cross(self, one: str, other: str) -> None:

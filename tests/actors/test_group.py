@@ -226,6 +226,20 @@ def test_stopping_fails_what_is_pending_and_later_calls_but_is_no_failure(in_gro
     assert {str(failure) for failure in in_group(work)} == {"moody rank 0, stop: it was stopped"}
 
 
+def test_a_rank_that_is_silent_for_less_than_its_heartbeat_is_not_taken_for_dead(in_group, monkeypatch):
+    monkeypatch.setattr("rl.actors.group.SIGN_OF_LIFE_S", 0.5)
+
+    async def work(group, pids):
+        os.kill(pids[0], signal.SIGSTOP)
+        failing = asyncio.ensure_future(failure_of(group.call("fail_on_rank_1", rank=1, deadline=LONG)))
+        await asyncio.sleep(2)
+        os.kill(pids[0], signal.SIGCONT)
+        assert (await failing).kind == "raised"
+        assert await group.call("pid", deadline=LONG) == pids
+
+    in_group(work, heartbeat=60.0)
+
+
 def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_of_the_name(tmp_path, monkeypatch):
     """Monarch tells of it seconds later, when a peer has long raised because of it, and may do so again; here its hook
     is called again with what it was given."""

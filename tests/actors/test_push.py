@@ -17,7 +17,7 @@ from rl.tasks.copy_digits import CopyDigits
 from rl.types import GenerationRequest, Sampling
 from rl.weights.config import WeightPushConfig
 from rl.weights.digest import merge_digests
-from tests.actors.meshes import DEADLINE, connect, trainer_config
+from tests.actors.meshes import DEADLINE, DEADLINES, connect, trainer_config
 from tests.actors.test_layouts import assert_equal_weights, batch, model_config
 
 FIRST, OTHER = "layers.0.feed_forward.w2.weight", "layers.1.feed_forward.w2.weight"
@@ -96,6 +96,13 @@ def test_a_push_without_faults_passes_and_tells_what_it_moved(meshes, pair):
     assert metrics["push/bytes"] == metrics["push/bytes_sent"] > 100_000
     assert 0 <= metrics["push/canary"] < 1e-4
     assert 0 < metrics["timing/push_pause"] < 10
+
+
+def test_collectives_outlast_the_deadlines_of_calls(meshes, pair):
+    async def check():
+        return [await ask(mesh, "collective_timeout") for mesh in pair]
+
+    assert meshes.run(check()) == [[DEADLINES.start + DEADLINES.call] * 2] * 2
 
 
 @pytest.mark.parametrize("weights", [DIGESTS, CANARY], ids=["digests", "canary"])

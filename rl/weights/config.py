@@ -22,8 +22,8 @@ class WeightPushConfig:
 
     digests: bool = True
     """Compare a digest of every parameter after each push, as every rank of the trainer and the generators has it. In
-    bfloat16 only this finds weights of a version before: they pass the canary. It takes about a nanosecond per
-    parameter and side on one CPU core (scripts/bench/weight_push.py)."""
+    bfloat16 only this finds weights of an older version: they pass the canary. Both sides together take about 1.5 CPU
+    seconds per GB pushed (scripts/bench/weight_push.py)."""
 
     min_gb_s: Annotated[float, above(0, 1e6)] = 0.1
     """Slowest network that a push works with, in GB/s for the bytes of all generators together. A push has failed when

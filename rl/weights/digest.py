@@ -19,29 +19,26 @@ PartDigests = dict[tuple[str, Box], int]
 
 def digests(parts: Iterable[Part], *, dtype: torch.dtype | None = None) -> PartDigests:
     """Digests of one rank's parts, cast to ``dtype`` first if given."""
-    return {
-        (part.name, part.box): part_digest(part._replace(tensor=part.tensor.to(dtype)) if dtype else part)
-        for part in parts
-    }
+    return {(part.name, part.box): part_digest(part, dtype or part.tensor.dtype) for part in parts}
 
 
 @torch.no_grad()
-def part_digest(part: Part) -> int:
+def part_digest(part: Part, dtype: torch.dtype) -> int:
     """Return an int64: the sum over the part's elements of their bits times a weight of their position in the whole.
 
     The digest of a tensor is the sum, modulo 2^64, of those of any parts that tile it. The weight of a position is the
-    product of an odd number for its place in each dimension.
+    product of an odd number for its place in each dimension. The bits are those of the elements in ``dtype``.
     """
     tensor = part.tensor.detach()
     if not tensor.numel():
         return 0
     rows, columns = _weights(part, tensor.device)
-    bits = bits_of(tensor.contiguous()).reshape(len(rows), len(columns))
-    sums = torch.empty_like(rows)
+    values, sums = tensor.reshape(len(rows), len(columns)), torch.empty_like(rows)
     step = max(1, _CHUNK.get(tensor.device.type, _CHUNK_ON_DEVICE) // len(columns))
+    products = columns.new_empty(min(step, len(rows)), len(columns))
     for start in range(0, len(rows), step):
-        chunk = bits[start : start + step].to(torch.int64, copy=True)
-        sums[start : start + step] = chunk.mul_(columns).sum(dim=1)
+        bits = bits_of(values[start : start + step].to(dtype).contiguous())
+        torch.sum(torch.mul(bits, columns, out=products[: len(bits)]), dim=1, out=sums[start : start + step])
     return int((rows * (sums + columns.sum() * _ZERO)).sum())
 
 

@@ -5,9 +5,9 @@ Usage: python scripts/bench/weight_push.py [--rounds N] [--transports NAME ...] 
 Ranks are actors with random weights in the real shapes and layouts: a trainer of FSDP2 x TP2 in float32 and
 generators of TP2 in bfloat16. In each round a transport publishes (cast and copy out of the shards) and pulls (into
 the generator's parameters), then every generator rank copies as many bytes with plain copy_. Ratios are medians over
-the rounds; the first push after opening is cold and reported apart. "digests" is the check of each push: the time
-to hash the weights on all ranks of the trainer, then on those of the generator, per GB pushed. torchstore stores what
-Tiller packs for each reader, so it is spared its own resharding. "memory" is what a trainer rank's resident memory grew
+the rounds; the first push after opening is cold and reported apart. "digests" is the check of each push: the CPU
+time to hash the weights on all ranks of the trainer and of the generator, per GB pushed. torchstore stores what Tiller
+packs for each reader, so it is spared its own resharding. "memory" is what a trainer rank's resident memory grew
 by, over the bytes of its own shards in bfloat16.
 
 The second table is shared memory alone: model sizes, and 1, 2 and 4 generators pulling one after another.
@@ -103,9 +103,10 @@ class Rank(Actor):
             left -= size
 
     @concurrent_endpoint
-    async def digests(self) -> PartDigests:
-        """Digests in bfloat16, as the check of a push asks for them."""
-        return digests(self.parts, dtype=torch.bfloat16)
+    async def digests(self) -> tuple[PartDigests, float]:
+        """Digests in bfloat16, as the check of a push asks for them, and the CPU time that they took, in s."""
+        begun = time.process_time()
+        return digests(self.parts, dtype=torch.bfloat16), time.process_time() - begun
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -186,16 +187,15 @@ class Pushes:
         return published, sum([await each.timed("pull", self.version) for each in self.generators])
 
     async def check(self) -> float:
-        """Seconds that the digests of all ranks took, one generator after another.
+        """CPU seconds of the digests of all ranks together.
 
         Raises RuntimeError unless every generator holds the trainer's weights.
         """
-        begun = time.perf_counter()
-        trained = merge_digests(await self.trainer.call("digests"))
-        for generator in self.generators:
-            if merge_digests(await generator.call("digests")) != trained:
-                raise RuntimeError("the generator does not hold what the trainer pushed: nothing was measured")
-        return time.perf_counter() - begun
+        answers = [await ranks.call("digests") for ranks in (self.trainer, *self.generators)]
+        trained, *held = (merge_digests(own for own, _ in ranks) for ranks in answers)
+        if any(each != trained for each in held):
+            raise RuntimeError("the generator does not hold what the trainer pushed: nothing was measured")
+        return sum(cpu for ranks in answers for _, cpu in ranks)
 
     async def memcpy(self) -> float:
         return sum([await each.timed("memcpy") for each in self.generators])
@@ -223,7 +223,7 @@ async def compare(model: ModelConfig, transports: list[str], rounds: int, hosts:
             "total_over_memcpy": statistics.median((out + pulled) / copied for out, pulled, copied, _ in times),
             "cold_over_memcpy": cold,
             "gb_per_s": pushes.bytes / 1e9 / statistics.median(pulled for _, pulled, _, _ in times),
-            "digests_s_per_gb": statistics.median(check for *_, check in times) / (pushes.bytes / 1e9),
+            "digests_cpu_s_per_gb": statistics.median(check for *_, check in times) / (pushes.bytes / 1e9),
             "memory": memory,
         }
     await pushes.stop()
@@ -266,7 +266,7 @@ def show(result: dict[str, Any]) -> None:
         print(
             f"{name:15} {row['pull_over_memcpy']:11.2f}  {row['total_over_memcpy']:12.2f}  "
             f"{row['cold_over_memcpy']:11.1f}  {row['gb_per_s']:5.2f}  {row['memory']:6.2f}  "
-            f"{row['digests_s_per_gb']:12.2f}"
+            f"{row['digests_cpu_s_per_gb']:12.2f}"
         )
     for row in result.get("sizes", []):
         print(

@@ -35,8 +35,8 @@ _PERFORMANCE = """
 _COSMETIC = """
     rollout.max_lost rollout.recorded_per_step trainer.max_skipped_steps trainer.checkpoint.* trainer.comm.*
     trainer.debug.* trainer.training.local_batch_size trainer.training.global_batch_size trainer.training.seq_len
-    trainer.training.steps weights.digests weights.canary_tolerance evaluation.* deadlines.* watchdog.* max_restarts
-    output_dir resume quiet
+    trainer.training.steps weights.digests weights.canary_tolerance weights.min_gb_s evaluation.* deadlines.* watchdog.*
+    max_restarts output_dir resume quiet
 """
 MARKS: dict[str, Mark] = {
     **dict.fromkeys(_NUMERICS.split(), "numerics"),

@@ -64,8 +64,8 @@ class RolloutConfig:
     prompts in their place (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
 
     reward_workers: Annotated[int, at_least(0, 10**4)] = 1
-    """Processes that score completions. 0 scores in the controller's own, where a reward that hangs or crashes takes
-    the run with it."""
+    """Processes that score completions; what a reward starts ends with its process. 0 scores in the controller's own,
+    where a reward that hangs or crashes takes the run with it, and what it starts is not ended."""
 
     max_lost: Annotated[float, SHARE] = 0.1
     """Share of the last 100 groups, or of one step's where these are more, that may be lost because their reward

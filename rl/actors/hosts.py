@@ -16,6 +16,7 @@ from rl.platform import device_type
 from rl.types import Place
 
 SHUT_DOWN_S = 10.0
+GUARDED = "TILLER_GUARDED"
 
 # Python, since no shell can ask for the signal that ends it with its parent; Monarch does so seconds later.
 _WRAPPER = """
@@ -32,8 +33,9 @@ if devices := os.environ.get("TILLER_DEVICES"):  # among those that this process
 log = os.open(os.environ["TILLER_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 os.dup2(log, 1)
 os.dup2(log, 2)
-os.execv(sys.argv[1], sys.argv[1:])
 """
+_GUARD = Path(__file__).with_name("guard.py").read_text() + "\nguard()\n"
+_START = "os.execv(sys.argv[1], sys.argv[1:])\n"
 
 
 class Hosts:
@@ -47,7 +49,8 @@ class Hosts:
     def spawn(self, name: str, place: Place, *, env: dict[str, str]) -> ProcMesh:
         """The processes of mesh ``name``, with ``env`` and torch.distributed's ranks set.
 
-        Each logs to ``logs``/name-rank.log. On CUDA (not covered by the tests) those of a host see its devices from
+        If ``env`` has ``GUARDED``, all that these processes start ends with them. Each logs to
+        ``logs``/name-rank.log. On CUDA (not covered by the tests) those of a host see its devices from
         ``place.first_device`` on.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -68,6 +71,8 @@ class Hosts:
         if not self._nodes:
             common["GLOO_SOCKET_IFNAME"] = "lo"
 
+        program = _WRAPPER + (_GUARD if GUARDED in env else "") + _START
+
         def command(point: Point) -> BootstrapCommand:
             base = default_bootstrap_cmd()
             host, local = divmod(point.rank, place.per_host)
@@ -78,7 +83,7 @@ class Hosts:
                 "TILLER_LOG": str(self.logs.resolve() / f"{name}-{point.rank}.log"),
             }
             return BootstrapCommand(
-                sys.executable, None, ["-ISc", _WRAPPER, base.program, *base.args], {**base.env, **common, **own}
+                sys.executable, None, ["-ISc", program, base.program, *base.args], {**base.env, **common, **own}
             )
 
         mesh = self._mesh

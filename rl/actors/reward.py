@@ -12,6 +12,7 @@ from typing import Any
 from monarch.actor import Actor, concurrent_endpoint
 
 from rl.actors.group import ActorGroup, Deadlines
+from rl.actors.hosts import GUARDED
 from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure, GroupLost, RunError
 from rl.model.shape import ModelConfig
@@ -150,7 +151,9 @@ class RewardWorkers:
         deadlines = self._deadlines
         group = self._groups[name] = ActorGroup(name, self._supervisor, heartbeat=deadlines.heartbeat)
         arguments = (self._config, self._seed, self._model)
-        await group.spawn(RewardWorker, Place(ranks=1), *arguments, deadline=deadlines.start, meet=False)
+        guarded = {GUARDED: "1"}  # the user's code may start anything
+        deadline = deadlines.start
+        await group.spawn(RewardWorker, Place(ranks=1), *arguments, deadline=deadline, env=guarded, meet=False)
         await group.call("start", deadline=deadlines.start)
 
     async def _keep(self, name: str) -> None:

@@ -2,14 +2,31 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rl.tasks.base import Score, Task
 from rl.types import Completion, Prompt
 
-RAISES, MAKES_NO_SENSE, DIES, HANGS, SLOW, DIES_ONCE, EXITS = range(100, 107)
+FORKED = """
+import os, sys, time
+for generation in range(3):  # the last one's parent has ended; all but the first have sessions of their own
+    with open(sys.argv[1], "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    if os.fork():
+        time.sleep(3600 if generation < 1 else 0)
+        sys.exit()
+    os.setsid()
+with open(sys.argv[1], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+time.sleep(3600)
+"""
+
+RAISES, MAKES_NO_SENSE, DIES, HANGS, SLOW, DIES_ONCE, EXITS, FORKS = range(100, 108)
 
 
 class Moody(Task):
@@ -37,6 +54,8 @@ class Moody(Task):
                 return None
             case _ if prompt.ordinal == EXITS:
                 raise SystemExit("no reward, no worker")
+            case _ if prompt.ordinal == FORKS:
+                fork(self.config.folder)
             case _ if prompt.ordinal == DIES:
                 os.kill(os.getpid(), signal.SIGKILL)
             case _ if prompt.ordinal == HANGS:
@@ -47,3 +66,14 @@ class Moody(Task):
                 open(flag, "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
         return Score(reward=float(prompt.ordinal), exact=True)
+
+
+def fork(folder: str) -> None:
+    """Start processes that go on, one of them as a daemon, unless ``folder``/forked has their pids already."""
+    forked = Path(folder, "forked")
+    if forked.exists():
+        return
+    forked.touch()
+    subprocess.Popen([sys.executable, "-c", FORKED, str(forked)])
+    while len(forked.read_text().splitlines()) < 4:
+        time.sleep(0.01)

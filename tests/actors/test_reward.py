@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -13,7 +15,7 @@ from rl.actors.supervisor import Supervisor
 from rl.config import DeadlineConfig
 from rl.errors import GroupLost, RunError
 from rl.types import Completion
-from tests.actors.moody_task import DIES, DIES_ONCE, EXITS, HANGS, MAKES_NO_SENSE, RAISES, SLOW, Moody
+from tests.actors.moody_task import DIES, DIES_ONCE, EXITS, FORKS, HANGS, MAKES_NO_SENSE, RAISES, SLOW, Moody
 from tests.actors.processes import assert_ended
 from tests.actors.test_layouts import model_config
 
@@ -126,3 +128,58 @@ def test_whoever_waits_is_told_when_the_workers_are_stopped(in_workers):
                 await each
 
     in_workers(work, 1)
+
+
+def forked(folder) -> list[int]:
+    """Processes that the reward has started since the last call."""
+    pids = [int(line) for line in (folder / "forked").read_text().splitlines()]
+    (folder / "forked").unlink()
+    assert len(pids) == 4
+    assert os.path.exists(f"/proc/{pids[0]}")
+    assert os.path.exists(f"/proc/{pids[3]}")
+    return pids
+
+
+def test_what_a_reward_has_started_ends_with_its_worker(in_workers, tmp_path):
+    async def work(score, workers):
+        await score(FORKS)
+        pids = forked(tmp_path)
+        hangs = asyncio.ensure_future(lost(score(HANGS)))
+        await assert_ended(pids)  # after the first try
+        await hangs
+        await score(FORKS)
+        pids = forked(tmp_path)
+        await workers.stop()
+        await assert_ended(pids)
+
+    in_workers(work, 1)
+
+
+CONTROLLER = """
+import asyncio, pathlib, sys
+from tests.actors import test_reward as tests
+
+async def main(folder):
+    config, model = tests.Moody.Config(folder=folder), tests.model_config(tied=True)
+    options = {"count": 1, "seed": 0, "deadlines": tests.DEADLINES, "say": print}
+    supervisor = tests.Supervisor(tests.Hosts(pathlib.Path(folder)))
+    workers = tests.RewardWorkers(config, model, supervisor, **options)
+    await workers.start()
+    await workers.score(config.build(seed=0, model=model).prompt(tests.FORKS), tests.COMPLETIONS)
+    print(*tests.pids_of(workers), "scored", flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def test_what_a_reward_has_started_ends_with_a_controller_that_is_killed(tmp_path):
+    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        (worker,) = next(line for line in controller.stdout if line.endswith("scored\n")).split()[:-1]
+        pids = [int(worker), *forked(tmp_path)]
+    finally:
+        controller.kill()
+        controller.wait()
+        controller.stdout.close()
+    asyncio.run(assert_ended(pids))

@@ -75,11 +75,13 @@ class Run:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def strike(self, actor: str, number: signal.Signals) -> int | None:
-        """Send a signal to rank 0 of an actor; its process, None where there is none just now."""
+        """Send a signal to rank 0 of an actor, not to its guard; its process, None if it has none just now."""
         mark = f"TILLER_LOG={(self.folder / 'logs' / f'{actor}-0.log').resolve()}".encode()
         for pid in sorted(self.processes()):
+            process = Path(f"/proc/{pid}")
             with contextlib.suppress(OSError):  # it ended while we looked
-                if mark in Path(f"/proc/{pid}/environ").read_bytes():
+                is_actor = b"bootstrap_main" in (process / "cmdline").read_bytes()
+                if is_actor and mark in (process / "environ").read_bytes():
                     os.kill(pid, number)
                     return pid
         return None

@@ -132,7 +132,8 @@ def interrupted(record, steps, *, training=True, lacks=4, blocked=False, numbers
         )
         interrupts = Interrupts(controller, Progress(9, quiet=False), GoingOn(config, record.folder, "train"))
         print("ready", flush=True)
-        while blocked:
+        ends = time.monotonic() + 20
+        while blocked and time.monotonic() < ends:
             time.sleep(0.01)
         try:
             await asyncio.wait_for(left.wait(), 20)
@@ -145,10 +146,13 @@ def interrupted(record, steps, *, training=True, lacks=4, blocked=False, numbers
     if child == 0:
         os.dup2(write, 1)
         os.dup2(write, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
-        asyncio.run(main())
+        try:
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            for number in ignored:
+                signal.signal(number, signal.SIG_IGN)
+            asyncio.run(main())
+        finally:
+            os._exit(99)
     os.close(write)
     with os.fdopen(read) as said:
         assert said.readline() == "ready\n"

@@ -22,8 +22,8 @@ def write_rows(folder: Path, elsewhere: bool) -> None:
     """
     if elsewhere:
         owners._boot, owners._lock = lambda: "another boot", lambda descriptor, wait=False: True
-    owner = FolderOwner(folder)
-    while True:
+    owner, parent = FolderOwner(folder), os.getppid()
+    while os.getppid() == parent:
         owner.check()
         with (folder / "rows").open("a") as rows:
             rows.write("row\n")
@@ -174,6 +174,22 @@ def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path, writer, killed
     [only] = filter(None, results)
     assert len(results) == 8
     only.release()
+
+
+def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_worth_nothing(tmp_path, writer, monkeypatch):
+    kill(writer())
+    faster, lock = [], owners._lock
+
+    def overtaken(descriptor, **options):
+        if not faster:
+            monkeypatch.setattr(owners, "_lock", lock)
+            faster.append(FolderOwner(tmp_path))
+        return lock(descriptor, **options)
+
+    monkeypatch.setattr(owners, "_lock", overtaken)
+    with pytest.raises(FolderInUse):
+        FolderOwner(tmp_path)
+    faster[0].release()
 
 
 def test_runs_of_one_second_without_a_folder_of_their_own_get_two(tmp_path, monkeypatch):

@@ -143,8 +143,11 @@ def test_the_cursor_is_back_when_the_program_is_ended_at_once():
     screen, terminal = os.openpty()
     child = os.fork()
     if child == 0:
-        with open(terminal, "w") as file, Progress(3, quiet=False, console=Console(file=file, force_terminal=True)):
-            end_program(130)
+        try:
+            with open(terminal, "w") as file, Progress(3, quiet=False, console=Console(file=file, force_terminal=True)):
+                end_program(130)
+        finally:
+            os._exit(99)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
     shown = os.read(screen, 100_000)

@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import os
-import re
 import signal
-import sysconfig
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -13,12 +11,12 @@ from types import FrameType
 from rl.config import RunConfig
 from rl.controller.loop import Controller
 from rl.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, ActorFailure, RunError, end_program, said_by
+from rl.frames import place_of
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.step_folders import StepFolders
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-LIBRARIES = ("<", str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 
 class GoingOn:
@@ -92,19 +90,11 @@ def fail(
     return error.exit_code if isinstance(error, RunError) else EXIT_FAILED
 
 
-def place(error: BaseException) -> str:
-    """Where ``error`` was raised: the innermost frame of code that is not a library's, if there is one."""
-    text = "".join(traceback.format_exception(error))  # with that of other processes, which comes as text
-    frames = re.findall(r'File "(.+)", line (\d+), in (.+)', text)
-    own = [frame for frame in frames if not frame[0].startswith(LIBRARIES)]
-    return "{}:{} in {}".format(*(own or frames)[-1]) if frames else "no known place"
-
-
 def _facts(error: BaseException, controller: Controller | None) -> dict[str, object]:
     """Content of ``failure.json``."""
     first = error if isinstance(error, ActorFailure) else error.__cause__
     said = str(error) if isinstance(error, RunError) else said_by(error)
-    facts: dict[str, object] = {"error": said.splitlines()[0], "place": place(error)}
+    facts: dict[str, object] = {"error": said.splitlines()[0], "place": place_of(error)}
     if isinstance(first, ActorFailure):
         facts |= {"actor": first.actor, "rank": first.rank, "call": first.call}
     if controller:

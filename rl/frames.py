@@ -1,5 +1,6 @@
 """Which of the user's own lines an exception comes from."""
 
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -13,13 +14,16 @@ _FOREIGN = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platli
 
 
 def place_of(error: BaseException) -> str:
-    """Return file, line and function of the innermost frame of the user's own code, else of the innermost frame."""
+    """Return file, line and function of the innermost frame of the user's own code, else of the innermost frame.
+
+    Frames of another process count too, which an error of a call to that process has in its text.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not frame.filename.startswith(_FOREIGN)]
-    for frame in (users or frames)[-1:]:
-        return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    frames = re.findall(r'File "(.+)", line (\d+), in (.+)', "".join(traceback.format_exception(error)))
+    users = [frame for frame in frames if not frame[0].startswith(_FOREIGN)]
+    for file, line, function in (users or frames)[-1:]:
+        return f"{file}, line {line}, in {function}"
     return "an unknown place"
 
 

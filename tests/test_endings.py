@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl import frames
 from rl.cli import find_config
-from rl.endings import LIBRARIES, GoingOn, Interrupts, fail, place
+from rl.endings import GoingOn, Interrupts, fail
 from rl.errors import NodeLost, RunError
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
@@ -54,7 +55,7 @@ def test_a_failure_is_said_with_type_place_details_and_the_command_to_go_on(reco
         1,
         [
             "failed outside the steps: ValueError: out of prompts",
-            "at /home/me/my_task.py:1 in prompt",
+            "at /home/me/my_task.py, line 1, in prompt",
             f"details: {record.folder / 'failure.json'}",
             f"nothing is saved; start again with: {command}",
         ],
@@ -98,7 +99,7 @@ def test_an_exception_without_a_text_of_its_own_is_said_all_the_same(ended):
 def test_the_place_is_the_innermost_frame_of_the_users_own_code():
     # json is a library: the frame that called it is the user's.
     error = raised_by("import json\ndef read(): json.loads('{')\nread()", "/home/me/my_task.py")
-    assert place(error) == "/home/me/my_task.py:2 in read"
+    assert frames.place_of(error) == "/home/me/my_task.py, line 2, in read"
 
 
 def test_the_place_may_be_in_another_process():
@@ -107,14 +108,14 @@ def test_the_place_may_be_in_another_process():
     except ZeroDivisionError:
         text = traceback.format_exc()
     error = raised_by("raise Error(text)", __import__("rl.errors").errors.__file__, Error=RunError, text=text)
-    assert place(error) == f"{__file__}:{boom.__code__.co_firstlineno + 1} in boom"
+    assert frames.place_of(error) == f"{__file__}, line {boom.__code__.co_firstlineno + 1}, in boom"
 
 
 def test_without_code_of_the_users_the_place_is_that_of_the_exception(monkeypatch):
-    monkeypatch.setattr("rl.endings.LIBRARIES", (*LIBRARIES, __file__))
+    monkeypatch.setattr(frames, "_FOREIGN", (*frames._FOREIGN, __file__))
     error = raised_by("import json; json.loads('{')", "<string>")
-    assert "json/decoder.py:" in place(error)
-    assert place(RunError("never raised")) == "no known place"
+    assert "json/decoder.py, line" in frames.place_of(error)
+    assert frames.place_of(RunError("never raised")) == "an unknown place"
 
 
 def interrupted(record, steps, *, training=True, lacks=4, blocked=False, numbers=(), ignored=()):

@@ -20,6 +20,11 @@ QUICKSTART = ("--config", "quickstart", "--steps", "80")
 OF_TIMING = ("timing/", "tokens_per_s", "ledger/", "restarts/")
 
 
+def heed_hangups() -> None:
+    """Have SIGHUP end a process again, which tests that run under nohup(1) would pass on as ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Run:
     """One ``python -m rl.train``; every process that it starts carries a mark in its environment."""
 
@@ -39,6 +44,7 @@ class Run:
             stdout=self._stdout.open("w"),
             stderr=self._stderr.open("w"),
             start_new_session=True,
+            preexec_fn=heed_hangups,
         )
 
     def wait(self) -> int:

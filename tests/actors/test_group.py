@@ -287,5 +287,6 @@ def test_a_rank_that_ends_while_its_interpreter_starts_has_died(in_group, monkey
 def test_a_process_takes_its_devices_among_those_that_its_host_may_see(visible, own, tmp_path):
     variables = {"TILLER_PARENT": str(os.getpid()), "TILLER_LOG": str(tmp_path / "log"), "TILLER_DEVICES": "1,2"}
     variables |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    subprocess.run([sys.executable, "-ISc", hosts._WRAPPER, "/usr/bin/env"], env=variables, check=True, timeout=60)
+    program = hosts._WRAPPER + hosts._START
+    subprocess.run([sys.executable, "-ISc", program, "/usr/bin/env"], env=variables, check=True, timeout=60)
     assert f"CUDA_VISIBLE_DEVICES={own}" in (tmp_path / "log").read_text().splitlines()

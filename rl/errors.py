@@ -113,7 +113,7 @@ class GroupLost(RunError):
         self.reason = reason
         """A few words that are counted: "reward raised"."""
         self.kind = kind
-        """What distinguishes losses with the same reason: the name of the exception's type."""
+        """Name of the exception's type, which distinguishes losses with the same reason."""
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return GroupLost, (self.reason, str(self), self.kind)  # from a process that scores

@@ -10,7 +10,7 @@ from pathlib import Path
 from rl.errors import ConfigError
 
 _FOREIGN = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent), "<")
-"""Where code lies that is not the user's: Python, its packages, Tiller, and what has no file."""
+"""Paths of code that is not the user's: Python, its packages, Tiller, and code without a file."""
 
 
 def place_of(error: BaseException) -> str:

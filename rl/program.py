@@ -1,4 +1,4 @@
-"""What every program of Tiller does before its first slow import."""
+"""First steps of every program of Tiller, before its first slow import."""
 
 import codecs
 import contextlib

@@ -1,4 +1,4 @@
-"""What is said of configs, tasks and files that are broken: a sentence with file and line, and exit code 2."""
+"""Broken configs, tasks and files end with a sentence that names file and line, and exit code 2."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""What a run says of its end."""
+"""Messages and exit codes of a run that ends early."""
 
 import asyncio
 import os

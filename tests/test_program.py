@@ -1,4 +1,4 @@
-"""What a terminal, a pipe or a module may do to a program."""
+"""Terminals, pipes and modules that fail do not fail a program."""
 
 import os
 import signal

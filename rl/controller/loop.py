@@ -142,7 +142,7 @@ class Controller:
         }
 
     def losses(self) -> dict[str, object]:
-        """What a summary says of restarts, dropped prompts and lost groups."""
+        """Restarts, dropped prompts and lost groups, for the summary."""
         restarts = self.all_restarts
         total = sum(restarts.values())
         return {"restarts": total, **restarts, "dropped": dict(self.ledger.dropped), "lost": dict(self.rollouter.lost)}

@@ -107,7 +107,7 @@ class Watchdog:
         return self._alarms(findings)
 
     def _found(self, condition: Condition, row: Row, updates: Sequence[Row]) -> str:
-        """What is wrong with the first update that shows the condition, or else with the step."""
+        """Return the finding of the first update that shows the condition, or else that of the step."""
         for number, update in enumerate(updates, start=1):
             if finding := condition.found(self._config, update):
                 return f"update {number} of {len(updates)}: {finding}" if len(updates) > 1 else finding

@@ -33,7 +33,7 @@ _ALLOWED = {
         *(ChunkStorageMetadata, TensorProperties, _MEM_FORMAT_ENCODING, torch.Size, _get_layout, PosixPath),
     )
 }
-"""What the metadata of a checkpoint consists of; data types of torch are allowed too."""
+"""Classes in the metadata of a checkpoint; data types of torch are allowed too."""
 
 
 def load(state: dict[str, Any], folder: Path) -> None:

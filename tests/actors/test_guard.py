@@ -1,4 +1,4 @@
-"""What a guarded process has started ends with it, however it ends, and with who started it."""
+"""All that a guarded process has started ends with that process and with its parent."""
 
 import asyncio
 import subprocess

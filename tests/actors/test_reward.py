@@ -140,7 +140,7 @@ def forked(folder) -> list[int]:
     return pids
 
 
-def test_what_a_reward_has_started_ends_with_its_worker(in_workers, tmp_path):
+def test_processes_of_a_reward_end_with_its_worker(in_workers, tmp_path):
     async def work(score, workers):
         await score(FORKS)
         pids = forked(tmp_path)
@@ -173,7 +173,7 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
-def test_what_a_reward_has_started_ends_with_a_controller_that_is_killed(tmp_path):
+def test_processes_of_a_reward_end_with_a_killed_controller(tmp_path):
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         (worker,) = next(line for line in controller.stdout if line.endswith("scored\n")).split()[:-1]

@@ -23,7 +23,7 @@ GIB_15 = (Region("w", (15 * 2**29,), Box.whole((15 * 2**29,))),)
 
 
 def failure(cause: Exception) -> ActorFailure:
-    """What the controller gets of an exception that a generator raised."""
+    """Return the failure that the controller gets of an exception in a generator."""
     made = ActorFailure(str(cause), actor="generator-0", rank=0, call="fetch_weights", kind="raised")
     made.__cause__ = cause
     return made

@@ -89,7 +89,7 @@ class GeneratorRanks:
 
 
 def new_store() -> TCPStore:
-    """Where ranks meet, at a port that it holds."""
+    """Store at which ranks meet; the store holds its port."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 

@@ -45,7 +45,7 @@ class Folder:
     """Keys of config.json that are replaced afterwards."""
     max_shard_size: str = "1GB"
     damage: Callable[[Path], None] = lambda folder: None
-    """What happens to the folder last."""
+    """Return the last thing that happens to the folder."""
 
     def write(self, folder: Path) -> Path:
         """Save the model with random weights that are large enough to matter, and change it; returns ``folder``."""

@@ -83,7 +83,7 @@ class Ranks:
 
 
 def rank_environment(rank: int, count: int, port: int = 0) -> dict[str, str]:
-    """What torch.distributed reads; a lone rank meets nobody, so that any port will do."""
+    """Variables that torch.distributed reads. A lone rank connects to no other, so any port will do."""
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {name: str(value) for name, value in values.items()}
 

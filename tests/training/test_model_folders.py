@@ -17,7 +17,7 @@ from tests.training.scenes import logits_of
 from tests.training.test_hugging_face import open_folder
 
 FORWARD = ("hidden_act", "rms_norm_eps", "attention_bias", "sliding_window", "layer_types", "norm_topk_prob")
-"""Of a transformers config: fields that are no size."""
+"""Fields of a transformers config that are no size."""
 
 
 def config_of(folder) -> RunConfig:

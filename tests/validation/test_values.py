@@ -210,7 +210,7 @@ def test_a_run_that_would_never_save_is_refused(config):
         ({"num_experts": 4}, "roles.judge.model.experts_per_token is 0; it must be between 1"),
     ],
 )
-def test_what_is_wrong_with_a_roles_model_is_said_of_that_model(config, changes, said):
+def test_faults_of_a_roles_model_name_that_model(config, changes, said):
     for field, content in changes.items():
         put(config, f"roles.judge.model.{field}", content)
     with pytest.raises(ConfigError) as error:

@@ -107,7 +107,7 @@ def test_a_raising_reward_costs_its_group_and_too_many_are_the_named_cause(tmp_p
     assert failure["command"].endswith(f"--output-dir {run.folder} --resume")
     assert "my_task.py" in failure["traceback"]
     assert cause in run.stderr
-    assert re.search(rf"\nat {tmp_path / 'my_task.py'}:\d+ in score\n", run.stderr)
+    assert re.search(rf"\nat {tmp_path / 'my_task.py'}, line \d+, in score\n", run.stderr)
     assert run.stderr.endswith(f" with: {failure['command']}\n")
 
 

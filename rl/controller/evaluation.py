@@ -15,6 +15,7 @@ from rl.controller.together import beside
 from rl.errors import GroupLost, RunError
 from rl.rollout.prompts import eval_prompts
 from rl.rollout.rollouter import Rollouter
+from rl.step_folders import StepFolders
 from rl.tasks.base import Task
 from rl.types import Completion, GenerationRequest, Prompt, Sampling
 
@@ -38,7 +39,7 @@ class Evaluation:
         self._rollouter = rollouter
         self._replicas, self._at_once = config.generator.replicas, config.generator.max_running_requests
         self._asking = asyncio.Semaphore(self._replicas)
-        self._dispatch, self._folder = dispatch, folder
+        self._dispatch, self._unevaluated = dispatch, StepFolders(folder)
         self._in_order = config.rollout.pipeline == "deterministic"
         self._generate = router.generate_alone if self._in_order else router.generate
 
@@ -63,31 +64,27 @@ class Evaluation:
 
     async def keep(self, step: int) -> None:
         """Keep the weights after ``step``, which the trainer holds."""
-        await self._dispatch.save_weights("policy", self._kept(step))
+        await self._dispatch.save_weights("policy", self._unevaluated.path(step))
 
     async def bring_back(self, step: int, version: int) -> None:
         """Have the trainer hold the weights after ``step`` again, which are policy ``version``."""
-        await self._dispatch.load_weights("policy", self._kept(step), version)
+        await self._dispatch.load_weights("policy", self._unevaluated.path(step), version)
 
     def forget(self, step: int) -> None:
         """Delete what ``keep`` kept of ``step``, if anything."""
-        shutil.rmtree(self._kept(step), ignore_errors=True)
+        shutil.rmtree(self._unevaluated.path(step), ignore_errors=True)
 
     def forget_all(self) -> None:
         """Delete all that ``keep`` kept."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._unevaluated.folder, ignore_errors=True)
 
     def left(self, step: int, evaluated: int) -> list[int]:
         """Steps before ``step``, where the run goes on, whose evaluation has not ended; others are forgotten."""
-        names = [folder.name.removeprefix("step-") for folder in self._folder.glob("step-*")]
-        kept = sorted(int(name) for name in names if name.isdigit())  # others were not written to the end
+        kept = self._unevaluated.steps()
         left = [each for each in kept if self.is_due(each, evaluated) and each < step]
         for each in {*kept} - {*left, step}:
             self.forget(each)
         return left
-
-    def _kept(self, step: int) -> Path:
-        return self._folder / f"step-{step}"
 
     async def scores(self) -> dict[str, float]:
         """``eval/exact_match`` of greedy completions; ``eval/pass@k``: prompts that one of k samples solves.

@@ -17,7 +17,7 @@ from rl.algorithms.losses import batch_denominator
 from rl.config import RunConfig
 from rl.controller.dispatch import Dispatch
 from rl.controller.ledger import Group
-from rl.observe.metrics import Metrics
+from rl.observe.metrics import Metrics, Value
 from rl.rollout.batch import make_batch, whole_texts
 from rl.step_folders import StepFolders
 from rl.types import Batch, Rollout
@@ -46,7 +46,7 @@ class Learner:
         self._columns = columns_of(config)
         self._scoring = {name: role.reward_weight for name, role in config.roles.items() if role.reward_weight}
         self._learning = ["policy", *(["critic"] if dispatch.has("critic") else [])]
-        self._prepared: list[tuple[int, dict[str, float]]] = []
+        self._prepared: list[Metrics] = []
         self._completions = self._reference = 0  # the latter is the step whose policy the reference is
 
     async def load(self, step: int, state: dict[str, Any]) -> None:
@@ -101,7 +101,8 @@ class Learner:
             batch.columns["returns"] = batch.spread(found.returns)
         if self._corrections:
             metrics |= self._correct(batch, scored.sequence)
-        self._prepared.append((len(scored.sequence), metrics))
+        weight = len(scored.sequence)
+        self._prepared.append(Metrics({name: Value(value, "mean", weight) for name, value in metrics.items()}))
         return batch
 
     def mini_batches(self, batch: Batch, step: int) -> list[Batch]:
@@ -144,10 +145,7 @@ class Learner:
 
     async def finish(self, step: int) -> dict[str, float]:
         """After the last update of ``step``: metrics of what was prepared for it."""
-        metrics = dict[str, float]()
-        for name in dict.fromkeys(name for _, row in self._prepared for name in row):
-            counted = [(count, row[name]) for count, row in self._prepared if name in row]
-            metrics[name] = sum(count * value for count, value in counted) / sum(count for count, _ in counted)
+        metrics = dict(Metrics.merged(self._prepared))
         self._prepared = []
         if self._kl_coef:
             self._kl_coef = self._adaptive_kl.update(self._kl_coef, metrics["kl/reference"])

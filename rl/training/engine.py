@@ -181,16 +181,7 @@ class TrainingEngine:
             ep_enabled=self.dims.ep_enabled,
         ).item()
         rates = {name: lr if lr is not None else rate for name, rate in self.schedule.get_metrics().items()}
-        if math.isfinite(norm):
-            with self._overridden(lr=lr, betas=betas, weight_decay=weight_decay):
-                self.optimizers.step()
-            self._merged.refresh()
-            self.schedule.step()
-            self.version += 1
-            self.skipped_in_a_row = 0
-        else:
-            self.skipped_steps += 1
-            self.skipped_in_a_row += 1
+        self._step_or_skip(norm, lr=lr, betas=betas, weight_decay=weight_decay)
         totals = self._totals.reduce()
         self._forget_gradients()
         if self.skipped_in_a_row > self.config.max_skipped_steps:
@@ -207,6 +198,19 @@ class TrainingEngine:
             **{f"trainer/{name}": Value(rate, "last") for name, rate in rates.items()},
         }
         return totals | Metrics(own)
+
+    def _step_or_skip(self, norm: float, **overrides: Any) -> None:
+        """Step with ``overrides`` in the config's place if the gradient norm is finite; count either case."""
+        if not math.isfinite(norm):
+            self.skipped_steps += 1
+            self.skipped_in_a_row += 1
+            return
+        with self._overridden(**overrides):
+            self.optimizers.step()
+        self._merged.refresh()
+        self.schedule.step()
+        self.version += 1
+        self.skipped_in_a_row = 0
 
     def parts(self) -> Parts:
         """This rank's live shards of the weights that the policy acts by: adapters are merged into them."""

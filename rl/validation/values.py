@@ -17,7 +17,7 @@ _NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: 
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ConfigValue:
     """One value of a config: a section, or a leaf of one."""
 
     name: str
@@ -51,7 +51,7 @@ def validate_numbers(config: Any) -> None:
             require(not complaint, f"{value.name} is {value.content}; {complaint}")
 
 
-def values(config: Any) -> Iterator[Value]:
+def values(config: Any) -> Iterator[ConfigValue]:
     """Yield every value of a config dataclass, sections before what they hold."""
     return _walk(config, type(config), "", {}, "")
 
@@ -61,9 +61,9 @@ def is_number_field(hint: Any) -> bool:
     return not {int, float}.isdisjoint(_members(hint))
 
 
-def _walk(content: Any, hint: Any, name: str, foreign: Mapping[str, Bounds], place: str) -> Iterator[Value]:
+def _walk(content: Any, hint: Any, name: str, foreign: Mapping[str, Bounds], place: str) -> Iterator[ConfigValue]:
     """Yield ``content`` and all below. ``place`` is its key in ``foreign``, the dataclass's bounds."""
-    yield Value(name, content, hint, bounds_of(hint) or foreign.get(place))
+    yield ConfigValue(name, content, hint, bounds_of(hint) or foreign.get(place))
     prefix = f"{name}." if name else ""
     if dataclasses.is_dataclass(content) and not isinstance(content, type):
         inner = _foreign_bounds(type(content))

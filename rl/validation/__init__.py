@@ -16,7 +16,7 @@ from rl.validation.folders import validate_folders
 from rl.validation.layouts import validate_layouts
 from rl.validation.values import validate_numbers, validate_types
 
-RESERVED = ("critic", "export", "launch", "lock", "logs", "reference", "replicas")
+RESERVED = ("critic", "export", "launch", "lock", "logs", "reference", "replicas", "unevaluated")
 """Names in a run folder that have a use."""
 
 

@@ -189,7 +189,8 @@ def test_more_processes_than_a_hosts_memory_holds_are_refused(config, name, cont
 
 
 @pytest.mark.parametrize(
-    "folder", ["../../x", "/tmp/x", "a/b", ".", "critic", "reference", "logs", "export", "judge", "config.json"]
+    "folder",
+    ["../../x", "/tmp/x", "a/b", ".", "critic", "reference", "unevaluated", "logs", "export", "judge", "config.json"],
 )
 def test_a_checkpoint_folder_outside_the_run_or_of_another_use_is_refused(config, folder):
     with pytest.raises(ConfigError, match="trainer.checkpoint.folder is '.*'; it must be a name of letters"):

@@ -10,7 +10,9 @@ from rl.training.config import TrainerConfig
 
 
 def quickstart() -> RunConfig:
-    """A Qwen3 of 100 thousand parameters learns to copy three digits by GRPO with an entropy bonus."""
+    """A Qwen3 of 100 thousand parameters learns to copy three digits by GRPO with an
+    entropy bonus.
+    """
     return RunConfig(
         steps=200,
         data=CopyDigits.Config(digits=3, max_prompt_tokens=16),

@@ -1,4 +1,6 @@
-"""Qwen3 in the sizes that people train, for nodes of eight H100s: --model.hf_path DIR --data.path FILE."""
+"""Qwen3 in the sizes that people train, for nodes of eight H100s: --model.hf_path DIR --data.path
+FILE.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -87,20 +89,35 @@ def _qwen3(*, tie_embeddings: bool = False, **sizes: Any) -> ModelConfig:
 
 
 def _recipe(
-    model: ModelConfig, *, shard: int, replicas: int, own_nodes: int, nodes: int = 1, experts: int = 1, tp: int = 1
+    model: ModelConfig,
+    *,
+    shard: int,
+    replicas: int,
+    own_nodes: int,
+    nodes: int = 1,
+    experts: int = 1,
+    tp: int = 1,
 ) -> RunConfig:
-    """DAPO's loss one step off policy, in bfloat16: ``shard`` GPUs train, ``replicas * tp`` generate."""
+    """DAPO's loss one step off policy, in bfloat16: ``shard`` GPUs train, ``replicas * tp``
+    generate.
+    """
     return RunConfig(
         steps=500,
         data=Gsm8kJsonl.Config(max_prompt_tokens=PROMPT),
         model=model,
         rollout=RolloutConfig(
-            prompts_per_step=128, samples_per_prompt=8, max_tokens=COMPLETION, max_staleness=1, reward_workers=4
+            prompts_per_step=128,
+            samples_per_prompt=8,
+            max_tokens=COMPLETION,
+            max_staleness=1,
+            reward_workers=4,
         ),
         algorithm=AlgorithmConfig(loss=dapo(), overlong_buffer=512),
         trainer=TrainerConfig(
             parallelism=ParallelismConfig(
-                data_parallel_shard_degree=shard, expert_parallel_degree=experts, spmd_backend="partial_dtensor"
+                data_parallel_shard_degree=shard,
+                expert_parallel_degree=experts,
+                spmd_backend="partial_dtensor",
             ),
             nodes=nodes,
             training=TrainingConfig(mixed_precision_param="bfloat16"),
@@ -123,7 +140,8 @@ def _recipe(
             tensor_parallel_degree=tp,
             dtype="bfloat16",
             gpu_memory_utilization=0.85,
-            enforce_eager=model.num_experts > 0,  # how many tokens an expert gets is not known when it is compiled
+            enforce_eager=model.num_experts
+            > 0,  # how many tokens an expert gets is not known when it is compiled
         ),
         evaluation=EvaluationConfig(every=25, prompts=256, samples=4),
         hardware=HardwareConfig(device="h100", gpus_per_node=8),

@@ -29,16 +29,20 @@ SHIPPED = Path(__file__).parents[1] / "configs"
 A_RUNS_FILE = "it must be the config.json of a run"
 USAGE = """usage: {program} --config NAME [--FIELD VALUE ...]
 
-NAME is a function of the configs package, MODULE.FUNCTION of your own package, or the config.json of a run. Any field
-of the config can be given, e.g. --seed 1 --trainer.parallelism.tensor_parallel_degree 2; a choice between
-kinds is given by its name, e.g. trainer.activation-checkpoint:full or trainer.float8:linear.
+NAME is a function of the configs package, MODULE.FUNCTION of your own package, or the config.json
+of a run. Any field of the config can be given, e.g. --seed 1
+--trainer.parallelism.tensor_parallel_degree 2; a choice between kinds is given by its name, e.g.
+trainer.activation-checkpoint:full or trainer.float8:linear.
 {program} --config NAME --help lists them all.
 
 configs: {configs}"""
 
 
 def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
-    """The config's name and the resolved config. Raises ConfigError; ``--help`` prints and exits."""
+    """The config's name and the resolved config.
+
+    Raises ConfigError; ``--help`` prints and exits.
+    """
     name, overrides = _take_name(list(arguments), program)
     name, base = load_config(name)
     _check_field_names(base, overrides)
@@ -64,7 +68,8 @@ def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunCon
 def load_config(name: str) -> tuple[str, RunConfig]:
     """Return the config of the given name, without overrides, and the name of the run it makes.
 
-    Raises ConfigError if there is none of that name, or if the user's code or file that holds it is broken.
+    Raises ConfigError if there is none of that name, or if the user's code or file that holds it is
+    broken.
     """
     if name.endswith(".json"):
         return read_frozen(Path(name))
@@ -73,14 +78,17 @@ def load_config(name: str) -> tuple[str, RunConfig]:
         config = function()
     require(
         isinstance(config, RunConfig),
-        f"--config {name}: {function.__name__} in {inspect.getfile(function)} returned {shown(config)}; it must "
-        "return a RunConfig",
+        f"--config {name}: {function.__name__} in {inspect.getfile(function)} returned "
+        f"{shown(config)}; it must return a RunConfig",
     )
     return name, config
 
 
 def read_frozen(path: Path) -> tuple[str, RunConfig]:
-    """Return the name of a run and the config that it wrote to ``path``. Raises ConfigError for any other file."""
+    """Return the name of a run and the config that it wrote to ``path``.
+
+    Raises ConfigError for any other file.
+    """
     content = read_config_file(path, f"--config {path}")
     try:
         return content["name"], thawed(content["config"])
@@ -108,7 +116,10 @@ def read_config_file(path: Path, title: str) -> dict[str, Any]:
 
 
 def find_config(name: str) -> Callable[[], RunConfig]:
-    """Return the function that makes config ``name``. Raises ConfigError listing the nearest and all that exist."""
+    """Return the function that makes config ``name``.
+
+    Raises ConfigError listing the nearest and all that exist.
+    """
     if "." in name:
         module_name, _, function = name.rpartition(".")
         known = config_functions(_import(module_name, name))
@@ -117,7 +128,10 @@ def find_config(name: str) -> Callable[[], RunConfig]:
     if function not in known:
         near = difflib.get_close_matches(function, known, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError(f"--config {name}: there is no such config; {hint}All that exist: {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"--config {name}: there is no such config; {hint}All that exist: "
+            f"{', '.join(sorted(known))}"
+        )
     return known[function]
 
 
@@ -140,7 +154,11 @@ def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
 def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
     """Public functions that ``module`` defines and annotates as returning a RunConfig."""
     functions = inspect.getmembers(module, inspect.isfunction)
-    own = {name: each for name, each in functions if each.__module__ == module.__name__ and not name.startswith("_")}
+    own = {
+        name: each
+        for name, each in functions
+        if each.__module__ == module.__name__ and not name.startswith("_")
+    }
     return {name: each for name, each in own.items() if _returns_config(each)}
 
 
@@ -156,7 +174,8 @@ def _import(module_name: str, name: str) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name and f"{module_name}.".startswith(f"{error.name}."):
                 raise ConfigError(
-                    f"--config {name}: cannot import {module_name} ({error}); is its folder on PYTHONPATH?"
+                    f"--config {name}: cannot import {module_name} ({error}); is its folder on "
+                    "PYTHONPATH?"
                 ) from error
             raise
 
@@ -176,29 +195,46 @@ def _take_name(arguments: list[str], program: str) -> tuple[str, list[str]]:
 
 def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
     known = set(_field_names(config))
-    chosen = {argument.partition(":")[0].replace("-", "_") for argument in overrides}  # a choice brings its own fields
+    chosen = {
+        argument.partition(":")[0].replace("-", "_") for argument in overrides
+    }  # a choice brings its own fields
     for argument in overrides:
         if not argument.startswith("--") or argument == "--help":
             continue
-        given = re.sub(r"(^|\.)no_", r"\1", argument[2:].partition("=")[0].replace("-", "_"))  # --no-flag negates
+        given = re.sub(
+            r"(^|\.)no_", r"\1", argument[2:].partition("=")[0].replace("-", "_")
+        )  # --no-flag negates
         section = given.rpartition(".")[0]
-        if given in known or (section in known and (section in chosen or not _has_fields(config, section))):
+        if given in known or (
+            section in known and (section in chosen or not _has_fields(config, section))
+        ):
             continue  # below a field without fields of its own, such as a dict, tyro knows better
         while section and not any(name.startswith(f"{section}.") for name in known):
             section = section.rpartition(".")[0]
         prefix = f"{section}." if section else ""
-        siblings = sorted({prefix + name[len(prefix) :].partition(".")[0] for name in known if name.startswith(prefix)})
+        siblings = sorted(
+            {
+                prefix + name[len(prefix) :].partition(".")[0]
+                for name in known
+                if name.startswith(prefix)
+            }
+        )
         near = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join('--' + n for n in near)}? " if near else ""
         raise ConfigError(
-            f"--{given}: there is no such field; {hint}All in {section or 'the config'}: {', '.join(siblings)}"
+            f"--{given}: there is no such field; {hint}All in {section or 'the config'}: "
+            f"{', '.join(siblings)}"
         )
 
 
 def _has_fields(config: RunConfig, name: str) -> bool:
     value: Any = config
     for part in name.split("."):
-        value = dict(_items(value)).get(part) if isinstance(value, list | dict) else getattr(value, part)
+        value = (
+            dict(_items(value)).get(part)
+            if isinstance(value, list | dict)
+            else getattr(value, part)
+        )
     return dataclasses.is_dataclass(value)
 
 
@@ -215,5 +251,11 @@ def _field_names(value: Any, prefix: str = "") -> Iterator[str]:
 
 def _items(value: Any) -> list[tuple[str, Any]]:
     """What a list or dict holds, under the names that the command line has for it."""
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    pairs = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [(str(key), item) for key, item in pairs]

@@ -19,7 +19,9 @@ _FIGURE = at_least(0, 1e6)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Figures of one device as its data sheet has them: dense rates, decimal prefixes, one direction of a link."""
+    """Figures of one device as its data sheet has them: dense rates, decimal prefixes, one
+    direction of a link.
+    """
 
     memory_gib: float
     tflops: float
@@ -33,14 +35,40 @@ class Device:
     """To other nodes: the device's own share."""
 
 
-# Sources: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200, with one 200 (A100) or 400 Gb/s
-# adapter for each; memory is what their drivers report. The CPU's figures are those of one common server core.
+# Sources: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200, with one 200
+# (A100) or 400 Gb/s adapter for each; memory is what their drivers report. The CPU's figures are
+# those of one common server core.
 DEVICES: dict[DeviceName, Device] = {
-    "cpu": Device(memory_gib=4, tflops=0.05, float8_tflops=0, memory_gb_s=10, link_gb_s=5, network_gb_s=1),
-    "a100": Device(memory_gib=79, tflops=312, float8_tflops=0, memory_gb_s=2039, link_gb_s=300, network_gb_s=25),
-    "h100": Device(memory_gib=79, tflops=989, float8_tflops=1979, memory_gb_s=3350, link_gb_s=450, network_gb_s=50),
-    "h200": Device(memory_gib=139, tflops=989, float8_tflops=1979, memory_gb_s=4800, link_gb_s=450, network_gb_s=50),
-    "b200": Device(memory_gib=178, tflops=2250, float8_tflops=4500, memory_gb_s=7700, link_gb_s=900, network_gb_s=50),
+    "cpu": Device(
+        memory_gib=4, tflops=0.05, float8_tflops=0, memory_gb_s=10, link_gb_s=5, network_gb_s=1
+    ),
+    "a100": Device(
+        memory_gib=79, tflops=312, float8_tflops=0, memory_gb_s=2039, link_gb_s=300, network_gb_s=25
+    ),
+    "h100": Device(
+        memory_gib=79,
+        tflops=989,
+        float8_tflops=1979,
+        memory_gb_s=3350,
+        link_gb_s=450,
+        network_gb_s=50,
+    ),
+    "h200": Device(
+        memory_gib=139,
+        tflops=989,
+        float8_tflops=1979,
+        memory_gb_s=4800,
+        link_gb_s=450,
+        network_gb_s=50,
+    ),
+    "b200": Device(
+        memory_gib=178,
+        tflops=2250,
+        float8_tflops=4500,
+        memory_gb_s=7700,
+        link_gb_s=900,
+        network_gb_s=50,
+    ),
 }
 
 
@@ -49,18 +77,21 @@ def _known(name: str) -> DeviceName:
     found: list[DeviceName] = [known for known in DEVICES if known in name.lower()]
     require(
         bool(found),
-        f"hardware.device is 'auto', and nothing is known of this host's {name}; name the nearest of {list(DEVICES)} "
-        "and what it has else, such as hardware.memory_gib",
+        f"hardware.device is 'auto', and nothing is known of this host's {name}; name the nearest "
+        f"of {list(DEVICES)} and what it has else, such as hardware.memory_gib",
     )
     return found[0]
 
 
 @dataclass(kw_only=True, slots=True)
 class HardwareConfig:
-    """What a run is to run on; ``plan`` counts with it, and a run refuses to start on something else."""
+    """What a run is to run on; ``plan`` counts with it, and a run refuses to start on something
+    else.
+    """
 
     device: Literal["auto", DeviceName] = "auto"
-    """``auto``: whatever the host has on which the config is read. Name it where that is another, as a login node."""
+    """``auto``: whatever the host has on which the config is read. Name it where that is another,
+    as a login node."""
 
     gpus_per_node: Annotated[int, at_least(0, MAX_GPUS)] = 0
     """0 for as many as this host has."""
@@ -74,10 +105,12 @@ class HardwareConfig:
     network_gb_s: Annotated[float, _FIGURE] = 0.0
 
     host_memory_gib: Annotated[float, _FIGURE] = 0.0
-    """Of a node, for all its ranks; 0 for 2048 where there are GPUs, else for what this host has."""
+    """Of a node, for all its ranks; 0 for 2048 where there are GPUs, else for what this host
+    has."""
 
     training_efficiency: Annotated[float, above(0, 1)] = 0.4
-    """Share of ``tflops`` that training keeps up (MFU): an assumption of ``plan``, to be replaced by what you see."""
+    """Share of ``tflops`` that training keeps up (MFU): an assumption of ``plan``, to be replaced
+    by what you see."""
 
     generation_efficiency: Annotated[float, above(0, 1)] = 0.6
     """Share of ``memory_gb_s`` that generation keeps up: another."""
@@ -93,8 +126,8 @@ class HardwareConfig:
         """Raise ConfigError unless this host computes on it."""
         require(
             self.kind == device_type(),
-            f"hardware.device is {self.device!r}; this host computes on {device_type()}: start the run where the "
-            "device is, or give --hardware.device auto",
+            f"hardware.device is {self.device!r}; this host computes on {device_type()}: start the "
+            "run where the device is, or give --hardware.device auto",
         )
 
     @property
@@ -107,8 +140,17 @@ class HardwareConfig:
     @property
     def figures(self) -> Device:
         """Of its device: those given here, else those of the data sheet."""
-        named = self.device if self.device != "auto" else _known(device_name()) if self.kind == "cuda" else "cpu"
-        given = {name: getattr(self, name) for name in ("memory_gib", "tflops", "memory_gb_s", "link_gb_s")}
+        named = (
+            self.device
+            if self.device != "auto"
+            else _known(device_name())
+            if self.kind == "cuda"
+            else "cpu"
+        )
+        given = {
+            name: getattr(self, name)
+            for name in ("memory_gib", "tflops", "memory_gb_s", "link_gb_s")
+        }
         given["network_gb_s"] = self.network_gb_s
         return replace(DEVICES[named], **{name: value for name, value in given.items() if value})
 
@@ -126,19 +168,25 @@ class HardwareConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SlurmConfig:
-    """What ``python -m rl.launch slurm`` asks for. What is empty or 0 is left to the site's defaults."""
+    """What ``python -m rl.launch slurm`` asks for.
+
+    What is empty or 0 is left to the site's defaults.
+    """
 
     partition: str = ""
     account: str = ""
     qos: str = ""
     time: str = ""
-    """Limit, as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS. A run that needs longer goes on after it."""
+    """Limit, as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS. A run that needs longer goes on
+    after it."""
 
     nodes: Annotated[int, at_least(0, MAX_NODES)] = 0
-    """0 for as many as trainer and generators need; more are spares for nodes that do not come up."""
+    """0 for as many as trainer and generators need; more are spares for nodes that do not come
+    up."""
 
     gpus_per_node: Annotated[int | None, at_least(0, MAX_GPUS)] = None
-    """None for hardware.gpus_per_node. 0 asks for none, where ``extra`` has the site's own way to say it."""
+    """None for hardware.gpus_per_node. 0 asks for none, where ``extra`` has the site's own way to
+    say it."""
 
     cpus_per_node: Annotated[int, at_least(0, 10**5)] = 0
     """CPUs of each node."""
@@ -156,27 +204,33 @@ class SlurmConfig:
     """More options of sbatch, as ``--reservation=mine``."""
 
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables for every process. They stand in the script: secrets do not belong here, they are inherited from the
-    shell that submits."""
+    """Variables for every process. They stand in the script: secrets do not belong here, they are
+    inherited from the shell that submits."""
 
     prelude: list[str] = field(default_factory=list)
-    """Lines of bash before anything else on the first node, as ``module load cuda``; all nodes get what they export."""
+    """Lines of bash before anything else on the first node, as ``module load cuda``; all nodes get
+    what they export."""
 
     container_image: str = ""
-    """Run in this image, by Slurm's pyxis, with its ``python``; Tiller lies there, or is mounted, where it is here."""
+    """Run in this image, by Slurm's pyxis, with its ``python``; Tiller lies there, or is mounted,
+    where it is here."""
 
     container_mounts: list[str] = field(default_factory=list)
     """``HOST:CONTAINER`` folders; the run folder and the current folder among them."""
 
     warn_s: Annotated[int, at_least(1, YEAR_S)] = 300
-    """Seconds before the limit at which the run is told to finish its step, save and leave. More than both take."""
+    """Seconds before the limit at which the run is told to finish its step, save and leave. More
+    than both take."""
 
     max_restarts: Annotated[int, at_least(0, 10**6)] = 20
     """Attempts after the first, whatever ended it: limit, preemption, a lost node."""
 
     @property
     def time_s(self) -> int | None:
-        """Seconds of ``time``; None where that is empty. Raises ValueError for what is no time of Slurm's."""
+        """Seconds of ``time``; None where that is empty.
+
+        Raises ValueError for what is no time of Slurm's.
+        """
         if not self.time:
             return None
         days, dash, clock = self.time.rpartition("-")
@@ -190,14 +244,18 @@ class SlurmConfig:
 
 @dataclass(kw_only=True, slots=True)
 class KubernetesConfig:
-    """What ``python -m rl.launch kubernetes`` renders. The manifests are tested; no run on a cluster was."""
+    """What ``python -m rl.launch kubernetes`` renders.
+
+    The manifests are tested; no run on a cluster was.
+    """
 
     namespace: str = "default"
     image: str = ""
     """With Tiller in it, where it is on this host, and its packages for ``python``."""
 
     claim: str = ""
-    """A PersistentVolumeClaim that many nodes can write; the run folder and what the run reads lie there."""
+    """A PersistentVolumeClaim that many nodes can write; the run folder and what the run reads lie
+    there."""
 
     mount: str = "/runs"
     """Where pods have it."""

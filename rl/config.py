@@ -3,7 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    default_adamw,
+)
 from torchtitan.config import ParallelismConfig
 
 from rl.algorithms.advantages import AdvantageEstimator, GroupAdvantage
@@ -43,33 +47,37 @@ class RolloutConfig:
     """Above 0 is refused, as top_p below 1 is."""
 
     max_staleness: Annotated[int, at_least(0, 10**4)] = 0
-    """Steps by which the weights that drew any token may be older than those its step begins with. 0 is lockstep: one
-    batch is generated, then trained on. Above it, generation, scoring, training and the push run side by side."""
+    """Steps by which the weights that drew any token may be older than those its step begins with.
+    0 is lockstep: one batch is generated, then trained on. Above it, generation, scoring, training
+    and the push run side by side."""
 
     pipeline: Literal["deterministic", "asynchronous"] = "deterministic"
     """What decides which weights draw a token.
 
-    - ``deterministic``: the config. Batch k comes from exactly the weights of step k - max_staleness, in the order of
-      the prompts: the same numbers in every run, and after every restart.
-    - ``asynchronous``: the clock. Weights change under requests in flight, and groups are trained on as they finish,
-      long ones passed over for as long as the bound allows.
+    - ``deterministic``: the config. Batch k comes from exactly the weights of step k -
+      max_staleness, in the order of the prompts: the same numbers in every run, and after every
+      restart.
+    - ``asynchronous``: the clock. Weights change under requests in flight, and groups are trained
+      on as they finish, long ones passed over for as long as the bound allows.
     """
 
     parts_per_step: Annotated[int, at_least(1, 10**6)] = 1
-    """Into how many parts a step's groups are cut, each trained on as soon as its groups have finished. The gradient
-    is the same. Above 1 only where the pipeline is asynchronous."""
+    """Into how many parts a step's groups are cut, each trained on as soon as its groups have
+    finished. The gradient is the same. Above 1 only where the pipeline is asynchronous."""
 
     max_replacements: Annotated[int, at_least(0, 10**6)] = 0
-    """Groups per step that are put aside because all their rewards are equal, which teaches nothing, with the next
-    prompts in their place (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
+    """Groups per step that are put aside because all their rewards are equal, which teaches
+    nothing, with the next prompts in their place (DAPO's dynamic sampling, arXiv:2503.14476,
+    section 3.2)."""
 
     reward_workers: Annotated[int, at_least(0, 10**4)] = 1
-    """Processes that score completions; what a reward starts ends with its process. 0 scores in the controller's own,
-    where a reward that hangs or crashes takes the run with it, and what it starts is not ended."""
+    """Processes that score completions; what a reward starts ends with its process. 0 scores in the
+    controller's own, where a reward that hangs or crashes takes the run with it, and what it starts
+    is not ended."""
 
     max_lost: Annotated[float, SHARE] = 0.1
-    """Share of the last 100 groups, or of one step's where these are more, that may be lost because their reward
-    raised, hung or made no sense. Above it the run fails."""
+    """Share of the last 100 groups, or of one step's where these are more, that may be lost because
+    their reward raised, hung or made no sense. Above it the run fails."""
 
     recorded_per_step: Annotated[int, at_least(0)] = 4
     """Rollouts of each step that are written to rollouts.jsonl."""
@@ -83,23 +91,26 @@ class AlgorithmConfig:
     """How much better a token was than expected."""
 
     loss: PolicyLoss.Config = field(default_factory=ClippedLoss.Config)
-    """What each token costs; ``grpo()``, ``dapo()`` and others of rl.algorithms.losses make some."""
+    """What each token costs; ``grpo()``, ``dapo()`` and others of rl.algorithms.losses make
+    some."""
 
     corrections: tuple[Correction.Config, ...] = ()
-    """Weights for tokens that were not drawn from the weights they train; their product counts. They need the
-    trainer's own log-probs, so that proximal is ``recomputed`` with any."""
+    """Weights for tokens that were not drawn from the weights they train; their product counts.
+    They need the trainer's own log-probs, so that proximal is ``recomputed`` with any."""
 
     proximal: Literal["behaviour", "recomputed"] = "behaviour"
     """Log-probs in the denominator of the loss's importance ratio.
 
     - ``behaviour``: those of the generators, which drew the tokens.
-    - ``recomputed``: those of the trainer before the step's first update, one forward pass more. This is not decoupled
-      PPO (arXiv:2110.00641, arXiv:2505.24298), which also weighs each token by the ratio of the trainer's probability
-      to the generator's. ``corrections=(TruncatedIS.Config(),)`` adds that weight, capped.
+    - ``recomputed``: those of the trainer before the step's first update, one forward pass more.
+      This is not decoupled PPO (arXiv:2110.00641, arXiv:2505.24298), which also weighs each token
+      by the ratio of the trainer's probability to the generator's.
+      ``corrections=(TruncatedIS.Config(),)`` adds that weight, capped.
     """
 
     reward_kl_coef: Annotated[float, at_least(0, 1e6)] = 0.0
-    """Penalty in each token's reward: this times the divergence from the reference policy. Or set loss.kl_coef."""
+    """Penalty in each token's reward: this times the divergence from the reference policy. Or set
+    loss.kl_coef."""
 
     reward_kl_estimator: Estimator = "k1"
     """How that divergence is estimated."""
@@ -108,15 +119,15 @@ class AlgorithmConfig:
     """Steers whichever of these coefficients is above 0."""
 
     overlong_buffer: Annotated[int, at_least(0, 10**8)] = 0
-    """Tokens before rollout.max_tokens over which a completion's reward falls by up to 1 (DAPO, arXiv:2503.14476,
-    section 3.4); 0 for none."""
+    """Tokens before rollout.max_tokens over which a completion's reward falls by up to 1 (DAPO,
+    arXiv:2503.14476, section 3.4); 0 for none."""
 
     update_epochs: Annotated[int, at_least(1, 10**4)] = 1
     """How often a step's rollouts are gone through."""
 
     mini_batch: Annotated[int, at_least(0, 10**6)] = 0
-    """Prompts per optimizer step, by whose samples' number the rollouts of a step are cut, in an order that seed, step
-    and epoch give; 0 for all of a step's."""
+    """Prompts per optimizer step, by whose samples' number the rollouts of a step are cut, in an
+    order that seed, step and epoch give; 0 for all of a step's."""
 
     @property
     def kl_coef(self) -> float:
@@ -136,8 +147,9 @@ class AlgorithmConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ReferenceConfig:
-    """The policy that a KL penalty holds on to: a mesh of its own, there where any coefficient is above 0. It has the
-    trainer's config but for what stands here."""
+    """The policy that a KL penalty holds on to: a mesh of its own, there where any coefficient is
+    above 0. It has the trainer's config but for what stands here.
+    """
 
     parallelism: ParallelismConfig = field(default_factory=one_rank)
     """Any; its ranks are the product of the degrees."""
@@ -148,8 +160,10 @@ class ReferenceConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CriticConfig:
-    """What expects a value before each token: a mesh of its own, there where algorithm.advantage needs values. The
-    policy's trunk with a head of one number; it has the trainer's config but for what stands here."""
+    """What expects a value before each token: a mesh of its own, there where algorithm.advantage
+    needs values. The policy's trunk with a head of one number; it has the trainer's config but for
+    what stands here.
+    """
 
     parallelism: ParallelismConfig = field(default_factory=one_rank)
     """Any; its ranks are the product of the degrees."""
@@ -165,12 +179,13 @@ class CriticConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RoleConfig:
-    """A frozen model beside the policy, a mesh of its own: a teacher, a reward model, or what a loss of yours needs. It
-    has the trainer's config but for what stands here."""
+    """A frozen model beside the policy, a mesh of its own: a teacher, a reward model, or what a
+    loss of yours needs. It has the trainer's config but for what stands here.
+    """
 
     model: ModelConfig
-    """Of the policy's vocabulary; its weights are those of ``hf_path`` or, always where it gives values, of
-    ``checkpoint``."""
+    """Of the policy's vocabulary; its weights are those of ``hf_path`` or, always where it gives
+    values, of ``checkpoint``."""
 
     parallelism: ParallelismConfig = field(default_factory=one_rank)
     """Any; its ranks are the product of the degrees."""
@@ -185,8 +200,8 @@ class RoleConfig:
     """Under which name the loss sees these, as ``teacher_logprobs``; empty where it does not."""
 
     reward_weight: Annotated[float, SIGNED] = 0.0
-    """For a reward model, which is one with values: this times its value of the whole completion is added to the
-    task's reward before advantages are computed."""
+    """For a reward model, which is one with values: this times its value of the whole completion is
+    added to the task's reward before advantages are computed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -194,10 +209,12 @@ class EvaluationConfig:
     """Held-out prompts, after training and on the way."""
 
     every: Annotated[int, at_least(0)] = 0
-    """Steps between evaluations on the way, which run behind training; 0 for none. They go to evaluations.jsonl."""
+    """Steps between evaluations on the way, which run behind training; 0 for none. They go to
+    evaluations.jsonl."""
 
     prompts: Annotated[int, at_least(0, 10**7)] = 256
-    """How many, 0 for no evaluation; fewer where the task holds out fewer. A task that holds out none is refused."""
+    """How many, 0 for no evaluation; fewer where the task holds out fewer. A task that holds out
+    none is refused."""
 
     samples: Annotated[int, at_least(0, 10**5)] = 4
     """k of pass@k: completions per prompt at the rollouts' temperature. 0 for greedy alone."""
@@ -205,7 +222,9 @@ class EvaluationConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DeadlineConfig:
-    """How long anything is waited for, in seconds, before the run fails and says what was silent."""
+    """How long anything is waited for, in seconds, before the run fails and says what was
+    silent.
+    """
 
     start: Annotated[float, SECONDS] = 600.0
     """For a mesh to start, imports and model included."""
@@ -217,20 +236,24 @@ class DeadlineConfig:
     """For any sign of life of a rank; one that gives none is treated as dead. 0 asks for none."""
 
     push: Annotated[float, SECONDS] = 60.0
-    """For a policy version to reach the generators, on top of the time of its bytes at weights.min_gb_s."""
+    """For a policy version to reach the generators, on top of the time of its bytes at
+    weights.min_gb_s."""
 
     reward: Annotated[float, SECONDS] = 60.0
     """For the rewards of one group."""
 
 
 Action = Literal["ignore", "warn", "fail"]
-"""What becomes of an alarm: it is counted in any case, a warning is shown, a failure ends the run."""
+"""What becomes of an alarm: it is counted in any case, a warning is shown, a failure ends the
+run."""
 
 
 @dataclass(kw_only=True, slots=True)
 class WatchdogConfig:
-    """What is watched, from which value on it is an alarm, and what becomes of it. Every alarm is counted in the
-    metrics, as ``watchdog/NAME``."""
+    """What is watched, from which value on it is an alarm, and what becomes of it.
+
+    Every alarm is counted in the metrics, as ``watchdog/NAME``.
+    """
 
     stalled: Action = "fail"
     stalled_s: Annotated[float, SECONDS] = 1800.0
@@ -242,7 +265,8 @@ class WatchdogConfig:
 
     starving: Action = "warn"
     starving_share: Annotated[float, between(0, 1)] = 0.9
-    """Share of a step above which the trainer waits for rollouts, starving_steps in a row; only with max_staleness."""
+    """Share of a step above which the trainer waits for rollouts, starving_steps in a row; only
+    with max_staleness."""
     starving_steps: Annotated[int, at_least(1)] = 10
 
     entropy: Action = "warn"
@@ -253,11 +277,12 @@ class WatchdogConfig:
 
     drift: Action = "warn"
     drift_max: Annotated[float, at_least(0, 1e6)] = 0.0
-    """``kl/behaviour``, in nats per token, above which trainer and generators disagree; 0 for none."""
+    """``kl/behaviour``, in nats per token, above which trainer and generators disagree; 0 for
+    none."""
 
     non_finite: Action = "warn"
-    """A metric that is not finite. An update whose gradient norm is not finite is skipped in any case, and more than
-    trainer.max_skipped_steps in a row end the run."""
+    """A metric that is not finite. An update whose gradient norm is not finite is skipped in any
+    case, and more than trainer.max_skipped_steps in a row end the run."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -294,12 +319,13 @@ class RunConfig:
     """
 
     max_restarts: Annotated[int, at_least(0, 10**6)] = 3
-    """Times that a dead mesh, trainer or generator, is started again without progress in between; one more ends the
-    run. Progress is a new checkpoint of the trainer's, a completion of the generator's."""
+    """Times that a dead mesh, trainer or generator, is started again without progress in between;
+    one more ends the run. Progress is a new checkpoint of the trainer's, a completion of the
+    generator's."""
 
     steps: Annotated[int, at_least(1)] = 100
-    """Steps, each on rollout.prompts_per_step prompts: one optimizer step, or as many as algorithm.update_epochs and
-    algorithm.mini_batch make of it."""
+    """Steps, each on rollout.prompts_per_step prompts: one optimizer step, or as many as
+    algorithm.update_epochs and algorithm.mini_batch make of it."""
 
     seed: Annotated[int, at_least(0, 2**63 - 1)] = 0
     """Of the initial weights, the order of prompts and every completion."""

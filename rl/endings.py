@@ -10,7 +10,15 @@ from types import FrameType
 
 from rl.config import RunConfig
 from rl.controller.loop import Controller
-from rl.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, ActorFailure, RunError, end_program, said_by
+from rl.errors import (
+    EXIT_AGAIN,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ActorFailure,
+    RunError,
+    end_program,
+    said_by,
+)
 from rl.frames import place_of
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
@@ -34,11 +42,14 @@ class GoingOn:
 
     def __str__(self) -> str:
         step = self.saved
-        return f"{f'go on from step {step}' if step else 'nothing is saved; start again'} with: {self.command}"
+        way = f"go on from step {step}" if step else "nothing is saved; start again"
+        return f"{way} with: {self.command}"
 
 
 class Interrupts:
-    """The first signal has the run finish its step, save and leave; Ctrl-C after it ends the program at once."""
+    """The first signal has the run finish its step, save and leave; Ctrl-C after it ends the
+    program at once.
+    """
 
     def __init__(self, controller: Controller, progress: Progress, going_on: GoingOn):
         self.name, self.exit_code = "", EXIT_INTERRUPTED
@@ -46,11 +57,16 @@ class Interrupts:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup(1)
-                signal.signal(number, self._receive)  # the loop's own handlers wait for a step that blocks the loop
+                signal.signal(
+                    number, self._receive
+                )  # the loop's own handlers wait for a step that blocks the loop
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.name and number == signal.SIGINT:
-            text = f"\nleft at once: what came after step {self._going_on.saved} is lost; {self._going_on}\n"
+            text = (
+                f"\nleft at once: what came after step {self._going_on.saved} is lost; "
+                f"{self._going_on}\n"
+            )
             with contextlib.suppress(OSError):  # the terminal is gone
                 os.write(2, text.encode())  # print may be what was interrupted
             end_program(EXIT_INTERRUPTED)  # the processes of the run end with their parent
@@ -71,11 +87,17 @@ class Interrupts:
             controller.leave()
         elif self._task is not None:
             self._task.cancel()
-        self._progress.note(f"{self.name}: {first}; Ctrl-C {'again ' * (self.name == 'SIGINT')}leaves at once")
+        self._progress.note(
+            f"{self.name}: {first}; Ctrl-C {'again ' * (self.name == 'SIGINT')}leaves at once"
+        )
 
 
 def fail(
-    error: BaseException, controller: Controller | None, record: RunRecord, progress: Progress, going_on: GoingOn
+    error: BaseException,
+    controller: Controller | None,
+    record: RunRecord,
+    progress: Progress,
+    going_on: GoingOn,
 ) -> int:
     """Say what failed, on the screen before ``failure.json``; returns the exit code."""
     failure = _facts(error, controller)

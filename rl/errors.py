@@ -16,11 +16,14 @@ CLEAN_UP_S = 5
 
 
 at_end: list[Callable[[], None]] = []
-"""Clean-ups that ``end_program`` calls: they remove what would outlive the process. What they raise is ignored."""
+"""Clean-ups that ``end_program`` calls: they remove what would outlive the process. What they raise
+is ignored."""
 
 
 def end_program(code: int) -> NoReturn:
-    """End this process with ``code`` at once; Python would first take torch apart, for more than a second."""
+    """End this process with ``code`` at once; Python would first take torch apart, for more than a
+    second.
+    """
     signal.alarm(CLEAN_UP_S)  # ends the process if a clean-up hangs, as on storage that is away
     for clean_up in [*at_end, sys.stdout.flush, sys.stderr.flush]:
         with contextlib.suppress(Exception):
@@ -33,13 +36,17 @@ class ConfigError(ValueError):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ConfigError, which names field, value and what is allowed, unless ``condition`` holds."""
+    """Raise ConfigError, which names field, value and what is allowed, unless ``condition``
+    holds.
+    """
     if not condition:
         raise ConfigError(message)
 
 
 def shown(value: object, longest: int = 200) -> str:
-    """``repr(value)``, cut to ``longest`` characters; values of the user's classes may raise in theirs."""
+    """``repr(value)``, cut to ``longest`` characters; values of the user's classes may raise in
+    theirs.
+    """
     try:
         text = repr(value)
     except Exception:
@@ -71,7 +78,9 @@ class RunError(RuntimeError):
 
 @contextlib.contextmanager
 def naming(code: str) -> Iterator[None]:
-    """Raise RunError, which says that ``code`` raised and where, for anything that the user's code raises within."""
+    """Raise RunError, which says that ``code`` raised and where, for anything that the user's code
+    raises within.
+    """
     try:
         yield
     except RunError:
@@ -81,7 +90,9 @@ def naming(code: str) -> Iterator[None]:
 
 
 class NodeLost(RunError):
-    """A node did not come up or has gone; the run can go on from its newest checkpoint on other nodes."""
+    """A node did not come up or has gone; the run can go on from its newest checkpoint on other
+    nodes.
+    """
 
     exit_code = EXIT_AGAIN
 
@@ -93,9 +104,19 @@ class FolderInUse(RunError):
 
 
 class ActorFailure(RunError):
-    """A rank of a mesh died, gave no answer in time, or raised; the message says what it was doing."""
+    """A rank of a mesh died, gave no answer in time, or raised; the message says what it
+    was doing.
+    """
 
-    def __init__(self, message: str, *, actor: str, rank: int, call: str, kind: Literal["died", "silent", "raised"]):
+    def __init__(
+        self,
+        message: str,
+        *,
+        actor: str,
+        rank: int,
+        call: str,
+        kind: Literal["died", "silent", "raised"],
+    ):
         super().__init__(message)
         self.actor, self.rank, self.call, self.kind = actor, rank, call, kind
 

@@ -9,18 +9,25 @@ from pathlib import Path
 
 from rl.errors import ConfigError
 
-_FOREIGN = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent), "<")
+_FOREIGN = (
+    *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parent),
+    "<",
+)
 """Paths of code that is not the user's: Python, its packages, Tiller, and code without a file."""
 
 
 def place_of(error: BaseException) -> str:
-    """Return file, line and function of the innermost frame of the user's own code, else of the innermost frame.
+    """Return file, line and function of the innermost frame of the user's own code, else of the
+    innermost frame.
 
     Frames of another process count too, which an error of a call to that process has in its text.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
-    frames = re.findall(r'File "(.+)", line (\d+), in (.+)', "".join(traceback.format_exception(error)))
+    frames = re.findall(
+        r'File "(.+)", line (\d+), in (.+)', "".join(traceback.format_exception(error))
+    )
     users = [frame for frame in frames if not frame[0].startswith(_FOREIGN)]
     for file, line, function in (users or frames)[-1:]:
         return f"{file}, line {line}, in {function}"
@@ -30,12 +37,16 @@ def place_of(error: BaseException) -> str:
 def users_error(what: str, error: BaseException) -> ConfigError:
     """Return the ConfigError that says where the user's code raised ``error``, and what."""
     text = (error.msg if isinstance(error, SyntaxError) else _text(error)) or "no message"
-    return ConfigError(f"{what}: {place_of(error)}: {type(error).__name__}: {text}; correct it there")
+    return ConfigError(
+        f"{what}: {place_of(error)}: {type(error).__name__}: {text}; correct it there"
+    )
 
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Turn whatever the user's code raises within the block, other than ConfigError, into one that names the line."""
+    """Turn whatever the user's code raises within the block, other than ConfigError, into one that
+    names the line.
+    """
     try:
         yield
     except ConfigError:

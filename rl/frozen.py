@@ -31,16 +31,22 @@ def frozen(value: Any) -> Any:
         return {str(k): frozen(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [frozen(v) for v in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else {"repr": repr(value)}
+    return (
+        value if isinstance(value, (str, int, float, bool, type(None))) else {"repr": repr(value)}
+    )
 
 
 def thawed(data: Any, kind: Any = RunConfig, name: str = "config") -> Any:
     """Return the value of type ``kind`` that ``frozen`` made ``data`` of.
 
-    Raises ConfigError, naming the field, for what has no form in JSON and for data of another version of its code.
+    Raises ConfigError, naming the field, for what has no form in JSON and for data of another
+    version of its code.
     """
     if isinstance(data, dict) and data.keys() == {"repr"}:
-        raise ConfigError(f"{name}: {data['repr']} cannot be read from a frozen config: let a config function make it")
+        raise ConfigError(
+            f"{name}: {data['repr']} cannot be read from a frozen config: let a config function "
+            "make it"
+        )
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     parts = tuple(each for each in kinds if _is_part(each))
     if isinstance(data, dict) and "type" in data and parts:
@@ -62,20 +68,29 @@ def thawed(data: Any, kind: Any = RunConfig, name: str = "config") -> Any:
 
 
 def _thawed_dataclass(data: Any, kind: type, name: str) -> Any:
-    require(isinstance(data, dict), f"{name} is {data!r}; it must be an object with the fields of {kind.__qualname__}")
+    require(
+        isinstance(data, dict),
+        f"{name} is {data!r}; it must be an object with the fields of {kind.__qualname__}",
+    )
     types, fields = get_type_hints(kind), dataclasses.fields(kind)  # type: ignore[arg-type]
     unknown = sorted(data.keys() - {field.name for field in fields})
-    require(not unknown, f"{name} has the fields {unknown}, which {kind.__qualname__} has not: another version's?")
-    values = {field: thawed(value, types[field], f"{name}.{field}") for field, value in data.items()}
+    require(
+        not unknown,
+        f"{name} has the fields {unknown}, which {kind.__qualname__} has not: another version's?",
+    )
+    values = {
+        field: thawed(value, types[field], f"{name}.{field}") for field, value in data.items()
+    }
     with users_code(f"{name} cannot be made"):
         return kind(**values)
 
 
 def find_part(path: str, kinds: tuple[type, ...], name: str) -> type:
-    """Return the Config class of the given ``path``, such as ``rl.tasks.copy_digits.CopyDigits.Config``.
+    """Return the Config class of the given ``path``, such as
+    ``rl.tasks.copy_digits.CopyDigits.Config``.
 
-    A module is imported only if its source defines that class. Raises ConfigError, naming the field, unless the class
-    exists and is one of ``kinds``, or a subclass.
+    A module is imported only if its source defines that class. Raises ConfigError, naming the
+    field, unless the class exists and is one of ``kinds``, or a subclass.
     """
     names = path.split(".") if isinstance(path, str) else []
     names = names if all(each.isidentifier() for each in names) else []
@@ -90,13 +105,18 @@ def find_part(path: str, kinds: tuple[type, ...], name: str) -> type:
     allowed = " or ".join(kind.__qualname__ for kind in kinds)
     require(
         isinstance(found, type) and issubclass(found, kinds),
-        f"{name}.type is {path!r}; it must name a {allowed}, or a subclass in a module on PYTHONPATH",
+        (
+            f"{name}.type is {path!r}; it must name a {allowed}, or a subclass in a module on "
+            "PYTHONPATH"
+        ),
     )
     return found
 
 
 def _module_of(names: Sequence[str]) -> tuple[str, ModuleSpec | None]:
-    """Return the longest module name that ``names`` begin with, found without importing its packages."""
+    """Return the longest module name that ``names`` begin with, found without importing its
+    packages.
+    """
     found, spec = "", None
     for name in names:
         longer = f"{found}.{name}" if found else name
@@ -112,8 +132,14 @@ def _module_of(names: Sequence[str]) -> tuple[str, ModuleSpec | None]:
 
 
 def _defines(spec: ModuleSpec | None, names: Sequence[str]) -> bool:
-    """Whether the source of a module has a class of the last name, with a base, in classes of the names before."""
-    source = spec.loader.get_source(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
+    """Whether the source of a module has a class of the last name, with a base, in classes of the
+    names before.
+    """
+    source = (
+        spec.loader.get_source(spec.name)
+        if spec and isinstance(spec.loader, InspectLoader)
+        else None
+    )
     nodes: list[ast.AST] = [ast.parse(source, spec.origin or "")] if spec and source else []
     for name in names:
         inside = (inner for node in nodes for inner in ast.walk(node))
@@ -128,7 +154,9 @@ def _is_part(kind: Any) -> bool:
 def _takes(kind: Any, data: Any) -> bool:
     """Whether ``data`` may be of ``kind``, one of several."""
     if dataclasses.is_dataclass(kind):
-        return isinstance(data, dict) and data.keys() == {field.name for field in dataclasses.fields(kind)}
+        return isinstance(data, dict) and data.keys() == {
+            field.name for field in dataclasses.fields(kind)
+        }
     return isinstance(data, list) and get_origin(kind) in (list, tuple)
 
 
@@ -139,6 +167,8 @@ def changed_fields(before: Any, after: Any, name: str = "") -> list[str]:
         return [
             change
             for key in names
-            for change in changed_fields(before.get(key), after.get(key), f"{name}.{key}" if name else key)
+            for change in changed_fields(
+                before.get(key), after.get(key), f"{name}.{key}" if name else key
+            )
         ]
     return [] if before == after else [f"{name}: {before} → {after}"]

@@ -72,12 +72,17 @@ class Meshes:
 
     def describe(self) -> str:
         """What is being started."""
-        generator, replicas = self._config.generator.tensor_parallel_degree, self._config.generator.replicas
+        generator, replicas = (
+            self._config.generator.tensor_parallel_degree,
+            self._config.generator.replicas,
+        )
         models = ", ".join(f"{model.name} ({model.ranks} ranks)" for model in self.models.values())
         return f"starting {models} and generators ({replicas} x {generator})"
 
     async def close(self) -> None:
-        """Let every engine clean up; a generator that cannot any more has nothing that the run still needs."""
+        """Let every engine clean up; a generator that cannot any more has nothing that the run
+        still needs.
+        """
         models = asyncio.gather(*(model.close() for model in self.models.values()))
         running = [mesh.close() for mesh in self._generators if mesh.is_running]
         await asyncio.gather(*running, self.rewards.stop(), return_exceptions=True)
@@ -86,4 +91,6 @@ class Meshes:
     async def stop(self) -> None:
         """End every process of the run."""
         models = [model.stop() for model in self.models.values()]
-        await asyncio.gather(*models, self.rewards.stop(), *(mesh.stop() for mesh in self._generators))
+        await asyncio.gather(
+            *models, self.rewards.stop(), *(mesh.stop() for mesh in self._generators)
+        )

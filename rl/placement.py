@@ -10,12 +10,17 @@ from rl.types import Place
 class Placement:
     """The places of all meshes, among the run's ``nodes``, hosts of ``gpus`` GPUs each.
 
-    GPUs go to the trainer, the reference, the critic, other roles and the generators, in this order, unless the config
-    has some of them share theirs; where there are too few, they are shared in any case. Hosts without GPUs are shared.
+    GPUs go to the trainer, the reference, the critic, other roles and the generators, in this
+    order, unless the config has some of them share theirs; where there are too few, they are shared
+    in any case. Hosts without GPUs are shared.
     """
 
     def __init__(self, config: RunConfig, gpus: int):
-        self._generator, self._gpus, self._trainer_nodes = config.generator, gpus, config.trainer.nodes
+        self._generator, self._gpus, self._trainer_nodes = (
+            config.generator,
+            gpus,
+            config.trainer.nodes,
+        )
         self._taken = [0] * config.trainer.nodes
         self.models: dict[str, Place] = {}
         """By role."""
@@ -31,7 +36,9 @@ class Placement:
         before = 0 if own else self._taken[host]
         first = self._trainer_nodes if own else 0
         return Place(
-            first_host=first + host, ranks=ranks, first_device=self._first_device(before + ranks * turn, ranks)
+            first_host=first + host,
+            ranks=ranks,
+            first_device=self._first_device(before + ranks * turn, ranks),
         )
 
     def _place(self, ranks: int, *, shared: bool) -> Place:

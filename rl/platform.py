@@ -1,4 +1,6 @@
-"""Where this process computes: its device, told to torchtitan before that looks for itself, and its host."""
+"""Where this process computes: its device, told to torchtitan before that looks for itself, and its
+host.
+"""
 
 import os
 import socket
@@ -18,7 +20,7 @@ def select_device() -> None:
         return
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.") and hasattr(module, "device_type"):
-            module.device_type, module.device_module = "cpu", torch.cpu  # type: ignore[attr-defined]
+            vars(module).update(device_type="cpu", device_module=torch.cpu)
 
 
 def device_type() -> str:
@@ -37,6 +39,8 @@ def device_name() -> str:
 
 
 def memory_domain() -> str:
-    """Equal for processes that can map each other's memory: one boot of one host, one PID namespace."""
+    """Equal for processes that can map each other's memory: one boot of one host, one PID
+    namespace.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}/{boot[:8]}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -15,12 +15,16 @@ _PLAIN = dict(zip("▁▂▃▄▅▆▇█━─│┤└·•→…", [*"_.,-=
 
 def is_starting() -> bool:
     """Whether ``python -m rl.NAME`` is what imports this package."""
-    return sys.argv[:1] == ["-m"] and any(each.removeprefix("-m").startswith("rl.") for each in sys.orig_argv[1:])
+    return sys.argv[:1] == ["-m"] and any(
+        each.removeprefix("-m").startswith("rl.") for each in sys.orig_argv[1:]
+    )
 
 
 def begin() -> None:
     """Have Ctrl-C end the program, whatever is being imported, and no output fail it."""
-    signal.signal(signal.SIGINT, _interrupt)  # no import can catch it, as it could a KeyboardInterrupt
+    signal.signal(
+        signal.SIGINT, _interrupt
+    )  # no import can catch it, as it could a KeyboardInterrupt
     codecs.register_error("plain", _plain)
     for number in range(3):
         try:
@@ -33,8 +37,8 @@ def begin() -> None:
 def steady(stream: TextIO | None, number: int) -> TextIO:
     """Return a stream like ``stream``, to descriptor ``number``, that cannot fail.
 
-    What a closed pipe, a full disk or a terminal that is gone does not take is lost; characters that the encoding lacks
-    are replaced.
+    What a closed pipe, a full disk or a terminal that is gone does not take is lost; characters
+    that the encoding lacks are replaced.
     """
     raw = _Lossy(number, "w", closefd=False)
     through = stream is not None and getattr(stream, "write_through", False)
@@ -60,7 +64,8 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     plain = (
-        _PLAIN.get(each, "*" if "\u2800" <= each <= "\u28ff" else "?") for each in error.object[error.start : error.end]
+        _PLAIN.get(each, "*" if "\u2800" <= each <= "\u28ff" else "?")
+        for each in error.object[error.start : error.end]
     )
     return "".join(plain), error.end
 

@@ -46,7 +46,9 @@ def roles_of(config: RunConfig) -> dict[str, Role]:
 def _reference_config(config: RunConfig) -> TrainerConfig:
     """The trainer's, in the reference's layout, and with no checkpoint of its own to go on from."""
     checkpoint = dataclasses.replace(config.trainer.checkpoint, folder="reference", enable=False)
-    return dataclasses.replace(config.trainer, parallelism=config.reference.parallelism, checkpoint=checkpoint)
+    return dataclasses.replace(
+        config.trainer, parallelism=config.reference.parallelism, checkpoint=checkpoint
+    )
 
 
 def _role_config(config: RunConfig, name: str) -> TrainerConfig:
@@ -60,7 +62,9 @@ def _role_config(config: RunConfig, name: str) -> TrainerConfig:
         initial_load_model_only=True,
         initial_load_in_hf=False,
     )
-    return dataclasses.replace(config.trainer, parallelism=role.parallelism, checkpoint=checkpoint, lora=None)
+    return dataclasses.replace(
+        config.trainer, parallelism=role.parallelism, checkpoint=checkpoint, lora=None
+    )
 
 
 def _critic_config(config: RunConfig) -> TrainerConfig:
@@ -71,7 +75,8 @@ def _critic_config(config: RunConfig) -> TrainerConfig:
         trainer.checkpoint,
         folder="critic",
         initial_load_path=None,
-        async_mode="disabled",  # it must be complete when the trainer's is, which says where the run is
+        # it must be complete when the trainer's is, which says where the run is
+        async_mode="disabled",
         keep_latest_k=keep + 1 if keep else 0,  # also what was saved before the trainer came to it
     )
     return dataclasses.replace(

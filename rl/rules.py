@@ -8,7 +8,9 @@ YEAR_S = 366 * 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Range of a numeric field: ``least`` to ``most``, both included unless ``above`` or ``below`` is set."""
+    """Range of a numeric field: ``least`` to ``most``, both included unless ``above`` or ``below``
+    is set.
+    """
 
     least: float
     most: float

@@ -27,15 +27,16 @@ from rl.observe.record import RunRecord
 from rl.tasks.base import Task
 
 NOTHING_LEARNED = (
-    "every gradient was 0 or not finite, or the learning rate was 0; see trainer/grad_norm, trainer/skipped_steps and "
-    "reward/flat_groups in metrics.jsonl"
+    "every gradient was 0 or not finite, or the learning rate was 0; see trainer/grad_norm, "
+    "trainer/skipped_steps and reward/flat_groups in metrics.jsonl"
 )
 
 
 def run(arguments: list[str], *, program: str) -> int:
     """Run the training that the command line asks for; returns the exit code.
 
-    Raises ConfigError before anything has started, RunError if the run folder cannot be written or is in use.
+    Raises ConfigError before anything has started, RunError if the run folder cannot be written or
+    is in use.
     """
     name, config = parse_config(arguments, program=program)
     check_algorithm(config)
@@ -65,18 +66,27 @@ def _run(name: str, config: RunConfig, task: Task, owner: FolderOwner, command: 
             for change in changes:
                 if not change.startswith(("resume:", "quiet:", "output_dir:")):
                     progress.note(f"resuming with another {change}")
-            gc.freeze()  # a full collection would go through all that was imported, and halt the loop for 0.3 s
-            outcome = asyncio.run(_supervised(config, task, hosts, nodes.lost(there), record, progress, going_on))
+            # a full collection would go through all that was imported, and halt the loop for 0.3 s
+            gc.freeze()
+            outcome = asyncio.run(
+                _supervised(config, task, hosts, nodes.lost(there), record, progress, going_on)
+            )
         stop_runtime()
         if isinstance(outcome, int):
             return outcome
         _conclude(record, outcome, progress)
         if outcome["steps_learned"] == 0:
-            raise RunError(f"none of {outcome['steps']} steps changed the weights: {NOTHING_LEARNED}")
+            raise RunError(
+                f"none of {outcome['steps']} steps changed the weights: {NOTHING_LEARNED}"
+            )
         return 0
     except ConfigError:
         raise
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the last two from the user's own code
+    except (
+        Exception,
+        SystemExit,
+        KeyboardInterrupt,
+    ) as error:  # the last two from the user's own code
         return fail(error, None, record, progress, going_on)
 
 
@@ -98,7 +108,13 @@ async def _supervised(
     """Return the summary, or the exit code of a run that ended early; leaves no process behind."""
     meshes = Meshes(config, hosts, record.folder, progress.warn)
     controller = Controller(
-        config, task, Dispatch(meshes.models, meshes.shared), meshes.generator, meshes.rewards, record, progress
+        config,
+        task,
+        Dispatch(meshes.models, meshes.shared),
+        meshes.generator,
+        meshes.rewards,
+        record,
+        progress,
     )
     interrupts = Interrupts(controller, progress, going_on)
     try:
@@ -129,8 +145,9 @@ def _check_hosts(config: RunConfig, there: int) -> None:
     config.hardware.require_here()
     require(
         config.nodes <= there,
-        f"trainer.nodes={config.trainer.nodes} and generator.nodes={config.generator.nodes} need {config.nodes} nodes; "
-        f"this run has {there}: start it by python -m rl.launch slurm, or give --trainer.nodes 1 --generator.nodes 0",
+        f"trainer.nodes={config.trainer.nodes} and generator.nodes={config.generator.nodes} need "
+        f"{config.nodes} nodes; this run has {there}: start it by python -m rl.launch slurm, or "
+        "give --trainer.nodes 1 --generator.nodes 0",
     )
 
 

@@ -37,24 +37,32 @@ class StepFolders:
         return [step for step in self.steps() if not self._is_complete(step)]
 
     def make(self, step: int) -> None:
-        """Make a folder for checkpoint ``step`` that is empty but for the controller's file, if that is written.
+        """Make a folder for checkpoint ``step`` that is empty but for the controller's file, if
+        that is written.
 
         Raises RunError if it has a complete one: written over, it would look complete before it is.
         """
         if self._is_complete(step):
-            raise RunError(f"{self.name(step)} is there and complete: delete {self.path(step)} to write it again")
+            raise RunError(
+                f"{self.name(step)} is there and complete: delete {self.path(step)} to write it "
+                "again"
+            )
         self.path(step).mkdir(parents=True, exist_ok=True)
         for path in self.path(step).iterdir():
             if path.name != ROLLOUTS:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def sync(self, step: int) -> None:
-        """Return when the names of all files of checkpoint ``step``, whose content is on disk, are on disk too."""
+        """Return when the names of all files of checkpoint ``step``, whose content is on disk, are
+        on disk too.
+        """
         for folder in (self.path(step), self.folder, self.folder.parent):
             sync_folder(folder)
 
     def purge(self, keep: int) -> None:
-        """Delete all but the ``keep`` newest complete checkpoints (0: none), and incomplete ones before the newest."""
+        """Delete all but the ``keep`` newest complete checkpoints (0: none), and incomplete ones
+        before the newest.
+        """
         complete = self.complete()
         kept = complete[-keep:]
         for step in self.steps():
@@ -72,7 +80,9 @@ class StepFolders:
         if metadata.exists():
             metadata.unlink()
             sync_folder(self.path(step))
-        shutil.rmtree(self.path(step), ignore_errors=True)  # what resists is incomplete: the next purge tries again
+        shutil.rmtree(
+            self.path(step), ignore_errors=True
+        )  # what resists is incomplete: the next purge tries again
 
     def _is_complete(self, step: int) -> bool:
         return (self.path(step) / ".metadata").is_file()
@@ -81,5 +91,9 @@ class StepFolders:
         """Steps of all checkpoints, complete or not, oldest first."""
         if not self.folder.is_dir():
             return []
-        names = (re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.iterdir() if path.is_dir())
+        names = (
+            re.fullmatch(r"step-(\d+)", path.name)
+            for path in self.folder.iterdir()
+            if path.is_dir()
+        )
         return sorted(int(name[1]) for name in names if name)

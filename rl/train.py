@@ -1,6 +1,7 @@
 """The program: parse, provision, run, exit code.
 
-Exit codes: 0 done, 1 failed, 2 the config or its input cannot work, 75 to be started again, 128 + n ended by signal n.
+Exit codes: 0 done, 1 failed, 2 the config or its input cannot work, 75 to be started again, 128 + n
+ended by signal n.
 """
 
 import sys

@@ -7,12 +7,15 @@ from typing import Literal
 import torch
 
 Head = Literal["logprobs", "values"]
-"""What a model ends in: a policy in log-probs of given tokens, a critic in what it expects before each."""
+"""What a model ends in: a policy in log-probs of given tokens, a critic in what it expects before
+each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the ranks of a mesh are: in order over ``hosts`` of the run's hosts, from ``first_host`` on."""
+    """Where the ranks of a mesh are: in order over ``hosts`` of the run's hosts, from
+    ``first_host`` on.
+    """
 
     first_host: int = 0
     hosts: int = 1
@@ -45,7 +48,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 mean no cut."""
+    """How tokens are drawn.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 mean no cut.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -121,7 +127,9 @@ class Batch:
         return self.weights > 0
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """A column that has ``values`` where tokens have weight above 0, one for each of these, and 0 elsewhere."""
+        """A column that has ``values`` where tokens have weight above 0, one for each of these, and
+        0 elsewhere.
+        """
         column = torch.zeros(len(self.tokens))
         column[self.counted] = values
         return column

@@ -1,6 +1,7 @@
 """Write a tiny random Qwen3 in Hugging Face form and arithmetic word problems to train it on.
 
-Usage: python scripts/make_tiny_model.py --model-dir DIR --data FILE [--lines 200] [--seed 0] [--untied] [--experts 4]
+Usage: python scripts/make_tiny_model.py --model-dir DIR --data FILE [--lines 200] [--seed 0]
+[--untied] [--experts 4]
 
 No download: the tokenizer is trained on the problems. The same seed writes the same bytes.
 """
@@ -42,9 +43,14 @@ def gives_away(rng: random.Random) -> tuple[str, str]:
     has, buys = rng.randint(2, 20), rng.randint(2, 20)
     gives = rng.randint(1, has + buys)
     total = has + buys
-    question = f"{name} has {has} {thing}, buys {buys} more and gives {gives} away. How many {thing} are left?"
+    question = (
+        f"{name} has {has} {thing}, buys {buys} more and gives {gives} away. How many {thing} are "
+        "left?"
+    )
     left = total - gives
-    steps = f"{name} has {has} + {buys} = {total} {thing}.\nThen {total} - {gives} = {left} are left."
+    steps = (
+        f"{name} has {has} + {buys} = {total} {thing}.\nThen {total} - {gives} = {left} are left."
+    )
     return question, f"{steps}\n#### {left}"
 
 
@@ -52,8 +58,14 @@ def fills_boxes(rng: random.Random) -> tuple[str, str]:
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     boxes, each, loose = rng.randint(2, 9), rng.randint(2, 9), rng.randint(1, 9)
     packed, total = boxes * each, boxes * each + loose
-    question = f"{name} fills {boxes} boxes with {each} {thing} each and keeps {loose} more. How many {thing} in all?"
-    steps = f"The boxes hold {boxes} * {each} = {packed} {thing}.\nWith the rest, {packed} + {loose} = {total}."
+    question = (
+        f"{name} fills {boxes} boxes with {each} {thing} each and keeps {loose} more. How many "
+        f"{thing} in all?"
+    )
+    steps = (
+        f"The boxes hold {boxes} * {each} = {packed} {thing}.\nWith the rest, {packed} + "
+        f"{loose} = {total}."
+    )
     return question, f"{steps}\n#### {total}"
 
 
@@ -61,7 +73,10 @@ def shares(rng: random.Random) -> tuple[str, str]:
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     friends, each = rng.randint(2, 9), rng.randint(2, 9)
     total = friends * each
-    question = f"{name} shares {total} {thing} equally among {friends} friends. How many {thing} does each friend get?"
+    question = (
+        f"{name} shares {total} {thing} equally among {friends} friends. How many {thing} does "
+        "each friend get?"
+    )
     return question, f"Each friend gets {total} / {friends} = {each} {thing}.\n#### {each}"
 
 
@@ -69,8 +84,14 @@ def compares(rng: random.Random) -> tuple[str, str]:
     one, other = rng.sample(NAMES, 2)
     thing, few, times = rng.choice(THINGS), rng.randint(2, 12), rng.randint(2, 5)
     many, total = few * times, few * times + few
-    question = f"{one} has {few} {thing}. {other} has {times} times as many. How many {thing} do they have together?"
-    steps = f"{other} has {few} * {times} = {many} {thing}.\nTogether they have {few} + {many} = {total}."
+    question = (
+        f"{one} has {few} {thing}. {other} has {times} times as many. How many {thing} do they "
+        "have together?"
+    )
+    steps = (
+        f"{other} has {few} * {times} = {many} {thing}.\nTogether they have {few} + {many} "
+        f"= {total}."
+    )
     return question, f"{steps}\n#### {total}"
 
 
@@ -99,21 +120,35 @@ def train_tokenizer(problems: list[dict[str, str]]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     # Roles and instruction are in every prompt, so they deserve tokens of their own.
-    texts = [f"system\nuser\nassistant\n{row['question']}\n{INSTRUCTION}\n{row['answer']}" for row in problems]
+    texts = [
+        f"system\nuser\nassistant\n{row['question']}\n{INSTRUCTION}\n{row['answer']}"
+        for row in problems
+    ]
     bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, tied: bool, experts: int) -> PreTrainedModel:
-    """Random fp32 weights; the vocabulary is rounded up to a multiple of 8 for tensor parallelism."""
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, tied: bool, experts: int
+) -> PreTrainedModel:
+    """Random fp32 weights; the vocabulary is rounded up to a multiple of 8 for tensor
+    parallelism.
+    """
     torch.manual_seed(seed)
     stop_token_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     kind, sizes = Qwen3Config, {}
     if experts:
         kind = Qwen3MoeConfig
-        sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+        sizes = {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "norm_topk_prob": True,
+        }
     config = kind(
         **sizes,
         vocab_size=-(-len(tokenizer) // 8) * 8,
@@ -130,18 +165,28 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, tied: bool, expert
         dtype="float32",
     )
     model = AutoModelForCausalLM.from_config(config)
-    model.generation_config = GenerationConfig(eos_token_id=stop_token_ids, pad_token_id=stop_token_ids[1])
+    model.generation_config = GenerationConfig(
+        eos_token_id=stop_token_ids, pad_token_id=stop_token_ids[1]
+    )
     return model
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model-dir", type=Path, required=True, help="folder to write the model and tokenizer to")
-    parser.add_argument("--data", type=Path, required=True, help="JSONL file to write the problems to")
+    parser.add_argument(
+        "--model-dir", type=Path, required=True, help="folder to write the model and tokenizer to"
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="JSONL file to write the problems to"
+    )
     parser.add_argument("--lines", type=int, default=200, help="how many problems")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--untied", action="store_true", help="give the output head weights of its own")
-    parser.add_argument("--experts", type=int, default=0, help="experts in each layer, of which a token takes two")
+    parser.add_argument(
+        "--untied", action="store_true", help="give the output head weights of its own"
+    )
+    parser.add_argument(
+        "--experts", type=int, default=0, help="experts in each layer, of which a token takes two"
+    )
     args = parser.parse_args(argv)
     if not 2 <= args.lines <= 10_000:
         parser.error(f"--lines: {args.lines} is not between 2 and 10000")

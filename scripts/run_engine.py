@@ -1,10 +1,10 @@
-r"""The training engine by itself, for profiling and debugging: no actors, no generator, random batches.
+r"""Run the training engine by itself, for profiling and debugging, on random batches.
 
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 scripts/run_engine.py --config quickstart --steps 10 \
     --trainer.parallelism.data_parallel_shard_degree 2 [--profile DIR]
 
-Takes a config by name and any override, as ``python -m rl.train`` does. Weights are random too: of a Hugging
-Face folder only the sizes are read.
+Takes a config by name and any override, as ``python -m rl.train`` does. Weights are random too: of
+a Hugging Face folder only the sizes are read.
 """
 
 import argparse
@@ -31,32 +31,44 @@ from rl.types import Batch
 
 def main() -> int:
     """Run on one rank; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="trace one step more, to DIR/rank-N.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--profile", type=Path, metavar="DIR", help="trace one step more, to DIR/rank-N.json"
+    )
     arguments, overrides = parser.parse_known_args()
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "no")
     try:
         _, config = parse_config(overrides, program="torchrun scripts/run_engine.py")
         if ranks != str(config.trainer.ranks):
             raise ConfigError(
-                f"torchrun started {ranks} ranks, but the config's parallelism degrees come to {config.trainer.ranks}: "
-                f"give torchrun --nproc-per-node {config.trainer.ranks}, or change --trainer.parallelism.*_degree"
+                f"torchrun started {ranks} ranks, but the config's parallelism degrees come to "
+                f"{config.trainer.ranks}: give torchrun --nproc-per-node {config.trainer.ranks}, "
+                "or change --trainer.parallelism.*_degree"
             )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
 
-    engine = TrainingEngine(config.trainer, config.model, seed=config.seed, steps=config.steps + 1, folder="runs")
+    engine = TrainingEngine(
+        config.trainer, config.model, seed=config.seed, steps=config.steps + 1, folder="runs"
+    )
     speeds = []
     for step in range(1, config.steps + 1):
         batch, start = random_batch(config, seed=step), time.perf_counter()
         metrics = train(engine, batch, config)
         speeds.append(int(batch.lengths.sum()) / (time.perf_counter() - start))
         if rank == "0":
-            numbers = f"loss {metrics['loss/mean']:+.4f}  grad norm {metrics['trainer/grad_norm']:.4f}"
+            numbers = (
+                f"loss {metrics['loss/mean']:+.4f}  grad norm {metrics['trainer/grad_norm']:.4f}"
+            )
             print(f"step {step}  {numbers}  {speeds[-1]:,.0f} tokens/s", flush=True)
     if rank == "0":
-        print(f"mean after the first step: {statistics.mean(speeds[1:] or speeds):,.0f} tokens/s", flush=True)
+        print(
+            f"mean after the first step: {statistics.mean(speeds[1:] or speeds):,.0f} tokens/s",
+            flush=True,
+        )
     if arguments.profile is not None:
         arguments.profile.mkdir(parents=True, exist_ok=True)
         with profile() as trace:
@@ -67,7 +79,9 @@ def main() -> int:
 
 
 def random_batch(config: RunConfig, seed: int) -> Batch:
-    """The sequences of one step of ``config``: random tokens, prompts and completions of random lengths."""
+    """The sequences of one step of ``config``: random tokens, prompts and completions of random
+    lengths.
+    """
     draw = torch.Generator().manual_seed(seed)
     vocab_size, count = shape_of(config.model).vocab_size, config.rollout.prompts_per_step
     count *= config.rollout.samples_per_prompt
@@ -80,8 +94,15 @@ def random_batch(config: RunConfig, seed: int) -> Batch:
     return Batch(
         tokens=torch.randint(vocab_size, owner.shape, generator=draw),
         lengths=prompts + completions,
-        weights=token_weights(completions, config.algorithm.loss.reduction, config.rollout.max_tokens)[owner] * spoken,
-        columns={"advantages": advantages, "behaviour_logprobs": uniform, "reference_logprobs": uniform},
+        weights=token_weights(
+            completions, config.algorithm.loss.reduction, config.rollout.max_tokens
+        )[owner]
+        * spoken,
+        columns={
+            "advantages": advantages,
+            "behaviour_logprobs": uniform,
+            "reference_logprobs": uniform,
+        },
     )
 
 

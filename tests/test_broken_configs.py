@@ -23,7 +23,9 @@ from rl.tasks.copy_digits import CopyDigits
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Write a user's module of a fresh name; returns a function of its source that returns the name."""
+    """Write a user's module of a fresh name; returns a function of its source that returns the
+    name.
+    """
     monkeypatch.syspath_prepend(tmp_path)
     name = f"broken_{tmp_path.name}".replace("-", "_")
 
@@ -83,7 +85,10 @@ def test_a_function_that_returns_no_run_config_is_named(module, returned):
 
 
 def test_a_config_of_wrong_types_is_refused_by_field(module):
-    source = "def mine() -> RunConfig:\n    return RunConfig(data=CopyDigits.Config(), rollout={content})\n"
+    source = (
+        "def mine() -> RunConfig:\n    return RunConfig(data=CopyDigits.Config(), "
+        "rollout={content})\n"
+    )
     name = module(source.format(content="None"))
     with pytest.raises(ConfigError, match="rollout is None; it must be a RolloutConfig"):
         parse_config(["--config", f"{name}.mine"], program=PROGRAM)
@@ -120,7 +125,11 @@ def test_a_config_json_that_cannot_be_read_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("rollout", 5, "config.rollout is 5; it must be an object with the fields of RolloutConfig"),
+        (
+            "rollout",
+            5,
+            "config.rollout is 5; it must be an object with the fields of RolloutConfig",
+        ),
         ("data", {"digits": 3}, "config.data"),
         ("steps", "many", "steps is 'many'; it must be a whole number"),
         ("steps", float("nan"), "steps is nan; it must be a whole number"),
@@ -175,7 +184,9 @@ IMPORTS = "from rl.cli import find_config\nfrom rl.algorithms.losses import Clip
         (LOSS, "algorithm: .*, line 13, in __init__: KeyError: 'missing'"),
     ],
 )
-def test_an_exception_in_a_users_constructor_names_the_line_before_anything_starts(module, tmp_path, source, said):
+def test_an_exception_in_a_users_constructor_names_the_line_before_anything_starts(
+    module, tmp_path, source, said
+):
     name = module(IMPORTS + source)
     folder = tmp_path / "run"
     with pytest.raises(ConfigError, match=said):
@@ -225,7 +236,9 @@ def mine() -> RunConfig:
 
 def test_an_exception_in_a_users_config_class_names_the_line(module):
     name = module(PICKY)
-    with pytest.raises(ConfigError, match="line 10, in __post_init__: KeyError: 'mile'; correct it"):
+    with pytest.raises(
+        ConfigError, match="line 10, in __post_init__: KeyError: 'mile'; correct it"
+    ):
         parse_config(["--config", f"{name}.mine", "--data.unit", "mile"], program=PROGRAM)
 
 

@@ -1,4 +1,6 @@
-"""What may be chosen of how the trainer trains, and what is said of choices that cannot work (C5)."""
+"""What may be chosen of how the trainer trains, and what is said of choices that cannot
+work (C5).
+"""
 
 import re
 from dataclasses import replace
@@ -47,17 +49,33 @@ def test_activation_checkpointing_is_chosen_by_name(choice, chosen):
 
 def test_fields_may_stand_on_either_side_of_a_choice():
     config = parse(
-        *("--steps", "7", "trainer.activation_checkpoint:selective", "--trainer.activation_checkpoint.debug"),
-        *("trainer.float8:linear", "--seed", "3", "--trainer.float8.emulate", "--trainer.float8.filter-fqns", "wo,w2"),
+        *(
+            "--steps",
+            "7",
+            "trainer.activation_checkpoint:selective",
+            "--trainer.activation_checkpoint.debug",
+        ),
+        *(
+            "trainer.float8:linear",
+            "--seed",
+            "3",
+            "--trainer.float8.emulate",
+            "--trainer.float8.filter-fqns",
+            "wo,w2",
+        ),
     )
     assert (config.steps, config.seed) == (7, 3)
     assert config.trainer.activation_checkpoint == SelectiveAC.Config(debug=True)
-    assert config.trainer.float8 == Float8LinearConverter.Config(emulate=True, filter_fqns=["wo", "w2"])
+    assert config.trainer.float8 == Float8LinearConverter.Config(
+        emulate=True, filter_fqns=["wo", "w2"]
+    )
     assert parse().trainer.float8 is None
 
 
 def test_adapters_are_switched_on_by_name():
-    config = parse("trainer.lora:on", "--trainer.lora.rank", "4", "--trainer.lora.target-modules", "wqkv,w2")
+    config = parse(
+        "trainer.lora:on", "--trainer.lora.rank", "4", "--trainer.lora.target-modules", "wqkv,w2"
+    )
     assert config.trainer.lora == LoRAConverter.Config(rank=4, target_modules=["wqkv", "w2"])
     config = parse("trainer.lora:on", "--trainer.lora.target-modules", "wkv", "--model.no-fuse-qkv")
     assert config.trainer.lora == LoRAConverter.Config(target_modules=["wkv"])
@@ -67,7 +85,11 @@ def test_adapters_are_switched_on_by_name():
 
 
 def test_another_choice_than_the_configs_own_brings_its_own_fields():
-    budget = ["trainer.activation-checkpoint:memory-budget", "--trainer.activation-checkpoint.memory-budget", "0.3"]
+    budget = [
+        "trainer.activation-checkpoint:memory-budget",
+        "--trainer.activation-checkpoint.memory-budget",
+        "0.3",
+    ]
     config = parse(*budget, "trainer.float8:none", "--trainer.compile.enable", config=FRUGAL)
     assert config.trainer.activation_checkpoint == MemoryBudgetAC.Config(memory_budget=0.3)
     assert config.trainer.float8 is None
@@ -81,12 +103,15 @@ def test_another_choice_than_the_configs_own_brings_its_own_fields():
 LORA = ["trainer.lora:on"]
 MIXTURE = {"model.num_experts": 4, "model.experts_per_token": 2, "model.moe_hidden_dim": 20}
 EP, DP, TP = (
-    f"trainer.parallelism.{name}_degree" for name in ("expert_parallel", "data_parallel_shard", "tensor_parallel")
+    f"trainer.parallelism.{name}_degree"
+    for name in ("expert_parallel", "data_parallel_shard", "tensor_parallel")
 )
 
 
 def parse_fields(fields: dict) -> RunConfig:
-    return parse(*(f"--{name}" if value is None else f"--{name}={value}" for name, value in fields.items()))
+    return parse(
+        *(f"--{name}" if value is None else f"--{name}={value}" for name, value in fields.items())
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,19 +132,44 @@ def test_experts_can_be_divided_in_many_ways(fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model.experts_per_token": 0}, "model.experts_per_token is 0; it must be between 1 and model.num_experts=4"),
-        ({"model.experts_per_token": 5}, "model.experts_per_token is 5; it must be between 1 and model.num_experts=4"),
+        (
+            {"model.experts_per_token": 0},
+            "model.experts_per_token is 0; it must be between 1 and model.num_experts=4",
+        ),
+        (
+            {"model.experts_per_token": 5},
+            "model.experts_per_token is 5; it must be between 1 and model.num_experts=4",
+        ),
         ({"model.moe_hidden_dim": 0}, "model.moe_hidden_dim is 0; it must be at least 1"),
         ({EP: 0}, rf"{EP} is 0; it must be at least 1"),
-        ({EP: 2}, rf"{EP} is 2; .*data_parallel_shard\*context_parallel\*tensor_parallel=1: allowed are \[1\]"),
+        (
+            {EP: 2},
+            (
+                rf"{EP} is 2; .*data_parallel_shard\*context_parallel\*tensor_parallel=1: allowed "
+                r"are \[1\]"
+            ),
+        ),
         ({EP: 3, DP: 3}, rf"{EP} is 3; it must divide model.num_experts=4 .*=3: allowed are \[1\]"),
-        ({EP: 8, DP: 8}, rf"{EP} is 8; it must divide model.num_experts=4 .*=8: allowed are \[1, 2, 4\]"),
-        ({TP: 2, "model.moe_hidden_dim": 21}, rf"{TP} is 2; .*moe_hidden_dim=21: allowed are \[1\]"),
+        (
+            {EP: 8, DP: 8},
+            rf"{EP} is 8; it must divide model.num_experts=4 .*=8: allowed are \[1, 2, 4\]",
+        ),
+        (
+            {TP: 2, "model.moe_hidden_dim": 21},
+            rf"{TP} is 2; .*moe_hidden_dim=21: allowed are \[1\]",
+        ),
         (
             {EP: 2, TP: 2, "trainer.parallelism.no_enable_sequence_parallel": None},
             "enable_sequence_parallel is False; it must be True where experts and tensors",
         ),
-        ({DP: 8}, r"moe_hidden_dim is 20 .*more ranks \(8\) than experts \(4\) FSDP cuts both, so the 8 shards"),
+        (
+            {DP: 8},
+            (
+                r"moe_hidden_dim is 20 .*more ranks \(8\) than experts \(4\) FSDP cuts both, so "
+                r"the "
+                r"8 shards"
+            ),
+        ),
         ({DP: 16, EP: 2}, "the 8 shards must divide them"),
     ],
 )
@@ -141,17 +191,26 @@ def test_experts_are_refused_where_they_cannot_be_divided_as_asked(fields, messa
         ),
         (
             ["trainer.activation-checkpoint:memory-budget"],
-            "trainer.activation_checkpoint is memory-budget, .*set trainer.compile.enable to True, or choose selective",
+            (
+                "trainer.activation_checkpoint is memory-budget, .*set trainer.compile.enable to "
+                "True, or choose selective"
+            ),
         ),
         ([*LORA, "--trainer.lora.rank", "0"], "trainer.lora.rank is 0; it must be at least 1"),
         ([*LORA, "--trainer.lora.alpha", "0"], "trainer.lora.alpha is 0.0; it must be above 0"),
         (
             [*LORA, "--trainer.lora.target-modules", "wo,wq"],
-            r"target_modules is \['wo', 'wq'\]; .*some of \['wqkv', 'wo', 'w1', 'w2', 'w3'\] with model.fuse_qkv=True",
+            (
+                r"target_modules is \['wo', 'wq'\]; .*some of \['wqkv', 'wo', 'w1', 'w2', 'w3'\] "
+                r"with model.fuse_qkv=True"
+            ),
         ),
         (
             [*LORA, "--trainer.lora.target-modules", "wqkv", "--model.no-fuse-qkv"],
-            r"target_modules is \['wqkv'\]; .*some of \['wq', 'wkv', .*'w3'\] with model.fuse_qkv=False",
+            (
+                r"target_modules is \['wqkv'\]; .*some of \['wq', 'wkv', .*'w3'\] with "
+                r"model.fuse_qkv=False"
+            ),
         ),
         (
             [*LORA, "trainer.float8:linear", "--trainer.float8.emulate"],
@@ -170,7 +229,9 @@ def test_ways_to_train_that_cannot_work_are_refused(arguments, message, monkeypa
 
 
 def test_a_gpu_of_the_right_kind_computes_in_float8_itself(monkeypatch):
-    monkeypatch.setattr("rl.cluster.has_cuda_capability", lambda major, minor: (major, minor) <= (8, 9))
+    monkeypatch.setattr(
+        "rl.cluster.has_cuda_capability", lambda major, minor: (major, minor) <= (8, 9)
+    )
     assert not parse("trainer.float8:linear", "--trainer.compile.enable").trainer.float8.emulate
 
 
@@ -180,9 +241,16 @@ def test_a_gpu_of_the_right_kind_computes_in_float8_itself(monkeypatch):
 def beside() -> RunConfig:
     """A policy with a teacher and a judge, a reference and a critic."""
     config = find_config("quickstart")()
-    config.roles["teacher"] = RoleConfig(model=config.model, checkpoint="some/step-1", column="teacher_logprobs")
-    config.roles["judge"] = RoleConfig(model=config.model, checkpoint="some/step-2", head="values", reward_weight=1.0)
-    config.algorithm.advantage, config.algorithm.loss = GAE.Config(), DistillationLoss.Config(kl_coef=0.1)
+    config.roles["teacher"] = RoleConfig(
+        model=config.model, checkpoint="some/step-1", column="teacher_logprobs"
+    )
+    config.roles["judge"] = RoleConfig(
+        model=config.model, checkpoint="some/step-2", head="values", reward_weight=1.0
+    )
+    config.algorithm.advantage, config.algorithm.loss = (
+        GAE.Config(),
+        DistillationLoss.Config(kl_coef=0.1),
+    )
     return config
 
 
@@ -207,36 +275,77 @@ def test_models_beside_the_policy_have_layouts_of_their_own():
         *("--roles.teacher.parallelism.tensor_parallel_degree", "2"),
         config=f"{__name__}.beside",
     )
-    assert ranks_of(parsed.reference.parallelism) == ranks_of(parsed.roles["teacher"].parallelism) == 2
+    assert (
+        ranks_of(parsed.reference.parallelism) == ranks_of(parsed.roles["teacher"].parallelism) == 2
+    )
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c: setattr(c.reference.parallelism, "tensor_parallel_degree", 3),
-         "reference.parallelism.tensor_parallel_degree is 3"),
-        (lambda c: setattr(c.critic.parallelism, "pipeline_parallel_degree", 2),
-         "critic.parallelism.pipeline_parallel_degree is 2; it must be 1"),
-        (lambda c: setattr(c.roles["teacher"].parallelism, "tensor_parallel_degree", 3),
-         "roles.teacher.parallelism.tensor_parallel_degree is 3"),
-        (lambda c: c.roles.update({"policy": c.roles["teacher"]}), "roles: 'policy' cannot be the name of a role"),
-        (lambda c: setattr(c.roles["judge"], "head", "logprobs"), "roles.judge.reward_weight is 1.0; it must be"),
-        (lambda c: setattr(c.roles["judge"], "checkpoint", None), "roles.judge.checkpoint is not set; it must"),
-        (lambda c: setattr(c.roles["judge"], "checkpoint", "some/step-3"),
-         "roles.judge.checkpoint is 'some/step-3', where no complete checkpoint is"),
-        (lambda c: setattr(c.roles["teacher"], "model", replace(c.model, vocab_size=32)),
-         "roles.teacher.model.vocab_size is 32; it must be that of the policy, 16"),
-        (lambda c: setattr(c.roles["teacher"], "model", replace(c.model, max_seq_len=8)),
-         "roles.teacher.model.max_seq_len is 8; it must be at least 22"),
-        (lambda c: setattr(c.algorithm.loss, "kl_estimator", "k1"),
-         "algorithm.loss.kl_estimator is 'k1', whose gradient is 0 on average; in a loss it must be 'k2' or 'k3'"),
-        (lambda c: setattr(c.algorithm, "loss", ClippedLoss.Config(dual_clip=0.5)),
-         "algorithm.loss.dual_clip is 0.5; it must be 0, or above 1"),
-        (lambda c: setattr(c.algorithm, "reward_kl_coef", 0.1), "algorithm.reward_kl_coef is 0.1; it must be 0 with"),
-        (lambda c: setattr(c.rollout, "pipeline", "asynchronous") or setattr(c.rollout, "parts_per_step", 2),
-         "rollout.parts_per_step is 2; it must be 1 where a step has several updates or its advantages"),
+        (
+            lambda c: setattr(c.reference.parallelism, "tensor_parallel_degree", 3),
+            "reference.parallelism.tensor_parallel_degree is 3",
+        ),
+        (
+            lambda c: setattr(c.critic.parallelism, "pipeline_parallel_degree", 2),
+            "critic.parallelism.pipeline_parallel_degree is 2; it must be 1",
+        ),
+        (
+            lambda c: setattr(c.roles["teacher"].parallelism, "tensor_parallel_degree", 3),
+            "roles.teacher.parallelism.tensor_parallel_degree is 3",
+        ),
+        (
+            lambda c: c.roles.update({"policy": c.roles["teacher"]}),
+            ("roles: 'policy' cannot be the name of a role"),
+        ),
+        (
+            lambda c: setattr(c.roles["judge"], "head", "logprobs"),
+            ("roles.judge.reward_weight is 1.0; it must be"),
+        ),
+        (
+            lambda c: setattr(c.roles["judge"], "checkpoint", None),
+            ("roles.judge.checkpoint is not set; it must"),
+        ),
+        (
+            lambda c: setattr(c.roles["judge"], "checkpoint", "some/step-3"),
+            "roles.judge.checkpoint is 'some/step-3', where no complete checkpoint is",
+        ),
+        (
+            lambda c: setattr(c.roles["teacher"], "model", replace(c.model, vocab_size=32)),
+            "roles.teacher.model.vocab_size is 32; it must be that of the policy, 16",
+        ),
+        (
+            lambda c: setattr(c.roles["teacher"], "model", replace(c.model, max_seq_len=8)),
+            "roles.teacher.model.max_seq_len is 8; it must be at least 22",
+        ),
+        (
+            lambda c: setattr(c.algorithm.loss, "kl_estimator", "k1"),
+            (
+                "algorithm.loss.kl_estimator is 'k1', whose gradient is 0 on average; in a loss it "
+                "must be 'k2' or 'k3'"
+            ),
+        ),
+        (
+            lambda c: setattr(c.algorithm, "loss", ClippedLoss.Config(dual_clip=0.5)),
+            "algorithm.loss.dual_clip is 0.5; it must be 0, or above 1",
+        ),
+        (
+            lambda c: setattr(c.algorithm, "reward_kl_coef", 0.1),
+            ("algorithm.reward_kl_coef is 0.1; it must be 0 with"),
+        ),
+        (
+            lambda c: (
+                setattr(c.rollout, "pipeline", "asynchronous")
+                or setattr(c.rollout, "parts_per_step", 2)
+            ),
+            (
+                "rollout.parts_per_step is 2; it must be 1 where a step has several updates or its "
+                "advantages"
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.usefixtures("checkpoints")
 def test_a_model_beside_the_policy_that_cannot_work_is_refused_by_name(edit, message):
     config = beside()

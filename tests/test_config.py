@@ -23,12 +23,38 @@ def parse(*overrides: str, config: str = "quickstart") -> RunConfig:
 
 def test_overrides_reach_nested_fields_as_their_own_type():
     config = parse(
-        *("--trainer.parallelism.tensor_parallel_degree", "2", "--rollout.temperature", "0.7", "--seed", "3"),
-        *("--algorithm.loss.clip_high", "0.28", "--algorithm.loss.reduction", "token_mean", "--data.digits", "4"),
-        *("--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", "0.01", "--model.hf_path", "None"),
+        *(
+            "--trainer.parallelism.tensor_parallel_degree",
+            "2",
+            "--rollout.temperature",
+            "0.7",
+            "--seed",
+            "3",
+        ),
+        *(
+            "--algorithm.loss.clip_high",
+            "0.28",
+            "--algorithm.loss.reduction",
+            "token_mean",
+            "--data.digits",
+            "4",
+        ),
+        *(
+            "--trainer.optimizer.param_groups.0.optimizer_kwargs.lr",
+            "0.01",
+            "--model.hf_path",
+            "None",
+        ),
     )
-    assert (config.trainer.parallelism.tensor_parallel_degree, config.rollout.temperature, config.seed) == (2, 0.7, 3)
-    assert (config.algorithm.loss.clip_high, config.algorithm.loss.reduction) == (0.28, "token_mean")
+    assert (
+        config.trainer.parallelism.tensor_parallel_degree,
+        config.rollout.temperature,
+        config.seed,
+    ) == (2, 0.7, 3)
+    assert (config.algorithm.loss.clip_high, config.algorithm.loss.reduction) == (
+        0.28,
+        "token_mean",
+    )
     assert (config.data.digits, config.model.hf_path) == (4, None)
     assert config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] == 0.01
     assert isinstance(config.data, CopyDigits.Config)
@@ -51,7 +77,11 @@ def test_flags_need_no_value_and_can_be_taken_back():
     config = parse("--resume", "--quiet")
     assert (config.resume, config.quiet) == (True, True)
     config = parse("--no-resume", "--algorithm.advantage.no-normalize-std")
-    assert (config.resume, config.quiet, config.algorithm.advantage.normalize_std) == (False, False, False)
+    assert (config.resume, config.quiet, config.algorithm.advantage.normalize_std) == (
+        False,
+        False,
+        False,
+    )
 
 
 @pytest.mark.parametrize("place", [0, 2])
@@ -73,7 +103,11 @@ def test_what_is_not_given_is_the_configs_own():
     ("written", "near", "siblings"),
     [
         ("--sed", "--seed", "All in the config: algorithm, colocate, critic"),
-        ("--trainer.micro-batchsize", "--trainer.micro_batch_size", "All in trainer: trainer.activation_checkpoint"),
+        (
+            "--trainer.micro-batchsize",
+            "--trainer.micro_batch_size",
+            "All in trainer: trainer.activation_checkpoint",
+        ),
         (
             "--trainer.parallelism.tensor_paralel_degree",
             "--trainer.parallelism.tensor_parallel_degree",
@@ -87,21 +121,30 @@ def test_an_unknown_field_is_answered_with_the_nearest_and_its_siblings(written,
     with pytest.raises(ConfigError) as error:
         parse(written, "2")
     message = str(error.value)
-    assert message.startswith(f"{written.replace('-', '_').replace('__', '--')}: there is no such field; ")
+    assert message.startswith(
+        f"{written.replace('-', '_').replace('__', '--')}: there is no such field; "
+    )
     assert near in message.partition("All in")[0]
     assert siblings in message
 
 
 def test_an_unknown_config_is_answered_with_the_nearest_and_all():
-    with pytest.raises(ConfigError, match=r"--config quikstart: .*did you mean quickstart\? .*gsm8k_jsonl, quickstart"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--config quikstart: .*did you mean quickstart\? .*gsm8k_jsonl, quickstart",
+    ):
         parse(config="quikstart")
-    with pytest.raises(ConfigError, match=r"--config xyzzy: there is no such config; All that exist: gsm8k_jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"--config xyzzy: there is no such config; All that exist: gsm8k_jsonl"
+    ):
         parse(config="xyzzy")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--seed", "1"], ["--config"]])
 def test_a_missing_config_is_answered_with_usage_and_all(arguments):
-    with pytest.raises(ConfigError, match=r"--config NAME is missing\n(.|\n)*configs: .*quickstart"):
+    with pytest.raises(
+        ConfigError, match=r"--config NAME is missing\n(.|\n)*configs: .*quickstart"
+    ):
         parse_config(arguments, program=PROGRAM)
 
 
@@ -140,14 +183,16 @@ def test_a_config_of_another_package_is_found_by_module_and_name(package):
 @pytest.mark.parametrize("name", ["loudd", "helper", "RunConfig", "Shout"])
 def test_only_functions_that_return_a_run_config_are_configs(package, name):
     with pytest.raises(
-        ConfigError, match=f"--config {package}.{name}: there is no such config; .*All that exist: loud$"
+        ConfigError,
+        match=f"--config {package}.{name}: there is no such config; .*All that exist: loud$",
     ):
         parse(config=f"{package}.{name}")
 
 
 def test_a_module_that_cannot_be_imported_is_named():
     with pytest.raises(
-        ConfigError, match=r"--config no.such.config: cannot import no.such \(.*\); is its folder on PYTHONPATH"
+        ConfigError,
+        match=r"--config no.such.config: cannot import no.such \(.*\); is its folder on PYTHONPATH",
     ):
         parse(config="no.such.config")
 
@@ -160,7 +205,12 @@ def test_help_lists_nested_fields_and_ends_well(capsys):
         parse("--help")
     text = capsys.readouterr().out
     assert end.value.code == 0
-    for field in ("--seed", "--rollout.max-tokens", "--trainer.parallelism.tensor-parallel-degree", "--data.digits"):
+    for field in (
+        "--seed",
+        "--rollout.max-tokens",
+        "--trainer.parallelism.tensor-parallel-degree",
+        "--data.digits",
+    ):
         assert field in text
     assert "Of the initial weights" in text
 
@@ -201,18 +251,33 @@ REFUSED = [
     ("rollout.temperature", 0.0, "rollout.temperature is 0.0; it must be at least 0.01"),
     ("rollout.top_p", 0.9, "rollout.top_p is 0.9; it must be 1.0: .*log-probs"),
     ("rollout.top_k", 5, "rollout.top_k is 5; it must be 0: .*log-probs"),
-    ("trainer.checkpoint.load_step", 4, "trainer.checkpoint.load_step is 4; it must be -1: .*the newest"),
+    (
+        "trainer.checkpoint.load_step",
+        4,
+        "trainer.checkpoint.load_step is 4; it must be -1: .*the newest",
+    ),
     (
         "trainer.checkpoint.async_mode",
         "async_with_pinned_mem",
-        "trainer.checkpoint.async_mode is 'async_with_pinned_mem', which needs CUDA; .*'disabled' and 'async' are",
+        (
+            "trainer.checkpoint.async_mode is 'async_with_pinned_mem', which needs CUDA; "
+            ".*'disabled' and 'async' are"
+        ),
     ),
     ("trainer.micro_batch_size", 0, "trainer.micro_batch_size is 0; it must be at least 1"),
-    ("trainer.micro_batch_tokens", 21, "trainer.micro_batch_tokens is 21; it must be at least 22, the longest"),
+    (
+        "trainer.micro_batch_tokens",
+        21,
+        "trainer.micro_batch_tokens is 21; it must be at least 22, the longest",
+    ),
     ("trainer.logits_mib", 0, "trainer.logits_mib is 0; it must be at least 1"),
     ("trainer.max_skipped_steps", -1, "trainer.max_skipped_steps is -1; it must be at least 0"),
     ("rollout.max_staleness", -1, "rollout.max_staleness is -1; it must be at least 0"),
-    ("rollout.parts_per_step", 2, "rollout.parts_per_step is 2; it must be 1 unless rollout.pipeline is 'asynch"),
+    (
+        "rollout.parts_per_step",
+        2,
+        "rollout.parts_per_step is 2; it must be 1 unless rollout.pipeline is 'asynch",
+    ),
     ("rollout.max_lost", 1.5, "rollout.max_lost is 1.5; it must be at most 1"),
     ("generator.replicas", 0, "generator.replicas is 0; it must be at least 1"),
     ("max_restarts", -1, "max_restarts is -1; it must be at least 0"),
@@ -220,14 +285,29 @@ REFUSED = [
     (
         "weights.transport",
         "cuda_ipc",
-        "weights.transport is 'cuda_ipc', which needs CUDA; .*'auto', 'shared_memory', 'rdma' and 'torchstore'",
+        (
+            "weights.transport is 'cuda_ipc', which needs CUDA; .*'auto', 'shared_memory', 'rdma' "
+            "and 'torchstore'"
+        ),
     ),
     ("algorithm.loss.kl_coef", -0.1, "algorithm.loss.kl_coef is -0.1; it must be at least 0"),
     ("algorithm.reward_kl_coef", -0.1, "algorithm.reward_kl_coef is -0.1; it must be at least 0"),
-    ("algorithm.adaptive_kl.target", 0.1, "algorithm.adaptive_kl.target is 0.1; it must be 0 where no algorithm"),
+    (
+        "algorithm.adaptive_kl.target",
+        0.1,
+        "algorithm.adaptive_kl.target is 0.1; it must be 0 where no algorithm",
+    ),
     ("algorithm.update_epochs", 0, "algorithm.update_epochs is 0; it must be at least 1"),
-    ("algorithm.mini_batch", 7, "algorithm.mini_batch is 7; it must divide rollout.prompts_per_step="),
-    ("algorithm.overlong_buffer", 1000, "algorithm.overlong_buffer is 1000; it must be at most rollout.max_tokens="),
+    (
+        "algorithm.mini_batch",
+        7,
+        "algorithm.mini_batch is 7; it must divide rollout.prompts_per_step=",
+    ),
+    (
+        "algorithm.overlong_buffer",
+        1000,
+        "algorithm.overlong_buffer is 1000; it must be at most rollout.max_tokens=",
+    ),
     ("reference.refresh_every", -1, "reference.refresh_every is -1; it must be at least 0"),
     ("watchdog.stalled_s", 0.0, "watchdog.stalled_s is 0.0; it must be above 0"),
     ("watchdog.flat_steps", 0, "watchdog.flat_steps is 0; it must be at least 1"),
@@ -248,14 +328,22 @@ REFUSED = [
     ("model.n_kv_heads", 3, "model.n_kv_heads is 3; it must divide model.n_heads=2"),
     ("model.head_dim", 48, r"model.head_dim is 48; .*allows \[32, 64"),
     ("model.hf_path", "/nowhere", "model.hf_path: there is no folder '/nowhere'; name one"),
-    ("model.attention", "varlen", "model.attention is 'varlen', which needs CUDA; .*'auto' and 'dense' are allowed"),
+    (
+        "model.attention",
+        "varlen",
+        "model.attention is 'varlen', which needs CUDA; .*'auto' and 'dense' are allowed",
+    ),
     (
         "generator.tensor_parallel_degree",
         3,
         r"generator.tensor_parallel_degree is 3; .*n_heads=2.*allowed are \[1, 2\]",
     ),
     *[
-        (f"trainer.parallelism.{name}_degree", value, f"trainer.parallelism.{name}_degree is {value}; {allowed}")
+        (
+            f"trainer.parallelism.{name}_degree",
+            value,
+            f"trainer.parallelism.{name}_degree is {value}; {allowed}",
+        )
         for name, value, allowed in [
             ("tensor_parallel", 4, r"it must divide .*n_kv_heads=2.*allowed are \[1, 2\]"),
             ("tensor_parallel", 0, "it must be at least 1"),
@@ -266,14 +354,31 @@ REFUSED = [
             ("expert_parallel", 2, "it must be 1 where model.num_experts is 0"),
         ]
     ],
-    ("slurm.time", "1h", "slurm.time is '1h'; it must be empty, or minutes, minutes:seconds, hours:minutes:seconds or"),
-    ("slurm.time", "5", "slurm.warn_s is 300; it must be less than slurm.time='5', which is 300 s, or each attempt"),
-    ("trainer.parallelism.spmd_backend", "full_dtensor", "spmd_backend is 'full_dtensor'; .*only 'partial_dtensor'"),
+    (
+        "slurm.time",
+        "1h",
+        (
+            "slurm.time is '1h'; it must be empty, or minutes, minutes:seconds, "
+            "hours:minutes:seconds or"
+        ),
+    ),
+    (
+        "slurm.time",
+        "5",
+        "slurm.warn_s is 300; it must be less than slurm.time='5', which is 300 s, or each attempt",
+    ),
+    (
+        "trainer.parallelism.spmd_backend",
+        "full_dtensor",
+        "spmd_backend is 'full_dtensor'; .*only 'partial_dtensor'",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("field", "value", "message"), REFUSED)
-def test_a_value_that_cannot_work_is_refused_with_field_value_and_what_is_allowed(field, value, message):
+def test_a_value_that_cannot_work_is_refused_with_field_value_and_what_is_allowed(
+    field, value, message
+):
     with pytest.raises(ConfigError, match=message):
         parse(f"--{field}", str(value))
 
@@ -282,7 +387,9 @@ def test_a_gpu_host_must_have_as_many_as_the_config_needs():
     config = find_config("quickstart")()
     config.trainer.parallelism.data_parallel_shard_degree = 4
     config.hardware.device, config.hardware.gpus_per_node = "h100", 2
-    with pytest.raises(ConfigError, match="trainer.parallelism's degrees put 4 ranks on a node, which has 2 GPUs"):
+    with pytest.raises(
+        ConfigError, match="trainer.parallelism's degrees put 4 ranks on a node, which has 2 GPUs"
+    ):
         validate(config)
     config.trainer.parallelism.data_parallel_shard_degree = 2
     validate(config)
@@ -291,8 +398,16 @@ def test_a_gpu_host_must_have_as_many_as_the_config_needs():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("context_parallel_load_balancer", "ptrr", "load_balancer is 'ptrr', .*'headtail' and None are allowed"),
-        ("attention", "varlen", "'varlen', which cannot run under .*context_parallel_degree=2; 'auto' and 'flex' can"),
+        (
+            "context_parallel_load_balancer",
+            "ptrr",
+            "load_balancer is 'ptrr', .*'headtail' and None are allowed",
+        ),
+        (
+            "attention",
+            "varlen",
+            "'varlen', which cannot run under .*context_parallel_degree=2; 'auto' and 'flex' can",
+        ),
     ],
 )
 def test_what_context_parallelism_cannot_run_is_refused(field, value, message):
@@ -307,12 +422,17 @@ def test_what_context_parallelism_cannot_run_is_refused(field, value, message):
 def test_a_generator_that_divides_experts_has_some_and_is_eager():
     config = find_config("quickstart")()
     config.generator.expert_parallel = True
-    with pytest.raises(ConfigError, match="generator.expert_parallel is True; it must be False where model.num_exp"):
+    with pytest.raises(
+        ConfigError, match="generator.expert_parallel is True; it must be False where model.num_exp"
+    ):
         validate(config)
     config.model.num_experts, config.model.experts_per_token, config.model.moe_hidden_dim = 4, 2, 64
     validate(config)
     config.generator.enforce_eager = False
-    with pytest.raises(ConfigError, match="generator.enforce_eager is False; it must be True with .*expert_parallel"):
+    with pytest.raises(
+        ConfigError,
+        match="generator.enforce_eager is False; it must be True with .*expert_parallel",
+    ):
         validate(config)
 
 
@@ -325,7 +445,10 @@ def test_only_changes_are_sent_where_that_can_be_less(transport):
         validate(config)
     config.hardware.device, config.hardware.gpus_per_node = "h100", 2
     config.weights.transport = transport
-    with pytest.raises(ConfigError, match=f"weights.delta is True; with weights.transport='{transport}' it must be Fa"):
+    with pytest.raises(
+        ConfigError,
+        match=f"weights.delta is True; with weights.transport='{transport}' it must be Fa",
+    ):
         validate(config)
 
 
@@ -340,10 +463,14 @@ def test_a_canary_may_be_strict_or_left_out_but_its_tolerance_is_a_number():
 def test_what_the_watchdog_does_and_its_range_of_entropies_make_sense():
     config = find_config("quickstart")()
     config.watchdog.entropy_min, config.watchdog.entropy_max = 0.5, 0.4
-    with pytest.raises(ConfigError, match="watchdog.entropy_max is 0.4; it must be 0 or above entropy_min=0.5"):
+    with pytest.raises(
+        ConfigError, match="watchdog.entropy_max is 0.4; it must be 0 or above entropy_min=0.5"
+    ):
         validate(config)
     config.watchdog.entropy_max, config.watchdog.drift = 0.0, "warning"
-    with pytest.raises(ConfigError, match="watchdog.drift is 'warning'; it must be 'ignore' or 'warn' or 'fail'"):
+    with pytest.raises(
+        ConfigError, match="watchdog.drift is 'warning'; it must be 'ignore' or 'warn' or 'fail'"
+    ):
         validate(config)
 
 

@@ -26,7 +26,9 @@ def record(tmp_path):
 @pytest.fixture
 def ended(record, capsys):
     """Fails a run with an exception; the exit code and what is said."""
-    going_on = GoingOn(find_config("quickstart")(), record.folder, "python -m rl.train --config quickstart")
+    going_on = GoingOn(
+        find_config("quickstart")(), record.folder, "python -m rl.train --config quickstart"
+    )
 
     def end(error):
         code = fail(error, None, record, Progress(1, quiet=True, log=record.run_log), going_on)
@@ -49,7 +51,11 @@ def boom():
 
 
 def test_a_failure_is_said_with_type_place_details_and_the_command_to_go_on(record, ended):
-    code, said = ended(raised_by("def prompt(): raise ValueError('out of prompts')\nprompt()", "/home/me/my_task.py"))
+    code, said = ended(
+        raised_by(
+            "def prompt(): raise ValueError('out of prompts')\nprompt()", "/home/me/my_task.py"
+        )
+    )
     command = f"python -m rl.train --config quickstart --output-dir {record.folder} --resume"
     assert (code, said.splitlines()) == (
         1,
@@ -107,7 +113,9 @@ def test_the_place_may_be_in_another_process():
         boom()
     except ZeroDivisionError:
         text = traceback.format_exc()
-    error = raised_by("raise Error(text)", __import__("rl.errors").errors.__file__, Error=RunError, text=text)
+    error = raised_by(
+        "raise Error(text)", __import__("rl.errors").errors.__file__, Error=RunError, text=text
+    )
     assert frames.place_of(error) == f"{__file__}, line {boom.__code__.co_firstlineno + 1}, in boom"
 
 
@@ -119,7 +127,8 @@ def test_without_code_of_the_users_the_place_is_that_of_the_exception(monkeypatc
 
 
 def interrupted(record, steps, *, training=True, lacks=4, blocked=False, numbers=(), ignored=()):
-    """Exit code and words of a process whose run after ``steps`` steps gets signals, each a little after the other.
+    """Exit code and words of a process whose run after ``steps`` steps gets signals, each a little
+    after the other.
 
     It leaves as the loop does, unless ``blocked``: then it computes, and lets nothing else run.
     """
@@ -129,9 +138,15 @@ def interrupted(record, steps, *, training=True, lacks=4, blocked=False, numbers
         config = find_config("quickstart")()
         config.rollout.prompts_per_step = 4
         controller = SimpleNamespace(
-            config=config, step=steps, is_training=training, ledger=SimpleNamespace(lacks=lacks), leave=left.set
+            config=config,
+            step=steps,
+            is_training=training,
+            ledger=SimpleNamespace(lacks=lacks),
+            leave=left.set,
         )
-        interrupts = Interrupts(controller, Progress(9, quiet=False), GoingOn(config, record.folder, "train"))
+        interrupts = Interrupts(
+            controller, Progress(9, quiet=False), GoingOn(config, record.folder, "train")
+        )
         print("ready", flush=True)
         ends = time.monotonic() + 20
         while blocked and time.monotonic() < ends:
@@ -168,11 +183,26 @@ def interrupted(record, steps, *, training=True, lacks=4, blocked=False, numbers
 @pytest.mark.parametrize(
     ("number", "state", "code", "said"),
     [
-        ("SIGINT", {"lacks": 2}, 130, "SIGINT: finishing step 12, then saving; Ctrl-C again leaves at once\n"),
+        (
+            "SIGINT",
+            {"lacks": 2},
+            130,
+            "SIGINT: finishing step 12, then saving; Ctrl-C again leaves at once\n",
+        ),
         ("SIGINT", {}, 130, "SIGINT: saving step 11; Ctrl-C again leaves at once\n"),
-        ("SIGHUP", {"lacks": 2}, 75, "SIGHUP: finishing step 12, then saving; Ctrl-C leaves at once\n"),
+        (
+            "SIGHUP",
+            {"lacks": 2},
+            75,
+            "SIGHUP: finishing step 12, then saving; Ctrl-C leaves at once\n",
+        ),
         ("SIGTERM", {}, 75, "SIGTERM: saving step 11; Ctrl-C leaves at once\n"),
-        ("SIGUSR1", {"training": False}, 75, "SIGUSR1: leaving; Ctrl-C leaves at once\ncancelled\n"),
+        (
+            "SIGUSR1",
+            {"training": False},
+            75,
+            "SIGUSR1: leaving; Ctrl-C leaves at once\ncancelled\n",
+        ),
     ],
 )
 def test_the_first_signal_says_what_will_happen(number, state, code, said, record):

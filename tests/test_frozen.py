@@ -26,23 +26,44 @@ def parse(*overrides: str) -> RunConfig:
 
 def test_the_frozen_copy_is_json_with_every_value_in_its_place():
     config = parse(
-        "--rollout.temperature", "0.7", "--trainer.parallelism.tensor_parallel_degree", "2", "--output-dir", "x"
+        "--rollout.temperature",
+        "0.7",
+        "--trainer.parallelism.tensor_parallel_degree",
+        "2",
+        "--output-dir",
+        "x",
     )
     copy = json.loads(json.dumps(frozen(config)))
     assert copy == frozen(config)
     assert set(copy) == {field.name for field in dataclasses.fields(RunConfig)}
     assert copy["trainer"]["parallelism"]["tensor_parallel_degree"] == 2
-    assert (copy["rollout"]["temperature"], copy["output_dir"], copy["model"]["hf_path"]) == (0.7, "x", None)
-    assert copy["data"] == {"type": "rl.tasks.copy_digits.CopyDigits.Config", "digits": 3, "max_prompt_tokens": 16}
-    assert CopyDigits.Config(**{k: v for k, v in copy["data"].items() if k != "type"}) == config.data
+    assert (copy["rollout"]["temperature"], copy["output_dir"], copy["model"]["hf_path"]) == (
+        0.7,
+        "x",
+        None,
+    )
+    assert copy["data"] == {
+        "type": "rl.tasks.copy_digits.CopyDigits.Config",
+        "digits": 3,
+        "max_prompt_tokens": 16,
+    }
+    assert (
+        CopyDigits.Config(**{k: v for k, v in copy["data"].items() if k != "type"}) == config.data
+    )
     kwargs = copy["trainer"]["optimizer"]["param_groups"][0]["optimizer_kwargs"]
     assert kwargs == {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}
 
 
 def every_kind_of_part() -> RunConfig:
-    """A config with parts of other kinds than its fields name, within lists, tuples and dicts too."""
-    config = parse("trainer.lora:on", "trainer.activation-checkpoint:selective", "--trainer.lora.rank", "4")
-    config.algorithm = AlgorithmConfig(advantage=GAE.Config(), loss=dapo(), corrections=(TruncatedIS.Config(),))
+    """A config with parts of other kinds than its fields name, within lists, tuples and
+    dicts too.
+    """
+    config = parse(
+        "trainer.lora:on", "trainer.activation-checkpoint:selective", "--trainer.lora.rank", "4"
+    )
+    config.algorithm = AlgorithmConfig(
+        advantage=GAE.Config(), loss=dapo(), corrections=(TruncatedIS.Config(),)
+    )
     config.roles["teacher"] = RoleConfig(model=ModelConfig(dim=128), column="teacher_logprobs")
     config.data = Mixture.Config(
         tasks={"short": CopyDigits.Config(digits=1)},
@@ -148,7 +169,9 @@ def test_no_module_is_imported_that_defines_no_such_config_class(parts, inner, s
     assert not parts.with_suffix(".imported").exists()
 
 
-@pytest.mark.parametrize("path", ["this", "os.system", "antigravity", "subprocess.Popen", "", 3, None])
+@pytest.mark.parametrize(
+    "path", ["this", "os.system", "antigravity", "subprocess.Popen", "", 3, None]
+)
 def test_names_of_other_things_are_refused_without_importing_them(path, monkeypatch):
     monkeypatch.delitem(sys.modules, "this", raising=False)
     with pytest.raises(ConfigError, match=r"config\.data"):
@@ -160,7 +183,9 @@ def test_only_a_part_of_the_kind_that_the_field_takes_is_made(parts):
     data = frozen(find_config("quickstart")())
     with pytest.raises(ConfigError, match="config.data.type is .*; it must name a Task.Config"):
         thawed(data | {"data": {"type": f"{parts.stem}.Other.Config"}})
-    with pytest.raises(ConfigError, match="config.data.type is .*GAE.Config'; it must name a Task.Config"):
+    with pytest.raises(
+        ConfigError, match="config.data.type is .*GAE.Config'; it must name a Task.Config"
+    ):
         thawed(data | {"data": frozen(GAE.Config())})
     mine = thawed(data | {"data": {"type": f"{parts.stem}.Mine.Config", "digits": 2}})
     assert type(mine.data).__qualname__ == "Mine.Config"

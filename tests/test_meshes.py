@@ -28,7 +28,9 @@ def needs_critic(config: RunConfig) -> None:
 
 
 def needs_teacher(config: RunConfig) -> None:
-    config.roles["teacher"] = RoleConfig(model=config.model, checkpoint="it", column="teacher_logprobs")
+    config.roles["teacher"] = RoleConfig(
+        model=config.model, checkpoint="it", column="teacher_logprobs"
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,10 @@ def needs_teacher(config: RunConfig) -> None:
         ((), ["policy"]),
         ((needs_reference,), ["policy", "reference"]),
         ((needs_critic,), ["policy", "critic"]),
-        ((needs_teacher, needs_critic, needs_reference), ["policy", "reference", "critic", "teacher"]),
+        (
+            (needs_teacher, needs_critic, needs_reference),
+            ["policy", "reference", "critic", "teacher"],
+        ),
     ],
 )
 def test_a_run_has_the_models_that_it_needs(edits, roles):

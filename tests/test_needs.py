@@ -25,10 +25,25 @@ def test_three():
 @pytest.mark.parametrize("ci", [False, True])
 def test_tests_that_cannot_run_are_named_at_the_end_and_fail_in_ci(ci, tmp_path):
     (tmp_path / "test_file.py").write_text(FILE)
-    environment = {name: value for name, value in os.environ.items() if name != "CI"} | ({"CI": "true"} if ci else {})
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml")]
+    environment = {name: value for name, value in os.environ.items() if name != "CI"} | (
+        {"CI": "true"} if ci else {}
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.conftest",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+    ]
     ran = subprocess.run(
-        [*command, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [*command, str(tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert ran.returncode == ci
     if ci:

@@ -7,7 +7,9 @@ from rl.types import Place
 
 
 def config_of(*, dp: int, nodes: int, generators: int = 0, tp: int = 1) -> RunConfig:
-    """``dp`` trainer ranks on ``nodes`` nodes, and ``generators`` nodes of generators of ``tp`` ranks."""
+    """``dp`` trainer ranks on ``nodes`` nodes, and ``generators`` nodes of generators of ``tp``
+    ranks.
+    """
     config = find_config("quickstart")()
     config.trainer.parallelism.data_parallel_shard_degree, config.trainer.nodes = dp, nodes
     config.generator.nodes, config.generator.tensor_parallel_degree = generators, tp
@@ -19,7 +21,9 @@ def test_on_one_host_meshes_take_gpus_one_after_another_and_share_where_there_ar
     config.algorithm.reward_kl_coef = 0.1  # a reference of one rank
     placement = Placement(config, gpus=8)
     assert config.nodes == 1
-    assert {name: (place.first_device, place.ranks) for name, place in placement.models.items()} == {
+    assert {
+        name: (place.first_device, place.ranks) for name, place in placement.models.items()
+    } == {
         "policy": (0, 4),
         "reference": (4, 1),
     }
@@ -54,7 +58,12 @@ def test_models_beside_the_policy_are_on_as_many_of_its_nodes_as_divide_their_ra
 def test_generators_without_nodes_of_their_own_are_dealt_to_the_trainers_behind_its_gpus():
     placement = Placement(config_of(dp=4, nodes=2, tp=2), gpus=8)
     places = [placement.generator(number) for number in range(4)]
-    assert [(place.first_host, place.first_device) for place in places] == [(0, 2), (1, 2), (0, 4), (1, 4)]
+    assert [(place.first_host, place.first_device) for place in places] == [
+        (0, 2),
+        (1, 2),
+        (0, 4),
+        (1, 4),
+    ]
 
 
 def test_who_shares_begins_at_the_first_gpu():

@@ -49,7 +49,9 @@ def closed_terminal() -> int:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-@pytest.mark.parametrize("open_it", [closed_pipe, closed_terminal, lambda: os.open("/dev/full", os.O_WRONLY)])
+@pytest.mark.parametrize(
+    "open_it", [closed_pipe, closed_terminal, lambda: os.open("/dev/full", os.O_WRONLY)]
+)
 def test_output_that_cannot_be_written_ends_nothing(open_it, terminal, plain):
     descriptor = open_it()
     with steady(None, descriptor) as file:
@@ -93,11 +95,18 @@ def test_ctrl_c_ends_a_program_though_an_import_catches_it(program, rest, tmp_pa
     command = [sys.executable, "-m", f"rl.{program}", *rest, "--config", "quickstart"]
     started = time.monotonic()
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=50, preexec_fn=accept_interrupts
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        preexec_fn=accept_interrupts,
     )
     assert (done.returncode, done.stdout, "interrupted" in done.stderr) == (130, "", True)
     assert time.monotonic() - started < 30
 
 
 def accept_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores them
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell in the background ignores them

@@ -22,7 +22,10 @@ QUICKSTART = Path(__file__).parents[1] / "scripts" / "quickstart.sh"
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--generator.nodes", "2"], "trainer.nodes=1 and generator.nodes=2 need 3 nodes; this run has 1: start it by"),
+        (
+            ["--generator.nodes", "2"],
+            "trainer.nodes=1 and generator.nodes=2 need 3 nodes; this run has 1: start it by",
+        ),
         (
             ["--hardware.device", "h100", "--hardware.gpus_per_node", "8"],
             "hardware.device is 'h100'; this host computes",
@@ -38,8 +41,14 @@ def test_hosts_that_are_not_those_of_the_config(arguments, message, tmp_path, ca
 @pytest.mark.parametrize(
     ("held_out", "message"),
     [
-        (lambda digits: False, "evaluation.prompts is 256, but CopyDigits holds out no prompts; set it to 0"),
-        (lambda digits: 1 / 0, "data: CopyDigits.eval_prompts(256) raised ZeroDivisionError: division by zero"),
+        (
+            lambda digits: False,
+            "evaluation.prompts is 256, but CopyDigits holds out no prompts; set it to 0",
+        ),
+        (
+            lambda digits: 1 / 0,
+            "data: CopyDigits.eval_prompts(256) raised ZeroDivisionError: division by zero",
+        ),
     ],
     ids=["empty", "raises"],
 )
@@ -99,24 +108,56 @@ def misshapen() -> RunConfig:
             "misshapen",
             [],
             2,
-            "Misshapen (advantages) returned float32 [256] on cpu; expected is a tensor, float32 [511]",
+            (
+                "Misshapen (advantages) returned float32 [256] on cpu; expected is a tensor, "
+                "float32 [511]"
+            ),
         ),
-        ("moody", ["--data.fails", "constructor"], 2, "in __init__: SystemExit: no data today; correct it there"),
-        ("moody", ["--data.fails", "no super"], 2, "data: Moody has no shape; its constructor must call super()"),
-        ("moody", ["--data.fails", "no tokenizer"], 2, "its constructor must call self.set_tokenizer(tokenizer"),
-        ("moody", ["--data.fails", "prompt"], 2, "data: Moody.prompt(7) is None; expected is a Prompt"),
+        (
+            "moody",
+            ["--data.fails", "constructor"],
+            2,
+            "in __init__: SystemExit: no data today; correct it there",
+        ),
+        (
+            "moody",
+            ["--data.fails", "no super"],
+            2,
+            "data: Moody has no shape; its constructor must call super()",
+        ),
+        (
+            "moody",
+            ["--data.fails", "no tokenizer"],
+            2,
+            "its constructor must call self.set_tokenizer(tokenizer",
+        ),
+        (
+            "moody",
+            ["--data.fails", "prompt"],
+            2,
+            "data: Moody.prompt(7) is None; expected is a Prompt",
+        ),
         ("moody", ["--data.fails", "Ctrl-C"], 130, "interrupted before the run started"),
     ],
 )
-def test_code_of_the_users_own_is_tried_before_anything_starts(config, arguments, code, message, tmp_path, capsys):
-    arguments = ["--config", f"{__name__}.{config}", *arguments, "--output-dir", str(tmp_path / "run")]
+def test_code_of_the_users_own_is_tried_before_anything_starts(
+    config, arguments, code, message, tmp_path, capsys
+):
+    arguments = [
+        "--config",
+        f"{__name__}.{config}",
+        *arguments,
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
     assert main(arguments) == code
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("resume", "message"), [([], "already holds a run; add --resume"), (["--resume"], "holds no run; name the folder")]
+    ("resume", "message"),
+    [([], "already holds a run; add --resume"), (["--resume"], "holds no run; name the folder")],
 )
 def test_a_folder_that_is_not_what_it_is_taken_for(resume, message, tmp_path, capsys):
     if not resume:
@@ -127,15 +168,34 @@ def test_a_folder_that_is_not_what_it_is_taken_for(resume, message, tmp_path, ca
 
 def test_nodes_that_do_not_come_up_end_the_attempt_and_not_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TILLER_NODES", "n1 n2")
-    code = main(["--config", "quickstart", "--deadlines.start", "0.5", "--output-dir", str(tmp_path / "run")])
+    code = main(
+        [
+            "--config",
+            "quickstart",
+            "--deadlines.start",
+            "0.5",
+            "--output-dir",
+            str(tmp_path / "run"),
+        ]
+    )
     assert (code, "no worker came up within 0 s on n1, n2" in capsys.readouterr().err) == (75, True)
 
 
 @pytest.mark.parametrize(("nodes", "code"), [("", 2), ("here", 75)])
 @pytest.mark.parametrize("resume", [[], ["--resume"]])
-def test_a_folder_that_another_run_writes_to_is_refused(nodes, code, resume, tmp_path, monkeypatch, capsys):
+def test_a_folder_that_another_run_writes_to_is_refused(
+    nodes, code, resume, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("TILLER_NODES", nodes)
-    arguments = ["--config", "quickstart", *resume, "--deadlines.start", "0.5", "--output-dir", str(tmp_path)]
+    arguments = [
+        "--config",
+        "quickstart",
+        *resume,
+        "--deadlines.start",
+        "0.5",
+        "--output-dir",
+        str(tmp_path),
+    ]
     with FolderOwner(tmp_path):
         if resume:
             (tmp_path / "config.json").touch()
@@ -170,4 +230,6 @@ def test_the_quickstart_runs_where_its_caller_stands(tmp_path):
         path.chmod(0o755)
     command = ["../repository/scripts/quickstart.sh", "--resume", "--output-dir", "out"]
     done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, "error: --resume: out/config.json: " in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "error: --resume: out/config.json: " in done.stderr) == (2, True), (
+        done.stderr
+    )

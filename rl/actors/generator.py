@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Generator(Actor):
-    """One tensor-parallel rank. ``generate`` and ``pull_weights`` go to rank 0, which leads the others."""
+    """One tensor-parallel rank.
+
+    ``generate`` and ``pull_weights`` go to rank 0, which leads the others.
+    """
 
     def __init__(self, config: GeneratorConfig, model: ModelConfig, seed: int, timeout_s: float):
         self._config, self._model, self._seed, self._timeout_s = config, model, seed, timeout_s
@@ -36,7 +39,9 @@ class Generator(Actor):
         from rl.generation.loop import EngineLoop
 
         def make_engine() -> GenerationEngine:
-            return GenerationEngine(self._config, self._model, seed=self._seed, timeout_s=self._timeout_s)
+            return GenerationEngine(
+                self._config, self._model, seed=self._seed, timeout_s=self._timeout_s
+            )
 
         def pull(engine: GenerationEngine, version: int) -> int:
             return self._connected().pull(version)
@@ -50,14 +55,18 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def layout(self) -> tuple[str, Layout]:
-        return memory_domain(), layout_of(await self._loop.run_between_steps(lambda engine: engine.parameters()))
+        return memory_domain(), layout_of(
+            await self._loop.run_between_steps(lambda engine: engine.parameters())
+        )
 
     @concurrent_endpoint
     async def connect(self, transfer: Transfer, addresses: list[Any], generator: int) -> None:
         if self._rank == 0:
             await self._loop.abort()
         parts = await self._loop.run_between_steps(self._disconnected)
-        self._subscriber = open_subscriber(transfer, addresses, parts, generator=generator, rank=self._rank)
+        self._subscriber = open_subscriber(
+            transfer, addresses, parts, generator=generator, rank=self._rank
+        )
 
     @concurrent_endpoint
     async def fetch_weights(self, version: int) -> None:
@@ -78,7 +87,9 @@ class Generator(Actor):
     @concurrent_endpoint
     async def abort(self) -> None:
         await self._loop.abort()
-        for _ in range(2):  # what one turn of the loop is told, all ranks have done before the turn after the next
+        for _ in range(
+            2
+        ):  # what one turn of the loop is told, all ranks have done before the turn after the next
             await self._loop.run_between_steps(lambda engine: None)
 
     @concurrent_endpoint
@@ -106,7 +117,9 @@ class Generator(Actor):
 
     def _connected(self) -> Subscriber:
         if self._subscriber is None:
-            raise RunError("this generator is not connected to a trainer: connect before pull_weights")
+            raise RunError(
+                "this generator is not connected to a trainer: connect before pull_weights"
+            )
         return self._subscriber
 
 
@@ -157,45 +170,62 @@ class GeneratorMesh(Mesh):
         """Each rank's memory domain, and what it holds of the parameters."""
         return await self._group.call("layout", deadline=self._deadlines.call)
 
-    async def connect(self, transfer: Transfer, addresses: list[Any], *, generator: int = 0) -> None:
+    async def connect(
+        self, transfer: Transfer, addresses: list[Any], *, generator: int = 0
+    ) -> None:
         """Plan the routes from the trainer's ranks, as generator number ``generator`` of the run.
 
         It forgets its version, and what is in flight is aborted.
         """
-        await self._group.call("connect", transfer, addresses, generator, deadline=self._deadlines.call)
+        await self._group.call(
+            "connect", transfer, addresses, generator, deadline=self._deadlines.call
+        )
         self._patience = transfer.patience
         self.version = None
 
     async def pull_weights(self, version: int) -> float:
-        """Generate with ``version``, which the trainer has pushed, from here on; or a newer one, if that came first.
+        """Generate with ``version``, which the trainer has pushed, from here on; or a newer one, if
+        that came first.
 
-        Returns the seconds that generation stood still for it. An ActorFailure whose cause is VersionGone or
-        TransferFailed leaves the generator as it is.
+        Returns the seconds that generation stood still for it. An ActorFailure whose cause is
+        VersionGone or TransferFailed leaves the generator as it is.
         """
-        deadline = self._deadlines.call + 2 * self._patience  # a rank may have a fetch to end that failed on another
+        deadline = (
+            self._deadlines.call + 2 * self._patience
+        )  # a rank may have a fetch to end that failed on another
         await self._group.call("fetch_weights", version, deadline=deadline)
         pulled = (await self._group.call("pull_weights", version, rank=0, deadline=deadline))[0]
         self._has_prefixes = self._has_prefixes and pulled.version == self.version
         self.version = pulled.version
         return pulled.pause_s
 
-    async def generate(self, requests: list[GenerationRequest], *, fresh: bool = False) -> list[Completion]:
-        """Completions of ``requests``, in their order; ``fresh``: without the cached prefixes of any before them."""
+    async def generate(
+        self, requests: list[GenerationRequest], *, fresh: bool = False
+    ) -> list[Completion]:
+        """Completions of ``requests``, in their order; ``fresh``: without the cached prefixes of
+        any before them.
+        """
         if fresh and self._has_prefixes:
             await self._group.call("reset_prefix_cache", rank=0, deadline=self._deadlines.call)
         self._has_prefixes = True
-        return (await self._group.call("generate", requests, rank=0, deadline=self._deadlines.call))[0]
+        return (
+            await self._group.call("generate", requests, rank=0, deadline=self._deadlines.call)
+        )[0]
 
     async def weight_digests(self) -> list[PartDigests]:
         """Digests of every rank's parameters."""
         return await self._group.call("weight_digests", deadline=self._deadlines.call)
 
     async def abort(self) -> None:
-        """Abort the requests in flight, also those whose caller was cancelled and no longer waits."""
+        """Abort the requests in flight, also those whose caller was cancelled and no longer
+        waits.
+        """
         await self._group.call("abort", rank=0, deadline=self._deadlines.call)
 
     async def offload(self) -> None:
-        """Move the weights to host memory and forget all keys and values; what is in flight is aborted."""
+        """Move the weights to host memory and forget all keys and values; what is in flight is
+        aborted.
+        """
         await self.abort()
         await self._group.call("offload", deadline=self._deadlines.call)
 

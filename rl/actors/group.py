@@ -19,7 +19,9 @@ from rl.errors import ActorFailure, RunError
 from rl.platform import memory_domain
 from rl.types import Place
 
-SIGN_OF_LIFE_S = 30.0  # what raises may do so because a peer died: of one on another host nobody tells sooner
+SIGN_OF_LIFE_S = (
+    30.0  # what raises may do so because a peer died: of one on another host nobody tells sooner
+)
 STOP_S = 5.0  # for Monarch and the kernel to see that killed processes have ended
 REMOTE_STOP_S = 30.0  # for Monarch where nobody else can end them; it asks those that hang for 20 s
 
@@ -39,7 +41,9 @@ class Deadlines(Protocol):
 
 
 def outlasting(deadlines: Deadlines) -> float:
-    """Seconds after which a collective gives up: later than any call, whose deadline names the rank that is silent."""
+    """Seconds after which a collective gives up: later than any call, whose deadline names the rank
+    that is silent.
+    """
     return deadlines.start + deadlines.call
 
 
@@ -56,31 +60,39 @@ class Pulse(Actor):
 
     @concurrent_endpoint
     async def open_store(self) -> int:
-        """Open the store of torch.distributed in this process, which holds its port until it ends; return the port."""
+        """Open the store of torch.distributed in this process, which holds its port until it ends;
+        return the port.
+        """
         self._store = TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
         return self._store.port
 
     @concurrent_endpoint
     async def meet_at(self, port: int) -> None:
-        """Have torch.distributed connect to that store. It would open one by itself, at a port that may be taken."""
+        """Have torch.distributed connect to that store.
+
+        It would open one by itself, at a port that may be taken.
+        """
         os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 class ActorGroup:
-    """The ranks of one role, from ``spawn`` to ``stop``. Every call ends: with results, or an ActorFailure.
+    """The ranks of one role, from ``spawn`` to ``stop``. Every call ends: with results, or an
+    ActorFailure.
 
-    What an endpoint raises is the failure of that call. A rank that died, or gave no answer in time, is the failure of
-    the group: all its calls, pending and later ones, raise that first failure. ::
+    What an endpoint raises is the failure of that call. A rank that died, or gave no answer in
+    time, is the failure of the group: all its calls, pending and later ones, raise that first
+    failure. ::
 
         group = ActorGroup("trainer", supervisor, heartbeat=60.0)
         await group.spawn(PolicyTrainer, Place(ranks=2), config, deadline=600.0)
         answers = await group.call("forward", batch, deadline=600.0)
-        await group.stop()                                    # another of the same name can be spawned after it
+        await group.stop()      # another of the same name can be spawned after it
     """
 
     def __init__(self, name: str, supervisor: Supervisor, *, heartbeat: float = 0.0):
         self.name, self.ranks, self.port, self._place = name, 0, 0, Place(ranks=1)
-        self._mesh = f"{name}-{next(_incarnations)}"  # Monarch tells of a death when the next of this name may be up
+        # Monarch tells of a death when the next of this name may be up
+        self._mesh = f"{name}-{next(_incarnations)}"
         self._supervisor, self._hosts, self._heartbeat = supervisor, supervisor.hosts, heartbeat
         self._failed: asyncio.Future[ActorFailure] = asyncio.Future()
         self._over: asyncio.Future[ActorFailure] = asyncio.Future()  # failed or stopped
@@ -99,16 +111,23 @@ class ActorGroup:
         env: dict[str, str] | None = None,
         meet: bool = True,
     ) -> None:
-        """Start processes in ``place``, with ``env`` on top of their hosts', and ``actor(*args)`` in each.
+        """Start processes in ``place``, with ``env`` on top of their hosts', and ``actor(*args)``
+        in each.
 
         ``meet``: whether they can open process groups of torch.distributed.
         """
-        self.ranks, self._place, self._doing = place.ranks, place, {rank: [] for rank in range(place.ranks)}
+        self.ranks, self._place, self._doing = (
+            place.ranks,
+            place,
+            {rank: [] for rank in range(place.ranks)},
+        )
         everyone: PerRank = dict.fromkeys(range(place.ranks), ())
         self._supervisor.register(self._mesh, self._died)
         self._procs = self._hosts.spawn(self.name, place, env=env or {})
         self._pulse = self._procs.spawn(self._mesh, Pulse)
-        for rank, (domain, pid) in enumerate(await self._answers(self._pulse, "heartbeat", everyone, deadline)):
+        for rank, (domain, pid) in enumerate(
+            await self._answers(self._pulse, "heartbeat", everyone, deadline)
+        ):
             if domain != memory_domain():
                 self._elsewhere.append(rank)
             else:
@@ -116,13 +135,20 @@ class ActorGroup:
                     self._processes.append(Process(pid, partial(self._died, rank)))
         if meet:
             (self.port,) = await self._answers(self._pulse, "open_store", {0: ()}, deadline)
-            await self._answers(self._pulse, "meet_at", dict.fromkeys(everyone, (self.port,)), deadline)
+            await self._answers(
+                self._pulse, "meet_at", dict.fromkeys(everyone, (self.port,)), deadline
+            )
         self._actor = self._procs.spawn(self._mesh, actor, *args)
         if self._heartbeat:
             self._background.append(asyncio.create_task(self._beat()))
 
-    async def call(self, endpoint: str, *args: Any, deadline: float, rank: int | None = None) -> list[Any]:
-        """``endpoint`` of every rank, or of one; results in rank order. The first rank to fail ends the call."""
+    async def call(
+        self, endpoint: str, *args: Any, deadline: float, rank: int | None = None
+    ) -> list[Any]:
+        """``endpoint`` of every rank, or of one; results in rank order.
+
+        The first rank to fail ends the call.
+        """
         ranks = range(self.ranks) if rank is None else [rank]
         return await self.call_each(endpoint, dict.fromkeys(ranks, args), deadline=deadline)
 
@@ -139,7 +165,9 @@ class ActorGroup:
                 self._doing[rank].remove(endpoint)
 
     def watch(self, endpoint: str) -> None:
-        """Call ``endpoint``, which returns when the rank is closed; if it raises, the group has failed."""
+        """Call ``endpoint``, which returns when the rank is closed; if it raises, the group has
+        failed.
+        """
 
         async def watched() -> None:
             try:
@@ -150,9 +178,14 @@ class ActorGroup:
         self._background.append(asyncio.create_task(watched()))
 
     async def sign_of_life(self, within_s: float | None = None) -> None:
-        """Return when every rank has given one. Raises the group's failure, which it is too if one gives none."""
+        """Return when every rank has given one.
+
+        Raises the group's failure, which it is too if one gives none.
+        """
         deadline = within_s or max(SIGN_OF_LIFE_S, self._heartbeat)
-        await self._answers(self._pulse, "heartbeat", dict.fromkeys(range(self.ranks), ()), deadline)
+        await self._answers(
+            self._pulse, "heartbeat", dict.fromkeys(range(self.ranks), ()), deadline
+        )
 
     async def failed(self) -> ActorFailure:
         """The group's failure, once there is one."""
@@ -164,13 +197,18 @@ class ActorGroup:
         return self._over.done()
 
     async def stop(self) -> None:
-        """End the processes, whatever they are doing, and whatever waits for them. Raises nothing."""
+        """End the processes, whatever they are doing, and whatever waits for them.
+
+        Raises nothing.
+        """
         self._supervisor.forget(self._mesh)
         if not self._over.done():
             self._over.set_result(self._failure([0], "stop", "died", "it was stopped"))
         for task in self._background:
             task.cancel()
-        for process in self._processes:  # Monarch would wait for their interpreters to end, and for those that hang
+        for process in (
+            self._processes
+        ):  # Monarch would wait for their interpreters to end, and for those that hang
             process.kill()
         for rank in self._elsewhere:
             with contextlib.suppress(Exception):  # it is gone
@@ -184,8 +222,14 @@ class ActorGroup:
         """Fail as the death of a rank's process, with what its log ended on."""
         during = self._doing[rank][-1] if self._doing[rank] else "between calls"
         log = self._hosts.logs / f"{self.name}-{rank}.log"
-        why = reason.partition("\n")[2].strip() or reason  # Monarch's first line names its own meshes
-        self._fail(self._failure([rank], during, "died", f"the process died{why and ': ' + why}\n{_tail(log)}"))
+        why = (
+            reason.partition("\n")[2].strip() or reason
+        )  # Monarch's first line names its own meshes
+        self._fail(
+            self._failure(
+                [rank], during, "died", f"the process died{why and ': ' + why}\n{_tail(log)}"
+            )
+        )
 
     def _fail(self, failure: ActorFailure) -> None:
         if not self._over.done():
@@ -200,7 +244,11 @@ class ActorGroup:
         node = self._hosts.name_of(self._place, first)
         where = f" on {node}" if node else ""
         return ActorFailure(
-            f"{self.name} {named}{where}, {call}: {what}", actor=self.name, rank=first, call=call, kind=kind
+            f"{self.name} {named}{where}, {call}: {what}",
+            actor=self.name,
+            rank=first,
+            call=call,
+            kind=kind,
         )
 
     async def _beat(self) -> None:
@@ -209,20 +257,33 @@ class ActorGroup:
                 await asyncio.sleep(self._heartbeat / 3)
                 await self.sign_of_life(self._heartbeat)
 
-    async def _answers(self, actor: Any, endpoint: str, args: PerRank, deadline: float) -> list[Any]:
-        """Of the given ranks of ``actor``; raises the first failure of the group, or of one of them."""
+    async def _answers(
+        self, actor: Any, endpoint: str, args: PerRank, deadline: float
+    ) -> list[Any]:
+        """Of the given ranks of ``actor``; raises the first failure of the group, or of one of
+        them.
+        """
         loop = asyncio.get_running_loop()
-        tasks = {rank: asyncio.ensure_future(self._ask(actor, endpoint, rank, own)) for rank, own in args.items()}
+        tasks = {
+            rank: asyncio.ensure_future(self._ask(actor, endpoint, rank, own))
+            for rank, own in args.items()
+        }
         ends, pending = loop.time() + deadline, {*tasks.values()}
         try:
             while pending:
                 done, _ = await asyncio.wait(
-                    {*pending, self._over}, timeout=max(0.0, ends - loop.time()), return_when=asyncio.FIRST_COMPLETED
+                    {*pending, self._over},
+                    timeout=max(0.0, ends - loop.time()),
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
                 pending -= done
                 if not done:
                     silent = [rank for rank, task in tasks.items() if task in pending]
-                    self._fail(self._failure(silent, endpoint, "silent", f"no answer within {deadline:.0f} s"))
+                    self._fail(
+                        self._failure(
+                            silent, endpoint, "silent", f"no answer within {deadline:.0f} s"
+                        )
+                    )
                 answers = [task.result() for task in tasks.values() if task in done]
                 raised = [answer for answer in answers if isinstance(answer, ActorFailure)]
                 if raised and self.ranks > 1 and actor is not self._pulse:
@@ -244,11 +305,16 @@ class ActorGroup:
             return await getattr(actor.slice(**at), endpoint).call_one(*args)
         except ActorError as error:
             cause = error.exception
-            named = str(cause) if isinstance(cause, RunError) else f"{type(cause).__name__}: {cause}"
+            named = (
+                str(cause) if isinstance(cause, RunError) else f"{type(cause).__name__}: {cause}"
+            )
             failure = self._failure([rank], endpoint, "raised", f"{named}\n{error}")
             failure.__cause__ = cause
             return failure
-        except (RuntimeError, ValueError) as error:  # Monarch's own: nobody is there to answer, or ever was
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # Monarch's own: nobody is there to answer, or ever was
             self._died(rank, str(error))
             return self._over.result()
 
@@ -265,7 +331,9 @@ class Mesh:
         return self._started and not self._group.is_over
 
     async def failed(self) -> ActorFailure:
-        """The failure that all calls raise from then on, once there is one; until the next ``start``."""
+        """The failure that all calls raise from then on, once there is one; until the next
+        ``start``.
+        """
         return await self._group.failed()
 
     async def sign_of_life(self) -> None:

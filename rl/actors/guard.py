@@ -1,7 +1,9 @@
-"""Ends what a process leaves behind. Hosts runs this text in a fresh interpreter, which knows no other module of ours.
+"""Ends what a process leaves behind. Hosts runs this text in a fresh interpreter, which knows no
+other module of ours.
 
-A subreaper becomes the parent of every process below it whose own parent has ended, also of one that has left its
-process group or session. So the guard finds them all, and kills them when the guarded process or the run has ended.
+A subreaper becomes the parent of every process below it whose own parent has ended, also of one
+that has left its process group or session. So the guard finds them all, and kills them when the
+guarded process or the run has ended.
 """
 
 import contextlib
@@ -17,7 +19,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def guard() -> None:
-    """Go on in a child process. This process waits until that one ends, or the run, and exits after all below it."""
+    """Go on in a child process.
+
+    This process waits until that one ends, or the run, and exits after all below it.
+    """
     prctl, own = ctypes.CDLL(None).prctl, os.getpid()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -47,13 +52,19 @@ def guard() -> None:
 
 def children() -> list[int]:
     """Processes whose parent is this one."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and parent_of(name) == os.getpid()]
+    return [
+        int(name)
+        for name in os.listdir("/proc")
+        if name.isdigit() and parent_of(name) == os.getpid()
+    ]
 
 
 def parent_of(pid: str) -> int:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[1])  # its name may hold spaces and brackets
+            return int(
+                file.read().rpartition(b")")[2].split()[1]
+            )  # its name may hold spaces and brackets
     except OSError:  # it has ended
         return 0
 

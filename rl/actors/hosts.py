@@ -1,4 +1,7 @@
-"""The hosts of a run, and the processes on them. Who wants some says where; nobody knows where hosts come from."""
+"""The hosts of a run, and the processes on them.
+
+Who wants some says where; nobody knows where hosts come from.
+"""
 
 import asyncio
 import contextlib
@@ -7,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand  # not re-exported by monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import (
+    BootstrapCommand,
+)  # not re-exported by monarch.actor
 from monarch.actor import Point, ProcMesh, attach_to_workers, default_bootstrap_cmd, this_host
 from monarch.config import configure
 
@@ -18,7 +23,8 @@ from rl.types import Place
 SHUT_DOWN_S = 10.0
 GUARDED = "TILLER_GUARDED"
 
-# Python, since no shell can ask for the signal that ends it with its parent; Monarch does so seconds later.
+# Python, since no shell can ask for the signal that ends it with its parent; Monarch does so
+# seconds later.
 _WRAPPER = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -28,7 +34,8 @@ if os.getppid() != int(os.environ["TILLER_PARENT"]):
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the controller alone
 if devices := os.environ.get("TILLER_DEVICES"):  # among those that this process may see
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    own = [visible.split(",")[int(number)] for number in devices.split(",")] if visible else [devices]
+    numbers = [int(number) for number in devices.split(",")]
+    own = [visible.split(",")[number] for number in numbers] if visible else [devices]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
 log = os.open(os.environ["TILLER_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 os.dup2(log, 1)
@@ -44,17 +51,21 @@ class Hosts:
     def __init__(self, logs: Path, nodes: Sequence[Node] = ()):
         self.logs, self._nodes = logs, nodes
         workers = [node.address for node in nodes]
-        self._mesh = attach_to_workers(ca="trust_all_connections", workers=workers) if nodes else this_host()
+        self._mesh = (
+            attach_to_workers(ca="trust_all_connections", workers=workers) if nodes else this_host()
+        )
 
     def spawn(self, name: str, place: Place, *, env: dict[str, str]) -> ProcMesh:
         """The processes of mesh ``name``, with ``env`` and torch.distributed's ranks set.
 
         If ``env`` has ``GUARDED``, all that these processes start ends with them. Each logs to
-        ``logs``/name-rank.log. On CUDA (not covered by the tests) those of a host see its devices from
-        ``place.first_device`` on.
+        ``logs``/name-rank.log. On CUDA (not covered by the tests) those of a host see its devices
+        from ``place.first_device`` on.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
-        configure(mesh_proc_spawn_max_idle="24h", actor_spawn_max_idle="24h")  # our own deadlines are those that count
+        configure(
+            mesh_proc_spawn_max_idle="24h", actor_spawn_max_idle="24h"
+        )  # our own deadlines are those that count
         common = {
             "WORLD_SIZE": str(place.ranks),
             "LOCAL_WORLD_SIZE": str(place.per_host),
@@ -79,17 +90,24 @@ class Hosts:
             own = {
                 "RANK": str(point.rank),
                 "LOCAL_RANK": str(local),
-                "TILLER_PARENT": str(self._nodes[place.first_host + host].pid if self._nodes else os.getpid()),
+                "TILLER_PARENT": str(
+                    self._nodes[place.first_host + host].pid if self._nodes else os.getpid()
+                ),
                 "TILLER_LOG": str(self.logs.resolve() / f"{name}-{point.rank}.log"),
             }
             return BootstrapCommand(
-                sys.executable, None, ["-ISc", program, base.program, *base.args], {**base.env, **common, **own}
+                sys.executable,
+                None,
+                ["-ISc", program, base.program, *base.args],
+                {**base.env, **common, **own},
             )
 
         mesh = self._mesh
         if self._nodes:
             mesh = mesh.slice(hosts=slice(place.first_host, place.first_host + place.hosts))
-        return mesh.spawn_procs(per_host={"ranks": place.per_host}, name=name, bootstrap_command=command)
+        return mesh.spawn_procs(
+            per_host={"ranks": place.per_host}, name=name, bootstrap_command=command
+        )
 
     def coordinates(self, place: Place, rank: int) -> dict[str, int]:
         """Of a rank in what ``spawn`` returned."""
@@ -98,7 +116,11 @@ class Hosts:
 
     def name_of(self, place: Place, rank: int) -> str:
         """The node of a rank; empty where there is only one."""
-        return self._nodes[place.first_host + rank // place.per_host].name if len(self._nodes) > 1 else ""
+        return (
+            self._nodes[place.first_host + rank // place.per_host].name
+            if len(self._nodes) > 1
+            else ""
+        )
 
     async def shut_down(self) -> None:
         """Have the nodes' workers end, if there are any. Raises nothing."""

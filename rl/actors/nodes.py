@@ -1,4 +1,6 @@
-"""The nodes of a run on several: each has a worker, started by who launches the run, that writes where it listens."""
+"""The nodes of a run on several: each has a worker, started by who launches the run, that writes
+where it listens.
+"""
 
 import asyncio
 import json
@@ -26,18 +28,23 @@ class Node:
 
 
 class Nodes:
-    """The nodes that the environment names in ``TILLER_NODES``, in order; ``TILLER_NODE`` is this one.
+    """The nodes that the environment names in ``TILLER_NODES``, in order; ``TILLER_NODE`` is this
+    one.
 
-    A worker writes ``NAME.json`` to ``folder``, with its address and pid, when it listens, and ``NAME.ended`` when it
-    ended, with how. A run without these variables has this host alone.
+    A worker writes ``NAME.json`` to ``folder``, with its address and pid, when it listens, and
+    ``NAME.ended`` when it ended, with how. A run without these variables has this host alone.
     """
 
     def __init__(self, folder: Path):
-        self.names, self.own = os.environ.get("TILLER_NODES", "").split(), os.environ.get("TILLER_NODE", "")
+        self.names, self.own = (
+            os.environ.get("TILLER_NODES", "").split(),
+            os.environ.get("TILLER_NODE", ""),
+        )
         self._folder = folder
 
     def gather(self, count: int, deadline: float) -> list[Node]:
-        """The first ``count`` in order, once all their workers listen, or after ``deadline`` s of those that do.
+        """The first ``count`` in order, once all their workers listen, or after ``deadline`` s of
+        those that do.
 
         Empty for a run on this host. Raises NodeLost, with their names, where too few came up.
         """
@@ -48,8 +55,12 @@ class Nodes:
             time.sleep(POLL_S)
         there = [name for name in self.names if name not in missing]
         if self.names and len(there) < count:
-            late = ", ".join(f"{name} (it {how})" if (how := self._ended(name)) else name for name in missing)
-            raise NodeLost(f"no worker came up within {deadline:.0f} s on {late}; see the log of the node")
+            late = ", ".join(
+                f"{name} (it {how})" if (how := self._ended(name)) else name for name in missing
+            )
+            raise NodeLost(
+                f"no worker came up within {deadline:.0f} s on {late}; see the log of the node"
+            )
         return [Node(name, **json.loads(self._path(name).read_text())) for name in there[:count]]
 
     async def lost(self, nodes: Sequence[Node]) -> None:

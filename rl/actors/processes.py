@@ -16,8 +16,8 @@ from rl.errors import at_end
 def start_runtime(log: Path, node: str = "") -> None:
     """Start Monarch in this process; what it says of itself on standard error goes to ``log``.
 
-    Processes of other hosts reach it by the name ``node``, if one is given. Its sockets lie in a folder that
-    ``end_program`` removes.
+    Processes of other hosts reach it by the name ``node``, if one is given. Its sockets lie in a
+    folder that ``end_program`` removes.
     """
     if node:
         enable_transport(f"tcp://{node}:0")
@@ -50,12 +50,16 @@ async def stop_procs(procs: ProcMesh | None, *, deadline: float = 20.0) -> None:
         await mesh.stop()
 
     if procs is not None:
-        with contextlib.suppress(Exception):  # a mesh that has already failed cannot stop more than that
+        with contextlib.suppress(
+            Exception
+        ):  # a mesh that has already failed cannot stop more than that
             await asyncio.wait_for(stopped(procs), deadline)
 
 
 class Process:
-    """A process of this host that Monarch started, known by a descriptor: its pid may be another's after its end."""
+    """A process of this host that Monarch started, known by a descriptor: its pid may be another's
+    after its end.
+    """
 
     def __init__(self, pid: int, on_end: Callable[[], None]):
         """Raises ProcessLookupError where it has ended."""

@@ -1,4 +1,6 @@
-"""Processes that score completions: the user's code may hang or crash in them, and costs one group."""
+"""Processes that score completions: the user's code may hang or crash in them, and costs
+one group.
+"""
 
 import asyncio
 import math
@@ -20,7 +22,8 @@ from rl.rollout.scoring import rollouts_of, score_group
 from rl.tasks.base import Score, Task
 from rl.types import Completion, Place, Prompt, Rollout
 
-TURN_S = 0.1  # a worker answers after this long, or after one group: quick ones need not cost a message each
+# a worker answers after this long, or after one group: quick ones need not cost a message each
+TURN_S = 0.1
 
 Scored = list[tuple[str, Score]]
 
@@ -36,7 +39,9 @@ class RewardWorker(Actor):
         self._task: Task = self._config.build_scorer(seed=self._seed, model=self._model)
 
     @concurrent_endpoint
-    async def score(self, groups: list[tuple[Prompt, Sequence[Completion]]]) -> list[Scored | GroupLost]:
+    async def score(
+        self, groups: list[tuple[Prompt, Sequence[Completion]]]
+    ) -> list[Scored | GroupLost]:
         """Of the first groups, as many as there was time for, but of one at least."""
         ends, answers = time.monotonic() + TURN_S, list[Scored | GroupLost]()
         for prompt, completions in groups:
@@ -55,7 +60,8 @@ class _Job:
     completions: Sequence[Completion]
     scored: asyncio.Future[Scored]
     alone: bool = False
-    """Whether it is tried for the second time, because the worker was lost that had it, perhaps with others."""
+    """Whether it is tried for the second time, because the worker was lost that had it, perhaps
+    with others."""
 
     def settle(self, answer: Scored | Exception | None) -> None:
         """Tell whoever waits, if there is an answer and anybody still waits."""
@@ -68,15 +74,16 @@ class _Job:
 
 
 class RewardWorkers:
-    """``count`` workers, each started again when it dies or hangs; with 0, a thread of this process. ::
+    """``count`` workers, each started again when it dies or hangs; with 0, a thread of this
+    process. ::
 
         workers = RewardWorkers(config.data, config.seed, config.model, supervisor, count=2, ...)
         await workers.start()
         rollouts = await workers.score(prompt, completions)
         await workers.stop()
 
-    Groups wait in line. A worker without work gets its share of them. Where it is lost, each of these is tried once
-    more, alone, so that the one that is to blame is the only one to be lost.
+    Groups wait in line. A worker without work gets its share of them. Where it is lost, each of
+    these is tried once more, alone, so that the one that is to blame is the only one to be lost.
     """
 
     def __init__(
@@ -123,12 +130,14 @@ class RewardWorkers:
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
         """The group's rollouts.
 
-        Raises GroupLost where they cannot be had, because the reward raised, hung, died or made no sense; ActorFailure
-        where a worker that was lost could not be started again.
+        Raises GroupLost where they cannot be had, because the reward raised, hung, died or made no
+        sense; ActorFailure where a worker that was lost could not be started again.
         """
         loop = asyncio.get_running_loop()
         if self._count == 0:
-            scored = await loop.run_in_executor(self._thread, score_group, self._task, prompt, completions)
+            scored = await loop.run_in_executor(
+                self._thread, score_group, self._task, prompt, completions
+            )
         elif self._broken is not None:
             raise self._broken.with_traceback(None)
         else:
@@ -149,11 +158,15 @@ class RewardWorkers:
 
     async def _spawn(self, name: str) -> None:
         deadlines = self._deadlines
-        group = self._groups[name] = ActorGroup(name, self._supervisor, heartbeat=deadlines.heartbeat)
+        group = self._groups[name] = ActorGroup(
+            name, self._supervisor, heartbeat=deadlines.heartbeat
+        )
         arguments = (self._config, self._seed, self._model)
         guarded = {GUARDED: "1"}  # the user's code may start anything
         deadline = deadlines.start
-        await group.spawn(RewardWorker, Place(ranks=1), *arguments, deadline=deadline, env=guarded, meet=False)
+        await group.spawn(
+            RewardWorker, Place(ranks=1), *arguments, deadline=deadline, env=guarded, meet=False
+        )
         await group.call("start", deadline=deadlines.start)
 
     async def _keep(self, name: str) -> None:
@@ -175,7 +188,11 @@ class RewardWorkers:
             group = self._idle.popleft()
             if group.is_over:
                 continue
-            line, share = (self._again, 1) if self._again else (self._waiting, len(self._waiting) / self._count)
+            line, share = (
+                (self._again, 1)
+                if self._again
+                else (self._waiting, len(self._waiting) / self._count)
+            )
             self._run(self._score(group, [line.popleft() for _ in range(math.ceil(share))]))
 
     async def _score(self, group: ActorGroup, jobs: list[_Job]) -> None:

@@ -20,7 +20,9 @@ class Supervisor:
         monarch.actor.unhandled_fault_hook = self._on_fault
 
     def register(self, mesh: str, died: Callable[[int, str], None]) -> None:
-        """Call ``died(rank, reason)`` for each death of an actor in the mesh of this name, perhaps several times."""
+        """Call ``died(rank, reason)`` for each death of an actor in the mesh of this name, perhaps
+        several times.
+        """
         self._died[mesh] = died
 
     def forget(self, mesh: str) -> None:
@@ -28,9 +30,12 @@ class Supervisor:
         self._died.pop(mesh, None)
 
     def _on_fault(self, failure: MeshFailure) -> None:
-        # On a thread of Monarch's; also for the helpers that it runs beside the actors, and long after a stop.
+        # On a thread of Monarch's; also for the helpers that it runs beside the actors, and long
+        # after a stop.
         died = self._died.get(failure.mesh_name.rpartition("-")[0])
         if died is not None:
-            parts = re.fullmatch(r"MeshFailure\(.*crashed_ranks=\[(\d+).*?event=(.*)\)", str(failure), re.DOTALL)
+            parts = re.fullmatch(
+                r"MeshFailure\(.*crashed_ranks=\[(\d+).*?event=(.*)\)", str(failure), re.DOTALL
+            )
             rank, event = (int(parts[1]), parts[2]) if parts else (0, str(failure))
             self._loop.call_soon_threadsafe(died, rank, event)

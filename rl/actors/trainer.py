@@ -1,4 +1,6 @@
-"""PolicyTrainer: the worker whose weights are pushed to generators, and the controller's handle to its mesh."""
+"""PolicyTrainer: the worker whose weights are pushed to generators, and the controller's handle to
+its mesh.
+"""
 
 from typing import Any
 
@@ -13,7 +15,10 @@ from rl.weights.transport import Publisher, Sent, Transfer
 
 
 class PolicyTrainer(ModelWorker):
-    """One rank. A push runs behind whatever the engine does next, and keeps the weights as they are."""
+    """One rank.
+
+    A push runs behind whatever the engine does next, and keeps the weights as they are.
+    """
 
     publisher: Publisher | None = None
 
@@ -70,13 +75,15 @@ class TrainerMesh(WorkerGroup):
             self._store = await StoreProcess.start(self._supervisor.hosts)
         self._patience = transfer.patience
         arguments = {rank: (transfer, rank) for rank in range(self._config.ranks)}
-        return await self._group.call_each("open_publisher", arguments, deadline=self._deadlines.call)
+        return await self._group.call_each(
+            "open_publisher", arguments, deadline=self._deadlines.call
+        )
 
     async def push_weights(self) -> tuple[int, Sent]:
         """Make the current weights readable; their version, and the bytes of all ranks.
 
-        It runs behind ``forward`` and ``forward_backward`` that are called meanwhile; what changes or
-        moves the weights waits for it.
+        It runs behind ``forward`` and ``forward_backward`` that are called meanwhile; what changes
+        or moves the weights waits for it.
         """
         deadline = self._deadlines.call + self._patience
         answers = await self._group.call("push_weights", deadline=deadline)

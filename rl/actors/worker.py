@@ -29,14 +29,23 @@ Outputs = dict[str, torch.Tensor]
 
 
 class ModelWorker(Actor):
-    """One rank of a model that has a role in the run. The engine has a thread of its own, so that calls are heard.
+    """One rank of a model that has a role in the run. The engine has a thread of its own, so that
+    calls are heard.
 
     Calls to the engine run one after another, in the order they arrived. What changes or moves the
     weights first waits for whoever reads them, and these for what changes them. Engines are
     built by ``start``, so that a failing one is an error with a traceback.
     """
 
-    def __init__(self, config: TrainerConfig, model: ModelConfig, head: Head, seed: int, steps: int, folder: str):
+    def __init__(
+        self,
+        config: TrainerConfig,
+        model: ModelConfig,
+        head: Head,
+        seed: int,
+        steps: int,
+        folder: str,
+    ):
         self._config, self._model, self._head = config, model, head
         self._seed, self._steps, self._folder = seed, steps, folder
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -51,14 +60,21 @@ class ModelWorker(Actor):
         from rl.training.engine import TrainingEngine
 
         self.engine = TrainingEngine(
-            self._config, self._model, head=self._head, seed=self._seed, steps=self._steps, folder=self._folder
+            self._config,
+            self._model,
+            head=self._head,
+            seed=self._seed,
+            steps=self._steps,
+            folder=self._folder,
         )
         self.checkpointer = Checkpointer(self.engine, self._model, folder=self._folder)
 
     @concurrent_endpoint
     async def forward(self, batch: Batch | None, temperature: float) -> Outputs | None:
         return await self._in_engine(
-            lambda: self._of_leader(self.engine.forward(self.engine.from_leader(batch), temperature=temperature))
+            lambda: self._of_leader(
+                self.engine.forward(self.engine.from_leader(batch), temperature=temperature)
+            )
         )
 
     @concurrent_endpoint
@@ -68,7 +84,9 @@ class ModelWorker(Actor):
         options = {"temperature": temperature, "weight": weight}
         return await self._in_engine(
             lambda: self._of_leader(
-                self.engine.forward_backward(self.engine.from_leader(batch), loss.build(), **options)
+                self.engine.forward_backward(
+                    self.engine.from_leader(batch), loss.build(), **options
+                )
             )
         )
 
@@ -98,7 +116,9 @@ class ModelWorker(Actor):
         await self._in_engine(self.checkpointer.save, step, run_state)
 
     @concurrent_endpoint
-    async def load_checkpoint(self, step: int) -> tuple[int, dict[str, Any], Path | None, list[str]]:
+    async def load_checkpoint(
+        self, step: int
+    ) -> tuple[int, dict[str, Any], Path | None, list[str]]:
         run_state = await self._changing(self.checkpointer.load, step)
         return self.engine.version, run_state, self.checkpointer.loaded, self.checkpointer.ignored
 
@@ -137,15 +157,17 @@ class ModelWorker(Actor):
             return await self._run(call, *args, **kwargs)
 
     async def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._engine_thread, partial(call, *args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._engine_thread, partial(call, *args, **kwargs)
+        )
 
 
 class WorkerGroup(Mesh):
     """What the controller sees of a role's model: calls on whole batches, nothing of ranks.
 
-    What takes a batch is dispatched by mesh: split among the data-parallel ranks, one part sent to the first rank of
-    each, and the answers put together in the batch's order, whatever the count. All else is passed through: the same
-    call to every rank.
+    What takes a batch is dispatched by mesh: split among the data-parallel ranks, one part sent to
+    the first rank of each, and the answers put together in the batch's order, whatever the count.
+    All else is passed through: the same call to every rank.
     """
 
     actor: type[ModelWorker] = ModelWorker
@@ -172,7 +194,8 @@ class WorkerGroup(Mesh):
         self.version = 0
         """Optimizer steps that its weights have taken: of the policy, their version."""
         self.loaded: Path | None = None
-        """Folder of the checkpoint whose state ``load_checkpoint`` returned last; None without one."""
+        """Folder of the checkpoint whose state ``load_checkpoint`` returned last; None without
+        one."""
 
     @property
     def ranks(self) -> int:
@@ -185,30 +208,53 @@ class WorkerGroup(Mesh):
     async def start(self) -> None:
         """Spawn the ranks and build their engines; again after ``stop``."""
         self._group, self._started, self.version = self._new_group(), False, 0
-        deadline, arguments = self._deadlines.start, (self._head, self._seed, self._steps, str(self._folder))
-        timeout = max(self._config.comm.init_timeout_seconds, math.ceil(outlasting(self._deadlines)))
-        config = replace(self._config, comm=replace(self._config.comm, init_timeout_seconds=timeout))
-        await self._group.spawn(self.actor, self._place, config, self._model, *arguments, deadline=deadline)
+        deadline, arguments = (
+            self._deadlines.start,
+            (self._head, self._seed, self._steps, str(self._folder)),
+        )
+        timeout = max(
+            self._config.comm.init_timeout_seconds, math.ceil(outlasting(self._deadlines))
+        )
+        config = replace(
+            self._config, comm=replace(self._config.comm, init_timeout_seconds=timeout)
+        )
+        await self._group.spawn(
+            self.actor, self._place, config, self._model, *arguments, deadline=deadline
+        )
         await self._group.call("start", deadline=deadline)
         self._started = True
 
     async def forward(self, batch: Batch, *, temperature: float = 1.0) -> Outputs:
-        """``logprobs`` and ``entropy`` of each token, or a critic's ``values``, float32 [T] in the batch's order."""
+        """``logprobs`` and ``entropy`` of each token, or a critic's ``values``, float32 [T] in the
+        batch's order.
+        """
         shares = self._shares(batch)
-        return _merge(batch, shares, await self._call_leaders("forward", batch, shares, temperature))
+        return _merge(
+            batch, shares, await self._call_leaders("forward", batch, shares, temperature)
+        )
 
     async def forward_backward(
-        self, batch: Batch, loss: Configurable.Config, *, temperature: float = 1.0, weight: float = 1.0
+        self,
+        batch: Batch,
+        loss: Configurable.Config,
+        *,
+        temperature: float = 1.0,
+        weight: float = 1.0,
     ) -> tuple[Outputs, Metrics]:
-        """Add the gradient of ``loss`` on ``batch``, times ``weight``; what ``forward`` returns, and metrics."""
+        """Add the gradient of ``loss`` on ``batch``, times ``weight``; what ``forward`` returns,
+        and metrics.
+        """
         shares = self._shares(batch)
-        answers = await self._call_leaders("forward_backward", batch, shares, loss, temperature, weight)
+        answers = await self._call_leaders(
+            "forward_backward", batch, shares, loss, temperature, weight
+        )
         return _merge(batch, shares, [outputs for outputs, _ in answers]), answers[0][1]
 
     async def optim_step(self, **options: Any) -> Metrics:
         """Step on what was accumulated; ``version`` counts up unless the step was skipped.
 
-        ``options`` are those of TrainingEngine.optim_step: denominator, lr, betas, weight_decay, max_norm.
+        ``options`` are those of TrainingEngine.optim_step: denominator, lr, betas, weight_decay,
+        max_norm.
         """
         self.version, metrics = (await self._call("optim_step", options))[0]
         return metrics
@@ -230,11 +276,15 @@ class WorkerGroup(Mesh):
         await self._call("save_checkpoint", step, run_state)
 
     async def load_checkpoint(self, step: int = -1) -> tuple[dict[str, Any], list[str]]:
-        """Load checkpoint ``step``, the newest if -1, or for 0 and where there is none what the config starts from.
+        """Load checkpoint ``step``, the newest if -1, or for 0 and where there is none what the
+        config starts from.
 
-        Returns the controller's state, and the names of checkpoints that were ignored because they are incomplete.
+        Returns the controller's state, and the names of checkpoints that were ignored because they
+        are incomplete.
         """
-        self.version, run_state, self.loaded, ignored = (await self._call("load_checkpoint", step))[0]
+        self.version, run_state, self.loaded, ignored = (await self._call("load_checkpoint", step))[
+            0
+        ]
         return run_state, ignored
 
     async def save_weights(self, folder: Path) -> None:
@@ -242,7 +292,9 @@ class WorkerGroup(Mesh):
         await self._call("save_weights", folder)
 
     async def load_weights(self, folder: Path, version: int | None = None) -> None:
-        """Take the parameters that ``save_weights`` wrote, bit for bit; they are of ``version``, if given."""
+        """Take the parameters that ``save_weights`` wrote, bit for bit; they are of ``version``, if
+        given.
+        """
         await self._call("load_weights", folder, version)
         self.version = self.version if version is None else version
 
@@ -266,13 +318,21 @@ class WorkerGroup(Mesh):
         """Sequences of each data-parallel rank."""
         return balanced(batch.lengths.tolist(), self._config.dp_degree)
 
-    async def _call_leaders(self, endpoint_name: str, batch: Batch, shares: list[list[int]], *args: Any) -> list[Any]:
-        """Call every rank, sending each part of the batch once; the answers of the data-parallel ranks."""
+    async def _call_leaders(
+        self, endpoint_name: str, batch: Batch, shares: list[list[int]], *args: Any
+    ) -> list[Any]:
+        """Call every rank, sending each part of the batch once; the answers of the data-parallel
+        ranks.
+        """
         per_share = self._config.ranks // len(shares)
-        arguments: dict[int, tuple[Any, ...]] = dict.fromkeys(range(self._config.ranks), (None, *args))
+        arguments: dict[int, tuple[Any, ...]] = dict.fromkeys(
+            range(self._config.ranks), (None, *args)
+        )
         for number, share in enumerate(shares):
             arguments[number * per_share] = (batch.select(share), *args)
-        return (await self._group.call_each(endpoint_name, arguments, deadline=self._deadlines.call))[::per_share]
+        return (
+            await self._group.call_each(endpoint_name, arguments, deadline=self._deadlines.call)
+        )[::per_share]
 
 
 def _merge(batch: Batch, shares: list[list[int]], answers: list[Outputs]) -> Outputs:

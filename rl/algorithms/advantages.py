@@ -20,7 +20,8 @@ class Scored:
     """Of each completion as a whole, float32 [N]."""
 
     groups: torch.Tensor
-    """Which prompt each completion answers, int64 [N]: any numbers, equal ones for the same prompt."""
+    """Which prompt each completion answers, int64 [N]: any numbers, equal ones for the same
+    prompt."""
 
     lengths: torch.Tensor
     """Tokens of each completion, int64 [N]."""
@@ -48,31 +49,45 @@ class Scored:
 
     @property
     def totals(self) -> torch.Tensor:
-        """All that each completion earned, [N]; float64, in which the mean of equal float32 rewards is exactly they."""
-        return self.rewards + sum_by_sequence(self.token_rewards.double(), self.sequence, len(self.rewards))
+        """All that each completion earned, [N]; float64, in which the mean of equal float32 rewards
+        is exactly they.
+        """
+        return self.rewards + sum_by_sequence(
+            self.token_rewards.double(), self.sequence, len(self.rewards)
+        )
 
     @property
     def earned(self) -> torch.Tensor:
-        """What each token earned, float64 [C]: its own reward, and the last one its completion's too."""
+        """What each token earned, float64 [C]: its own reward, and the last one its completion's
+        too.
+        """
         earned, spoken = self.token_rewards.double(), self.lengths > 0
-        return earned.index_add(0, self.lengths.cumsum(0)[spoken] - 1, self.rewards[spoken].double())
+        return earned.index_add(
+            0, self.lengths.cumsum(0)[spoken] - 1, self.rewards[spoken].double()
+        )
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """``advantages`` float32 [C]; ``returns`` float32 [C], which a critic learns, where the estimator has them."""
+    """``advantages`` float32 [C]; ``returns`` float32 [C], which a critic learns, where the
+    estimator has them.
+    """
 
     advantages: torch.Tensor
     returns: torch.Tensor | None = None
 
 
 class AdvantageEstimator(Configurable):
-    """From what was earned to advantages. To write your own, subclass this, with a Config of its own."""
+    """From what was earned to advantages.
+
+    To write your own, subclass this, with a Config of its own.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         by_group: ClassVar[bool] = True
-        """Whether a group's advantages hang on that group alone, so that a batch may come in parts."""
+        """Whether a group's advantages hang on that group alone, so that a batch may come in
+        parts."""
 
         needs_values: ClassVar[bool] = False
         """Whether a critic has to say what it expected."""
@@ -86,13 +101,20 @@ class AdvantageEstimator(Configurable):
         raise NotImplementedError
 
 
-def advantages_of(estimator: AdvantageEstimator, scored: Scored, *, with_returns: bool) -> Advantages:
-    """Advantages, and returns if a critic needs them. Raises RunError that names an estimator that gives others."""
+def advantages_of(
+    estimator: AdvantageEstimator, scored: Scored, *, with_returns: bool
+) -> Advantages:
+    """Advantages, and returns if a critic needs them.
+
+    Raises RunError that names an estimator that gives others.
+    """
     whose, count = f"algorithm.advantage: {type(estimator).__name__}", len(scored.sequence)
     with naming(whose):
         found = estimator(scored)
     if not isinstance(found, Advantages):
-        raise RunError(f"{whose} returned {shown(found)}; expected is Advantages(advantages, returns)")
+        raise RunError(
+            f"{whose} returned {shown(found)}; expected is Advantages(advantages, returns)"
+        )
     check_per_token(f"{whose} (advantages)", found.advantages, count)
     if with_returns or found.returns is not None:
         check_per_token(f"{whose} (returns)", found.returns, count)
@@ -123,7 +145,8 @@ class GroupAdvantage(AdvantageEstimator):
 
 
 class LeaveOneOut(AdvantageEstimator):
-    """What a completion earned less the mean of the others of its group: RLOO, arXiv:2402.14740, eq. 8.
+    """What a completion earned less the mean of the others of its group: RLOO, arXiv:2402.14740,
+    eq. 8.
 
     Raises RunError where a group has one completion only.
     """
@@ -135,13 +158,17 @@ class LeaveOneOut(AdvantageEstimator):
     def __call__(self, scored: Scored) -> Advantages:
         totals, group, sizes = scored.totals, scored.group, scored.group_sizes
         if (sizes < 2).any():
-            raise RunError("LeaveOneOut compares the completions of a prompt: sample at least two of each")
+            raise RunError(
+                "LeaveOneOut compares the completions of a prompt: sample at least two of each"
+            )
         others = (sum_by_sequence(totals, group)[group] - totals) / (sizes[group] - 1)
         return Advantages((totals - others).float()[scored.sequence])
 
 
 class ReinforcePlusPlus(AdvantageEstimator):
-    """What is earned from each token on, whitened over all tokens: REINFORCE++, arXiv:2501.03262."""
+    """What is earned from each token on, whitened over all tokens: REINFORCE++,
+    arXiv:2501.03262.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(AdvantageEstimator.Config):
@@ -187,7 +214,9 @@ class GAE(AdvantageEstimator):
 
     def __call__(self, scored: Scored) -> Advantages:
         if scored.values is None:
-            raise RunError("GAE needs the values of a critic: configure one, or an estimator that needs none")
+            raise RunError(
+                "GAE needs the values of a critic: configure one, or an estimator that needs none"
+            )
         config, values, sequence = self.config, scored.values.double(), scored.sequence
         following = torch.zeros_like(values)
         following[:-1] = values[1:] * (sequence[1:] == sequence[:-1])
@@ -198,17 +227,21 @@ class GAE(AdvantageEstimator):
 
 
 def overlong_penalty(lengths: torch.Tensor, *, max_tokens: int, buffer: int) -> torch.Tensor:
-    """Reward [N] for completions of ``lengths`` [N]: DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13.
+    """Reward [N] for completions of ``lengths`` [N]: DAPO's soft overlong punishment,
+    arXiv:2503.14476, eq. 13.
 
-    0 up to ``max_tokens - buffer`` tokens, then falling to -1 at ``max_tokens``; ``buffer`` is above 0.
+    0 up to ``max_tokens - buffer`` tokens, then falling to -1 at ``max_tokens``; ``buffer`` is
+    above 0.
     """
     return ((max_tokens - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
 def _discounted(values: torch.Tensor, scored: Scored, factor: float) -> torch.Tensor:
-    """Each token's value plus ``factor`` times that of the next, and so on to the completion's end, [C].
+    """Each token's value plus ``factor`` times that of the next, and so on to the completion's end,
+    [C].
 
-    Spans of tokens already summed double in each round, so there are as many as the longest length has bits.
+    Spans of tokens already summed double in each round, so there are as many as the longest length
+    has bits.
     """
     sequence, span, longest = scored.sequence, 1, int(scored.lengths.max())
     while span < longest:

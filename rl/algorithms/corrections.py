@@ -1,4 +1,6 @@
-"""Weights of tokens that the trained policy would not quite have sampled: another engine's rounding, older weights."""
+"""Weights of tokens that the trained policy would not quite have sampled: another engine's
+rounding, older weights.
+"""
 
 import math
 from collections.abc import Sequence
@@ -19,11 +21,12 @@ Weighed = tuple[torch.Tensor, dict[str, float]]
 
 
 class Correction(Configurable):
-    """What a token's part in the surrogate is multiplied by; fixed for a batch before any update on it.
+    """What a token's part in the surrogate is multiplied by; fixed for a batch before any update on
+    it.
 
     To write your own, subclass this, with a Config of its own. Arguments, all [C] of a whole batch:
-    log-probs of the policy before the update and of the one that sampled; optimizer steps between the
-    two, at least 0; and the number of each token's sequence, int64 from 0.
+    log-probs of the policy before the update and of the one that sampled; optimizer steps between
+    the two, at least 0; and the number of each token's sequence, int64 from 0.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -36,7 +39,11 @@ class Correction(Configurable):
         self.config = config
 
     def __call__(
-        self, proximal: torch.Tensor, behaviour: torch.Tensor, staleness: torch.Tensor, sequence: torch.Tensor
+        self,
+        proximal: torch.Tensor,
+        behaviour: torch.Tensor,
+        staleness: torch.Tensor,
+        sequence: torch.Tensor,
     ) -> Weighed:
         raise NotImplementedError
 
@@ -44,8 +51,8 @@ class Correction(Configurable):
 class TruncatedIS(Correction):
     """The importance ratio up to a cap: V-trace, arXiv:1802.01561, eq. 1.
 
-    Between a sampler and a trainer that differ: Yao et al., "Your efficient RL framework secretly brings
-    you off-policy RL training", 2025.
+    Between a sampler and a trainer that differ: Yao et al., "Your efficient RL framework secretly
+    brings you off-policy RL training", 2025.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -59,12 +66,18 @@ class TruncatedIS(Correction):
     config: Config
 
     def __call__(
-        self, proximal: torch.Tensor, behaviour: torch.Tensor, staleness: torch.Tensor, sequence: torch.Tensor
+        self,
+        proximal: torch.Tensor,
+        behaviour: torch.Tensor,
+        staleness: torch.Tensor,
+        sequence: torch.Tensor,
     ) -> Weighed:
         log_ratio, cap = proximal - behaviour, self.config.cap
         if self.config.level == "sequence":
             log_ratio = sum_by_sequence(log_ratio, sequence)[sequence]
-        return log_ratio.exp().clamp(max=cap), {"correction/capped": _share(log_ratio > math.log(cap))}
+        return log_ratio.exp().clamp(max=cap), {
+            "correction/capped": _share(log_ratio > math.log(cap))
+        }
 
 
 class MaskedIS(Correction):
@@ -79,16 +92,21 @@ class MaskedIS(Correction):
         """Largest ratio that is kept."""
 
         level: Level = "token"
-        """sequence: one ratio for all tokens of a sequence, their geometric mean, so that it is kept or dropped
-        as a whole."""
+        """sequence: one ratio for all tokens of a sequence, their geometric mean, so that it is
+        kept or dropped as a whole."""
 
         weigh: bool = True
-        """Whether what is kept weighs as its ratio; else it weighs 1, for use beside another correction."""
+        """Whether what is kept weighs as its ratio; else it weighs 1, for use beside another
+        correction."""
 
     config: Config
 
     def __call__(
-        self, proximal: torch.Tensor, behaviour: torch.Tensor, staleness: torch.Tensor, sequence: torch.Tensor
+        self,
+        proximal: torch.Tensor,
+        behaviour: torch.Tensor,
+        staleness: torch.Tensor,
+        sequence: torch.Tensor,
     ) -> Weighed:
         log_ratio, config = proximal - behaviour, self.config
         if config.level == "sequence":
@@ -109,7 +127,11 @@ class StalenessDecay(Correction):
     config: Config
 
     def __call__(
-        self, proximal: torch.Tensor, behaviour: torch.Tensor, staleness: torch.Tensor, sequence: torch.Tensor
+        self,
+        proximal: torch.Tensor,
+        behaviour: torch.Tensor,
+        staleness: torch.Tensor,
+        sequence: torch.Tensor,
     ) -> Weighed:
         return self.config.decay ** staleness.float(), {}
 
@@ -131,11 +153,17 @@ def correction_weights(
         with naming(whose):
             weighed = correction(proximal, behaviour, staleness, sequence)
         if not (isinstance(weighed, tuple) and len(weighed) == 2 and isinstance(weighed[1], dict)):
-            raise RunError(f"{whose} returned {shown(weighed)}; expected are a tensor and a dict of metrics")
+            raise RunError(
+                f"{whose} returned {shown(weighed)}; expected are a tensor and a dict of metrics"
+            )
         weights = weights * check_per_token(whose, weighed[0], len(proximal))
         with naming(f"{whose}: its metrics {shown(weighed[1])}"):
             metrics |= {str(name): float(value) for name, value in weighed[1].items()}
-    return weights, {**metrics, "correction/mean": weights.mean().item(), "correction/masked": _share(weights == 0)}
+    return weights, {
+        **metrics,
+        "correction/mean": weights.mean().item(),
+        "correction/masked": _share(weights == 0),
+    }
 
 
 def _share(chosen: torch.Tensor) -> float:

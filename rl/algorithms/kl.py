@@ -12,12 +12,14 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Estimator) -> torch.Tensor:
-    """Estimate [C] of KL(policy || reference), in nats, from log-probs [C] of tokens that the policy drew.
+    """Estimate [C] of KL(policy || reference), in nats, from log-probs [C] of tokens that the
+    policy drew.
 
-    Of joschu.net/blog/kl-approx.html. Values: k1 and k3 are unbiased, k3 is never negative and varies
-    less; k2 is biased, little where the policies are near. Gradients, as a term of a loss on the policy's
-    own tokens (arXiv:2506.09477): k2's is that of KL(policy || reference); k3's that of
-    KL(reference || policy); k1's is that of nothing, 0 on average, so k1 is one for rewards alone.
+    Of joschu.net/blog/kl-approx.html. Values: k1 and k3 are unbiased, k3 is never negative and
+    varies less; k2 is biased, little where the policies are near. Gradients, as a term of a loss on
+    the policy's own tokens (arXiv:2506.09477): k2's is that of KL(policy || reference); k3's that
+    of KL(reference || policy); k1's is that of nothing, 0 on average, so k1 is one for rewards
+    alone.
     """
     log_ratio = logprobs - reference
     if estimator == "k1":
@@ -28,7 +30,9 @@ def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Estimator) ->
 
 
 class AdaptiveKL(Configurable):
-    """Steers the coefficient of a KL penalty so that the KL stays near a target; arXiv:1909.08593, section 2.2."""
+    """Steers the coefficient of a KL penalty so that the KL stays near a target; arXiv:1909.08593,
+    section 2.2.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):

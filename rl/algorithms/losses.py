@@ -1,4 +1,7 @@
-"""Per-token losses. The trainer weighs, sums and divides them; a loss only says what each token costs."""
+"""Per-token losses.
+
+The trainer weighs, sums and divides them; a loss only says what each token costs.
+"""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +21,9 @@ METRIC_REDUCTIONS = ("mean", "max", "min")
 
 
 class Metric(NamedTuple):
-    """A value for each token, [C], and how it is reduced over the tokens of weight > 0, on all ranks."""
+    """A value for each token, [C], and how it is reduced over the tokens of weight > 0, on all
+    ranks.
+    """
 
     values: torch.Tensor
     reduction: Literal["mean", "max", "min"]
@@ -31,7 +36,8 @@ PerToken = tuple[torch.Tensor, dict[str, Metric]]
 
 
 class PolicyLoss(Configurable):
-    """What all losses of a policy share: an entropy bonus and a penalty for leaving a reference policy.
+    """What all losses of a policy share: an entropy bonus and a penalty for leaving a reference
+    policy.
 
     To write your own, subclass this, with a Config of its own, and define ``surrogate``.
     """
@@ -48,8 +54,8 @@ class PolicyLoss(Configurable):
         """How that is estimated; k1 has no gradient to speak of (rl.algorithms.kl)."""
 
         reduction: Reduction = "sequence_mean"
-        """sequence_mean: every completion counts alike. token_mean: every token counts alike. fixed_length: sums
-        over max_tokens, so that long completions count for more (Dr. GRPO)."""
+        """sequence_mean: every completion counts alike. token_mean: every token counts alike.
+        fixed_length: sums over max_tokens, so that long completions count for more (Dr. GRPO)."""
 
     config: Config
 
@@ -64,7 +70,9 @@ class PolicyLoss(Configurable):
             loss = loss * tokens["correction"]
         loss = loss - config.entropy_coef * tokens["entropy"]
         if config.kl_coef:
-            loss = loss + config.kl_coef * kl(tokens["logprobs"], tokens["reference_logprobs"], config.kl_estimator)
+            loss = loss + config.kl_coef * kl(
+                tokens["logprobs"], tokens["reference_logprobs"], config.kl_estimator
+            )
         return loss, {**self._metrics(tokens), **metrics}
 
     def surrogate(self, tokens: Tokens) -> PerToken:
@@ -72,7 +80,9 @@ class PolicyLoss(Configurable):
         raise NotImplementedError
 
     def log_ratio(self, tokens: Tokens) -> torch.Tensor:
-        """Log of the importance ratio, [C]: policy over proximal policy if there is one, else over what sampled."""
+        """Log of the importance ratio, [C]: policy over proximal policy if there is one, else over
+        what sampled.
+        """
         old = "proximal_logprobs" if "proximal_logprobs" in tokens else "behaviour_logprobs"
         return tokens["logprobs"] - tokens[old]
 
@@ -88,11 +98,15 @@ class PolicyLoss(Configurable):
                 **self._differences((logprobs - behaviour).abs(), tokens),
             }
         if "reference_logprobs" in tokens:
-            metrics["kl/reference"] = Metric(kl(logprobs, tokens["reference_logprobs"], "k3"), "mean")
+            metrics["kl/reference"] = Metric(
+                kl(logprobs, tokens["reference_logprobs"], "k3"), "mean"
+            )
         return metrics
 
     def _differences(self, difference: torch.Tensor, tokens: Tokens) -> dict[str, Metric]:
-        """How far log-probs are from those of the generator, where both have the same weights and where not."""
+        """How far log-probs are from those of the generator, where both have the same weights and
+        where not.
+        """
         if "staleness" not in tokens:
             return {"logprob/error_max": Metric(difference, "max")}
         current = tokens["staleness"] == 0
@@ -119,7 +133,8 @@ class ClippedLoss(PolicyLoss):
         """The importance ratio is clipped above at ``1 + clip_high``."""
 
         dual_clip: Annotated[float, above(1, 1e6, also=(0,))] = 0.0
-        """Where the advantage is negative, the ratio is clipped above at this; 0 for not at all, else above 1."""
+        """Where the advantage is negative, the ratio is clipped above at this; 0 for not at all,
+        else above 1."""
 
     config: Config
 
@@ -127,7 +142,8 @@ class ClippedLoss(PolicyLoss):
         advantages, log_ratio = tokens["advantages"], self.log_ratio(tokens)
         low, high = _log_range(self.config.clip_low, self.config.clip_high)
         dual = math.log(self.config.dual_clip) if self.config.dual_clip else math.inf
-        # Clipped as logs: a ratio that overflows and is clipped after would have the gradient 0 * inf.
+        # Clipped as logs: a ratio that overflows and is clipped after would have the gradient 0 *
+        # inf.
         floor = torch.where(advantages > 0, -math.inf, low)
         ceiling = torch.where(advantages < 0, dual, high)
         loss = -log_ratio.clamp(floor, ceiling).exp() * advantages
@@ -135,7 +151,9 @@ class ClippedLoss(PolicyLoss):
 
 
 class GSPOLoss(ClippedLoss):
-    """The clipped loss with one ratio per sequence, its tokens' geometric mean: GSPO, arXiv:2507.18071, eq. 5-7."""
+    """The clipped loss with one ratio per sequence, its tokens' geometric mean: GSPO,
+    arXiv:2507.18071, eq. 5-7.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ClippedLoss.Config):
@@ -146,8 +164,8 @@ class GSPOLoss(ClippedLoss):
         """The sequence's ratio is clipped above at ``1 + clip_high``."""
 
         token_level: bool = False
-        """GSPO-token, eq. 13 and 14: the sequence's ratio, with each token's own gradient, for advantages that
-        differ within a sequence."""
+        """GSPO-token, eq. 13 and 14: the sequence's ratio, with each token's own gradient, for
+        advantages that differ within a sequence."""
 
     config: Config
 
@@ -159,12 +177,15 @@ class GSPOLoss(ClippedLoss):
 
 
 class CISPOLoss(PolicyLoss):
-    """-sg(clip(r)) A log p: the ratio is clipped, no token's gradient is: CISPO, arXiv:2506.13585, eq. 4 and 5."""
+    """-sg(clip(r)) A log p: the ratio is clipped, no token's gradient is: CISPO, arXiv:2506.13585,
+    eq. 4 and 5.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyLoss.Config):
         clip_low: Annotated[float, CLIP] = 1.0
-        """The ratio is clipped below at ``1 - clip_low``: by default not at all, as in the paper."""
+        """The ratio is clipped below at ``1 - clip_low``: by default not at all, as in the
+        paper."""
 
         clip_high: Annotated[float, CLIP] = 4.0
         """The ratio is clipped above at ``1 + clip_high``."""
@@ -182,7 +203,8 @@ class CISPOLoss(PolicyLoss):
 
 
 class DPPOLoss(PolicyLoss):
-    """-r A, of tokens whose probability p has not yet moved too far: DPPO with Binary-TV, arXiv:2602.04879.
+    """-r A, of tokens whose probability p has not yet moved too far: DPPO with Binary-TV,
+    arXiv:2602.04879.
 
     Left out are tokens for which abs(p - p_old), the total variation of "this token or another",
     passes the threshold, and which the advantage would move further.
@@ -196,7 +218,11 @@ class DPPOLoss(PolicyLoss):
     config: Config
 
     def surrogate(self, tokens: Tokens) -> PerToken:
-        advantages, log_ratio, logprobs = tokens["advantages"], self.log_ratio(tokens), tokens["logprobs"].detach()
+        advantages, log_ratio, logprobs = (
+            tokens["advantages"],
+            self.log_ratio(tokens),
+            tokens["logprobs"].detach(),
+        )
         moved = logprobs.exp() - (logprobs - log_ratio.detach()).exp()
         outside = (moved.abs() > self.config.threshold) & (moved * advantages > 0)
         loss = -log_ratio.masked_fill(outside, -math.inf).exp() * advantages
@@ -204,7 +230,9 @@ class DPPOLoss(PolicyLoss):
 
 
 class ImportanceSamplingLoss(PolicyLoss):
-    """-r A, never clipped: the policy gradient of REINFORCE, corrected for the policy that sampled."""
+    """-r A, never clipped: the policy gradient of REINFORCE, corrected for the policy that
+    sampled.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyLoss.Config):
@@ -227,10 +255,11 @@ class CrossEntropyLoss(PolicyLoss):
 
 
 class DistillationLoss(PolicyLoss):
-    """Whose gradient on the student's own tokens is that of KL(student || teacher), column ``teacher_logprobs``.
+    """Whose gradient on the student's own tokens is that of KL(student || teacher), column
+    ``teacher_logprobs``.
 
-    The policy gradient with advantages log q - log p for the teacher's q: on-policy distillation, arXiv:2306.13649,
-    with the reverse KL; thinkingmachines.ai/blog/on-policy-distillation.
+    The policy gradient with advantages log q - log p for the teacher's q: on-policy distillation,
+    arXiv:2306.13649, with the reverse KL; thinkingmachines.ai/blog/on-policy-distillation.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -246,21 +275,26 @@ class DistillationLoss(PolicyLoss):
 class ValueLoss(Configurable):
     """A critic's 0.5 max((v - R)^2, (v_old + clip(v - v_old) - R)^2), for values v and returns R.
 
-    As OpenAI's PPO implementation has it (arXiv:2005.12729, section 3). Columns: ``returns`` and, to clip,
-    ``old_values``.
+    As OpenAI's PPO implementation has it (arXiv:2005.12729, section 3). Columns: ``returns`` and,
+    to clip, ``old_values``.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         clip: Annotated[float, at_least(0, 1e6)] = 0.2
-        """How far a value may move from the old one before it stops being pulled; 0 for any distance."""
+        """How far a value may move from the old one before it stops being pulled; 0 for any
+        distance."""
 
     def __init__(self, config: Config):
         self.config = config
 
     def __call__(self, tokens: Tokens) -> PerToken:
         """Loss per token and its metrics."""
-        values, error, clip = tokens["values"], tokens["values"] - tokens["returns"], self.config.clip
+        values, error, clip = (
+            tokens["values"],
+            tokens["values"] - tokens["returns"],
+            self.config.clip,
+        )
         metrics = {"value/mean": Metric(values, "mean"), "value/error": Metric(error.abs(), "mean")}
         loss = error.square()
         if clip:
@@ -274,19 +308,22 @@ class ValueLoss(Configurable):
 def require_per_token(loss: object, result: Any, count: int) -> PerToken:
     """``result`` of ``loss`` for ``count`` tokens.
 
-    Raises RunError, naming the loss, unless ``result`` is a pair: costs, float32 [C] with a gradient, and a dict of
-    :class:`Metric` with values [C].
+    Raises RunError, naming the loss, unless ``result`` is a pair: costs, float32 [C] with a
+    gradient, and a dict of :class:`Metric` with values [C].
     """
     if wrong := _breach(result, count):
         raise RunError(
-            f"the loss {type(loss).__name__} returned {wrong}; it must return a pair for these {count} tokens: one "
-            f"cost a token, float32 of shape [{count}], computed from what the model put out, and a dict of metrics"
+            f"the loss {type(loss).__name__} returned {wrong}; it must return a pair for these "
+            f"{count} tokens: one cost a token, float32 of shape [{count}], computed from what the "
+            "model put out, and a dict of metrics"
         )
     return result
 
 
 def _breach(result: Any, count: int) -> str:
-    """The first thing about a loss's ``result`` that is not a PerToken; empty if nothing is wrong."""
+    """The first thing about a loss's ``result`` that is not a PerToken; empty if nothing is
+    wrong.
+    """
     if not (isinstance(result, tuple) and len(result) == 2):
         return f"a {type(result).__name__}"
     costs, metrics = result
@@ -300,7 +337,10 @@ def _breach(result: Any, count: int) -> str:
         return f"metrics that are a {type(metrics).__name__}"
     for name, metric in metrics.items():
         if not (isinstance(metric, Metric) and metric.reduction in METRIC_REDUCTIONS):
-            return f"a {type(metric).__name__} as metric {name!r}, not a Metric reduced by one of {METRIC_REDUCTIONS}"
+            return (
+                f"a {type(metric).__name__} as metric {name!r}, not a Metric reduced by one of "
+                f"{METRIC_REDUCTIONS}"
+            )
         if metric.values.shape != (count,):
             return f"{[*metric.values.shape]} values as metric {name!r}"
     return ""
@@ -313,14 +353,15 @@ def grpo(**fields: float) -> ClippedLoss.Config:
 
 def dapo(**fields: float) -> ClippedLoss.Config:
     """DAPO's loss: clip-higher and the mean over tokens; any field may be given."""
-    return ClippedLoss.Config(**{"clip_high": 0.28, "reduction": "token_mean", **fields})  # type: ignore[arg-type]
+    return grpo(**{"clip_high": 0.28, "reduction": "token_mean", **fields})  # type: ignore[arg-type]
 
 
 def token_weights(lengths: torch.Tensor, reduction: str, max_tokens: int = 0) -> torch.Tensor:
     """Weight of each completion's tokens, float32 [N], for completions of ``lengths`` int64 [N].
 
     The weighted sum of token losses over ``batch_denominator``, or else over the sum of weights, is
-    what ``reduction`` names. ``fixed_length`` needs ``max_tokens``, the longest a completion can be.
+    what ``reduction`` names. ``fixed_length`` needs ``max_tokens``, the longest a completion can
+    be.
     """
     if reduction == "sequence_mean":
         return 1.0 / lengths.clamp(min=1).float()
@@ -330,10 +371,11 @@ def token_weights(lengths: torch.Tensor, reduction: str, max_tokens: int = 0) ->
 
 
 def batch_denominator(completions: int, reduction: Reduction) -> float | None:
-    """What the weighted sum over all ``completions`` of an update is divided by; None for the sum of its weights.
+    """What the weighted sum over all ``completions`` of an update is divided by; None for the sum
+    of its weights.
 
-    ``fixed_length`` divides by their number, however long they are: Dr. GRPO, arXiv:2503.20783, eq. 2, times
-    1 / max_tokens as in its code.
+    ``fixed_length`` divides by their number, however long they are: Dr. GRPO, arXiv:2503.20783, eq.
+    2, times 1 / max_tokens as in its code.
     """
     return float(completions) if reduction == "fixed_length" else None
 

@@ -22,23 +22,36 @@ class Canary:
         self.tolerance = tolerance
         """Largest difference of a log-prob that passes; 0 for no canary."""
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-        more_than_a_block = (config.generator.block_size or BLOCK) + 64  # a stale one would be found there
+        more_than_a_block = (
+            config.generator.block_size or BLOCK
+        ) + 64  # a stale one would be found there
         length = max(1, min(more_than_a_block, longest - TOKENS))
-        drawn = torch.randint(shape_of(config.model).vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+        drawn = torch.randint(
+            shape_of(config.model).vocab_size, (length,), generator=torch.Generator().manual_seed(0)
+        )
         self._prompt = drawn.tolist()
-        self._sampling = Sampling(max_tokens=min(TOKENS, longest - 1), temperature=config.rollout.temperature)
+        self._sampling = Sampling(
+            max_tokens=min(TOKENS, longest - 1), temperature=config.rollout.temperature
+        )
 
     async def ask(self, generator: GeneratorMesh, version: int) -> Completion:
         """What the generator answers with policy ``version``."""
         request = GenerationRequest(
-            request_id=f"canary/{version}", prompt_tokens=self._prompt, seed=version, sampling=self._sampling
+            request_id=f"canary/{version}",
+            prompt_tokens=self._prompt,
+            seed=version,
+            sampling=self._sampling,
         )
         return (await generator.generate([request]))[0]
 
     async def difference(self, dispatch: Dispatch, answer: Completion) -> float:
-        """Largest difference of a log-prob between the answer and the policy, which must hold the same version."""
+        """Largest difference of a log-prob between the answer and the policy, which must hold the
+        same version.
+        """
         tokens = torch.tensor(self._prompt + answer.tokens)
-        batch = Batch(tokens=tokens, lengths=torch.tensor([len(tokens)]), weights=torch.ones(len(tokens)))
+        batch = Batch(
+            tokens=tokens, lengths=torch.tensor([len(tokens)]), weights=torch.ones(len(tokens))
+        )
         scored = await dispatch.forward("policy", batch, temperature=self._sampling.temperature)
         own = scored["logprobs"][len(self._prompt) :]
         return float((own - torch.tensor(answer.logprobs)).abs().max())

@@ -33,9 +33,10 @@ class Dispatch:
         await dispatch.start()
         outputs = await dispatch.forward("reference", batch, temperature=1.0)
 
-    A group splits a batch among its ranks itself, and puts the answers together in the batch's order. Calls on roles
-    with devices of their own overlap. Of ``shared`` roles one at a time has memory on the device: before a call the
-    others go to host memory, and of the role's own comes back what the call needs.
+    A group splits a batch among its ranks itself, and puts the answers together in the batch's
+    order. Calls on roles with devices of their own overlap. Of ``shared`` roles one at a time has
+    memory on the device: before a call the others go to host memory, and of the role's own comes
+    back what the call needs.
     """
 
     def __init__(self, groups: Mapping[str, WorkerGroup], shared: Collection[str] = ()):
@@ -108,7 +109,9 @@ class Dispatch:
             return await self._groups[role].optim_step(**self._rates.get(role, {}), **options)
 
     def set_lr(self, role: str, lr: float | None) -> None:
-        """Take ``lr`` for all further optimizer steps, in place of the schedule's; None for the schedule's again."""
+        """Take ``lr`` for all further optimizer steps, in place of the schedule's; None for the
+        schedule's again.
+        """
         self._rates[role] = {"lr": lr}
 
     async def save_checkpoint(self, role: str, step: int, run_state: dict[str, Any]) -> None:
@@ -117,14 +120,17 @@ class Dispatch:
             await self._groups[role].save_checkpoint(step, run_state)
 
     async def init_model(self, role: str) -> None:
-        """Give the model the weights that its config starts from; what was saved of it is deleted."""
+        """Give the model the weights that its config starts from; what was saved of it is
+        deleted.
+        """
         if role in self._changed:  # a model is made once in a process
             await self._start(role)
         async with self.resident(role, "model", "optimizer"):
             await self._groups[role].load_checkpoint(0)
 
     async def load_checkpoint(self, role: str, step: int = -1) -> tuple[dict[str, Any], list[str]]:
-        """Load checkpoint ``step``, or the newest; where there is none, as for step 0, do as ``init_model``.
+        """Load checkpoint ``step``, or the newest; where there is none, as for step 0, do as
+        ``init_model``.
 
         Returns its state, empty where there is none, and names of incomplete ones.
         """
@@ -145,7 +151,9 @@ class Dispatch:
             await self._groups[role].export_hf(folder)
 
     async def copy_weights(self, role: str, to: str, folder: Path) -> None:
-        """Give ``to`` the parameters of ``role``, whatever the layouts, and keep them in ``folder``."""
+        """Give ``to`` the parameters of ``role``, whatever the layouts, and keep them in
+        ``folder``.
+        """
         await self.save_weights(role, folder)
         await self.load_weights(to, folder)
 
@@ -166,7 +174,10 @@ class Dispatch:
 
     @asynccontextmanager
     async def resident(self, role: str, *parts: Part) -> AsyncIterator[None]:
-        """``parts`` of ``role`` stay on its devices while the block runs. Not to be nested: others may wait."""
+        """``parts`` of ``role`` stay on its devices while the block runs.
+
+        Not to be nested: others may wait.
+        """
         if role not in self._shared:
             yield
             return
@@ -189,7 +200,9 @@ class Dispatch:
         if role in self._guests:
             await self._guests[role].onload()
         else:
-            await self._groups[role].onload(model="model" in missing, optimizer="optimizer" in missing)
+            await self._groups[role].onload(
+                model="model" in missing, optimizer="optimizer" in missing
+            )
 
     async def _make_room(self) -> None:
         """Move what is there to host memory, once nobody uses it."""

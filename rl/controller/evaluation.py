@@ -23,30 +23,43 @@ from rl.types import Completion, GenerationRequest, Prompt, Sampling
 class Evaluation:
     """Asks the generators prompts that training never sees, with seeds of a stream of their own.
 
-    The prompts are cut into shares, at least one for each replica, whose requests an engine can run at once. A replica
-    is asked one share at a time, so that no call takes longer because there are more prompts. In a deterministic
-    pipeline a replica answers a share alone and without cached prefixes, as in training, so that the scores depend on
-    the config and the weights. There, training goes on while the weights of an earlier step are evaluated, and saves:
-    these weights are kept in ``folder`` until their evaluation has ended, so that a run that resumes can repeat it.
+    The prompts are cut into shares, at least one for each replica, whose requests an engine can run
+    at once. A replica is asked one share at a time, so that no call takes longer because there are
+    more prompts. In a deterministic pipeline a replica answers a share alone and without cached
+    prefixes, as in training, so that the scores depend on the config and the weights. There,
+    training goes on while the weights of an earlier step are evaluated, and saves: these weights
+    are kept in ``folder`` until their evaluation has ended, so that a run that resumes can repeat
+    it.
     """
 
     def __init__(
-        self, config: RunConfig, task: Task, rollouter: Rollouter, router: Router, dispatch: Dispatch, folder: Path
+        self,
+        config: RunConfig,
+        task: Task,
+        rollouter: Rollouter,
+        router: Router,
+        dispatch: Dispatch,
+        folder: Path,
     ):
         self._config, self._steps = config.evaluation, config.steps
         self._prompts = held_out_prompts(config.evaluation, task)
         self._sampling = sampling_of(config.rollout, task)
         self._rollouter = rollouter
-        self._replicas, self._at_once = config.generator.replicas, config.generator.max_running_requests
+        self._replicas, self._at_once = (
+            config.generator.replicas,
+            config.generator.max_running_requests,
+        )
         self._asking = asyncio.Semaphore(self._replicas)
         self._dispatch, self._unevaluated = dispatch, StepFolders(folder)
         self._in_order = config.rollout.pipeline == "deterministic"
         self._generate = router.generate_alone if self._in_order else router.generate
 
     def is_due(self, step: int, evaluated: int) -> bool:
-        """Whether the weights after ``step`` are evaluated on the way, where those after ``evaluated`` were last.
+        """Whether the weights after ``step`` are evaluated on the way, where those after
+        ``evaluated`` were last.
 
-        In an asynchronous pipeline generators may leave out the weights of a step: the next they hold are due then.
+        In an asynchronous pipeline generators may leave out the weights of a step: the next they
+        hold are due then.
         """
         every = self._config.every
         if not (self._prompts and every and evaluated < step < self._steps):
@@ -54,7 +67,9 @@ class Evaluation:
         return step % every == 0 if self._in_order else step // every > evaluated // every
 
     def count_due(self, step: int, evaluated: int) -> int:
-        """Number of evaluations on the way that are due after step ``evaluated`` and up to ``step``."""
+        """Number of evaluations on the way that are due after step ``evaluated`` and up to
+        ``step``.
+        """
         every, last = self._config.every, min(step, self._steps - 1)
         return max(0, last // every - evaluated // every) if self._prompts and every else 0
 
@@ -79,7 +94,9 @@ class Evaluation:
         shutil.rmtree(self._unevaluated.folder, ignore_errors=True)
 
     def left(self, step: int, evaluated: int) -> list[int]:
-        """Steps before ``step``, where the run goes on, whose evaluation has not ended; others are forgotten."""
+        """Steps before ``step``, where the run goes on, whose evaluation has not ended; others are
+        forgotten.
+        """
         kept = self._unevaluated.steps()
         left = [each for each in kept if self.is_due(each, evaluated) and each < step]
         for each in {*kept} - {*left, step}:
@@ -87,16 +104,19 @@ class Evaluation:
         return left
 
     async def scores(self) -> dict[str, float]:
-        """``eval/exact_match`` of greedy completions; ``eval/pass@k``: prompts that one of k samples solves.
+        """``eval/exact_match`` of greedy completions; ``eval/pass@k``: prompts that one of k
+        samples solves.
 
-        ``eval/version_min`` and ``eval/version_max`` are the oldest and the newest policy version that drew a token.
-        A prompt whose reward fails counts as one that is not solved, and ``eval/lost`` counts these failures. Empty if
-        ``config.prompts`` is 0.
+        ``eval/version_min`` and ``eval/version_max`` are the oldest and the newest policy version
+        that drew a token. A prompt whose reward fails counts as one that is not solved, and
+        ``eval/lost`` counts these failures. Empty if ``config.prompts`` is 0.
         """
         if not self._prompts:
             return {}
         count = len(self._prompts)
-        groups = await self._ask(dataclasses.replace(self._sampling, temperature=0.0), 1, "eval/greedy")
+        groups = await self._ask(
+            dataclasses.replace(self._sampling, temperature=0.0), 1, "eval/greedy"
+        )
         scores = {
             "eval/prompts": float(count),
             "eval/exact_match": _solved(groups) / count,
@@ -107,7 +127,9 @@ class Evaluation:
             scores[f"eval/pass@{samples}"] = _solved(sampled) / count
             groups += sampled
         scores["eval/lost"] = float(count * (2 if samples else 1) - len(groups))
-        versions = {version for group in groups for each in group for version in each.completion.versions}
+        versions = {
+            version for group in groups for each in group for version in each.completion.versions
+        }
         scores["eval/version_min"] = min(versions, default=math.nan)
         scores["eval/version_max"] = max(versions, default=math.nan)
         return scores
@@ -137,14 +159,18 @@ class Evaluation:
 
 
 def held_out_prompts(config: EvaluationConfig, task: Task) -> list[Prompt]:
-    """Prompts of each evaluation, none if ``config.prompts`` is 0. Raises RunError for prompts that cannot be used."""
+    """Prompts of each evaluation, none if ``config.prompts`` is 0.
+
+    Raises RunError for prompts that cannot be used.
+    """
     if config.prompts == 0:
         return []
     if prompts := eval_prompts(task, config.prompts):
         return prompts
     name = type(task).__name__
     raise RunError(
-        f"evaluation.prompts is {config.prompts}, but {name} holds out no prompts; set it to 0 for no evaluation"
+        f"evaluation.prompts is {config.prompts}, but {name} holds out no prompts; set it to 0 for "
+        "no evaluation"
     )
 
 

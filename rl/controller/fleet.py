@@ -17,16 +17,17 @@ LOOK_EVERY_S = 1.0
 
 
 class Fleet:
-    """Keeps as many generators at work as are asked for; each holds weights before it is sent requests. ::
+    """Keeps as many generators at work as are asked for; each holds weights before it is sent
+    requests. ::
 
         fleet = Fleet(config, make, router, push, folder / "replicas", print)
         await fleet.start()                     # processes and engines, without weights
-        await fleet.connect(step)               # to the trainer: they hold its weights, and are asked
+        await fleet.connect(step)               # they hold the trainer's weights and are asked
         async with beside(fleet.run()): ...     # lost ones come back, others join and leave
 
-    ``make(number)`` gives the mesh of generator ``number``. Whoever writes a number to the file ``asked`` changes how
-    many there are. A generator that is lost more than ``max_restarts`` times without a completion in between ends the
-    run, and so does one that raises: it would raise again.
+    ``make(number)`` gives the mesh of generator ``number``. Whoever writes a number to the file
+    ``asked`` changes how many there are. A generator that is lost more than ``max_restarts`` times
+    without a completion in between ends the run, and so does one that raises: it would raise again.
     """
 
     def __init__(
@@ -40,7 +41,12 @@ class Fleet:
         turn: Turn = nullcontext,
     ):
         self._make, self._router, self._push = make, router, push
-        self._max_restarts, self._asked, self._say, self._turn = config.max_restarts, asked, say, turn
+        self._max_restarts, self._asked, self._say, self._turn = (
+            config.max_restarts,
+            asked,
+            say,
+            turn,
+        )
         self._meshes = {number: make(number) for number in range(config.generator.replicas)}
         self._leaving: list[GeneratorMesh] = []
         self.restarts = 0
@@ -52,7 +58,9 @@ class Fleet:
         return list(self._meshes.values())
 
     async def start(self) -> None:
-        """Start, side by side, every generator that is not running; first stop those that were leaving."""
+        """Start, side by side, every generator that is not running; first stop those that were
+        leaving.
+        """
         while self._leaving:
             await self._stop(self._leaving[0])
         async with self._turn(), beside() as work:
@@ -61,15 +69,21 @@ class Fleet:
 
     async def abort(self) -> None:
         """Abort all requests in flight, also those whose caller was cancelled."""
-        await asyncio.gather(*(self._unless_lost(mesh.abort) for mesh in self.meshes if mesh.is_running))
+        await asyncio.gather(
+            *(self._unless_lost(mesh.abort) for mesh in self.meshes if mesh.is_running)
+        )
 
     async def offload(self) -> None:
         """Move all weights to host memory; what nobody waits for any more is aborted."""
-        await asyncio.gather(*(self._unless_lost(mesh.offload) for mesh in self.meshes if mesh.is_running))
+        await asyncio.gather(
+            *(self._unless_lost(mesh.offload) for mesh in self.meshes if mesh.is_running)
+        )
 
     async def onload(self) -> None:
         """Bring them back."""
-        await asyncio.gather(*(self._unless_lost(mesh.onload) for mesh in self.meshes if mesh.is_running))
+        await asyncio.gather(
+            *(self._unless_lost(mesh.onload) for mesh in self.meshes if mesh.is_running)
+        )
 
     async def _unless_lost(self, call: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -79,7 +93,9 @@ class Fleet:
                 raise
 
     async def connect(self, step: int) -> str:
-        """Connect all to a trainer that was just started, and bring them its weights; the push's plan."""
+        """Connect all to a trainer that was just started, and bring them its weights; the push's
+        plan.
+        """
         for mesh in self.meshes:
             self._router.leave(mesh)
         plan = await self._push.connect(self.meshes, step)
@@ -88,9 +104,13 @@ class Fleet:
         return plan
 
     async def run(self) -> None:
-        """Keep every generator at work, and as many as are asked for; raises what cannot be mended."""
+        """Keep every generator at work, and as many as are asked for; raises what cannot be
+        mended.
+        """
         async with beside() as work:
-            keepers = {number: work.create_task(self._keep(mesh)) for number, mesh in self._meshes.items()}
+            keepers = {
+                number: work.create_task(self._keep(mesh)) for number, mesh in self._meshes.items()
+            }
             while True:
                 await asyncio.sleep(LOOK_EVERY_S)
                 count = self._count_asked()
@@ -116,7 +136,9 @@ class Fleet:
             if not failure.is_lost:
                 raise failure
             if lost > self._max_restarts:
-                raise RunError(f"{failure}\nthat was the {lost}th time without a completion in between") from failure
+                raise RunError(
+                    f"{failure}\nthat was the {lost}th time without a completion in between"
+                ) from failure
             self.restarts += 1
             self._say(f"{str(failure).splitlines()[0]}; starting it again")
 
@@ -139,14 +161,18 @@ class Fleet:
         await self._stop(mesh)
 
     async def _stop(self, mesh: GeneratorMesh) -> None:
-        """End a generator that leaves; it stays among ``_leaving`` until its processes have ended."""
+        """End a generator that leaves; it stays among ``_leaving`` until its processes have
+        ended.
+        """
         self._router.leave(mesh)
         self._push.part(mesh)
         await mesh.stop()
         self._leaving.remove(mesh)
 
     def _count_asked(self) -> int:
-        """The number in the file, where there is one that makes sense; else as many as there are."""
+        """The number in the file, where there is one that makes sense; else as many as
+        there are.
+        """
         try:
             count = int(self._asked.read_text())
         except (OSError, ValueError):  # no such file, or one half written

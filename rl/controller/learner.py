@@ -31,11 +31,14 @@ class Learner:
             await learner.accumulate(mini)
             metrics = await learner.update()            # one optimizer step
 
-    A reference policy, where there is one, is what the policy was at first, or ``reference.refresh_every`` steps ago
-    at most. ``folder`` keeps what it was last, and what it was at each of ``checkpoints``.
+    A reference policy, where there is one, is what the policy was at first, or
+    ``reference.refresh_every`` steps ago at most. ``folder`` keeps what it was last, and what it
+    was at each of ``checkpoints``.
     """
 
-    def __init__(self, config: RunConfig, dispatch: Dispatch, folder: Path, checkpoints: StepFolders):
+    def __init__(
+        self, config: RunConfig, dispatch: Dispatch, folder: Path, checkpoints: StepFolders
+    ):
         algorithm = config.algorithm
         self._config, self._algorithm, self._dispatch = config, algorithm, dispatch
         self._folder, self._checkpoints = folder, checkpoints
@@ -44,10 +47,14 @@ class Learner:
         self._adaptive_kl = algorithm.adaptive_kl.build()
         self._kl_coef = algorithm.kl_coef
         self._columns = columns_of(config)
-        self._scoring = {name: role.reward_weight for name, role in config.roles.items() if role.reward_weight}
+        self._scoring = {
+            name: role.reward_weight for name, role in config.roles.items() if role.reward_weight
+        }
         self._learning = ["policy", *(["critic"] if dispatch.has("critic") else [])]
         self._prepared: list[Metrics] = []
-        self._completions = self._reference = 0  # the latter is the step whose policy the reference is
+        self._completions = self._reference = (
+            0  # the latter is the step whose policy the reference is
+        )
 
     async def load(self, step: int, state: dict[str, Any]) -> None:
         """Go back to what was after ``step``; ``state`` is what that checkpoint has of it."""
@@ -59,16 +66,25 @@ class Learner:
             await self._dispatch.load_checkpoint("critic", step)
         if self._dispatch.has("reference"):
             self._reference = state.get("reference", 0)
-            newer = [folder for saved, folder in self._references().items() if saved > self._reference]
-            for folder in (*newer, *self._folder.glob("policy-*.partial")):  # of steps that are taken again
+            newer = [
+                folder for saved, folder in self._references().items() if saved > self._reference
+            ]
+            for folder in (
+                *newer,
+                *self._folder.glob("policy-*.partial"),
+            ):  # of steps that are taken again
                 shutil.rmtree(folder)
             if self._reference:
-                await self._dispatch.load_weights("reference", self._folder / f"policy-{self._reference}")
+                await self._dispatch.load_weights(
+                    "reference", self._folder / f"policy-{self._reference}"
+                )
             else:
                 await self._dispatch.init_model("reference")
 
     async def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write checkpoint ``step``, with ``state`` in it; the policy's, which says where the run is, comes last."""
+        """Write checkpoint ``step``, with ``state`` in it; the policy's, which says where the run
+        is, comes last.
+        """
         if self._dispatch.has("critic"):
             await self._dispatch.save_checkpoint("critic", step, {})
         learner = {"kl_coef": self._kl_coef, "reference": self._reference}
@@ -87,13 +103,18 @@ class Learner:
         metrics, token_rewards = self._penalty(batch)
         for role, weight in self._scoring.items():
             scores = await self._scores(role, rollouts)
-            rewards, metrics = rewards + weight * scores, metrics | {f"{role}/score": float(scores.mean())}
+            rewards, metrics = (
+                rewards + weight * scores,
+                metrics | {f"{role}/score": float(scores.mean())},
+            )
         scored = Scored(
             rewards=rewards,
             groups=torch.tensor([rollout.prompt.ordinal for rollout in rollouts]),
             lengths=lengths,
             token_rewards=token_rewards,
-            values=batch.columns["old_values"][batch.counted] if "old_values" in batch.columns else None,
+            values=batch.columns["old_values"][batch.counted]
+            if "old_values" in batch.columns
+            else None,
         )
         found = advantages_of(self._advantage, scored, with_returns="critic" in self._learning)
         batch.columns["advantages"] = batch.spread(found.advantages)
@@ -102,11 +123,15 @@ class Learner:
         if self._corrections:
             metrics |= self._correct(batch, scored.sequence)
         weight = len(scored.sequence)
-        self._prepared.append(Metrics({name: Value(value, "mean", weight) for name, value in metrics.items()}))
+        self._prepared.append(
+            Metrics({name: Value(value, "mean", weight) for name, value in metrics.items()})
+        )
         return batch
 
     def mini_batches(self, batch: Batch, step: int) -> list[Batch]:
-        """What each optimizer step of ``step`` is on: the whole batch, or in each epoch a new cut of it."""
+        """What each optimizer step of ``step`` is on: the whole batch, or in each epoch a new cut
+        of it.
+        """
         if self._config.updates_per_step == 1:
             return [batch]
         count, cut = self._config.updates_per_step // self._algorithm.update_epochs, list[Batch]()
@@ -156,7 +181,10 @@ class Learner:
         """Columns of what the models say of the batch's tokens, all of them side by side."""
         temperature = self._config.rollout.temperature
         answers = await asyncio.gather(
-            *(self._dispatch.forward(role, batch, temperature=temperature) for role in self._columns)
+            *(
+                self._dispatch.forward(role, batch, temperature=temperature)
+                for role in self._columns
+            )
         )
         for (output, column), answer in zip(self._columns.values(), answers, strict=True):
             batch.columns[column] = answer[output]
@@ -167,13 +195,21 @@ class Learner:
         return (await self._dispatch.forward(role, batch, temperature=1.0))["values"][ends]
 
     def _penalty(self, batch: Batch) -> tuple[dict[str, float], torch.Tensor]:
-        """Metrics of the distance to the reference, and the reward of each completion token for it, [C]."""
+        """Metrics of the distance to the reference, and the reward of each completion token for it,
+        [C].
+        """
         spoken, columns = batch.counted, batch.columns
         nothing = torch.zeros(int(spoken.sum()))
         if "reference_logprobs" not in columns:
             return {}, nothing
-        policy, reference = columns[self._algorithm.proximal_column][spoken], columns["reference_logprobs"][spoken]
-        metrics = {"kl/reference": float(kl(policy, reference, "k3").mean()), "kl/coef": self._kl_coef}
+        policy, reference = (
+            columns[self._algorithm.proximal_column][spoken],
+            columns["reference_logprobs"][spoken],
+        )
+        metrics = {
+            "kl/reference": float(kl(policy, reference, "k3").mean()),
+            "kl/coef": self._kl_coef,
+        }
         if not self._algorithm.reward_kl_coef:
             return metrics, nothing
         return metrics, -self._kl_coef * kl(policy, reference, self._algorithm.reward_kl_estimator)
@@ -192,20 +228,28 @@ class Learner:
         return metrics
 
     async def _refresh(self, step: int) -> None:
-        """Have the reference be what the policy is if it is time, and delete what no checkpoint needs."""
+        """Have the reference be what the policy is if it is time, and delete what no checkpoint
+        needs.
+        """
         every = self._config.reference.refresh_every
         if not (self._dispatch.has("reference") and every and step % every == 0):
             return
         await self._dispatch.copy_weights("policy", "reference", self._folder / f"policy-{step}")
         self._reference = step
         saved = self._references()
-        needed = {max((each for each in saved if each <= at), default=0) for at in (*self._checkpoints.steps(), step)}
+        needed = {
+            max((each for each in saved if each <= at), default=0)
+            for at in (*self._checkpoints.steps(), step)
+        }
         for each in saved.keys() - needed:
             shutil.rmtree(saved[each])
 
     def _references(self) -> dict[int, Path]:
         """Folders of the policies that were references, by the step they are of."""
-        named = ((re.fullmatch(r"policy-(\d+)", folder.name), folder) for folder in self._folder.glob("policy-*"))
+        named = (
+            (re.fullmatch(r"policy-(\d+)", folder.name), folder)
+            for folder in self._folder.glob("policy-*")
+        )
         return {int(name[1]): folder for name, folder in named if name}
 
 
@@ -218,4 +262,6 @@ def columns_of(config: RunConfig) -> dict[str, tuple[str, str]]:
         columns["reference"] = ("logprobs", "reference_logprobs")
     if algorithm.advantage.needs_values:
         columns["critic"] = ("values", "old_values")
-    return columns | {name: (role.head, role.column) for name, role in config.roles.items() if role.column}
+    return columns | {
+        name: (role.head, role.column) for name, role in config.roles.items() if role.column
+    }

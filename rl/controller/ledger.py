@@ -20,35 +20,43 @@ class _Entry:
 
 
 class Ledger:
-    """Every ordinal handed out is in one place: submitted = waiting + running + finished + trained + dropped. ::
+    """Every ordinal handed out is in one place: submitted = waiting + running + finished + trained
+    + dropped. ::
 
         ledger = Ledger(groups_per_step=32, max_staleness=2)
-        if ledger.admits(held):                     # generators hold policy version ``held`` or newer
+        if ledger.admits(held):                     # generators hold version ``held`` or newer
             ordinal = ledger.admit(held)            # running
         ledger.finish(ordinal, group)               # finished; or drop(ordinal, reason)
-        groups = ledger.take(32)                    # trained on next; empty where it would break the bound
+        groups = ledger.take(32)                    # trained on next; [] if that broke the bound
         ledger.stepped(trainer.version)             # trained
 
-    **The bound.** A step makes U = ``updates_per_step`` versions of one. No token's step begins at a version more than
-    S = ``max_staleness`` * U above the one it was drawn from. An entry is *due* at version ``held + S``, the last at
-    which it may be trained, since no token of it is drawn from less than ``held``. The batch in the making is trained
-    from version t on, and lacks ``room`` of its B groups. Were all entries trained in order, the one at place p would
-    have its *turn* at version t if p < room, else at t + U + U * ((p - room) // B). Invariant: no entry's turn comes
+    **The bound.** A step makes U = ``updates_per_step`` versions of one. No token's step begins at
+    a version more than S = ``max_staleness`` * U above the one it was drawn from. An entry is *due*
+    at version ``held + S``, the last at which it may be trained, since no token of it is drawn from
+    less than ``held``. The batch in the making is trained from version t on, and lacks ``room`` of
+    its B groups. Were all entries trained in order, the one at place p would have its *turn* at
+    version t if p < room, else at t + U + U * ((p - room) // B). Invariant: no entry's turn comes
     after it is due.
 
     - ``admit`` checks it for the place at the end, and changes no other.
     - An entry that leaves moves those behind it forward: their turns come no later.
-    - ``take`` fills one of the room: for those behind, place and room shrink alike, and the turn stays. Those before
-      it are passed over, and it is taken only if the turn of each still comes in time.
-    - A step finds no room left, and makes t + U of t and B of room: turns stay. Where it skips updates t grows less,
-      and turns come earlier.
+    - ``take`` fills one of the room: for those behind, place and room shrink alike, and the turn
+      stays. Those before it are passed over, and it is taken only if the turn of each still comes
+      in time.
+    - A step finds no room left, and makes t + U of t and B of room: turns stay. Where it skips
+      updates t grows less, and turns come earlier.
 
-    What is taken has its turn at t, so t <= due: the bound holds. So a long rollout holds up no step for as long as
-    there is other work that its own bound leaves time for; with nothing to spare, the order is first in, first out.
+    What is taken has its turn at t, so t <= due: the bound holds. So a long rollout holds up no
+    step for as long as there is other work that its own bound leaves time for; with nothing to
+    spare, the order is first in, first out.
     """
 
     def __init__(self, *, groups_per_step: int, max_staleness: int, updates_per_step: int = 1):
-        self._size, self._updates, self._staleness = groups_per_step, updates_per_step, max_staleness * updates_per_step
+        self._size, self._updates, self._staleness = (
+            groups_per_step,
+            updates_per_step,
+            max_staleness * updates_per_step,
+        )
         self.submitted = self.trained = 0
         """How many ordinals were handed out, and trained on."""
         self.dropped: Counter[str] = Counter()
@@ -64,11 +72,15 @@ class Ledger:
         return len(self._entries) + len(self._taken)
 
     def admits(self, held: int) -> bool:
-        """Whether one more may be sampled from version ``held`` or newer: then it can be trained on in time."""
+        """Whether one more may be sampled from version ``held`` or newer: then it can be trained on
+        in time.
+        """
         return self._turn(len(self._entries), self._room) <= held + self._staleness
 
     def admit(self, held: int) -> int:
-        """The next ordinal, from now on running: one that has to be put again, or else a new one."""
+        """The next ordinal, from now on running: one that has to be put again, or else a
+        new one.
+        """
         if self._waiting:
             ordinal = self._waiting.popleft()
         else:
@@ -89,7 +101,8 @@ class Ledger:
         self._dropped_now.setdefault(reason, []).append(ordinal)
 
     def take(self, count: int) -> list[Group]:
-        """The ``count`` finished groups longest here, or what the batch still lacks, that make no other one late.
+        """The ``count`` finished groups longest here, or what the batch still lacks, that make no
+        other one late.
 
         Empty where there are not so many yet.
         """
@@ -101,7 +114,8 @@ class Ledger:
                 break
             if entry.group is None:
                 least_room = max(
-                    least_room, passed_over + 1 - self._size * ((entry.due - self._version) // self._updates)
+                    least_room,
+                    passed_over + 1 - self._size * ((entry.due - self._version) // self._updates),
                 )
                 passed_over += 1
             elif self._room - len(chosen) > least_room:
@@ -122,7 +136,8 @@ class Ledger:
         return self._room
 
     def stepped(self, version: int) -> dict[str, Any]:
-        """The batch is trained, the trainer at ``version``; what became of ordinals since the step before.
+        """The batch is trained, the trainer at ``version``; what became of ordinals since the step
+        before.
 
         Raises RunError where the counts do not add up.
         """
@@ -137,7 +152,9 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """How many were submitted, and where they are."""
-        finished = sum(entry.group is not None for entry in self._entries.values()) + len(self._taken)
+        finished = sum(entry.group is not None for entry in self._entries.values()) + len(
+            self._taken
+        )
         return {
             "submitted": self.submitted,
             "waiting": len(self._waiting),
@@ -148,7 +165,9 @@ class Ledger:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """State without the groups of ``finished``, JSON-able; between steps, when no batch is in the making."""
+        """State without the groups of ``finished``, JSON-able; between steps, when no batch is in
+        the making.
+        """
         assert not self._taken, "a batch is in the making"
         running = [entry.ordinal for entry in self._entries.values() if entry.group is None]
         return {
@@ -160,17 +179,31 @@ class Ledger:
         }
 
     def finished(self) -> dict[int, Group]:
-        """Groups that wait to be trained on, by ordinal, longest here first; the other half of the state."""
-        return {entry.ordinal: entry.group for entry in self._entries.values() if entry.group is not None}
-
-    def restore(self, state: dict[str, Any], finished: dict[int, Group], version: int, *, keep: bool = False) -> None:
-        """Go back to ``to_dict`` and ``finished`` of when the trainer was at ``version``; if empty, to the start.
-
-        What was running then waits to be put again. So does what would break the bound, which may be another now.
-        What has been submitted since is as if it never was. With ``keep`` it waits to be put again too, but for the
-        groups that have finished since, none of whose tokens is of a version above ``version``: they stay.
+        """Groups that wait to be trained on, by ordinal, longest here first; the other half of the
+        state.
         """
-        since = {ordinal: group for ordinal, group in self.finished().items() if keep and _newest(group) <= version}
+        return {
+            entry.ordinal: entry.group
+            for entry in self._entries.values()
+            if entry.group is not None
+        }
+
+    def restore(
+        self, state: dict[str, Any], finished: dict[int, Group], version: int, *, keep: bool = False
+    ) -> None:
+        """Go back to ``to_dict`` and ``finished`` of when the trainer was at ``version``; if empty,
+        to the start.
+
+        What was running then waits to be put again. So does what would break the bound, which may
+        be another now. What has been submitted since is as if it never was. With ``keep`` it waits
+        to be put again too, but for the groups that have finished since, none of whose tokens is of
+        a version above ``version``: they stay.
+        """
+        since = {
+            ordinal: group
+            for ordinal, group in self.finished().items()
+            if keep and _newest(group) <= version
+        }
         finished = finished | since
         submitted = state.get("submitted", 0)
         self.submitted = max(submitted, self.submitted) if keep else submitted
@@ -178,7 +211,9 @@ class Ledger:
         self.trained, self.dropped = state.get("trained", 0), Counter(state.get("dropped", {}))
         self._version, self._room = version, self._size
         self._entries, self._taken = {}, []
-        self._dropped_now = {reason: [*ordinals] for reason, ordinals in state.get("dropped_now", {}).items()}
+        self._dropped_now = {
+            reason: [*ordinals] for reason, ordinals in state.get("dropped_now", {}).items()
+        }
         for ordinal, group in finished.items():
             entry = _Entry(ordinal, _oldest(group) + self._staleness, group)
             if self._turn(len(self._entries), self._room) <= entry.due:

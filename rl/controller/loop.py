@@ -1,4 +1,6 @@
-"""The loop: sample, score, compare, learn, push; all of it side by side, as far as the staleness bound allows."""
+"""The loop: sample, score, compare, learn, push; all of it side by side, as far as the staleness
+bound allows.
+"""
 
 import asyncio
 from collections import Counter
@@ -40,8 +42,8 @@ class Controller:
                                             ▲                                         │
                                             └────────────── WeightPush ◄──────────────┘
 
-    A generator that is lost comes back beside the loop (Fleet). With the trainer, all goes back to the newest
-    checkpoint; what is sampled and still within the bound stays.
+    A generator that is lost comes back beside the loop (Fleet). With the trainer, all goes back to
+    the newest checkpoint; what is sampled and still within the bound stays.
     """
 
     def __init__(
@@ -68,25 +70,41 @@ class Controller:
         self.learner = Learner(config, dispatch, record.folder / "reference", self.checkpoints)
         self.push = WeightPush(config, dispatch, self.watch, self.changed, progress.warn)
         self.fleet = Fleet(
-            config, make_generator, self.router, self.push, record.folder / "replicas", progress.warn, generating
+            config,
+            make_generator,
+            self.router,
+            self.push,
+            record.folder / "replicas",
+            progress.warn,
+            generating,
         )
         dispatch.share("generator", self.fleet)
-        self.rollouter = Rollouter(rewards.score, seed=config.seed, watch=self.watch, warn=progress.warn)
+        self.rollouter = Rollouter(
+            rewards.score, seed=config.seed, watch=self.watch, warn=progress.warn
+        )
         unevaluated = record.folder / "unevaluated"
-        self.evaluation = Evaluation(config, task, self.rollouter, self.router, dispatch, unevaluated)
-        self.sampler = Sampler(config, task, self.rollouter, self.router, self.push, self.changed, self.evaluate_if_due)
+        self.evaluation = Evaluation(
+            config, task, self.rollouter, self.router, dispatch, unevaluated
+        )
+        self.sampler = Sampler(
+            config, task, self.rollouter, self.router, self.push, self.changed, self.evaluate_if_due
+        )
         self.step = 0
         """Steps completed."""
         self.is_training = self.leaving = False
         self.restarts = self._lost = self._saved = 0
 
     async def run(self) -> dict[str, object] | None:
-        """Train from the newest checkpoint to the last step; the run's summary, None where ``leave`` ended it."""
+        """Train from the newest checkpoint to the last step; the run's summary, None where
+        ``leave`` ended it.
+        """
         while True:
             try:
                 await self.start()
                 sampling = self.sampler.run(self.ledger, self.step)
-                async with beside(self.fleet.run(), self.push.run(), sampling, self.look_after_models()):
+                async with beside(
+                    self.fleet.run(), self.push.run(), sampling, self.look_after_models()
+                ):
                     await self.train()
                     return None if self.leaving else await self.finish()
             except ActorFailure as failure:
@@ -95,7 +113,9 @@ class Controller:
     async def start(self) -> None:
         """Start what is not running, and go back to the newest checkpoint."""
         self.is_training = False  # nothing is lost by leaving at once
-        async with beside() as work:  # one that fails ends the others, so that all can be started anew
+        async with (
+            beside() as work
+        ):  # one that fails ends the others, so that all can be started anew
             for start in (self.dispatch.start(), start_anew(self.rewards), self.fleet.start()):
                 work.create_task(start)
         state, ignored = await self.dispatch.load_checkpoint("policy")
@@ -120,7 +140,9 @@ class Controller:
         return await asyncio.to_thread(read_groups, folder / ROLLOUTS)
 
     def save_groups(self, groups: dict[int, Group]) -> None:
-        """Begin the folder of this step's checkpoint, which the trainer completes, with ``groups``."""
+        """Begin the folder of this step's checkpoint, which the trainer completes, with
+        ``groups``.
+        """
         path = self.checkpoints.path(self.step) / ROLLOUTS
         with failing_loudly(path):
             self.record.check()
@@ -145,14 +167,21 @@ class Controller:
         """Restarts, dropped prompts and lost groups, for the summary."""
         restarts = self.all_restarts
         total = sum(restarts.values())
-        return {"restarts": total, **restarts, "dropped": dict(self.ledger.dropped), "lost": dict(self.rollouter.lost)}
+        return {
+            "restarts": total,
+            **restarts,
+            "dropped": dict(self.ledger.dropped),
+            "lost": dict(self.rollouter.lost),
+        }
 
     async def look_after_models(self) -> None:
         """Raise how the trainer or another model was lost, also where nobody asks it anything."""
         raise await self.dispatch.failed()
 
     def recover(self, failure: ActorFailure) -> None:
-        """Go on after a model was lost, or anything while starting; raises ``failure`` where that is no use."""
+        """Go on after a model was lost, or anything while starting; raises ``failure`` where that
+        is no use.
+        """
         self._lost += 1
         if not failure.is_lost or self._lost > self.config.max_restarts:
             raise failure
@@ -160,7 +189,9 @@ class Controller:
         self.progress.warn(f"{str(failure).splitlines()[0]}; going back to the newest checkpoint")
 
     def leave(self) -> None:
-        """Finish the step under way, save, and let ``run`` return; an evaluation is left for the next attempt."""
+        """Finish the step under way, save, and let ``run`` return; an evaluation is left for the
+        next attempt.
+        """
         self.leaving = True
         self.changed.notify()
 
@@ -179,7 +210,9 @@ class Controller:
             await self.push.settle()
 
     async def learn(self, part: list[Group]) -> None:
-        """Learn from a part of the batch, and from the rest as it finishes; the push of what comes of it is begun."""
+        """Learn from a part of the batch, and from the rest as it finishes; the push of what comes
+        of it is begun.
+        """
         groups, staleness, updates = list[Group](), Counter[int](), list[Metrics]()
         while part:
             staleness += self.staleness(part)
@@ -199,7 +232,12 @@ class Controller:
         self.push.begin(self.step)
         ledger = self.ledger.stepped(self.version)
         self.sampler.stepped()
-        row = {"step": self.step, "policy_version": self.version} | metrics | self.push.metrics | self.all_restarts
+        row = (
+            {"step": self.step, "policy_version": self.version}
+            | metrics
+            | self.push.metrics
+            | self.all_restarts
+        )
         self.report.step(row, updates, groups, ledger, staleness)
 
     async def accumulate(self, batch: Batch) -> None:
@@ -213,7 +251,9 @@ class Controller:
             return await self.learner.update()
 
     async def take(self) -> list[Group]:
-        """The next part of the batch, as soon as it is there; nothing where the run is left before its first."""
+        """The next part of the batch, as soon as it is there; nothing where the run is left before
+        its first.
+        """
         rollout, part = self.config.rollout, list[Group]()
 
         def taken() -> bool:
@@ -222,14 +262,21 @@ class Controller:
             part[:] = self.ledger.take(-(-rollout.prompts_per_step // rollout.parts_per_step))
             return bool(part)
 
-        with self.watch.span("starved" if rollout.max_staleness else "wait"):  # in lockstep it could not be otherwise
+        with self.watch.span(
+            "starved" if rollout.max_staleness else "wait"
+        ):  # in lockstep it could not be otherwise
             await self.changed.until(taken)
         self.changed.notify()  # there is room for others
         return part
 
     def staleness(self, groups: list[Group]) -> Counter[int]:
-        """Tokens by optimizer steps from their weights to the trainer's. Raises RunError above ``max_staleness``."""
-        versions = Counter(chain.from_iterable(each.completion.versions for group in groups for each in group))
+        """Tokens by optimizer steps from their weights to the trainer's.
+
+        Raises RunError above ``max_staleness``.
+        """
+        versions = Counter(
+            chain.from_iterable(each.completion.versions for group in groups for each in group)
+        )
         now, oldest = self.version, min(versions)
         bound = self.config.rollout.max_staleness * self.config.updates_per_step
         if now - oldest > bound:
@@ -239,11 +286,17 @@ class Controller:
     async def checkpoint_if_due(self) -> None:
         """Save every ``interval`` steps; what is left after the last one is no part of a step."""
         checkpoint = self.config.trainer.checkpoint
-        if checkpoint.enable and self.step < self.config.steps and self.step % checkpoint.interval == 0:
+        if (
+            checkpoint.enable
+            and self.step < self.config.steps
+            and self.step % checkpoint.interval == 0
+        ):
             await self.checkpoint()
 
     async def checkpoint(self) -> None:
-        """Save weights, optimizer and ledger as of this step, once nothing needs older weights any more."""
+        """Save weights, optimizer and ledger as of this step, once nothing needs older weights any
+        more.
+        """
         if self.step in (self._saved, 0):
             return
         await self.changed.until(lambda: self.sampler.may_cut(self.step))
@@ -259,13 +312,17 @@ class Controller:
         self._saved, self._lost = self.step, 0
 
     async def keep_if_due(self) -> None:
-        """Keep the weights of this step until they are evaluated, whatever becomes of the run until then."""
+        """Keep the weights of this step until they are evaluated, whatever becomes of the run until
+        then.
+        """
         if self.evaluation.is_behind(self.step):
             with self.watch.span("checkpoint"):
                 await self.evaluation.keep(self.step)
 
     async def evaluate_if_due(self, step: int) -> None:
-        """Evaluate the weights after ``step``, which the generators hold, unless the run is left before that ends."""
+        """Evaluate the weights after ``step``, which the generators hold, unless the run is left
+        before that ends.
+        """
         evaluated = self.report.evaluated
         if self.leaving or not self.evaluation.is_due(step, evaluated):
             return
@@ -280,7 +337,9 @@ class Controller:
             await self.fleet.abort()
 
     async def evaluate_what_was_left(self) -> None:
-        """Make the evaluations that had not ended at the checkpoint, each from the weights that it was due for."""
+        """Make the evaluations that had not ended at the checkpoint, each from the weights that it
+        was due for.
+        """
         left = self.evaluation.left(self.step, self.report.evaluated)
         for step in left:
             await self.evaluation.bring_back(step, self.report.version_after(step))
@@ -310,7 +369,9 @@ class Controller:
             "steps_learned": sum(row["trainer/updates"] > 0 for row in self.record.read_metrics()),
             "policy_version": self.version,
             **self.losses(),
-            "policy_digest": policy_digest(merge_digests(await self.dispatch.policy.weight_digests())),
+            "policy_digest": policy_digest(
+                merge_digests(await self.dispatch.policy.weight_digests())
+            ),
             "export": str(export),
         }
         self.record.write_summary(summary)

@@ -23,37 +23,51 @@ MOST = 1000
 
 
 class WeightPush:
-    """Brings the weights after each step to the generators, and makes sure that they are the ones. ::
+    """Brings the weights after each step to the generators, and makes sure that they are the ones.
+    ::
 
         push = WeightPush(config, dispatch, watch, changed, print)
-        await push.connect(generators, step)    # they hold the trainer's weights, which are those after ``step``
+        await push.connect(generators, step)    # they hold the trainer's weights after ``step``
         async with beside(push.run()):
-            push.begin(step)        # the weights are new: publish them, behind whatever the trainer does next
+            push.begin(step)        # publish the new weights, behind what the trainer does next
             await push.arrive(step) # every generator holds them
             await push.settle()     # before the weights change again: nothing reads them any more
 
-    In a deterministic pipeline generators pull when ``arrive`` asks for it, step after step, and a publish waits until
-    the one before has arrived: of the two versions that can be read, one is what the generators hold, and one that
-    comes back can have it again. In an asynchronous pipeline they pull whatever is newest as soon as it is there; one
-    that was so slow that its version is gone pulls the newest then. A transfer that failed while both ends are alive is
-    repeated ``max_restarts`` times.
+    In a deterministic pipeline generators pull when ``arrive`` asks for it, step after step, and a
+    publish waits until the one before has arrived: of the two versions that can be read, one is
+    what the generators hold, and one that comes back can have it again. In an asynchronous pipeline
+    they pull whatever is newest as soon as it is there; one that was so slow that its version is
+    gone pulls the newest then. A transfer that failed while both ends are alive is repeated
+    ``max_restarts`` times.
 
-    What is checked, as configured: a digest of each parameter, and a canary's log-probs. The generators answer the
-    canary before anything else; the trainer's side runs behind what they generate next, and in turn with the engine.
-    Weights that arrive when the trainer has left them, as a deterministic pipeline with a ``max_staleness`` above 1
-    has it, cannot be compared and are not.
+    What is checked, as configured: a digest of each parameter, and a canary's log-probs. The
+    generators answer the canary before anything else; the trainer's side runs behind what they
+    generate next, and in turn with the engine. Weights that arrive when the trainer has left them,
+    as a deterministic pipeline with a ``max_staleness`` above 1 has it, cannot be compared and are
+    not.
     """
 
     def __init__(
-        self, config: RunConfig, dispatch: Dispatch, watch: Stopwatch, changed: Signal, warn: Callable[[str], None]
+        self,
+        config: RunConfig,
+        dispatch: Dispatch,
+        watch: Stopwatch,
+        changed: Signal,
+        warn: Callable[[str], None],
     ):
-        self._deadlines, self._max_failures, self._warn = config.deadlines, config.max_restarts, warn
+        self._deadlines, self._max_failures, self._warn = (
+            config.deadlines,
+            config.max_restarts,
+            warn,
+        )
         self._config, self._canary = config.weights, Canary(config)
         self._dispatch, self._trainer, self._watch = dispatch, dispatch.policy, watch
         self._on_demand = config.rollout.pipeline == "deterministic"
         self._rolling = config.generator.update == "rolling" and not self._on_demand
         checks = config.weights.digests or self._canary.tolerance > 0
-        self._waits_for_checks = checks and (config.rollout.max_staleness <= 1 or not self._on_demand)
+        self._waits_for_checks = checks and (
+            config.rollout.max_staleness <= 1 or not self._on_demand
+        )
         self._numbers: dict[GeneratorMesh, int] = {}
         self._gone: list[int] = []
         self._joining = asyncio.Lock()  # no pull while a generator joins or leaves
@@ -77,9 +91,11 @@ class WeightPush:
         return self._arrived
 
     async def connect(self, generators: Sequence[GeneratorMesh], step: int) -> str:
-        """Open the push to ``generators`` and bring them what the trainer has; the plan, for people.
+        """Open the push to ``generators`` and bring them what the trainer has; the plan, for
+        people.
 
-        Raises ValueError, naming the parameter, where the trainer's layout does not fill the generators'.
+        Raises ValueError, naming the parameter, where the trainer's layout does not fill the
+        generators'.
         """
         self._numbers = {generator: number for number, generator in enumerate(generators)}
         self._gone = []
@@ -101,7 +117,9 @@ class WeightPush:
             taken = self._numbers.values()
             self._numbers.setdefault(generator, min(set(range(len(taken) + 1)) - set(taken)))
             await self._connect(generator)
-            await self._pull(generator, self._versions[self._arrived if self._on_demand else self._published])
+            await self._pull(
+                generator, self._versions[self._arrived if self._on_demand else self._published]
+            )
 
     def part(self, generator: GeneratorMesh) -> None:
         """Leave a generator out until it joins again."""
@@ -110,20 +128,29 @@ class WeightPush:
             self._changed.notify()
 
     async def run(self) -> None:
-        """Publish what is begun, check what has arrived, and in an asynchronous pipeline pull what is published."""
+        """Publish what is begun, check what has arrived, and in an asynchronous pipeline pull what
+        is published.
+        """
         async with beside(self._publish_each(), self._check_each(), self._excuse_each()):
             while True:
-                await self._changed.until(lambda: self._published > self._arrived and not self._on_demand)
+                await self._changed.until(
+                    lambda: self._published > self._arrived and not self._on_demand
+                )
                 await self._bring(self._published)
 
     def begin(self, step: int) -> None:
-        """Publish the trainer's weights, unless the step was skipped and changed none. Does not wait."""
+        """Publish the trainer's weights, unless the step was skipped and changed none.
+
+        Does not wait.
+        """
         self._begun, self._stepping = step, False
         self._versions[step] = self._trainer.version
         self._changed.notify()
 
     async def arrive(self, step: int) -> None:
-        """Wait until all generators hold the weights after ``step``; where they pull on demand, this is the demand."""
+        """Wait until all generators hold the weights after ``step``; where they pull on demand,
+        this is the demand.
+        """
         await self._changed.until(lambda: self._published >= step)
         if self._on_demand and self._arrived < step:
             await self._bring(step)
@@ -157,8 +184,11 @@ class WeightPush:
             generators=len(generators),
             delta=self._config.delta,
         )
-        # A reader of shared memory that hangs is ended by the deadline of its call: the trainer has to outlast that.
-        patience = self._deadlines.push if self._transfer.transport in NETWORK else self._deadlines.call
+        # A reader of shared memory that hangs is ended by the deadline of its call: the trainer has
+        # to outlast that.
+        patience = (
+            self._deadlines.push if self._transfer.transport in NETWORK else self._deadlines.call
+        )
         patience += self._transfer.nbytes / (self._config.min_gb_s * 1e9)
         self._transfer = replace(self._transfer, patience=patience)
         plan = self._transfer.describe()
@@ -169,12 +199,16 @@ class WeightPush:
 
     async def _connect(self, generator: GeneratorMesh) -> None:
         async with self._dispatch.resident("generator", "model"):
-            await generator.connect(self._transfer, self._addresses, generator=self._numbers[generator])
+            await generator.connect(
+                self._transfer, self._addresses, generator=self._numbers[generator]
+            )
 
     async def _publish_each(self) -> None:
         while True:
             await self._changed.until(lambda: self._begun > self._published)
-            await self._changed.until(lambda: self._arrived == self._published or not self._on_demand)
+            await self._changed.until(
+                lambda: self._arrived == self._published or not self._on_demand
+            )
             if self._versions[self._begun] != self._versions[self._published]:
                 await self._publish()
             self._published = self._begun
@@ -200,7 +234,9 @@ class WeightPush:
                 if self._rolling:
                     pauses = [await self._pull_or_lose(generator, version) for generator in behind]
                 else:
-                    pauses = await asyncio.gather(*(self._pull_or_lose(generator, version) for generator in behind))
+                    pauses = await asyncio.gather(
+                        *(self._pull_or_lose(generator, version) for generator in behind)
+                    )
         self.metrics["timing/push_pause"] = max(pauses, default=0.0)
         self._arrived = step
         self._versions = {each: version for each, version in self._versions.items() if each >= step}
@@ -224,14 +260,19 @@ class WeightPush:
             version = generator.version or version
             if self._canary.tolerance > 0:
                 with self._watch.span("check"):
-                    self._unchecked.append((generator, version, await self._canary.ask(generator, version)))
+                    self._unchecked.append(
+                        (generator, version, await self._canary.ask(generator, version))
+                    )
             elif self._config.digests:
                 self._unchecked.append((generator, version, None))
         self._changed.notify()
         return pause
 
     async def _pull_or_try_again(self, generator: GeneratorMesh, version: int) -> float:
-        """The seconds that generation stood still. Raises NodeLost if transfers fail between ends that are alive."""
+        """The seconds that generation stood still.
+
+        Raises NodeLost if transfers fail between ends that are alive.
+        """
         failures = 0
         while True:
             try:
@@ -239,13 +280,16 @@ class WeightPush:
             except ActorFailure as failure:
                 if failure.is_lost:
                     raise
-                await self._trainer.sign_of_life()  # reads from a trainer that died may fail before its death is known
+                await (
+                    self._trainer.sign_of_life()
+                )  # reads from a trainer that died may fail before its death is known
                 newest = version if self._on_demand else self._versions[self._published]
                 if isinstance(failure.__cause__, TransferFailed):
                     failures += 1
                     if failures > self._max_failures:
                         raise NodeLost(
-                            f"{failure}\nthe transfer failed {failures} times in a row while the trainer is alive: the "
+                            f"{failure}\nthe transfer failed {failures} times in a row while "
+                            "the trainer is alive: the "
                             "network between the nodes is broken, or slower than weights.min_gb_s"
                         ) from failure
                 elif newest == version or not isinstance(failure.__cause__, VersionGone):
@@ -263,7 +307,9 @@ class WeightPush:
             self._unchecked.pop(0)
             self._changed.notify()
 
-    async def _check(self, generator: GeneratorMesh, version: int, answer: Completion | None) -> None:
+    async def _check(
+        self, generator: GeneratorMesh, version: int, answer: Completion | None
+    ) -> None:
         try:
             if self._config.digests:
                 await self._compare_digests(generator, version)
@@ -274,9 +320,10 @@ class WeightPush:
             if not difference <= self._canary.tolerance:
                 await self._compare_digests(generator, version)
                 raise RunError(
-                    f"canary of policy version {version}: a log-prob of {generator.name} differs by "
-                    f"{difference:.3g} from the trainer's, above weights.canary_tolerance={self._canary.tolerance};"
-                    " all parameters are equal, so a cache of older weights or another kernel makes the difference"
+                    f"canary of policy version {version}: a log-prob of {generator.name} differs "
+                    f"by {difference:.3g} from the trainer's, above "
+                    f"weights.canary_tolerance={self._canary.tolerance}; all parameters are equal, "
+                    "so a cache of older weights or another kernel makes the difference"
                 )
         except ActorFailure as failure:
             if failure.actor != generator.name or not failure.is_lost:
@@ -291,8 +338,8 @@ class WeightPush:
         pushed = _merged(wanted, f"push of policy version {version}: {generator.name}")
         if wrong := [name for name in trained if pushed.get(name) != trained[name]]:
             raise RunError(
-                f"push of policy version {version}: {len(wrong)} of {len(trained)} parameters of {generator.name} "
-                f"differ from the trainer's; the first is {wrong[0]}"
+                f"push of policy version {version}: {len(wrong)} of {len(trained)} parameters of "
+                f"{generator.name} differ from the trainer's; the first is {wrong[0]}"
             )
 
 

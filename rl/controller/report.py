@@ -89,10 +89,14 @@ class Report:
         path = self._record.logs / "push.txt"
         with failing_loudly(path):
             path.write_text(text, encoding="utf-8")
-        self._progress.note("push over " + ", ".join(text.splitlines()[:2]).removeprefix("transport: "))
+        self._progress.note(
+            "push over " + ", ".join(text.splitlines()[:2]).removeprefix("transport: ")
+        )
 
     async def look_for_stalls(self) -> None:
-        """Tell the watchdog the time since the last step, without evaluations, which steps may wait for."""
+        """Tell the watchdog the time since the last step, without evaluations, which steps may wait
+        for.
+        """
         while True:
             await asyncio.sleep(1.0)
             self._warn(self._watchdog.stalled(self._watch.since_lap(without="evaluate")))

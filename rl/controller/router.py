@@ -16,7 +16,9 @@ SESSIONS = 4096  # whose generators are remembered: the latest
 class Replica(Protocol):
     """A generator that can be asked. Every call raises ActorFailure once it is lost."""
 
-    async def generate(self, requests: list[GenerationRequest], *, fresh: bool = False) -> list[Completion]: ...
+    async def generate(
+        self, requests: list[GenerationRequest], *, fresh: bool = False
+    ) -> list[Completion]: ...
 
 
 Turn = Callable[[], AbstractAsyncContextManager[None]]
@@ -31,9 +33,11 @@ class _Place:
 
 
 class Router:
-    """Sends requests to the generator with the fewest in flight; a session's to the one that has its prefixes cached.
+    """Sends requests to the generator with the fewest in flight; a session's to the one that has
+    its prefixes cached.
 
-    What a lost generator had in flight is sent again to another; while there is none, requests wait for one to join. ::
+    What a lost generator had in flight is sent again to another; while there is none, requests wait
+    for one to join. ::
 
         router.join(generator)
         completions = await router.generate(requests, session="train/7")
@@ -66,21 +70,27 @@ class Router:
         """Those that are sent requests."""
         return list(self._places)
 
-    async def generate(self, requests: list[GenerationRequest], *, session: object = None) -> list[Completion]:
+    async def generate(
+        self, requests: list[GenerationRequest], *, session: object = None
+    ) -> list[Completion]:
         """Completions in the order of ``requests``, all of one generator."""
         return await self._ask(requests, session, alone=False)
 
     async def generate_alone(self, requests: list[GenerationRequest]) -> list[Completion]:
         """``generate`` by a generator that does nothing else meanwhile and has seen nothing else.
 
-        So the completions depend on requests and weights alone: on how requests are batched depends how sums are
-        rounded, and with that, now and then, a token.
+        So the completions depend on requests and weights alone: on how requests are batched depends
+        how sums are rounded, and with that, now and then, a token.
         """
         return await self._ask(requests, None, alone=True)
 
-    async def _ask(self, requests: list[GenerationRequest], session: object, *, alone: bool) -> list[Completion]:
+    async def _ask(
+        self, requests: list[GenerationRequest], session: object, *, alone: bool
+    ) -> list[Completion]:
         while True:
-            await self._changed.until(lambda: any(not (alone and place.load) for place in self._places.values()))
+            await self._changed.until(
+                lambda: any(not (alone and place.load) for place in self._places.values())
+            )
             place = self._choose(session)
             place.load += len(requests)
             try:
@@ -98,10 +108,14 @@ class Router:
                 self._changed.notify()
 
     def _choose(self, session: object) -> _Place:
-        """The session's own, else the least loaded, and of these the one that was not chosen for longest."""
+        """The session's own, else the least loaded, and of these the one that was not chosen for
+        longest.
+        """
         home = self._places.get(self._homes.pop(session)) if session in self._homes else None
         place = home or min(self._places.values(), key=lambda each: each.load)
-        self._places[place.replica] = self._places.pop(place.replica)  # to the end: ties are rotated
+        self._places[place.replica] = self._places.pop(
+            place.replica
+        )  # to the end: ties are rotated
         if session is not None:
             self._homes[session] = place.replica
             if len(self._homes) > SESSIONS:

@@ -1,4 +1,6 @@
-"""Keeps the ledger filled with rollouts, as far ahead of the trainer as the staleness bound allows."""
+"""Keeps the ledger filled with rollouts, as far ahead of the trainer as the staleness bound
+allows.
+"""
 
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -20,15 +22,18 @@ WINDOW = 100  # groups over which lost ones are counted, or a step's where these
 
 
 class Sampler:
-    """Has prompts answered and scored; what is lost, or teaches nothing, makes room for the next prompt.
+    """Has prompts answered and scored; what is lost, or teaches nothing, makes room for the next
+    prompt.
 
-    In a deterministic pipeline the batch of step k is sampled whole, in as many shares as there are replicas in the
-    config, from the weights after step k - max_staleness: which requests a generator answers together depends on the
-    config alone. In an asynchronous one every prompt is a task of its own.
+    In a deterministic pipeline the batch of step k is sampled whole, in as many shares as there are
+    replicas in the config, from the weights after step k - max_staleness: which requests a
+    generator answers together depends on the config alone. In an asynchronous one every prompt is a
+    task of its own.
 
-    ``evaluate(step)`` is called while every generator holds the weights after ``step``: in a deterministic pipeline for
-    each step, and with nothing else sampled meanwhile; in an asynchronous one for the newest step whenever the call
-    before has returned, and generators go on to newer weights.
+    ``evaluate(step)`` is called while every generator holds the weights after ``step``: in a
+    deterministic pipeline for each step, and with nothing else sampled meanwhile; in an
+    asynchronous one for the newest step whenever the call before has returned, and generators go on
+    to newer weights.
     """
 
     def __init__(
@@ -45,15 +50,20 @@ class Sampler:
         self._rollouter, self._router, self._push = rollouter, router, push
         self._changed, self._evaluate = changed, evaluate
         self._size, self._replicas = config.rollout.prompts_per_step, config.generator.replicas
-        self._recent: deque[bool] = deque(maxlen=max(WINDOW, self._size))  # whether each group was lost
+        self._recent: deque[bool] = deque(
+            maxlen=max(WINDOW, self._size)
+        )  # whether each group was lost
         self._before_batch: list[bool] = []  # the same, without the batch that is being sampled
         self._replaced = 0
         self._sampled = 0  # batches
         self.is_done = False
-        """Whether all steps have their batches, all weights have arrived and evaluations on the way have ended."""
+        """Whether all steps have their batches, all weights have arrived and evaluations on the way
+        have ended."""
 
     async def run(self, ledger: Ledger, step: int) -> None:
-        """Sample what the steps after ``step`` are trained on; ``ledger`` holds what was sampled for them before."""
+        """Sample what the steps after ``step`` are trained on; ``ledger`` holds what was sampled
+        for them before.
+        """
         self._replaced, self.is_done = 0, False
         if self._config.rollout.pipeline == "deterministic":
             await self._run_in_order(ledger, step)
@@ -67,12 +77,17 @@ class Sampler:
         return rollout.pipeline == "asynchronous" or self._sampled >= needed
 
     def stepped(self) -> None:
-        """A step was trained: where no batch has a limit of its own, groups may be replaced again."""
+        """A step was trained: where no batch has a limit of its own, groups may be replaced
+        again.
+        """
         if self._config.rollout.pipeline == "asynchronous":
             self._replaced = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able state. Of a deterministic pipeline, without the batch that is sampled again after a restore."""
+        """JSON-able state.
+
+        Of a deterministic pipeline, without the batch that is sampled again after a restore.
+        """
         deterministic = self._config.rollout.pipeline == "deterministic"
         return {"lost": self._before_batch if deterministic else [*self._recent]}
 
@@ -106,16 +121,26 @@ class Sampler:
         while missing := self._size - len(done):
             ordinals = [ledger.admit(self._push.held) for _ in range(missing)]
             shares = [ordinals[share :: self._replicas] for share in range(self._replicas)]
-            async with beside() as work:  # one that fails ends the others, which a new attempt would ask again
-                answers = [work.create_task(self._sample(share, self._router.generate_alone)) for share in shares]
-            outcomes = {ordinal: group for answer in answers for ordinal, group in answer.result().items()}
+            async with (
+                beside() as work
+            ):  # one that fails ends the others, which a new attempt would ask again
+                answers = [
+                    work.create_task(self._sample(share, self._router.generate_alone))
+                    for share in shares
+                ]
+            outcomes = {
+                ordinal: group for answer in answers for ordinal, group in answer.result().items()
+            }
             for ordinal in ordinals:
                 verdict = self._judge(outcomes[ordinal])
                 if isinstance(verdict, str):
                     dropped[ordinal] = verdict
                 else:
                     done[ordinal] = verdict
-        for ordinal, reason in dropped.items():  # all at once: a checkpoint has the whole batch, or puts it again
+        for (
+            ordinal,
+            reason,
+        ) in dropped.items():  # all at once: a checkpoint has the whole batch, or puts it again
             ledger.drop(ordinal, reason)
         for ordinal, group in sorted(done.items()):
             ledger.finish(ordinal, group)
@@ -149,24 +174,35 @@ class Sampler:
                 )
                 work.create_task(sample(ledger.admit(self._push.held)))
 
-    async def _sample(self, ordinals: list[int], generate: Generate) -> dict[int, Group | GroupLost]:
+    async def _sample(
+        self, ordinals: list[int], generate: Generate
+    ) -> dict[int, Group | GroupLost]:
         prompts = [training_prompt(self._task, ordinal) for ordinal in ordinals]
         samples = self._config.rollout.samples_per_prompt
-        groups = await self._rollouter.collect(prompts, self._sampling, samples=samples, generate=generate)
+        groups = await self._rollouter.collect(
+            prompts, self._sampling, samples=samples, generate=generate
+        )
         return dict(zip(ordinals, groups, strict=True))
 
     def _judge(self, outcome: Group | GroupLost) -> Group | str:
-        """The group, or why it is not trained on. Raises RunError, with the last cause, where too many are lost."""
+        """The group, or why it is not trained on.
+
+        Raises RunError, with the last cause, where too many are lost.
+        """
         self._recent.append(isinstance(outcome, GroupLost))
         if isinstance(outcome, GroupLost):
             most = self._config.rollout.max_lost * (self._recent.maxlen or 0)
             if sum(self._recent) > most:
                 raise RunError(
-                    f"{sum(self._recent)} of the last {len(self._recent)} groups were lost, more than "
-                    f"rollout.max_lost={self._config.rollout.max_lost} allows; the last: {outcome}"
+                    f"{sum(self._recent)} of the last {len(self._recent)} groups were lost, more "
+                    f"than rollout.max_lost={self._config.rollout.max_lost} allows; the last: "
+                    f"{outcome}"
                 ) from outcome
             return outcome.reason
-        if len({rollout.reward for rollout in outcome}) == 1 and self._replaced < self._config.rollout.max_replacements:
+        if (
+            len({rollout.reward for rollout in outcome}) == 1
+            and self._replaced < self._config.rollout.max_replacements
+        ):
             self._replaced += 1
             return "rewards all equal"
         return outcome

@@ -43,8 +43,8 @@ def read_groups(path: Path) -> dict[int, Group]:
             return _groups({name: archive[name] for name in archive.files})
     except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
         raise RunError(
-            f"{path} cannot be read: {type(error).__name__}: {error}; "
-            f"deleting {path.parent} goes back to the checkpoint before it"
+            f"{path} cannot be read: {type(error).__name__}: {error}; deleting {path.parent} goes "
+            "back to the checkpoint before it"
         ) from error
 
 
@@ -57,7 +57,10 @@ def _arrays(groups: dict[int, Group]) -> Arrays:
         "prompt_lengths": np.array([len(tokens) for tokens in prompts], dtype=np.int64),
         "prompt_tokens": _joined(prompts, np.int32),
         "lengths": np.array([len(each.tokens) for each in completions], dtype=np.int64),
-        **{name: _joined((getattr(each, name) for each in completions), kind) for name, kind in COLUMNS.items()},
+        **{
+            name: _joined((getattr(each, name) for each in completions), kind)
+            for name, kind in COLUMNS.items()
+        },
     }
 
 
@@ -81,14 +84,19 @@ def _line(ordinal: int, group: Group) -> dict[str, Any]:
         "ordinal": ordinal,
         "prompt": _fields(group[0].prompt, but=["tokens"]),
         "rollouts": [
-            (_fields(rollout, but=["prompt", "completion"]), _fields(rollout.completion, but=COLUMNS))
+            (
+                _fields(rollout, but=["prompt", "completion"]),
+                _fields(rollout.completion, but=COLUMNS),
+            )
             for rollout in group
         ],
     }
 
 
 def _fields(value: Any, *, but: Iterable[str]) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in fields(value) if field.name not in but}
+    return {
+        field.name: getattr(value, field.name) for field in fields(value) if field.name not in but
+    }
 
 
 def _joined(lists: Iterable[Sequence[float]], kind: DTypeLike) -> np.ndarray:

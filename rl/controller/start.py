@@ -22,19 +22,27 @@ MOST_TRIED = 1000  # prompts, and groups of completions
 
 
 def build_task(config: RunConfig) -> Task:
-    """Build the task of a run and look at its first prompts, with progress on the console if that takes long.
+    """Build the task of a run and look at its first prompts, with progress on the console if that
+    takes long.
 
     Raises ConfigError, also for what the task's own code raises.
     """
     name = type(config.data).__qualname__.removesuffix(".Config")
-    with _showing(Console(quiet=config.quiet, highlight=False)) as show, showing_progress(show), _before_start():
+    with (
+        _showing(Console(quiet=config.quiet, highlight=False)) as show,
+        showing_progress(show),
+        _before_start(),
+    ):
         with users_code(f"data: building {name}"):
             task: Task = config.data.build(seed=config.seed, model=config.model)
         for attribute, call in (
             ("shape", "super().__init__(config, seed=seed, model=model)"),
             ("stop_token_ids", "self.set_tokenizer(tokenizer, stop_token_ids)"),
         ):
-            require(hasattr(task, attribute), f"data: {name} has no {attribute}; its constructor must call {call}")
+            require(
+                hasattr(task, attribute),
+                f"data: {name} has no {attribute}; its constructor must call {call}",
+            )
         held_out_prompts(config.evaluation, task)
         for ordinal in range(min(config.rollout.prompts_per_step, MOST_TRIED)):
             training_prompt(task, ordinal)
@@ -42,7 +50,10 @@ def build_task(config: RunConfig) -> Task:
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Call advantage and corrections on made-up completions. Raises ConfigError if one does not keep its contract."""
+    """Call advantage and corrections on made-up completions.
+
+    Raises ConfigError if one does not keep its contract.
+    """
     algorithm, rollout = config.algorithm, config.rollout
     groups = min(math.ceil(rollout.prompts_per_step / rollout.parts_per_step), MOST_TRIED)
     completions = torch.arange(groups * rollout.samples_per_prompt)

@@ -47,8 +47,13 @@ class Signal:
             finally:
                 self._waiting.discard(changed)
 
-    async def unless(self, condition: Callable[[], object], work: Coroutine[Any, Any, T]) -> T | None:
-        """Result of ``work``. If ``condition`` holds before there is one, cancel the work and return None."""
+    async def unless(
+        self, condition: Callable[[], object], work: Coroutine[Any, Any, T]
+    ) -> T | None:
+        """Result of ``work``.
+
+        If ``condition`` holds before there is one, cancel the work and return None.
+        """
         working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(self.until(condition))
         try:
             await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)

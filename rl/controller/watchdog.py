@@ -39,7 +39,11 @@ def _non_finite(config: WatchdogConfig, row: Row) -> str:
 
 def _drift(config: WatchdogConfig, row: Row) -> str:
     drift, limit = row.get("kl/behaviour", nan), config.drift_max
-    return f"kl/behaviour is {drift:.4g}, above watchdog.drift_max={limit}" if drift > limit > 0 else ""
+    return (
+        f"kl/behaviour is {drift:.4g}, above watchdog.drift_max={limit}"
+        if drift > limit > 0
+        else ""
+    )
 
 
 def _entropy(config: WatchdogConfig, row: Row) -> str:
@@ -52,13 +56,24 @@ def _entropy(config: WatchdogConfig, row: Row) -> str:
 
 
 def _flat(config: WatchdogConfig, row: Row) -> str:
-    return "reward/flat_groups is 1, so no group had an advantage" if row.get("reward/flat_groups") == 1 else ""
+    return (
+        "reward/flat_groups is 1, so no group had an advantage"
+        if row.get("reward/flat_groups") == 1
+        else ""
+    )
 
 
 def _starving(config: WatchdogConfig, row: Row) -> str:
-    waited, step, limit = row.get("timing/starved", 0.0), row.get("timing/step", nan), config.starving_share
+    waited, step, limit = (
+        row.get("timing/starved", 0.0),
+        row.get("timing/step", nan),
+        config.starving_share,
+    )
     if waited > limit * step:
-        return f"timing/starved is {waited / step:.0%} of the step, above watchdog.starving_share={limit}"
+        return (
+            f"timing/starved is {waited / step:.0%} of the step, above "
+            f"watchdog.starving_share={limit}"
+        )
     return ""
 
 
@@ -74,12 +89,12 @@ CONDITIONS = (  # causes before what follows from them
 class Watchdog:
     """Looks at every step's metrics, and at the time since the last::
 
-        for alarm in watchdog.check(row):  # after each step, and watchdog.stalled(seconds) between them
+        for alarm in watchdog.check(row):  # after each step; watchdog.stalled(seconds) between
             progress.warn(alarm.text)
         row |= watchdog.metrics
 
-    An alarm is given once, until its condition has ceased, and counted for every step of it. Both calls raise
-    RunError, after counting, for a condition whose action is ``fail``.
+    An alarm is given once, until its condition has ceased, and counted for every step of it. Both
+    calls raise RunError, after counting, for a condition whose action is ``fail``.
     """
 
     def __init__(self, config: WatchdogConfig):
@@ -90,7 +105,9 @@ class Watchdog:
         self._present: set[str] = set()
 
     def check(self, row: Row, updates: Sequence[Row] = ()) -> list[Alarm]:
-        """The alarms that come up with the metrics of a step that is done, and of each of its updates."""
+        """The alarms that come up with the metrics of a step that is done, and of each of its
+        updates.
+        """
         self._step = int(row["step"])
         self._present.discard("stalled")
         findings = {}
@@ -101,16 +118,22 @@ class Watchdog:
             if not finding or streak < needed:
                 self._present.discard(name)
             elif condition.steps:
-                findings[name] = f"{finding}, in {streak} steps in a row, watchdog.{condition.steps}={needed}"
+                findings[name] = (
+                    f"{finding}, in {streak} steps in a row, watchdog.{condition.steps}={needed}"
+                )
             else:
                 findings[name] = finding
         return self._alarms(findings)
 
     def _found(self, condition: Condition, row: Row, updates: Sequence[Row]) -> str:
-        """Return the finding of the first update that shows the condition, or else that of the step."""
+        """Return the finding of the first update that shows the condition, or else that of the
+        step.
+        """
         for number, update in enumerate(updates, start=1):
             if finding := condition.found(self._config, update):
-                return f"update {number} of {len(updates)}: {finding}" if len(updates) > 1 else finding
+                return (
+                    f"update {number} of {len(updates)}: {finding}" if len(updates) > 1 else finding
+                )
         return condition.found(self._config, row)
 
     def stalled(self, seconds: float) -> list[Alarm]:
@@ -118,7 +141,9 @@ class Watchdog:
         limit = self._config.stalled_s
         if seconds < limit or "stalled" in self._present:
             return []
-        return self._alarms({"stalled": f"no step was done for {seconds:.0f} s, watchdog.stalled_s={limit:g}"})
+        return self._alarms(
+            {"stalled": f"no step was done for {seconds:.0f} s, watchdog.stalled_s={limit:g}"}
+        )
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -143,7 +168,9 @@ class Watchdog:
             self._counts[name] += 1
         new = [name for name in findings if name not in self._present]
         self._present |= findings.keys()
-        texts = {name: f"step {self._step}: {name}: {finding}" for name, finding in findings.items()}
+        texts = {
+            name: f"step {self._step}: {name}: {finding}" for name, finding in findings.items()
+        }
         for name, text in texts.items():
             if getattr(self._config, name) == "fail":
                 raise RunError(f"{text}; set watchdog.{name} to 'warn' to go on all the same")

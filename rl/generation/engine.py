@@ -1,4 +1,6 @@
-"""One rank's vLLM engine, in this process: requests in, completions out, weights changed in place."""
+"""One rank's vLLM engine, in this process: requests in, completions out, weights changed in
+place.
+"""
 
 import gc
 import json
@@ -39,7 +41,12 @@ class GenerationEngine:
     """
 
     def __init__(
-        self, config: GeneratorConfig, model: ModelConfig, *, seed: int, timeout_s: float = COLLECTIVE_TIMEOUT_S
+        self,
+        config: GeneratorConfig,
+        model: ModelConfig,
+        *,
+        seed: int,
+        timeout_s: float = COLLECTIVE_TIMEOUT_S,
     ):
         """Start vLLM, whose collectives wait ``timeout_s`` for a peer; takes seconds.
 
@@ -48,10 +55,14 @@ class GenerationEngine:
         The process must have been launched with ``rl.generation.config.environment(config)``.
         """
         self.shape = shape_of(model)
-        check_generator(config.tensor_parallel_degree, self.shape, expert_parallel=config.expert_parallel)
+        check_generator(
+            config.tensor_parallel_degree, self.shape, expert_parallel=config.expert_parallel
+        )
         self.swap = config.swap
         self.version: int | None = None
-        self._engine = _start(config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed, timeout_s=timeout_s)
+        self._engine = _start(
+            config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed, timeout_s=timeout_s
+        )
         self._model = self._engine.model_executor.driver_worker.get_model()
         self._group = _tp_group()
         self._host, self._caches = HostMemory(), dict[torch.UntypedStorage, int]()
@@ -63,24 +74,29 @@ class GenerationEngine:
         )[self._group.rank_in_group]
 
     def parameters(self) -> list[Part]:
-        """Live local parts of torchtitan's parameters: where the weight push writes, with ``copy_``.
+        """Live local parts of torchtitan's parameters: where the weight push writes, with
+        ``copy_``.
 
         A tied weight appears once, as ``tok_embeddings.weight``.
         """
         return local_parts(
-            {name: parameter.data for name, parameter in self._model.titan.named_parameters()}, self._layout
+            {name: parameter.data for name, parameter in self._model.titan.named_parameters()},
+            self._layout,
         )
 
     def weights_changed(self, version: int) -> None:
         """Tell the engine that its parameters now hold policy ``version``.
 
-        Requests in flight go on as ``GeneratorConfig.swap`` says; all others see no key or value of older weights.
-        Raises RunError if the cache survived, as it does where ``drain`` left a request running.
+        Requests in flight go on as ``GeneratorConfig.swap`` says; all others see no key or value of
+        older weights. Raises RunError if the cache survived, as it does where ``drain`` left a
+        request running.
         """
         if self.swap == "continue":
             forgotten = prefix_cache.forget(self._engine)
         else:
-            forgotten = self._engine.reset_prefix_cache(reset_running_requests=self.swap == "recompute")
+            forgotten = self._engine.reset_prefix_cache(
+                reset_running_requests=self.swap == "recompute"
+            )
         if not forgotten:
             raise RunError(f"vLLM did not reset its prefix cache for policy version {version}")
         self._model.weights_changed()
@@ -88,14 +104,19 @@ class GenerationEngine:
         self.version = version
 
     def reset_prefix_cache(self) -> None:
-        """Let no request find a prefix of those before it. Raises RunError where one is in flight."""
+        """Let no request find a prefix of those before it.
+
+        Raises RunError where one is in flight.
+        """
         if not self._engine.reset_prefix_cache():
             raise RunError("vLLM did not reset its prefix cache: a request is in flight")
 
     def offload(self) -> None:
-        """Move the weights to host memory and drop the KV cache; their device memory is free until ``onload``.
+        """Move the weights to host memory and drop the KV cache; their device memory is free until
+        ``onload``.
 
-        Raises RunError where a request is in flight. On CUDA the same lines run, which no test covers.
+        Raises RunError where a request is in flight. On CUDA the same lines run, which no test
+        covers.
         """
         if self._host.holds:
             return
@@ -103,7 +124,9 @@ class GenerationEngine:
         self._host.take(parameter.data for parameter in self._model.titan.parameters())
         self._model.weights_away()
         caches = self._engine.model_executor.driver_worker.model_runner.kv_caches
-        self._caches = {cache.untyped_storage(): cache.untyped_storage().nbytes() for cache in caches}
+        self._caches = {
+            cache.untyped_storage(): cache.untyped_storage().nbytes() for cache in caches
+        }
         for storage in self._caches:
             storage.resize_(0)
 
@@ -117,23 +140,32 @@ class GenerationEngine:
             storage.resize_(size)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise ValueError for a request that cannot be served, RunError where no weights were ever pushed."""
+        """Raise ValueError for a request that cannot be served, RunError where no weights were ever
+        pushed.
+        """
         if self.version is None:
             raise RunError("generator holds no weights yet: push before generate")
         name, prompt, sampling = request.request_id, request.prompt_tokens, request.sampling
         longest = len(prompt) + sampling.max_tokens
         if not prompt or sampling.max_tokens < 1:
-            raise ValueError(f"request {name!r}: needs at least one prompt token and one token to generate")
+            raise ValueError(
+                f"request {name!r}: needs at least one prompt token and one token to generate"
+            )
         if longest > self.shape.max_seq_len:
             raise ValueError(
-                f"request {name!r}: {len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} make {longest}, "
-                f"more than max_seq_len {self.shape.max_seq_len}"
+                f"request {name!r}: {len(prompt)} prompt tokens and max_tokens "
+                f"{sampling.max_tokens} make {longest}, more than max_seq_len "
+                f"{self.shape.max_seq_len}"
             )
         if min(prompt) < 0 or max(prompt) >= self.shape.vocab_size:
-            raise ValueError(f"request {name!r}: a prompt token lies outside the vocabulary of {self.shape.vocab_size}")
+            raise ValueError(
+                f"request {name!r}: a prompt token lies outside the vocabulary of "
+                f"{self.shape.vocab_size}"
+            )
         if 0 < sampling.temperature < MIN_TEMPERATURE:
             raise ValueError(
-                f"request {name!r}: temperature {sampling.temperature} is below {MIN_TEMPERATURE}; 0 is greedy"
+                f"request {name!r}: temperature {sampling.temperature} is below {MIN_TEMPERATURE}; "
+                "0 is greedy"
             )
 
     def add(self, request: GenerationRequest) -> None:
@@ -164,11 +196,16 @@ class GenerationEngine:
         return self._engine.has_unfinished_requests()
 
     def step(self) -> list[tuple[str, Completion]]:
-        """One forward pass and one token for each running request; ids and completions that this finished.
+        """One forward pass and one token for each running request; ids and completions that this
+        finished.
 
         Raises RunError for a log-prob that is not finite.
         """
-        return [(output.request_id, _completion(output)) for output in self._engine.step() if output.finished]
+        return [
+            (output.request_id, _completion(output))
+            for output in self._engine.step()
+            if output.finished
+        ]
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget these requests; ids that are not in flight are ignored."""
@@ -182,13 +219,15 @@ class GenerationEngine:
     def share(self, commands: list) -> list:
         """Rank 0's list on every rank of the group: what all must do before the next step.
 
-        Raises RuntimeError when a peer has gone, or after ``timeout_s``. Waits without using the CPU where
-        no request is in flight.
+        Raises RuntimeError when a peer has gone, or after ``timeout_s``. Waits without using the
+        CPU where no request is in flight.
         """
         group = self._group
         if group.world_size == 1:
             return commands
-        if self.busy:  # the ranks step together anyway: one more device collective is the quickest way to ask
+        if (
+            self.busy
+        ):  # the ranks step together anyway: one more device collective is the quickest way to ask
             news = torch.full((1,), float(bool(commands)), device=group.device)
             if not group.all_reduce(news):
                 return []
@@ -197,7 +236,10 @@ class GenerationEngine:
         return shared[0]
 
     def span(self, value: int) -> tuple[int, int]:
-        """Least and greatest ``value`` of the ranks of the group. Raises RuntimeError when a peer has gone."""
+        """Least and greatest ``value`` of the ranks of the group.
+
+        Raises RuntimeError when a peer has gone.
+        """
         if self._group.world_size == 1:
             return value, value
         ends = torch.tensor([value, -value])
@@ -205,13 +247,17 @@ class GenerationEngine:
         return int(ends[0]), -int(ends[1])
 
     def close(self) -> None:
-        """Free the model, the KV cache and the process groups; peers still in a collective fail at once."""
+        """Free the model, the KV cache and the process groups; peers still in a collective fail at
+        once.
+        """
         self._engine.engine_core.shutdown()
         del self._engine, self._model, self._group
         gc.collect()  # vLLM's cycles hold the sockets of the process groups open
 
 
-def _start(config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: int, timeout_s: float):
+def _start(
+    config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: int, timeout_s: float
+):
     """vLLM's ``LLMEngine`` around the torchtitan model of ``shape``, without weights."""
     from vllm import EngineArgs, LLMEngine
 
@@ -220,14 +266,22 @@ def _start(config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: 
 
     register()
     on_cpu = device_type() == "cpu"
-    with tempfile.TemporaryDirectory(prefix="tiller-model-") as folder:  # read while the config is made
-        Path(folder, "config.json").write_text(json.dumps(hf_config(shape) | {"architectures": [ARCHITECTURE]}))
+    with tempfile.TemporaryDirectory(
+        prefix="tiller-model-"
+    ) as folder:  # read while the config is made
+        Path(folder, "config.json").write_text(
+            json.dumps(hf_config(shape) | {"architectures": [ARCHITECTURE]})
+        )
         vllm_config = EngineArgs(
             model=folder,
             load_format=LOAD_FORMAT,
             skip_tokenizer_init=True,
             generation_config="vllm",
-            additional_config={"shape": asdict(shape), "fuse_qkv": fuse_qkv, "expert_parallel": config.expert_parallel},
+            additional_config={
+                "shape": asdict(shape),
+                "fuse_qkv": fuse_qkv,
+                "expert_parallel": config.expert_parallel,
+            },
             dtype=config.dtype,
             seed=seed % 2**32,  # numpy takes no more; each request has a seed of its own
             max_model_len=shape.max_seq_len,
@@ -236,15 +290,19 @@ def _start(config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: 
             cpu_distributed_timeout_seconds=math.ceil(timeout_s),
             distributed_timeout_seconds=math.ceil(timeout_s),
             max_num_seqs=config.max_running_requests,
-            max_num_batched_tokens=max(config.max_batched_tokens, shape.max_seq_len if on_cpu else 0),
-            enable_chunked_prefill=not on_cpu,  # after a chunk vLLM rewinds the request's seed: CPU generators cannot
+            max_num_batched_tokens=max(
+                config.max_batched_tokens, shape.max_seq_len if on_cpu else 0
+            ),
+            # after a chunk vLLM rewinds the request's seed: CPU generators cannot
+            enable_chunked_prefill=not on_cpu,
             kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) if on_cpu else None,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,
             block_size=config.block_size,
             enable_prefix_caching=config.prefix_caching,
             logprobs_mode="processed_logprobs",  # temperature and top-k/top-p included
-            async_scheduling=False,  # a step's tokens must be of the weights that the step began with
+            # a step's tokens must be of the weights that the step began with
+            async_scheduling=False,
             disable_log_stats=True,
         ).create_engine_config()
         return LLMEngine(vllm_config, RankExecutor, log_stats=False, multiprocess_mode=False)
@@ -263,10 +321,14 @@ def _completion(output) -> Completion:
     completion = Completion(
         tokens=tokens,
         logprobs=[entry[token].logprob for token, entry in zip(tokens, said.logprobs, strict=True)],
-        versions=[int(span.version) for span in said.weight_versions for _ in range(span.start, span.end)],
+        versions=[
+            int(span.version) for span in said.weight_versions for _ in range(span.start, span.end)
+        ],
         finish_reason=said.finish_reason,
     )
     if not all(map(math.isfinite, completion.logprobs)):
         version = completion.versions[-1]
-        raise RunError(f"request {output.request_id!r}: log-probs of policy version {version} are not finite")
+        raise RunError(
+            f"request {output.request_id!r}: log-probs of policy version {version} are not finite"
+        )
     return completion

@@ -11,7 +11,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class RankExecutor(ExecutorWithExternalLauncher):
-    """Runs this rank's worker in this process. Alone it needs no rendezvous; otherwise it meets at MASTER_PORT."""
+    """Runs this rank's worker in this process.
+
+    Alone it needs no rendezvous; otherwise it meets at MASTER_PORT.
+    """
 
     def _init_executor(self) -> None:
         super()._init_executor()
@@ -20,12 +23,15 @@ class RankExecutor(ExecutorWithExternalLauncher):
         _unlink_shared_memory()
 
     def _distributed_args(self) -> tuple[str, int, int]:
-        """Rendezvous address, rank in the tensor-parallel group, index of the device on this host."""
+        """Rendezvous address, rank in the tensor-parallel group, index of the device on
+        this host.
+        """
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if self.parallel_config.world_size == 1:
             self._rendezvous, rank, _ = UniProcExecutor._distributed_args(self)
         else:
-            # vLLM names its shared memory after what follows the last colon: under env:// all groups of a host collide
+            # vLLM names its shared memory after what follows the last colon: under env:// all
+            # groups of a host collide
             self._rendezvous = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             rank = int(os.environ["RANK"])
         return self._rendezvous, rank, local_rank

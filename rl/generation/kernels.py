@@ -1,7 +1,7 @@
 """vLLM's kernels inside torchtitan's modules, whose parameters keep their names, shapes and places.
 
-Results agree with torchtitan's own to rounding. CUDA calls the same norm and rotary embedding, as kernels of its own;
-no test covers these.
+Results agree with torchtitan's own to rounding. CUDA calls the same norm and rotary embedding, as
+kernels of its own; no test covers these.
 """
 
 from dataclasses import dataclass, fields
@@ -40,7 +40,9 @@ class KernelRoPE(CosSinRoPE):
         pass
 
     def _precompute_cache(self) -> torch.Tensor:
-        """Cosines, then sines, of a position's angles [max_seq_len, dim]: torchtitan's has each of them twice."""
+        """Cosines, then sines, of a position's angles [max_seq_len, dim]: torchtitan's has each of
+        them twice.
+        """
         half = self.config.dim // 2
         return super()._precompute_cache()[:, half:-half].contiguous()
 
@@ -52,7 +54,12 @@ class KernelRoPE(CosSinRoPE):
         q, k = query.float(), key.float()
         tokens = positions.shape[-1]
         kernels.rotary_embedding(
-            positions.view(-1), q.view(tokens, -1), k.view(tokens, -1), q.shape[-1], self.cache, True
+            positions.view(-1),
+            q.view(tokens, -1),
+            k.view(tokens, -1),
+            q.shape[-1],
+            self.cache,
+            True,
         )
         return q.type_as(query), k.type_as(key)
 
@@ -65,7 +72,9 @@ class PackedWeight(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # A tensor, since compiled code would keep a number as it was.
-        self.register_buffer("address", torch.zeros((), dtype=torch.int64, device="cpu"), persistent=False)
+        self.register_buffer(
+            "address", torch.zeros((), dtype=torch.int64, device="cpu"), persistent=False
+        )
 
     def fill(self, weight: torch.Tensor) -> None:
         self.handler = kernels.create_onednn_mm(weight.t(), KEPT_SHAPES)
@@ -120,15 +129,23 @@ PACKED: dict[Any, Any] = {Linear: PackedLinear, FeedForward: PackedFeedForward}
 
 
 def use_kernels(config: Qwen3Model.Config, *, compiled: bool, packed: bool) -> None:
-    """Build what the tables name in place of torchtitan's: FUSED unless a compiler will fuse, PACKED where asked."""
+    """Build what the tables name in place of torchtitan's: FUSED unless a compiler will fuse,
+    PACKED where asked.
+    """
     for module, ours in {**({} if compiled else FUSED), **(PACKED if packed else {})}.items():
         for _, old, parent, place in config.traverse(module.Config):
             if place not in JOINED:
-                setattr(parent, place, ours.Config(**{field.name: getattr(old, field.name) for field in fields(old)}))
+                setattr(
+                    parent,
+                    place,
+                    ours.Config(**{field.name: getattr(old, field.name) for field in fields(old)}),
+                )
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of vLLM packs weights of ``dtype``. torch packs others itself, where the CPU knows them."""
+    """Whether this build of vLLM packs weights of ``dtype``. torch packs others itself, where the
+    CPU knows them.
+    """
     return dtype == torch.float32 and hasattr(torch.ops._C, "create_onednn_mm_handler")
 
 

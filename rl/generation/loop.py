@@ -12,7 +12,8 @@ from rl.errors import RunError
 from rl.generation.engine import GenerationEngine
 from rl.types import Completion, GenerationRequest
 
-HEARTBEAT_S = 1.0  # how long a rank without work sleeps; far below the timeout of the collectives its peers wait in
+# how long a rank without work sleeps; far below the timeout of the collectives its peers wait in
+HEARTBEAT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,9 @@ NOTHING = -1  # the version of a rank whose pull failed
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What a pull brought: the version that the generator holds now, and how long no step could run, in seconds."""
+    """What a pull brought: the version that the generator holds now, and how long no step could
+    run, in seconds.
+    """
 
     version: int
     pause_s: float
@@ -69,10 +72,11 @@ class _Call:
 class EngineLoop:
     """Generates continuously in a thread of its own.
 
-    ``make_engine`` builds the engine in that thread. ``pull(engine, version)`` copies the weights of a policy version
-    into ``engine.parameters()``; where it brings a newer one it returns which. With tensor parallelism every rank runs
-    a loop, rank 0 leads: what it is asked for reaches all ranks before the same step. ``generate``, ``abort``, ``pull``
-    and ``reset_prefix_cache`` are for rank 0, the rest for every rank::
+    ``make_engine`` builds the engine in that thread. ``pull(engine, version)`` copies the weights
+    of a policy version into ``engine.parameters()``; where it brings a newer one it returns which.
+    With tensor parallelism every rank runs a loop, rank 0 leads: what it is asked for reaches all
+    ranks before the same step. ``generate``, ``abort``, ``pull`` and ``reset_prefix_cache`` are for
+    rank 0, the rest for every rank::
 
         loop = EngineLoop(make_engine, pull)
         await loop.start()
@@ -81,13 +85,15 @@ class EngineLoop:
         completions = await loop.generate(requests)
         await loop.close()
 
-    The first exception in the thread ends the loop, fails all that is pending, and is raised by ``serve``. A rank
-    that fails to pull ends its peers too. One that fails within a step may leave them inside that step's collectives:
-    the owner of the group must end their processes.
+    The first exception in the thread ends the loop, fails all that is pending, and is raised by
+    ``serve``. A rank that fails to pull ends its peers too. One that fails within a step may leave
+    them inside that step's collectives: the owner of the group must end their processes.
     """
 
     def __init__(
-        self, make_engine: Callable[[], GenerationEngine], pull: Callable[[GenerationEngine, int], int | None]
+        self,
+        make_engine: Callable[[], GenerationEngine],
+        pull: Callable[[GenerationEngine, int], int | None],
     ):
         self._make_engine = make_engine
         self._pull = pull
@@ -102,15 +108,18 @@ class EngineLoop:
         self._ended: Future = Future()
 
     async def start(self) -> None:
-        """Start the thread and wait until its engine stands. Raises what its construction raises."""
+        """Start the thread and wait until its engine stands.
+
+        Raises what its construction raises.
+        """
         self._thread.start()
         await self.run_between_steps(lambda engine: None)
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Completions of ``requests``, in their order; all are admitted before the same step.
 
-        Raises ValueError for a request that cannot be served or whose id is in flight, RunError before the first
-        ``pull``. If the caller is cancelled, the requests are aborted.
+        Raises ValueError for a request that cannot be served or whose id is in flight, RunError
+        before the first ``pull``. If the caller is cancelled, the requests are aborted.
         """
         if not requests:
             return []
@@ -132,13 +141,16 @@ class EngineLoop:
         for call in {*self._calls.values()}:
             self._forget(call)
             if call.done.set_running_or_notify_cancel():
-                call.done.set_exception(RunError("the request was aborted: the trainer was started again"))
+                call.done.set_exception(
+                    RunError("the request was aborted: the trainer was started again")
+                )
 
     async def pull(self, version: int) -> Pulled:
-        """Have every rank pull policy ``version`` before the same step; what is in flight follows ``engine.swap``.
+        """Have every rank pull policy ``version`` before the same step; what is in flight follows
+        ``engine.swap``.
 
-        One that has not begun is dropped for a newer one: both return when the newer is in. Returns at once where
-        the generator holds ``version`` or a newer one.
+        One that has not begun is dropped for a newer one: both return when the newer is in. Returns
+        at once where the generator holds ``version`` or a newer one.
         """
         with self._changed:
             engine = self._leader()
@@ -150,13 +162,17 @@ class EngineLoop:
         return await asyncio.wrap_future(done)
 
     async def reset_prefix_cache(self) -> None:
-        """Have every rank forget all prefixes before what is asked for next. Ends the loop if anything is in flight."""
+        """Have every rank forget all prefixes before what is asked for next.
+
+        Ends the loop if anything is in flight.
+        """
         with self._changed:
             self._leader()
             self._tell(ResetPrefixCache())
 
     async def run_between_steps(self, fn: Callable[[GenerationEngine], Any]) -> Any:
-        """``fn(engine)``, run by this rank's thread between two steps. No collectives: peers do not take part.
+        """``fn(engine)``, run by this rank's thread between two steps. No collectives: peers do not
+        take part.
 
         An exception in ``fn`` ends the loop like any other.
         """
@@ -171,9 +187,11 @@ class EngineLoop:
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
     async def close(self) -> None:
-        """End the loop; what is pending fails with RunError. On rank 0 this ends every rank, the others wait for it.
+        """End the loop; what is pending fails with RunError. On rank 0 this ends every rank, the
+        others wait for it.
 
-        Returns when the thread has ended, which may be in a step, a pull or a collective: its caller has a deadline.
+        Returns when the thread has ended, which may be in a step, a pull or a collective: its
+        caller has a deadline.
         """
         with self._changed:
             self._tell(Close())
@@ -181,10 +199,15 @@ class EngineLoop:
             await asyncio.sleep(0.01)
 
     def _leader(self) -> GenerationEngine:
-        """The engine, where it may be given commands. Raises RunError elsewhere, or how the loop ended."""
+        """The engine, where it may be given commands.
+
+        Raises RunError elsewhere, or how the loop ended.
+        """
         self._check_running()
         if self._engine is None or not self._engine.leads:
-            raise RunError("only a started loop on rank 0 of its tensor-parallel group can be asked for this")
+            raise RunError(
+                "only a started loop on rank 0 of its tensor-parallel group can be asked for this"
+            )
         return self._engine
 
     def _promise(self) -> Future:
@@ -252,13 +275,17 @@ class EngineLoop:
                     self._deliver(request_id, completion)
 
     def _take(self, engine: GenerationEngine) -> tuple[list, list]:
-        """What was asked since the last step. A leader without work sleeps here, its followers in ``share``.
+        """What was asked since the last step. A leader without work sleeps here, its followers in
+        ``share``.
 
-        The newest pull goes first: what has not begun begins with its weights. While it drains, so waits what is new.
+        The newest pull goes first: what has not begun begins with its weights. While it drains, so
+        waits what is new.
         """
         with self._changed:
             if engine.leads and not engine.busy:
-                self._changed.wait_for(lambda: self._commands or self._pulls or self._visits, timeout=HEARTBEAT_S)
+                self._changed.wait_for(
+                    lambda: self._commands or self._pulls or self._visits, timeout=HEARTBEAT_S
+                )
             visits, self._visits = self._visits, []
             commands, self._commands = self._commands, []
             if self._pulls and engine.swap == "drain" and engine.busy:
@@ -293,7 +320,8 @@ class EngineLoop:
             _settle(done, pulled)
 
     def _pull_everywhere(self, engine: GenerationEngine, version: int) -> int:
-        """The version, this or a newer one, that every rank holds now: those behind the newest found pull again.
+        """The version, this or a newer one, that every rank holds now: those behind the newest
+        found pull again.
 
         No rank goes on to the next step, and waits there for ever, unless all have the weights.
         """
@@ -305,7 +333,9 @@ class EngineLoop:
             finally:
                 oldest, version = engine.span(brought)
             if oldest == NOTHING:
-                raise RunError(f"another rank of this generator could not pull policy version {wanted}")
+                raise RunError(
+                    f"another rank of this generator could not pull policy version {wanted}"
+                )
         return version
 
     def _deliver(self, request_id: str, completion: Completion) -> None:

@@ -1,10 +1,12 @@
-"""torchtitan's Qwen3 inside vLLM: the trainer's own model file, with paged attention, kernels and local shards.
+"""torchtitan's Qwen3 inside vLLM: the trainer's own model file, with paged attention, kernels and
+local shards.
 
-Tensor parallelism is the table of ``rl.model.tp_plan`` and vLLM's collectives: a parameter is made at its local
-shape, row-cut layers, experts and the embedding add up over the ranks, and every rank gets all logits. Expert
-parallelism gives each rank the tokens of its own experts.
+Tensor parallelism is the table of ``rl.model.tp_plan`` and vLLM's collectives: a parameter is made
+at its local shape, row-cut layers, experts and the embedding add up over the ranks, and every rank
+gets all logits. Expert parallelism gives each rank the tokens of its own experts.
 
-The tests run this on CPU, eager. CUDA and ``torch.compile`` take the same lines and are not covered by them.
+The tests run this on CPU, eager. CUDA and ``torch.compile`` take the same lines and are not covered
+by them.
 """
 
 import dataclasses
@@ -19,7 +21,11 @@ from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.protocols.module import Module
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config
-from vllm.distributed import get_tp_group, tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+from vllm.distributed import (
+    get_tp_group,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -50,7 +56,9 @@ class PagedAttention(Module):
     def __init__(self, config: Config):
         super().__init__()
         vllm_config = get_current_vllm_config()
-        with _device(vllm_config):  # its scale buffers must be real although the model is built on meta
+        with _device(
+            vllm_config
+        ):  # its scale buffers must be real although the model is built on meta
             self.attention = Attention(
                 config.n_heads,
                 config.head_dim,
@@ -60,17 +68,25 @@ class PagedAttention(Module):
                 prefix=f"layers.{config.layer}.attention",
             )
 
-    def forward(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **_) -> torch.Tensor:
+    def forward(
+        self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **_
+    ) -> torch.Tensor:
         """All sequences lie end to end in one row (B = 1); vLLM knows where each begins."""
         out = self.attention(*(heads.squeeze(0).flatten(1) for heads in (q_BLNH, k_BLNH, v_BLNH)))
         return out.view(q_BLNH.shape)
 
 
 class OwnExperts(LocalTokenDispatcher):
-    """Gives the rank's own experts their tokens, where the ranks divide whole experts among them."""
+    """Gives the rank's own experts their tokens, where the ranks divide whole experts among
+    them.
+    """
 
     def __init__(self, shape: ModelShape, *, tp: int, rank: int):
-        super().__init__(LocalTokenDispatcher.Config(num_experts=shape.num_experts, top_k=shape.experts_per_token))
+        super().__init__(
+            LocalTokenDispatcher.Config(
+                num_experts=shape.num_experts, top_k=shape.experts_per_token
+            )
+        )
         held = shape.num_experts // tp
         self.own = slice(rank * held, (rank + 1) * held)
 
@@ -89,7 +105,8 @@ class OwnExperts(LocalTokenDispatcher):
 def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     """This rank's part of the model that ``vllm_config.additional_config`` describes.
 
-    Parameters are NaN until weights are pushed, so that nothing generated without them can pass for real.
+    Parameters are NaN until weights are pushed, so that nothing generated without them can pass for
+    real.
     """
     asked: Any = vllm_config.additional_config
     shape = ModelShape(**asked["shape"])
@@ -98,7 +115,9 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     config = qwen3_config(
         dataclasses.replace(shape, **heads),
         fuse_qkv=asked["fuse_qkv"],
-        inner_attention=lambda layer: PagedAttention.Config(layer=layer, head_dim=shape.head_dim, **heads),
+        inner_attention=lambda layer: PagedAttention.Config(
+            layer=layer, head_dim=shape.head_dim, **heads
+        ),
     )
     use_kernels(
         config,
@@ -107,7 +126,9 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     )
     with torch.device("meta"):
         model = config.build()
-    layouts = generator_layout(shape, fuse_qkv=asked["fuse_qkv"], tp=tp, expert_parallel=asked["expert_parallel"])
+    layouts = generator_layout(
+        shape, fuse_qkv=asked["fuse_qkv"], tp=tp, expert_parallel=asked["expert_parallel"]
+    )
     with _device(vllm_config):
         _make_parameters(model, layouts, rank=rank, dtype=vllm_config.model_config.dtype)
     _make_rope_cache(model, _device(vllm_config))
@@ -125,21 +146,30 @@ def _device(vllm_config: VllmConfig) -> torch.device:
     return torch.device(str(vllm_config.device_config.device))
 
 
-def _make_parameters(model: Qwen3Model, layouts: tuple[Layout, ...], *, rank: int, dtype: Any) -> None:
+def _make_parameters(
+    model: Qwen3Model, layouts: tuple[Layout, ...], *, rank: int, dtype: Any
+) -> None:
     """Replace every meta parameter by this rank's part of it, filled with NaN."""
-    # All ranks' tensors have the shapes of the first's, as collectives want: what a rank does not own of them is zero.
-    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in local_shapes(layouts[0]).items()}
+    # All ranks' tensors have the shapes of the first's, as collectives want: what a rank does not
+    # own of them is zero.
+    tensors = {
+        name: torch.zeros(shape, dtype=dtype) for name, shape in local_shapes(layouts[0]).items()
+    }
     for part in local_parts(tensors, layouts[rank]):
         part.tensor.fill_(torch.nan)
     for name, _ in list(model.named_parameters()):
         module, _, leaf = name.rpartition(".")
-        model.get_submodule(module).register_parameter(leaf, nn.Parameter(tensors[name], requires_grad=False))
+        model.get_submodule(module).register_parameter(
+            leaf, nn.Parameter(tensors[name], requires_grad=False)
+        )
     if model.enable_weight_tying:
         model.lm_head.weight = model.tok_embeddings.weight
 
 
 def _make_rope_cache(model: Qwen3Model, device: torch.device) -> None:
-    """One float32 cache for all layers: they rotate alike, and at long context a copy each is gigabytes."""
+    """One float32 cache for all layers: they rotate alike, and at long context a copy each is
+    gigabytes.
+    """
     ropes = [layer.attention.rope for layer in model.layers.values()]
     ropes[0]._init_self_buffers(buffer_device=device)
     for rope in ropes[1:]:
@@ -147,12 +177,16 @@ def _make_rope_cache(model: Qwen3Model, device: torch.device) -> None:
 
 
 def _add_collectives(model: Qwen3Model) -> None:
-    """Sum over the ranks what each computed a part of: the embedding and the layers cut by input features."""
+    """Sum over the ranks what each computed a part of: the embedding and the layers cut by input
+    features.
+    """
 
     def add_up(_module: nn.Module, _args: tuple, out: torch.Tensor) -> torch.Tensor:
         return tensor_model_parallel_all_reduce(out)
 
-    model.tok_embeddings.tp_group = get_tp_group().device_group  # torchtitan's own vocab-parallel lookup
+    model.tok_embeddings.tp_group = (
+        get_tp_group().device_group
+    )  # torchtitan's own vocab-parallel lookup
     model.tok_embeddings.register_forward_hook(add_up)
     for layer in model.layers.values():
         layer.attention.wo.register_forward_hook(add_up)
@@ -161,7 +195,9 @@ def _add_collectives(model: Qwen3Model) -> None:
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})
 class HiddenStates(nn.Module):
-    """Everything before the output head: the part that vLLM compiles where ``enforce_eager`` is off."""
+    """Everything before the output head: the part that vLLM compiles where ``enforce_eager`` is
+    off.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()

@@ -12,17 +12,25 @@ from collections.abc import Sequence
 
 from rl.cli import parse_config
 from rl.config import RunConfig
-from rl.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, RunError, end_program, require
+from rl.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    RunError,
+    end_program,
+    require,
+)
 from rl.launch import kubernetes, slurm
 from rl.launch.freeze import Launch
 from rl.observe.owner import claim
 from rl.plan.plan import Plan
 
 PROGRAM = "python -m rl.launch"
-USAGE = f"""usage: {PROGRAM} local|slurm|kubernetes --config NAME [--dry-run] [--wait] [--FIELD VALUE ...]
+USAGE = f"""usage: {PROGRAM} local|slurm|kubernetes --config NAME [--dry-run] [--wait] [--FIELD ...]
 
-local: on this host, in the background. slurm, kubernetes: on trainer.nodes + generator.nodes nodes of a cluster, as the
-fields slurm.* or kubernetes.* say.
+local: on this host, in the background. slurm, kubernetes: on trainer.nodes + generator.nodes nodes
+of a cluster, as the fields slurm.* or kubernetes.* say.
 --dry-run   write everything to the run folder, print the script, and start nothing
 --wait      stay until the run has ended, and show what becomes of it"""
 
@@ -49,7 +57,10 @@ def _launch(arguments: list[str]) -> int:
     if target in ("-h", "--help"):
         print(USAGE)
         return 0
-    require(target in TARGETS, f"{target!r} is no place to launch to; allowed are {', '.join(TARGETS)}\n{USAGE}")
+    require(
+        target in TARGETS,
+        f"{target!r} is no place to launch to; allowed are {', '.join(TARGETS)}\n{USAGE}",
+    )
     name, config = parse_config(rest, program=f"{PROGRAM} {target}")
     dry, wait = "--dry-run" in flags, "--wait" in flags
     check, file, render, start = TARGETS[target]
@@ -67,7 +78,10 @@ def _launch(arguments: list[str]) -> int:
 
 def _check_local(config: RunConfig, wait: bool) -> None:
     needed = config.nodes
-    require(needed == 1, f"trainer.nodes and generator.nodes come to {needed} nodes; it must be 1 on this host")
+    require(
+        needed == 1,
+        f"trainer.nodes and generator.nodes come to {needed} nodes; it must be 1 on this host",
+    )
     config.hardware.require_here()
 
 
@@ -84,9 +98,16 @@ def _local(launch: Launch, wait: bool) -> int:
     log.parent.mkdir(exist_ok=True)
     with log.open("a") as output:
         process = subprocess.Popen(
-            job, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            job,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-    print(f"run folder: {launch.folder}\nfollow it:  tail -f {log}\nend it:     kill {process.pid}  (it saves first)")
+    print(
+        f"run folder: {launch.folder}\nfollow it:  tail -f {log}\nend it:     kill "
+        f"{process.pid}  (it saves first)"
+    )
     return 0
 
 
@@ -99,7 +120,10 @@ def _check_slurm(config: RunConfig, wait: bool) -> None:
 def _slurm(launch: Launch, wait: bool) -> int:
     job = slurm.submit(launch)
     log = launch.folder / "logs" / f"slurm-{job}.log"
-    print(f"job:        {job}\nrun folder: {launch.folder}\nfollow it:  tail -F {log}\nend it:     scancel {job}")
+    print(
+        f"job:        {job}\nrun folder: {launch.folder}\nfollow it:  tail -F {log}\nend it:    "
+        f" scancel {job}"
+    )
     return slurm.follow(launch, job) if wait else 0
 
 
@@ -110,7 +134,10 @@ def _check_kubernetes(config: RunConfig, wait: bool) -> None:
 
 def _kubernetes(launch: Launch, wait: bool) -> int:
     kubernetes.submit(launch)
-    print(f"run folder: {launch.folder}\nend it:     kubectl delete -f {launch.files / 'manifests.json'}")
+    print(
+        f"run folder: {launch.folder}\nend it:     kubectl delete -f "
+        f"{launch.files / 'manifests.json'}"
+    )
     return 0
 
 

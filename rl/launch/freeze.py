@@ -1,4 +1,6 @@
-"""What a launched run keeps of the moment it was launched, in its folder: config, script, environment."""
+"""What a launched run keeps of the moment it was launched, in its folder: config, script,
+environment.
+"""
 
 import importlib.metadata
 import json
@@ -65,7 +67,9 @@ def environment() -> dict[str, object]:
 def _git(*arguments: str) -> str:
     """Its answer about the source; empty where that is no repository, or git is not there."""
     try:
-        answer = subprocess.run(["git", *arguments], cwd=SOURCE, capture_output=True, text=True, timeout=10)
+        answer = subprocess.run(
+            ["git", *arguments], cwd=SOURCE, capture_output=True, text=True, timeout=10
+        )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return ""
     return answer.stdout.strip()

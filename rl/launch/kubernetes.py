@@ -1,8 +1,10 @@
 """Runs on Kubernetes: the manifests. No test here has a cluster; the manifests alone are tested.
 
-The nodes are a MonarchMesh, the resource of Monarch's own operator, which ``monarch.job.kubernetes`` creates too; its
-pods run Tiller's worker. The run is a Job that starts again as often as it exits with 75, and fails for good with 1 or
-2. All share a volume, where the run folder lies. Pods of the mesh wait for the next run: ``kubectl delete`` ends them.
+The nodes are a MonarchMesh, the resource of Monarch's own operator, which
+``monarch.job.kubernetes`` creates too; its pods run Tiller's worker. The run is a Job that starts
+again as often as it exits with 75, and fails for good with 1 or
+2. All share a volume, where the run folder lies. Pods of the mesh wait for the next run: ``kubectl
+   delete`` ends them.
 """
 
 import hashlib
@@ -27,18 +29,31 @@ def manifests(launch: Launch) -> str:
     inside = launch.folder.is_relative_to(kubernetes.mount)
     require(
         inside,
-        f"output_dir is {str(launch.folder)!r}; it must be below kubernetes.mount={kubernetes.mount!r}, a volume",
+        (
+            f"output_dir is {str(launch.folder)!r}; it must be below "
+            f"kubernetes.mount={kubernetes.mount!r}, a volume"
+        ),
     )
-    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [_mesh(launch), _job(launch)]}, indent=2) + "\n"
+    return (
+        json.dumps(
+            {"apiVersion": "v1", "kind": "List", "items": [_mesh(launch), _job(launch)]}, indent=2
+        )
+        + "\n"
+    )
 
 
 def submit(launch: Launch) -> None:
-    """Apply the manifests by kubectl. Not covered by the tests. Raises RunError with what it said."""
+    """Apply the manifests by kubectl.
+
+    Not covered by the tests. Raises RunError with what it said.
+    """
     command = ["kubectl", "apply", "-f", str(launch.files / "manifests.json")]
     try:
         answer = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise RunError("kubectl is not on PATH: install it, or --dry-run and apply the manifests elsewhere") from error
+        raise RunError(
+            "kubectl is not on PATH: install it, or --dry-run and apply the manifests elsewhere"
+        ) from error
     if answer.returncode:
         raise RunError(f"{shlex.join(command)} failed: {answer.stderr.strip()}")
 
@@ -46,9 +61,16 @@ def submit(launch: Launch) -> None:
 def _mesh(launch: Launch) -> Manifest:
     """The nodes, each with a worker."""
     config, gpus = launch.config, launch.config.hardware.gpus
-    worker = ["python", str(SOURCE / "rl" / "launch" / "node.py"), str(launch.folder / "logs" / "workers")]
+    worker = [
+        "python",
+        str(SOURCE / "rl" / "launch" / "node.py"),
+        str(launch.folder / "logs" / "workers"),
+    ]
     pod = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
-    variables: list[Manifest] = [pod, {"name": "TILLER_NODE", "value": f"$(POD_NAME).{_name(launch)}-svc"}]
+    variables: list[Manifest] = [
+        pod,
+        {"name": "TILLER_NODE", "value": f"$(POD_NAME).{_name(launch)}-svc"},
+    ]
     spec = _pod(launch, worker, variables, {"nvidia.com/gpu": str(gpus)} if gpus else {})
     return {
         "apiVersion": "monarch.pytorch.org/v1alpha1",
@@ -82,7 +104,9 @@ def _job(launch: Launch) -> Manifest:
     }
 
 
-def _pod(launch: Launch, command: list[str], variables: list[Manifest], devices: dict[str, str]) -> Manifest:
+def _pod(
+    launch: Launch, command: list[str], variables: list[Manifest], devices: dict[str, str]
+) -> Manifest:
     kubernetes = launch.config.kubernetes
     container = {
         "name": "tiller",
@@ -102,7 +126,10 @@ def _pod(launch: Launch, command: list[str], variables: list[Manifest], devices:
         "containers": [container],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": kubernetes.claim}},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shared_memory}},
+            {
+                "name": "shared-memory",
+                "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shared_memory},
+            },
         ],
     }
 

@@ -1,10 +1,12 @@
-"""The worker of one node: Monarch's process, which starts the run's processes there. Run as a file, it imports no rl.
+"""The worker of one node: Monarch's process, which starts the run's processes there. Run as a file,
+it imports no rl.
 
     python rl/launch/node.py FOLDER
 
-FOLDER, which all nodes see, gets NAME.json when the worker listens and NAME.ended when it has ended: see
-rl/actors/nodes.py. A file ``over`` there ends it. The port is any free one, so that jobs on one node do not collide.
-Whoever can reach it can have the worker run anything: it belongs on a cluster's own network.
+FOLDER, which all nodes see, gets NAME.json when the worker listens and NAME.ended when it has
+ended: see rl/actors/nodes.py. A file ``over`` there ends it. The port is any free one, so that jobs
+on one node do not collide. Whoever can reach it can have the worker run anything: it belongs on a
+cluster's own network.
 """
 
 import json
@@ -20,8 +22,12 @@ POLL_S = 0.2
 
 def main(folder: Path) -> int:
     """Serve until the run shuts the worker down; the exit code of the worker."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # preemption sends it to every step, and the run has to save first
-    name = os.environ.get("SLURMD_NODENAME") or os.environ.get("TILLER_NODE") or socket.gethostname()
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # preemption sends it to every step, and the run has to save first
+    name = (
+        os.environ.get("SLURMD_NODENAME") or os.environ.get("TILLER_NODE") or socket.gethostname()
+    )
     entry, end = folder / f"{name}.json", folder / f"{name}.ended"
     folder.mkdir(parents=True, exist_ok=True)
     for stale in (entry, end):
@@ -30,7 +36,11 @@ def main(folder: Path) -> int:
     address, port = reserved.getsockname()
     if address.startswith("127."):
         write(
-            end, f"found no way to it: on the node, {name} is {address}, which others cannot reach; see to /etc/hosts"
+            end,
+            (
+                f"found no way to it: on the node, {name} is {address}, which others cannot reach; "
+                "see to /etc/hosts"
+            ),
         )
         return 1
     worker = os.fork()
@@ -51,7 +61,9 @@ def main(folder: Path) -> int:
 
 
 def reserve(name: str) -> socket.socket:
-    """A socket bound to a free port of ``name``: the worker alone, which sets SO_REUSEADDR too, can listen there."""
+    """A socket bound to a free port of ``name``: the worker alone, which sets SO_REUSEADDR too, can
+    listen there.
+    """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((name, 0))

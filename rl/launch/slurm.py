@@ -12,7 +12,17 @@ from rl.launch.freeze import SOURCE, Launch
 BODY = Path(__file__).with_name("job.sh")
 POLL_S = 2.0
 NO_ANSWER_S = 600.0  # for which Slurm's controller may be away
-ENDED = ("GONE", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+ENDED = (
+    "GONE",
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+)
 
 
 def script(launch: Launch) -> str:
@@ -34,7 +44,7 @@ def script(launch: Launch) -> str:
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options(launch)),
         "",
-        "told=  # why the run has to leave: its limit is near, of which Slurm tells this shell alone, or TERM",
+        "told=  # why the run has to leave: its time limit, which Slurm tells this shell, or TERM",
         "trap 'told=\"the time limit is near\"' USR1",
         "trap 'told=\"told to end\"' TERM",
         *(f"{name}={shlex.quote(str(value))}" for name, value in values.items()),
@@ -58,12 +68,24 @@ def options(launch: Launch) -> list[str]:
         "cpus-per-task": slurm.cpus_per_node,
         "mem": slurm.memory,
         "time": slurm.time,
-        **{name: getattr(slurm, name) for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude")},
+        **{
+            name: getattr(slurm, name)
+            for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude")
+        },
         "output": launch.folder / "logs" / "slurm-%j.log",
         "signal": f"B:USR1@{slurm.warn_s}",
     }
-    flags = [*(["--exclusive"] if slurm.exclusive else []), "--requeue", "--open-mode=append", "--export=ALL"]
-    return [*(f"--{name}={shlex.quote(str(value))}" for name, value in asked.items() if value), *flags, *slurm.extra]
+    flags = [
+        *(["--exclusive"] if slurm.exclusive else []),
+        "--requeue",
+        "--open-mode=append",
+        "--export=ALL",
+    ]
+    return [
+        *(f"--{name}={shlex.quote(str(value))}" for name, value in asked.items() if value),
+        *flags,
+        *slurm.extra,
+    ]
 
 
 def submit(launch: Launch) -> str:
@@ -73,7 +95,9 @@ def submit(launch: Launch) -> str:
 
 
 def follow(launch: Launch, job: str) -> int:
-    """Print what becomes of the job, and what its run says, until it has ended; 0 if the run finished, else 1."""
+    """Print what becomes of the job, and what its run says, until it has ended; 0 if the run
+    finished, else 1.
+    """
     state, shown, answered = "", dict[Path, int](), time.monotonic()
     while state not in ENDED:
         time.sleep(POLL_S)
@@ -107,7 +131,9 @@ def _ask(*command: str) -> str:
     try:
         answer = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise RunError(f"{command[0]} is not on PATH: launch from a node of a Slurm cluster, or --dry-run") from error
+        raise RunError(
+            f"{command[0]} is not on PATH: launch from a node of a Slurm cluster, or --dry-run"
+        ) from error
     if answer.returncode:
         raise RunError(f"{shlex.join(command)} failed: {answer.stderr.strip()}")
     return answer.stdout.strip()

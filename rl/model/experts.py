@@ -1,4 +1,6 @@
-"""A mixture's experts in the precision of their input, where torchtitan's compute in bfloat16 whatever it is."""
+"""A mixture's experts in the precision of their input, where torchtitan's compute in bfloat16
+whatever it is.
+"""
 
 from dataclasses import dataclass
 
@@ -19,10 +21,15 @@ class Experts(GroupedExperts):
         pass
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Tokens [R, D] in the order of this rank's experts, and how many each gets int64 [E] -> [R, D]."""
+        """Tokens [R, D] in the order of this rank's experts, and how many each gets int64 [E] ->
+        [R, D].
+        """
         if x_RD.is_cuda and x_RD.dtype == torch.bfloat16:
             return super().forward(x_RD, num_tokens_per_expert_E)
-        weights = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
+        weights = (
+            w.to_local() if isinstance(w, DTensor) else w
+            for w in (self.w1_EFD, self.w3_EFD, self.w2_EDF)
+        )
         # torch._grouped_mm would serve, but its backward on CPU refuses many shapes and strides.
         tokens = x_RD.split(num_tokens_per_expert_E.tolist())
         experts = zip(tokens, *(w.unbind() for w in weights), strict=True)

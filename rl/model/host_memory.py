@@ -29,7 +29,9 @@ class HostMemory:
         sizes = [storage.nbytes() for storage in storages]
         if [len(buffer) for buffer in self._buffers] != sizes:
             pinned = bool(storages) and storages[0].device.type == "cuda"
-            self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+            self._buffers = [
+                torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes
+            ]
         self._away = list(zip(storages, self._buffers, strict=True))
         for storage, buffer in self._away:
             buffer.copy_(_bytes(storage), non_blocking=True)

@@ -50,7 +50,8 @@ ALLOWED_IF_PRESENT: dict[str, tuple[Any, ...]] = {
     "shared_expert_intermediate_size": (0, None),
     "transformers_weights": (None,),
 }
-"""Keys that transformers' configs of Qwen3 do not list, but that change what the model computes or where it lies."""
+"""Keys that transformers' configs of Qwen3 do not list, but that change what the model computes or
+where it lies."""
 
 
 class HuggingFaceConfig(dict[str, Any]):
@@ -66,7 +67,10 @@ class HuggingFaceConfig(dict[str, Any]):
 
 
 def read_json(field: str, path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``. Raises ConfigError, naming ``field`` and ``path``, if the file holds none."""
+    """The JSON object in ``path``.
+
+    Raises ConfigError, naming ``field`` and ``path``, if the file holds none.
+    """
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -79,9 +83,11 @@ def read_json(field: str, path: Path) -> dict[str, Any]:
 
 
 def read_config(field: str, folder: Path) -> HuggingFaceConfig:
-    """config.json of ``folder``, with ``rope_theta`` and ``dtype`` under these names in all of its layouts.
+    """config.json of ``folder``, with ``rope_theta`` and ``dtype`` under these names in all of its
+    layouts.
 
-    Raises ConfigError, naming ``field``, key and value, for a model that torchtitan's Qwen3 cannot compute.
+    Raises ConfigError, naming ``field``, key and value, for a model that torchtitan's Qwen3 cannot
+    compute.
     """
     path = folder / "config.json"
     config = HuggingFaceConfig(read_json(field, path))
@@ -102,7 +108,9 @@ def read_config(field: str, folder: Path) -> HuggingFaceConfig:
         config[key] = check.size(key, config[key])
     _check_relations(check, config, has_experts)
     config["rope_theta"] = _rope_theta(check, config)
-    config["dtype"] = next((config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None), DTYPES[0])
+    config["dtype"] = next(
+        (config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None), DTYPES[0]
+    )
     check.one_of("dtype", config["dtype"], DTYPES)
     return config
 
@@ -132,22 +140,43 @@ class _Check:
 def _check_relations(check: _Check, config: HuggingFaceConfig, has_experts: bool) -> None:
     """Sizes that depend on each other."""
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    check.that(heads % groups == 0, "num_key_value_heads", groups, f"it must divide num_attention_heads={heads}")
+    check.that(
+        heads % groups == 0,
+        "num_key_value_heads",
+        groups,
+        f"it must divide num_attention_heads={heads}",
+    )
     layers = config.get("layer_types")
     is_full = layers is None or layers == ["full_attention"] * config["num_hidden_layers"]
-    check.that(is_full, "layer_types", layers, "it must be null, or 'full_attention' for each of num_hidden_layers")
+    check.that(
+        is_full,
+        "layer_types",
+        layers,
+        "it must be null, or 'full_attention' for each of num_hidden_layers",
+    )
     if has_experts:
         chosen, experts = config["num_experts_per_tok"], config["num_experts"]
-        check.that(chosen <= experts, "num_experts_per_tok", chosen, f"it must be at most num_experts={experts}")
+        check.that(
+            chosen <= experts,
+            "num_experts_per_tok",
+            chosen,
+            f"it must be at most num_experts={experts}",
+        )
 
 
 def _rope_theta(check: _Check, config: HuggingFaceConfig) -> float:
-    """Base of the rotary embedding, in transformers' order: rope_scaling, rope_parameters, rope_theta, the default."""
+    """Base of the rotary embedding, in transformers' order: rope_scaling, rope_parameters,
+    rope_theta, the default.
+    """
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(place) or {}
     is_flat = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
-    check.that(is_flat, place, rope, "it must be null or an object with one rope_type for all layers")
-    check.one_of(f"rope_type of {place}", rope.get("rope_type", rope.get("type", "default")), ("default",))
+    check.that(
+        is_flat, place, rope, "it must be null or an object with one rope_type for all layers"
+    )
+    check.one_of(
+        f"rope_type of {place}", rope.get("rope_type", rope.get("type", "default")), ("default",)
+    )
     allowed = ALLOWED_IF_PRESENT["partial_rotary_factor"]
     check.one_of("partial_rotary_factor", rope.get("partial_rotary_factor"), allowed)
     theta = rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]

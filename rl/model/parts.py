@@ -32,7 +32,9 @@ class Box(NamedTuple):
         return tuple(slice(start, start + n) for start, n in zip(starts, self.shape, strict=True))
 
     def slab(self, dim: int, start: int, size: int) -> "Box":
-        """The part of this box that has ``size`` along dimension ``dim``, from ``start`` of the box on."""
+        """The part of this box that has ``size`` along dimension ``dim``, from ``start`` of the box
+        on.
+        """
         offset = tuple(o + start if d == dim else o for d, o in enumerate(self.offset))
         return Box(offset, tuple(size if d == dim else n for d, n in enumerate(self.shape)))
 
@@ -80,7 +82,9 @@ Parts = dict[str, Part]
 
 
 def local_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Shape of the tensor, by name, that holds a rank's regions of one parameter one above the other."""
+    """Shape of the tensor, by name, that holds a rank's regions of one parameter one above the
+    other.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, _, box in layout:
         above = shapes[name][0] if name in shapes else 0
@@ -89,7 +93,9 @@ def local_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
 
 
 def local_parts(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list[Part]:
-    """Views of ``tensors`` for the regions of ``layout``; rows below the last region belong to none."""
+    """Views of ``tensors`` for the regions of ``layout``; rows below the last region belong to
+    none.
+    """
     parts, ends = [], dict.fromkeys(tensors, 0)
     for region in layout:
         start, rows = ends[region.name], region.box.shape[0]

@@ -1,4 +1,6 @@
-"""torchtitan's canonical Qwen3 in the sizes of a ModelShape: the one model of trainer and generator."""
+"""torchtitan's canonical Qwen3 in the sizes of a ModelShape: the one model of trainer and
+generator.
+"""
 
 import dataclasses
 from typing import Any
@@ -34,7 +36,9 @@ def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> 
         "head_dim": shape.head_dim,
         "fuse_qkv": fuse_qkv,
         "attn_backend": "flex",
-        "rope": CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_seq_len, theta=shape.rope_theta),
+        "rope": CosSinRoPE.Config(
+            dim=shape.head_dim, max_seq_len=shape.max_seq_len, theta=shape.rope_theta
+        ),
     }
     if shape.num_experts:
         layers = _build_qwen3_moe_layers(
@@ -61,21 +65,27 @@ def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> 
             embedding_dim=shape.dim,
             param_init=_EMBEDDING_SKIP_INIT if shape.tie_embeddings else _EMBEDDING_INIT,
         ),
-        lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=_LINEAR_INIT),
+        lm_head=Linear.Config(
+            in_features=shape.dim, out_features=shape.vocab_size, param_init=_LINEAR_INIT
+        ),
         layers=layers,
     )
 
 
 def parameter_shapes(shape: ModelShape, *, fuse_qkv: bool) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters by torchtitan's names, a tied one once; takes no memory."""
-    config = qwen3_config(shape, fuse_qkv=fuse_qkv, inner_attention=ScaledDotProductAttention.Config())
+    config = qwen3_config(
+        shape, fuse_qkv=fuse_qkv, inner_attention=ScaledDotProductAttention.Config()
+    )
     with torch.device("meta"):
         model = config.build()
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _own_experts(moe: MoE.Config) -> MoE.Config:
-    """``moe`` with Tiller's experts, and without a balancing bias: it would move the policy past the gradient."""
+    """``moe`` with Tiller's experts, and without a balancing bias: it would move the policy past
+    the gradient.
+    """
     experts = moe.routed_experts.inner_experts
     fields = {field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}
     routed = dataclasses.replace(moe.routed_experts, inner_experts=Experts.Config(**fields))

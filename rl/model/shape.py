@@ -11,7 +11,9 @@ from rl.rules import above, at_least
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """A Qwen3, dense or with experts: random weights of the given sizes, or a Hugging Face folder."""
+    """A Qwen3, dense or with experts: random weights of the given sizes, or a Hugging Face
+    folder.
+    """
 
     hf_path: str | None = None
     """Folder with config.json, safetensors and tokenizer. Its sizes replace the fields below."""
@@ -37,7 +39,8 @@ class ModelConfig:
     """Experts in place of each feed-forward layer; 0 for a dense model."""
 
     experts_per_token: Annotated[int, at_least(0, 2**16)] = 0
-    """How many of the experts each token goes through; the router weighs them so that they sum to 1."""
+    """How many of the experts each token goes through; the router weighs them so that they sum to
+    1."""
 
     moe_hidden_dim: Annotated[int, at_least(0, 2**24)] = 0
     """Width of each expert."""
@@ -54,7 +57,8 @@ class ModelConfig:
     """One weight for the q, k and v projections."""
 
     attention: Literal["auto", "dense", "varlen", "flex"] = "auto"
-    """Trainer's attention. auto: dense on CPU; varlen on CUDA, or flex under context parallelism."""
+    """Trainer's attention. auto: dense on CPU; varlen on CUDA, or flex under context
+    parallelism."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,8 @@ class ModelShape:
 def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape:
     """Return the sizes of the policy, from ``config.json`` if ``hf_path`` is set.
 
-    Raises ConfigError, naming ``field``, for a folder that is missing, incomplete or no Qwen3 that torchtitan has.
+    Raises ConfigError, naming ``field``, for a folder that is missing, incomplete or no Qwen3 that
+    torchtitan has.
     """
     if config.hf_path is None:
         return ModelShape(
@@ -126,9 +131,15 @@ def _check_exists(field: str, folder: Path) -> None:
     name = repr(str(folder))
     require(
         folder.is_dir(),
-        f"{field}: there is no folder {name}; name one with config.json, *.safetensors and a tokenizer",
+        (
+            f"{field}: there is no folder {name}; name one with config.json, *.safetensors and a "
+            "tokenizer"
+        ),
     )
-    require((folder / "config.json").is_file(), f"{field}: {name} has no config.json; is it a Hugging Face folder?")
+    require(
+        (folder / "config.json").is_file(),
+        f"{field}: {name} has no config.json; is it a Hugging Face folder?",
+    )
     require(
         any(folder.glob("*.safetensors")),
         f"{field}: {name} has no *.safetensors; save the model with safe_serialization=True",
@@ -136,7 +147,9 @@ def _check_exists(field: str, folder: Path) -> None:
 
 
 def hf_config(shape: ModelShape) -> dict:
-    """``config.json`` of a Qwen3, dense or with experts, of this shape, as transformers and vLLM read it."""
+    """``config.json`` of a Qwen3, dense or with experts, of this shape, as transformers and vLLM
+    read it.
+    """
     name = "qwen3_moe" if shape.num_experts else "qwen3"
     kind: dict[str, Any] = {"architectures": [ARCHITECTURES[name]], "model_type": name}
     if shape.num_experts:

@@ -3,7 +3,8 @@
 Three read it: the generator's model builder cuts by it, the weight router slices by it, the
 planner counts bytes by it.
 
-Parameters alone are pushed. Buffers are each side's own: a RoPE cache is computed in float32 and never cast.
+Parameters alone are pushed. Buffers are each side's own: a RoPE cache is computed in float32 and
+never cast.
 """
 
 import math
@@ -21,14 +22,20 @@ class Cut(Enum):
 
     COLUMN = "output features: each rank computes some of them"
     ROW = "input features: each rank sums over some of them, an all-reduce adds up"
-    KV_GROUPS = "kv heads with the query heads they serve; ranks that share a kv head divide its queries"
+    KV_GROUPS = (
+        "kv heads with the query heads they serve; ranks that share a kv head divide its queries"
+    )
     VOCAB = "rows of the vocabulary, the last rank has fewer where they do not come out even"
     EXPERTS_COLUMN = "output features of every expert, or whole experts"
-    EXPERTS_ROW = "input features of every expert, or whole experts; the all-reduce comes after the experts are mixed"
+    EXPERTS_ROW = (
+        "input features of every expert, or whole experts; the all-reduce comes after the experts "
+        "are mixed"
+    )
     REPLICATED = "nothing"
 
 
-# Gate and up projections are two parameters, w1 and w3, in torchtitan's model, so there is nothing to take apart.
+# Gate and up projections are two parameters, w1 and w3, in torchtitan's model, so there is nothing
+# to take apart.
 TP_PLAN: tuple[tuple[str, Cut], ...] = (
     (r"tok_embeddings\.weight", Cut.VOCAB),
     (r"lm_head\.weight", Cut.VOCAB),
@@ -40,7 +47,10 @@ TP_PLAN: tuple[tuple[str, Cut], ...] = (
     (r"layers\.\d+\.moe\.routed_experts\.inner_experts\.(w1_EFD|w3_EFD)", Cut.EXPERTS_COLUMN),
     (r"layers\.\d+\.moe\.routed_experts\.inner_experts\.w2_EDF", Cut.EXPERTS_ROW),
     (r"layers\.\d+\.moe\.router\.gate\.weight", Cut.REPLICATED),
-    (r"(layers\.\d+\.(attention_norm|ffn_norm|attention\.q_norm|attention\.k_norm)|norm)\.weight", Cut.REPLICATED),
+    (
+        r"(layers\.\d+\.(attention_norm|ffn_norm|attention\.q_norm|attention\.k_norm)|norm)\.weight",
+        Cut.REPLICATED,
+    ),
 )
 
 
@@ -68,7 +78,10 @@ def generator_layout(
             return [_even(name, shapes[name], 0, tp, rank)]
         return _boxes(name, shapes[name], shape, tp, rank)
 
-    return tuple(tuple(Region(n, shapes[n], box) for n in shapes for box in boxes(n, rank)) for rank in range(tp))
+    return tuple(
+        tuple(Region(n, shapes[n], box) for n in shapes for box in boxes(n, rank))
+        for rank in range(tp)
+    )
 
 
 def _boxes(name: str, whole: tuple[int, ...], shape: ModelShape, tp: int, rank: int) -> list[Box]:
@@ -83,10 +96,14 @@ def _boxes(name: str, whole: tuple[int, ...], shape: ModelShape, tp: int, rank: 
             sharers = tp // shape.n_kv_heads
             group = _even(name, whole, 0, shape.n_kv_heads, rank // sharers)
             rows = group.shape[0]
-            keys = min(rows, 2 * shape.head_dim)  # fused, a group's rows are its queries, then its key and value
+            keys = min(
+                rows, 2 * shape.head_dim
+            )  # fused, a group's rows are its queries, then its key and value
             queries = (rows - keys) // sharers
             shared = group.slab(0, rows - keys, keys)
-            return [group.slab(0, rank % sharers * queries, queries), shared] if queries else [shared]
+            return (
+                [group.slab(0, rank % sharers * queries, queries), shared] if queries else [shared]
+            )
         case Cut.KV_GROUPS | Cut.COLUMN:
             dim = 0
         case Cut.ROW | Cut.EXPERTS_COLUMN:
@@ -98,41 +115,64 @@ def _boxes(name: str, whole: tuple[int, ...], shape: ModelShape, tp: int, rank: 
 
 def _even(name: str, whole: tuple[int, ...], dim: int, parts: int, index: int) -> Box:
     if whole[dim] % parts:
-        raise ValueError(f"{name}: dimension {dim} of {whole} cannot be cut into {parts} equal parts")
+        raise ValueError(
+            f"{name}: dimension {dim} of {whole} cannot be cut into {parts} equal parts"
+        )
     size = whole[dim] // parts
     return Box.whole(whole).slab(dim, index * size, size)
 
 
 def check_generator(tp: int, shape: ModelShape, *, expert_parallel: bool) -> None:
-    """Raise ConfigError unless a generator of ``tp`` ranks can hold a policy of ``shape``; any vocabulary fits."""
+    """Raise ConfigError unless a generator of ``tp`` ranks can hold a policy of ``shape``; any
+    vocabulary fits.
+    """
     if expert_parallel and not shape.num_experts:
-        raise ConfigError("generator.expert_parallel is True; it must be False where model.num_experts is 0")
-    width = "num_experts" if expert_parallel else "moe_hidden_dim" if shape.num_experts else "hidden_dim"
+        raise ConfigError(
+            "generator.expert_parallel is True; it must be False where model.num_experts is 0"
+        )
+    width = (
+        "num_experts"
+        if expert_parallel
+        else "moe_hidden_dim"
+        if shape.num_experts
+        else "hidden_dim"
+    )
     heads, kv_heads, size = shape.n_heads, shape.n_kv_heads, getattr(shape, width)
     allowed = [d for d in divisors(heads, size) if kv_heads % d == 0 or d % kv_heads == 0]
     if tp not in allowed:
         raise ConfigError(
-            f"generator.tensor_parallel_degree is {tp}; it must divide the model's n_heads={heads} and {width}={size}, "
-            f"and divide n_kv_heads={kv_heads} or be a multiple of it: allowed are {allowed}"
+            f"generator.tensor_parallel_degree is {tp}; it must divide the model's n_heads={heads} "
+            f"and {width}={size}, and divide n_kv_heads={kv_heads} or be a multiple of it: allowed "
+            f"are {allowed}"
         )
 
 
 def divisors(*sizes: int) -> list[int]:
-    """Return all that divide each of ``sizes``, in order, after as many trials as the square root of the least."""
+    """Return all that divide each of ``sizes``, in order, after as many trials as the square root
+    of the least.
+    """
     common = math.gcd(*sizes)
     small = [d for d in range(1, math.isqrt(common) + 1) if common % d == 0]
     return sorted({*small, *(common // d for d in small)})
 
 
 def check_divides(field: str, degree: int, shape: ModelShape) -> None:
-    """Raise ConfigError unless ``degree`` divides all that the trainer's tensor parallelism cuts."""
+    """Raise ConfigError unless ``degree`` divides all that the trainer's tensor parallelism
+    cuts.
+    """
     sizes = {
         "n_heads": shape.n_heads,
         "n_kv_heads": shape.n_kv_heads,
         "vocab_size": shape.vocab_size,
-        **({"moe_hidden_dim": shape.moe_hidden_dim} if shape.num_experts else {"hidden_dim": shape.hidden_dim}),
+        **(
+            {"moe_hidden_dim": shape.moe_hidden_dim}
+            if shape.num_experts
+            else {"hidden_dim": shape.hidden_dim}
+        ),
     }
     allowed = divisors(*sizes.values())
     if degree not in allowed:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ConfigError(f"{field} is {degree}; it must divide the model's {listed}: allowed are {allowed}")
+        raise ConfigError(
+            f"{field} is {degree}; it must divide the model's {listed}: allowed are {allowed}"
+        )

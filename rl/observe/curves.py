@@ -7,7 +7,12 @@ from pathlib import Path
 
 from rl.observe.spans import STAGES
 
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille: four rows of two dots a cell
+DOTS = (
+    (0x01, 0x08),
+    (0x02, 0x10),
+    (0x04, 0x20),
+    (0x40, 0x80),
+)  # braille: four rows of two dots a cell
 COLORS = {
     "reward": "#0f766e",
     "exact": "#d97706",
@@ -26,7 +31,10 @@ COLORS = {
 
 
 def smoothed(values: list[float], span: float) -> list[float]:
-    """Centred moving average over ``span`` values, twice: no lag, no corners. NaN is passed over."""
+    """Centred moving average over ``span`` values, twice: no lag, no corners.
+
+    NaN is passed over.
+    """
     half = round(span / 2)
     for _ in range(2):
         sums, counts = [0.0], [0]
@@ -34,7 +42,10 @@ def smoothed(values: list[float], span: float) -> list[float]:
             finite = math.isfinite(value)
             sums.append(sums[-1] + (value if finite else 0.0))
             counts.append(counts[-1] + finite)
-        windows = [(max(place - half, 0), min(place + half + 1, len(values))) for place in range(len(values))]
+        windows = [
+            (max(place - half, 0), min(place + half + 1, len(values)))
+            for place in range(len(values))
+        ]
         values = [_mean_between(sums, counts, start, end) for start, end in windows]
     return values
 
@@ -56,20 +67,29 @@ def reward_curve_text(rows: list[dict], width: int = 72, height: int = 14) -> st
     ``rows`` are the metrics of a run, each with ``step`` and ``reward/mean``.
     """
     steps, rewards = series(rows, "reward/mean")
-    points = [(x, y) for x, y in zip(steps, smoothed(rewards, len(rewards) / 20), strict=True) if math.isfinite(y)]
+    points = [
+        (x, y)
+        for x, y in zip(steps, smoothed(rewards, len(rewards) / 20), strict=True)
+        if math.isfinite(y)
+    ]
     if not points:
         return "no rewards yet"
     low, high = _round_limits(min(y for _, y in points), max(y for _, y in points))
     lines_of_plot = max(height - 3, 3)
     places = _tick_places(lines_of_plot)
-    labels = {place: _label(high - (high - low) * place / (lines_of_plot - 1), high - low) for place in places}
+    labels = {
+        place: _label(high - (high - low) * place / (lines_of_plot - 1), high - low)
+        for place in places
+    }
     margin = max(len(label) for label in labels.values())
     columns = max(width - margin - 2, 8)
     canvas = _draw(points, columns, lines_of_plot, low, high)
     title = f"mean reward per step, smoothed: {points[0][1]:.3f} → {points[-1][1]:.3f}"
     text = [" " * (margin + 2) + title]
     for place, line in enumerate(canvas):
-        text.append(f"{labels.get(place, ''):>{margin}} {'┤' if place in labels else '│'}{line}".rstrip())
+        text.append(
+            f"{labels.get(place, ''):>{margin}} {'┤' if place in labels else '│'}{line}".rstrip()
+        )
     text.append(" " * margin + " └" + "─" * columns)
     text.append(" " * (margin + 2) + _step_axis(int(points[0][0]), int(points[-1][0]), columns))
     return "\n".join(text)
@@ -86,7 +106,10 @@ def _round_limits(low: float, high: float) -> tuple[float, float]:
 
 def _tick_places(lines: int) -> list[int]:
     """Lines that carry a label: first, last, and those between at even distances."""
-    parts = next((parts for parts in (4, 5, 3, 2) if (lines - 1) % parts == 0 and (lines - 1) // parts >= 2), 1)
+    parts = next(
+        (parts for parts in (4, 5, 3, 2) if (lines - 1) % parts == 0 and (lines - 1) // parts >= 2),
+        1,
+    )
     return [place * (lines - 1) // parts for place in range(parts + 1)]
 
 
@@ -95,7 +118,9 @@ def _label(value: float, extent: float) -> str:
     return f"{value:.{decimals}f}"
 
 
-def _draw(points: list[tuple[float, float]], columns: int, lines: int, low: float, high: float) -> list[str]:
+def _draw(
+    points: list[tuple[float, float]], columns: int, lines: int, low: float, high: float
+) -> list[str]:
     """A line through ``points`` in braille, two dots wide and four high a character."""
     cells = [[0] * columns for _ in range(lines)]
     first, last = points[0][0], points[-1][0]
@@ -126,10 +151,12 @@ def _step_axis(first: int, last: int, columns: int) -> str:
 
 
 def write_curves_png(path: str | Path, rows: list[dict], evaluations: Sequence[dict] = ()) -> None:
-    """Reward, entropy, gradient norm and step time over steps, as a PNG file; faint raw, bold smoothed.
+    """Reward, entropy, gradient norm and step time over steps, as a PNG file; faint raw, bold
+    smoothed.
 
-    Below them staleness, and finished groups that wait to be trained on, where there were any. The exact match of
-    ``evaluations``, rows as ``RunRecord.read_evaluations`` gives them, is drawn as dots among the rewards.
+    Below them staleness, and finished groups that wait to be trained on, where there were any. The
+    exact match of ``evaluations``, rows as ``RunRecord.read_evaluations`` gives them, is drawn as
+    dots among the rewards.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -138,21 +165,48 @@ def write_curves_png(path: str | Path, rows: list[dict], evaluations: Sequence[d
 
     # A figure of its own, not pyplot's: no global state, no display.
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.12, hspace=0.04, wspace=0.03)
-    is_ahead = any(any(series(rows, name)[1]) for name in ("rollout/staleness_mean", "ledger/finished"))
+    is_ahead = any(
+        any(series(rows, name)[1]) for name in ("rollout/staleness_mean", "ledger/finished")
+    )
     figure = Figure(figsize=(11, 10 if is_ahead else 7), layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(3 if is_ahead else 2, 2, sharex=True).flat)
     reward, entropy, gradient, times = panels[:4]
     steps, exact = series(list(evaluations), "eval/exact_match")
     if steps:
-        reward.plot(steps, exact, "o", color=COLORS["held out"], markersize=4, label="held out, exact", zorder=3)
-    _plot_lines(reward, rows, "Reward", {"mean": ("reward/mean", "reward"), "exact": ("reward/exact", "exact")})
+        reward.plot(
+            steps,
+            exact,
+            "o",
+            color=COLORS["held out"],
+            markersize=4,
+            label="held out, exact",
+            zorder=3,
+        )
+    _plot_lines(
+        reward,
+        rows,
+        "Reward",
+        {"mean": ("reward/mean", "reward"), "exact": ("reward/exact", "exact")},
+    )
     _plot_lines(entropy, rows, "Entropy, nats per token", {"entropy": ("entropy/mean", "entropy")})
-    _plot_lines(gradient, rows, "Gradient norm", {"gradient norm": ("trainer/grad_norm", "gradient")})
+    _plot_lines(
+        gradient, rows, "Gradient norm", {"gradient norm": ("trainer/grad_norm", "gradient")}
+    )
     _plot_times(times, rows)
     if is_ahead:
-        _plot_lines(panels[4], rows, "Staleness of a token, steps", {"mean": ("rollout/staleness_mean", "staleness")})
-        _plot_lines(panels[5], rows, "Finished groups in the queue", {"finished": ("ledger/finished", "waiting")})
+        _plot_lines(
+            panels[4],
+            rows,
+            "Staleness of a token, steps",
+            {"mean": ("rollout/staleness_mean", "staleness")},
+        )
+        _plot_lines(
+            panels[5],
+            rows,
+            "Finished groups in the queue",
+            {"finished": ("ledger/finished", "waiting")},
+        )
         for axes in panels[4:]:
             axes.set_ylim(bottom=0)
     for axes in panels[-2:]:
@@ -188,7 +242,9 @@ def _plot_times(axes, rows: list[dict]) -> None:
     spans = {name: [row.get(f"timing/{name}", 0.0) for row in timed] for name in STAGES}
     spans = {name: seconds for name, seconds in spans.items() if any(seconds)}
     known = [sum(parts) for parts in zip(*spans.values(), strict=True)] or [0.0] * len(timed)
-    spans["other"] = [max(row["timing/step"] - seconds, 0.0) for row, seconds in zip(timed, known, strict=True)]
+    spans["other"] = [
+        max(row["timing/step"] - seconds, 0.0) for row, seconds in zip(timed, known, strict=True)
+    ]
     colors = [COLORS[name] for name in spans]
     # Each step is a block as wide as itself, so that a lone slow step can be seen.
     edges = [row["step"] + side for row in timed for side in (-0.5, 0.5)]
@@ -212,4 +268,12 @@ def _dress(axes, title: str) -> None:
 
 def _say_empty(axes) -> None:
     axes.set_yticks([])
-    axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color="#94a3b8")
+    axes.text(
+        0.5,
+        0.5,
+        "not recorded",
+        transform=axes.transAxes,
+        ha="center",
+        va="center",
+        color="#94a3b8",
+    )

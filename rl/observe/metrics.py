@@ -67,5 +67,7 @@ def _merge(before: Value, after: Value) -> Value:
             value = before.value + after.value
         case "mean":
             parts = [part for part in (before, after) if part.weight]
-            value = sum(part.value * part.weight for part in parts) / weight if parts else after.value
+            value = (
+                sum(part.value * part.weight for part in parts) / weight if parts else after.value
+            )
     return Value(value, after.rule, weight)

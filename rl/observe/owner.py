@@ -24,25 +24,34 @@ POLL_S = 0.2
 class FolderOwner:
     """Ownership of a run folder, from construction to ``release``; a context manager.
 
-    ``owner.json`` exists while a process owns the folder, and after that process was killed. The owner holds a kernel
-    lock on the file and rewrites it every RENEW_S seconds. A file that a killed owner left is taken over
+    ``owner.json`` exists while a process owns the folder, and after that process was killed. The
+    owner holds a kernel lock on the file and rewrites it every RENEW_S seconds. A file that a
+    killed owner left is taken over
 
-    - on the same boot of the same host: as soon as the kernel grants the lock, which ends with its process;
-    - on another host, where the kernel may not know of the lock: after LEASE_S seconds without a change as well.
+    - on the same boot of the same host: as soon as the kernel grants the lock, which ends with its
+      process;
+    - on another host, where the kernel may not know of the lock: after LEASE_S seconds without a
+      change as well.
 
-    An owner that could not rewrite the file for FENCE_S seconds writes nothing before ``check`` has found its own file
-    again. An owner that finds another file, or none, ends the program. Removing the file takes the folder by force.
+    An owner that could not rewrite the file for FENCE_S seconds writes nothing before ``check`` has
+    found its own file again. An owner that finds another file, or none, ends the program. Removing
+    the file takes the folder by force.
     """
 
     def __init__(self, folder: Path, *, wait_s: float = 0.0):
         """Wait up to ``wait_s`` seconds for a living owner to leave.
 
-        Raises FolderInUse, which names the owner, after that, and RunError if the folder cannot be written.
+        Raises FolderInUse, which names the owner, after that, and RunError if the folder cannot be
+        written.
         """
         self.folder = folder
         self.lost: Callable[[str], None] = _end
         """Called with a sentence if another process took the folder. Must not return."""
-        self._path, self._token, self._renewals = folder.absolute() / "owner.json", uuid.uuid4().hex, 0
+        self._path, self._token, self._renewals = (
+            folder.absolute() / "owner.json",
+            uuid.uuid4().hex,
+            0,
+        )
         self._mutex, self._released = threading.RLock(), threading.Event()
         with failing_loudly(self._path):
             self._renewed = _now()
@@ -76,7 +85,9 @@ class FolderOwner:
 
     def _keep(self) -> None:
         while not self._released.wait(RENEW_S):
-            with contextlib.suppress(OSError):  # the storage is away; ``check`` holds the writes back
+            with contextlib.suppress(
+                OSError
+            ):  # the storage is away; ``check`` holds the writes back
                 self._renew()
 
     def _renew(self) -> None:
@@ -112,15 +123,22 @@ class FolderOwner:
                     raise FolderInUse(f"{self.folder} is in use by {_name(owner)}")
                 if not told:
                     told = True
-                    print(f"{self.folder} belongs to {_name(owner)}; waiting for its end", flush=True)
+                    print(
+                        f"{self.folder} belongs to {_name(owner)}; waiting for its end", flush=True
+                    )
             time.sleep(POLL_S)
 
     def _create(self) -> int | None:
         """Return the descriptor of a new file, locked; None if a file exists."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except (FileExistsError, FileNotFoundError):  # the latter if an owner removed the empty folder just now
+            descriptor = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
+            )
+        except (
+            FileExistsError,
+            FileNotFoundError,
+        ):  # the latter if an owner removed the empty folder just now
             return None
         _lock(descriptor, wait=True)
         self._write(descriptor)
@@ -148,8 +166,8 @@ class FolderOwner:
 def claim(name: str, output_dir: str, *, resume: bool, wait_s: float = 0.0) -> FolderOwner:
     """Own the folder of a run of config ``name``, made if it does not exist.
 
-    Raises ConfigError if it would go over another run, holds none to resume, or is in use; FolderInUse if it is still
-    in use after ``wait_s`` seconds.
+    Raises ConfigError if it would go over another run, holds none to resume, or is in use;
+    FolderInUse if it is still in use after ``wait_s`` seconds.
     """
     while True:
         folder = run_folder(name, output_dir, resume=resume)
@@ -160,7 +178,9 @@ def claim(name: str, output_dir: str, *, resume: bool, wait_s: float = 0.0) -> F
         except FolderInUse as error:
             if wait_s:
                 raise
-            raise ConfigError(f"output_dir: {error}; wait for its end, end it, or name another folder") from None
+            raise ConfigError(
+                f"output_dir: {error}; wait for its end, end it, or name another folder"
+            ) from None
         try:
             run_folder(name, str(folder), resume=resume)  # its owner may have left a run there
         except ConfigError:

@@ -30,11 +30,18 @@ class Progress:
 
     On a terminal two lines that live at its foot: bar, step, ETA; reward, speed and where the time
     goes. Elsewhere a plain line for the first and last step, for every tenth of the run, and after
-    every minute without one. ``quiet`` shows nothing but errors. ``log`` gets all plain lines in any
-    case, each with the time; one that cannot be written is passed over.
+    every minute without one. ``quiet`` shows nothing but errors. ``log`` gets all plain lines in
+    any case, each with the time; one that cannot be written is passed over.
     """
 
-    def __init__(self, total_steps: int, *, quiet: bool, console: Console | None = None, log: Path | None = None):
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        quiet: bool,
+        console: Console | None = None,
+        log: Path | None = None,
+    ):
         self.total_steps = total_steps
         self.step = 0
         self.console = console or Console(quiet=quiet, highlight=False)
@@ -47,7 +54,9 @@ class Progress:
         self._updated = self._printed = time.monotonic()
         self._printed_step: int | None = None
         self._spinner = Spinner("dots", style="cyan")
-        self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=8, transient=False)
+        self._live = Live(
+            console=self.console, get_renderable=self._render, refresh_per_second=8, transient=False
+        )
 
     def __enter__(self) -> Self:
         if self._is_live:
@@ -56,7 +65,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self._stage = None
@@ -80,8 +92,17 @@ class Progress:
 
     def evaluation(self, row: dict[str, float]) -> None:
         """Print what the evaluation of the weights after ``row["step"]`` came to."""
-        others = ("step", "eval/prompts", "eval/lost", "eval/version_min", "eval/version_max", "eval/skipped")
-        shown = [f"{name.removeprefix('eval/')} {row[name]:.3f}" for name in row if name not in others]
+        others = (
+            "step",
+            "eval/prompts",
+            "eval/lost",
+            "eval/version_min",
+            "eval/version_max",
+            "eval/skipped",
+        )
+        shown = [
+            f"{name.removeprefix('eval/')} {row[name]:.3f}" for name in row if name not in others
+        ]
         if lost := row.get("eval/lost"):
             shown.append(f"{lost:.0f} rewards failed")
         oldest, newest = row.get("eval/version_min", 0), row.get("eval/version_max", 0)
@@ -127,7 +148,9 @@ class Progress:
     def _is_line_due(self) -> bool:
         if self._printed_step is None or self.step >= self.total_steps:
             return True
-        tenth_now, tenth_then = (step * 10 // max(self.total_steps, 1) for step in (self.step, self._printed_step))
+        tenth_now, tenth_then = (
+            step * 10 // max(self.total_steps, 1) for step in (self.step, self._printed_step)
+        )
         return tenth_now > tenth_then or self._updated - self._printed >= PLAIN_LINE_EVERY_S
 
     def _plain_line(self) -> str:
@@ -139,7 +162,11 @@ class Progress:
         return " · ".join(parts)
 
     def _numbers(self) -> list[str]:
-        shown = [("reward/mean", "reward {:.3f}"), ("reward/exact", "exact {:.0%}"), ("tokens_per_s", "{:,.0f} tok/s")]
+        shown = [
+            ("reward/mean", "reward {:.3f}"),
+            ("reward/exact", "exact {:.0%}"),
+            ("tokens_per_s", "{:,.0f} tok/s"),
+        ]
         return [form.format(self._metrics[name]) for name, form in shown if name in self._metrics]
 
     def _seconds_left(self) -> float | None:
@@ -148,7 +175,9 @@ class Progress:
         mean = sum(self._step_seconds) / len(self._step_seconds)
         # Counts down between steps, but never past what the steps to come will take.
         since = min(time.monotonic() - self._updated, mean)
-        return max(self.total_steps - self.step, 0) * mean - (since if self.step < self.total_steps else 0.0)
+        return max(self.total_steps - self.step, 0) * mean - (
+            since if self.step < self.total_steps else 0.0
+        )
 
     def _render(self) -> Group | Text:
         head = Table.grid(padding=(0, 1))
@@ -188,7 +217,9 @@ class Progress:
 
 
 def sparkline(values: deque[float] | list[float], width: int) -> str:
-    """The last of ``values`` as at most ``width`` blocks, from the least to the greatest; old ones are averaged."""
+    """The last of ``values`` as at most ``width`` blocks, from the least to the greatest; old ones
+    are averaged.
+    """
     values = list(values)
     if not values:
         return ""

@@ -17,16 +17,27 @@ from rl.types import Rollout
 
 
 def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
-    """Where a run of config ``name`` lies. Raises ConfigError where it would go over another, or has none to resume."""
-    folder = Path(output_dir) if output_dir else _unused(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    """Where a run of config ``name`` lies.
+
+    Raises ConfigError where it would go over another, or has none to resume.
+    """
+    folder = (
+        Path(output_dir) if output_dir else _unused(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    )
     holds_run = (folder / "config.json").exists()
     require(
         resume or not holds_run,
-        f"output_dir: {folder} already holds a run; add --resume to go on with it, or name another folder",
+        (
+            f"output_dir: {folder} already holds a run; add --resume to go on with it, or name "
+            "another folder"
+        ),
     )
     require(
         holds_run or not resume,
-        f"--resume: output_dir {str(folder)!r} holds no run; name the folder of the run to go on with",
+        (
+            f"--resume: output_dir {str(folder)!r} holds no run; name the folder of the run to go "
+            "on with"
+        ),
     )
     return folder
 
@@ -54,13 +65,15 @@ class RunRecord:
     =====================  =============================================================
 
     A number that is not finite is written as ``null``, since JSON has no NaN; metrics and
-    evaluations give it back as NaN. A kill at any moment leaves whole ``.json`` files and at most one torn
-    last line in a ``.jsonl`` file, which readers pass over. What a method wrote is on disk when
-    the method returns. Every write raises RunError, naming the file, if the disk is full or the file
-    cannot be written.
+    evaluations give it back as NaN. A kill at any moment leaves whole ``.json`` files and at most
+    one torn last line in a ``.jsonl`` file, which readers pass over. What a method wrote is on disk
+    when the method returns. Every write raises RunError, naming the file, if the disk is full or
+    the file cannot be written.
     """
 
-    def __init__(self, folder: str | Path, logs: str | Path = "", *, check: Callable[[], None] = lambda: None):
+    def __init__(
+        self, folder: str | Path, logs: str | Path = "", *, check: Callable[[], None] = lambda: None
+    ):
         """``logs`` if it is not ``folder``/logs, as that of one attempt of several.
 
         ``check`` is called before each write, and returns if this process still owns the folder.
@@ -119,7 +132,12 @@ class RunRecord:
         """
         with failing_loudly(self.folder):
             self.check()
-        for path in (self.metrics_path, self.rollouts_path, self.ledger_path, self.evaluations_path):
+        for path in (
+            self.metrics_path,
+            self.rollouts_path,
+            self.ledger_path,
+            self.evaluations_path,
+        ):
             keep = 0
             for row, end in _rows(path):
                 if row["step"] > step:
@@ -127,7 +145,9 @@ class RunRecord:
                 keep = end
             if path.exists():
                 with failing_loudly(path):
-                    os.truncate(path, keep)  # one system call: done or not done, whenever we are killed
+                    os.truncate(
+                        path, keep
+                    )  # one system call: done or not done, whenever we are killed
         for name in ("summary.json", "failure.json"):
             (self.folder / name).unlink(missing_ok=True)
 
@@ -186,12 +206,17 @@ def _rows(path: Path) -> Iterator[tuple[dict, int]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise RunError(f"{path} line {number}: not JSON: {error}; remove the line") from None
+                raise RunError(
+                    f"{path} line {number}: not JSON: {error}; remove the line"
+                ) from None
             yield row, end
 
 
 def _read_numbers(path: Path) -> list[dict]:
-    return [{name: math.nan if value is None else value for name, value in row.items()} for row, _ in _rows(path)]
+    return [
+        {name: math.nan if value is None else value for name, value in row.items()}
+        for row, _ in _rows(path)
+    ]
 
 
 def _finite(value: Any) -> Any:
@@ -207,14 +232,20 @@ def _finite(value: Any) -> Any:
 
 # Advice by errno, before the one that always fits.
 _MAKE_ROOM = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room or ")
-_ALLOW = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable for this user or ")
-_CHECK = dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV), "check the storage or ")
+_ALLOW = dict.fromkeys(
+    (errno.EACCES, errno.EPERM, errno.EROFS), "make it writable for this user or "
+)
+_CHECK = dict.fromkeys(
+    (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV), "check the storage or "
+)
 _ADVICE = _MAKE_ROOM | _ALLOW | _CHECK
 
 
 @contextmanager
 def failing_loudly(path: Path) -> Iterator[None]:
-    """Raise RunError, which names ``path``, the error and what to do, for an OSError of the block."""
+    """Raise RunError, which names ``path``, the error and what to do, for an OSError of the
+    block.
+    """
     try:
         yield
     except OSError as error:

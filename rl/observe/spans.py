@@ -5,7 +5,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-STAGES = ("generate", "score", "train", "push", "checkpoint")  # the spans that progress and curves show
+STAGES = (
+    "generate",
+    "score",
+    "train",
+    "push",
+    "checkpoint",
+)  # the spans that progress and curves show
 
 
 class Stopwatch:
@@ -43,7 +49,9 @@ class Stopwatch:
         return self._count() - self._started - self._spans.get(without, 0.0)
 
     def lap(self) -> dict[str, float]:
-        """``timing/NAME`` of what ran since the last lap, ``timing/step`` and ``timing/hidden``, in seconds."""
+        """``timing/NAME`` of what ran since the last lap, ``timing/step`` and ``timing/hidden``, in
+        seconds.
+        """
         now = self._count()
         timings = {f"timing/{name}": seconds for name, seconds in self._spans.items()}
         timings |= {"timing/step": now - self._started, "timing/hidden": self._hidden}

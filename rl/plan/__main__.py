@@ -26,7 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan, or the difference to another config; returns the exit code."""
     parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--diff", metavar="OTHER", help="say in which fields config OTHER differs, and what that means")
+    parser.add_argument(
+        "--diff",
+        metavar="OTHER",
+        help="say in which fields config OTHER differs, and what that means",
+    )
     own, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & {*rest}:
         parser.print_help()
@@ -40,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _refuse([str(error)], as_json=own.json)
     except SystemExit as end:  # the command line could not be read
-        return _refuse([_unboxed(said.getvalue())], as_json=True) if own.json and end.code else int(end.code or 0)
+        return (
+            _refuse([_unboxed(said.getvalue())], as_json=True)
+            if own.json and end.code
+            else int(end.code or 0)
+        )
     print(json.dumps({"config": name} | plan.as_json()) if own.json else describe(name, plan))
     return 0 if plan.feasible else EXIT_CONFIG
 

@@ -1,7 +1,9 @@
-"""Memory that no layout tells: what a forward and a backward pass leave on a device. Estimates, all in bytes.
+"""Memory that no layout tells: what a forward and a backward pass leave on a device. Estimates, all
+in bytes.
 
-Activations are what autograd saves in torchtitan's Qwen3, counted tensor by tensor; allocators, kernels' workspaces and
-communication buffers come on top, so that a tenth of a device is better left free.
+Activations are what autograd saves in torchtitan's Qwen3, counted tensor by tensor; allocators,
+kernels' workspaces and communication buffers come on top, so that a tenth of a device is better
+left free.
 """
 
 import math
@@ -21,7 +23,9 @@ def computed_bytes(trainer: TrainerConfig) -> int:
 
 
 def micro_batch_cells(setting: Setting, trainer: TrainerConfig) -> int:
-    """Most cells of a forward pass on a data-parallel rank, padding included: all sequences are of the longest."""
+    """Most cells of a forward pass on a data-parallel rank, padding included: all sequences are of
+    the longest.
+    """
     share = -(-setting.sequences // trainer.dp_degree) * setting.longest
     most = trainer.micro_batch_tokens or trainer.micro_batch_size * setting.longest
     return min(most, share)
@@ -49,10 +53,11 @@ def activations(setting: Setting, name: str) -> int:
 
 
 def _layer(trainer: TrainerConfig, shape: ModelShape, p: int, row: int) -> tuple[int, int, int]:
-    """Per token: all that autograd saves of a layer, its input alone, and what selective checkpointing keeps.
+    """Per token: all that autograd saves of a layer, its input alone, and what selective
+    checkpointing keeps.
 
-    Norms save two float32 tensors, linear layers their inputs, attention queries, keys and values; with experts also an
-    int64 index for each element that goes to one.
+    Norms save two float32 tensors, linear layers their inputs, attention queries, keys and values;
+    with experts also an int64 index for each element that goes to one.
     """
     tp = trainer.parallelism.tensor_parallel_degree
     d = shape.dim // (tp if trainer.parallelism.enable_sequence_parallel else 1)
@@ -64,7 +69,9 @@ def _layer(trainer: TrainerConfig, shape: ModelShape, p: int, row: int) -> tuple
 
 
 def logits(setting: Setting, role: Role) -> int:
-    """What exists of them at once on a rank: as computed, in float32, and their exponentials or gradients."""
+    """What exists of them at once on a rank: as computed, in float32, and their exponentials or
+    gradients.
+    """
     if role.head == "values":
         return 0
     trainer, p = role.trainer, computed_bytes(role.trainer)
@@ -75,9 +82,11 @@ def logits(setting: Setting, role: Role) -> int:
 
 
 def gathered(setting: Setting, name: str) -> int:
-    """What FSDP makes whole at once: two layers and the head with its embedding, and gradients of the largest of these.
+    """What FSDP makes whole at once: two layers and the head with its embedding, and gradients of
+    the largest of these.
 
-    A gradient is there as computed and in float32, to be reduced; the head's is added up in float32 as well.
+    A gradient is there as computed and in float32, to be reduced; the head's is added up in float32
+    as well.
     """
     role = setting.roles[name]
     groups = _groups(setting.held[name], role)
@@ -89,14 +98,24 @@ def gathered(setting: Setting, name: str) -> int:
 
 
 def _groups(layouts: tuple[Layout, ...], role: Role) -> dict[str, int]:
-    """Elements of each layer, and of what comes before and after them, as rank 0 has them while it computes."""
+    """Elements of each layer, and of what comes before and after them, as rank 0 has them while it
+    computes.
+    """
     degrees = role.trainer.parallelism
-    alike = degrees.data_parallel_shard_degree * degrees.context_parallel_degree * degrees.tensor_parallel_degree
+    alike = (
+        degrees.data_parallel_shard_degree
+        * degrees.context_parallel_degree
+        * degrees.tensor_parallel_degree
+    )
     groups: dict[str, int] = {"ends": 0}
     for rank in range(alike):
         for name, _, box in layouts[rank]:
             expert = degrees.expert_parallel_degree > 1 and ".inner_experts." in name
-            if rank % (degrees.expert_parallel_degree if expert else degrees.tensor_parallel_degree) == 0:
+            if (
+                rank
+                % (degrees.expert_parallel_degree if expert else degrees.tensor_parallel_degree)
+                == 0
+            ):
                 key = ".".join(name.split(".")[:2]) if name.startswith("layers.") else "ends"
                 groups[key] = groups.get(key, 0) + box.numel
     return groups
@@ -109,12 +128,22 @@ def rope_tables(setting: Setting, role: Role) -> int:
 
 
 def engine_step(setting: Setting) -> int:
-    """What a generator's rank needs for one engine step: activations of its tokens, and float32 logits, thrice."""
+    """What a generator's rank needs for one engine step: activations of its tokens, and float32
+    logits, thrice.
+    """
     generator, shape = setting.config.generator, setting.shape
     tp, p = generator.tensor_parallel_degree, setting.transfer_bytes
-    routed = shape.experts_per_token * shape.moe_hidden_dim if shape.num_experts else shape.hidden_dim
+    routed = (
+        shape.experts_per_token * shape.moe_hidden_dim if shape.num_experts else shape.hidden_dim
+    )
     wide = 4 * shape.dim + (2 * routed + shape.n_heads * shape.head_dim) // tp
-    tokens = generator.max_batched_tokens if setting.cuda else max(generator.max_batched_tokens, shape.max_seq_len)
+    tokens = (
+        generator.max_batched_tokens
+        if setting.cuda
+        else max(generator.max_batched_tokens, shape.max_seq_len)
+    )
     running = min(generator.max_running_requests, math.ceil(setting.sequences / generator.replicas))
-    sampled = generator.max_running_requests if setting.cuda else running  # a GPU's are measured at the start
+    sampled = (
+        generator.max_running_requests if setting.cuda else running
+    )  # a GPU's are measured at the start
     return tokens * wide * p + 3 * 4 * sampled * shape.vocab_size

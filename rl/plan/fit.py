@@ -38,9 +38,14 @@ def memories(setting: Setting, ranks: list[Rank]) -> list[Memory]:
         on_seat = [rank for rank in ranks if (rank.host, rank.gpu) == seat]
         if setting.cuda:
             fullest = _at_once(on_seat, setting.shared)
-            found.append(Memory(f"GPU {seat[1]} of host {seat[0]}", "device", fullest, limit, on_host=False))
+            found.append(
+                Memory(f"GPU {seat[1]} of host {seat[0]}", "device", fullest, limit, on_host=False)
+            )
         else:
-            own = [Memory(f"{rank.mesh} rank {rank.rank}", "device", (rank,), limit, on_host=False) for rank in on_seat]
+            own = [
+                Memory(f"{rank.mesh} rank {rank.rank}", "device", (rank,), limit, on_host=False)
+                for rank in on_seat
+            ]
             found += own
     for host in range(setting.hosts):
         here = tuple(rank for rank in ranks if rank.host == host)
@@ -49,11 +54,15 @@ def memories(setting: Setting, ranks: list[Rank]) -> list[Memory]:
 
 
 def _at_once(ranks: list[Rank], shared: frozenset[str]) -> tuple[Rank, ...]:
-    """What a device's ranks hold together: of those that take turns one has all of it, the others what cannot move."""
+    """What a device's ranks hold together: of those that take turns one has all of it, the others
+    what cannot move.
+    """
     turns = [rank for rank in ranks if rank.role in shared]
     largest = max(turns, key=lambda rank: rank.total(on_host=False), default=None)
     away = {
-        rank: replace(rank, items=rank.named("CUDA context", "RoPE tables")) for rank in turns if rank is not largest
+        rank: replace(rank, items=rank.named("CUDA context", "RoPE tables"))
+        for rank in turns
+        if rank is not largest
     }
     return tuple(away.get(rank, rank) for rank in ranks)
 
@@ -69,7 +78,12 @@ def complaints(setting: Setting, found: list[Memory]) -> list[str]:
 
 
 def _complaint(setting: Setting, memory: Memory) -> str:
-    holders = [(item, rank) for rank in memory.ranks for item in rank.items if item.on_host == memory.on_host]
+    holders = [
+        (item, rank)
+        for rank in memory.ranks
+        for item in rank.items
+        if item.on_host == memory.on_host
+    ]
     if not setting.cuda and memory.kind == "host":
         holders = [(item, rank) for item, rank in holders if item.name != "process"]
     item, rank = max(holders, key=lambda pair: pair[0].bytes)
@@ -78,16 +92,20 @@ def _complaint(setting: Setting, memory: Memory) -> str:
     more = f" and {len(memory.ranks) - 4} more" if len(memory.ranks) > 4 else ""
     where = "" if who == memory.name else f"{memory.name}: "
     return (
-        f"{where}{who}{more} need{'s' if len(memory.ranks) == 1 else ''} {memory.used / GIB:.1f} GiB of the "
-        f"{memory.limit / GIB:.1f} that it has; the largest item is {item.name}, {item.bytes / GIB:.1f} GiB on each of "
-        f"{len(alike)} rank{'s' if len(alike) > 1 else ''} of {rank.mesh}: " + _remedy(setting, memory, item, rank)
+        f"{where}{who}{more} need{'s' if len(memory.ranks) == 1 else ''} {memory.used / GIB:.1f} "
+        f"GiB of the {memory.limit / GIB:.1f} that it has; the largest item is {item.name}, "
+        f"{item.bytes / GIB:.1f} GiB on each of {len(alike)} rank{'s' if len(alike) > 1 else ''} "
+        f"of {rank.mesh}: " + _remedy(setting, memory, item, rank)
     )
 
 
 def _remedy(setting: Setting, memory: Memory, item: Item, rank: Rank) -> str:
     """What to change, by the largest item."""
     if item.name == "process":
-        return f"set hardware.memory_gib to {math.ceil(memory.used / GIB * 10) / 10}, if a rank has that much"
+        return (
+            f"set hardware.memory_gib to {math.ceil(memory.used / GIB * 10) / 10}, if a rank has "
+            "that much"
+        )
     if item.name == "room to move to":
         return "set colocate to 'none', or hardware.host_memory_gib to what a node has"
     if item.name == "checkpoint staging":
@@ -111,7 +129,9 @@ def _generator_remedy(setting: Setting, memory: Memory, item: Item) -> str:
         cache = generator.kv_cache_gib - over / GIB
         return f"set generator.kv_cache_gib to at most {max(1, int(cache * 100)) / 100}"
     if item.name == "engine step":
-        return f"set generator.max_running_requests to {max(1, generator.max_running_requests // 2)}"
+        return (
+            f"set generator.max_running_requests to {max(1, generator.max_running_requests // 2)}"
+        )
     return f"set generator.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
 
 
@@ -121,7 +141,10 @@ def _model_remedy(setting: Setting, item: Item, rank: Rank) -> str:
         if not isinstance(trainer.activation_checkpoint, FullAC.Config):
             return "give trainer.activation-checkpoint:full"
         if trainer.micro_batch_tokens and trainer.micro_batch_tokens > setting.longest:
-            return f"set trainer.micro_batch_tokens to {max(setting.longest, trainer.micro_batch_tokens // 2)}"
+            return (
+                "set trainer.micro_batch_tokens to "
+                f"{max(setting.longest, trainer.micro_batch_tokens // 2)}"
+            )
         if not trainer.micro_batch_tokens and trainer.micro_batch_size > 1:
             return f"set trainer.micro_batch_size to {trainer.micro_batch_size // 2}"
         return _twice(setting, rank.role, "context_parallel_degree")
@@ -139,20 +162,32 @@ def _twice(setting: Setting, name: str, degree: str) -> str:
     role, nodes = setting.roles[name], setting.config.trainer.nodes
     full = setting.cuda and 2 * setting.places[name].per_host > setting.hardware.gpus
     more = f" and trainer.nodes to {2 * nodes}" if full else ""
-    return f"set {role.parallelism_field}.{degree} to {2 * getattr(role.trainer.parallelism, degree)}{more}"
+    return (
+        f"set {role.parallelism_field}.{degree} to "
+        f"{2 * getattr(role.trainer.parallelism, degree)}{more}"
+    )
 
 
 def _kv_complaint(setting: Setting) -> list[str]:
-    """vLLM does not start unless the KV cache holds a sequence of model.max_seq_len; on CPU validation has said so."""
+    """vLLM does not start unless the KV cache holds a sequence of model.max_seq_len; on CPU
+    validation has said so.
+    """
     generator, tokens, room = setting.config.generator, setting.shape.max_seq_len, kv_bytes(setting)
-    share, needed = generator.gpu_memory_utilization, kv_bytes_at_least(generator, setting.shape, cuda=setting.cuda)
+    share, needed = (
+        generator.gpu_memory_utilization,
+        kv_bytes_at_least(generator, setting.shape, cuda=setting.cuda),
+    )
     if needed <= room:
         return []
     enough = share + (needed - room) / (setting.device.memory_gib * GIB)
     remedy = f"set generator.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
     if room and enough <= MOST_SHARE:
-        remedy = f"set generator.gpu_memory_utilization to {int(enough * 100 + 1) / 100}, or model.max_seq_len to less"
+        remedy = (
+            f"set generator.gpu_memory_utilization to {int(enough * 100 + 1) / 100}, or "
+            "model.max_seq_len to less"
+        )
     return [
-        f"generator.gpu_memory_utilization is {share}, which leaves {room / GIB:.2f} GiB of each GPU for its KV cache; "
-        f"one sequence of model.max_seq_len={tokens} needs {needed / GIB:.2f} GiB: {remedy}"
+        f"generator.gpu_memory_utilization is {share}, which leaves {room / GIB:.2f} GiB of each "
+        f"GPU for its KV cache; one sequence of model.max_seq_len={tokens} needs "
+        f"{needed / GIB:.2f} GiB: {remedy}"
     ]

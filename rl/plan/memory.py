@@ -1,4 +1,6 @@
-"""What each rank holds, item by item: from the layouts where these say it, estimated where none does."""
+"""What each rank holds, item by item: from the layouts where these say it, estimated where none
+does.
+"""
 
 import math
 import re
@@ -67,7 +69,9 @@ def all_ranks(setting: Setting) -> list[Rank]:
         for rank, layout in enumerate(setting.held[name]):
             items = [*_model_items(setting, name, layout), *passes]
             if name == "policy":
-                items.append(Item("push slots", slots[rank], on_host=setting.transport != "cuda_ipc"))
+                items.append(
+                    Item("push slots", slots[rank], on_host=setting.transport != "cuda_ipc")
+                )
             ranks.append(_seated(setting, title_of(name), rank, seat_of(place, rank), items))
     for number, place in enumerate(setting.generators):
         for rank in range(place.ranks):
@@ -76,7 +80,9 @@ def all_ranks(setting: Setting) -> list[Rank]:
     return ranks
 
 
-def _seated(setting: Setting, mesh: str, rank: int, seat: tuple[int, int], items: list[Item]) -> Rank:
+def _seated(
+    setting: Setting, mesh: str, rank: int, seat: tuple[int, int], items: list[Item]
+) -> Rank:
     host, gpu = seat
     if setting.cuda:
         items += [
@@ -102,7 +108,10 @@ def _model_items(setting: Setting, name: str, layout: Layout) -> list[Item]:
     kept = [
         Item("parameters", parameters),
         Item("adapters", sum(adapters.values()) * size),
-        Item("merged weights", sum(weights[weight] for weight in _adapted(adapters)) * size if name == "policy" else 0),
+        Item(
+            "merged weights",
+            sum(weights[weight] for weight in _adapted(adapters)) * size if name == "policy" else 0,
+        ),
         Item("gradients", gradients),
         Item("optimizer states", states),
     ]
@@ -121,7 +130,9 @@ def _adapted(adapters: dict[str, int]) -> set[str]:
 def _state_bytes(trainer: TrainerConfig, name: str) -> int:
     """Of the optimizer, per element of a parameter."""
     optimizer = trainer.optimizer
-    group = next((group for group in optimizer.param_groups if re.search(group.pattern, name)), None)
+    group = next(
+        (group for group in optimizer.param_groups if re.search(group.pattern, name)), None
+    )
     if group is None:
         return 0
     count = STATES[group.optimizer_name] + bool(group.optimizer_kwargs.get("amsgrad"))
@@ -140,11 +151,15 @@ def _passes(setting: Setting, name: str) -> list[Item]:
 
 
 def _push_sizes(setting: Setting) -> tuple[list[int], list[int]]:
-    """Bytes of each trainer rank's two slots, and of what each generator rank reads into before it pulls."""
+    """Bytes of each trainer rank's two slots, and of what each generator rank reads into before it
+    pulls.
+    """
     transfer = transfer_of(setting)
     if setting.transport in ("shared_memory", "cuda_ipc"):
         segments = (Segment("", 0, (), 0, transfer.dtype, layout) for layout in setting.pushed)
-        return [SLOTS * (HEADER_BYTES + segment.slot_bytes) for segment in segments], [0] * len(setting.wanted)
+        return [SLOTS * (HEADER_BYTES + segment.slot_bytes) for segment in segments], [0] * len(
+            setting.wanted
+        )
     slots, staging = [], [0] * len(setting.wanted)
     for blobs in plan_blobs(transfer.sources, transfer.wanted):
         sizes = [blob.numel * setting.transfer_bytes for blob in blobs]
@@ -160,7 +175,9 @@ def transfer_of(setting: Setting) -> Transfer:
     """The push, as its ends will have it."""
     weights, generator = setting.config.weights, setting.config.generator
     dtype = getattr(torch, generator.dtype)
-    return Transfer(setting.transport, dtype, setting.pushed, setting.wanted, generator.replicas, weights.delta)
+    return Transfer(
+        setting.transport, dtype, setting.pushed, setting.wanted, generator.replicas, weights.delta
+    )
 
 
 def _generator_items(setting: Setting, staging: int) -> list[Item]:
@@ -183,24 +200,36 @@ def generator_weights(setting: Setting) -> int:
 
 
 def packed_weights(setting: Setting) -> int:
-    """Bytes of the copies that oneDNN multiplies with: of every linear layer, and the output head where it is tied."""
+    """Bytes of the copies that oneDNN multiplies with: of every linear layer, and the output head
+    where it is tied.
+    """
     shapes = local_shapes(setting.wanted[0])
     head = {"lm_head.weight": shapes.get("lm_head.weight", shapes["tok_embeddings.weight"])}
-    layers = {name: shape for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2}
+    layers = {
+        name: shape
+        for name, shape in shapes.items()
+        if name.startswith("layers.") and len(shape) == 2
+    }
     return sum(map(math.prod, (layers | head).values())) * 4
 
 
 def kv_bytes(setting: Setting) -> int:
-    """Of a generator rank's KV cache: what its share of a GPU leaves, or as much as it is given on CPU."""
+    """Of a generator rank's KV cache: what its share of a GPU leaves, or as much as it is given on
+    CPU.
+    """
     generator = setting.config.generator
     if not setting.cuda:
         return int(generator.kv_cache_gib * GIB)
     share = generator.gpu_memory_utilization * setting.device.memory_gib * GIB
-    return max(0, int(share) - generator_weights(setting) - estimates.engine_step(setting) - CUDA_CONTEXT)
+    return max(
+        0, int(share) - generator_weights(setting) - estimates.engine_step(setting) - CUDA_CONTEXT
+    )
 
 
 def kv_sequences(setting: Setting, tokens: int) -> int:
     """How many sequences of so many tokens a generator's KV cache holds at once."""
     generator = setting.config.generator
     blocks = kv_bytes(setting) // kv_bytes_per_block(generator, setting.shape, cuda=setting.cuda)
-    return max(0, blocks - 1) // kv_blocks(generator, tokens, cuda=setting.cuda)  # vLLM keeps one for itself
+    return max(0, blocks - 1) // kv_blocks(
+        generator, tokens, cuda=setting.cuda
+    )  # vLLM keeps one for itself

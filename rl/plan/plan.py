@@ -14,7 +14,10 @@ from rl.types import Place
 
 
 class Plan:
-    """What a run of ``config`` would be; starts nothing. Raises ConfigError where its models cannot be had."""
+    """What a run of ``config`` would be; starts nothing.
+
+    Raises ConfigError where its models cannot be had.
+    """
 
     def __init__(self, config: RunConfig):
         self.setting = Setting(config)
@@ -37,7 +40,11 @@ class Plan:
             "feasible": self.feasible,
             "errors": self.errors,
             "model": {"parameters": sizes.total, "active_parameters": sizes.active},
-            "hardware": {"hosts": setting.hosts, "gpus_per_host": setting.hardware.gpus, **asdict(setting.device)},
+            "hardware": {
+                "hosts": setting.hosts,
+                "gpus_per_host": setting.hardware.gpus,
+                **asdict(setting.device),
+            },
             "meshes": [*self._model_meshes(), *self._generator_meshes()],
             "memory": {
                 "ranks": [
@@ -72,7 +79,11 @@ class Plan:
     def _model_meshes(self) -> list[dict[str, Any]]:
         roles, cuda = self.setting.roles, self.setting.cuda
         return [
-            {"name": title_of(name), "degrees": degrees_of(roles[name]), "seats": seats_of(place, cuda=cuda)}
+            {
+                "name": title_of(name),
+                "degrees": degrees_of(roles[name]),
+                "seats": seats_of(place, cuda=cuda),
+            }
             for name, place in self.setting.places.items()
         ]
 
@@ -81,7 +92,11 @@ class Plan:
         tp = generator.tensor_parallel_degree
         degrees = {"tp": tp, "ep": tp if generator.expert_parallel else 1}
         return [
-            {"name": f"generator-{number}", "degrees": degrees, "seats": seats_of(place, cuda=self.setting.cuda)}
+            {
+                "name": f"generator-{number}",
+                "degrees": degrees,
+                "seats": seats_of(place, cuda=self.setting.cuda),
+            }
             for number, place in enumerate(self.setting.generators)
         ]
 

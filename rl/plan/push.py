@@ -26,9 +26,9 @@ class Push:
 def push_of(setting: Setting) -> Push:
     """Of the config's layouts and places.
 
-    A device sends or receives at the rate of what carries it: its network adapter between hosts, its link by
-    ``cuda_ipc``, the host's memory on CPU. What goes through the host's memory from a GPU is taken to move at the
-    adapter's rate too, which PCIe about has.
+    A device sends or receives at the rate of what carries it: its network adapter between hosts,
+    its link by ``cuda_ipc``, the host's memory on CPU. What goes through the host's memory from a
+    GPU is taken to move at the adapter's rate too, which PCIe about has.
     """
     device, size = setting.device, setting.transfer_bytes
     elements = plan_push(setting.pushed, setting.wanted).elements()
@@ -39,7 +39,10 @@ def push_of(setting: Setting) -> Push:
             sent[source] += count * size * len(setting.generators)
     crosses = setting.push_crosses_hosts
     if crosses or (setting.cuda and setting.transport != "cuda_ipc"):
-        rate, link = device.network_gb_s, "network adapter" if crosses else "way to the host's memory"
+        rate, link = (
+            device.network_gb_s,
+            "network adapter" if crosses else "way to the host's memory",
+        )
     elif setting.cuda:
         rate, link = device.link_gb_s, "link between GPUs"
     else:

@@ -14,7 +14,14 @@ BAR, WIDTH = 30, 48
 
 def describe(name: str, plan: Plan) -> str:
     """The plan of config ``name`` on one screen."""
-    parts = (_head(name, plan.setting), _meshes(plan), _memory(plan), _push(plan), _step(plan), _verdict(plan))
+    parts = (
+        _head(name, plan.setting),
+        _meshes(plan),
+        _memory(plan),
+        _push(plan),
+        _step(plan),
+        _verdict(plan),
+    )
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
@@ -37,8 +44,8 @@ def _head(name: str, setting: Setting) -> Iterator[str]:
     what, each = (f"{hardware.gpus} GPUs", "GPU") if setting.cuda else ("CPUs", "rank")
     hosts = f"{setting.hosts} host{'s' if setting.hosts > 1 else ''} of {what}"
     yield (
-        f"{hosts}; {hardware.device}: {device.memory_gib:g} GiB a "
-        f"{each}, {device.tflops:g} TFLOP/s, {device.memory_gb_s:g} GB/s memory, {device.network_gb_s:g} GB/s network"
+        f"{hosts}; {hardware.device}: {device.memory_gib:g} GiB a {each}, {device.tflops:g} "
+        f"TFLOP/s, {device.memory_gb_s:g} GB/s memory, {device.network_gb_s:g} GB/s network"
     )
 
 
@@ -46,16 +53,22 @@ def _meshes(plan: Plan) -> Iterator[str]:
     setting = plan.setting
     yield "meshes"
     for name, place in setting.places.items():
-        degrees = "  ".join(f"{axis} {degree}" for axis, degree in degrees_of(setting.roles[name]).items())
+        degrees = "  ".join(
+            f"{axis} {degree}" for axis, degree in degrees_of(setting.roles[name]).items()
+        )
         ranks = f"{place.ranks:3} rank{'s' if place.ranks > 1 else ' '}"
         yield f"  {title_of(name):12} {ranks}  {degrees:45}  {_seats(setting, place)}"
     generator = setting.config.generator
-    tp = f"tp {generator.tensor_parallel_degree}" + ("  whole experts" if generator.expert_parallel else "")
+    tp = f"tp {generator.tensor_parallel_degree}" + (
+        "  whole experts" if generator.expert_parallel else ""
+    )
     seats = list(dict.fromkeys(_seats(setting, place) for place in setting.generators))
     shown = "; ".join(seats[:3]) + (f"; … {seats[-1]}" if len(seats) > 3 else "")
     yield f"  {'generators':12} {generator.replicas:3} times  {tp:45}  {shown}"
     for roles, devices in _shared(plan).items():
-        yield f"  {' and '.join(roles)} share {devices[0]}" + (f" up to {devices[-1]}" if len(devices) > 1 else "")
+        yield f"  {' and '.join(roles)} share {devices[0]}" + (
+            f" up to {devices[-1]}" if len(devices) > 1 else ""
+        )
     if setting.shared:
         yield f"  one at a time has memory on its devices: {', '.join(_turns(setting))}"
 
@@ -65,7 +78,9 @@ def _shared(plan: Plan) -> dict[tuple[str, ...], list[str]]:
     found: dict[tuple[str, ...], list[str]] = {}
     for memory in plan.memories:
         if memory.kind == "device" and len(memory.ranks) > 1:
-            found.setdefault(tuple(dict.fromkeys(title_of(rank.role) for rank in memory.ranks)), []).append(memory.name)
+            found.setdefault(
+                tuple(dict.fromkeys(title_of(rank.role) for rank in memory.ranks)), []
+            ).append(memory.name)
     return found
 
 
@@ -87,21 +102,30 @@ def _memory(plan: Plan) -> Iterator[str]:
     setting, columns = plan.setting, _fullest(plan.ranks)
     titles = "".join(f"{title_of(rank.role):>12}" for rank in columns)
     yield "memory of the fullest rank (~ estimated)".ljust(WIDTH) + titles
-    names = dict.fromkeys((item.on_host, item.name, item.estimate) for rank in columns for item in rank.items)
+    names = dict.fromkeys(
+        (item.on_host, item.name, item.estimate) for rank in columns for item in rank.items
+    )
     for on_host in (False, True):
         for host, name, estimate in names:
             if host == on_host:
                 label = f"  {'~' if estimate else ' '} {name}{' (host)' if on_host else ''}"
-                cells = ("".join(_size(i.bytes) for i in rank.named(name) if i.on_host == host) for rank in columns)
+                cells = (
+                    "".join(_size(i.bytes) for i in rank.named(name) if i.on_host == host)
+                    for rank in columns
+                )
                 yield label.ljust(WIDTH) + "".join(f"{cell:>12}" for cell in cells)
-    for on_host, label in ((False, f"of {setting.device.memory_gib:g} GiB on the device"), (True, "on the host")):
+    for on_host, label in (
+        (False, f"of {setting.device.memory_gib:g} GiB on the device"),
+        (True, "on the host"),
+    ):
         if any(rank.total(on_host=on_host) for rank in columns):
             totals = "".join(f"{_size(rank.total(on_host=on_host)):>12}" for rank in columns)
             yield f"    total {label}".ljust(WIDTH) + totals
     tightest = max(plan.memories, key=lambda memory: memory.used / memory.limit)
     yield f"  tightest: {tightest.name}, {_size(tightest.used)} of {_size(tightest.limit)}"
     fit = kv_sequences(setting, setting.longest)
-    yield f"  {_size(kv_bytes(setting))} of KV cache hold {fit:,} sequences of the longest {setting.longest:,} tokens"
+    cache = _size(kv_bytes(setting))
+    yield f"  {cache} of KV cache hold {fit:,} sequences of the longest {setting.longest:,} tokens"
 
 
 def _fullest(ranks: Sequence[Rank]) -> list[Rank]:
@@ -126,10 +150,14 @@ def _push(plan: Plan) -> Iterator[str]:
 def _step(plan: Plan) -> Iterator[str]:
     step = plan.step
     yield (
-        f"step, ~ {_seconds(step.seconds)}: {step.tokens:,} tokens, {step.tflop:,.3g} TFLOP of gradients, "
-        f"{step.concurrency} sequences decoded together"
+        f"step, ~ {_seconds(step.seconds)}: {step.tokens:,} tokens, {step.tflop:,.3g} TFLOP of "
+        f"gradients, {step.concurrency} sequences decoded together"
     )
-    for name, seconds in (("generation", step.generation), ("training", step.training), ("push", step.push)):
+    for name, seconds in (
+        ("generation", step.generation),
+        ("training", step.training),
+        ("push", step.push),
+    ):
         filled = round(BAR * seconds / step.seconds)
         yield f"  {name:10} {_seconds(seconds):>9}  {'█' * filled}{'·' * (BAR - filled)}"
     yield f"  idle: trainer {step.trainer_idle:.0%}, generators {step.generators_idle:.0%}"

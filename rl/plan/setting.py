@@ -1,4 +1,6 @@
-"""What a plan is counted from: the models, the layouts and places of their ranks, and the machines' figures."""
+"""What a plan is counted from: the models, the layouts and places of their ranks, and the machines'
+figures.
+"""
 
 import dataclasses
 
@@ -20,7 +22,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Setting:
-    """A config with all that follows from it before anything runs. Takes a second or two, and starts nothing.
+    """A config with all that follows from it before anything runs. Takes a second or two, and
+    starts nothing.
 
     Raises ConfigError where the run's models cannot be had.
     """
@@ -33,11 +36,16 @@ class Setting:
         placement = Placement(config, config.hardware.gpus)
         self.hosts = config.nodes
         self.places: dict[str, Place] = placement.models
-        self.generators: list[Place] = [placement.generator(number) for number in range(config.generator.replicas)]
-        self.held: dict[str, tuple[Layout, ...]] = {name: _held(role) for name, role in self.roles.items()}
+        self.generators: list[Place] = [
+            placement.generator(number) for number in range(config.generator.replicas)
+        ]
+        self.held: dict[str, tuple[Layout, ...]] = {
+            name: _held(role) for name, role in self.roles.items()
+        }
         """By role and rank, adapters included."""
         self.pushed = tuple(
-            tuple(region for region in layout if not is_adapter(region.name)) for layout in self.held["policy"]
+            tuple(region for region in layout if not is_adapter(region.name))
+            for layout in self.held["policy"]
         )
         self.wanted = generator_layout(
             self.shape,
@@ -45,7 +53,9 @@ class Setting:
             tp=config.generator.tensor_parallel_degree,
             expert_parallel=config.generator.expert_parallel,
         )
-        hosts = {host for place in (self.places["policy"], *self.generators) for host in hosts_of(place)}
+        hosts = {
+            host for place in (self.places["policy"], *self.generators) for host in hosts_of(place)
+        }
         self.transport = choose_transport(config.weights.transport, [str(host) for host in hosts])
         self.push_crosses_hosts = len(hosts) > 1
         shared = list(self.roles) if config.colocate != "none" else []
@@ -85,7 +95,12 @@ def seat_of(place: Place, rank: int) -> tuple[int, int]:
 
 
 def _held(role: Role) -> tuple[Layout, ...]:
-    """What each of a role's ranks holds. How it computes changes nothing of that, and may need another machine."""
-    trainer = dataclasses.replace(role.trainer, float8=None, activation_checkpoint=None, compile=CompileConfig())
+    """What each of a role's ranks holds.
+
+    How it computes changes nothing of that, and may need another machine.
+    """
+    trainer = dataclasses.replace(
+        role.trainer, float8=None, activation_checkpoint=None, compile=CompileConfig()
+    )
     model = dataclasses.replace(role.model, attention="auto")
     return trainer_layout(trainer, model, head=role.head, adapters=True)

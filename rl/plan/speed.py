@@ -1,8 +1,10 @@
-"""How long a step takes, from the figures of the hardware: a model of three stages, good to a factor of two or so.
+"""How long a step takes, from the figures of the hardware: a model of three stages, good to a
+factor of two or so.
 
-It knows products, attention and bytes that are read; of communication, of the optimizer, of a rank that waits for
-another, of the environment and its rewards it knows nothing but what the efficiencies stand for. Replace these by what
-``timing/*`` of a run shows, and compare configs rather than believe a number.
+It knows products, attention and bytes that are read; of communication, of the optimizer, of a rank
+that waits for another, of the environment and its rewards it knows nothing but what the
+efficiencies stand for. Replace these by what ``timing/*`` of a run shows, and compare configs
+rather than believe a number.
 """
 
 import math
@@ -55,7 +57,9 @@ class Sizes:
 
 @cache
 def sizes_of(shape: ModelShape, *, fuse_qkv: bool) -> Sizes:
-    """Of a model: a token goes through ``experts_per_token`` of the experts, and looks one embedding up."""
+    """Of a model: a token goes through ``experts_per_token`` of the experts, and looks one
+    embedding up.
+    """
     shapes = parameter_shapes(shape, fuse_qkv=fuse_qkv)
     total = sum(map(math.prod, shapes.values()))
     experts = sum(math.prod(size) for name, size in shapes.items() if ".inner_experts." in name)
@@ -87,32 +91,51 @@ def step_of(setting: Setting, push: Push) -> Step:
 
 def _lengths(setting: Setting) -> tuple[float, float]:
     """Mean tokens of a prompt and a completion."""
-    return setting.config.data.max_prompt_tokens * PROMPT_SHARE, setting.config.rollout.max_tokens * COMPLETION_SHARE
+    return (
+        setting.config.data.max_prompt_tokens * PROMPT_SHARE,
+        setting.config.rollout.max_tokens * COMPLETION_SHARE,
+    )
 
 
 def _flop(setting: Setting, name: str, tokens: float, length: float, *, train: bool) -> float:
-    """Of one pass over so many tokens of sequences of this mean length, by all ranks of a role together."""
+    """Of one pass over so many tokens of sequences of this mean length, by all ranks of a role
+    together.
+    """
     role = setting.roles[name]
     shape = shape_of(role.model)
     active = sizes_of(shape, fuse_qkv=role.model.fuse_qkv).active
     if role.head == "values":
         active -= shape.vocab_size * shape.dim
-    attention = 2 * shape.n_layers * shape.n_heads * shape.head_dim * length  # causal: a token sees half of the others
+    attention = (
+        2 * shape.n_layers * shape.n_heads * shape.head_dim * length
+    )  # causal: a token sees half of the others
     forward = tokens * (2 * active + attention)
     policy = role.trainer.activation_checkpoint
-    again = 4 / 3 if isinstance(policy, FullAC.Config) else SELECTIVE if isinstance(policy, SelectiveAC.Config) else 1
+    again = (
+        4 / 3
+        if isinstance(policy, FullAC.Config)
+        else SELECTIVE
+        if isinstance(policy, SelectiveAC.Config)
+        else 1
+    )
     return forward * 3 * again if train else forward
 
 
 def _training(setting: Setting, tokens: float, length: float) -> float:
-    """Forward passes for the batch's columns, then the gradients; meshes on devices of their own side by side."""
+    """Forward passes for the batch's columns, then the gradients; meshes on devices of their own
+    side by side.
+    """
     algorithm, hardware = setting.config.algorithm, setting.hardware
     asked = {name for name in setting.roles if name != "policy" or algorithm.recomputes}
 
     def seconds(name: str, *, train: bool) -> float:
         rate = setting.device.tflops * 1e12 * hardware.training_efficiency
         epochs = algorithm.update_epochs if train else 1
-        return epochs * _flop(setting, name, tokens, length, train=train) / (rate * setting.roles[name].trainer.ranks)
+        return (
+            epochs
+            * _flop(setting, name, tokens, length, train=train)
+            / (rate * setting.roles[name].trainer.ranks)
+        )
 
     asking = [seconds(name, train=False) for name in asked]
     learning = [seconds(name, train=True) for name in setting.roles if name in LEARNING]
@@ -124,16 +147,24 @@ def _training(setting: Setting, tokens: float, length: float) -> float:
 def _generation(setting: Setting, prompt: float, completion: float) -> tuple[float, int]:
     """Seconds, and how many sequences a generator decodes together.
 
-    A prompt's tokens are bound by products, once for each group where prefixes are cached. A decoding step reads the
-    weights that its sequences need and their keys and values, or is bound by products too.
+    A prompt's tokens are bound by products, once for each group where prefixes are cached. A
+    decoding step reads the weights that its sequences need and their keys and values, or is bound
+    by products too.
     """
     generator, hardware, device = setting.config.generator, setting.hardware, setting.device
-    sizes, tp = sizes_of(setting.shape, fuse_qkv=setting.config.model.fuse_qkv), generator.tensor_parallel_degree
+    sizes, tp = (
+        sizes_of(setting.shape, fuse_qkv=setting.config.model.fuse_qkv),
+        generator.tensor_parallel_degree,
+    )
     requests = math.ceil(setting.sequences / generator.replicas)
     fits = kv_sequences(setting, math.ceil(prompt + completion))
     together = max(1, min(requests, generator.max_running_requests, fits))
     products = 2 * sizes.active / (tp * device.tflops * 1e12 * hardware.training_efficiency)
-    prompts = math.ceil(requests / setting.config.rollout.samples_per_prompt) if generator.prefix_caching else requests
+    prompts = (
+        math.ceil(requests / setting.config.rollout.samples_per_prompt)
+        if generator.prefix_caching
+        else requests
+    )
     weights = generator_weights(setting)
     if sizes.experts:
         shape = setting.shape
@@ -145,15 +176,22 @@ def _generation(setting: Setting, prompt: float, completion: float) -> tuple[flo
     return prompts * prompt * products + steps * max(reading, together * products), together
 
 
-def _assumptions(setting: Setting, prompt: float, completion: float, *, lockstep: bool) -> tuple[str, ...]:
+def _assumptions(
+    setting: Setting, prompt: float, completion: float, *, lockstep: bool
+) -> tuple[str, ...]:
     hardware, device = setting.hardware, setting.device
     return (
-        f"mean prompt {prompt:g} tokens, half of data.max_prompt_tokens; mean completion {completion:g}, half of "
-        "rollout.max_tokens",
+        f"mean prompt {prompt:g} tokens, half of data.max_prompt_tokens; mean completion "
+        f"{completion:g}, half of rollout.max_tokens",
         f"a device does {device.tflops:g} TFLOP/s at {hardware.training_efficiency:.0%} "
         "(hardware.training_efficiency), generators too",
         f"decoding reads {device.memory_gb_s:g} GB/s at {hardware.generation_efficiency:.0%} "
         "(hardware.generation_efficiency)",
-        "lockstep: stages one after another" if lockstep else "stages side by side: the longest is the step",
-        "no time for collectives, optimizer, rewards, waits for long completions, or moves between host and device",
+        "lockstep: stages one after another"
+        if lockstep
+        else "stages side by side: the longest is the step",
+        (
+            "no time for collectives, optimizer, rewards, waits for long completions, or moves "
+            "between host and device"
+        ),
     )

@@ -1,1 +1,4 @@
-"""From prompts to scored rollouts to a training batch. Knows the generator only as an async function."""
+"""From prompts to scored rollouts to a training batch.
+
+Knows the generator only as an async function.
+"""

@@ -14,7 +14,8 @@ from rl.types import Batch, Rollout
 def make_batch(rollouts: Sequence[Rollout], *, reduction: str, max_tokens: int) -> Batch:
     """One sequence per rollout, prompt then completion; only completion tokens have weight.
 
-    Columns: ``behaviour_logprobs`` and ``versions`` (the policy version of each token, -1 on prompts).
+    Columns: ``behaviour_logprobs`` and ``versions`` (the policy version of each token, -1 on
+    prompts).
     """
     prompts = torch.tensor([len(r.prompt.tokens) for r in rollouts])
     lengths = torch.tensor([len(r.completion.tokens) for r in rollouts])
@@ -39,19 +40,27 @@ def make_batch(rollouts: Sequence[Rollout], *, reduction: str, max_tokens: int) 
 
 
 def whole_texts(rollouts: Sequence[Rollout]) -> tuple[Batch, torch.Tensor]:
-    """The same sequences, for what a model says of each as a whole: its output at the places that come with them.
+    """The same sequences, for what a model says of each as a whole: its output at the places that
+    come with them.
 
-    Each has one token more, which nobody reads: what is said of it is said after all that come before.
+    Each has one token more, which nobody reads: what is said of it is said after all that come
+    before.
     """
     rows = [[*rollout.prompt.tokens, *rollout.completion.tokens, 0] for rollout in rollouts]
     lengths = torch.tensor([len(row) for row in rows])
     tokens = _end_to_end("q", rows)
-    return Batch(tokens=tokens, lengths=lengths, weights=torch.zeros(len(tokens))), lengths.cumsum(0) - 1
+    return Batch(tokens=tokens, lengths=lengths, weights=torch.zeros(len(tokens))), lengths.cumsum(
+        0
+    ) - 1
 
 
 def _end_to_end(code: Literal["f", "q"], rows: Sequence[Sequence[float]]) -> torch.Tensor:
-    """Float32 or int64; for a batch of a hundred thousand tokens torch.tensor would take eight times as long."""
-    return torch.frombuffer(array(code, chain.from_iterable(rows)), dtype={"f": torch.float32, "q": torch.int64}[code])
+    """Float32 or int64; for a batch of a hundred thousand tokens torch.tensor would take eight
+    times as long.
+    """
+    return torch.frombuffer(
+        array(code, chain.from_iterable(rows)), dtype={"f": torch.float32, "q": torch.int64}[code]
+    )
 
 
 def rollout_metrics(groups: list[list[Rollout]]) -> dict[str, float]:
@@ -65,10 +74,13 @@ def rollout_metrics(groups: list[list[Rollout]]) -> dict[str, float]:
         **_reward_metrics("reward", groups),
         "completion/length_mean": sum(lengths) / len(rollouts),
         "completion/length_max": float(max(lengths)),
-        "completion/cut_off": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
+        "completion/cut_off": sum(r.completion.finish_reason == "length" for r in rollouts)
+        / len(rollouts),
     }
     for task in sorted({r.prompt.task for r in rollouts} - {""}):
-        metrics |= _reward_metrics(f"reward/{task}", [group for group in groups if group[0].prompt.task == task])
+        metrics |= _reward_metrics(
+            f"reward/{task}", [group for group in groups if group[0].prompt.task == task]
+        )
     return metrics
 
 

@@ -8,7 +8,10 @@ from rl.types import Prompt
 
 
 def training_prompt(task: Task, ordinal: int) -> Prompt:
-    """Prompt ``ordinal``. Raises RunError that names task, prompt and what was expected if it cannot be used."""
+    """Prompt ``ordinal``.
+
+    Raises RunError that names task, prompt and what was expected if it cannot be used.
+    """
     call = f"{type(task).__name__}.prompt({ordinal})"
     with naming(f"data: {call}"):
         prompt = task.prompt(ordinal)
@@ -22,7 +25,9 @@ def eval_prompts(task: Task, count: int) -> list[Prompt]:
     with naming(f"data: {call}"):
         prompts = task.eval_prompts(count)
     if not isinstance(prompts, list) or len(prompts) > count:
-        raise RunError(f"data: {call} returned {shown(prompts)}; expected is a list of at most {count} prompts")
+        raise RunError(
+            f"data: {call} returned {shown(prompts)}; expected is a list of at most {count} prompts"
+        )
     for place, prompt in enumerate(prompts):
         _check(task, prompt, place, f"{call}[{place}]")
     return prompts
@@ -33,7 +38,9 @@ def _check(task: Task, prompt: object, ordinal: int, call: str) -> None:
         raise RunError(f"data: {call} is {shown(prompt)}; expected is a Prompt")
     for field, is_right, expected in _rules(task, prompt, ordinal):
         if not is_right:
-            raise RunError(f"data: {call} has {field}={shown(getattr(prompt, field))}; expected is {expected}")
+            raise RunError(
+                f"data: {call} has {field}={shown(getattr(prompt, field))}; expected is {expected}"
+            )
 
 
 def _rules(task: Task, prompt: Prompt, ordinal: int) -> Iterator[tuple[str, bool, str]]:
@@ -45,6 +52,10 @@ def _rules(task: Task, prompt: Prompt, ordinal: int) -> Iterator[tuple[str, bool
     is_known = is_list and min(tokens) >= 0 and max(tokens) < words
     yield "tokens", is_known, f"token ids of the model's vocabulary, from 0 to {words - 1}"
     limit, limited_by = task.prompt_limit()
-    yield "tokens", len(tokens) <= limit, f"at most {limit} tokens, not {len(tokens)}, by {limited_by}"
+    yield (
+        "tokens",
+        len(tokens) <= limit,
+        f"at most {limit} tokens, not {len(tokens)}, by {limited_by}",
+    )
     for field in ("text", "answer", "task"):
         yield field, isinstance(getattr(prompt, field), str), "text"

@@ -17,13 +17,22 @@ Score = Callable[[Prompt, Sequence[Completion]], Awaitable[list[Rollout]]]
 class Rollouter:
     """Turns prompts into groups of rollouts; what is sampled depends on ordinals alone.
 
-    The first lost group of each kind is told to ``warn``, with the user's traceback if there is one.
+    The first lost group of each kind is told to ``warn``, with the user's traceback if there is
+    one.
     """
 
-    def __init__(self, score: Score, *, seed: int, watch: Stopwatch, warn: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self,
+        score: Score,
+        *,
+        seed: int,
+        watch: Stopwatch,
+        warn: Callable[[str], None] = lambda text: None,
+    ):
         self._score, self._seed, self._watch, self._warn = score, seed, watch, warn
         self.lost: Counter[str] = Counter()
-        """How many groups were lost, those of evaluations included, by reason and type of exception."""
+        """How many groups were lost, those of evaluations included, by reason and type of
+        exception."""
 
     async def collect(
         self,
@@ -34,7 +43,9 @@ class Rollouter:
         generate: Generate,
         stream: str = "train",
     ) -> list[list[Rollout] | GroupLost]:
-        """``samples`` rollouts of each prompt, in order, or why there are none; ``generate`` is called once."""
+        """``samples`` rollouts of each prompt, in order, or why there are none; ``generate`` is
+        called once.
+        """
         requests = [
             GenerationRequest(
                 request_id=f"{stream}/{prompt.ordinal}/{sample}",
@@ -51,15 +62,23 @@ class Rollouter:
             raise RunError(f"{len(requests)} completions were asked for, and {len(said)} came")
         with self._watch.span("score"):
             return await asyncio.gather(
-                *(self._scored(prompt, said[i * samples : (i + 1) * samples]) for i, prompt in enumerate(prompts))
+                *(
+                    self._scored(prompt, said[i * samples : (i + 1) * samples])
+                    for i, prompt in enumerate(prompts)
+                )
             )
 
-    async def _scored(self, prompt: Prompt, completions: list[Completion]) -> list[Rollout] | GroupLost:
+    async def _scored(
+        self, prompt: Prompt, completions: list[Completion]
+    ) -> list[Rollout] | GroupLost:
         try:
             return await self._score(prompt, completions)
         except GroupLost as lost:
             kind = f"{lost.reason} ({lost.kind})" if lost.kind else lost.reason
             self.lost[kind] += 1
             if self.lost[kind] == 1:
-                self._warn(f"{lost}\nthe group is lost; others that are lost for this reason are only counted")
+                self._warn(
+                    f"{lost}\nthe group is lost; others that are lost for this reason are only "
+                    "counted"
+                )
             return lost

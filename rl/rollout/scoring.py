@@ -12,20 +12,28 @@ from rl.tasks.base import Score, Task
 from rl.types import Completion, Prompt, Rollout
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-RESERVED_METRICS = ("exact", "mean", "flat_groups")  # metrics are reported as reward/NAME, as these are
+RESERVED_METRICS = (
+    "exact",
+    "mean",
+    "flat_groups",
+)  # metrics are reported as reward/NAME, as these are
 
 
 class _SenselessError(Exception):
     """Part of a score that cannot be used; the message shows it."""
 
 
-def score_group(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[str, Score]]:
+def score_group(
+    task: Task, prompt: Prompt, completions: Sequence[Completion]
+) -> list[tuple[str, Score]]:
     """Text and score of each completion; all numbers are plain floats that are finite in float32.
 
-    Raises GroupLost, naming the completion, if the task's ``decode`` or ``score`` raises anything, or
-    returns something other than text and a :class:`Score` that follows its own rules.
+    Raises GroupLost, naming the completion, if the task's ``decode`` or ``score`` raises anything,
+    or returns something other than text and a :class:`Score` that follows its own rules.
     """
-    return [_scored(task, prompt, sample, completion) for sample, completion in enumerate(completions)]
+    return [
+        _scored(task, prompt, sample, completion) for sample, completion in enumerate(completions)
+    ]
 
 
 def rollouts_of(
@@ -73,7 +81,9 @@ def _plain_score(score: object) -> Score:
         raise _SenselessError(f"exact={shown(score.exact)}, which is no bool")
     if not isinstance(score.metrics, dict):
         raise _SenselessError(f"metrics={shown(score.metrics)}, which is no dict")
-    metrics = {_plain_name(name): _plain_number(name, value) for name, value in score.metrics.items()}
+    metrics = {
+        _plain_name(name): _plain_number(name, value) for name, value in score.metrics.items()
+    }
     return Score(reward=reward, exact=bool(score.exact), metrics=metrics)
 
 

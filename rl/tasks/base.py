@@ -57,8 +57,8 @@ class Task(Configurable, ABC):
                 ...
                 self.set_tokenizer(tokenizer, stop_token_ids=(tokenizer.eos_token_id,))
 
-    Long work calls :func:`tell_progress` now and then. The methods :meth:`prompt`, :meth:`eval_prompts` and
-    :meth:`score` say the rest.
+    Long work calls :func:`tell_progress` now and then. The methods :meth:`prompt`,
+    :meth:`eval_prompts` and :meth:`score` say the rest.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -72,8 +72,9 @@ class Task(Configurable, ABC):
             return cast(Task, self.build(seed=seed, model=model, **options))
 
     can_only_score: ClassVar[bool] = False
-    """Whether the constructor takes ``only_scores=True``, by which a task leaves out its prompts. Reward workers
-    then start without reading the data. A subclass that can do so too says it again."""
+    """Whether the constructor takes ``only_scores=True``, by which a task leaves out its prompts.
+    Reward workers then start without reading the data. A subclass that can do so too says it again.
+    """
 
     tokenizer: "PreTrainedTokenizerFast"
     """Turns text into tokens and back; exported beside the trained weights."""
@@ -88,7 +89,9 @@ class Task(Configurable, ABC):
 
     @abstractmethod
     def prompt(self, ordinal: int) -> Prompt:
-        """Prompt ``ordinal`` (from 0, without end) of the training stream: a function of (seed, ordinal) alone."""
+        """Prompt ``ordinal`` (from 0, without end) of the training stream: a function of (seed,
+        ordinal) alone.
+        """
 
     @abstractmethod
     def eval_prompts(self, count: int) -> list[Prompt]:
@@ -99,22 +102,34 @@ class Task(Configurable, ABC):
 
     @abstractmethod
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
-        """Score ``completion``, whose :meth:`decode`-d tokens are ``text``. May run in any thread."""
+        """Score ``completion``, whose :meth:`decode`-d tokens are ``text``.
+
+        May run in any thread.
+        """
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of ``tokens`` without special tokens."""
         return cast(str, self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def set_tokenizer(self, tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Sequence[int]) -> None:
-        """Adopt a tokenizer. Raises ConfigError if the model has too few embeddings or nothing ends a completion."""
+    def set_tokenizer(
+        self, tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Sequence[int]
+    ) -> None:
+        """Adopt a tokenizer.
+
+        Raises ConfigError if the model has too few embeddings or nothing ends a completion.
+        """
         size = len(tokenizer)
         if size > self.shape.vocab_size:
             raise ConfigError(
-                f"model.vocab_size: {self.shape.vocab_size} is smaller than the tokenizer's vocabulary; set it to "
-                f"{size} or more, or, with model.hf_path, use the tokenizer of that model"
+                f"model.vocab_size: {self.shape.vocab_size} is smaller than the tokenizer's "
+                f"vocabulary; set it to {size} or more, or, with model.hf_path, use the tokenizer "
+                "of that model"
             )
         if not stop_token_ids:
-            raise ConfigError("model.hf_path: its tokenizer names no eos_token, so no completion could end; set one")
+            raise ConfigError(
+                "model.hf_path: its tokenizer names no eos_token, so no completion could end; set "
+                "one"
+            )
         self.tokenizer = tokenizer
         try:
             self.stop_token_ids = tuple(map(operator.index, stop_token_ids))
@@ -122,12 +137,14 @@ class Task(Configurable, ABC):
             self.stop_token_ids = (-1,)
         if not all(0 <= token < self.shape.vocab_size for token in self.stop_token_ids):
             raise ConfigError(
-                f"data: {type(self).__name__} names the stop tokens {shown(stop_token_ids)}; they must be token ids "
-                f"below {self.shape.vocab_size}: does the tokenizer have an eos_token?"
+                f"data: {type(self).__name__} names the stop tokens {shown(stop_token_ids)}; they "
+                f"must be token ids below {self.shape.vocab_size}: does the tokenizer have an "
+                "eos_token?"
             )
 
     def describe(self, folder: Path) -> None:
-        """Write the tokenizer and the tokens that end a completion into the folder of an exported model.
+        """Write the tokenizer and the tokens that end a completion into the folder of an exported
+        model.
 
         Files that the export took over from the model it began with stay as they are.
         """
@@ -144,8 +161,14 @@ class Task(Configurable, ABC):
     def prompt_limit(self) -> tuple[int, str]:
         """Longest prompt allowed, in tokens, and the config field that sets this limit."""
         limits = [
-            (self.config.max_prompt_tokens, f"data.max_prompt_tokens={self.config.max_prompt_tokens}"),
-            (self.shape.max_seq_len - 1, f"model.max_seq_len={self.shape.max_seq_len} with room for one token more"),
+            (
+                self.config.max_prompt_tokens,
+                f"data.max_prompt_tokens={self.config.max_prompt_tokens}",
+            ),
+            (
+                self.shape.max_seq_len - 1,
+                f"model.max_seq_len={self.shape.max_seq_len} with room for one token more",
+            ),
         ]
         return min(limits)
 
@@ -154,7 +177,9 @@ _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", def
 
 
 def tell_progress(text: str) -> None:
-    """Show ``text``, such as "read 2,000 of 9,000 lines", while a task is built; call it as often as you like."""
+    """Show ``text``, such as "read 2,000 of 9,000 lines", while a task is built; call it as often
+    as you like.
+    """
     if (listener := _listener.get()) is not None:
         listener(text)
 
@@ -170,7 +195,9 @@ def showing_progress(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def epoch_index(seed: int, ordinal: int, size: int) -> int:
-    """Which of ``size`` examples prompt ``ordinal`` shows: every epoch shows each once, in an order of its own."""
+    """Which of ``size`` examples prompt ``ordinal`` shows: every epoch shows each once, in an order
+    of its own.
+    """
     epoch, place = divmod(ordinal, size)
     return _epoch_order(seed, epoch, size)[place]
 

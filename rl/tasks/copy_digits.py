@@ -21,7 +21,10 @@ TOKEN = {word: token for token, word in enumerate(WORDS)}
 
 
 class CopyDigits(Task):
-    """``copy 3 1 7 =`` asks for ``3 1 7 <eos>``. Three strings of ten are held out, by their hash."""
+    """``copy 3 1 7 =`` asks for ``3 1 7 <eos>``.
+
+    Three strings of ten are held out, by their hash.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
@@ -59,7 +62,8 @@ class CopyDigits(Task):
         return [make_prompt(ordinal, digits) for ordinal, digits in enumerate(held_out)]
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
-        """Reward in [0, 1]: tokens in their right place, over the length of answer or completion, the longer.
+        """Reward in [0, 1]: tokens in their right place, over the length of answer or completion,
+        the longer.
 
         The answer ends in ``<eos>``, which must come at its place too.
         """
@@ -91,5 +95,9 @@ def word_tokenizer() -> "PreTrainedTokenizerFast":
     words = Tokenizer(WordLevel(TOKEN, unk_token="<unk>"))
     words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=words,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
     )

@@ -42,7 +42,9 @@ class _Question:
     answer: str
 
     def prompt(self, ordinal: int) -> Prompt:
-        return Prompt(ordinal=ordinal, tokens=self.tokens.tolist(), text=self.text, answer=self.answer)
+        return Prompt(
+            ordinal=ordinal, tokens=self.tokens.tolist(), text=self.text, answer=self.answer
+        )
 
 
 class Gsm8kJsonl(Task):
@@ -54,7 +56,8 @@ class Gsm8kJsonl(Task):
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         path: str = ""
-        """JSONL file; each line has ``question`` and ``answer``, the latter ending in ``#### NUMBER``."""
+        """JSONL file; each line has ``question`` and ``answer``, the latter ending in ``####
+        NUMBER``."""
 
         held_out_fraction: Annotated[float, SHARE] = 0.1
         """Share of the questions kept for evaluation, chosen by their hash."""
@@ -62,7 +65,9 @@ class Gsm8kJsonl(Task):
         system_prompt: str = ""
         """The conversation's system message; none if empty."""
 
-        instruction: str = "Think step by step, then give the answer on a line of its own, as: #### NUMBER"
+        instruction: str = (
+            "Think step by step, then give the answer on a line of its own, as: #### NUMBER"
+        )
         """Follows each question in the user's message."""
 
         enable_thinking: bool = False
@@ -73,7 +78,9 @@ class Gsm8kJsonl(Task):
 
     def __init__(self, config: Config, *, seed: int, model: ModelConfig, only_scores: bool = False):
         if model.hf_path is None:
-            raise ConfigError("model.hf_path: not set; name a model folder with tokenizer and chat template")
+            raise ConfigError(
+                "model.hf_path: not set; name a model folder with tokenizer and chat template"
+            )
         super().__init__(config, seed=seed, model=model)
         # It warns that its timeouts are off, which is what we ask for.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -82,10 +89,16 @@ class Gsm8kJsonl(Task):
         self.set_tokenizer(tokenizer, read_stop_token_ids(model.hf_path, tokenizer))
         if only_scores:
             return
-        held_out = choose_held_out([problem.question for problem in problems], config.held_out_fraction, config.path)
+        held_out = choose_held_out(
+            [problem.question for problem in problems], config.held_out_fraction, config.path
+        )
         questions = self._make_questions(problems)
-        self.held_out = [question for question, held in zip(questions, held_out, strict=True) if held]
-        self.train = [question for question, held in zip(questions, held_out, strict=True) if not held]
+        self.held_out = [
+            question for question, held in zip(questions, held_out, strict=True) if held
+        ]
+        self.train = [
+            question for question, held in zip(questions, held_out, strict=True) if not held
+        ]
 
     def prompt(self, ordinal: int) -> Prompt:
         return self.train[epoch_index(self.seed, ordinal, len(self.train))].prompt(ordinal)
@@ -103,7 +116,9 @@ class Gsm8kJsonl(Task):
     def _make_questions(self, problems: list[Problem]) -> list[_Question]:
         questions = list[_Question]()
         for start in range(0, len(problems), CHUNK):
-            tell_progress(f"tokenised {start:,} of {len(problems):,} questions of {self.config.path}")
+            tell_progress(
+                f"tokenised {start:,} of {len(problems):,} questions of {self.config.path}"
+            )
             chunk = problems[start : start + CHUNK]
             texts = [self._render(problem.question) for problem in chunk]
             rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -127,27 +142,37 @@ class Gsm8kJsonl(Task):
             line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
             roles = " and ".join(message["role"] for message in messages)
             raise ConfigError(
-                f"model.hf_path: the chat template in {self.tokenizer.name_or_path!r} fails for messages of {roles}: "
-                f"{type(error).__name__}: {error}{line}"
+                f"model.hf_path: the chat template in {self.tokenizer.name_or_path!r} fails for "
+                f"messages of {roles}: {type(error).__name__}: {error}{line}"
             ) from None
         return cast(str, text)
 
     def _check_lengths(self, problems: list[Problem], lengths: list[int]) -> None:
         limit, field = self.prompt_limit()
-        long = [(length, problem.line) for length, problem in zip(lengths, problems, strict=True) if length > limit]
+        long = [
+            (length, problem.line)
+            for length, problem in zip(lengths, problems, strict=True)
+            if length > limit
+        ]
         if long:
             length, line = long[0]
-            others = f" ({len(long)} such lines, the longest of {max(long)[0]} tokens)" if len(long) > 1 else ""
+            others = (
+                f" ({len(long)} such lines, the longest of {max(long)[0]} tokens)"
+                if len(long) > 1
+                else ""
+            )
             raise ConfigError(
-                f"data.path: {self.config.path} line {line}: its prompt has {length} tokens, more than "
-                f"{field} allows{others}; raise the limit or leave such lines out"
+                f"data.path: {self.config.path} line {line}: its prompt has {length} tokens, more "
+                f"than {field} allows{others}; raise the limit or leave such lines out"
             )
 
 
 def read_problems(path: str) -> list[Problem]:
     """All problems of a JSONL file. Raises ConfigError that names the first line it cannot use."""
     if not path:
-        raise ConfigError("data.path: not set; name a JSONL file with fields 'question' and 'answer'")
+        raise ConfigError(
+            "data.path: not set; name a JSONL file with fields 'question' and 'answer'"
+        )
     try:
         problems = list(_parse_lines(path))
     except FileNotFoundError:
@@ -155,7 +180,10 @@ def read_problems(path: str) -> list[Problem]:
     except OSError as error:  # a folder, no permission, a broken disk
         raise ConfigError(f"data.path: {path!r} cannot be read: {error.strerror}") from None
     if not problems:
-        raise ConfigError(f"data.path: {path} is empty; each line should be a JSON object with 'question' and 'answer'")
+        raise ConfigError(
+            f"data.path: {path} is empty; each line should be a JSON object with 'question' and "
+            "'answer'"
+        )
     return problems
 
 
@@ -172,12 +200,17 @@ def _parse_lines(path: str) -> Iterator[Problem]:
             except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deep
                 raise ConfigError(f"{where}: not JSON: {error}") from None
             if not isinstance(row, dict):
-                raise ConfigError(f'{where}: not a JSON object; write {{"question": …, "answer": …}}')
+                raise ConfigError(
+                    f'{where}: not a JSON object; write {{"question": …, "answer": …}}'
+                )
             for name in ("question", "answer"):
                 if not isinstance(row.get(name), str) or not row[name].strip():
                     raise ConfigError(f"{where}: field {name!r} is missing or not text")
                 if not _is_unicode(row[name]):
-                    raise ConfigError(f"{where}: field {name!r} has half of a surrogate pair, as \\ud800; remove it")
+                    raise ConfigError(
+                        f"{where}: field {name!r} has half of a surrogate pair, as \\ud800; remove "
+                        "it"
+                    )
             answer = reference_number(row["answer"])
             if answer is None:
                 raise ConfigError(f"{where}: field 'answer' has no '#### NUMBER' at its end")
@@ -189,15 +222,17 @@ def _is_unicode(text: str) -> bool:
 
 
 def choose_held_out(questions: list[str], fraction: float, path: str) -> list[bool]:
-    """Which questions are for evaluation: those whose hash is lowest, so copies of one never part."""
+    """Which questions are for evaluation: those whose hash is lowest, so copies of one
+    never part.
+    """
     if not 0 < fraction < 1:
         raise ConfigError(f"data.held_out_fraction: {fraction} is not between 0 and 1")
     hashes = [blake2b(question.encode(), digest_size=8).digest() for question in questions]
     different = sorted(set(hashes))
     if len(different) < 2:
         raise ConfigError(
-            f"data.path: {path} has {len(different)} different question; "
-            "at least 2 are needed, one to train on and one held out"
+            f"data.path: {path} has {len(different)} different question; at least 2 are needed, "
+            "one to train on and one held out"
         )
     count = min(math.ceil(len(different) * fraction), len(different) - 1)
     held_out = set(different[:count])
@@ -207,13 +242,16 @@ def choose_held_out(questions: list[str], fraction: float, path: str) -> list[bo
 def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
     """Return the tokenizer of a Hugging Face folder.
 
-    Raises ConfigError, naming the file, if a file is damaged, or tokenizer.json or the chat template is missing.
+    Raises ConfigError, naming the file, if a file is damaged, or tokenizer.json or the chat
+    template is missing.
     """
     from transformers import PreTrainedTokenizerFast
 
     files = [Path(hf_path) / name for name in ("tokenizer.json", "tokenizer_config.json")]
     if not files[0].is_file():
-        raise ConfigError(f"model.hf_path: {hf_path!r} has no tokenizer.json; save the tokenizer beside the model")
+        raise ConfigError(
+            f"model.hf_path: {hf_path!r} has no tokenizer.json; save the tokenizer beside the model"
+        )
     for path in filter(Path.exists, files):
         read_json("model.hf_path", path)
     try:
@@ -221,12 +259,13 @@ def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
     except Exception as error:  # of many kinds, from transformers, tokenizers and Python
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(
-            f"model.hf_path: the tokenizer in {hf_path!r} cannot be loaded: {cause}; save it again by save_pretrained"
+            f"model.hf_path: the tokenizer in {hf_path!r} cannot be loaded: {cause}; save it again "
+            "by save_pretrained"
         ) from None
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"model.hf_path: the tokenizer in {hf_path!r} has no chat template; "
-            "use an instruction-tuned model or add chat_template.jinja"
+            f"model.hf_path: the tokenizer in {hf_path!r} has no chat template; use an "
+            "instruction-tuned model or add chat_template.jinja"
         )
     return tokenizer
 
@@ -243,8 +282,8 @@ def read_stop_token_ids(hf_path: str, tokenizer: "PreTrainedTokenizerFast") -> t
         listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(token) is int and 0 <= token < len(tokenizer) for token in listed):
             raise ConfigError(
-                f"model.hf_path: eos_token_id in {path} is {eos!r}; it must be one or several of the {len(tokenizer)} "
-                "token ids of the tokenizer beside it"
+                f"model.hf_path: eos_token_id in {path} is {eos!r}; it must be one or several of "
+                f"the {len(tokenizer)} token ids of the tokenizer beside it"
             )
         ids.update(listed)
     return tuple(sorted(ids))

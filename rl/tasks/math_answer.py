@@ -4,10 +4,14 @@ import re
 from collections import deque
 from functools import lru_cache
 
-NUMBER = r"(?:(?<![\w)}])-)?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|(?:(?<![\w)}])-)?(?<!\d)\.\d+"
+NUMBER = (
+    r"(?:(?<![\w)}])-)?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|(?:(?<![\w)}])-)?(?<!\d)\.\d+"
+)
 FRACTION = r"-?\\[dt]?frac\{-?\d+\}\{\d+\}|(?:(?<![\w)}])-)?\d+\s*/\s*\d+"
 VALUE = re.compile(f"{FRACTION}|{NUMBER}")
-MARKED = re.compile(r"####(?P<line>(?:(?!####|\\boxed\{)[^\n])*)|\\boxed\{(?P<box>(?:[^{}]|\{[^{}]*\})*)\}")
+MARKED = re.compile(
+    r"####(?P<line>(?:(?!####|\\boxed\{)[^\n])*)|\\boxed\{(?P<box>(?:[^{}]|\{[^{}]*\})*)\}"
+)
 REFERENCE = re.compile(rf"####\s*\$?({NUMBER})\s*$")
 LONGEST_VALUE = 40
 
@@ -36,7 +40,8 @@ def same_value(answer: str, reference: str) -> bool:
     """Whether two values are equal as numbers: 0.5 is 1/2, and 42.0 is 42."""
     from math_verify import verify
 
-    # Its timeouts are signals, which only the main thread may set. Only short plain values come here.
+    # Its timeouts are signals, which only the main thread may set. Only short plain values come
+    # here.
     return verify(_parse(reference), _parse(answer), timeout_seconds=None)
 
 

@@ -35,11 +35,12 @@ class Stage:
 class Mixture(Task):
     """Prompts of several tasks, each in exact proportion to its weight; each task scores its own.
 
-    Which task's prompt comes at an ordinal, and which of its own prompts, follows from the weights alone: in every
-    stretch of a stage the counts are as even as :class:`Turns` makes them, and a task goes on where it was when it is
-    shown again. ``Prompt.task`` says whose a prompt is. Its ordinal is the mixture's, so tasks score by its answer.
-    A prompt that another task holds out (one of its first 10,000) is replaced by one from far ahead in the same task's
-    stream, so that files may overlap.
+    Which task's prompt comes at an ordinal, and which of its own prompts, follows from the weights
+    alone: in every stretch of a stage the counts are as even as :class:`Turns` makes them, and a
+    task goes on where it was when it is shown again. ``Prompt.task`` says whose a prompt is. Its
+    ordinal is the mixture's, so tasks score by its answer. A prompt that another task holds out
+    (one of its first 10,000) is replaced by one from far ahead in the same task's stream, so that
+    files may overlap.
 
     A curriculum::
 
@@ -57,7 +58,8 @@ class Mixture(Task):
         """By the names that weights and metrics use. Their tokenizers must be equal."""
 
         weights: dict[str, Annotated[float, at_least(0)]] = field(default_factory=dict)
-        """From the first prompt on, by task; one that is not named is not shown. Empty for all alike."""
+        """From the first prompt on, by task; one that is not named is not shown. Empty for all
+        alike."""
 
         stages: list[Stage] = field(default_factory=list)
         """Weights that take the place of these, one after another."""
@@ -67,10 +69,14 @@ class Mixture(Task):
 
     def __init__(self, config: Config, *, seed: int, model: ModelConfig, only_scores: bool = False):
         super().__init__(config, seed=seed, model=model)
-        stages = [Stage(first_ordinal=0, weights=config.weights or dict.fromkeys(config.tasks, 1.0)), *config.stages]
+        stages = [
+            Stage(first_ordinal=0, weights=config.weights or dict.fromkeys(config.tasks, 1.0)),
+            *config.stages,
+        ]
         _check(config, stages)
         self.tasks = {
-            name: _build(name, inner, seed, model, only_scores=only_scores) for name, inner in config.tasks.items()
+            name: _build(name, inner, seed, model, only_scores=only_scores)
+            for name, inner in config.tasks.items()
         }
         _check_tokenizers(self.tasks)
         first = next(iter(self.tasks.values()))
@@ -96,19 +102,24 @@ class Mixture(Task):
             if not others:
                 return _named(name, prompt, ordinal)
         raise RunError(
-            f"data.tasks: {' and '.join(sorted(others))} holds out for evaluation what {name} would train on: "
-            f"{MOST_REPLACED} prompts in a row, the last {prompt.text!r}; give them data that overlaps less"
+            f"data.tasks: {' and '.join(sorted(others))} holds out for evaluation what {name} "
+            f"would train on: {MOST_REPLACED} prompts in a row, the last {prompt.text!r}; give "
+            "them data that overlaps less"
         )
 
     def eval_prompts(self, count: int) -> list[Prompt]:
-        """Of each task in proportion to its mean share over the stages; more of the others where one has too few."""
+        """Of each task in proportion to its mean share over the stages; more of the others where
+        one has too few.
+        """
         due = [
             ((place + 0.5) / share, name, prompt)
             for name, share in self._mean_shares().items()
             for place, prompt in enumerate(self.tasks[name].eval_prompts(count))
         ]
         due.sort(key=lambda entry: entry[0])
-        return [_named(name, prompt, ordinal) for ordinal, (_, name, prompt) in enumerate(due[:count])]
+        return [
+            _named(name, prompt, ordinal) for ordinal, (_, name, prompt) in enumerate(due[:count])
+        ]
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         name, _, inner = prompt.task.partition("/")
@@ -132,7 +143,9 @@ def _named(name: str, prompt: Prompt, ordinal: int) -> Prompt:
     return replace(prompt, ordinal=ordinal, task=f"{name}/{prompt.task}" if prompt.task else name)
 
 
-def _build(name: str, config: Task.Config, seed: int, model: ModelConfig, *, only_scores: bool) -> Task:
+def _build(
+    name: str, config: Task.Config, seed: int, model: ModelConfig, *, only_scores: bool
+) -> Task:
     try:
         return (config.build_scorer if only_scores else config.build)(seed=seed, model=model)
     except ConfigError as error:
@@ -142,8 +155,13 @@ def _build(name: str, config: Task.Config, seed: int, model: ModelConfig, *, onl
 def _check_tokenizers(tasks: Mapping[str, Task]) -> None:
     (name, first), *others = tasks.items()
     for other, task in others:
-        if task.tokenizer.get_vocab() != first.tokenizer.get_vocab() or task.stop_token_ids != first.stop_token_ids:
-            raise ConfigError(f"data.tasks: {name} and {other} have different tokenizers; use one for all")
+        if (
+            task.tokenizer.get_vocab() != first.tokenizer.get_vocab()
+            or task.stop_token_ids != first.stop_token_ids
+        ):
+            raise ConfigError(
+                f"data.tasks: {name} and {other} have different tokenizers; use one for all"
+            )
 
 
 def _check(config: Mixture.Config, stages: list[Stage]) -> None:
@@ -152,23 +170,27 @@ def _check(config: Mixture.Config, stages: list[Stage]) -> None:
         raise ConfigError("data.tasks is empty; name at least one task")
     for name, inner in config.tasks.items():
         if not name.isidentifier():
-            raise ConfigError(f"data.tasks has the name {name!r}; it must be letters, digits and underscores")
+            raise ConfigError(
+                f"data.tasks has the name {name!r}; it must be letters, digits and underscores"
+            )
         if inner.max_prompt_tokens > config.max_prompt_tokens:
             raise ConfigError(
-                f"data.tasks.{name}.max_prompt_tokens is {inner.max_prompt_tokens}; "
-                f"it must be at most data.max_prompt_tokens={config.max_prompt_tokens}"
+                f"data.tasks.{name}.max_prompt_tokens is {inner.max_prompt_tokens}; it must be at "
+                f"most data.max_prompt_tokens={config.max_prompt_tokens}"
             )
     _check_weights("data.weights", stages[0].weights, config.tasks)
     for place, (before, stage) in enumerate(pairwise(stages)):
         if stage.first_ordinal <= before.first_ordinal:
             raise ConfigError(
-                f"data.stages.{place}.first_ordinal is {stage.first_ordinal}; "
-                f"it must be above {before.first_ordinal}, where the weights before it begin"
+                f"data.stages.{place}.first_ordinal is {stage.first_ordinal}; it must be above "
+                f"{before.first_ordinal}, where the weights before it begin"
             )
         _check_weights(f"data.stages.{place}.weights", stage.weights, config.tasks)
 
 
-def _check_weights(field_name: str, weights: Mapping[str, float], tasks: Mapping[str, Task.Config]) -> None:
+def _check_weights(
+    field_name: str, weights: Mapping[str, float], tasks: Mapping[str, Task.Config]
+) -> None:
     for name, weight in weights.items():
         if name not in tasks:
             raise ConfigError(f"{field_name} names {name!r}; the tasks are {', '.join(tasks)}")

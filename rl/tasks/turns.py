@@ -22,13 +22,14 @@ class _Pair:
 
 
 class Turns:
-    """An endless sequence of names: in every beginning of it each has its weight's share, give or take 1.68 turns.
+    """An endless sequence of names: in every beginning of it each has its weight's share, give or
+    take 1.68 turns.
 
-    Names pair up as in a Huffman tree of their weights, and every pair cuts its turns in two by rounding. A share w of
-    its parent's P is thus off by at most 1/2, and by w/P of what the parent is off: by 1/2 · (1 + w/P + w/G + …) in
-    all, G the grandparent's and so on. Huffman pairs the lightest first, so an uncle weighs no less than w, and each
-    ancestor no less than the two before it together. Hence the sum is below that of the reciprocals of Fibonacci's
-    numbers, 3.36.
+    Names pair up as in a Huffman tree of their weights, and every pair cuts its turns in two by
+    rounding. A share w of its parent's P is thus off by at most 1/2, and by w/P of what the parent
+    is off: by 1/2 · (1 + w/P + w/G + …) in all, G the grandparent's and so on. Huffman pairs the
+    lightest first, so an uncle weighs no less than w, and each ancestor no less than the two before
+    it together. Hence the sum is below that of the reciprocals of Fibonacci's numbers, 3.36.
     """
 
     def __init__(self, weights: Mapping[str, float]):

@@ -1,1 +1,4 @@
-"""What runs inside one trainer rank. Imports no Monarch: it runs under plain torch.distributed too."""
+"""What runs inside one trainer rank.
+
+Imports no Monarch: it runs under plain torch.distributed too.
+"""

@@ -35,14 +35,20 @@ class DenseAttention(FlexAttention):
         enable_gqa: bool = False,
         **_: Any,
     ) -> torch.Tensor:
-        """q [B, L, N, H], k and v [B, L, N_kv, H], mask bool [B, 1, L, L] (True: attend) -> [B, L, N, H]."""
+        """q [B, L, N, H], k and v [B, L, N_kv, H], mask bool [B, 1, L, L] (True: attend) -> [B, L,
+        N, H].
+        """
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa
+        )
         return out.transpose(1, 2)
 
 
 def dense_mask(positions: torch.Tensor) -> torch.Tensor:
-    """Causal mask within documents, bool [B, 1, L, L]; a document starts where ``positions`` [B, L] is 0."""
+    """Causal mask within documents, bool [B, 1, L, L]; a document starts where ``positions`` [B, L]
+    is 0.
+    """
     document = (positions == 0).cumsum(1)
     length = positions.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=positions.device).tril()
@@ -50,7 +56,9 @@ def dense_mask(positions: torch.Tensor) -> torch.Tensor:
 
 
 def attention_masks(model: "Qwen3Model", positions: torch.Tensor) -> Any:
-    """What the layers of ``model`` need to attend causally within the documents of ``positions`` [B, L]."""
+    """What the layers of ``model`` need to attend causally within the documents of ``positions``
+    [B, L].
+    """
     if isinstance(model.config.first_attention.inner_attention, DenseAttention.Config):
         return dense_mask(positions)
     return model.get_attention_masks(positions)
@@ -77,5 +85,7 @@ def attention_config(name: str, *, context_parallel: bool = False) -> FlexAttent
     if name == "dense":
         return DenseAttention.Config()
     if not cuda:
-        raise ConfigError(f"model.attention is {name!r}, which needs CUDA; this host allows 'auto' and 'dense'")
+        raise ConfigError(
+            f"model.attention is {name!r}, which needs CUDA; this host allows 'auto' and 'dense'"
+        )
     return get_attention_config(name)

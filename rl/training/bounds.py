@@ -1,4 +1,6 @@
-"""Bounds of the numeric fields of torchtitan's dataclasses, which cannot carry rules of their own."""
+"""Bounds of the numeric fields of torchtitan's dataclasses, which cannot carry rules of
+their own.
+"""
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.lora import LoRAConverter
@@ -61,4 +63,5 @@ TORCHTITAN_BOUNDS: dict[type, dict[str, Bounds]] = {
     MemoryBudgetAC.Config: {"memory_budget": SHARE},
     LoRAConverter.Config: {"rank": at_least(1, 65_536), "alpha": above(0, 1e6)},
 }
-"""By dataclass, then by field. A dict's entries are named FIELD.KEY, a list's elements as the list."""
+"""By dataclass, then by field. A dict's entries are named FIELD.KEY, a list's elements as the
+list."""

@@ -1,4 +1,6 @@
-"""Checkpoints of a trainer rank: DCP through torchtitan's manager for resuming, Hugging Face for the world."""
+"""Checkpoints of a trainer rank: DCP through torchtitan's manager for resuming, Hugging Face for
+the world.
+"""
 
 import dataclasses
 import json
@@ -30,11 +32,12 @@ from rl.training.together import failures_as_run_error, on_first_rank
 
 
 class Checkpointer:
-    """Saves to and loads from ``folder``/``config.folder``/step-N; all ranks call each method alike.
+    """Saves to and loads from ``folder``/``config.folder``/step-N; all ranks call each method
+    alike.
 
-    With ``async_mode`` other than ``disabled``, ``save`` returns while the values of that moment are
-    still being written; call ``wait_for_staging`` before the next optimizer step. A save that fails is
-    a RunError of ``save`` itself, else of the next ``save``, ``load`` or ``close``.
+    With ``async_mode`` other than ``disabled``, ``save`` returns while the values of that moment
+    are still being written; call ``wait_for_staging`` before the next optimizer step. A save that
+    fails is a RunError of ``save`` itself, else of the next ``save``, ``load`` or ``close``.
     """
 
     def __init__(self, engine: TrainingEngine, model: ModelConfig, *, folder: str):
@@ -47,9 +50,11 @@ class Checkpointer:
         self.ignored: list[str] = []
         """What ``load`` found to be incomplete, as "checkpoints/step-12"."""
         self.loaded: Path | None = None
-        """Folder of the checkpoint whose ``run_state`` the last ``load`` returned; None without one."""
+        """Folder of the checkpoint whose ``run_state`` the last ``load`` returned; None without
+        one."""
         self._manager = _Manager(
-            # The controller says when; and the manager would count and delete checkpoints that are not complete.
+            # The controller says when; and the manager would count and delete checkpoints that are
+            # not complete.
             dataclasses.replace(config, enable=True, interval=1, keep_latest_k=0),
             dataloader=None,
             model_parts=[],  # its wrapper of the model gathers fused weights and keeps the copies
@@ -79,9 +84,11 @@ class Checkpointer:
         self._manager.maybe_wait_for_staging()
 
     def load(self, step: int = -1) -> dict[str, Any]:
-        """Load checkpoint ``step``, or the newest complete one; where there is none, what the config starts from.
+        """Load checkpoint ``step``, or the newest complete one; where there is none, what the
+        config starts from.
 
-        To ask for a step goes back to it, and for 0 to the start: what is newer is deleted, to be written again.
+        To ask for a step goes back to it, and for 0 to the start: what is newer is deleted, to be
+        written again.
 
         Returns the ``run_state`` of the checkpoint, empty if none was loaded. Raises RunError for a
         checkpoint that is damaged, of another model or not there.
@@ -92,8 +99,12 @@ class Checkpointer:
         found, self.ignored = on_first_rank("looking for checkpoints", lambda: self._find(step))
         if found is not None:
             self.loaded = self._folders.path(found)
-            advice = f"; if it is damaged, deleting {self.loaded} goes back to the checkpoint before it"
-            self._load(self.loaded, found, what=f"loading {self._folders.name(found)}", advice=advice)
+            advice = (
+                f"; if it is damaged, deleting {self.loaded} goes back to the checkpoint before it"
+            )
+            self._load(
+                self.loaded, found, what=f"loading {self._folders.name(found)}", advice=advice
+            )
         elif (path := self._config.initial_load_path) and not self._config.initial_load_in_hf:
             self._load(Path(path), -1, what=f"loading {path}")
             self.loaded = None if self._config.initial_load_model_only else Path(path)
@@ -112,7 +123,10 @@ class Checkpointer:
         on_first_rank(f"saving {folder}", lambda: _replace(folder, partial))
 
     def load_weights(self, folder: Path) -> None:
-        """Take the parameters that ``save_weights`` of any layout wrote. Raises RunError where there are none."""
+        """Take the parameters that ``save_weights`` of any layout wrote.
+
+        Raises RunError where there are none.
+        """
         self._engine.require_resident("load_weights", "model")
         on_first_rank(f"loading {folder}", lambda: read_metadata(folder))
         with failures_as_run_error(f"loading {folder}"):
@@ -120,9 +134,11 @@ class Checkpointer:
         self._engine.weights_loaded()
 
     def export_hf(self, folder: str) -> None:
-        """Write safetensors and config.json that transformers loads, in the dtype the model started from.
+        """Write safetensors and config.json that transformers loads, in the dtype the model started
+        from.
 
-        The checkpoint under way is complete when this returns, so that no later failure of the run loses it.
+        The checkpoint under way is complete when this returns, so that no later failure of the run
+        loses it.
         """
         self._engine.require_resident("export_hf", "model")
         self._hugging_face.export(folder)
@@ -149,20 +165,26 @@ class Checkpointer:
     def _complete(self) -> None:
         """Delete the checkpoints that the one just written replaces, once its files are on disk."""
         on_first_rank(f"checkpoint {self._saving}", lambda: self._folders.sync(self._saving))
-        on_first_rank("deleting old checkpoints", lambda: self._folders.purge(self._config.keep_latest_k))
+        on_first_rank(
+            "deleting old checkpoints", lambda: self._folders.purge(self._config.keep_latest_k)
+        )
 
     def _find(self, step: int) -> tuple[int | None, list[str]]:
         """(the step to load, names of what is incomplete)."""
         complete = self._folders.complete()
         if step not in (-1, 0, *complete):
-            raise RunError(f"there is no complete checkpoint {self._folders.path(step)}; there are {complete}")
+            raise RunError(
+                f"there is no complete checkpoint {self._folders.path(step)}; there are {complete}"
+            )
         if step != -1:
             self._folders.forget_after(step)
         found = max(complete, default=None) if step == -1 else step or None
         return found, [self._folders.name(step) for step in self._folders.incomplete()]
 
     def _load(self, path: Path, step: int, *, what: str, advice: str = "") -> None:
-        """Have the manager load ``step``, which lies at ``path``, once it is known to be of this model."""
+        """Have the manager load ``step``, which lies at ``path``, once it is known to be of this
+        model.
+        """
         weights = self._manager.states[MODEL].state_dict()
         model_only = step == -1 and self._config.initial_load_model_only
         saved = on_first_rank(what, lambda: _saved_shapes(path), advice=advice)
@@ -177,14 +199,20 @@ class Checkpointer:
 
 
 class _Manager(CheckpointManager):
-    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Load without torchtitan's unpickling; what is in Hugging Face's format never comes here."""
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """Load without torchtitan's unpickling; what is in Hugging Face's format never
+        comes here.
+        """
         assert not from_hf
         load(state_dict, Path(checkpoint_id))
 
 
 class _Weights(Stateful):
-    """The live parameters, tied ones once, and persistent buffers, by torchtitan's names: no hook, no gather."""
+    """The live parameters, tied ones once, and persistent buffers, by torchtitan's names: no hook,
+    no gather.
+    """
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -205,10 +233,11 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class _TrainState(Stateful):
-    """What is neither weight nor optimizer: version, counts, random numbers, and the controller's own state.
+    """What is neither weight nor optimizer: version, counts, random numbers, and the controller's
+    own state.
 
-    It is written in the same DCP checkpoint, so that both are complete or neither is. All ranks draw
-    the same random numbers, so that one state is every rank's, in any layout.
+    It is written in the same DCP checkpoint, so that both are complete or neither is. All ranks
+    draw the same random numbers, so that one state is every rank's, in any layout.
     """
 
     def __init__(self, engine: TrainingEngine):
@@ -262,7 +291,8 @@ def _saved_shapes(path: Path) -> Shapes:
     return {
         name: tuple(entry.size)
         for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and name.partition(".")[0] not in (OPTIMIZER, LR_SCHEDULER)
+        if isinstance(entry, TensorStorageMetadata)
+        and name.partition(".")[0] not in (OPTIMIZER, LR_SCHEDULER)
     }
 
 
@@ -271,19 +301,27 @@ def _has_adapters(names: Iterable[str]) -> bool:
 
 
 def _check_model(path: Path, saved: Shapes, ours: Shapes) -> None:
-    """Raise RunError if the ``saved`` weights are not named and sized as ``ours``; DCP ignores surplus ones."""
+    """Raise RunError if the ``saved`` weights are not named and sized as ``ours``; DCP ignores
+    surplus ones.
+    """
     if _has_adapters(ours) and not _has_adapters(saved):
         raise RunError(
-            f"{path} was saved without trainer.lora; give new adapters a base, as trainer.checkpoint.initial_load_path "
-            "with initial_load_model_only=True"
+            f"{path} was saved without trainer.lora; give new adapters a base, as "
+            "trainer.checkpoint.initial_load_path with initial_load_model_only=True"
         )
     if _has_adapters(saved) and not _has_adapters(ours):
-        raise RunError(f"{path} was saved with trainer.lora; load it with that, or start from the run's export")
+        raise RunError(
+            f"{path} was saved with trainer.lora; load it with that, or start from the run's export"
+        )
     fused, fuse = (any(".wqkv." in name for name in names) for names in (saved, ours))
     if fused != fuse:
-        raise RunError(f"{path} was saved with model.fuse_qkv={fused}; load it with that, not with {fuse}")
+        raise RunError(
+            f"{path} was saved with model.fuse_qkv={fused}; load it with that, not with {fuse}"
+        )
     differing = [name for name in {**ours, **saved} if saved.get(name) != ours.get(name)]
     if differing:
         name = differing[0]
         there, here = ([*shapes[name]] if name in shapes else "absent" for shapes in (saved, ours))
-        raise RunError(f"{path} is of another model: {name} is {there} in the checkpoint, {here} in this run")
+        raise RunError(
+            f"{path} is of another model: {name} is {there} in the checkpoint, {here} in this run"
+        )

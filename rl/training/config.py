@@ -6,9 +6,19 @@ from typing import Annotated
 import tyro
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.lora import LoRAConverter
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    default_adamw,
+)
 from torchtitan.components.quantization import Float8LinearConverter
-from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import (
+    CommConfig,
+    CompileConfig,
+    DebugConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 
 from rl.model.shape import ModelConfig
@@ -18,7 +28,10 @@ Float8Config = (
     Annotated[Float8LinearConverter.Config, tyro.conf.subcommand("linear")]
     | Annotated[None, tyro.conf.subcommand("none")]
 )
-LoRAConfig = Annotated[LoRAConverter.Config, tyro.conf.subcommand("on")] | Annotated[None, tyro.conf.subcommand("none")]
+LoRAConfig = (
+    Annotated[LoRAConverter.Config, tyro.conf.subcommand("on")]
+    | Annotated[None, tyro.conf.subcommand("none")]
+)
 
 
 def one_rank() -> ParallelismConfig:
@@ -33,7 +46,9 @@ def ranks_of(parallelism: ParallelismConfig) -> int:
 
 
 def adaptable_layers(model: ModelConfig) -> list[str]:
-    """torchtitan's names of the linear layers that can have adapters: those of attention and feed-forward."""
+    """torchtitan's names of the linear layers that can have adapters: those of attention and
+    feed-forward.
+    """
     return [*(["wqkv"] if model.fuse_qkv else ["wq", "wkv"]), "wo", "w1", "w2", "w3"]
 
 
@@ -43,10 +58,12 @@ class TrainerConfig:
 
     parallelism: ParallelismConfig = field(default_factory=one_rank)
     nodes: Annotated[int, at_least(1, MAX_NODES)] = 1
-    """Nodes that the ranks are divided among, which must divide them. Reference, critic and other roles are on the same
-    nodes: on as many of the first as divide their own ranks."""
+    """Nodes that the ranks are divided among, which must divide them. Reference, critic and other
+    roles are on the same nodes: on as many of the first as divide their own ranks."""
 
-    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(mixed_precision_param="float32"))
+    training: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(mixed_precision_param="float32")
+    )
     """dtype, mixed precision and max_norm (gradient clipping) are read; batch sizes are not."""
 
     optimizer: OptimizersContainer.Config = field(default_factory=lambda: default_adamw(lr=1e-6))
@@ -54,48 +71,65 @@ class TrainerConfig:
         default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
     )
     activation_checkpoint: ActivationCheckpointingConfig = None
-    """What the backward pass computes again; trainer.activation-checkpoint:full on the command line."""
+    """What the backward pass computes again; trainer.activation-checkpoint:full on the command
+    line."""
 
     float8: Float8Config = None
-    """Linear layers in float8, all but the output head; trainer.float8:linear on the command line."""
+    """Linear layers in float8, all but the output head; trainer.float8:linear on the command
+    line."""
 
     lora: LoRAConfig = None
-    """Low-rank adapters, which alone are trained; trainer.lora:on on the command line. target_modules are of wqkv (or
-    wq and wkv, where model.fuse_qkv is off), wo, w1, w2 and w3, and all of these by default."""
+    """Low-rank adapters, which alone are trained; trainer.lora:on on the command line.
+    target_modules are of wqkv (or wq and wkv, where model.fuse_qkv is off), wo, w1, w2 and w3, and
+    all of these by default."""
 
     compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint: CheckpointManager.Config = field(
         default_factory=lambda: CheckpointManager.Config(
-            enable=True, folder="checkpoints", interval=50, keep_latest_k=2, initial_load_model_only=False
+            enable=True,
+            folder="checkpoints",
+            interval=50,
+            keep_latest_k=2,
+            initial_load_model_only=False,
         )
     )
-    """folder is inside the run folder; interval is in optimizer steps; keep_latest_k counts complete checkpoints.
+    """folder is inside the run folder; interval is in optimizer steps; keep_latest_k counts
+    complete checkpoints.
 
-    A run ends with a checkpoint in any case. A run without one starts from initial_load_path, where that is set: a
-    checkpoint of another run, of which initial_load_model_only takes the weights alone.
+    A run ends with a checkpoint in any case. A run without one starts from initial_load_path, where
+    that is set: a checkpoint of another run, of which initial_load_model_only takes the weights
+    alone.
     """
     comm: CommConfig = field(default_factory=lambda: CommConfig(trace_buf_size=0))
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     micro_batch_size: Annotated[int, at_least(1, 10**6)] = 32
-    """Most sequences per forward pass of a data-parallel rank, where micro_batch_tokens is unset."""
+    """Most sequences per forward pass of a data-parallel rank, where micro_batch_tokens is
+    unset."""
 
     micro_batch_tokens: Annotated[int | None, at_least(1)] = None
-    """Most tokens per forward pass of a data-parallel rank, padding included; at least the longest sequence."""
+    """Most tokens per forward pass of a data-parallel rank, padding included; at least the longest
+    sequence."""
 
     packing: bool = True
-    """Whether a row may hold several sequences, each with a mask of its own; else every row is padded."""
+    """Whether a row may hold several sequences, each with a mask of its own; else every row is
+    padded."""
 
     logits_mib: Annotated[int, at_least(1, 10**7)] = 1024
-    """Float32 logits that exist at once on a rank, in MiB; more of them are computed in chunks, and twice."""
+    """Float32 logits that exist at once on a rank, in MiB; more of them are computed in chunks, and
+    twice."""
 
     max_skipped_steps: Annotated[int, at_least(0)] = 3
-    """Optimizer steps in a row that may be skipped for a non-finite gradient; one more ends the run."""
+    """Optimizer steps in a row that may be skipped for a non-finite gradient; one more ends the
+    run."""
 
     @property
     def dp_degree(self) -> int:
         """Into how many parts a batch is cut."""
-        return self.parallelism.data_parallel_replicate_degree * self.parallelism.data_parallel_shard_degree
+        return (
+            self.parallelism.data_parallel_replicate_degree
+            * self.parallelism.data_parallel_shard_degree
+        )
 
     @property
     def compiles_model(self) -> bool:

@@ -9,7 +9,8 @@ from torchtitan.distributed.context_parallel.api import cp_shard
 
 
 class SequenceShard:
-    """Which cells of rows [B, L] this rank of a context-parallel mesh runs, as ``balancer`` deals them.
+    """Which cells of rows [B, L] this rank of a context-parallel mesh runs, as ``balancer`` deals
+    them.
 
     All ranks compute the loss of whole rows alike; each keeps the gradient of its own cells only,
     so that the sum over ranks counts every cell once.
@@ -27,7 +28,9 @@ class SequenceShard:
         """
         dense = isinstance(masks, torch.Tensor)
         order = torch.arange(rows[0].shape[1], device=rows[0].device).expand_as(rows[0])
-        (*mine, own), block_masks = cp_shard(self._mesh, (*rows, order), None if dense else masks, self._balancer)
+        (*mine, own), block_masks = cp_shard(
+            self._mesh, (*rows, order), None if dense else masks, self._balancer
+        )
         self._own, self._all = own, _all_gather(own.contiguous(), self._group)
         if not dense:
             return mine, block_masks
@@ -36,12 +39,15 @@ class SequenceShard:
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Values of all cells [B, L], from this rank's [B, L / ranks] and the others'."""
-        return _Gather.apply(values, self._own, self._all, self._group)  # type: ignore[no-any-return]
+        # type: ignore[no-any-return]
+        return _Gather.apply(values, self._own, self._all, self._group)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, own: torch.Tensor, order: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, values: torch.Tensor, own: torch.Tensor, order: torch.Tensor, group: Any
+    ) -> torch.Tensor:
         ctx.save_for_backward(own)
         gathered = _all_gather(values.contiguous(), group)
         return torch.empty_like(gathered).scatter_(1, order, gathered)

@@ -29,7 +29,8 @@ from rl.training.model import build_model, reshard
 from rl.types import Batch, Head
 
 Loss = Callable[[Tokens], PerToken]
-"""From the tokens of weight above 0 of some whole sequences to the loss of each, [C], and metrics; C may be 0."""
+"""From the tokens of weight above 0 of some whole sequences to the loss of each, [C], and metrics;
+C may be 0."""
 
 
 class TrainingEngine:
@@ -41,7 +42,7 @@ class TrainingEngine:
         engine = TrainingEngine(config, model, seed=0, steps=100, folder="run")
         mine = batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
         outputs, metrics = engine.forward_backward(mine, loss)    # any number of times
-        metrics = engine.optim_step()                             # divides once, clips, steps, zeroes
+        metrics = engine.optim_step()               # divides once, clips, steps, zeroes
 
     Losses are per token, weighted and summed; ``optim_step`` divides by the weight of all that was
     accumulated on all ranks. So the gradient is that of the whole batch, however it was cut (C1).
@@ -71,7 +72,8 @@ class TrainingEngine:
 
         self.model = build_model(config, model, self.dims, head=head, seed=seed, folder=folder)
         self._merged = MergedWeights(self.model)
-        # After the model, whose initializers draw as much as a rank's shards ask for: from here on all draw alike.
+        # After the model, whose initializers draw as much as a rank's shards ask for: from here on
+        # all draw alike.
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])
         self.optimizers = config.optimizer.build(model_parts=[self.model])
         self.schedule = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=steps)
@@ -96,10 +98,14 @@ class TrainingEngine:
         self.is_leader = dist.get_rank() % same_batch == 0
         """Whether this is the first rank of its data-parallel rank."""
         balancer = config.parallelism.context_parallel_load_balancer
-        self._sequence = SequenceShard(self.dims.get_mesh("cp"), balancer) if self.dims.cp_enabled else None
+        self._sequence = (
+            SequenceShard(self.dims.get_mesh("cp"), balancer) if self.dims.cp_enabled else None
+        )
 
     def from_leader(self, batch: Batch | None) -> Batch:
-        """The leader's batch, on every rank of the same data-parallel rank; the others may pass None."""
+        """The leader's batch, on every rank of the same data-parallel rank; the others may pass
+        None.
+        """
         if self._same_batch is not None:
             held = [batch]
             dist.broadcast_object_list(held, group=self._same_batch, group_src=0)
@@ -109,7 +115,9 @@ class TrainingEngine:
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """``logprobs`` and ``entropy`` of each token, or a critic's ``values``, float32 [T] in the batch's order."""
+        """``logprobs`` and ``entropy`` of each token, or a critic's ``values``, float32 [T] in the
+        batch's order.
+        """
         self.require_resident("forward", "model")
         outputs = _Outputs()
         for micro in self._micro_batches(batch):
@@ -121,11 +129,13 @@ class TrainingEngine:
     def forward_backward(
         self, batch: Batch, loss: Loss, *, temperature: float = 1.0, weight: float = 1.0
     ) -> tuple[dict[str, torch.Tensor], Metrics]:
-        """Add the gradient of the batch's weighted loss, times ``weight``; may be called several times.
+        """Add the gradient of the batch's weighted loss, times ``weight``; may be called several
+        times.
 
         ``weight`` scales the gradient linearly and leaves the denominator of ``optim_step`` alone.
         Returns what ``forward`` does, and metrics reduced over all ranks: ``loss/mean`` is the
-        weighted mean. Raises RunError, naming the loss, if the loss returns something other than a :data:`PerToken`.
+        weighted mean. Raises RunError, naming the loss, if the loss returns something other than a
+        :data:`PerToken`.
         """
         self.require_resident("forward_backward", "model", "optimizer")
         outputs = _Outputs()
@@ -159,19 +169,30 @@ class TrainingEngine:
         accumulated. The others take the config's place for this step, in all parameter groups.
 
         A non-finite gradient norm skips the step on every rank and changes nothing but the counts.
-        Raises RunError at one more in a row than ``config.max_skipped_steps``. Returns its own metrics, and
-        those of ``forward_backward`` over all calls since the last step. ``trainer/updates`` is 1 if the gradient and
-        a learning rate were above 0, so that weights changed.
+        Raises RunError at one more in a row than ``config.max_skipped_steps``. Returns its own
+        metrics, and those of ``forward_backward`` over all calls since the last step.
+        ``trainer/updates`` is 1 if the gradient and a learning rate were above 0, so that weights
+        changed.
         """
         self.require_resident("optim_step", "model", "optimizer")
         if self.version == self._steps:
-            raise RuntimeError(f"optim_step: the schedule ends after {self._steps} steps; build the engine with more")
-        weight = self._over_batch(self._weight, dist.ReduceOp.SUM) if denominator is None else denominator
+            raise RuntimeError(
+                f"optim_step: the schedule ends after {self._steps} steps; build the engine with "
+                "more"
+            )
+        weight = (
+            self._over_batch(self._weight, dist.ReduceOp.SUM)
+            if denominator is None
+            else denominator
+        )
         if weight == 0:
             raise RuntimeError(
-                "optim_step: no weight was accumulated; call forward_backward with a batch of weight > 0 first"
+                "optim_step: no weight was accumulated; call forward_backward with a batch of "
+                "weight > 0 first"
             )
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        parameters = [
+            parameter for parameter in self.model.parameters() if parameter.grad is not None
+        ]
         for parameter in parameters:
             parameter.grad.mul_(1.0 / weight)
         norm = titan_dist.clip_grad_norm_(
@@ -180,14 +201,19 @@ class TrainingEngine:
             foreach=True,
             ep_enabled=self.dims.ep_enabled,
         ).item()
-        rates = {name: lr if lr is not None else rate for name, rate in self.schedule.get_metrics().items()}
+        rates = {
+            name: lr if lr is not None else rate
+            for name, rate in self.schedule.get_metrics().items()
+        }
         self._step_or_skip(norm, lr=lr, betas=betas, weight_decay=weight_decay)
         totals = self._totals.reduce()
         self._forget_gradients()
         if self.skipped_in_a_row > self.config.max_skipped_steps:
             raise RunError(
-                f"{self.skipped_in_a_row} optimizer steps in a row had a gradient norm of {norm} and were skipped, "
-                f"more than trainer.max_skipped_steps={self.config.max_skipped_steps}: lower the learning rate"
+                f"{self.skipped_in_a_row} optimizer steps in a row had a gradient norm of {norm} "
+                "and were skipped, more than "
+                f"trainer.max_skipped_steps={self.config.max_skipped_steps}: lower the learning "
+                "rate"
             )
         learned = math.isfinite(norm) and norm > 0 and max(rates.values()) > 0
         own = {
@@ -200,7 +226,9 @@ class TrainingEngine:
         return totals | Metrics(own)
 
     def _step_or_skip(self, norm: float, **overrides: Any) -> None:
-        """Step with ``overrides`` in the config's place if the gradient norm is finite; count either case."""
+        """Step with ``overrides`` in the config's place if the gradient norm is finite; count
+        either case.
+        """
         if not math.isfinite(norm):
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
@@ -213,12 +241,16 @@ class TrainingEngine:
         self.skipped_in_a_row = 0
 
     def parts(self) -> Parts:
-        """This rank's live shards of the weights that the policy acts by: adapters are merged into them."""
+        """This rank's live shards of the weights that the policy acts by: adapters are merged into
+        them.
+        """
         self.require_resident("parts", "model")
         return self._merged.parts()
 
     def weights_loaded(self) -> None:
-        """To be called by whoever has written into the parameters; what was accumulated is of others."""
+        """To be called by whoever has written into the parameters; what was accumulated is of
+        others.
+        """
         self._forget_gradients()
         self._merged.refresh()
 
@@ -227,13 +259,20 @@ class TrainingEngine:
         self._weight, self._totals = 0.0, MetricTotals(self.device, self._batch_group)
 
     def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
-        """Move parameters, or gradients and optimizer state, to host memory; their device memory is free."""
+        """Move parameters, or gradients and optimizer state, to host memory; their device memory is
+        free.
+        """
         reshard(self.model)
         if model and not self._host["model"].holds:
             self._host["model"].take([*self.model.parameters(), *self._merged.buffers.values()])
         if optimizer and not self._host["optimizer"].holds:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            states = [value for each in self.optimizers for state in each.state.values() for value in state.values()]
+            states = [
+                value
+                for each in self.optimizers
+                for state in each.state.values()
+                for value in state.values()
+            ]
             self._host["optimizer"].take([*gradients, *(value for value in states if value.dim())])
 
     def onload(self, *, model: bool = True, optimizer: bool = True) -> None:
@@ -243,7 +282,9 @@ class TrainingEngine:
                 self._host[name].bring_back()
 
     def require_resident(self, call: str, *names: str) -> None:
-        """Raise RuntimeError if the ``model`` or ``optimizer`` is away, saying that ``call`` needs it."""
+        """Raise RuntimeError if the ``model`` or ``optimizer`` is away, saying that ``call`` needs
+        it.
+        """
         for name in names:
             if self._host[name].holds:
                 raise RuntimeError(f"{call}: the {name} is offloaded; call onload() first")
@@ -286,7 +327,9 @@ class TrainingEngine:
         if self._sequence is not None:
             cells, masks = self._sequence.shard(*cells, masks=masks)
         tokens, targets, positions = cells
-        said = self.model(tokens, targets, positions=positions, attention_masks=masks, temperature=temperature)
+        said = self.model(
+            tokens, targets, positions=positions, attention_masks=masks, temperature=temperature
+        )
         if self._sequence is not None:
             said = {name: self._sequence.gather(values) for name, values in said.items()}
         return {name: micro.per_token(values) for name, values in said.items()}
@@ -318,7 +361,9 @@ class _Outputs:
         self._values: list[torch.Tensor] = []
 
     def put(self, micro: MicroBatch, values: dict[str, torch.Tensor]) -> None:
-        """Add a micro-batch's tokens; they stay on the device, so that it need not be waited for."""
+        """Add a micro-batch's tokens; they stay on the device, so that it need not be
+        waited for.
+        """
         self._index.append(micro.index)
         self._names = list(values)
         self._values.append(torch.stack([*values.values()]))

@@ -1,4 +1,6 @@
-"""Hugging Face safetensors in and out: each rank reads and writes exactly its own parts of the weights."""
+"""Hugging Face safetensors in and out: each rank reads and writes exactly its own parts of the
+weights.
+"""
 
 import json
 import math
@@ -35,10 +37,11 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class HuggingFaceFolders:
-    """Reads a model's weights from Hugging Face folders and writes them as such; all ranks call alike.
+    """Reads a model's weights from Hugging Face folders and writes them as such; all ranks call
+    alike.
 
-    Nothing is gathered: beside its own parts a rank holds one piece of a tensor at a time. Where one
-    rank fails, all of them raise RunError with its rank and cause.
+    Nothing is gathered: beside its own parts a rank holds one piece of a tensor at a time. Where
+    one rank fails, all of them raise RunError with its rank and cause.
     """
 
     def __init__(self, engine: TrainingEngine, shape: ModelShape, source: str | None):
@@ -56,18 +59,24 @@ class HuggingFaceFolders:
 
     @torch.no_grad()
     def export(self, folder: str) -> None:
-        """Write the weights in the dtype that the model started from, config.json, and what the source adds.
+        """Write the weights in the dtype that the model started from, config.json, and what the
+        source adds.
 
-        Adapters are merged into these, and written beside them in ``adapter``, for PEFT.
-        Files are split as the source's are. ``folder`` appears when it is whole, in place of an earlier export.
+        Adapters are merged into these, and written beside them in ``adapter``, for PEFT. Files are
+        split as the source's are. ``folder`` appears when it is whole, in place of an earlier
+        export.
         """
         whole = Path(folder)
         partial = whole.with_name(f"{whole.name}.partial")
         dtype = TORCH_DTYPE_MAP.get(self._shape.dtype, torch.float32)
         parts, adapters = self._engine.parts(), adapter_tensors(self._model, self._names)
         layouts = on_first_rank("export", lambda: self._create(whole, partial, dtype))
-        written = on_every_rank("export", lambda: self._write(partial, self._own(parts), layouts, dtype))
-        on_first_rank("export", lambda: self._finish(whole, partial, layouts, sum(written), adapters))
+        written = on_every_rank(
+            "export", lambda: self._write(partial, self._own(parts), layouts, dtype)
+        )
+        on_first_rank(
+            "export", lambda: self._finish(whole, partial, layouts, sum(written), adapters)
+        )
 
     def _tensors(self) -> Shapes:
         return self._names.tensors({name: part.shape for name, part in self._parts().items()})
@@ -79,7 +88,9 @@ class HuggingFaceFolders:
             del parts["lm_head.weight"]
         return parts
 
-    def _by_file(self, parts: Parts, files: dict[str, str]) -> Iterator[tuple[str, list[tuple[Piece, torch.Tensor]]]]:
+    def _by_file(
+        self, parts: Parts, files: dict[str, str]
+    ) -> Iterator[tuple[str, list[tuple[Piece, torch.Tensor]]]]:
         """The pieces of ``parts``, each with the part it indexes, file by file."""
         pieces = [
             (files[piece.tensor], (piece, part.tensor))
@@ -101,7 +112,9 @@ class HuggingFaceFolders:
 
     def _create(self, whole: Path, partial: Path, dtype: torch.dtype) -> dict[str, "_FileLayout"]:
         if whole.exists() and any(whole.iterdir()) and not any(whole.glob("*.safetensors")):
-            raise RunError(f"{whole} holds something other than a model; name another folder to export to")
+            raise RunError(
+                f"{whole} holds something other than a model; name another folder to export to"
+            )
         tensors = self._tensors()
         files = files_of(self._source, tensors) if self._source is not None else {}
         if not files.keys() >= tensors.keys():
@@ -120,7 +133,9 @@ class HuggingFaceFolders:
         weights = named_weights(self._model)
         return {name: part for name, part in parts.items() if _is_first_replica(weights[name])}
 
-    def _write(self, folder: Path, parts: Parts, layouts: dict[str, "_FileLayout"], dtype: torch.dtype) -> int:
+    def _write(
+        self, folder: Path, parts: Parts, layouts: dict[str, "_FileLayout"], dtype: torch.dtype
+    ) -> int:
         files = {tensor: file for file, layout in layouts.items() for tensor in layout.starts}
         written = 0
         for file, pieces in self._by_file(parts, files):
@@ -143,20 +158,29 @@ class HuggingFaceFolders:
     ) -> None:
         total = sum(layout.size - len(layout.header) for layout in layouts.values())
         if written != total:
-            raise RunError(f"the ranks wrote {written} of {total} bytes: their parts do not tile the model")
+            raise RunError(
+                f"the ranks wrote {written} of {total} bytes: their parts do not tile the model"
+            )
         if [*layouts] != [ONE_FILE]:
             index = {tensor: file for file, layout in layouts.items() for tensor in layout.starts}
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
             (partial / INDEX).write_text(text)
         self._describe(partial)
         if lora := self._engine.config.lora:
-            write_adapter(partial / "adapter", adapters, lora, base=str(self._source) if self._source else None)
+            write_adapter(
+                partial / "adapter",
+                adapters,
+                lora,
+                base=str(self._source) if self._source else None,
+            )
         if whole.exists():
             shutil.rmtree(whole)
         partial.rename(whole)
 
     def _describe(self, folder: Path) -> None:
-        """Put config, tokenizer and templates of the source beside the weights; without its config, one of our own."""
+        """Put config, tokenizer and templates of the source beside the weights; without its config,
+        one of our own.
+        """
         if self._source is not None:
             for path in chain.from_iterable(map(self._source.glob, DESCRIPTIONS)):
                 if not path.name.endswith(".safetensors.index.json"):
@@ -188,11 +212,17 @@ def _file_layout(tensors: Shapes, dtype: torch.dtype) -> _FileLayout:
     starts, end = {}, 0
     for name, shape in tensors.items():
         starts[name], end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _DTYPES[dtype], "shape": [*shape], "data_offsets": [starts[name], end]}
+        entries[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": [*shape],
+            "data_offsets": [starts[name], end],
+        }
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     header = len(text).to_bytes(8, "little") + text
-    return _FileLayout(header, {name: len(header) + start for name, start in starts.items()}, len(header) + end)
+    return _FileLayout(
+        header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
+    )
 
 
 def _split(tensors: Shapes, dtype: torch.dtype) -> dict[str, str]:
@@ -216,15 +246,22 @@ def _is_first_replica(parameter: torch.Tensor) -> bool:
 
 
 def _write_piece(file: int, piece: Piece, start: int, values: torch.Tensor) -> None:
-    """Write ``values`` into the tensor that begins at byte ``start``, whole rows at once where it can.
+    """Write ``values`` into the tensor that begins at byte ``start``, whole rows at once where it
+    can.
 
-    Not through a memory map: there a full disk kills the process, and two hosts overwrite each other's
-    part of a page that they share on a network file system.
+    Not through a memory map: there a full disk kills the process, and two hosts overwrite each
+    other's part of a page that they share on a network file system.
     """
     row_bytes = math.prod(piece.shape[1:]) * values.element_size()
-    first = start + piece.there.offset[0] * row_bytes + sum(piece.there.offset[1:]) * values.element_size()
+    first = (
+        start
+        + piece.there.offset[0] * row_bytes
+        + sum(piece.there.offset[1:]) * values.element_size()
+    )
     rows = values.view(torch.uint8).numpy()
-    for index, run in enumerate(rows.reshape(1, -1) if piece.there.shape[1:] == piece.shape[1:] else rows):
+    for index, run in enumerate(
+        rows.reshape(1, -1) if piece.there.shape[1:] == piece.shape[1:] else rows
+    ):
         _write_all(file, memoryview(run), first + index * row_bytes)
 
 

@@ -31,19 +31,26 @@ class StoredTensor(NamedTuple):
 
 
 def check_folder(folder: Path, shape: ModelShape) -> None:
-    """Raise ConfigError, naming file and tensor, unless ``folder`` holds the weights of a model of ``shape``.
+    """Raise ConfigError, naming file and tensor, unless ``folder`` holds the weights of a model of
+    ``shape``.
 
     Reads headers alone, and a few rows of a tied head if the folder has one.
     """
     require(
         not (folder / ADAPTER).exists(),
-        f"{folder} has an {ADAPTER}: transformers would add the adapter to the weights; merge it, or move it away",
+        (
+            f"{folder} has an {ADAPTER}: transformers would add the adapter to the weights; merge "
+            "it, or move it away"
+        ),
     )
     stored = stored_tensors(folder)
     layers, experts = shape.n_layers, shape.num_experts or 1
     require(  # before the names of that many are listed
         layers * experts <= len(stored),
-        f"{folder} holds {len(stored)} tensors, fewer than num_hidden_layers={layers} times num_experts={experts}",
+        (
+            f"{folder} holds {len(stored)} tensors, fewer than num_hidden_layers={layers} times "
+            f"num_experts={experts}"
+        ),
     )
     check_tensors(folder, stored, hugging_face_tensors(shape))
     if shape.tie_embeddings and HEAD in stored:
@@ -59,21 +66,31 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if not index.is_file():
         require(
             one_file.is_file(),
-            f"{folder} has neither {ONE_FILE} nor {INDEX}; save the model with transformers' save_pretrained",
+            (
+                f"{folder} has neither {ONE_FILE} nor {INDEX}; save the model with transformers' "
+                "save_pretrained"
+            ),
         )
         return dict(_read_header(one_file))
     files = _read_index(index)
     require(
         not one_file.is_file() or set(files.values()) == {ONE_FILE},
-        f"{folder} holds both {ONE_FILE} and {INDEX} of other files; remove the one that is out of date",
+        (
+            f"{folder} holds both {ONE_FILE} and {INDEX} of other files; remove the one that is "
+            "out of date"
+        ),
     )
     stored: dict[str, StoredTensor] = {}
     for file in sorted(set(files.values())):
         require(
-            (folder / file).is_file(), f"{folder} lacks {file}, which {INDEX} names; copy or download the file again"
+            (folder / file).is_file(),
+            f"{folder} lacks {file}, which {INDEX} names; copy or download the file again",
         )
         for name, tensor in _read_header(folder / file):
-            require(name not in stored, f"{folder}: {name} is in both {stored.get(name, tensor).file} and {file}")
+            require(
+                name not in stored,
+                f"{folder}: {name} is in both {stored.get(name, tensor).file} and {file}",
+            )
             stored[name] = tensor
     for name, file in files.items():
         there = stored[name].file if name in stored else "none of the files"
@@ -88,18 +105,27 @@ def files_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes) -> None:
-    """Raise ConfigError, naming file and tensor, unless the ``stored`` tensors can become those ``wanted``."""
+    """Raise ConfigError, naming file and tensor, unless the ``stored`` tensors can become those
+    ``wanted``.
+    """
     missing = [name for name in wanted if name not in stored]
     require(not missing, f"{folder} lacks {_first_of(missing)}; its config.json asks for it")
     # A tied model has no head of its own, and rotary frequencies are computed.
-    surplus = [name for name in stored if name not in wanted and name != HEAD and not name.endswith(".inv_freq")]
+    surplus = [
+        name
+        for name in stored
+        if name not in wanted and name != HEAD and not name.endswith(".inv_freq")
+    ]
     require(not surplus, f"{folder} holds {_first_of(surplus)}, for which the model has no place")
     for name, shape in wanted.items():
         file, there, dtype = stored[name]
         require(there == shape, f"{folder / file}: {name} is {[*there]}, the model's is {[*shape]}")
         require(
             dtype in READABLE,
-            f"{folder / file}: {name} is {dtype}; it must be one of {', '.join(READABLE)}: dequantise the model first",
+            (
+                f"{folder / file}: {name} is {dtype}; it must be one of {', '.join(READABLE)}: "
+                "dequantise the model first"
+            ),
         )
 
 
@@ -111,14 +137,19 @@ def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
                 yield name, StoredTensor(path.name, tuple(header.get_shape()), header.get_dtype())
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {error}; it is damaged or no safetensors file: copy or download it again"
+            f"{path} cannot be read: {error}; it is damaged or no safetensors file: copy or "
+            "download it again"
         ) from None
 
 
 def _read_index(path: Path) -> dict[str, str]:
     """The index's {tensor: file name}."""
     files = read_json(path.name, path).get("weight_map")
-    holds = isinstance(files, dict) and bool(files) and all(isinstance(file, str) for file in files.values())
+    holds = (
+        isinstance(files, dict)
+        and bool(files)
+        and all(isinstance(file, str) for file in files.values())
+    )
     require(holds, f"{path} has no weight_map, which says for each tensor in which file it is")
     for file in set(files.values()):  # type: ignore[union-attr]
         require(Path(file).name == file, f"{path} names {file!r}; it must be a file of the folder")
@@ -126,15 +157,17 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _check_tied_head(folder: Path, stored: dict[str, StoredTensor]) -> None:
-    """Raise ConfigError unless the stored head is the embedding, by some of its rows: else transformers unties them."""
+    """Raise ConfigError unless the stored head is the embedding, by some of its rows: else
+    transformers unties them.
+    """
     shapes = [stored[name].shape for name in (EMBEDDING, HEAD)]
     same = shapes[0] == shapes[1] and all(
         map(torch.equal, _some_rows(folder, stored, EMBEDDING), _some_rows(folder, stored, HEAD))
     )
     require(
         same,
-        f"{folder / stored[HEAD].file}: {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=True; "
-        f"set it to false, or remove {HEAD}",
+        f"{folder / stored[HEAD].file}: {HEAD} differs from {EMBEDDING}, but config.json has "
+        f"tie_word_embeddings=True; set it to false, or remove {HEAD}",
     )
 
 

@@ -1,4 +1,6 @@
-"""Where the parameters of torchtitan's Qwen3 lie in Hugging Face's tensors, rectangle by rectangle."""
+"""Where the parameters of torchtitan's Qwen3 lie in Hugging Face's tensors, rectangle by
+rectangle.
+"""
 
 import re
 from collections.abc import Iterator
@@ -43,8 +45,9 @@ class Piece(NamedTuple):
 class HuggingFaceNames:
     """The table of torchtitan's adapter, and what it does to shapes.
 
-    Most parameters are one tensor. The rows of a fused qkv weight lie group by group of its key-value
-    heads: the group's query heads, its key head, its value head. Experts [E, ...] are a tensor each.
+    Most parameters are one tensor. The rows of a fused qkv weight lie group by group of its
+    key-value heads: the group's query heads, its key head, its value head. Experts [E, ...] are a
+    tensor each.
     """
 
     def __init__(self, model: Qwen3Model.Config):
@@ -52,11 +55,17 @@ class HuggingFaceNames:
         self._names = {ours: theirs for theirs, ours in table.items() if ours is not None}
         attention = model.first_attention
         head = attention.head_dim
-        self._group_rows = {"wq": attention.n_heads // attention.n_kv_heads * head, "wk": head, "wv": head}
+        self._group_rows = {
+            "wq": attention.n_heads // attention.n_kv_heads * head,
+            "wk": head,
+            "wv": head,
+        }
 
     def tensors(self, parameters: Shapes) -> Shapes:
         """The Hugging Face tensors that hold ``parameters``, in the parameters' order."""
-        return {block.tensor: block.shape for item in parameters.items() for block in self.blocks(*item)}
+        return {
+            block.tensor: block.shape for item in parameters.items() for block in self.blocks(*item)
+        }
 
     def pieces(self, name: str, shape: tuple[int, ...], box: Box) -> Iterator[Piece]:
         """The pieces that tile ``box`` of parameter ``name`` of ``shape``."""
@@ -66,18 +75,29 @@ class HuggingFaceNames:
                 continue
             lacks = len(shape) - len(block.shape)
             starts = zip(common.offset[lacks:], block.box.offset[lacks:], block.offset, strict=True)
-            there = Box(tuple(ours - begin + theirs for ours, begin, theirs in starts), common.shape[lacks:])
+            there = Box(
+                tuple(ours - begin + theirs for ours, begin, theirs in starts), common.shape[lacks:]
+            )
             here = common.slices_in(box)
-            yield Piece(block.tensor, block.shape, there, (*(s.start for s in here[:lacks]), *here[lacks:]))
+            yield Piece(
+                block.tensor, block.shape, there, (*(s.start for s in here[:lacks]), *here[lacks:])
+            )
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
-        """The blocks that tile parameter ``name`` of ``shape``; raises RunError if it has no place there."""
+        """The blocks that tile parameter ``name`` of ``shape``; raises RunError if it has no place
+        there.
+        """
         if "qkv_linear.wqkv." in name:
             yield from self._fused_blocks(name, shape)
         elif ".inner_experts." in name:
             for expert in range(shape[0]):
                 begin = (0,) * (len(shape) - 1)
-                yield Block(self._translate(name, expert), shape[1:], Box((expert, *begin), (1, *shape[1:])), begin)
+                yield Block(
+                    self._translate(name, expert),
+                    shape[1:],
+                    Box((expert, *begin), (1, *shape[1:])),
+                    begin,
+                )
         else:
             yield Block(self._translate(name), shape, Box.whole(shape), (0,) * len(shape))
 

@@ -19,13 +19,16 @@ from rl.types import Head
 def trainer_layout(
     config: TrainerConfig, model: ModelConfig, *, head: Head = "logprobs", adapters: bool = False
 ) -> tuple[Layout, ...]:
-    """What each rank of the trainer holds, from rank 0 on, as torchtitan shards the model; its ``adapters`` too if so.
+    """What each rank of the trainer holds, from rank 0 on, as torchtitan shards the model; its
+    ``adapters`` too if so.
 
     Builds rank 0's model without memory, in a process group that is gone afterwards and reaches
     nobody; takes seconds at any size. Raises RuntimeError in a process that is in a group already.
     """
     if dist.is_initialized():
-        raise RuntimeError("trainer_layout makes a process group of its own; call it in a process that has none")
+        raise RuntimeError(
+            "trainer_layout makes a process group of its own; call it in a process that has none"
+        )
     dist.init_process_group("fake", rank=0, world_size=config.ranks)
     try:
         dims = ParallelDims.from_config(config.parallelism, config.ranks)
@@ -49,8 +52,15 @@ def _regions(name: str, parameter: torch.Tensor, ranks: int) -> list[Region]:
 
 
 @cache
-def _boxes(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]) -> list[Box]:
-    """Of a tensor of ``shape``, what each place of a mesh holds, in the mesh's own order; layers are alike."""
+def _boxes(
+    shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]
+) -> list[Box]:
+    """Of a tensor of ``shape``, what each place of a mesh holds, in the mesh's own order; layers
+    are alike.
+    """
     places = itertools.product(*map(range, mesh))
-    held = (_compute_local_shape_and_global_offset(shape, mesh, list(place), placements) for place in places)
+    held = (
+        _compute_local_shape_and_global_offset(shape, mesh, list(place), placements)
+        for place in places
+    )
     return [Box(offset, local) for local, offset in held]

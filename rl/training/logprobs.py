@@ -1,4 +1,6 @@
-"""Log-probabilities and entropies straight from hidden states, never from the logits of a whole batch."""
+"""Log-probabilities and entropies straight from hidden states, never from the logits of a whole
+batch.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,7 +43,9 @@ class LogProbHead(Linear):
             group = weight.device_mesh.get_group()
             weight = weight.to_local()
         if isinstance(hidden, DTensor):
-            hidden = hidden.to_local(grad_placements=[Partial()])  # each rank's part of the vocabulary adds its own
+            hidden = hidden.to_local(
+                grad_placements=[Partial()]
+            )  # each rank's part of the vocabulary adds its own
         return linear_logprobs(
             hidden,
             weight,
@@ -67,7 +71,8 @@ def linear_logprobs(
 
     ``hidden`` [..., D], ``targets`` int64 [...]; ``weight`` [V, D], or with a ``group`` this rank's
     rows of it, cut as torch.chunk cuts ``vocab_size`` rows. Results are float32, shaped like
-    ``targets``. The gradient of ``hidden`` is this rank's part: their sum over the group is the whole.
+    ``targets``. The gradient of ``hidden`` is this rank's part: their sum over the group is the
+    whole.
     """
     first = 0
     if group is not None:
@@ -78,8 +83,10 @@ def linear_logprobs(
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Forward: two all-reduces of a few numbers per token. Backward: none, since the gradient of a
-    rank's logits needs its own probabilities only."""
+    """Forward: two all-reduces of a few numbers per token.
+
+    Backward: none, since the gradient of a rank's logits needs its own probabilities only.
+    """
 
     @staticmethod
     def forward(
@@ -92,7 +99,11 @@ class _LinearLogProbs(torch.autograd.Function):
         group: Any,
     ) -> Any:
         logprobs, entropy = (torch.empty_like(targets, dtype=torch.float32) for _ in range(2))
-        targets, log_total, kept = targets.flatten(), torch.empty(len(hidden), device=hidden.device), None
+        targets, log_total, kept = (
+            targets.flatten(),
+            torch.empty(len(hidden), device=hidden.device),
+            None,
+        )
         for chunk in _chunks(len(hidden), chunk_tokens):
             z = _scaled_logits(hidden[chunk], weight, temperature)
             peak = z.amax(-1)
@@ -123,12 +134,18 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, targets, entropy, log_total = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         trained = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None  # chunks add up in full
+        grad_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if trained else None
+        )  # chunks add up in full
         for chunk in _chunks(len(hidden), ctx.chunk_tokens):
             logp, ctx.kept = ctx.kept, None
             if logp is None:
-                logp = _scaled_logits(hidden[chunk], weight, ctx.temperature).sub_(log_total[chunk].unsqueeze(-1))
-            grad_logprobs, grad_entropy = (g if g is None else g.flatten()[chunk].unsqueeze(-1) for g in grads)
+                logp = _scaled_logits(hidden[chunk], weight, ctx.temperature).sub_(
+                    log_total[chunk].unsqueeze(-1)
+                )
+            grad_logprobs, grad_entropy = (
+                g if g is None else g.flatten()[chunk].unsqueeze(-1) for g in grads
+            )
             # d logp / dz = onehot - p;  dH / dz = -p (log p + H)
             grad = logp.exp()
             if grad_entropy is None:
@@ -146,7 +163,14 @@ class _LinearLogProbs(torch.autograd.Function):
             elif grad_weight is not None:
                 grad_weight += grad.T @ hidden[chunk]
             del logp, grad
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _chunks(tokens: int, size: int) -> Iterator[slice]:

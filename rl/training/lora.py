@@ -1,4 +1,6 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) beside the policy's linear layers, and the weights that they come to."""
+"""Low-rank adapters (LoRA, arXiv:2106.09685) beside the policy's linear layers, and the weights
+that they come to.
+"""
 
 from typing import Any
 
@@ -14,24 +16,34 @@ from rl.training.model import parts_of
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that have an adapter, by the names of their weights."""
     modules = model.named_modules()
-    return {canonical_fqn(f"{name}.weight"): module for name, module in modules if hasattr(module, "lora_a")}
+    return {
+        canonical_fqn(f"{name}.weight"): module
+        for name, module in modules
+        if hasattr(module, "lora_a")
+    }
 
 
 def whole_adapter(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [rank, in] and B [out, rank] of an adapted layer, float32; they are small, so that every rank gathers both."""
+    """A [rank, in] and B [out, rank] of an adapted layer, float32; they are small, so that every
+    rank gathers both.
+    """
     return _whole(layer.lora_a.weight), _whole(layer.lora_b.weight)
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().float()
+    return (
+        (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().float()
+    )
 
 
 class MergedWeights:
-    """This rank's parts of the weights that the policy acts by: W + alpha / rank * B @ A where there is an adapter.
+    """This rank's parts of the weights that the policy acts by: W + alpha / rank * B @ A where
+    there is an adapter.
 
-    Layers without one are the live parameters themselves. The others have memory of their own from the first call of
-    ``parts`` on, into which ``refresh`` merges anew; all ranks call both alike. A rank merges its own shard alone, in
-    float32. CUDA takes the same lines and is not covered by the tests.
+    Layers without one are the live parameters themselves. The others have memory of their own from
+    the first call of ``parts`` on, into which ``refresh`` merges anew; all ranks call both alike. A
+    rank merges its own shard alone, in float32. CUDA takes the same lines and is not covered by the
+    tests.
     """
 
     def __init__(self, model: nn.Module):
@@ -45,7 +57,10 @@ class MergedWeights:
         if not self.buffers:
             self.buffers = {name: torch.empty_like(parts[name].tensor) for name in self._adapted}
             self.refresh()
-        return {name: part._replace(tensor=self.buffers.get(name, part.tensor)) for name, part in parts.items()}
+        return {
+            name: part._replace(tensor=self.buffers.get(name, part.tensor))
+            for name, part in parts.items()
+        }
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -53,5 +68,8 @@ class MergedWeights:
         parts = parts_of(self._model)
         for name, merged in self.buffers.items():
             layer, part = self._adapted[name], parts[name]
-            (a, b), (rows, columns) = whole_adapter(layer), part.box.slices_in(Box.whole(part.shape))
+            (a, b), (rows, columns) = (
+                whole_adapter(layer),
+                part.box.slices_in(Box.whole(part.shape)),
+            )
             merged.copy_(part.tensor + layer._lora_scaling * (b[rows] @ a[:, columns]))

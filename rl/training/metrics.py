@@ -11,7 +11,10 @@ from rl.observe.metrics import Metrics, Value
 
 
 class MetricTotals:
-    """Sums and extremes, kept on the device until ``reduce``. Every metric declares its reduction."""
+    """Sums and extremes, kept on the device until ``reduce``.
+
+    Every metric declares its reduction.
+    """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None):
         self._device, self._group = device, group
@@ -20,7 +23,9 @@ class MetricTotals:
         self._signs: dict[str, float] = {}
 
     def add(self, loss: torch.Tensor, metrics: Mapping[str, Metric], weights: torch.Tensor) -> None:
-        """Count the loss of each token by its weight, and the other metrics by whether it has one."""
+        """Count the loss of each token by its weight, and the other metrics by whether it
+        has one.
+        """
         self._add_sum("loss/mean", loss, weights)
         counted = weights > 0
         for name, (values, reduction, where) in metrics.items():

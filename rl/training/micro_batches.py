@@ -37,7 +37,8 @@ class MicroBatch:
     Of the T tokens of its sequences, end to end, token t has place ``index[t]`` in the batch that
     was cut, and is predicted in cell ``cells[t]`` of the flattened rectangle, unless ``first[t]``
     says that nothing predicts it. ``counted`` int64 [C] are the t of weight above 0; ``sequence``
-    int64 [C], which of the micro-batch's sequences each is of, ``weights`` and columns [C] are theirs.
+    int64 [C], which of the micro-batch's sequences each is of, ``weights`` and columns [C] are
+    theirs.
     """
 
     index: torch.Tensor
@@ -53,9 +54,15 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on ``device``; ``index`` stays where the outputs are put together."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("index", "columns")}
+        tensors = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("index", "columns")
+        }
         columns = {name: values.to(device) for name, values in self.columns.items()}
-        return replace(self, columns=columns, **{name: tensor.to(device) for name, tensor in tensors.items()})
+        return replace(
+            self, columns=columns, **{name: tensor.to(device) for name, tensor in tensors.items()}
+        )
 
     def per_token(self, values: torch.Tensor) -> torch.Tensor:
         """Values of the cells [B, L] as values of the tokens [T]; 0 where nothing predicts."""
@@ -67,7 +74,9 @@ Rows = list[list[int]]
 
 
 def plan(batch: Batch, cutting: Cutting) -> list[Rows]:
-    """Micro-batches of the batch's sequences, longest first, so that neighbours have like lengths."""
+    """Micro-batches of the batch's sequences, longest first, so that neighbours have like
+    lengths.
+    """
     sizes = _sizes(batch)
     planned: list[_Filling] = []
     for sequence in sorted(range(len(batch)), key=lambda i: (-sizes[i], i)):
@@ -102,7 +111,9 @@ def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
         return out.view(shape)
 
     filled = rectangle(torch.ones_like(predicted)).bool()
-    padding = (~filled).cumsum(1).sub(1).clamp(max=longest - 1)  # may outgrow the model's longest sequence
+    padding = (
+        (~filled).cumsum(1).sub(1).clamp(max=longest - 1)
+    )  # may outgrow the model's longest sequence
     counted = (part.weights > 0).nonzero().squeeze(1)
     return MicroBatch(
         index=batch.token_index(sequences),
@@ -145,7 +156,9 @@ class _Filling:
         """Whether the sequence fitted in: first where a row has room, else in a new row."""
         if self.cutting.tokens is None and self._count == self.cutting.sequences:
             return False
-        row = next((r for r, used in enumerate(self._used) if self._has_room(used, size)), len(self.rows))
+        row = next(
+            (r for r, used in enumerate(self._used) if self._has_room(used, size)), len(self.rows)
+        )
         used = [*self._used, 0][: max(row + 1, len(self._used))]
         used[row] += size
         cells = len(used) * _round_up(max(used), self.cutting.multiple_of)
@@ -163,7 +176,9 @@ class _Filling:
 
 
 def _sizes(batch: Batch) -> list[int]:
-    """Cells that each sequence takes: one less than its tokens, since the last one predicts nothing."""
+    """Cells that each sequence takes: one less than its tokens, since the last one predicts
+    nothing.
+    """
     return [length - 1 for length in batch.lengths.tolist()]
 
 

@@ -64,9 +64,17 @@ class HeadedModel(Qwen3Model):
 
 
 def build_model(
-    config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *, head: Head, seed: int, folder: str
+    config: TrainerConfig,
+    model: ModelConfig,
+    dims: ParallelDims,
+    *,
+    head: Head,
+    seed: int,
+    folder: str,
 ) -> HeadedModel:
-    """torchtitan's Qwen3, parallelized by torchtitan, with weights that depend on ``seed`` alone."""
+    """torchtitan's Qwen3, parallelized by torchtitan, with weights that depend on ``seed``
+    alone.
+    """
     built = sharded_model(config, model, dims, head=head, folder=folder)
     if device_type() == "cpu":
         use_onednn()
@@ -81,7 +89,12 @@ def build_model(
 
 
 def sharded_model(
-    config: TrainerConfig, model: ModelConfig, dims: ParallelDims, *, head: Head = "logprobs", folder: str
+    config: TrainerConfig,
+    model: ModelConfig,
+    dims: ParallelDims,
+    *,
+    head: Head = "logprobs",
+    folder: str,
 ) -> HeadedModel:
     """The same model on the meta device: shapes and placements, without memory."""
     shape = shape_of(model)
@@ -119,7 +132,10 @@ def sharded_model(
 
 
 def _log_prob_head(head: Linear.Config, logits_mib: int) -> LogProbHead.Config:
-    """A LogProbHead in place of ``head``. It keeps the sharding of the weight and sees to its activations itself."""
+    """A LogProbHead in place of ``head``.
+
+    It keeps the sharding of the weight and sees to its activations itself.
+    """
     weight_only = ShardingConfig(state_shardings=head.sharding_config.state_shardings)
     return LogProbHead.Config(
         in_features=head.in_features,
@@ -131,12 +147,16 @@ def _log_prob_head(head: Linear.Config, logits_mib: int) -> LogProbHead.Config:
 
 
 def _value_head(head: Linear.Config) -> ValueHead.Config:
-    """A ValueHead in place of ``head``, whole on every tensor-parallel rank; it begins by expecting nothing."""
+    """A ValueHead in place of ``head``, whole on every tensor-parallel rank; it begins by expecting
+    nothing.
+    """
     return ValueHead.Config(
         in_features=head.in_features,
         out_features=1,
         param_init={"weight": nn.init.zeros_},
-        sharding_config=ShardingConfig(state_shardings={"weight": dense_param_placement(tp=spmd.R)}),
+        sharding_config=ShardingConfig(
+            state_shardings={"weight": dense_param_placement(tp=spmd.R)}
+        ),
     )
 
 
@@ -146,21 +166,28 @@ def _in_float8(
     """``model_config`` with its linear layers in float8."""
     converter = dataclasses.replace(
         float8,
-        # Log-probs are what RL stands on, and a token's experts should not hang on the rounding of a score.
+        # Log-probs are what RL stands on, and a token's experts should not hang on the rounding of
+        # a score.
         filter_fqns=[*float8.filter_fqns, "lm_head", "router.gate"],
         model_compile_enabled=compiled,
     )
     return converter.build().convert(model_config)
 
 
-def _with_adapters(model_config: Qwen3Model.Config, lora: LoRAConverter.Config, layers: list[str]) -> Qwen3Model.Config:
-    """``model_config`` with adapters at the layers that ``lora`` names, or all of ``layers``; the rest is frozen."""
+def _with_adapters(
+    model_config: Qwen3Model.Config, lora: LoRAConverter.Config, layers: list[str]
+) -> Qwen3Model.Config:
+    """``model_config`` with adapters at the layers that ``lora`` names, or all of ``layers``; the
+    rest is frozen.
+    """
     converter = dataclasses.replace(lora, target_modules=lora.target_modules or layers)
     return converter.build().convert(model_config)
 
 
 def _tie_after_tensor_parallel(model: HeadedModel) -> None:
-    """Let FSDP see one weight: torchtitan's tensor parallelism unties it, and FSDP would pad the two apart."""
+    """Let FSDP see one weight: torchtitan's tensor parallelism unties it, and FSDP would pad the
+    two apart.
+    """
     parallelize = model.parallelize
 
     def parallelize_and_tie(dims: ParallelDims) -> None:
@@ -171,13 +198,18 @@ def _tie_after_tensor_parallel(model: HeadedModel) -> None:
 
 
 def _keep_gradients_of_experts(model: Qwen3Model) -> None:
-    """Mend what tensor parallelism does to gradients on their way back from torchtitan's experts."""
+    """Mend what tensor parallelism does to gradients on their way back from torchtitan's
+    experts.
+    """
 
     def mend(_experts: nn.Module, args: tuple) -> tuple:
         x, scores, *routing = args
         if isinstance(x._local_tensor, AsyncCollectiveTensor):
-            x._local_tensor = x._local_tensor.trigger_wait()  # torch's local_map waits too, but drops the gradient
-        # Each rank has a part of a score's gradient: unless added up here, DTensor scatters them over uneven rows.
+            x._local_tensor = (
+                x._local_tensor.trigger_wait()
+            )  # torch's local_map waits too, but drops the gradient
+        # Each rank has a part of a score's gradient: unless added up here, DTensor scatters them
+        # over uneven rows.
         return x, scores.redistribute(placements=scores.placements), *routing
 
     for layer in model.layers.values():
@@ -197,13 +229,19 @@ def _init_parameters(model: nn.Module, seed: int) -> None:
             key = f"{seed}:{canonical_fqn(f'{prefix}.{name}')}"
             full = torch.empty(parameter.shape, dtype=torch.float32)
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))
+                torch.manual_seed(
+                    int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+                )
                 init(full)
-            local_tensor(parameter).copy_(full[local_box(parameter).slices_in(Box.whole(full.shape))])
+            local_tensor(parameter).copy_(
+                full[local_box(parameter).slices_in(Box.whole(full.shape))]
+            )
 
 
 def reshard(model: nn.Module) -> None:
-    """Make the parameters shards again: FSDP keeps the head whole for a backward pass, which may not come."""
+    """Make the parameters shards again: FSDP keeps the head whole for a backward pass, which may
+    not come.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -213,7 +251,9 @@ def local_box(parameter: torch.Tensor) -> Box:
     """Which part of the whole parameter this rank holds."""
     if not isinstance(parameter, DTensor):
         return Box.whole(parameter.shape)
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
     return Box(tuple(offset), tuple(shape))
 
 
@@ -243,4 +283,6 @@ def parts_of(model: nn.Module) -> Parts:
 
 def part_of(name: str, parameter: torch.Tensor) -> Part:
     """This rank's part of one tensor."""
-    return Part(Region(name, tuple(parameter.shape), local_box(parameter)), local_tensor(parameter).detach())
+    return Part(
+        Region(name, tuple(parameter.shape), local_box(parameter)), local_tensor(parameter).detach()
+    )

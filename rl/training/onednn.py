@@ -1,4 +1,6 @@
-"""oneDNN for the float32 matrix products of a trainer on CPU, in place of MKL, which takes twice as long on AMD."""
+"""oneDNN for the float32 matrix products of a trainer on CPU, in place of MKL, which takes twice as
+long on AMD.
+"""
 
 import torch
 
@@ -6,18 +8,24 @@ _kernels: torch.library.Library | None = None  # they are undone with it
 
 
 def use_onednn() -> None:
-    """Make oneDNN the CPU kernel of ``mm`` in this process, below autograd, DTensor and compiled code."""
+    """Make oneDNN the CPU kernel of ``mm`` in this process, below autograd, DTensor and compiled
+    code.
+    """
     global _kernels
     if _kernels is None and torch.backends.mkldnn.is_available():
         _kernels = torch.library.Library("aten", "IMPL")
         _kernels.impl("mm", _mm, "CPU", allow_override=True)
-        _kernels.impl("mm.out", lambda a, b, *, out: out.copy_(_mm(a, b)), "CPU", allow_override=True)
+        _kernels.impl(
+            "mm.out", lambda a, b, *, out: out.copy_(_mm(a, b)), "CPU", allow_override=True
+        )
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if not (a.dtype == b.dtype == torch.float32 and a.numel() and b.numel()):
         return torch.addmm(a.new_zeros(()), a, b, beta=0)
     times = torch.ops.mkldnn._linear_pointwise.default  # x @ weight.T
-    if not a.is_contiguous() and b.numel() < a.numel():  # oneDNN's left side is copied: let that be the smaller
+    if (
+        not a.is_contiguous() and b.numel() < a.numel()
+    ):  # oneDNN's left side is copied: let that be the smaller
         return times(b.T, a, None, "none", [], "").T  # type: ignore[no-any-return]
     return times(a, b.T, None, "none", [], "")  # type: ignore[no-any-return]

@@ -15,7 +15,8 @@ from rl.training.lora import adapted_layers, whole_adapter
 
 
 def adapter_tensors(model: nn.Module, names: HuggingFaceNames) -> dict[str, torch.Tensor]:
-    """PEFT's tensors, whole and float32, on every rank; all ranks call alike. Empty for a model without adapters.
+    """PEFT's tensors, whole and float32, on every rank; all ranks call alike. Empty for a model
+    without adapters.
 
     The parts that Hugging Face has of a fused weight share A and have their rows of B.
     """
@@ -24,7 +25,9 @@ def adapter_tensors(model: nn.Module, names: HuggingFaceNames) -> dict[str, torc
         a, b = (tensor.cpu() for tensor in whole_adapter(layer))
         for block in names.blocks(name, tuple(b.shape)):
             module = f"base_model.model.{block.tensor.removesuffix('.weight')}"
-            tensors[f"{module}.lora_A.weight"] = a.clone()  # safetensors refuses to write shared memory
+            tensors[f"{module}.lora_A.weight"] = (
+                a.clone()
+            )  # safetensors refuses to write shared memory
             rows = tensors.setdefault(f"{module}.lora_B.weight", torch.empty(block.shape))
             there = Box(block.offset, block.box.shape).slices_in(Box.whole(block.shape))
             rows[there] = b[block.box.slices_in(Box.whole(tuple(b.shape)))]
@@ -34,7 +37,9 @@ def adapter_tensors(model: nn.Module, names: HuggingFaceNames) -> dict[str, torc
 def write_adapter(
     folder: Path, tensors: dict[str, torch.Tensor], lora: LoRAConverter.Config, *, base: str | None
 ) -> None:
-    """Make ``folder`` one that PEFT loads onto the model ``base``, None where that is nowhere to be found."""
+    """Make ``folder`` one that PEFT loads onto the model ``base``, None where that is nowhere to be
+    found.
+    """
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

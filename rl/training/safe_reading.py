@@ -1,4 +1,6 @@
-"""Reading of DCP checkpoints that runs no code of theirs: pickles of plain data alone are accepted."""
+"""Reading of DCP checkpoints that runs no code of theirs: pickles of plain data alone are
+accepted.
+"""
 
 import io
 import pickle
@@ -29,8 +31,22 @@ from rl.errors import RunError
 _ALLOWED = {
     (allowed.__module__, allowed.__qualname__): allowed
     for allowed in (
-        *(Metadata, StorageMeta, MetadataIndex, _StorageInfo, BytesStorageMetadata, TensorStorageMetadata),
-        *(ChunkStorageMetadata, TensorProperties, _MEM_FORMAT_ENCODING, torch.Size, _get_layout, PosixPath),
+        *(
+            Metadata,
+            StorageMeta,
+            MetadataIndex,
+            _StorageInfo,
+            BytesStorageMetadata,
+            TensorStorageMetadata,
+        ),
+        *(
+            ChunkStorageMetadata,
+            TensorProperties,
+            _MEM_FORMAT_ENCODING,
+            torch.Size,
+            _get_layout,
+            PosixPath,
+        ),
     )
 }
 """Classes in the metadata of a checkpoint; data types of torch are allowed too."""
@@ -45,7 +61,10 @@ def load(state: dict[str, Any], folder: Path) -> None:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Metadata of the checkpoint in ``folder``. Raises RunError if more than metadata is in its file."""
+    """Metadata of the checkpoint in ``folder``.
+
+    Raises RunError if more than metadata is in its file.
+    """
     return _Reader(folder).read_metadata()
 
 
@@ -70,7 +89,9 @@ class _Planner(DefaultLoadPlanner):
             entry = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             found = re.search(r"GLOBAL (\S+)", str(error))
-            raise _refused(self._folder, f"its entry {name}", found[1] if found else "more than plain data") from error
+            raise _refused(
+                self._folder, f"its entry {name}", found[1] if found else "more than plain data"
+            ) from error
         set_element(self.original_state_dict, self.mappings[name], entry)
 
 
@@ -89,6 +110,6 @@ class _Unpickler(pickle.Unpickler):
 
 def _refused(folder: Path, where: str, what: str) -> RunError:
     return RunError(
-        f"{folder} is refused: {where} names {what}, which no checkpoint needs and which could run code; nothing of it "
-        "was run. Take a checkpoint that Tiller wrote"
+        f"{folder} is refused: {where} names {what}, which no checkpoint needs and which could run "
+        "code; nothing of it was run. Take a checkpoint that Tiller wrote"
     )

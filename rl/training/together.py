@@ -19,18 +19,25 @@ def on_first_rank(what: str, step: Callable[[], T], *, advice: str = "") -> T:
 
 
 def on_every_rank(what: str, step: Callable[[], T]) -> list[T]:
-    """What ``step`` returns on each rank, on all ranks. Raises RunError, on all ranks, if it fails on one."""
+    """What ``step`` returns on each rank, on all ranks.
+
+    Raises RunError, on all ranks, if it fails on one.
+    """
     with failures_as_run_error(what):
         return _DistWrapper(None, True, 0).all_gather(what, step)
 
 
 @contextlib.contextmanager
 def failures_as_run_error(what: str, *, advice: str = "") -> Iterator[None]:
-    """Turn DCP's CheckpointException into a RunError that names the first rank to fail and why it did."""
+    """Turn DCP's CheckpointException into a RunError that names the first rank to fail and why it
+    did.
+    """
     try:
         yield
     except CheckpointException as error:  # a BaseException: it would end the actor without a word
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, RunError):
             raise cause from error
-        raise RunError(f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}{advice}") from error
+        raise RunError(
+            f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}{advice}"
+        ) from error

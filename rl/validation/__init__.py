@@ -44,7 +44,10 @@ def _validate_sampling(rollout: RolloutConfig) -> None:
     for name, value, allowed in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         require(
             value == allowed,
-            f"rollout.{name} is {value}; it must be {allowed}: the trainer knows no log-probs of a cut distribution",
+            (
+                f"rollout.{name} is {value}; it must be {allowed}: the trainer knows no log-probs "
+                "of a cut distribution"
+            ),
         )
 
 
@@ -54,21 +57,27 @@ def _validate_checkpoint(config: RunConfig) -> None:
     taken = (*RESERVED, *config.roles)
     require(
         bool(re.fullmatch(r"[\w-]+", folder)) and folder not in taken,
-        f"trainer.checkpoint.folder is {folder!r}; it must be a name of letters, digits, _ and - for a folder in "
-        f"the run folder, other than {', '.join(taken)}",
+        f"trainer.checkpoint.folder is {folder!r}; it must be a name of letters, digits, _ and - "
+        f"for a folder in the run folder, other than {', '.join(taken)}",
     )
     require(
         not checkpoint.load_only,
-        "trainer.checkpoint.load_only is True; it must be False, or no step would ever be saved: to start from "
-        "another run's checkpoint, set trainer.checkpoint.initial_load_path",
+        "trainer.checkpoint.load_only is True; it must be False, or no step would ever be saved: "
+        "to start from another run's checkpoint, set trainer.checkpoint.initial_load_path",
     )
     require(
         step == -1,
-        f"trainer.checkpoint.load_step is {step}; it must be -1: --resume goes on from the newest, losing no work",
+        (
+            f"trainer.checkpoint.load_step is {step}; it must be -1: --resume goes on from the "
+            "newest, losing no work"
+        ),
     )
     require(
         mode != "async_with_pinned_mem" or config.hardware.kind == "cuda",
-        f"trainer.checkpoint.async_mode is {mode!r}, which needs CUDA; on CPU 'disabled' and 'async' are allowed",
+        (
+            f"trainer.checkpoint.async_mode is {mode!r}, which needs CUDA; on CPU 'disabled' and "
+            "'async' are allowed"
+        ),
     )
 
 
@@ -77,8 +86,9 @@ def _validate_training_modes(trainer: TrainerConfig, hardware: HardwareConfig) -
         emulate = trainer.float8.emulate
         require(
             emulate or hardware.computes_float8,
-            f"trainer.float8.emulate is False; it must be True where hardware.device is {hardware.device!r}: only a "
-            "GPU that computes in float8 (NVIDIA SM89 or AMD gfx942, or later) need not emulate it",
+            "trainer.float8.emulate is False; it must be True where hardware.device is "
+            f"{hardware.device!r}: only a GPU that computes in float8 (NVIDIA SM89 or AMD gfx942, "
+            "or later) need not emulate it",
         )
         require(
             not (emulate and trainer.compiles_model),
@@ -86,9 +96,10 @@ def _validate_training_modes(trainer: TrainerConfig, hardware: HardwareConfig) -
             "emulated float8 cannot be compiled",
         )
     require(
-        trainer.compiles_model or not isinstance(trainer.activation_checkpoint, MemoryBudgetAC.Config),
-        "trainer.activation_checkpoint is memory-budget, which only a compiled model can keep: "
-        "set trainer.compile.enable to True, or choose selective, full or none",
+        trainer.compiles_model
+        or not isinstance(trainer.activation_checkpoint, MemoryBudgetAC.Config),
+        "trainer.activation_checkpoint is memory-budget, which only a compiled model can keep: set "
+        "trainer.compile.enable to True, or choose selective, full or none",
     )
 
 
@@ -98,17 +109,24 @@ def _validate_lora(config: RunConfig) -> None:
         return
     allowed = adaptable_layers(config.model)
     require(
-        lora.target_modules is None or (bool(lora.target_modules) and set(lora.target_modules) <= set(allowed)),
-        f"trainer.lora.target_modules is {lora.target_modules}; it must be None, for all, or some of {allowed} "
-        f"with model.fuse_qkv={config.model.fuse_qkv}",
+        lora.target_modules is None
+        or (bool(lora.target_modules) and set(lora.target_modules) <= set(allowed)),
+        f"trainer.lora.target_modules is {lora.target_modules}; it must be None, for all, or some "
+        f"of {allowed} with model.fuse_qkv={config.model.fuse_qkv}",
     )
     require(
         shape.num_experts == 0,
-        f"trainer.lora is on; it must be none with the model's {shape.num_experts} experts, which have no adapters",
+        (
+            f"trainer.lora is on; it must be none with the model's {shape.num_experts} experts, "
+            "which have no adapters"
+        ),
     )
     require(
         config.trainer.float8 is None,
-        "trainer.lora is on; it must be none with trainer.float8: the two are not supported together",
+        (
+            "trainer.lora is on; it must be none with trainer.float8: the two are not supported "
+            "together"
+        ),
     )
 
 
@@ -116,28 +134,37 @@ def _validate_slurm(slurm: SlurmConfig) -> None:
     try:
         limit = slurm.time_s
     except ValueError:
-        allowed = "minutes, minutes:seconds, hours:minutes:seconds or days-hours[:minutes[:seconds]]"
+        allowed = (
+            "minutes, minutes:seconds, hours:minutes:seconds or days-hours[:minutes[:seconds]]"
+        )
         raise ConfigError(f"slurm.time is {slurm.time!r}; it must be empty, or {allowed}") from None
     require(
         limit is None or limit > slurm.warn_s,
-        f"slurm.warn_s is {slurm.warn_s}; it must be less than slurm.time={slurm.time!r}, which is {limit} s, or "
-        "each attempt is told to leave as it begins",
+        f"slurm.warn_s is {slurm.warn_s}; it must be less than slurm.time={slurm.time!r}, which is "
+        f"{limit} s, or each attempt is told to leave as it begins",
     )
 
 
 def _validate_lengths(config: RunConfig) -> None:
     """Of prompts and completions, in tokens."""
-    shape, prompt, completion = shape_of(config.model), config.data.max_prompt_tokens, config.rollout.max_tokens
+    shape, prompt, completion = (
+        shape_of(config.model),
+        config.data.max_prompt_tokens,
+        config.rollout.max_tokens,
+    )
     longest = prompt + completion
     require(
         longest <= shape.max_seq_len,
-        f"data.max_prompt_tokens={prompt} + rollout.max_tokens={completion} "
-        f"is {longest}; it must be at most model.max_seq_len={shape.max_seq_len}",
+        f"data.max_prompt_tokens={prompt} + rollout.max_tokens={completion} is {longest}; it must "
+        f"be at most model.max_seq_len={shape.max_seq_len}",
     )
     budget = config.trainer.micro_batch_tokens
     require(
         budget is None or budget >= longest,
-        f"trainer.micro_batch_tokens is {budget}; it must be at least {longest}, the longest prompt and completion",
+        (
+            f"trainer.micro_batch_tokens is {budget}; it must be at least {longest}, the longest "
+            "prompt and completion"
+        ),
     )
 
 
@@ -145,13 +172,13 @@ def _validate_push(config: RunConfig) -> None:
     push = config.weights
     require(
         push.transport != "cuda_ipc" or config.hardware.kind == "cuda",
-        "weights.transport is 'cuda_ipc', which needs CUDA; on CPU 'auto', 'shared_memory', 'rdma' and 'torchstore' "
-        "are allowed",
+        "weights.transport is 'cuda_ipc', which needs CUDA; on CPU 'auto', 'shared_memory', 'rdma' "
+        "and 'torchstore' are allowed",
     )
     require(
         not push.delta or push.transport in ("auto", "rdma", "torchstore"),
-        f"weights.delta is True; with weights.transport={push.transport!r} it must be False: a copy of everything is "
-        "as quick there",
+        f"weights.delta is True; with weights.transport={push.transport!r} it must be False: a "
+        "copy of everything is as quick there",
     )
 
 
@@ -159,12 +186,15 @@ def _validate_pipeline(rollout: RolloutConfig) -> None:
     parts, field_name = rollout.parts_per_step, "rollout.parts_per_step"
     require(
         parts == 1 or rollout.pipeline == "asynchronous",
-        f"{field_name} is {parts}; it must be 1 unless rollout.pipeline is 'asynchronous': the order in which groups "
-        "finish would change the numbers",
+        f"{field_name} is {parts}; it must be 1 unless rollout.pipeline is 'asynchronous': the "
+        "order in which groups finish would change the numbers",
     )
     require(
         parts <= rollout.prompts_per_step,
-        f"{field_name} is {parts}; it must be at most rollout.prompts_per_step={rollout.prompts_per_step}",
+        (
+            f"{field_name} is {parts}; it must be at most "
+            f"rollout.prompts_per_step={rollout.prompts_per_step}"
+        ),
     )
 
 
@@ -172,90 +202,116 @@ def _validate_algorithm(config: RunConfig) -> None:
     algorithm, prompts = config.algorithm, config.rollout.prompts_per_step
     require(
         algorithm.mini_batch == 0 or prompts % algorithm.mini_batch == 0,
-        f"algorithm.mini_batch is {algorithm.mini_batch}; it must divide rollout.prompts_per_step={prompts}",
+        (
+            f"algorithm.mini_batch is {algorithm.mini_batch}; it must divide "
+            f"rollout.prompts_per_step={prompts}"
+        ),
     )
     whole = config.updates_per_step > 1 or not algorithm.advantage.by_group
     parts, field_name = config.rollout.parts_per_step, "rollout.parts_per_step"
     require(
         parts == 1 or not whole,
-        f"{field_name} is {parts}; it must be 1 where a step has several updates or its advantages are compared over "
-        f"all groups: the whole batch must be there",
+        f"{field_name} is {parts}; it must be 1 where a step has several updates or its advantages "
+        "are compared over all groups: the whole batch must be there",
     )
     require(
         not (algorithm.loss.kl_coef and algorithm.reward_kl_coef),
-        f"algorithm.reward_kl_coef is {algorithm.reward_kl_coef}; it must be 0 with algorithm.loss.kl_coef="
-        f"{algorithm.loss.kl_coef}: the penalty stands in the loss or in the reward",
+        f"algorithm.reward_kl_coef is {algorithm.reward_kl_coef}; it must be 0 with "
+        f"algorithm.loss.kl_coef={algorithm.loss.kl_coef}: the penalty stands in the loss or in "
+        "the reward",
     )
     require(
         not algorithm.loss.kl_coef or algorithm.loss.kl_estimator != "k1",
-        "algorithm.loss.kl_estimator is 'k1', whose gradient is 0 on average; in a loss it must be 'k2' or 'k3'; with "
-        "algorithm.reward_kl_coef it can be any",
+        "algorithm.loss.kl_estimator is 'k1', whose gradient is 0 on average; in a loss it must be "
+        "'k2' or 'k3'; with algorithm.reward_kl_coef it can be any",
     )
     steering = algorithm.adaptive_kl
     require(
         steering.rate * steering.clip < 1,
-        f"algorithm.adaptive_kl.rate={steering.rate} times algorithm.adaptive_kl.clip={steering.clip} is "
-        f"{steering.rate * steering.clip}; it must be below 1, or a step could turn the coefficient to 0 or below",
+        f"algorithm.adaptive_kl.rate={steering.rate} times "
+        f"algorithm.adaptive_kl.clip={steering.clip} is {steering.rate * steering.clip}; it must "
+        "be below 1, or a step could turn the coefficient to 0 or below",
     )
     for number, correction in enumerate(algorithm.corrections):
         if isinstance(correction, MaskedIS.Config):
             require(
                 correction.low <= correction.high,
-                f"algorithm.corrections.{number}.low is {correction.low}; it must be at most high={correction.high}, "
-                "or every token is masked",
+                f"algorithm.corrections.{number}.low is {correction.low}; it must be at most "
+                f"high={correction.high}, or every token is masked",
             )
     require(
         algorithm.adaptive_kl.target == 0 or algorithm.kl_coef > 0,
         f"algorithm.adaptive_kl.target is {algorithm.adaptive_kl.target}; it must be 0 where no "
         "algorithm.loss.kl_coef or algorithm.reward_kl_coef above 0 is there to steer",
     )
-    alone = config.colocate != "all" or (config.rollout.max_staleness == 0 and config.generator.enforce_eager)
+    alone = config.colocate != "all" or (
+        config.rollout.max_staleness == 0 and config.generator.enforce_eager
+    )
     require(
         alone,
-        "colocate is 'all'; it must be 'none' or 'models' unless rollout.max_staleness is 0 (nothing is generated "
-        "while the trainer has the devices) and generator.enforce_eager is True (compiled code keeps addresses)",
+        "colocate is 'all'; it must be 'none' or 'models' unless rollout.max_staleness is 0 "
+        "(nothing is generated while the trainer has the devices) and generator.enforce_eager is "
+        "True (compiled code keeps addresses)",
     )
     longest = config.rollout.max_tokens
     require(
         algorithm.overlong_buffer <= longest,
-        f"algorithm.overlong_buffer is {algorithm.overlong_buffer}; it must be at most rollout.max_tokens={longest}",
+        (
+            f"algorithm.overlong_buffer is {algorithm.overlong_buffer}; it must be at most "
+            f"rollout.max_tokens={longest}"
+        ),
     )
 
 
 def _validate_roles(config: RunConfig) -> None:
-    words, longest = shape_of(config.model).vocab_size, config.data.max_prompt_tokens + config.rollout.max_tokens
+    words, longest = (
+        shape_of(config.model).vocab_size,
+        config.data.max_prompt_tokens + config.rollout.max_tokens,
+    )
     for name, role in config.roles.items():
         taken = (*RESERVED, "checkpoints", "generator", "policy", "reward", "trainer")
         require(
             name.isidentifier() and name not in taken,
-            f"roles: {name!r} cannot be the name of a role; it must be an identifier other than {list(taken)}",
+            (
+                f"roles: {name!r} cannot be the name of a role; it must be an identifier other "
+                f"than {list(taken)}"
+            ),
         )
         shape = shape_of(role.model)
         require(
             shape.vocab_size == words,
-            f"roles.{name}.model.vocab_size is {shape.vocab_size}; it must be that of the policy, {words}",
+            (
+                f"roles.{name}.model.vocab_size is {shape.vocab_size}; it must be that of the "
+                f"policy, {words}"
+            ),
         )
         require(
             shape.max_seq_len >= longest,
-            f"roles.{name}.model.max_seq_len is {shape.max_seq_len}; it must be at least {longest}, the longest prompt "
-            "and completion",
+            f"roles.{name}.model.max_seq_len is {shape.max_seq_len}; it must be at least "
+            f"{longest}, the longest prompt and completion",
         )
         require(
             bool(role.checkpoint or (role.model.hf_path and role.head == "logprobs")),
-            f"roles.{name}.checkpoint is not set; it must say where the weights are, or model.hf_path where "
-            f"roles.{name}.head is 'logprobs'",
+            f"roles.{name}.checkpoint is not set; it must say where the weights are, or "
+            f"model.hf_path where roles.{name}.head is 'logprobs'",
         )
         require(
             role.checkpoint is None or Path(role.checkpoint, ".metadata").is_file(),
-            f"roles.{name}.checkpoint is {role.checkpoint!r}, where no complete checkpoint is; name the folder of one, "
-            "as RUN/checkpoints/step-100",
+            f"roles.{name}.checkpoint is {role.checkpoint!r}, where no complete checkpoint is; "
+            "name the folder of one, as RUN/checkpoints/step-100",
         )
         require(
             role.reward_weight == 0 or role.head == "values",
-            f"roles.{name}.reward_weight is {role.reward_weight}; it must be 0 unless roles.{name}.head is 'values'",
+            (
+                f"roles.{name}.reward_weight is {role.reward_weight}; it must be 0 unless "
+                f"roles.{name}.head is 'values'"
+            ),
         )
 
 
 def _validate_watchdog(watchdog: WatchdogConfig) -> None:
     low, high = watchdog.entropy_min, watchdog.entropy_max
-    require(high == 0 or high > low, f"watchdog.entropy_max is {high}; it must be 0 or above entropy_min={low}")
+    require(
+        high == 0 or high > low,
+        f"watchdog.entropy_max is {high}; it must be 0 or above entropy_min={low}",
+    )

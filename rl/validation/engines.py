@@ -15,7 +15,9 @@ MAX_CUDA_HEAD_DIM = 256
 
 
 def validate_engines(config: RunConfig) -> None:
-    """Raise ConfigError, naming field, value and what is allowed, where an engine could not start or would be wrong."""
+    """Raise ConfigError, naming field, value and what is allowed, where an engine could not start
+    or would be wrong.
+    """
     cuda = config.hardware.kind == "cuda"
     for role in roles_of(config).values():
         if role.field in ("trainer", "critic"):
@@ -30,16 +32,23 @@ def _validate_optimizer(role: Role) -> None:
         name = group.optimizer_name
         place = f"{field}.param_groups.{number}"
         require(
-            name in OPTIMIZERS, f"{place}.optimizer_name is {name!r}; torchtitan has {', '.join(map(repr, OPTIMIZERS))}"
+            name in OPTIMIZERS,
+            (
+                f"{place}.optimizer_name is {name!r}; torchtitan has "
+                f"{', '.join(map(repr, OPTIMIZERS))}"
+            ),
         )
-    require(bool(optimizer.param_groups), f"{field}.param_groups is empty; it must have one: default_adamw(lr=...)")
+    require(
+        bool(optimizer.param_groups),
+        f"{field}.param_groups is empty; it must have one: default_adamw(lr=...)",
+    )
 
 
 def _validate_training(trainer: TrainerConfig) -> None:
     require(
         not trainer.training.enable_cpu_offload,
-        "trainer.training.enable_cpu_offload is True; it must be False: set colocate to 'models' to have memory in "
-        "turns, or data_parallel_shard_degree to more",
+        "trainer.training.enable_cpu_offload is True; it must be False: set colocate to 'models' "
+        "to have memory in turns, or data_parallel_shard_degree to more",
     )
 
 
@@ -53,18 +62,30 @@ def _generator_rules(config: RunConfig, *, cuda: bool) -> Iterator[tuple[str, An
     generator, shape = config.generator, shape_of(config.model)
     running, batched = generator.max_running_requests, generator.max_batched_tokens
     room = batched if cuda else max(batched, shape.max_seq_len)
-    least = f"it must be at least generator.max_running_requests={running}: each has a token in an engine step"
+    least = (
+        f"it must be at least generator.max_running_requests={running}: each has a token in an "
+        "engine step"
+    )
     yield "max_batched_tokens", batched, least, room >= running
     size, unit = generator.block_size, 16 if cuda else 32
-    allowed = f"it must be None or a multiple of {unit}, as vLLM's attention wants on {'CUDA' if cuda else 'CPU'}"
+    allowed = (
+        f"it must be None or a multiple of {unit}, as vLLM's attention wants on "
+        f"{'CUDA' if cuda else 'CPU'}"
+    )
     yield "block_size", size, allowed, size is None or size % unit == 0
     if cuda:
         head_dim = shape.head_dim
         require(
             head_dim % 8 == 0 and head_dim <= MAX_CUDA_HEAD_DIM,
-            f"model.head_dim is {head_dim}; vLLM's attention on CUDA allows multiples of 8 up to {MAX_CUDA_HEAD_DIM}",
+            (
+                f"model.head_dim is {head_dim}; vLLM's attention on CUDA allows multiples of 8 up "
+                f"to {MAX_CUDA_HEAD_DIM}"
+            ),
         )
         return
     least_gib = kv_bytes_at_least(generator, shape, cuda=False) / 2**30
-    allowed = f"it must be at least {least_gib:.6f}, for one sequence of model.max_seq_len={shape.max_seq_len}"
+    allowed = (
+        f"it must be at least {least_gib:.6f}, for one sequence of "
+        f"model.max_seq_len={shape.max_seq_len}"
+    )
     yield "kv_cache_gib", generator.kv_cache_gib, allowed, generator.kv_cache_gib >= least_gib

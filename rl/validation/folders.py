@@ -13,7 +13,9 @@ OWN_FIELDS = ("max_seq_len", "dtype")
 
 
 def validate_folders(config: RunConfig) -> None:
-    """Raise ConfigError, naming field, file and tensor, if a folder does not hold the weights that a model needs."""
+    """Raise ConfigError, naming field, file and tensor, if a folder does not hold the weights that
+    a model needs.
+    """
     if config.model.hf_path is not None:
         _check("model.hf_path", config.model.hf_path, shape_of(config.model))
     for name, role in config.roles.items():
@@ -37,9 +39,14 @@ def _validate_initial_load(config: RunConfig) -> None:
         )
         return
     ours, theirs = shape_of(config.model), shape_of(ModelConfig(hf_path=path), field=field)
-    for key in (each.name for each in dataclasses.fields(ModelShape) if each.name not in OWN_FIELDS):
+    for key in (
+        each.name for each in dataclasses.fields(ModelShape) if each.name not in OWN_FIELDS
+    ):
         there, here = getattr(theirs, key), getattr(ours, key)
-        require(there == here, f"{field} is {path!r}, a model whose {key} is {there}; it must be the model's, {here}")
+        require(
+            there == here,
+            f"{field} is {path!r}, a model whose {key} is {there}; it must be the model's, {here}",
+        )
     _check(field, path, ours)
 
 

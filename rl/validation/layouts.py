@@ -1,4 +1,6 @@
-"""Layouts that cannot work: of each model by itself, and of all of them on the machines that there are."""
+"""Layouts that cannot work: of each model by itself, and of all of them on the machines that there
+are.
+"""
 
 from torchtitan.config import ParallelismConfig
 
@@ -17,7 +19,9 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
 def validate_layouts(config: RunConfig) -> None:
-    """Raise ConfigError, naming field, value and what is allowed, where a model or the generators cannot be cut so."""
+    """Raise ConfigError, naming field, value and what is allowed, where a model or the generators
+    cannot be cut so.
+    """
     cuda = config.hardware.kind == "cuda"
     roles = roles_of(config)
     for role in roles.values():
@@ -25,7 +29,9 @@ def validate_layouts(config: RunConfig) -> None:
     for role in roles.values():
         _validate_role(role, cuda=cuda)
     generator, shape = config.generator, shape_of(config.model)
-    check_generator(generator.tensor_parallel_degree, shape, expert_parallel=generator.expert_parallel)
+    check_generator(
+        generator.tensor_parallel_degree, shape, expert_parallel=generator.expert_parallel
+    )
     require(
         generator.enforce_eager or not generator.expert_parallel,
         "generator.enforce_eager is False; it must be True with generator.expert_parallel=True: "
@@ -39,12 +45,19 @@ def validate_layouts(config: RunConfig) -> None:
 
 
 def _validate_role(role: Role, *, cuda: bool) -> None:
-    name, parallelism, shape = role.parallelism_field, role.trainer.parallelism, shape_of(role.model)
+    name, parallelism, shape = (
+        role.parallelism_field,
+        role.trainer.parallelism,
+        shape_of(role.model),
+    )
     attention, model = role.model.attention, role.model_field
     _validate_context_parallel(role, cuda=cuda)
     require(
         cuda or attention in ("auto", "dense"),
-        f"{model}.attention is {attention!r}, which needs CUDA; on CPU 'auto' and 'dense' are allowed",
+        (
+            f"{model}.attention is {attention!r}, which needs CUDA; on CPU 'auto' and 'dense' are "
+            "allowed"
+        ),
     )
     _validate_experts(role, shape)
     check_divides(f"{name}.tensor_parallel_degree", parallelism.tensor_parallel_degree, shape)
@@ -59,23 +72,33 @@ def _validate_nodes(config: RunConfig, roles: dict[str, Role]) -> None:
     nodes, ranks = config.trainer.nodes, config.trainer.ranks
     allowed = divisors(ranks)
     require(
-        nodes in allowed, f"trainer.nodes is {nodes}; it must divide the trainer's {ranks} ranks: allowed are {allowed}"
+        nodes in allowed,
+        (
+            f"trainer.nodes is {nodes}; it must divide the trainer's {ranks} ranks: allowed are "
+            f"{allowed}"
+        ),
     )
     own = config.generator.nodes
     require(
         own == 0 or config.colocate != "all",
-        f"generator.nodes is {own}; it must be 0 with colocate='all': the generators share the trainer's devices",
+        (
+            f"generator.nodes is {own}; it must be 0 with colocate='all': the generators share the "
+            "trainer's devices"
+        ),
     )
     transport = config.weights.transport
     require(
         config.nodes == 1 or transport not in ("shared_memory", "cuda_ipc"),
-        f"weights.transport is {transport!r}, which stays on one host; with trainer.nodes={nodes} and "
-        f"generator.nodes={own} 'auto', 'rdma' and 'torchstore' are allowed",
+        f"weights.transport is {transport!r}, which stays on one host; with trainer.nodes={nodes} "
+        f"and generator.nodes={own} 'auto', 'rdma' and 'torchstore' are allowed",
     )
     spare = config.slurm.nodes
     require(
         spare == 0 or spare >= config.nodes,
-        f"slurm.nodes is {spare}; it must be 0 or at least {config.nodes}, which trainer and generators need",
+        (
+            f"slurm.nodes is {spare}; it must be 0 or at least {config.nodes}, which trainer and "
+            "generators need"
+        ),
     )
     gpus = config.hardware.gpus
     places = Placement(config, gpus).models
@@ -88,7 +111,9 @@ def _validate_nodes(config: RunConfig, roles: dict[str, Role]) -> None:
 
 
 def _validate_host_memory(config: RunConfig, model_ranks: int) -> None:
-    """Refuse more processes on a node than its memory holds, given the ranks of all models there."""
+    """Refuse more processes on a node than its memory holds, given the ranks of all models
+    there.
+    """
     generator = config.generator
     hosts = generator.nodes or config.trainer.nodes
     generator_ranks = -(-generator.replicas // hosts) * generator.tensor_parallel_degree
@@ -111,8 +136,8 @@ def _validate_host_memory(config: RunConfig, model_ranks: int) -> None:
 def _require_gpus(field_name: str, needed: int, gpus: int) -> None:
     require(
         needed <= gpus,
-        f"{field_name} put {needed} ranks on a node, which has {gpus} GPUs; lower them, set trainer.nodes to more, or "
-        "hardware.gpus_per_node to what the nodes have",
+        f"{field_name} put {needed} ranks on a node, which has {gpus} GPUs; lower them, set "
+        "trainer.nodes to more, or hardware.gpus_per_node to what the nodes have",
     )
 
 
@@ -130,7 +155,10 @@ def _validate_mesh(field_name: str, parallelism: ParallelismConfig) -> None:
     )
     require(
         parallelism.spmd_backend == "partial_dtensor",
-        f"{field_name}.spmd_backend is {parallelism.spmd_backend!r}; with this torch only 'partial_dtensor' works",
+        (
+            f"{field_name}.spmd_backend is {parallelism.spmd_backend!r}; with this torch only "
+            "'partial_dtensor' works"
+        ),
     )
 
 
@@ -140,29 +168,38 @@ def _validate_context_parallel(role: Role, *, cuda: bool) -> None:
         return
     require(
         role.model.attention != "varlen",
-        f"{role.model_field}.attention is 'varlen', which cannot run under {field_name}.context_parallel_degree="
-        f"{parallelism.context_parallel_degree}; 'auto' and 'flex' can",
+        f"{role.model_field}.attention is 'varlen', which cannot run under "
+        f"{field_name}.context_parallel_degree={parallelism.context_parallel_degree}; 'auto' and "
+        "'flex' can",
     )
     balancer = parallelism.context_parallel_load_balancer
     require(
         balancer != "ptrr" or cuda,
-        f"{field_name}.context_parallel_load_balancer is {balancer!r}, which needs flex attention on CUDA; "
-        "on CPU 'headtail' and None are allowed",
+        f"{field_name}.context_parallel_load_balancer is {balancer!r}, which needs flex attention "
+        "on CUDA; on CPU 'headtail' and None are allowed",
     )
 
 
 def _validate_experts(role: Role, shape: ModelShape) -> None:
     parallelism, model = role.trainer.parallelism, role.model_field
-    field_name, degree = f"{role.parallelism_field}.expert_parallel_degree", parallelism.expert_parallel_degree
+    field_name, degree = (
+        f"{role.parallelism_field}.expert_parallel_degree",
+        parallelism.expert_parallel_degree,
+    )
     if shape.num_experts == 0:
-        require(degree == 1, f"{field_name} is {degree}; it must be 1 where {model}.num_experts is 0")
+        require(
+            degree == 1, f"{field_name} is {degree}; it must be 1 where {model}.num_experts is 0"
+        )
         return
     require(
         1 <= shape.experts_per_token <= shape.num_experts,
-        f"{model}.experts_per_token is {shape.experts_per_token}; "
-        f"it must be between 1 and {model}.num_experts={shape.num_experts}",
+        f"{model}.experts_per_token is {shape.experts_per_token}; it must be between 1 and "
+        f"{model}.num_experts={shape.num_experts}",
     )
-    require(shape.moe_hidden_dim >= 1, f"{model}.moe_hidden_dim is {shape.moe_hidden_dim}; it must be at least 1")
+    require(
+        shape.moe_hidden_dim >= 1,
+        f"{model}.moe_hidden_dim is {shape.moe_hidden_dim}; it must be at least 1",
+    )
     shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
     ranks = shards * parallelism.tensor_parallel_degree
     allowed = divisors(shape.num_experts, ranks)
@@ -172,9 +209,11 @@ def _validate_experts(role: Role, shape: ModelShape) -> None:
         f"data_parallel_shard*context_parallel*tensor_parallel={ranks}: allowed are {allowed}",
     )
     require(
-        degree == 1 or parallelism.tensor_parallel_degree == 1 or parallelism.enable_sequence_parallel,
-        f"{field_name.replace('expert_parallel_degree', 'enable_sequence_parallel')} is False; "
-        "it must be True where experts and tensors are parallel both",
+        degree == 1
+        or parallelism.tensor_parallel_degree == 1
+        or parallelism.enable_sequence_parallel,
+        f"{field_name.replace('expert_parallel_degree', 'enable_sequence_parallel')} is False; it "
+        "must be True where experts and tensors are parallel both",
     )
     width, replicas = shape.moe_hidden_dim, parallelism.data_parallel_replicate_degree
     if degree > 1:
@@ -183,6 +222,7 @@ def _validate_experts(role: Role, shape: ModelShape) -> None:
         width, holders = width // parallelism.tensor_parallel_degree, shards * replicas
     require(
         holders <= shape.num_experts or (shape.dim % shards == 0 and width % shards == 0),
-        f"{model}.moe_hidden_dim is {shape.moe_hidden_dim} and {model}.dim is {shape.dim}; with more ranks ({holders}) "
-        f"than experts ({shape.num_experts}) FSDP cuts both, so the {shards} shards must divide them",
+        f"{model}.moe_hidden_dim is {shape.moe_hidden_dim} and {model}.dim is {shape.dim}; with "
+        f"more ranks ({holders}) than experts ({shape.num_experts}) FSDP cuts both, so the "
+        f"{shards} shards must divide them",
     )

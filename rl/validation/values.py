@@ -13,7 +13,13 @@ from rl.rules import Bounds
 from rl.training.bounds import TORCHTITAN_BOUNDS
 
 FINITE = Bounds(-math.inf, math.inf, above=True, below=True)
-_NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "text", NoneType: "None"}
+_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    NoneType: "None",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,9 @@ class ConfigValue:
 
 
 def validate_types(config: Any) -> None:
-    """Raise ConfigError, naming field, value and what is allowed, for a value that is not of its field's type."""
+    """Raise ConfigError, naming field, value and what is allowed, for a value that is not of its
+    field's type.
+    """
     for value in values(config):
         fits = _fits(value.content, value.hint)
         require(fits, f"{value.name} is {shown(value.content)}; it must be {_allowed(value.hint)}")
@@ -61,8 +69,13 @@ def is_number_field(hint: Any) -> bool:
     return not {int, float}.isdisjoint(_members(hint))
 
 
-def _walk(content: Any, hint: Any, name: str, foreign: Mapping[str, Bounds], place: str) -> Iterator[ConfigValue]:
-    """Yield ``content`` and all below. ``place`` is its key in ``foreign``, the dataclass's bounds."""
+def _walk(
+    content: Any, hint: Any, name: str, foreign: Mapping[str, Bounds], place: str
+) -> Iterator[ConfigValue]:
+    """Yield ``content`` and all below.
+
+    ``place`` is its key in ``foreign``, the dataclass's bounds.
+    """
     yield ConfigValue(name, content, hint, bounds_of(hint) or foreign.get(place))
     prefix = f"{name}." if name else ""
     if dataclasses.is_dataclass(content) and not isinstance(content, type):
@@ -79,7 +92,10 @@ def _walk(content: Any, hint: Any, name: str, foreign: Mapping[str, Bounds], pla
 
 @cache
 def fields_of(kind: type) -> list[tuple[str, Any]]:
-    """Names and types of a dataclass's fields. A default of None allows None, whatever the annotation says."""
+    """Names and types of a dataclass's fields.
+
+    A default of None allows None, whatever the annotation says.
+    """
     hints = get_type_hints(kind, include_extras=True)
     return [
         (field.name, hints[field.name] | None if field.default is None else hints[field.name])

@@ -1,4 +1,6 @@
-"""Which parts of a trainer rank's shards travel together: one contiguous blob for each set of generator ranks."""
+"""Which parts of a trainer rank's shards travel together: one contiguous blob for each set of
+generator ranks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +14,9 @@ from rl.weights.transport import starts_of
 
 
 class Piece(NamedTuple):
-    """A part of a trainer rank's region ``held``, and the regions of generator ranks that it goes to."""
+    """A part of a trainer rank's region ``held``, and the regions of generator ranks that it goes
+    to.
+    """
 
     held: int
     box: Box
@@ -45,12 +49,15 @@ class Blob:
 def plan_blobs(sources: Sequence[Layout], wanted: Sequence[Layout]) -> list[list[Blob]]:
     """Blobs of each trainer rank, from the layouts of all of them and of all ranks of a generator.
 
-    Nothing lies in two blobs, so a trainer rank's are no larger than its shards. Raises ValueError as plan_push does.
+    Nothing lies in two blobs, so a trainer rank's are no larger than its shards. Raises ValueError
+    as plan_push does.
     """
     places: dict[tuple[int, int, Box], list[tuple[int, int]]] = {}
     for reader, routes in enumerate(plan_push(sources, wanted).routes):
         for route in routes:
-            places.setdefault((route.source, route.held, route.box), []).append((reader, route.wanted))
+            places.setdefault((route.source, route.held, route.box), []).append(
+                (reader, route.wanted)
+            )
     pieces: list[dict[frozenset[int], list[Piece]]] = [{} for _ in sources]
     for (source, held, box), to in places.items():
         readers = frozenset(reader for reader, _ in to)

@@ -1,4 +1,5 @@
-"""CUDA memory for the push: host memory that the GPU copies from, and GPU memory that another process opens.
+"""CUDA memory for the push: host memory that the GPU copies from, and GPU memory that another
+process opens.
 
 Not run by any test: written against the CUDA driver's documentation, for hosts with GPUs.
 """
@@ -12,9 +13,13 @@ _LAZY_PEER_ACCESS = 1
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Page-lock host memory, where this host has CUDA; copies from and to it then run asynchronously."""
+    """Page-lock host memory, where this host has CUDA; copies from and to it then run
+    asynchronously.
+    """
     if torch.cuda.is_available():
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        torch.cuda.check_error(
+            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        )
 
 
 def unpin(memory: torch.Tensor) -> None:
@@ -25,9 +30,11 @@ def unpin(memory: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """GPU memory that any process of the host opens by this handle. The driver frees it with its owner.
+    """GPU memory that any process of the host opens by this handle. The driver frees it with its
+    owner.
 
-    Opening it needs the owner's GPU to be visible to the process, and peer access between the two GPUs.
+    Opening it needs the owner's GPU to be visible to the process, and peer access between the two
+    GPUs.
     """
 
     handle: bytes
@@ -37,7 +44,9 @@ class DeviceMemory:
 
     @classmethod
     def allocate(cls, bytes: int, device: torch.device) -> "DeviceMemory":
-        """Memory of its own, outside torch's allocator, whose blocks cannot be told apart by handle."""
+        """Memory of its own, outside torch's allocator, whose blocks cannot be told apart by
+        handle.
+        """
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the device's context current
             address, handle = ctypes.c_uint64(), ctypes.create_string_buffer(64)
@@ -51,7 +60,10 @@ class DeviceMemory:
         if not own:
             torch.cuda.current_stream().synchronize()
             _driver(
-                "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(self.handle), _LAZY_PEER_ACCESS
+                "cuIpcOpenMemHandle_v2",
+                ctypes.byref(address),
+                _Handle.from_buffer_copy(self.handle),
+                _LAZY_PEER_ACCESS,
             )
         return torch.as_tensor(_Exported(address.value, self.bytes), device="cuda")
 
@@ -70,7 +82,12 @@ class _Exported:
     """What torch reads to make a tensor of foreign GPU memory."""
 
     def __init__(self, address: int, bytes: int):
-        self.__cuda_array_interface__ = {"shape": (bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": (bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def _driver(function: str, *args: object) -> None:

@@ -1,7 +1,7 @@
 """What changed in a buffer since the version before, bit for bit.
 
-The code is a table of int32, the number of changed elements in each block, and for each block their places in it,
-uint16, and their new bits.
+The code is a table of int32, the number of changed elements in each block, and for each block their
+places in it, uint16, and their new bits.
 """
 
 import torch
@@ -14,8 +14,8 @@ BLOCK = 1 << 16  # elements: as many as two bytes can tell apart
 def encode(new: torch.Tensor, old: torch.Tensor, out: torch.Tensor) -> int:
     """Write into ``out``, uint8 [capacity], what turns ``old`` into ``new``, both [N] of one dtype.
 
-    Returns the bytes written; 0 where they would be more than the capacity. Bits are compared, so that NaN equals
-    itself and -0.0 differs from 0.0.
+    Returns the bytes written; 0 where they would be more than the capacity. Bits are compared, so
+    that NaN equals itself and -0.0 differs from 0.0.
     """
     new, old = map(bits_of, (new, old))
     counts = torch.zeros(-(-len(new) // BLOCK), dtype=torch.int32)
@@ -36,11 +36,16 @@ def encode(new: torch.Tensor, old: torch.Tensor, out: torch.Tensor) -> int:
 
 
 def apply(code: torch.Tensor, base: torch.Tensor) -> None:
-    """Turn ``base`` [N], which is the ``old`` of ``encode``, into its ``new``, in place. ``code`` is uint8 [bytes]."""
+    """Turn ``base`` [N], which is the ``old`` of ``encode``, into its ``new``, in place.
+
+    ``code`` is uint8 [bytes].
+    """
     bits = bits_of(base)
     blocks = bits.split(BLOCK)
     end = 4 * len(blocks)
-    for block, count in zip(blocks, _field(code, 0, len(blocks), torch.int32).tolist(), strict=True):
+    for block, count in zip(
+        blocks, _field(code, 0, len(blocks), torch.int32).tolist(), strict=True
+    ):
         places = _field(code, end, count, torch.uint16)
         end += places.nbytes
         values = _field(code, end, count, bits.dtype)

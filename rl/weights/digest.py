@@ -24,10 +24,12 @@ def digests(parts: Iterable[Part], *, dtype: torch.dtype | None = None) -> PartD
 
 @torch.no_grad()
 def part_digest(part: Part, dtype: torch.dtype) -> int:
-    """Return an int64: the sum over the part's elements of their bits times a weight of their position in the whole.
+    """Return an int64: the sum over the part's elements of their bits times a weight of their
+    position in the whole.
 
-    The digest of a tensor is the sum, modulo 2^64, of those of any parts that tile it. The weight of a position is the
-    product of an odd number for its place in each dimension. The bits are those of the elements in ``dtype``.
+    The digest of a tensor is the sum, modulo 2^64, of those of any parts that tile it. The weight
+    of a position is the product of an odd number for its place in each dimension. The bits are
+    those of the elements in ``dtype``.
     """
     tensor = part.tensor.detach()
     if not tensor.numel():
@@ -38,7 +40,11 @@ def part_digest(part: Part, dtype: torch.dtype) -> int:
     products = columns.new_empty(min(step, len(rows)), len(columns))
     for start in range(0, len(rows), step):
         bits = bits_of(values[start : start + step].to(dtype).contiguous())
-        torch.sum(torch.mul(bits, columns, out=products[: len(bits)]), dim=1, out=sums[start : start + step])
+        torch.sum(
+            torch.mul(bits, columns, out=products[: len(bits)]),
+            dim=1,
+            out=sums[start : start + step],
+        )
     return int((rows * (sums + columns.sum() * _ZERO)).sum())
 
 
@@ -60,7 +66,9 @@ def _weights(part: Part, device: torch.device) -> tuple[torch.Tensor, torch.Tens
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Odd, well-spread numbers from small ones (the finalizer of splitmix64, with signed shifts)."""
+    """Odd, well-spread numbers from small ones (the finalizer of splitmix64, with signed
+    shifts).
+    """
     x = (x + 1) * -7046029254386353131
     x = (x ^ (x >> 30)) * -4658895280553007687
     x = (x ^ (x >> 27)) * -7723592293110705685
@@ -70,13 +78,16 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def merge_digests(ranks: Iterable[PartDigests]) -> dict[str, str]:
     """Digest of each whole parameter from all ranks' parts, as 16 hex digits.
 
-    Raises ValueError, naming the parameter, where two ranks hold the same part with different values.
+    Raises ValueError, naming the parameter, where two ranks hold the same part with different
+    values.
     """
     parts: dict[tuple[str, Box], int] = {}
     for rank in ranks:
         for (name, box), digest in rank.items():
             if parts.setdefault((name, box), digest) != digest:
-                raise ValueError(f"parameter {name}: two ranks hold different values of the same part {box}")
+                raise ValueError(
+                    f"parameter {name}: two ranks hold different values of the same part {box}"
+                )
     totals: dict[str, int] = {}
     for (name, _), digest in parts.items():
         totals[name] = totals.get(name, 0) + digest

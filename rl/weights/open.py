@@ -21,13 +21,20 @@ def open_publisher(transfer: Transfer, parts: Sequence[Part], *, rank: int) -> P
     """The trainer rank's end, opened within its actor."""
     if transfer.transport in ("shared_memory", "cuda_ipc"):
         on_device = transfer.transport == "cuda_ipc"
-        return shared_memory.Publisher(parts, transfer.dtype, on_device=on_device, patience=transfer.patience)
+        return shared_memory.Publisher(
+            parts, transfer.dtype, on_device=on_device, patience=transfer.patience
+        )
     network = _network(transfer.transport)
     return network.Publisher(parts, transfer, rank=rank)
 
 
 def open_subscriber(
-    transfer: Transfer, addresses: Sequence[Any], parts: Sequence[Part], *, generator: int, rank: int
+    transfer: Transfer,
+    addresses: Sequence[Any],
+    parts: Sequence[Part],
+    *,
+    generator: int,
+    rank: int,
 ) -> Subscriber:
     """The end of rank ``rank`` of generator number ``generator``."""
     if transfer.transport in ("shared_memory", "cuda_ipc"):
@@ -39,4 +46,6 @@ def open_subscriber(
 
 def _network(transport: TransportName) -> Any:
     """The transport's module; imported only where it is used, since it takes seconds."""
-    return importlib.import_module({"rdma": "rl.weights.rdma", "torchstore": "rl.weights.store"}[transport])
+    return importlib.import_module(
+        {"rdma": "rl.weights.rdma", "torchstore": "rl.weights.store"}[transport]
+    )

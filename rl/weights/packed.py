@@ -1,4 +1,6 @@
-"""The push over a network: the protocol between blobs of trainer ranks and copies of them near a generator."""
+"""The push over a network: the protocol between blobs of trainer ranks and copies of them near a
+generator.
+"""
 
 import asyncio
 import threading
@@ -16,33 +18,40 @@ from rl.weights.blobs import host_memory, plan_blobs
 from rl.weights.transport import Sent, Transfer, TransferFailed, VersionGone, check_dtype
 
 SLOTS = 2
-_SEQUENCE, _VERSION, _DELTAS = 0, 1, 2  # columns of a header: from the last on, the bytes of each blob's delta
+_SEQUENCE, _VERSION, _DELTAS = (
+    0,
+    1,
+    2,
+)  # columns of a header: from the last on, the bytes of each blob's delta
 
 
 class PackedPublisher:
     """A trainer rank's side of a push over a network.
 
-    Blobs are packed in the generator's dtype into two slots by turns. A slot's header has a sequence number, odd while
-    the slot is written and 2n + 2 when it holds push n, and the version. A reader reads the headers, then the blobs
-    into memory of its own, then the headers again: equal ones before and after say that nothing was written between,
-    and if not, the fetch is refused. So nothing torn gets as far as a parameter. Then it acknowledges the sequence
-    number to all publishers, and ``pull`` copies from its own memory, whatever the publishers do meanwhile. ::
+    Blobs are packed in the generator's dtype into two slots by turns. A slot's header has a
+    sequence number, odd while the slot is written and 2n + 2 when it holds push n, and the version.
+    A reader reads the headers, then the blobs into memory of its own, then the headers again: equal
+    ones before and after say that nothing was written between, and if not, the fetch is refused. So
+    nothing torn gets as far as a parameter. Then it acknowledges the sequence number to all
+    publishers, and ``pull`` copies from its own memory, whatever the publishers do meanwhile. ::
 
-        publisher = ...(parts, transfer, rank=)                       # trainer rank, in an endpoint of its actor
-        subscriber = ...(addresses, parts, transfer, rank=)           # generator rank, addresses of all trainer ranks
-        sent = await publisher.publish(v)                             # when all trainer ranks have returned:
+        publisher = ...(parts, transfer, rank=)     # trainer rank, in an endpoint of its actor
+        subscriber = ...(addresses, parts, transfer, rank=)     # generator rank
+        sent = await publisher.publish(v)           # when all trainer ranks have returned:
         await subscriber.fetch(v)                                     # generation goes on
         subscriber.pull(v)                                            # generation stands still
 
-    A slot is reused when every reader has acknowledged its push or a newer one. A reader that does not within
-    ``transfer.patience`` seconds, or that is excused because its generator has gone, is waited for no more until it
-    acknowledges again. One that was only slow finds its version gone, and is told which one to fetch instead. All ranks
-    of a generator must hold the same version, so a fetch never chooses one by itself.
+    A slot is reused when every reader has acknowledged its push or a newer one. A reader that does
+    not within ``transfer.patience`` seconds, or that is excused because its generator has gone, is
+    waited for no more until it acknowledges again. One that was only slow finds its version gone,
+    and is told which one to fetch instead. All ranks of a generator must hold the same version, so
+    a fetch never chooses one by itself.
 
-    With ``delta``, each blob is compared with the one in the other slot. Where the code of what changed is at most half
-    as large, readers that hold the push before fetch only that; the whole blob is there for all others. Memory: two
-    slots, each no larger than the rank's shards in ``dtype``, and half of that again with ``delta``. On CUDA, which no
-    test covers, it is pinned memory of the host.
+    With ``delta``, each blob is compared with the one in the other slot. Where the code of what
+    changed is at most half as large, readers that hold the push before fetch only that; the whole
+    blob is there for all others. Memory: two slots, each no larger than the rank's shards in
+    ``dtype``, and half of that again with ``delta``. On CUDA, which no test covers, it is pinned
+    memory of the host.
     """
 
     def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int):
@@ -53,9 +62,14 @@ class PackedPublisher:
         self._readers, self._patience = transfer.generators * self._ranks, transfer.patience
         self._device = device = parts[0].tensor.device
         self._header = torch.zeros(SLOTS, _DELTAS + len(self.blobs), dtype=torch.int64)
-        self._slots = [[host_memory(blob.numel, dtype, device) for blob in self.blobs] for _ in range(SLOTS)]
+        self._slots = [
+            [host_memory(blob.numel, dtype, device) for blob in self.blobs] for _ in range(SLOTS)
+        ]
         self._deltas = [
-            [host_memory(whole.nbytes // 2 if transfer.delta else 0, torch.uint8, device) for whole in slot]
+            [
+                host_memory(whole.nbytes // 2 if transfer.delta else 0, torch.uint8, device)
+                for whole in slot
+            ]
             for slot in self._slots
         ]
         self._copies = [
@@ -66,13 +80,20 @@ class PackedPublisher:
             ]
             for slot in self._slots
         ]
-        self._push = time.time_ns()  # no two publishers' pushes are taken for one another, not even after a restart
+        self._push = (
+            time.time_ns()
+        )  # no two publishers' pushes are taken for one another, not even after a restart
         self._given_up: dict[int, int] = {}
         self._excused: set[int] = set()
-        self._packer = ThreadPoolExecutor(1)  # one: a publish that was cancelled ends before the next one packs
+        self._packer = ThreadPoolExecutor(
+            1
+        )  # one: a publish that was cancelled ends before the next one packs
 
     async def publish(self, version: int) -> Sent:
-        """Make the current weights readable as ``version``. They must not change before this returns."""
+        """Make the current weights readable as ``version``.
+
+        They must not change before this returns.
+        """
         slot = self._push % SLOTS
         row = self._header[slot]
         await self._await_readers(int(row[_SEQUENCE]))
@@ -87,7 +108,10 @@ class PackedPublisher:
         return self._sent(slot)
 
     def excuse(self, generator: int) -> None:
-        """Stop waiting for a generator that has gone. Whatever takes its number is waited for once it has fetched."""
+        """Stop waiting for a generator that has gone.
+
+        Whatever takes its number is waited for once it has fetched.
+        """
         self._excused.update(range(generator * self._ranks, (generator + 1) * self._ranks))
 
     def close(self) -> None:
@@ -108,7 +132,11 @@ class PackedPublisher:
         deadline = time.monotonic() + self._patience
         while sequence and sequence % 2 == 0:
             acknowledged = await self._acknowledged()
-            behind = {r: a for r, a in enumerate(acknowledged) if a < sequence and self._given_up.get(r) != a}
+            behind = {
+                r: a
+                for r, a in enumerate(acknowledged)
+                if a < sequence and self._given_up.get(r) != a
+            }
             if not behind:
                 return
             late = time.monotonic() > deadline
@@ -134,7 +162,9 @@ class PackedPublisher:
 
     def _sent(self, slot: int) -> Sent:
         full = sent = 0
-        for blob, whole, size in zip(self.blobs, self._slots[slot], self._delta_sizes(slot), strict=True):
+        for blob, whole, size in zip(
+            self.blobs, self._slots[slot], self._delta_sizes(slot), strict=True
+        ):
             full += whole.nbytes * len(blob.readers)
             sent += (size or whole.nbytes) * len(blob.readers)
         return Sent(full, sent)
@@ -157,11 +187,21 @@ class PackedSubscriber:
     """
 
     def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int, generator: int = 0):
-        """``parts`` of rank ``rank`` of generator number ``generator`` are overwritten in place by each pull."""
+        """``parts`` of rank ``rank`` of generator number ``generator`` are overwritten in place by
+        each pull.
+        """
         if layout_of(parts) != transfer.wanted[rank]:
-            raise ValueError(f"the parts of generator rank {rank} are not those of the layouts that were planned with")
+            raise ValueError(
+                f"the parts of generator rank {rank} are not those of the layouts that were "
+                "planned with"
+            )
         check_dtype(parts, transfer.dtype)
-        self._parts, self._dtype, self._rank, self._delta = parts, transfer.dtype, rank, transfer.delta
+        self._parts, self._dtype, self._rank, self._delta = (
+            parts,
+            transfer.dtype,
+            rank,
+            transfer.delta,
+        )
         self._reader = generator * len(transfer.wanted) + rank
         self._blobs = plan_blobs(transfer.sources, transfer.wanted)
         self._patience = transfer.patience
@@ -191,8 +231,8 @@ class PackedSubscriber:
     async def fetch(self, version: int) -> None:
         """Bring ``version``, published by all trainer ranks, near; the parameters stay as they are.
 
-        Drops what was fetched before. Raises VersionGone unless all trainer ranks hold it whole, TransferFailed if it
-        does not arrive within ``transfer.patience`` seconds.
+        Drops what was fetched before. Raises VersionGone unless all trainer ranks hold it whole,
+        TransferFailed if it does not arrive within ``transfer.patience`` seconds.
         """
         async with self._fetching:
             await asyncio.to_thread(self._drop)
@@ -202,8 +242,8 @@ class PackedSubscriber:
             except TimeoutError:
                 mib = sum(whole.nbytes for whole, _ in self._staged.values()) / 2**20
                 raise TransferFailed(
-                    f"fetch of version {version}: {mib:,.1f} MiB did not arrive within {self._patience:.0f} s; "
-                    "see to the network, or lower weights.min_gb_s"
+                    f"fetch of version {version}: {mib:,.1f} MiB did not arrive within "
+                    f"{self._patience:.0f} s; see to the network, or lower weights.min_gb_s"
                 ) from None
 
     async def _fetch(self, version: int) -> None:
@@ -213,7 +253,9 @@ class PackedSubscriber:
             await self._read(reads)
             for rank, (header, row) in enumerate(zip(await self._headers(), rows, strict=True)):
                 if header[_slot(row)].tolist() != row:
-                    raise VersionGone(f"fetch of version {version}: trainer rank {rank} overwrote it meanwhile")
+                    raise VersionGone(
+                        f"fetch of version {version}: trainer rank {rank} overwrote it meanwhile"
+                    )
             await asyncio.to_thread(self._apply, reads)
         except BaseException:
             self._make_staging()  # a transfer that was cut short may still write to what there was
@@ -223,10 +265,16 @@ class PackedSubscriber:
 
     @torch.no_grad()
     def pull(self, version: int) -> int:
-        """Overwrite this rank's parameters; returns the version. Raises RunError unless it was fetched last."""
+        """Overwrite this rank's parameters; returns the version.
+
+        Raises RunError unless it was fetched last.
+        """
         with self._pulling:
             if self._fetched != version:
-                raise RunError(f"pull of version {version}: fetched is {self._fetched}; call fetch({version}) first")
+                raise RunError(
+                    f"pull of version {version}: fetched is {self._fetched}; call fetch({version}) "
+                    "first"
+                )
             for live, staged in self._copies:
                 live.copy_(staged, non_blocking=True)
             if self._parts[0].tensor.is_cuda:

@@ -1,4 +1,6 @@
-"""The push between hosts: one-sided reads of the trainer's memory by Monarch, over TCP where there is no RDMA."""
+"""The push between hosts: one-sided reads of the trainer's memory by Monarch, over TCP where there
+is no RDMA.
+"""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +31,8 @@ class Address:
 
 
 class Publisher(PackedPublisher):
-    """Serves its memory to readers, which take it without a word from this rank: see PackedPublisher.
+    """Serves its memory to readers, which take it without a word from this rank: see
+    PackedPublisher.
 
     To be created in an endpoint of a Monarch actor, as all buffers are.
     """
@@ -42,7 +45,10 @@ class Publisher(PackedPublisher):
             _buffer(self._header.view(-1)),
             [_buffer(word) for word in self._acknowledgements.split(1)],
             [[_buffer(blob) for blob in slot] for slot in self._slots],
-            [[[_buffer(chunk) for chunk in chunks_of(code)] for code in slot] for slot in self._deltas],
+            [
+                [[_buffer(chunk) for chunk in chunks_of(code)] for code in slot]
+                for slot in self._deltas
+            ],
         )
 
     def close(self) -> None:
@@ -59,14 +65,25 @@ class Publisher(PackedPublisher):
 class Subscriber(PackedSubscriber):
     """Reads all it needs of all trainer ranks in one batch: see PackedPublisher."""
 
-    def __init__(self, addresses: Sequence[Address], parts: Sequence[Part], transfer: Transfer, **options: Any):
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        parts: Sequence[Part],
+        transfer: Transfer,
+        **options: Any,
+    ):
         """``options`` are those of PackedSubscriber."""
         super().__init__(parts, transfer, **options)
         self._addresses = addresses
 
     async def _headers(self) -> list[torch.Tensor]:
-        headers = [torch.zeros(address.header.size() // 8, dtype=torch.int64) for address in self._addresses]
-        await self._read_all([(h, address.header) for h, address in zip(headers, self._addresses, strict=True)])
+        headers = [
+            torch.zeros(address.header.size() // 8, dtype=torch.int64)
+            for address in self._addresses
+        ]
+        await self._read_all(
+            [(h, address.header) for h, address in zip(headers, self._addresses, strict=True)]
+        )
         return [header.view(SLOTS, -1) for header in headers]
 
     async def _read(self, reads: list[Read]) -> None:
@@ -76,7 +93,11 @@ class Subscriber(PackedSubscriber):
         address = self._addresses[read.source]
         if not read.delta:
             return [(read.into, address.slots[read.slot][read.blob])]
-        return list(zip(chunks_of(read.into, read.delta), address.deltas[read.slot][read.blob], strict=False))
+        return list(
+            zip(
+                chunks_of(read.into, read.delta), address.deltas[read.slot][read.blob], strict=False
+            )
+        )
 
     async def _read_all(self, pairs: list[tuple[torch.Tensor, RDMABuffer]]) -> None:
         if not pairs:
@@ -94,7 +115,9 @@ class Subscriber(PackedSubscriber):
 
     async def _submit(self, action: RDMAAction) -> None:
         try:
-            await action.submit(timeout=math.ceil(self._patience) + 1)  # later than ``fetch`` gives up
+            await action.submit(
+                timeout=math.ceil(self._patience) + 1
+            )  # later than ``fetch`` gives up
         except Exception as error:  # Monarch raises no other type
             raise TransferFailed(f"the trainer's memory cannot be reached: {error}") from None
 
@@ -102,7 +125,8 @@ class Subscriber(PackedSubscriber):
 def chunks_of(area: torch.Tensor, used: int | None = None) -> list[torch.Tensor]:
     """Cuts of ``area``, uint8 [bytes]: all of them, or those that hold its first ``used`` bytes.
 
-    Each is a quarter of all before it, so that no more than 1.25 times ``used`` are read, or FIRST_CHUNK.
+    Each is a quarter of all before it, so that no more than 1.25 times ``used`` are read, or
+    FIRST_CHUNK.
     """
     chunks, start = [], 0
     while start < (len(area) if used is None else used):

@@ -15,7 +15,9 @@ SHOWN = 4  # trainer ranks that a line of a plan's table names
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Copy the part ``box`` of a parameter from trainer rank ``source`` to one rank of a generator."""
+    """Copy the part ``box`` of a parameter from trainer rank ``source`` to one rank of a
+    generator.
+    """
 
     source: int
     held: int
@@ -45,7 +47,9 @@ class PushPlan:
         return counts
 
     def describe(self, dtype: torch.dtype) -> str:
-        """A table for people: MiB of ``dtype`` that each generator rank reads, and from which trainer ranks most."""
+        """A table for people: MiB of ``dtype`` that each generator rank reads, and from which
+        trainer ranks most.
+        """
 
         def mib(count: int) -> str:
             return f"{count * dtype.itemsize / 2**20:,.1f}"
@@ -53,7 +57,8 @@ class PushPlan:
         elements = self.elements()
         lines = [
             f"{len(self.sources)} trainer ranks -> {len(self.wanted)} generator ranks: "
-            f"{mib(sum(each.total() for each in elements))} MiB in {dtype}, {sum(map(len, self.routes)):,} routes",
+            f"{mib(sum(each.total() for each in elements))} MiB in {dtype}, "
+            f"{sum(map(len, self.routes)):,} routes",
             "reader    routes         MiB  from rank: MiB",
         ]
         for reader, (each, routes) in enumerate(zip(elements, self.routes, strict=True)):
@@ -61,25 +66,33 @@ class PushPlan:
             origins = [f"{rank}: {mib(most[rank])}" for rank in sorted(most)]
             if others := len(each) - len(most):
                 origins.append(f"{others} others: {mib(each.total() - sum(most.values()))}")
-            lines.append(f"{reader:6}  {len(routes):8,}  {mib(each.total()):>10}  {', '.join(origins)}")
+            lines.append(
+                f"{reader:6}  {len(routes):8,}  {mib(each.total()):>10}  {', '.join(origins)}"
+            )
         return "\n".join(lines)
 
 
-def plan_push(sources: Sequence[Layout], wanted: Sequence[Layout], *, first_reader: int = 0) -> PushPlan:
-    """The plan from all trainer ranks' layouts to those of a generator, whose ranks read as ``first_reader`` and on.
+def plan_push(
+    sources: Sequence[Layout], wanted: Sequence[Layout], *, first_reader: int = 0
+) -> PushPlan:
+    """The plan from all trainer ranks' layouts to those of a generator, whose ranks read as
+    ``first_reader`` and on.
 
     Raises ValueError, naming the parameter, unless the trainer's shards fill every region exactly
     once and the generator's ranks together have a place for every element.
     """
     offers = _offers(sources)
-    routes = tuple(_routes(offers, layout, first_reader + rank) for rank, layout in enumerate(wanted))
+    routes = tuple(
+        _routes(offers, layout, first_reader + rank) for rank, layout in enumerate(wanted)
+    )
     for name, (shape, boxes) in _offers(wanted).items():
         _check_partition(name, tuple(boxes), Box.whole(shape), "generator")
     return PushPlan(tuple(sources), tuple(wanted), routes)
 
 
 def plan_routes(sources: Sequence[Layout], wanted: Layout, *, reader: int) -> list[Route]:
-    """Routes that fill the regions ``wanted`` by one generator rank from the trainer ranks' layouts.
+    """Routes that fill the regions ``wanted`` by one generator rank from the trainer ranks'
+    layouts.
 
     Of equal regions on several trainer ranks, each is read from the one that was asked for least so
     far; where that leaves a choice, readers differ. Raises ValueError, naming the parameter, unless
@@ -99,7 +112,9 @@ def _offers(layouts: Sequence[Layout]) -> _Offers:
         for index, (name, shape, box) in enumerate(layout):
             known, holders = offers.setdefault(name, (shape, {}))
             if known != shape:
-                raise ValueError(f"parameter {name} is {known} on one rank and {shape} on rank {rank}")
+                raise ValueError(
+                    f"parameter {name} is {known} on one rank and {shape} on rank {rank}"
+                )
             holders.setdefault(box, []).append((rank, index))
     return offers
 
@@ -114,13 +129,17 @@ def _routes(offers: _Offers, wanted: Layout, reader: int) -> list[Route]:
             raise ValueError(f"parameter {name} of the generator is held by no trainer rank")
         whole, holders = offers[name]
         if whole != shape:
-            raise ValueError(f"parameter {name} is {whole} in the trainer and {shape} in the generator")
+            raise ValueError(
+                f"parameter {name} is {whole} in the trainer and {shape} in the generator"
+            )
         boxes = tuple(holders)
         _check_partition(name, boxes, box, "trainer")
         for held, part in _pieces(boxes, box):
             replicas = holders[held]
             first = (reader + index) % len(replicas)
-            source, at = min(replicas[first:] + replicas[:first], key=lambda replica: asked[replica[0]])
+            source, at = min(
+                replicas[first:] + replicas[:first], key=lambda replica: asked[replica[0]]
+            )
             asked[source] += part.numel
             routes.append(Route(source, at, index, part))
     return routes
@@ -131,7 +150,10 @@ def _check_partition(name: str, boxes: tuple[Box, ...], whole: Box, owner: str) 
         raise ValueError(f"parameter {name}: the {owner}'s shards overlap at {overlap}")
     covered = sum(part.numel for _, part in _pieces(boxes, whole))
     if covered != whole.numel:
-        raise ValueError(f"parameter {name}: {covered} of {whole.numel} elements are covered by the {owner}'s shards")
+        raise ValueError(
+            f"parameter {name}: {covered} of {whole.numel} elements are covered by the {owner}'s "
+            "shards"
+        )
 
 
 # Cached, because all layers of a model are cut alike.

@@ -56,20 +56,20 @@ class Publisher:
     reader's acknowledgement. ::
 
         publisher = Publisher(parts, dtype)                     # trainer rank
-        subscriber = Subscriber(segments, parts, reader=0)      # generator rank, segments of all trainer ranks
+        subscriber = Subscriber(segments, parts, reader=0)      # generator rank, all segments
         await publisher.publish(v)                              # v is readable
-        held = subscriber.pull(v)                               # the generator's parameters are those of held
+        held = subscriber.pull(v)                               # the parameters are those of held
 
     - publish(v) takes the slots by turns: lock, unset the header, cast and copy, set the header to
       v, unlock.
-    - pull(v) locks a slot that holds v on every trainer rank, copies its slices, unlocks. Where v is
-      gone because newer versions came, it takes the newest that all ranks hold. The ranks of one
+    - pull(v) locks a slot that holds v on every trainer rank, copies its slices, unlocks. Where v
+      is gone because newer versions came, it takes the newest that all ranks hold. The ranks of one
       generator compare what they got, and those behind pull again.
 
     So a reader sees all of one version or an error (a header that is unset under a reader's lock is
     a writer that died), and no slot is reused under a reader. A publish waits only for readers in
-    the middle of a copy of the older version. Locks belong to open files: the kernel drops them with
-    the process, however it ends, so the dead block no one.
+    the middle of a copy of the older version. Locks belong to open files: the kernel drops them
+    with the process, however it ends, so the dead block no one.
 
     The memory has no name (memfd): the kernel frees it with the last process that maps it, so no
     crash of anyone leaves it behind, and the size of /dev/shm does not limit it.
@@ -80,15 +80,24 @@ class Publisher:
     """
 
     def __init__(
-        self, parts: Sequence[Part], dtype: torch.dtype, *, on_device: bool = False, patience: float = PATIENCE_S
+        self,
+        parts: Sequence[Part],
+        dtype: torch.dtype,
+        *,
+        on_device: bool = False,
+        patience: float = PATIENCE_S,
     ):
         """Takes two slots of memory, each the size of the rank's shards in ``dtype``."""
         self._patience = patience
         self._tensors = [part.tensor for part in parts]
         fds = tuple(os.memfd_create("tiller-weights") for _ in range(SLOTS))
-        segment = Segment(memory_domain(), os.getpid(), fds, secrets.randbits(62), dtype, layout_of(parts))
+        segment = Segment(
+            memory_domain(), os.getpid(), fds, secrets.randbits(62), dtype, layout_of(parts)
+        )
         if on_device:
-            device = [DeviceMemory.allocate(segment.slot_bytes, self._tensors[0].device) for _ in fds]
+            device = [
+                DeviceMemory.allocate(segment.slot_bytes, self._tensors[0].device) for _ in fds
+            ]
             segment = dataclasses.replace(segment, device=tuple(device))
         for fd in fds:
             os.truncate(fd, HEADER_BYTES + (0 if on_device else segment.slot_bytes))
@@ -96,17 +105,22 @@ class Publisher:
         self._slots = [_Slot(fd, segment, index) for index, fd in enumerate(fds)]
         self._turn = 0
         for slot in self._slots:
-            slot.memory.zero_()  # first use of a page is ten times slower than the next: pay it here
+            # first use of a page is ten times slower than the next: pay it here
+            slot.memory.zero_()
             slot.header[_TOKEN] = segment.token
 
     async def publish(self, version: int) -> Sent:
-        """``write`` in a thread of its own; raises RunError where a reader holds the slot longer than ``patience``."""
+        """``write`` in a thread of its own; raises RunError where a reader holds the slot longer
+        than ``patience``.
+        """
         await asyncio.to_thread(self.write, version)
         size = sum(view.nbytes for view in self._slots[0].views)
         return Sent(bytes_full=size, bytes_sent=size)
 
     def write(self, version: int) -> None:
-        """Make the current weights readable as ``version``; they must not change before this returns."""
+        """Make the current weights readable as ``version``; they must not change before this
+        returns.
+        """
         with self._claimed(version) as slot:
             copy_all(zip(slot.views, self._tensors, strict=True), self._tensors[0])
             slot.version = version
@@ -117,8 +131,8 @@ class Publisher:
         slot = self._slots[self._turn]
         if not slot.wait_for_lock(fcntl.LOCK_EX, self._patience):
             raise RunError(
-                f"publish of version {version}: a generator rank has been copying version {slot.version} "
-                f"for {self._patience:.0f} s; see whether it hangs"
+                f"publish of version {version}: a generator rank has been copying version "
+                f"{slot.version} for {self._patience:.0f} s; see whether it hangs"
             )
         slot.version = _NONE
         try:
@@ -142,19 +156,29 @@ class Subscriber:
     """A generator rank's side of the push: see Publisher for the protocol."""
 
     def __init__(
-        self, segments: Sequence[Segment], parts: Sequence[Part], *, reader: int, patience: float = PATIENCE_S
+        self,
+        segments: Sequence[Segment],
+        parts: Sequence[Part],
+        *,
+        reader: int,
+        patience: float = PATIENCE_S,
     ):
-        """``segments`` of all trainer ranks; the tensors of ``parts`` are overwritten in place by each pull.
+        """``segments`` of all trainer ranks; the tensors of ``parts`` are overwritten in place by
+        each pull.
 
-        Equal shards of several trainer ranks are read from one of them, another for the next ``reader``.
+        Equal shards of several trainer ranks are read from one of them, another for the next
+        ``reader``.
         """
         if elsewhere := {segment.domain for segment in segments} - {memory_domain()}:
             raise RunError(
-                f"the trainer runs in {sorted(elsewhere)}, the generator in {memory_domain()}: shared memory needs "
-                "one host and one PID namespace; set weights.transport to 'rdma' or 'auto'"
+                f"the trainer runs in {sorted(elsewhere)}, the generator in {memory_domain()}: "
+                "shared memory needs one host and one PID namespace; set weights.transport to "
+                "'rdma' or 'auto'"
             )
         check_dtype(parts, segments[0].dtype)
-        routes = plan_routes([segment.layout for segment in segments], layout_of(parts), reader=reader)
+        routes = plan_routes(
+            [segment.layout for segment in segments], layout_of(parts), reader=reader
+        )
         self._like, self._patience = parts[0].tensor, patience
         self._sources = [_open(rank, segment) for rank, segment in enumerate(segments)]
         self._copies: dict[_Slot, list[tuple[torch.Tensor, torch.Tensor]]] = {
@@ -164,20 +188,26 @@ class Subscriber:
             box, wanted = segments[route.source].layout[route.held].box, parts[route.wanted]
             destination = wanted.tensor[route.box.slices_in(wanted.box)]
             for slot in self._sources[route.source]:
-                self._copies[slot].append((destination, slot.views[route.held][route.box.slices_in(box)]))
+                self._copies[slot].append(
+                    (destination, slot.views[route.held][route.box.slices_in(box)])
+                )
 
     async def fetch(self, version: int) -> None:
         """Nothing: what a trainer rank has published is near already."""
 
     def pull(self, version: int) -> int:
-        """Overwrite this rank's parameters with ``version``, or the newest where that is gone; returns which.
+        """Overwrite this rank's parameters with ``version``, or the newest where that is gone;
+        returns which.
 
         Raises RunError where some trainer rank does not hold it, or nothing newer, whole.
         """
         deadline = time.monotonic() + self._patience
         target = version
         while not (claimed := self.claim(target)):
-            target = min(max(slot.settled_version(self._patience) for slot in source) for source in self._sources)
+            target = min(
+                max(slot.settled_version(self._patience) for slot in source)
+                for source in self._sources
+            )
             if target < version or time.monotonic() > deadline:
                 raise RunError(f"pull of version {version}: {self._say_held()}")
         copy_all((pair for slot in claimed for pair in self._copies[slot]), self._like)
@@ -208,7 +238,10 @@ class Subscriber:
 
     def _say_held(self) -> str:
         held = [sorted({slot.version for slot in source} - {_NONE}) for source in self._sources]
-        return "; ".join(f"trainer rank {rank} holds {versions or 'nothing'}" for rank, versions in enumerate(held))
+        return "; ".join(
+            f"trainer rank {rank} holds {versions or 'nothing'}"
+            for rank, versions in enumerate(held)
+        )
 
 
 class _Slot:
@@ -289,10 +322,14 @@ def _open(rank: int, segment: Segment) -> list[_Slot]:
     for index, fd in enumerate(segment.fds):
         path = f"/proc/{segment.pid}/fd/{fd}"
         if not os.path.exists(path):
-            raise RunError(f"trainer rank {rank}, process {segment.pid}, has ended; start its mesh again")
+            raise RunError(
+                f"trainer rank {rank}, process {segment.pid}, has ended; start its mesh again"
+            )
         slot = _Slot(os.open(path, os.O_RDWR), segment, index)
         if int(slot.header[_TOKEN]) != segment.token:
-            raise RunError(f"process {segment.pid} is no longer trainer rank {rank}; start its mesh again")
+            raise RunError(
+                f"process {segment.pid} is no longer trainer rank {rank}; start its mesh again"
+            )
         slots.append(slot)
         if not segment.device:
             slot.memory[:: mmap.PAGESIZE].sum()  # map the pages now, not during the first pull
@@ -301,7 +338,9 @@ def _open(rank: int, segment: Segment) -> list[_Slot]:
 
 @torch.no_grad()
 def copy_all(pairs: Any, like: torch.Tensor) -> None:
-    """Copy each (destination, source), casting; on CUDA behind the work of ``like``'s device and on a side stream."""
+    """Copy each (destination, source), casting; on CUDA behind the work of ``like``'s device and on
+    a side stream.
+    """
     if not like.is_cuda:
         for destination, source in pairs:
             destination.copy_(source)

@@ -1,4 +1,6 @@
-"""The push through a store in between: torchstore's volume, in a process of its own, keeps what trainers put there."""
+"""The push through a store in between: torchstore's volume, in a process of its own, keeps what
+trainers put there.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,10 +19,11 @@ STORE = "tiller"
 
 
 async def open_store(procs: ProcMesh) -> None:
-    """Start a store whose volume lives in the one process of ``procs``, on whichever host has the memory.
+    """Start a store whose volume lives in the one process of ``procs``, on whichever host has the
+    memory.
 
-    To be awaited by the controller. It takes two slots of each trainer rank, as large as its shards in the transfer
-    dtype, and whatever deltas are put there.
+    To be awaited by the controller. It takes two slots of each trainer rank, as large as its shards
+    in the transfer dtype, and whatever deltas are put there.
     """
     await torchstore.initialize(1, torchstore.SingletonStrategy(), STORE, procs)
 
@@ -32,7 +35,9 @@ async def close_store() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Under which names a trainer rank puts what it publishes: few, and the same for every version."""
+    """Under which names a trainer rank puts what it publishes: few, and the same for every
+    version.
+    """
 
     rank: int
 
@@ -47,7 +52,10 @@ class Address:
 
 
 class Publisher(PackedPublisher):
-    """Puts its slots into the store: see PackedPublisher. What it put stays there when it is closed."""
+    """Puts its slots into the store: see PackedPublisher.
+
+    What it put stays there when it is closed.
+    """
 
     def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int):
         """``parts`` of trainer rank ``rank``."""
@@ -73,13 +81,21 @@ class Publisher(PackedPublisher):
         ):
             await self.address.put(whole, "blob", slot, b)
             if size:
-                await self.address.put(code[:size].clone(), "delta", slot, b)  # of a view, all the memory would go
+                await self.address.put(
+                    code[:size].clone(), "delta", slot, b
+                )  # of a view, all the memory would go
 
 
 class Subscriber(PackedSubscriber):
     """Gets what it wants from the store: see PackedPublisher."""
 
-    def __init__(self, addresses: Sequence[Address], parts: Sequence[Part], transfer: Transfer, **options: Any):
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        parts: Sequence[Part],
+        transfer: Transfer,
+        **options: Any,
+    ):
         """``options`` are those of PackedSubscriber."""
         super().__init__(parts, transfer, **options)
         torchstore.reset_client(STORE)
@@ -92,8 +108,12 @@ class Subscriber(PackedSubscriber):
         await asyncio.gather(*map(self._read_one, reads))
 
     async def _read_one(self, read: Read) -> None:
-        value = await self._addresses[read.source].get("delta" if read.delta else "blob", read.slot, read.blob)
-        size = min(len(value), read.delta or len(value))  # one that was overwritten meanwhile may be shorter
+        value = await self._addresses[read.source].get(
+            "delta" if read.delta else "blob", read.slot, read.blob
+        )
+        size = min(
+            len(value), read.delta or len(value)
+        )  # one that was overwritten meanwhile may be shorter
         read.into[:size] = value[:size]
 
     async def _acknowledge(self, sequences: list[int]) -> None:

@@ -1,7 +1,8 @@
 """torchstore, made fit for this Monarch where it has to be.
 
-The controller of the released 0.1.2 has sync and async endpoints, and Monarch takes one kind per actor. Where that is
-so, its sync ones are made async. Newer versions have one kind, and are left as they are.
+The controller of the released 0.1.2 has sync and async endpoints, and Monarch takes one kind per
+actor. Where that is so, its sync ones are made async. Newer versions have one kind, and are left as
+they are.
 """
 
 import functools
@@ -12,7 +13,9 @@ from typing import Any
 
 from monarch.actor import endpoint
 
-os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 40))  # else torchstore sets it, and up logging
+os.environ.setdefault(
+    "HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 40)
+)  # else torchstore sets it, and up logging
 import torchstore
 import torchstore.api
 
@@ -37,7 +40,9 @@ class Controller(torchstore.api.Controller):
 
 
 _methods = _endpoints(torchstore.api.Controller)
-_sync = {name: method for name, method in _methods.items() if not inspect.iscoroutinefunction(method)}
+_sync = {
+    name: method for name, method in _methods.items() if not inspect.iscoroutinefunction(method)
+}
 if _sync and len(_sync) < len(_methods):
     for _name, _method in _sync.items():
         setattr(Controller, _name, endpoint(_made_async(_method)))

@@ -45,13 +45,19 @@ class Transfer:
         return self.generators * self.dtype.itemsize * sum(each.total() for each in elements)
 
     def describe(self) -> str:
-        """What goes where, and how; for people. Raises ValueError, naming the parameter, where something does not."""
-        return f"transport: {self.transport}\n{plan_push(self.sources, self.wanted).describe(self.dtype)}\n"
+        """What goes where, and how; for people.
+
+        Raises ValueError, naming the parameter, where something does not.
+        """
+        plan = plan_push(self.sources, self.wanted)
+        return f"transport: {self.transport}\n{plan.describe(self.dtype)}\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Bytes that a generator has to read of one trainer rank for a version, all its ranks together."""
+    """Bytes that a generator has to read of one trainer rank for a version, all its ranks
+    together.
+    """
 
     bytes_full: int
     """Where it holds no version yet."""
@@ -66,13 +72,17 @@ class Publisher(Protocol):
     """Where subscribers find it; can be sent to another process."""
 
     async def publish(self, version: int) -> Sent:
-        """Make the current weights readable as ``version``. They must not change before this returns.
+        """Make the current weights readable as ``version``. They must not change before this
+        returns.
 
         Raises RunError if a slot cannot be had in time.
         """
 
     def excuse(self, generator: int) -> None:
-        """Stop waiting for a generator that has gone. Whatever takes its number is waited for once it has fetched."""
+        """Stop waiting for a generator that has gone.
+
+        Whatever takes its number is waited for once it has fetched.
+        """
 
     def close(self) -> None:
         """Give back what it holds; subscribers fail from here on."""
@@ -82,13 +92,15 @@ class Subscriber(Protocol):
     """A generator rank's side."""
 
     async def fetch(self, version: int) -> None:
-        """Bring ``version``, published by all trainer ranks, near, while generation goes on with what it has.
+        """Bring ``version``, published by all trainer ranks, near, while generation goes on with
+        what it has.
 
         Raises VersionGone or TransferFailed. Another ``fetch`` can follow.
         """
 
     def pull(self, version: int) -> int:
-        """Overwrite this rank's parameters, while generation stands still; returns the version that they hold now.
+        """Overwrite this rank's parameters, while generation stands still; returns the version that
+        they hold now.
 
         Raises RunError where ``version`` is not there whole.
         """
@@ -98,14 +110,20 @@ class Subscriber(Protocol):
 
 
 def check_dtype(parts: Sequence[Part], dtype: torch.dtype) -> None:
-    """Raise RunError, naming the parameter, unless a generator's ``parts`` are of the dtype that is pushed."""
+    """Raise RunError, naming the parameter, unless a generator's ``parts`` are of the dtype that is
+    pushed.
+    """
     for part in parts:
         if part.tensor.dtype != dtype:
-            raise RunError(f"{part.name} is {part.tensor.dtype} in the generator and pushed as {dtype}")
+            raise RunError(
+                f"{part.name} is {part.tensor.dtype} in the generator and pushed as {dtype}"
+            )
 
 
 def starts_of(numels: list[int]) -> tuple[list[int], int]:
-    """Where regions of these sizes begin when they lie end to end, aligned, and the elements of all."""
+    """Where regions of these sizes begin when they lie end to end, aligned, and the elements of
+    all.
+    """
     starts, end = [], 0
     for numel in numels:
         starts.append(end)

@@ -1,16 +1,19 @@
-"""Seconds per step of TRL's GRPOTrainer against Tiller's, on the same model, the same work and the same cores.
+"""Seconds per step of TRL's GRPOTrainer against Tiller's, on the same model, the same work and the
+same cores.
 
 Usage: python scripts/bench/against_trl.py [--rounds N] [--steps N] [--trl-env DIR] [--json]
 
-Both train a Qwen3 of 3.3 million random parameters from one folder, in fp32, by GRPO with DAPO's loss: 8 prompts x 8
-completions x 32 tokens a step, none shorter, with the same prompts and reward (grpo_work.py). Each has the whole host
-in turn: TRL's process as many threads as there are cores, Tiller's processes one thread each. Tiller runs in lockstep
-and with rollouts of one step before (max_staleness 1), its canary and its records as they are by default; the ratio is
-that of the quicker. A step's seconds are the median of those after the first five; ratios are medians over the rounds.
-TRL's threads wait for each other without spinning: on a host with other work they would take it for computing.
+Both train a Qwen3 of 3.3 million random parameters from one folder, in fp32, by GRPO with DAPO's
+loss: 8 prompts x 8 completions x 32 tokens a step, none shorter, with the same prompts and reward
+(grpo_work.py). Each has the whole host in turn: TRL's process as many threads as there are cores,
+Tiller's processes one thread each. Tiller runs in lockstep and with rollouts of one step before
+(max_staleness 1), its canary and its records as they are by default; the ratio is that of the
+quicker. A step's seconds are the median of those after the first five; ratios are medians over the
+rounds. TRL's threads wait for each other without spinning: on a host with other work they would
+take it for computing.
 
-TRL is installed, once, into an environment of its own from the package index that pip is configured for; nothing
-else is downloaded.
+TRL is installed, once, into an environment of its own from the package index that pip is configured
+for; nothing else is downloaded.
 """
 
 import argparse
@@ -29,7 +32,13 @@ from grpo_work import MODEL, NEW_TOKENS, PROMPTS, SAMPLES
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TRL_ENV = Path("~/.cache/tiller-bench/trl")
-PINNED = ("trl==1.16.0", "torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0")
+PINNED = (
+    "trl==1.16.0",
+    "torch==2.13.0",
+    "transformers==5.23.0",
+    "accelerate==1.15.0",
+    "datasets==5.2.0",
+)
 UV = "uv==0.13.8"
 WARM_UP = 5
 TIMEOUT_S = 1800.0
@@ -56,7 +65,9 @@ def trl_python(folder: Path) -> Path:
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"{done.stdout}{done.stderr}against_trl: TRL could not be installed into {folder}")
+            raise SystemExit(
+                f"{done.stdout}{done.stderr}against_trl: TRL could not be installed into {folder}"
+            )
     stamp.write_text("\n".join(PINNED))
     return python
 
@@ -75,8 +86,12 @@ def write_model(folder: Path) -> None:
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**hf_config(shape_of(ModelConfig(**MODEL))))).save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"w{token}": token for token in range(MODEL["vocab_size"])}, unk_token="w0"))
+    Qwen3ForCausalLM(Qwen3Config(**hf_config(shape_of(ModelConfig(**MODEL))))).save_pretrained(
+        folder
+    )
+    words = Tokenizer(
+        WordLevel({f"w{token}": token for token in range(MODEL["vocab_size"])}, unk_token="w0")
+    )
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(folder)
 
@@ -97,7 +112,16 @@ def run_ours(model: Path, steps: int, folder: Path, *overrides: str) -> list[flo
     options = [word for pair in fields.items() for word in pair]
     paths = os.pathsep.join(map(str, (ROOT, HERE)))
     _run(
-        [sys.executable, "-m", "rl.train", "--config", "grpo_ours.even_tokens", *options, *overrides], PYTHONPATH=paths
+        [
+            sys.executable,
+            "-m",
+            "rl.train",
+            "--config",
+            "grpo_ours.even_tokens",
+            *options,
+            *overrides,
+        ],
+        PYTHONPATH=paths,
     )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lengths = {row["completion/length_mean"] for row in rows}
@@ -108,7 +132,9 @@ def run_ours(model: Path, steps: int, folder: Path, *overrides: str) -> list[flo
 def _run(command: Sequence[str | Path], **variables: str) -> str:
     """What the command prints; SystemExit with its errors where it fails."""
     environment = {**os.environ, **OFFLINE, **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     if done.returncode:
         raise SystemExit(f"{done.stderr}against_trl: this failed: {' '.join(map(str, command))}")
     return done.stdout
@@ -124,7 +150,9 @@ def compare(python: Path, rounds: int, steps: int, folder: Path) -> dict[str, An
             if name == "trl":
                 steps_s = run_trl(python, model, steps)
             else:
-                steps_s = run_ours(model, steps, folder / f"{name}-{number}", "--rollout.max_staleness", OURS[name])
+                steps_s = run_ours(
+                    model, steps, folder / f"{name}-{number}", "--rollout.max_staleness", OURS[name]
+                )
             seconds[name].append(statistics.median(steps_s[WARM_UP:]))
             print(f"round {number + 1}: {name:8} {seconds[name][-1]:.3f} s a step", flush=True)
     return result_of(seconds)
@@ -133,7 +161,9 @@ def compare(python: Path, rounds: int, steps: int, folder: Path) -> dict[str, An
 def result_of(seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Ratios of each round's seconds; the short name is the better of our two ways."""
     ratios = {
-        f"trl_over_{name}": statistics.median(t / o for t, o in zip(seconds["trl"], seconds[name], strict=True))
+        f"trl_over_{name}": statistics.median(
+            t / o for t, o in zip(seconds["trl"], seconds[name], strict=True)
+        )
         for name in OURS
     }
     return {
@@ -144,16 +174,27 @@ def result_of(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns that each side takes")
-    parser.add_argument("--steps", type=int, default=25, help=f"of each turn, {WARM_UP} of them to warm up")
-    parser.add_argument("--trl-env", type=Path, default=TRL_ENV, help=f"TRL's environment (default {TRL_ENV})")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--steps", type=int, default=25, help=f"of each turn, {WARM_UP} of them to warm up"
+    )
+    parser.add_argument(
+        "--trl-env", type=Path, default=TRL_ENV, help=f"TRL's environment (default {TRL_ENV})"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     arguments = parser.parse_args()
     if arguments.steps <= WARM_UP:
         parser.error(f"--steps: {arguments.steps} leaves none after the {WARM_UP} to warm up")
     python = trl_python(arguments.trl_env.expanduser())
-    print(f"{PROMPTS} prompts x {SAMPLES} completions x {NEW_TOKENS} tokens, {os.cpu_count()} cores, {PINNED[0]}")
+    print(
+        f"{PROMPTS} prompts x {SAMPLES} completions x {NEW_TOKENS} tokens, {os.cpu_count()} cores, "
+        f"{PINNED[0]}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         result = compare(python, arguments.rounds, arguments.steps, Path(folder))
     print(", ".join(f"{name} {value:.2f}" for name, value in result.items() if "_over_" in name))

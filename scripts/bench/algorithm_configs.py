@@ -1,4 +1,6 @@
-"""Configs of algorithms.py: the quickstart's model, task and steps, under other algorithms and corrections."""
+"""Configs of algorithms.py: the quickstart's model, task and steps, under other algorithms and
+corrections.
+"""
 
 from torchtitan.components.optimizer import default_adamw
 
@@ -78,7 +80,9 @@ def stale() -> RunConfig:
 
 
 def stale_recomputed() -> RunConfig:
-    """The ratio is against the trainer's weights before the step, and no weight makes up for staleness."""
+    """The ratio is against the trainer's weights before the step, and no weight makes up for
+    staleness.
+    """
     config = stale()
     config.algorithm.proximal = "recomputed"
     return config

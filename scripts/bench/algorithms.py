@@ -1,11 +1,14 @@
-"""Algorithms on copy_digits: which bring a random Qwen3 of 100 thousand parameters above 0.9, and how fast.
+"""Algorithms on copy_digits: which bring a random Qwen3 of 100 thousand parameters above 0.9, and
+how fast.
 
-Usage: python scripts/bench/algorithms.py [--off-policy | --only NAME ...] [--seeds N] [--steps N] [--plot F] [--json]
+Usage: python scripts/bench/algorithms.py [--off-policy | --only NAME ...] [--seeds N] [--steps N]
+[--plot F] [--json]
 
-Each is a config of algorithm_configs.py, the quickstart's but for the algorithm, and is trained once per seed, in at
-most --steps steps (200) of 32 prompts x 8 completions. "solved" are those whose exact match on 256 held-out prompts,
-greedy, is above 0.9 with every seed. "steps" is when the mean reward of ten steps first was above 0.9, the worst of the
-seeds. With --off-policy all are four steps stale (max_staleness 4, deterministic), with each of the corrections.
+Each is a config of algorithm_configs.py, the quickstart's but for the algorithm, and is trained
+once per seed, in at most --steps steps (200) of 32 prompts x 8 completions. "solved" are those
+whose exact match on 256 held-out prompts, greedy, is above 0.9 with every seed. "steps" is when the
+mean reward of ten steps first was above 0.9, the worst of the seeds. With --off-policy all are four
+steps stale (max_staleness 4, deterministic), with each of the corrections.
 """
 
 import argparse
@@ -24,17 +27,35 @@ TIMEOUT_S = 1800.0
 GOAL, WINDOW = 0.9, 10
 ON_POLICY = ("ppo", "grpo_kl", "rloo", "gspo", "cispo", "dapo_loss", "reinforce_plus_plus", "dppo")
 OFF_POLICY = (
-    *("stale", "stale_recomputed", "stale_truncated", "stale_masked_tokens", "stale_masked_sequences"),
+    *(
+        "stale",
+        "stale_recomputed",
+        "stale_truncated",
+        "stale_masked_tokens",
+        "stale_masked_sequences",
+    ),
     "stale_decayed",
 )
 
 
 def train(name: str, seed: int, folder: Path, options: list[str]) -> tuple[list[float], float]:
     """Mean reward of each step, and the exact match in the end."""
-    command = [sys.executable, "-m", "rl.train", "--config", f"algorithm_configs.{name}", "--seed", str(seed)]
+    command = [
+        sys.executable,
+        "-m",
+        "rl.train",
+        "--config",
+        f"algorithm_configs.{name}",
+        "--seed",
+        str(seed),
+    ]
     done = subprocess.run(
         [*command, "--output-dir", str(folder), "--quiet", *options],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE))), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE))),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -48,7 +69,9 @@ def train(name: str, seed: int, folder: Path, options: list[str]) -> tuple[list[
 
 def steps_to_goal(rewards: list[float]) -> int | None:
     """The first step at which the mean of WINDOW rewards was above GOAL."""
-    means = (statistics.mean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1))
+    means = (
+        statistics.mean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)
+    )
     return next((number + WINDOW for number, mean in enumerate(means) if mean > GOAL), None)
 
 
@@ -71,7 +94,9 @@ def compare(names: list[str], seeds: int, options: list[str], folder: Path) -> d
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Mean rewards over the steps, a line for each algorithm: the mean of its seeds, smoothed over WINDOW steps."""
+    """Mean rewards over the steps, a line for each algorithm: the mean of its seeds, smoothed over
+    WINDOW steps.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -80,7 +105,9 @@ def plot(result: dict[str, Any], file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for name, each in result["algorithms"].items():
         means = [statistics.mean(step) for step in zip(*each["rewards"], strict=True)]
-        smooth = [statistics.mean(means[max(0, end - WINDOW) : end]) for end in range(1, len(means) + 1)]
+        smooth = [
+            statistics.mean(means[max(0, end - WINDOW) : end]) for end in range(1, len(means) + 1)
+        ]
         axes.plot(range(1, len(smooth) + 1), smooth, label=name.replace("_", " "))
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
@@ -90,14 +117,24 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--off-policy", action="store_true", help="four steps stale, with each of the corrections")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*ON_POLICY, *OFF_POLICY], help="these alone")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--off-policy", action="store_true", help="four steps stale, with each of the corrections"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=[*ON_POLICY, *OFF_POLICY], help="these alone"
+    )
     parser.add_argument("--seeds", type=int, default=2, help="runs of each")
     parser.add_argument("--steps", type=int, default=200, help="of each run")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rewards into this file")
-    parser.add_argument("--tiny", action="store_true", help="tiny batches, only to see that everything runs")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny batches, only to see that everything runs"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     arguments = parser.parse_args()
     names = arguments.only or (OFF_POLICY if arguments.off_policy else ON_POLICY)
     options = ["--steps", str(arguments.steps), "--trainer.checkpoint.no-enable"]

@@ -1,4 +1,6 @@
-"""vLLM's ``LLMEngine`` in a process of its own, without actor or loop: what Tiller's generator is measured against."""
+"""vLLM's ``LLMEngine`` in a process of its own, without actor or loop: what Tiller's generator is
+measured against.
+"""
 
 import json
 import os
@@ -36,7 +38,8 @@ class Work:
 
 
 class BareEngine:
-    """An engine around vLLM's own Qwen3 (``native``) or torchtitan's (``unified``), stepped by a plain loop. ::
+    """An engine around vLLM's own Qwen3 (``native``) or torchtitan's (``unified``), stepped by a
+    plain loop. ::
 
     engine = BareEngine("native", config, model, folder)    # of write_model
     engine.wait()
@@ -83,13 +86,22 @@ class BareEngine:
 
 
 def write_model(
-    folder: Path, model: ModelConfig, weights: dict[str, torch.Tensor], state: dict[str, torch.Tensor]
+    folder: Path,
+    model: ModelConfig,
+    weights: dict[str, torch.Tensor],
+    state: dict[str, torch.Tensor],
 ) -> None:
-    """The folder that engines start from: torchtitan's parameters, and its state dict by Hugging Face's names."""
+    """The folder that engines start from: torchtitan's parameters, and its state dict by Hugging
+    Face's names.
+    """
     shape = shape_of(model)
-    config = qwen3_config(shape, fuse_qkv=model.fuse_qkv, inner_attention=ScaledDotProductAttention.Config())
+    config = qwen3_config(
+        shape, fuse_qkv=model.fuse_qkv, inner_attention=ScaledDotProductAttention.Config()
+    )
     named = Qwen3StateDictAdapter(config, None).to_hf(state)
-    save_file({name: tensor.contiguous() for name, tensor in named.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in named.items()}, folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps(hf_config(shape)))
     torch.save(weights, folder / "weights.pt")
 
@@ -114,7 +126,11 @@ def _start(kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path
     ours = {
         "load_format": LOAD_FORMAT,
         "hf_overrides": {"architectures": [ARCHITECTURE]},
-        "additional_config": {"shape": asdict(shape), "fuse_qkv": model.fuse_qkv, "expert_parallel": False},
+        "additional_config": {
+            "shape": asdict(shape),
+            "fuse_qkv": model.fuse_qkv,
+            "expert_parallel": False,
+        },
     }
     engine = LLMEngine.from_engine_args(
         EngineArgs(
@@ -135,7 +151,10 @@ def _start(kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path
         )
     )
     if kind == "unified":
-        model, weights = engine.model_executor.driver_worker.get_model(), torch.load(folder / "weights.pt")
+        model, weights = (
+            engine.model_executor.driver_worker.get_model(),
+            torch.load(folder / "weights.pt"),
+        )
         for name, parameter in model.titan.named_parameters():
             parameter.data.copy_(weights[name])
         model.weights_changed()
@@ -161,13 +180,18 @@ def _generate(engine: Any, requests: list[GenerationRequest]) -> Work:
         engine.add_request(request.request_id, tokens_input(request.prompt_tokens), params)
     said = {}
     while engine.has_unfinished_requests():
-        said.update({output.request_id: output.outputs[0] for output in engine.step() if output.finished})
+        said.update(
+            {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+        )
     wall, cpu = time.perf_counter() - begun[0], time.process_time() - begun[1]
     answers = [said[request.request_id] for request in requests]
     completions = [
         Completion(
             tokens=list(answer.token_ids),
-            logprobs=[entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)],
+            logprobs=[
+                entry[token].logprob
+                for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)
+            ],
             versions=[],
             finish_reason=answer.finish_reason,
         )

@@ -1,11 +1,13 @@
-"""Memory of a policy, its reference and its critic on one device: each with its own part of it, or by turns.
+"""Memory of a policy, its reference and its critic on one device: each with its own part of it, or
+by turns.
 
 Usage: python scripts/bench/colocation.py [--steps N] [--json]
 
-Three engines of one rank take PPO steps, in the order in which the controller asks them, through its Dispatch:
-log-probs of policy and reference, values, gradients and steps of policy and critic. Counted are the bytes that
-parameters, gradients and optimizer states have on the device after every call; activations come on top in both cases,
-those of one model at a time. "peak" is the largest sum. Both sides end with the same weights, which is checked.
+Three engines of one rank take PPO steps, in the order in which the controller asks them, through
+its Dispatch: log-probs of policy and reference, values, gradients and steps of policy and critic.
+Counted are the bytes that parameters, gradients and optimizer states have on the device after every
+call; activations come on top in both cases, those of one model at a time. "peak" is the largest
+sum. Both sides end with the same weights, which is checked.
 """
 
 import argparse
@@ -31,7 +33,14 @@ from rl.types import Batch, Head
 from rl.weights.digest import digests, merge_digests, policy_digest
 
 MODEL = ModelConfig(
-    vocab_size=4096, dim=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=768, max_seq_len=128
+    vocab_size=4096,
+    dim=256,
+    n_layers=4,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=64,
+    hidden_dim=768,
+    max_seq_len=128,
 )
 ROLES: dict[str, Head] = {"policy": "logprobs", "reference": "logprobs", "critic": "values"}
 
@@ -44,7 +53,9 @@ class Local:
         self.is_running = False
 
     async def start(self) -> None:
-        self.engine = TrainingEngine(TrainerConfig(), MODEL, head=self._head, seed=0, steps=1000, folder=self._folder)
+        self.engine = TrainingEngine(
+            TrainerConfig(), MODEL, head=self._head, seed=0, steps=1000, folder=self._folder
+        )
         self._usage.engines.append(self.engine)
         self.is_running = True
 
@@ -55,7 +66,9 @@ class Local:
         return self._usage.noted(self.engine.forward(batch, temperature=temperature))
 
     async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> Any:
-        return self._usage.noted(self.engine.forward_backward(batch, loss.build(), temperature=temperature))
+        return self._usage.noted(
+            self.engine.forward_backward(batch, loss.build(), temperature=temperature)
+        )
 
     async def optim_step(self, **options: Any) -> Any:
         return self._usage.noted(self.engine.optim_step(**options))
@@ -82,10 +95,21 @@ class Usage:
 def device_bytes(engine: TrainingEngine) -> int:
     """Of parameters, gradients and optimizer states."""
     parameters = list(engine.model.parameters())
-    states = [value for each in engine.optimizers for state in each.state.values() for value in state.values()]
-    tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None), *(s for s in states if s.dim())]
+    states = [
+        value
+        for each in engine.optimizers
+        for state in each.state.values()
+        for value in state.values()
+    ]
+    tensors = [
+        *parameters,
+        *(p.grad for p in parameters if p.grad is not None),
+        *(s for s in states if s.dim()),
+    ]
     storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())  # FSDP's gradients share some
+    return sum(
+        {storage.data_ptr(): storage.nbytes() for storage in storages}.values()
+    )  # FSDP's gradients share some
 
 
 def batch_of(seed: int) -> Batch:
@@ -107,12 +131,21 @@ async def _train(shared: list[str], steps: int, folder: str) -> tuple[list[int],
     groups: dict[str, Any] = {role: Local(head, folder, usage) for role, head in ROLES.items()}
     dispatch = Dispatch(groups, shared)
     await dispatch.start()
-    losses: dict[str, Any] = {"policy": ClippedLoss.Config(kl_coef=0.1), "critic": ValueLoss.Config()}
-    columns = {"policy": "behaviour_logprobs", "reference": "reference_logprobs", "critic": "old_values"}
+    losses: dict[str, Any] = {
+        "policy": ClippedLoss.Config(kl_coef=0.1),
+        "critic": ValueLoss.Config(),
+    }
+    columns = {
+        "policy": "behaviour_logprobs",
+        "reference": "reference_logprobs",
+        "critic": "old_values",
+    }
     for step in range(steps):
         batch = batch_of(step)
         for role, head in ROLES.items():
-            batch.columns[columns[role]] = (await dispatch.forward(role, batch, temperature=1.0))[head]
+            batch.columns[columns[role]] = (await dispatch.forward(role, batch, temperature=1.0))[
+                head
+            ]
         for role, loss in losses.items():
             await dispatch.forward_backward(role, batch, loss, temperature=1.0)
             await dispatch.optim_step(role)
@@ -123,9 +156,13 @@ async def _train(shared: list[str], steps: int, folder: str) -> tuple[list[int],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=3, help="of each side")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     arguments = parser.parse_args()
     found = {}
     for name, shared in (("separate", []), ("colocated", list(ROLES))):
@@ -135,8 +172,14 @@ def main() -> None:
     peaks = {name: max(used) for name, (used, _) in found.items()}
     for name, peak in peaks.items():
         print(f"{name:9} peak {peak / 2**20:7.1f} MiB on the device")
-    result = {"colocated_over_separate": peaks["colocated"] / peaks["separate"], "peak_bytes": peaks}
-    print(f"colocated over separate {result['colocated_over_separate']:.2f}, the same weights in the end")
+    result = {
+        "colocated_over_separate": peaks["colocated"] / peaks["separate"],
+        "peak_bytes": peaks,
+    }
+    print(
+        f"colocated over separate {result['colocated_over_separate']:.2f}, the same weights in the "
+        "end"
+    )
     if arguments.json:
         print(json.dumps(result))
 

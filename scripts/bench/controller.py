@@ -1,15 +1,18 @@
 """What the controller itself costs: a run whose generator, rewards and trainer take no time.
 
-Usage: python scripts/bench/controller.py [--repeats N] [--pipelines NAME ...] [--bounds N ...] [--json]
+Usage: python scripts/bench/controller.py [--repeats N] [--pipelines NAME ...] [--bounds N ...]
+[--json]
 
-The real controller, sampler, router, ledger, push and run folder are driven by meshes that answer at once: 32 prompts
-a step, 8 completions each of 32 tokens. Every pipeline is run with a staleness bound of 0 and of 2. In each repeat
-runs of a thousand rollouts stand before and after one of a hundred thousand, so that what else the machine does falls
-on both. Costs are CPU time from the first request to the end of the last step; ratios are medians over the repeats.
-"memory" is resident memory after the whole long run over that after a tenth of it.
+The real controller, sampler, router, ledger, push and run folder are driven by meshes that answer
+at once: 32 prompts a step, 8 completions each of 32 tokens. Every pipeline is run with a staleness
+bound of 0 and of 2. In each repeat runs of a thousand rollouts stand before and after one of a
+hundred thousand, so that what else the machine does falls on both. Costs are CPU time from the
+first request to the end of the last step; ratios are medians over the repeats. "memory" is resident
+memory after the whole long run over that after a tenth of it.
 
-"checkpoint_pause_s" is how long the event loop stands still at most while a checkpoint is written, with 1,024 rollouts
-of 3,072 tokens in the ledger and eight ranks that are sent their message: the longest of all repeats.
+"checkpoint_pause_s" is how long the event loop stands still at most while a checkpoint is written,
+with 1,024 rollouts of 3,072 tokens in the ledger and eight ranks that are sent their message: the
+longest of all repeats.
 """
 
 import argparse
@@ -48,7 +51,11 @@ PIPELINES = ("deterministic", "asynchronous")
 BOUNDS = (0, 2)
 SHORT, LONG = 1_000, 100_000  # rollouts
 SHORT_RUNS = 8  # on each side of a long one
-SAVED, SAVED_TOKENS, RANKS = 1_024, 3_072, 8  # rollouts in a checkpoint, tokens of each, ranks of the trainer
+SAVED, SAVED_TOKENS, RANKS = (
+    1_024,
+    3_072,
+    8,
+)  # rollouts in a checkpoint, tokens of each, ranks of the trainer
 
 
 @dataclass(slots=True)
@@ -101,7 +108,9 @@ class Trainer(Mesh):
         await asyncio.sleep(0)
         return {"logprobs": torch.full(batch.tokens.shape, -1.0)}
 
-    async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> tuple[dict, Metrics]:
+    async def forward_backward(
+        self, batch: Batch, loss: Any, *, temperature: float
+    ) -> tuple[dict, Metrics]:
         await asyncio.sleep(0)
         return {}, Metrics({})
 
@@ -109,7 +118,13 @@ class Trainer(Mesh):
         await asyncio.sleep(0)
         self.version += 1
         self.marks.resident.append(_resident())
-        return Metrics({"loss/mean": Value(0.0), "trainer/grad_norm": Value(1.0), "trainer/updates": Value(1.0, "sum")})
+        return Metrics(
+            {
+                "loss/mean": Value(0.0),
+                "trainer/grad_norm": Value(1.0),
+                "trainer/updates": Value(1.0, "sum"),
+            }
+        )
 
     async def load_checkpoint(self, step: int) -> tuple[dict, list[str]]:
         return {}, []
@@ -149,7 +164,9 @@ class Generator(Mesh):
     async def weight_digests(self) -> list[dict]:
         return [{("w", Box.whole((1,))): self.version}]
 
-    async def generate(self, requests: list[GenerationRequest], *, fresh: bool = False) -> list[Completion]:
+    async def generate(
+        self, requests: list[GenerationRequest], *, fresh: bool = False
+    ) -> list[Completion]:
         if self.marks.began is None and not requests[0].request_id.startswith("canary"):
             self.marks.began = time.process_time(), time.perf_counter()
         await asyncio.sleep(0)
@@ -158,7 +175,10 @@ class Generator(Mesh):
     def _say(self, count: int) -> Completion:
         """Lists of its own, as a message brings them."""
         return Completion(
-            tokens=[6] * count, logprobs=[-1.0] * count, versions=[self.version] * count, finish_reason="length"
+            tokens=[6] * count,
+            logprobs=[-1.0] * count,
+            versions=[self.version] * count,
+            finish_reason="length",
         )
 
 
@@ -170,7 +190,14 @@ class Rewards(Mesh):
     async def score(self, prompt: Prompt, said: Sequence[Completion]) -> list[Rollout]:
         await asyncio.sleep(0)
         return [
-            Rollout(prompt=prompt, sample=i, completion=each, text="1 2 3", reward=i, metrics={"exact": 0.0})
+            Rollout(
+                prompt=prompt,
+                sample=i,
+                completion=each,
+                text="1 2 3",
+                reward=i,
+                metrics={"exact": 0.0},
+            )
             for i, each in enumerate(said)
         ]
 
@@ -178,9 +205,12 @@ class Rewards(Mesh):
 def configured(pipeline: str, bound: int, rollouts: int) -> RunConfig:
     """About ``rollouts`` rollouts in all, in whole steps."""
     config = find_config("quickstart")()
-    config.rollout.pipeline, config.rollout.max_staleness = pipeline, bound  # type: ignore[assignment]
+    # type: ignore[assignment]
+    config.rollout.pipeline, config.rollout.max_staleness = pipeline, bound
     config.rollout.max_tokens, config.model.max_seq_len = TOKENS, 64
-    config.steps = -(-rollouts // (config.rollout.prompts_per_step * config.rollout.samples_per_prompt))
+    config.steps = -(
+        -rollouts // (config.rollout.prompts_per_step * config.rollout.samples_per_prompt)
+    )
     config.trainer.checkpoint.enable, config.evaluation.prompts = False, 0
     config.weights.transport = "shared_memory"
     return config
@@ -195,7 +225,9 @@ def controller_in(folder: str, config: RunConfig, marks: Marks) -> Controller:
 
 
 def run(config: RunConfig) -> tuple[Marks, float]:
-    """Run the controller from start to end in a folder of its own; also the largest staleness of a token."""
+    """Run the controller from start to end in a folder of its own; also the largest staleness of a
+    token.
+    """
     with tempfile.TemporaryDirectory() as folder:
         marks = Marks()
         controller = controller_in(folder, config, marks)
@@ -216,7 +248,10 @@ def costs(config: RunConfig, marks: Marks) -> tuple[float, float]:
 
 def measure(pipeline: str, bound: int, *, repeats: int, long: int) -> dict[str, Any]:
     """One pipeline: runs of both lengths, in turn."""
-    short_config, long_config = configured(pipeline, bound, SHORT), configured(pipeline, bound, long)
+    short_config, long_config = (
+        configured(pipeline, bound, SHORT),
+        configured(pipeline, bound, long),
+    )
     growths, times, memory, staleness = [], [], [], []
     for _ in range(repeats):
         short = [costs(short_config, run(short_config)[0])[0] for _ in range(SHORT_RUNS)]
@@ -240,11 +275,15 @@ def measure(pipeline: str, bound: int, *, repeats: int, long: int) -> dict[str, 
 
 
 def fill(controller: Controller, tokens: int) -> None:
-    """Have ``SAVED`` finished rollouts of ``tokens`` tokens in the ledger; no two share a list, as from messages."""
+    """Have ``SAVED`` finished rollouts of ``tokens`` tokens in the ledger; no two share a list, as
+    from messages.
+    """
     ledger, samples = controller.ledger, SAVED // (2 * controller.config.rollout.prompts_per_step)
     while ledger.admits(0):
         ordinal = ledger.admit(0)
-        prompt = Prompt(ordinal=ordinal, tokens=[*range(1000, 1256)], text="prompt " * 64, answer="1")
+        prompt = Prompt(
+            ordinal=ordinal, tokens=[*range(1000, 1256)], text="prompt " * 64, answer="1"
+        )
         group = [
             Rollout(
                 prompt=prompt,
@@ -312,8 +351,8 @@ def _resident() -> int:
 def show(row: dict[str, Any]) -> None:
     print(
         f"{row['pipeline']:13} staleness {row['staleness']:.0f} of {row['max_staleness']}: "
-        f"{row['rollouts_per_s']:7,.0f} rollouts/s, {row['cpu_us_per_rollout']:5.1f} us of CPU each, "
-        f"{row['cost_growth']:.2f} x a short run's, memory x {row['memory_growth']:.3f}",
+        f"{row['rollouts_per_s']:7,.0f} rollouts/s, {row['cpu_us_per_rollout']:5.1f} us of CPU "
+        f"each, {row['cost_growth']:.2f} x a short run's, memory x {row['memory_growth']:.3f}",
         flush=True,
     )
 
@@ -322,22 +361,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pipelines", nargs="+", choices=PIPELINES, default=list(PIPELINES))
-    parser.add_argument("--bounds", nargs="+", type=int, default=list(BOUNDS), help="values of max_staleness")
-    parser.add_argument("--tiny", action="store_true", help="two thousand rollouts, to try the program")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--bounds", nargs="+", type=int, default=list(BOUNDS), help="values of max_staleness"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="two thousand rollouts, to try the program"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     options = parser.parse_args()
     cases = [(pipeline, bound) for pipeline in options.pipelines for bound in options.bounds]
     rows = []
     run(configured("deterministic", 0, SHORT))  # what is imported and allocated once
     gc.freeze()  # as the program does
     for case in cases:
-        rows.append(measure(*case, repeats=options.repeats, long=2 * SHORT if options.tiny else LONG))
+        rows.append(
+            measure(*case, repeats=options.repeats, long=2 * SHORT if options.tiny else LONG)
+        )
         show(rows[-1])
     saving = checkpoint(repeats=options.repeats, tokens=32 if options.tiny else SAVED_TOKENS)
     print(
-        f"checkpoint: the event loop stands still for {saving['checkpoint_pause_s']:.3f} s at most of "
-        f"{saving['checkpoint_s']:.2f} s; {saving['checkpoint_bytes'] / 1e6:.1f} MB written once, "
-        f"{saving['checkpoint_message_bytes'] / 1e3:.1f} kB sent to a rank"
+        f"checkpoint: the event loop stands still for {saving['checkpoint_pause_s']:.3f} s at most "
+        f"of {saving['checkpoint_s']:.2f} s; {saving['checkpoint_bytes'] / 1e6:.1f} MB written "
+        f"once, {saving['checkpoint_message_bytes'] / 1e3:.1f} kB sent to a rank"
     )
     gc.unfreeze()
     result = {

@@ -1,13 +1,15 @@
-"""Generation through router and actor against a bare vLLM engine, and torchtitan's Qwen3 in vLLM against vLLM's own.
+"""Generation through router and actor against a bare vLLM engine, and torchtitan's Qwen3 in vLLM
+against vLLM's own.
 
 Usage: python scripts/bench/generator.py [--rounds N] [--no-compile] [--json]
 
-All sides have the same weights, in fp32, and get the same prompts, seeds and sampling by turns, each in a process of
-its own with one thread: the generator's actor, called through the router, in one call for all groups and in one
-call a group, all in flight together; and plain loops over a ``LLMEngine`` with torchtitan's model (unified) and
-vLLM's (native), eager and compiled. Actor and engine are compared in tokens per second on the wall, the models in
-tokens per second of CPU time, which other programs on the host disturb least. Ratios are medians over the rounds.
-"alike" is the share of greedy completions in which a side agrees with the first, token for token, and "apart" the
+All sides have the same weights, in fp32, and get the same prompts, seeds and sampling by turns,
+each in a process of its own with one thread: the generator's actor, called through the router, in
+one call for all groups and in one call a group, all in flight together; and plain loops over a
+``LLMEngine`` with torchtitan's model (unified) and vLLM's (native), eager and compiled. Actor and
+engine are compared in tokens per second on the wall, the models in tokens per second of CPU time,
+which other programs on the host disturb least. Ratios are medians over the rounds. "alike" is the
+share of greedy completions in which a side agrees with the first, token for token, and "apart" the
 largest difference of their log-probs.
 """
 
@@ -64,8 +66,14 @@ class Case:
 
     def requests(self, seed: int, temperature: float = 1.0) -> list[GenerationRequest]:
         """Groups of SAMPLES requests for random prompts, end to end."""
-        draw, sampling = random.Random(seed), Sampling(max_tokens=self.new_tokens, temperature=temperature)
-        prompts = [draw.choices(range(self.model.vocab_size), k=self.prompt_tokens) for _ in range(self.prompts)]
+        draw, sampling = (
+            random.Random(seed),
+            Sampling(max_tokens=self.new_tokens, temperature=temperature),
+        )
+        prompts = [
+            draw.choices(range(self.model.vocab_size), k=self.prompt_tokens)
+            for _ in range(self.prompts)
+        ]
         return [
             GenerationRequest(
                 request_id=f"{seed}/{number}/{sample}",
@@ -79,7 +87,14 @@ class Case:
 
 
 MODEL = ModelConfig(
-    vocab_size=512, dim=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=768, max_seq_len=256
+    vocab_size=512,
+    dim=256,
+    n_layers=4,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=64,
+    hidden_dim=768,
+    max_seq_len=256,
 )
 TINY_MODEL = ModelConfig(dim=64, hidden_dim=128, max_seq_len=64)
 CASE = Case(model=MODEL, prompts=8, prompt_tokens=48, new_tokens=64)
@@ -87,22 +102,42 @@ TINY = Case(model=TINY_MODEL, prompts=2, prompt_tokens=8, new_tokens=8)
 
 
 class Ours:
-    """The generator as a run has it: an actor behind the router, with weights that were pushed to it."""
+    """The generator as a run has it: an actor behind the router, with weights that were pushed to
+    it.
+    """
 
-    def __init__(self, config: GeneratorConfig, model: ModelConfig, weights: dict[str, torch.Tensor], folder: Path):
+    def __init__(
+        self,
+        config: GeneratorConfig,
+        model: ModelConfig,
+        weights: dict[str, torch.Tensor],
+        folder: Path,
+    ):
         self._runner, self._router = asyncio.Runner(), Router()
         self._mesh: GeneratorMesh
         self._runner.run(self._start(config, model, weights, folder))
 
     async def _start(
-        self, config: GeneratorConfig, model: ModelConfig, weights: dict[str, torch.Tensor], folder: Path
+        self,
+        config: GeneratorConfig,
+        model: ModelConfig,
+        weights: dict[str, torch.Tensor],
+        folder: Path,
     ) -> None:
         self._mesh = GeneratorMesh(
-            config, model, Supervisor(Hosts(folder / "logs")), name="generator", seed=0, deadlines=DeadlineConfig()
+            config,
+            model,
+            Supervisor(Hosts(folder / "logs")),
+            name="generator",
+            seed=0,
+            deadlines=DeadlineConfig(),
         )
         await self._mesh.start()
         wanted = tuple(layout for _, layout in await self._mesh.layouts())
-        parts = [Part(Region(name, whole.shape, Box.whole(whole.shape)), whole) for name, whole in weights.items()]
+        parts = [
+            Part(Region(name, whole.shape, Box.whole(whole.shape)), whole)
+            for name, whole in weights.items()
+        ]
         transfer = Transfer("shared_memory", torch.float32, (layout_of(parts),), wanted)
         publisher = open_publisher(transfer, parts, rank=0)
         await publisher.publish(0)
@@ -112,11 +147,15 @@ class Ours:
         self._router.join(self._mesh)
 
     def generate(self, requests: list[GenerationRequest], in_call: int) -> Work:
-        """Completions of ``requests``, in calls of ``in_call`` of them that are in flight together."""
+        """Completions of ``requests``, in calls of ``in_call`` of them that are in flight
+        together.
+        """
         calls = [requests[start : start + in_call] for start in range(0, len(requests), in_call)]
 
         async def all_calls() -> list[Any]:
-            return await asyncio.gather(*(self._router.generate(call, session=call[0].request_id) for call in calls))
+            return await asyncio.gather(
+                *(self._router.generate(call, session=call[0].request_id) for call in calls)
+            )
 
         begun = time.perf_counter()
         answers = self._runner.run(all_calls())
@@ -129,26 +168,40 @@ class Ours:
 
 
 def random_weights(model: ModelConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Parameters, and the state dict that Hugging Face's names are made from; sharp enough to have likely tokens."""
+    """Parameters, and the state dict that Hugging Face's names are made from; sharp enough to have
+    likely tokens.
+    """
     torch.manual_seed(0)
-    config = qwen3_config(shape_of(model), fuse_qkv=model.fuse_qkv, inner_attention=ScaledDotProductAttention.Config())
+    config = qwen3_config(
+        shape_of(model), fuse_qkv=model.fuse_qkv, inner_attention=ScaledDotProductAttention.Config()
+    )
     titan = config.build()
     titan.init_states(buffer_device=torch.device("cpu"))
     with torch.no_grad():
         for parameter in titan.parameters():
             parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
-    return {name: parameter.detach() for name, parameter in titan.named_parameters()}, titan.state_dict()
+    return {
+        name: parameter.detach() for name, parameter in titan.named_parameters()
+    }, titan.state_dict()
 
 
 Side = Callable[[list[GenerationRequest]], Work]
 
 
-def compare(sides: dict[str, Side], case: Case, rounds: int) -> tuple[dict[str, list[Work]], float, float]:
-    """Each side's rounds after the first, in which all are greedy, and how alike and how far apart they were then."""
+def compare(
+    sides: dict[str, Side], case: Case, rounds: int
+) -> tuple[dict[str, list[Work]], float, float]:
+    """Each side's rounds after the first, in which all are greedy, and how alike and how far apart
+    they were then.
+    """
     first, *others = (side(case.requests(0, temperature=0.0)) for side in sides.values())
-    pairs = [pair for other in others for pair in zip(first.completions, other.completions, strict=True)]
+    pairs = [
+        pair for other in others for pair in zip(first.completions, other.completions, strict=True)
+    ]
     same = [(one, other) for one, other in pairs if one.tokens == other.tokens]
-    apart = [abs(p - q) for one, other in same for p, q in zip(one.logprobs, other.logprobs, strict=True)]
+    apart = [
+        abs(p - q) for one, other in same for p, q in zip(one.logprobs, other.logprobs, strict=True)
+    ]
     works: dict[str, list[Work]] = {name: [] for name in sides}
     order = list(sides)
     for number in range(1, rounds + 1):
@@ -168,8 +221,11 @@ def run(case: Case, rounds: int, modes: tuple[str, ...], folder: Path) -> dict[s
     engines = {}
     for mode in modes:
         for kind in ("unified", "native"):
-            options = GeneratorConfig(kv_cache_gib=config.kv_cache_gib, enforce_eager=mode == "eager")
-            engines[f"{kind}_{mode}"] = BareEngine(kind, options, case.model, folder)  # type: ignore[arg-type]
+            options = GeneratorConfig(
+                kv_cache_gib=config.kv_cache_gib, enforce_eager=mode == "eager"
+            )
+            # type: ignore[arg-type]
+            engines[f"{kind}_{mode}"] = BareEngine(kind, options, case.model, folder)
     ours = Ours(config, case.model, weights, folder)
     print(": actor", end="", flush=True)
     for name, engine in engines.items():
@@ -187,31 +243,51 @@ def run(case: Case, rounds: int, modes: tuple[str, ...], folder: Path) -> dict[s
         engine.close()
     return {
         **ratios(works, modes),
-        "tokens_per_s": {name: case.tokens / statistics.median(w.wall_s for w in works[name]) for name in works},
+        "tokens_per_s": {
+            name: case.tokens / statistics.median(w.wall_s for w in works[name]) for name in works
+        },
         "greedy_alike": alike,
         "logprobs_apart": apart,
     }
 
 
 def ratios(works: dict[str, list[Work]], modes: tuple[str, ...]) -> dict[str, float]:
-    """Speeds of ours over the others': of both ways to call, or of both modes, the lesser has the short name."""
+    """Speeds of ours over the others': of both ways to call, or of both modes, the lesser has the
+    short name.
+    """
 
     def ratio(ours: str, theirs: str, seconds: Callable[[Work], float]) -> float:
-        return statistics.median(seconds(b) / seconds(a) for a, b in zip(works[ours], works[theirs], strict=True))
+        return statistics.median(
+            seconds(b) / seconds(a) for a, b in zip(works[ours], works[theirs], strict=True)
+        )
 
-    engine = {f"_{way}": ratio(way, "unified_eager", lambda work: work.wall_s) for way in ("one_call", "groups")}
-    native = {f"_{mode}": ratio(f"unified_{mode}", f"native_{mode}", lambda work: work.cpu_s) for mode in modes}
+    engine = {
+        f"_{way}": ratio(way, "unified_eager", lambda work: work.wall_s)
+        for way in ("one_call", "groups")
+    }
+    native = {
+        f"_{mode}": ratio(f"unified_{mode}", f"native_{mode}", lambda work: work.cpu_s)
+        for mode in modes
+    }
     found = {"ours_over_engine": min(engine.values()), "unified_over_native": min(native.values())}
     found |= {f"ours_over_engine{way}": value for way, value in engine.items()}
     return found | {f"unified_over_native{mode}": value for mode, value in native.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15, help="turns that each side takes")
-    parser.add_argument("--no-compile", action="store_true", help="eager alone: compiling takes a minute")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, only to see that everything runs")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="eager alone: compiling takes a minute"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny sizes, only to see that everything runs"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     arguments = parser.parse_args()
     modes = ("eager",) if arguments.no_compile else ("eager", "compiled")
     with tempfile.TemporaryDirectory() as folder:
@@ -221,7 +297,10 @@ def main() -> None:
     for name, speed in result["tokens_per_s"].items():
         print(f"{name:17} {speed:9,.0f} tokens/s")
     print(", ".join(f"{name} {value:.3f}" for name, value in result.items() if "_over_" in name))
-    print(f"greedy completions alike {result['greedy_alike']:.3f}, log-probs apart {result['logprobs_apart']:.0e}")
+    print(
+        f"greedy completions alike {result['greedy_alike']:.3f}, log-probs apart "
+        f"{result['logprobs_apart']:.0e}"
+    )
     if arguments.json:
         print(json.dumps(result))
 

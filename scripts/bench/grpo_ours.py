@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 from typing import cast
 
-from grpo_work import CLIP, LEARNING_RATE, MAX_NORM, MODEL, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SAMPLES, prompt_text
+from grpo_work import (
+    CLIP,
+    LEARNING_RATE,
+    MAX_NORM,
+    MODEL,
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    PROMPTS,
+    SAMPLES,
+    prompt_text,
+)
 from grpo_work import reward as even_share
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import TrainingConfig
@@ -32,7 +42,9 @@ class EvenTokens(Task):
 
     def prompt(self, ordinal: int) -> Prompt:
         text = prompt_text(ordinal)
-        return Prompt(ordinal=ordinal, tokens=self.tokenizer(text)["input_ids"], text=text, answer="")
+        return Prompt(
+            ordinal=ordinal, tokens=self.tokenizer(text)["input_ids"], text=text, answer=""
+        )
 
     def eval_prompts(self, count: int) -> list[Prompt]:
         return []
@@ -42,11 +54,15 @@ class EvenTokens(Task):
 
 
 def even_tokens() -> RunConfig:
-    """What grpo_trl.py asks of TRL: DAPO's loss over tokens with GRPO's clip range, in fp32, one batch a step."""
+    """What grpo_trl.py asks of TRL: DAPO's loss over tokens with GRPO's clip range, in fp32, one
+    batch a step.
+    """
     return RunConfig(
         data=EvenTokens.Config(),
         model=ModelConfig(max_seq_len=MODEL["max_seq_len"]),
-        rollout=RolloutConfig(prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_tokens=NEW_TOKENS),
+        rollout=RolloutConfig(
+            prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_tokens=NEW_TOKENS
+        ),
         algorithm=AlgorithmConfig(loss=dapo(clip_low=CLIP, clip_high=CLIP)),
         trainer=TrainerConfig(
             training=TrainingConfig(mixed_precision_param="float32", max_norm=MAX_NORM),

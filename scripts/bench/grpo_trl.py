@@ -1,4 +1,5 @@
-"""TRL's side of against_trl.py, run in TRL's environment: GRPOTrainer, with settings that suit a CPU.
+"""TRL's side of against_trl.py, run in TRL's environment: GRPOTrainer, with settings that suit a
+CPU.
 
 Usage: python scripts/bench/grpo_trl.py MODEL_DIR STEPS
 
@@ -12,7 +13,16 @@ import time
 
 import torch
 from datasets import Dataset
-from grpo_work import CLIP, LEARNING_RATE, MAX_NORM, NEW_TOKENS, PROMPTS, SAMPLES, prompt_text, reward
+from grpo_work import (
+    CLIP,
+    LEARNING_RATE,
+    MAX_NORM,
+    NEW_TOKENS,
+    PROMPTS,
+    SAMPLES,
+    prompt_text,
+    reward,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -41,7 +51,9 @@ def main(model_dir: str, steps: int) -> None:
         return scores
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    tokenizer.add_special_tokens({"eos_token": "<never>"})  # beyond the model's vocabulary: nothing ends early
+    tokenizer.add_special_tokens(
+        {"eos_token": "<never>"}
+    )  # beyond the model's vocabulary: nothing ends early
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
@@ -68,7 +80,9 @@ def main(model_dir: str, steps: int) -> None:
             model=AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32),
             reward_funcs=score,
             args=config,
-            train_dataset=Dataset.from_list([{"prompt": prompt_text(ordinal)} for ordinal in range(steps * PROMPTS)]),
+            train_dataset=Dataset.from_list(
+                [{"prompt": prompt_text(ordinal)} for ordinal in range(steps * PROMPTS)]
+            ),
             processing_class=tokenizer,
             callbacks=[clock],
         ).train()

@@ -1,4 +1,7 @@
-"""The work that TRL's GRPOTrainer and Tiller both do. Read by both, in environments of their own: no imports."""
+"""The work that TRL's GRPOTrainer and Tiller both do.
+
+Read by both, in environments of their own: no imports.
+"""
 
 import random
 

@@ -2,11 +2,11 @@
 
 Usage: python scripts/bench/layouts.py [--only NAME ...] [--json]
 
-Each row trains a tiny random Qwen3 for five steps on ranks of its own, processes of this host: DAPO's loss
-with entropy bonus and penalty, on ragged sequences that are packed and cut into micro-batches. It is compared
-with one rank that takes one sequence at a time, in fp32 or, for the row in float8, in that. After step 3 it
-saves a checkpoint, and another layout takes steps 4 and 5 from there. Exit code 1 if a row is beyond its
-tolerance.
+Each row trains a tiny random Qwen3 for five steps on ranks of its own, processes of this host:
+DAPO's loss with entropy bonus and penalty, on ragged sequences that are packed and cut into
+micro-batches. It is compared with one rank that takes one sequence at a time, in fp32 or, for the
+row in float8, in that. After step 3 it saves a checkpoint, and another layout takes steps 4 and 5
+from there. Exit code 1 if a row is beyond its tolerance.
 """
 
 import argparse
@@ -18,7 +18,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")  # ranks share the cores, and use no card
+os.environ.update(
+    OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
+)  # ranks share the cores, and use no card
 
 import torch
 import torch.distributed as dist
@@ -41,18 +43,30 @@ from rl.types import Batch
 STEPS, SAVED_AFTER = 5, 3
 SEQUENCES, LONGEST, TEMPERATURE = 24, 48, 0.8
 LOSS = dapo(entropy_coef=0.02, kl_coef=0.05)
-# 502 over tensor parallel 2 is 251, which FSDP over 2 then cuts unevenly; float8 takes multiples of 16 only.
-SIZES = {"vocab_size": 502, "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "hidden_dim": 176}
+# 502 over tensor parallel 2 is 251, which FSDP over 2 then cuts unevenly; float8 takes multiples of
+# 16 only.
+SIZES = {
+    "vocab_size": 502,
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 16,
+    "hidden_dim": 176,
+}
 MODELS = {
     "dense": ModelConfig(**SIZES, max_seq_len=LONGEST),
-    "moe": ModelConfig(**SIZES, max_seq_len=LONGEST, num_experts=4, experts_per_token=2, moe_hidden_dim=64),
+    "moe": ModelConfig(
+        **SIZES, max_seq_len=LONGEST, num_experts=4, experts_per_token=2, moe_hidden_dim=64
+    ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """The largest differences that a row may show: of a loss, of a parameter's gradient relative to its norm,
-    and of a loss after the checkpoint moved."""
+    """The largest differences that a row may show: of a loss, of a parameter's gradient relative to
+    its norm, and of a loss after the checkpoint moved.
+    """
 
     loss: float = 1e-4
     gradient: float = 1e-5
@@ -78,12 +92,18 @@ class Layout:
     @property
     def ranks(self) -> int:
         degrees = {name: value for name, value in self.degrees.items() if name.endswith("_degree")}
-        return math.prod(degrees.values()) // degrees.get("expert_parallel_degree", 1)  # experts add no ranks
+        return math.prod(degrees.values()) // degrees.get(
+            "expert_parallel_degree", 1
+        )  # experts add no ranks
 
 
 ONE_BY_ONE = {"micro_batch_size": 1, "packing": False}
 # Sequences that share a micro-batch share the scale of their activations.
-FLOAT8 = {"float8": Float8LinearConverter.Config(emulate=True), "micro_batch_size": 1, "micro_batch_tokens": None}
+FLOAT8 = {
+    "float8": Float8LinearConverter.Config(emulate=True),
+    "micro_batch_size": 1,
+    "micro_batch_tokens": None,
+}
 REFERENCES = {
     "dense": Layout(trainer=ONE_BY_ONE),
     "moe": Layout(trainer=ONE_BY_ONE, model="moe"),
@@ -103,7 +123,9 @@ LAYOUTS = {
     "moe-ep2": Layout(degrees=EP2, model="moe", reference="moe"),
     "moe-ep2-tp2": Layout(degrees=EP2 | TP2, model="moe", reference="moe", moves_to="moe-ep2"),
     "fsdp2-full-ac": Layout(degrees=SHARD2, trainer={"activation_checkpoint": FullAC.Config()}),
-    "tp2-selective-ac": Layout(degrees=TP2, trainer={"activation_checkpoint": SelectiveAC.Config()}),
+    "tp2-selective-ac": Layout(
+        degrees=TP2, trainer={"activation_checkpoint": SelectiveAC.Config()}
+    ),
     "fsdp2-compile": Layout(degrees=SHARD2, trainer={"compile": CompileConfig(enable=True)}),
     "fsdp2-bf16": Layout(
         degrees=SHARD2,
@@ -132,9 +154,15 @@ COLUMNS = {
 
 def main() -> int:
     """Print the table; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=LAYOUTS, metavar="NAME", help=f"of {', '.join(LAYOUTS)}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=LAYOUTS, metavar="NAME", help=f"of {', '.join(LAYOUTS)}"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     arguments = parser.parse_args()
     print("| " + " | ".join(f"{title:<{width}}" for title, width in COLUMNS.items()) + " |")
     print("|" + "|".join("-" * (width + 2) for width in COLUMNS.values()) + "|")
@@ -142,8 +170,13 @@ def main() -> int:
         rows = [run_row(name, folder) for name in arguments.only or LAYOUTS]
     if arguments.json:
         exact = [row for row in rows if row["tolerance"] == asdict(Tolerance())]
-        largest = {key: max((row[key] for row in exact), default=None) for key in ("loss_delta", "grad_error")}
-        print(json.dumps({**{f"max_{key}": value for key, value in largest.items()}, "layouts": rows}))
+        largest = {
+            key: max((row[key] for row in exact), default=None)
+            for key in ("loss_delta", "grad_error")
+        }
+        print(
+            json.dumps({**{f"max_{key}": value for key, value in largest.items()}, "layouts": rows})
+        )
     return 0 if all(row["ok"] for row in rows) else 1
 
 
@@ -198,7 +231,9 @@ def reference(name: str, folder: str) -> tuple[list[float], str]:
 
 
 def play(layout: Layout, folder: str) -> list[float]:
-    """On each rank: the losses of five steps; the first gradient and a checkpoint are written to ``folder``."""
+    """On each rank: the losses of five steps; the first gradient and a checkpoint are written to
+    ``folder``.
+    """
     engine, checkpointer = start(layout, folder)
     losses = []
     for step in range(1, STEPS + 1):
@@ -247,7 +282,10 @@ def accumulate(engine: TrainingEngine, step: int) -> float:
 
 
 def ragged_batch(seed: int, vocab_size: int) -> Batch:
-    """Sequences of 2 to LONGEST tokens; the first third of each is a prompt. Some ratios are clipped."""
+    """Sequences of 2 to LONGEST tokens; the first third of each is a prompt.
+
+    Some ratios are clipped.
+    """
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, LONGEST + 1, (SEQUENCES,), generator=draw)
     owner = torch.repeat_interleave(torch.arange(SEQUENCES), lengths)
@@ -270,14 +308,17 @@ def save_gradients(engine: TrainingEngine, path: str) -> None:
     gradients = {}
     for name, parameter in engine.model.named_parameters():
         gradient = parameter.grad
-        gradients[canonical_fqn(name)] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        gradients[canonical_fqn(name)] = (
+            gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        )
     if dist.get_rank() == 0:
         torch.save(gradients, path)
 
 
 def gradient_errors(folder: str, origin: str) -> tuple[float, float]:
-    """Distance of the gradients in ``folder`` from those in ``origin``, over the norm of the latter: the largest
-    of any parameter, and that of all as one vector."""
+    """Distance of the gradients in ``folder`` from those in ``origin``, over the norm of the
+    latter: the largest of any parameter, and that of all as one vector.
+    """
     mine, wanted = torch.load(f"{folder}/gradients.pt"), torch.load(f"{origin}/gradients.pt")
     assert mine.keys() == wanted.keys()
     distances = torch.stack([(mine[name] - wanted[name]).norm() for name in wanted])

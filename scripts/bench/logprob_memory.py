@@ -1,4 +1,6 @@
-"""Peak memory of log-probs and entropies with their backward pass: the trainer's head, and plain PyTorch."""
+"""Peak memory of log-probs and entropies with their backward pass: the trainer's head, and plain
+PyTorch.
+"""
 
 import resource
 from pathlib import Path
@@ -20,14 +22,20 @@ SIDES = {
 
 
 def compare_memory(tokens: int, vocab_size: int, plot: str | None) -> dict[str, float]:
-    """How many times the memory of ours plain PyTorch needs; with ``plot``, a picture over smaller vocabularies too."""
+    """How many times the memory of ours plain PyTorch needs; with ``plot``, a picture over smaller
+    vocabularies too.
+    """
     sizes = [vocab_size * eighths // 8 for eighths in ((1, 2, 4, 6, 8) if plot else (8,))]
     peaks: dict[str, list[float]] = {side: [] for side in SIDES}
     for size in sizes:
         print(f"log-probs of {tokens:,} tokens, vocabulary {size:,}:", end="", flush=True)
         for side, (label, logits_mib, _) in SIDES.items():
             peaks[side] += on_ranks(1, peak_mib, tokens, size, logits_mib)
-            print(f"{', ' if side != 'naive' else ' '}{peaks[side][-1]:,.0f} MiB by {label}", end="", flush=True)
+            print(
+                f"{', ' if side != 'naive' else ' '}{peaks[side][-1]:,.0f} MiB by {label}",
+                end="",
+                flush=True,
+            )
         print()
     if plot:
         draw_peaks(plot, tokens, sizes, peaks)
@@ -43,24 +51,32 @@ def peak_mib(tokens: int, vocab_size: int, logits_mib: int | None) -> float:
 
     Through a LogProbHead that holds ``logits_mib`` of logits at once; None for plain PyTorch.
     """
-    head = LogProbHead.Config(in_features=WIDTH, out_features=vocab_size, logits_mib=logits_mib or 1).build()
+    head = LogProbHead.Config(
+        in_features=WIDTH, out_features=vocab_size, logits_mib=logits_mib or 1
+    ).build()
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, tokens, WIDTH, generator=draw)
     targets = torch.randint(vocab_size, (1, tokens), generator=draw)
 
     def run(count: int) -> None:
         some, wanted = hidden[:, :count].requires_grad_(), targets[:, :count]
-        logprobs, entropy = plain(some, head.weight, wanted) if logits_mib is None else head(some, wanted, 1.0)
+        logprobs, entropy = (
+            plain(some, head.weight, wanted) if logits_mib is None else head(some, wanted, 1.0)
+        )
         (logprobs + 0.01 * entropy).sum().backward()
         head.weight.grad = None
 
     run(2)  # loads the kernels
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     run(tokens)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - pages * resource.getpagesize() / 1024) / 1024
+    return (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - pages * resource.getpagesize() / 1024
+    ) / 1024
 
 
-def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def plain(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies as one would write them."""
     every = torch.log_softmax(hidden @ weight.T, dim=-1)
     return every.gather(-1, targets.unsqueeze(-1)).squeeze(-1), -(every.exp() * every).sum(-1)
@@ -75,7 +91,14 @@ def draw_peaks(path: str, tokens: int, sizes: list[int], peaks: dict[str, list[f
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for side, (label, _, color) in SIDES.items():
-        axes.plot(sizes, [mib / 1024 for mib in peaks[side]], color=color, linewidth=2, marker="o", label=label)
+        axes.plot(
+            sizes,
+            [mib / 1024 for mib in peaks[side]],
+            color=color,
+            linewidth=2,
+            marker="o",
+            label=label,
+        )
     title = f"Peak memory of log-probs and their gradients, {tokens:,} tokens, GiB"
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color="#1e293b")
     axes.set_xlabel("vocabulary")

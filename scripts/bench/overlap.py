@@ -2,14 +2,16 @@
 
 Usage: python scripts/bench/overlap.py [--rounds N] [--steps N] [--json]
 
-The real controller on real engines: a trainer rank and a generator rank, a core each, with a model so sized that
-generating a batch takes about as long as training on it. Each round runs every mode for some steps, one after another
-on the same processes. What a stage takes is measured in lockstep, where nothing runs beside it; what a step takes, over
-steps with work on both sides: a pipeline fills at first, and runs dry at the end. Ratios are of one round, the figures
-medians over the rounds.
+The real controller on real engines: a trainer rank and a generator rank, a core each, with a model
+so sized that generating a batch takes about as long as training on it. Each round runs every mode
+for some steps, one after another on the same processes. What a stage takes is measured in lockstep,
+where nothing runs beside it; what a step takes, over steps with work on both sides: a pipeline
+fills at first, and runs dry at the end. Ratios are of one round, the figures medians over the
+rounds.
 
-"two over one" is what computing in two processes at once takes over one alone: more than 1 where the machine has other
-work, and then no step can be expected to take less than that times its longer stage.
+"two over one" is what computing in two processes at once takes over one alone: more than 1 where
+the machine has other work, and then no step can be expected to take less than that times its longer
+stage.
 """
 
 import argparse
@@ -68,14 +70,27 @@ Times = dict[str, float]
 
 
 def configured(tiny: bool) -> RunConfig:
-    """Random weights that stay so: of so many words hardly one ends a completion, so that all have one length."""
+    """Random weights that stay so: of so many words hardly one ends a completion, so that all have
+    one length.
+    """
     config = find_config("quickstart")()
     config.model = ModelConfig(
-        vocab_size=1024, dim=256, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=64, hidden_dim=512, max_seq_len=128
+        vocab_size=1024,
+        dim=256,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=4,
+        head_dim=64,
+        hidden_dim=512,
+        max_seq_len=128,
     )
     config.rollout.prompts_per_step, config.rollout.max_tokens = 8, 64
     if tiny:
-        config.model.n_layers, config.rollout.samples_per_prompt, config.rollout.max_tokens = 1, 2, 4
+        config.model.n_layers, config.rollout.samples_per_prompt, config.rollout.max_tokens = (
+            1,
+            2,
+            4,
+        )
         config.rollout.reward_workers = 0
     config.trainer.optimizer, config.trainer.micro_batch_size = default_adamw(lr=1e-9), 16
     config.trainer.checkpoint.enable, config.evaluation.prompts = False, 0
@@ -91,18 +106,30 @@ class Processes:
         workers = config.rollout.reward_workers
         common: dict[str, Any] = {"seed": 0, "deadlines": config.deadlines}
         trainer = config.trainer, config.model, supervisor
-        self.trainer = TrainerMesh(*trainer, name="trainer", folder=folder, steps=1_000_000, **common)
-        self.generator = GeneratorMesh(config.generator, config.model, supervisor, name="generator-0", **common)
-        self.rewards = RewardWorkers(config.data, config.model, supervisor, count=workers, say=print, **common)
+        self.trainer = TrainerMesh(
+            *trainer, name="trainer", folder=folder, steps=1_000_000, **common
+        )
+        self.generator = GeneratorMesh(
+            config.generator, config.model, supervisor, name="generator-0", **common
+        )
+        self.rewards = RewardWorkers(
+            config.data, config.model, supervisor, count=workers, say=print, **common
+        )
         self.task = config.data.build(seed=0, model=config.model)
 
     async def run(self, mode: Mode, steps: int) -> tuple[list[dict], list[dict]]:
         """``steps`` more steps: their rows of metrics.jsonl and ledger.jsonl."""
         config, rollout, before = self.config, self.config.rollout, self.steps
-        rollout.pipeline, rollout.max_staleness, rollout.parts_per_step = mode.pipeline, mode.max_staleness, mode.parts
+        rollout.pipeline, rollout.max_staleness, rollout.parts_per_step = (
+            mode.pipeline,
+            mode.max_staleness,
+            mode.parts,
+        )
         config.steps = self.steps = before + steps
         meshes = Dispatch({"policy": self.trainer}), lambda number: self.generator, self.rewards
-        await Controller(config, self.task, *meshes, self.record, Progress(config.steps, quiet=True)).run()
+        await Controller(
+            config, self.task, *meshes, self.record, Progress(config.steps, quiet=True)
+        ).run()
         ledger = [json.loads(line) for line in self.record.ledger_path.read_text().splitlines()]
         return self.record.read_metrics()[before:], ledger[before:]
 
@@ -125,14 +152,21 @@ async def measure(config: RunConfig, *, rounds: int, steps: int, folder: Path) -
                 for row in ledger:
                     staleness[mode.name].update(row["staleness"])
             taken = ", ".join(f"{mode.name} {times[mode.name][-1]['step']:.2f}" for mode in MODES)
-            print(f"round {number + 1} of {rounds}, seconds a step: {taken}; two over one {cores[-1]:.2f}", flush=True)
+            print(
+                f"round {number + 1} of {rounds}, seconds a step: {taken}; two over one "
+                f"{cores[-1]:.2f}",
+                flush=True,
+            )
     finally:
         await processes.stop()
     return summary(times, staleness) | {"two_over_one": statistics.median(cores)}
 
 
 def mean_times(rows: list[dict[str, float]]) -> Times:
-    return {name: statistics.mean(row[f"timing/{name}"] for row in rows) for name in ("step", "generate", "train")}
+    return {
+        name: statistics.mean(row[f"timing/{name}"] for row in rows)
+        for name in ("step", "generate", "train")
+    }
 
 
 def summary(times: dict[str, list[Times]], staleness: dict[str, Counter[str]]) -> dict[str, Any]:
@@ -180,7 +214,10 @@ def compute() -> None:
 
 def show(result: dict[str, Any]) -> None:
     print(f"two processes over one: {result['two_over_one']:.2f}")
-    print("mode             step  generate  train  step / longer stage alone  tokens by staleness (bound)")
+    print(
+        "mode             step  generate  train  step / longer stage alone  tokens by staleness "
+        "(bound)"
+    )
     for name, row in result["modes"].items():
         ages = ", ".join(f"{age}: {count:,}" for age, count in row["staleness"].items())
         print(
@@ -193,14 +230,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="measured in each mode and round")
-    parser.add_argument("--tiny", action="store_true", help="a model of a few parameters, to try the program")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of a few parameters, to try the program"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         start_runtime(folder / "controller.log")
         config = configured(options.tiny)
-        result = asyncio.run(measure(config, rounds=options.rounds, steps=options.steps, folder=folder))
+        result = asyncio.run(
+            measure(config, rounds=options.rounds, steps=options.steps, folder=folder)
+        )
         stop_runtime()
     show(result)
     if options.json:

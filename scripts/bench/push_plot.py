@@ -31,10 +31,19 @@ def draw(path: str, result: dict[str, Any]) -> None:
     for name, color in BARS.items():
         key = "publish_s" if name == "publish" else "pull_s"
         right.plot(
-            [r["bytes"] / 1e9 for r in alone], [r[key] * 1e3 for r in alone], marker="o", color=color, label=name
+            [r["bytes"] / 1e9 for r in alone],
+            [r[key] * 1e3 for r in alone],
+            marker="o",
+            color=color,
+            label=name,
         )
     for row in alone:
-        right.annotate(row["model"], (row["bytes"] / 1e9, row["publish_s"] * 1e3), (0, 6), textcoords="offset points")
+        right.annotate(
+            row["model"],
+            (row["bytes"] / 1e9, row["publish_s"] * 1e3),
+            (0, 6),
+            textcoords="offset points",
+        )
     right.set_xlabel("GB pushed over shared memory, FSDP2 x TP2 to TP2")
     right.set_ylabel("milliseconds")
     right.set_ylim(bottom=0)

@@ -17,12 +17,14 @@ import rl  # noqa: F401  # before anything imports torchtitan, which asks it for
 _context = multiprocessing.get_context("fork")
 
 
-def on_ranks(count: int, function: Callable[..., Any], *args: Any, deadline: float = 600.0) -> list[Any]:
+def on_ranks(
+    count: int, function: Callable[..., Any], *args: Any, deadline: float = 600.0
+) -> list[Any]:
     """What ``function(*args)`` returns on each of ``count`` ranks.
 
     Ranks are forks of this process, so they start at once; it must not have run a tensor operation,
-    whose threads a fork lacks. Raises RuntimeError with the traceback of the rank that failed first,
-    or if they take ``deadline`` seconds. No process is left in any case.
+    whose threads a fork lacks. Raises RuntimeError with the traceback of the rank that failed
+    first, or if they take ``deadline`` seconds. No process is left in any case.
     """
     store, started = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
     try:
@@ -42,8 +44,14 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, deadline: flo
 
 
 def become_rank(rank: int, count: int, port: int = 0) -> None:
-    """Set what torch.distributed reads in this process's environment; ``port`` is that of a store, if there is one."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": bool(port)}
+    """Set what torch.distributed reads in this process's environment; ``port`` is that of a store,
+    if there is one.
+    """
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": bool(port),
+    }
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, **address}
     os.environ.update({name: str(value) for name, value in values.items()})
 
@@ -53,18 +61,24 @@ def _collect(readers: list[Connection], end: float) -> list[Any]:
     while waiting := [reader for reader in readers if reader not in answers]:
         ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
         if not ready:
-            raise RuntimeError(f"ranks {[readers.index(reader) for reader in waiting]} did not answer in time")
+            raise RuntimeError(
+                f"ranks {[readers.index(reader) for reader in waiting]} did not answer in time"
+            )
         for reader in ready:
             try:
                 error, answers[reader] = reader.recv()
             except EOFError:
                 raise RuntimeError(f"rank {readers.index(reader)} died without a word") from None
             if error:
-                raise RuntimeError(f"rank {readers.index(reader)} of {len(readers)} failed:\n{error}")
+                raise RuntimeError(
+                    f"rank {readers.index(reader)} of {len(readers)} failed:\n{error}"
+                )
     return [answers[reader] for reader in readers]
 
 
-def _rank(writer: Connection, rank: int, count: int, port: int, function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    writer: Connection, rank: int, count: int, port: int, function: Callable[..., Any], args: Any
+) -> None:
     become_rank(rank, count, port)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

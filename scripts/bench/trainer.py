@@ -1,15 +1,18 @@
-"""The trainer's step against a bare torchtitan loop and against transformers, and the memory of its log-probs.
+"""The trainer's step against a bare torchtitan loop and against transformers, and the memory of its
+log-probs.
 
 Usage: python scripts/bench/trainer.py [--repeats N] [--plot FILE] [--json]
        python scripts/bench/trainer.py --device cuda [--float8] [--json]
 
-All sides train one model from the same weights on the same tokens in the same micro-batches, by turns, in one
-process with one thread. Speeds are tokens per second of CPU time, which other programs on the host disturb
-least; ratios are medians over the turns. "apart" is the largest difference that their losses ever had.
-Memory is what one forward and backward pass adds, at its peak, to a process of its own.
+All sides train one model from the same weights on the same tokens in the same micro-batches, by
+turns, in one process with one thread. Speeds are tokens per second of CPU time, which other
+programs on the host disturb least; ratios are medians over the turns. "apart" is the largest
+difference that their losses ever had. Memory is what one forward and backward pass adds, at its
+peak, to a process of its own.
 
---device cuda trains a larger model in bf16 with varlen attention, and also reports which fraction it reaches of
-the card's matrix-multiply peak, measured in the same run. It has not been run: there was no card.
+--device cuda trains a larger model in bf16 with varlen attention, and also reports which fraction
+it reaches of the card's matrix-multiply peak, measured in the same run. It has not been run: there
+was no card.
 """
 
 import argparse
@@ -35,7 +38,12 @@ from rl.platform import device_type
 def small_model(vocab_size: int, n_layers: int, dim: int = 256, length: int = 257) -> ModelConfig:
     heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": dim // 4}
     return ModelConfig(
-        vocab_size=vocab_size, dim=dim, n_layers=n_layers, hidden_dim=3 * dim, max_seq_len=length, **heads
+        vocab_size=vocab_size,
+        dim=dim,
+        n_layers=n_layers,
+        hidden_dim=3 * dim,
+        max_seq_len=length,
+        **heads,
     )
 
 
@@ -46,9 +54,20 @@ CASES = {
     "_32k": MANY_WORDS,
     "_32k_chunked": replace(MANY_WORDS, trainer={"logits_mib": 16}),
 }
-TINY = {"": Case(model=small_model(64, 1, dim=32, length=17), sequences=4, micro_batch_size=2, others=BOTH)}
+TINY = {
+    "": Case(
+        model=small_model(64, 1, dim=32, length=17), sequences=4, micro_batch_size=2, others=BOTH
+    )
+}
 QWEN3_0_6B = ModelConfig(
-    vocab_size=151_936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072, max_seq_len=2049
+    vocab_size=151_936,
+    dim=1024,
+    n_layers=28,
+    n_heads=16,
+    n_kv_heads=8,
+    head_dim=128,
+    hidden_dim=3072,
+    max_seq_len=2049,
 )
 ON_CUDA = Case(
     model=QWEN3_0_6B,
@@ -58,24 +77,40 @@ ON_CUDA = Case(
 )
 IN_FLOAT8 = replace(
     ON_CUDA,
-    trainer={**ON_CUDA.trainer, "float8": Float8LinearConverter.Config(), "compile": CompileConfig(enable=True)},
+    trainer={
+        **ON_CUDA.trainer,
+        "float8": Float8LinearConverter.Config(),
+        "compile": CompileConfig(enable=True),
+    },
     others=(),
 )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=8, help="turns that each side takes")
-    parser.add_argument("--plot", metavar="FILE", help="also measure smaller vocabularies, and draw them as a PNG file")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, only to see that everything runs")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="also measure smaller vocabularies, and draw them as a PNG file",
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny sizes, only to see that everything runs"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--float8", action="store_true", help="with --device cuda: compiled, in float8, ours alone")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--float8", action="store_true", help="with --device cuda: compiled, in float8, ours alone"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     arguments = parser.parse_args()
     if arguments.device != device_type():
         parser.error(
-            f"this host computes on {device_type()}: give --device {device_type()}, "
-            "or hide its cards with CUDA_VISIBLE_DEVICES="
+            f"this host computes on {device_type()}: give --device {device_type()}, or hide its "
+            "cards with CUDA_VISIBLE_DEVICES="
         )
     if arguments.device == "cuda":
         result = on_cuda(arguments.repeats, float8=arguments.float8)
@@ -89,15 +124,23 @@ def main() -> int:
 
 
 def speeds(cases: dict[str, Case], repeats: int) -> dict[str, float]:
-    """Ours over the others in tokens per second for each case, and how far the losses were ever apart."""
+    """Ours over the others in tokens per second for each case, and how far the losses were ever
+    apart.
+    """
     result, spreads = {}, []
     for suffix, case in cases.items():
         fields = "".join(f", {name}={value}" for name, value in case.trainer.items())
-        print(f"{case.model.n_layers} layers, vocabulary {case.model.vocab_size:,}{fields}: ours", end=" ", flush=True)
+        print(
+            f"{case.model.n_layers} layers, vocabulary {case.model.vocab_size:,}{fields}: ours",
+            end=" ",
+            flush=True,
+        )
         times, spread = on_ranks(1, run_case, case, repeats)[0]
         print(f"{case.tokens / statistics.median(times['ours']):,.0f} tokens/s", end="")
         for other in case.others:
-            ratio = statistics.median(b / a for a, b in zip(times["ours"], times[other], strict=True))
+            ratio = statistics.median(
+                b / a for a, b in zip(times["ours"], times[other], strict=True)
+            )
             result[f"ours_over_{other}{suffix}"] = ratio
             print(f", {ratio:.3f} x {other}", end="")
         print(f", apart {spread:.0e}")
@@ -112,7 +155,9 @@ def run_case(case: Case, repeats: int) -> tuple[dict[str, list[float]], float]:
 
 
 def take_turns(sides: dict[str, Step], repeats: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of each side's steps after the first, and the largest difference of the sides' losses."""
+    """Seconds of each side's steps after the first, and the largest difference of the sides'
+    losses.
+    """
     times: dict[str, list[float]] = {name: [] for name in sides}
     order, spread = list(sides), 0.0
     for _ in range(1 + repeats):
@@ -135,7 +180,8 @@ def clock() -> float:
 
 
 def on_cuda(repeats: int, *, float8: bool) -> dict[str, float]:
-    """Ours over bare, tokens per second, and the fraction of the card's peak at which the model multiplies.
+    """Ours over bare, tokens per second, and the fraction of the card's peak at which the model
+    multiplies.
 
     A token costs 6 operations per parameter; those of attention itself are left out.
     """
@@ -146,14 +192,20 @@ def on_cuda(repeats: int, *, float8: bool) -> dict[str, float]:
     speed = ON_CUDA.tokens / seconds["ours"]
     operations = 6 * sum(parameter.numel() for parameter in engine.model.parameters())
     result = {"tokens_per_s": speed, "fraction_of_matmul_peak": operations * speed / matmul_peak()}
-    result |= {f"ours_over_{name}": seconds[name] / seconds["ours"] for name in ON_CUDA.others if name in seconds}
+    result |= {
+        f"ours_over_{name}": seconds[name] / seconds["ours"]
+        for name in ON_CUDA.others
+        if name in seconds
+    }
     print("\n".join(f"{name}: {value:,.3f}" for name, value in result.items()))
     engine.close()
     return result
 
 
 def matmul_peak(size: int = 8192) -> float:
-    """Floating-point operations per second of a large bf16 matrix multiplication: the best of ten."""
+    """Floating-point operations per second of a large bf16 matrix multiplication: the best
+    of ten.
+    """
     a, b = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
     times = []
     for _ in range(10):

@@ -50,15 +50,22 @@ class Case:
 def build(case: Case) -> tuple[TrainingEngine, dict[str, Step]]:
     """The engine, and all sides by name, with the same weights."""
     config = TrainerConfig(
-        micro_batch_size=case.micro_batch_size, optimizer=default_adamw(lr=LR, fused=True), **case.trainer
+        micro_batch_size=case.micro_batch_size,
+        optimizer=default_adamw(lr=LR, fused=True),
+        **case.trainer,
     )
     engine = TrainingEngine(config, case.model, seed=0, steps=1000, folder=tempfile.gettempdir())
     batch, others = make_batch(case), {"bare": bare, "transformers": transformers}
-    return engine, {"ours": ours(engine, batch), **{name: others[name](case, engine, batch) for name in case.others}}
+    return engine, {
+        "ours": ours(engine, batch),
+        **{name: others[name](case, engine, batch) for name in case.others},
+    }
 
 
 def make_batch(case: Case) -> Batch:
-    """Random tokens; the first quarter of each sequence is a prompt, and some ratios are clipped."""
+    """Random tokens; the first quarter of each sequence is a prompt, and some ratios are
+    clipped.
+    """
     draw, count, length = torch.Generator().manual_seed(0), case.sequences, case.model.max_seq_len
     noise = 0.3 * torch.randn(case.tokens, generator=draw)
     return Batch(
@@ -86,7 +93,9 @@ def ours(engine: TrainingEngine, batch: Batch) -> Step:
 def bare(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
     """torchtitan's Qwen3 as torchtitan parallelizes it, in a loop written by hand."""
     config, attention = engine.config, attention_config(case.model.attention)
-    model_config = qwen3_config(shape_of(case.model), fuse_qkv=case.model.fuse_qkv, inner_attention=attention)
+    model_config = qwen3_config(
+        shape_of(case.model), fuse_qkv=case.model.fuse_qkv, inner_attention=attention
+    )
     model_config.update_from_config(config=config)
     with torch.device("meta"):
         model = model_config.build()
@@ -112,7 +121,14 @@ def bare(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
         return model(tokens, positions=positions, attention_masks=attention_masks(model, positions))
 
     clip = functools.partial(titan_dist.clip_grad_norm_, foreach=True)
-    return by_hand(case, batch, logits, list(model.parameters()), config.optimizer.build(model_parts=[model]), clip)
+    return by_hand(
+        case,
+        batch,
+        logits,
+        list(model.parameters()),
+        config.optimizer.build(model_parts=[model]),
+        clip,
+    )
 
 
 def transformers(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
@@ -122,7 +138,9 @@ def transformers(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
     config = Qwen3Config(**hf_config(shape_of(case.model)))
     model = Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")
     weights = Qwen3StateDictAdapter(engine.model.config, None).to_hf(engine.model.state_dict())
-    weights = {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in weights.items()}
+    weights = {
+        name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in weights.items()
+    }
     model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     (group,) = (group for optimizer in engine.optimizers for group in optimizer.param_groups)
     options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "fused")}
@@ -131,7 +149,9 @@ def transformers(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
     def logits(tokens: torch.Tensor) -> torch.Tensor:
         return model(tokens).logits
 
-    return by_hand(case, batch, logits, list(model.parameters()), optimizer, torch.nn.utils.clip_grad_norm_)
+    return by_hand(
+        case, batch, logits, list(model.parameters()), optimizer, torch.nn.utils.clip_grad_norm_
+    )
 
 
 def by_hand(

@@ -1,16 +1,19 @@
 """The weight push against a plain copy of the same bytes, transport by transport, in one run.
 
-Usage: python scripts/bench/weight_push.py [--rounds N] [--transports NAME ...] [--no-sizes] [--plot FILE] [--json]
+Usage: python scripts/bench/weight_push.py [--rounds N] [--transports NAME ...] [--no-sizes] [--plot
+FILE] [--json]
 
-Ranks are actors with random weights in the real shapes and layouts: a trainer of FSDP2 x TP2 in float32 and
-generators of TP2 in bfloat16. In each round a transport publishes (cast and copy out of the shards) and pulls (into
-the generator's parameters), then every generator rank copies as many bytes with plain copy_. Ratios are medians over
-the rounds; the first push after opening is cold and reported apart. "digests" is the check of each push: the CPU
-time to hash the weights on all ranks of the trainer and of the generator, per GB pushed. torchstore stores what Tiller
-packs for each reader, so it is spared its own resharding. "memory" is what a trainer rank's resident memory grew
+Ranks are actors with random weights in the real shapes and layouts: a trainer of FSDP2 x TP2 in
+float32 and generators of TP2 in bfloat16. In each round a transport publishes (cast and copy out of
+the shards) and pulls (into the generator's parameters), then every generator rank copies as many
+bytes with plain copy_. Ratios are medians over the rounds; the first push after opening is cold and
+reported apart. "digests" is the check of each push: the CPU time to hash the weights on all ranks
+of the trainer and of the generator, per GB pushed. torchstore stores what Tiller packs for each
+reader, so it is spared its own resharding. "memory" is what a trainer rank's resident memory grew
 by, over the bytes of its own shards in bfloat16.
 
-The second table is shared memory alone: model sizes, and 1, 2 and 4 generators pulling one after another.
+The second table is shared memory alone: model sizes, and 1, 2 and 4 generators pulling one after
+another.
 """
 
 import argparse
@@ -49,10 +52,19 @@ TRANSPORTS = ("shared_memory", "rdma", "torchstore")
 DEADLINE_S = 600.0
 MEMCPY_BYTES = 1 << 28  # at once: far beyond every cache, and little beside the weights
 QWEN3_0_6B = ModelConfig(
-    vocab_size=151_936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072, max_seq_len=2049
+    vocab_size=151_936,
+    dim=1024,
+    n_layers=28,
+    n_heads=16,
+    n_kv_heads=8,
+    head_dim=128,
+    hidden_dim=3072,
+    max_seq_len=2049,
 )
 SIZES = {
-    "0.05B": replace(QWEN3_0_6B, vocab_size=32_768, dim=512, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=1536),
+    "0.05B": replace(
+        QWEN3_0_6B, vocab_size=32_768, dim=512, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=1536
+    ),
     "0.2B": replace(QWEN3_0_6B, vocab_size=65_536, n_layers=10),
     "0.6B": QWEN3_0_6B,
     "1.7B": replace(QWEN3_0_6B, dim=2048, hidden_dim=6144),
@@ -70,7 +82,9 @@ class Rank(Actor):
         self.parts = [Part(region, random_values(region, dtype)) for region in layout]
         self.generator = generator
         self.bytes = sum(part.tensor.nbytes for part in self.parts)
-        self.source, self.scratch = (torch.ones(min(self.bytes, MEMCPY_BYTES), dtype=torch.uint8) for _ in range(2))
+        self.source, self.scratch = (
+            torch.ones(min(self.bytes, MEMCPY_BYTES), dtype=torch.uint8) for _ in range(2)
+        )
         self.end: Any = None
 
     @concurrent_endpoint
@@ -78,11 +92,15 @@ class Rank(Actor):
         before = _resident()
         publisher = self.end = open_publisher(transfer, self.parts, rank=self.rank)
         grew = _resident() - before
-        return publisher.address, grew / sum(part.box.numel * transfer.dtype.itemsize for part in self.parts)
+        return publisher.address, grew / sum(
+            part.box.numel * transfer.dtype.itemsize for part in self.parts
+        )
 
     @concurrent_endpoint
     async def open_subscriber(self, transfer: Transfer, addresses: list[Any]) -> None:
-        self.end = open_subscriber(transfer, addresses, self.parts, generator=self.generator, rank=self.rank)
+        self.end = open_subscriber(
+            transfer, addresses, self.parts, generator=self.generator, rank=self.rank
+        )
 
     @concurrent_endpoint
     async def publish(self, version: int) -> None:
@@ -104,7 +122,9 @@ class Rank(Actor):
 
     @concurrent_endpoint
     async def digests(self) -> tuple[PartDigests, float]:
-        """Digests in bfloat16, as the check of a push asks for them, and the CPU time that they took, in s."""
+        """Digests in bfloat16, as the check of a push asks for them, and the CPU time that they
+        took, in s.
+        """
         begun = time.process_time()
         return digests(self.parts, dtype=torch.bfloat16), time.process_time() - begun
 
@@ -123,7 +143,14 @@ def random_values(region: Region, dtype: torch.dtype) -> torch.Tensor:
 class Ranks:
     """A mesh of Rank actors."""
 
-    def __init__(self, name: str, layouts: tuple[Layout, ...], dtype: torch.dtype, hosts: Hosts, generator: int = 0):
+    def __init__(
+        self,
+        name: str,
+        layouts: tuple[Layout, ...],
+        dtype: torch.dtype,
+        hosts: Hosts,
+        generator: int = 0,
+    ):
         self.layouts, self.procs = layouts, hosts.spawn(name, Place(ranks=len(layouts)), env={})
         self._actors: Any = self.procs.spawn(name, Rank, layouts, dtype, generator)
 
@@ -141,22 +168,29 @@ class Ranks:
 
 
 class Pushes:
-    """A trainer and up to ``generators`` generators of one model, and the versions pushed between them so far."""
+    """A trainer and up to ``generators`` generators of one model, and the versions pushed between
+    them so far.
+    """
 
     def __init__(self, model: ModelConfig, generators: int, hosts: Hosts):
         config = TrainerConfig()
-        config.parallelism.data_parallel_shard_degree = config.parallelism.tensor_parallel_degree = 2
+        config.parallelism.data_parallel_shard_degree = (
+            config.parallelism.tensor_parallel_degree
+        ) = 2
         self.trainer = Ranks("trainer", trainer_layout(config, model), torch.float32, hosts)
         wanted = generator_layout(shape_of(model), fuse_qkv=model.fuse_qkv, tp=2)
         self.all_generators = [
-            Ranks(f"generator{number}", wanted, torch.bfloat16, hosts, number) for number in range(generators)
+            Ranks(f"generator{number}", wanted, torch.bfloat16, hosts, number)
+            for number in range(generators)
         ]
         self.generators = self.all_generators
         self.version, self.hosts = 0, hosts
         self.store: StoreProcess | None = None
 
     async def open(self, transport: str, generators: int = 1) -> float:
-        """Open the trainer's end and those of the first generators; the trainer's growth in memory."""
+        """Open the trainer's end and those of the first generators; the trainer's growth in
+        memory.
+        """
         self.generators = self.all_generators[:generators]
         transfer = Transfer(
             transport,  # type: ignore[arg-type]
@@ -194,7 +228,9 @@ class Pushes:
         answers = [await ranks.call("digests") for ranks in (self.trainer, *self.generators)]
         trained, *held = (merge_digests(own for own, _ in ranks) for ranks in answers)
         if any(each != trained for each in held):
-            raise RuntimeError("the generator does not hold what the trainer pushed: nothing was measured")
+            raise RuntimeError(
+                "the generator does not hold what the trainer pushed: nothing was measured"
+            )
         return sum(cpu for ranks in answers for _, cpu in ranks)
 
     async def memcpy(self) -> float:
@@ -202,13 +238,17 @@ class Pushes:
 
     @property
     def bytes(self) -> int:
-        return sum(region.box.numel * 2 for layout in self.generators[0].layouts for region in layout)
+        return sum(
+            region.box.numel * 2 for layout in self.generators[0].layouts for region in layout
+        )
 
     async def stop(self) -> None:
         await asyncio.gather(*(ranks.stop() for ranks in [self.trainer, *self.all_generators]))
 
 
-async def compare(model: ModelConfig, transports: list[str], rounds: int, hosts: Hosts) -> dict[str, Any]:
+async def compare(
+    model: ModelConfig, transports: list[str], rounds: int, hosts: Hosts
+) -> dict[str, Any]:
     """One transport after another, each push followed by a copy of the same bytes."""
     pushes = Pushes(model, 1, hosts)
     result: dict[str, Any] = {"bytes": pushes.bytes, "transports": {}}
@@ -216,14 +256,22 @@ async def compare(model: ModelConfig, transports: list[str], rounds: int, hosts:
     for transport in transports:
         memory = await pushes.open(transport)
         cold = sum(await pushes.push()) / await pushes.memcpy()
-        times = [(*await pushes.push(), await pushes.memcpy(), await pushes.check()) for _ in range(rounds)]
+        times = [
+            (*await pushes.push(), await pushes.memcpy(), await pushes.check())
+            for _ in range(rounds)
+        ]
         await pushes.close()
         result["transports"][transport] = {
-            "pull_over_memcpy": statistics.median(pulled / copied for _, pulled, copied, _ in times),
-            "total_over_memcpy": statistics.median((out + pulled) / copied for out, pulled, copied, _ in times),
+            "pull_over_memcpy": statistics.median(
+                pulled / copied for _, pulled, copied, _ in times
+            ),
+            "total_over_memcpy": statistics.median(
+                (out + pulled) / copied for out, pulled, copied, _ in times
+            ),
             "cold_over_memcpy": cold,
             "gb_per_s": pushes.bytes / 1e9 / statistics.median(pulled for _, pulled, _, _ in times),
-            "digests_cpu_s_per_gb": statistics.median(check for *_, check in times) / (pushes.bytes / 1e9),
+            "digests_cpu_s_per_gb": statistics.median(check for *_, check in times)
+            / (pushes.bytes / 1e9),
             "memory": memory,
         }
     await pushes.stop()
@@ -231,7 +279,9 @@ async def compare(model: ModelConfig, transports: list[str], rounds: int, hosts:
 
 
 async def growth(models: dict[str, ModelConfig], rounds: int, hosts: Hosts) -> list[dict[str, Any]]:
-    """Push over shared memory as the number of generators of the first model, then the model grows."""
+    """Push over shared memory as the number of generators of the first model, then the
+    model grows.
+    """
     rows = []
     for name, model in models.items():
         counts = (1,) if rows else (1, 2, 4)
@@ -244,8 +294,17 @@ async def growth(models: dict[str, ModelConfig], rounds: int, hosts: Hosts) -> l
             await pushes.close()
             publish, pull = (statistics.median(each[i] for each in times) for i in (0, 1))
             ratio = statistics.median((out + pulled) / copy for out, pulled, copy in times)
-            row = {"model": name, "generators": count, "bytes": pushes.bytes, "publish_s": publish, "pull_s": pull}
-            rows.append(row | {"ns_per_byte": (publish + pull) * 1e9 / pushes.bytes, "total_over_memcpy": ratio})
+            row = {
+                "model": name,
+                "generators": count,
+                "bytes": pushes.bytes,
+                "publish_s": publish,
+                "pull_s": pull,
+            }
+            rows.append(
+                row
+                | {"ns_per_byte": (publish + pull) * 1e9 / pushes.bytes, "total_over_memcpy": ratio}
+            )
         await pushes.stop()
     return rows
 
@@ -270,9 +329,9 @@ def show(result: dict[str, Any]) -> None:
         )
     for row in result.get("sizes", []):
         print(
-            f"{row['model']:>6} x {row['generators']} generators: {row['bytes'] / 1e6:8.1f} MB, publish "
-            f"{row['publish_s'] * 1e3:7.1f} ms, pull {row['pull_s'] * 1e3:7.1f} ms, {row['ns_per_byte']:.2f} ns a "
-            f"byte, {row['total_over_memcpy']:.2f} x memcpy"
+            f"{row['model']:>6} x {row['generators']} generators: {row['bytes'] / 1e6:8.1f} MB, "
+            f"publish {row['publish_s'] * 1e3:7.1f} ms, pull {row['pull_s'] * 1e3:7.1f} ms, "
+            f"{row['ns_per_byte']:.2f} ns a byte, {row['total_over_memcpy']:.2f} x memcpy"
         )
 
 
@@ -281,9 +340,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--no-sizes", action="store_true", help="leave out the second table")
-    parser.add_argument("--tiny", action="store_true", help="a model of a few parameters, to try the program")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of a few parameters, to try the program"
+    )
     parser.add_argument("--plot", help="write a picture of both tables to this file")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     options = parser.parse_args()
     models = TINY if options.tiny else SIZES
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,6 @@
-"""Real meshes whose ranks also hand out their parameters, and push with faults, which no actor of Tiller does."""
+"""Real meshes whose ranks also hand out their parameters, and push with faults, which no actor of
+Tiller does.
+"""
 
 import asyncio
 import itertools
@@ -80,7 +82,9 @@ class OpenTrainer(PolicyTrainer):
 
     @concurrent_endpoint
     async def publish_only_behind(self, method: str, wait_s: float) -> None:
-        """Have publish return when the engine's next ``method`` is over, which waits for publish to begin."""
+        """Have publish return when the engine's next ``method`` is over, which waits for publish to
+        begin.
+        """
         began, over = threading.Event(), threading.Event()
         publish, run = self.publisher.publish, getattr(self.engine, method)
 
@@ -130,7 +134,10 @@ class OpenGenerator(Generator):
         parts = await self._loop.run_between_steps(lambda engine: engine.parameters())
         names = {part.tensor.untyped_storage().data_ptr(): part.name for part in parts}
         for copies in self._subscriber._copies.values():
-            places = {names[destination.untyped_storage().data_ptr()]: i for i, (destination, _) in enumerate(copies)}
+            places = {
+                names[destination.untyped_storage().data_ptr()]: i
+                for i, (destination, _) in enumerate(copies)
+            }
             if {one, other} <= places.keys():
                 i, j = places[one], places[other]
                 (to_one, from_one), (to_other, from_other) = copies[i], copies[j]
@@ -177,7 +184,11 @@ class Meshes:
     async def trainer(
         self, config: TrainerConfig, model: ModelConfig, *, steps: int = 10, heartbeat: float = 0.0
     ) -> TrainerMesh:
-        options = {"folder": self._folder, "seed": 0, "deadlines": replace(DEADLINES, heartbeat=heartbeat)}
+        options = {
+            "folder": self._folder,
+            "seed": 0,
+            "deadlines": replace(DEADLINES, heartbeat=heartbeat),
+        }
         mesh = TrainerMesh(config, model, self._supervisor, name="trainer", steps=steps, **options)
         self._meshes.append(mesh)
         await self.start(mesh)
@@ -190,9 +201,13 @@ class Meshes:
         await group.start()
         return group
 
-    async def generator(self, config: GeneratorConfig, model: ModelConfig, *, heartbeat: float = 0.0) -> GeneratorMesh:
+    async def generator(
+        self, config: GeneratorConfig, model: ModelConfig, *, heartbeat: float = 0.0
+    ) -> GeneratorMesh:
         options = {"seed": 0, "deadlines": replace(DEADLINES, heartbeat=heartbeat)}
-        mesh = GeneratorMesh(config, model, self._supervisor, name=f"generator-{next(self._numbers)}", **options)
+        mesh = GeneratorMesh(
+            config, model, self._supervisor, name=f"generator-{next(self._numbers)}", **options
+        )
         self._meshes.append(mesh)
         await self.start(mesh)
         return mesh
@@ -223,10 +238,15 @@ class Meshes:
 def held_segments() -> int:
     """How often this process maps slots of a push or has them open."""
     opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry)]
-    return sum("/memfd:tiller-weights" in line for line in [*opened, *Path("/proc/self/maps").read_text().splitlines()])
+    return sum(
+        "/memfd:tiller-weights" in line
+        for line in [*opened, *Path("/proc/self/maps").read_text().splitlines()]
+    )
 
 
-def trainer_config(*, fsdp: int = 1, tp: int = 1, lora: LoRAConverter.Config | None = None) -> TrainerConfig:
+def trainer_config(
+    *, fsdp: int = 1, tp: int = 1, lora: LoRAConverter.Config | None = None
+) -> TrainerConfig:
     config = TrainerConfig(optimizer=default_adamw(lr=1e-2), micro_batch_size=4, lora=lora)
     config.parallelism.data_parallel_shard_degree = fsdp
     config.parallelism.tensor_parallel_degree = tp
@@ -238,7 +258,9 @@ async def connect(
     *generators: GeneratorMesh,
     transport: TransportName = "shared_memory",
 ) -> None:
-    """Open a push from the trainer to generators, whose layouts may differ where the transport is shared memory."""
+    """Open a push from the trainer to generators, whose layouts may differ where the transport is
+    shared memory.
+    """
     sources = tuple(layout for _, layout in await trainer.layouts())
     dtype = generators[0].dtype if generators else torch.float32
     transfer = Transfer(transport, dtype, sources, (), len(generators), False)
@@ -260,7 +282,9 @@ def whole(ranks: list[list[Part]]) -> dict[str, torch.Tensor]:
     for parts in ranks:
         for part in parts:
             name = part.name
-            tensor = tensors.setdefault(name, torch.full(part.shape, torch.nan, dtype=part.tensor.dtype))
+            tensor = tensors.setdefault(
+                name, torch.full(part.shape, torch.nan, dtype=part.tensor.dtype)
+            )
             place = part.box.slices_in(Box.whole(part.shape))
             assert_same_or_unset(name, tensor[place], part)
             tensor[place] = part.tensor
@@ -270,4 +294,6 @@ def whole(ranks: list[list[Part]]) -> dict[str, torch.Tensor]:
 
 def assert_same_or_unset(name: str, known: torch.Tensor, part: Part) -> None:
     unset = known.isnan()
-    assert torch.equal(known.masked_fill(unset, 0), part.tensor.masked_fill(unset, 0)), f"{name}: ranks disagree"
+    assert torch.equal(known.masked_fill(unset, 0), part.tensor.masked_fill(unset, 0)), (
+        f"{name}: ranks disagree"
+    )

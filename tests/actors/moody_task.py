@@ -1,4 +1,6 @@
-"""A task that does what the prompt's ordinal says: a worker finds it by import, as it finds a user's own."""
+"""A task that does what the prompt's ordinal says: a worker finds it by import, as it finds a
+user's own.
+"""
 
 import os
 import signal
@@ -14,7 +16,8 @@ from rl.types import Completion, Prompt
 
 FORKED = """
 import os, sys, time
-for generation in range(3):  # the last one's parent has ended; all but the first have sessions of their own
+# the last one's parent has ended; all but the first have sessions of their own
+for generation in range(3):
     with open(sys.argv[1], "a") as file:
         file.write(f"{os.getpid()}\\n")
     if os.fork():
@@ -69,7 +72,9 @@ class Moody(Task):
 
 
 def fork(folder: str) -> None:
-    """Start processes that go on, one of them as a daemon, unless ``folder``/forked has their pids already."""
+    """Start processes that go on, one of them as a daemon, unless ``folder``/forked has their pids
+    already.
+    """
     forked = Path(folder, "forked")
     if forked.exists():
         return

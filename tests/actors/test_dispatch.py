@@ -26,7 +26,9 @@ def dispatch(meshes):
     return meshes.run(start())
 
 
-def test_groups_of_two_and_of_four_agree_on_any_number_of_sequences_in_their_order(meshes, dispatch):
+def test_groups_of_two_and_of_four_agree_on_any_number_of_sequences_in_their_order(
+    meshes, dispatch
+):
     async def check():
         for count in range(1, len(batch()) + 1):
             part = batch().select(list(range(count)))
@@ -44,8 +46,14 @@ def test_a_failing_rank_is_named_with_its_group_and_the_call(meshes, dispatch):
     async def check():
         broken = batch()
         broken.tokens[0] = 10**6  # no such word
-        with pytest.raises(ActorFailure, match=r"reference rank \d, forward_backward: IndexError") as error:
+        with pytest.raises(
+            ActorFailure, match=r"reference rank \d, forward_backward: IndexError"
+        ) as error:
             await dispatch.forward_backward("reference", broken, grpo(), temperature=1.0)
-        assert (error.value.actor, error.value.call, error.value.kind) == ("reference", "forward_backward", "raised")
+        assert (error.value.actor, error.value.call, error.value.kind) == (
+            "reference",
+            "forward_backward",
+            "raised",
+        )
 
     meshes.run(check())

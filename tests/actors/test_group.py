@@ -1,4 +1,6 @@
-"""Every call to an actor ends: with results in rank order, or with the name of the rank that did not give one."""
+"""Every call to an actor ends: with results in rank order, or with the name of the rank that did
+not give one.
+"""
 
 import asyncio
 import contextlib
@@ -34,7 +36,10 @@ class Moody(Actor):
 
     @concurrent_endpoint
     async def say(self, word: str) -> str:
-        return f"{self._mood} {word} {self._rank} {os.environ['RANK']}/{os.environ['WORLD_SIZE']} {os.environ['EXTRA']}"
+        return (
+            f"{self._mood} {word} {self._rank} {os.environ['RANK']}/{os.environ['WORLD_SIZE']} "
+            f"{os.environ['EXTRA']}"
+        )
 
     @concurrent_endpoint
     async def fail_on_rank_1(self) -> None:
@@ -73,7 +78,9 @@ class Moody(Actor):
 
 @pytest.fixture
 def in_group(tmp_path):
-    """Runs ``work(group, pids)`` with two ranks, and asserts that they and all that was opened for them end with it."""
+    """Runs ``work(group, pids)`` with two ranks, and asserts that they and all that was opened for
+    them end with it.
+    """
 
     def run(work, *, mood: str = "cheerful", heartbeat: float = 0.0):
         async def started():
@@ -97,7 +104,9 @@ def pidfds() -> list[str]:
     """What this process has open of other processes."""
     links = []
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread of Monarch's closed it while we looked
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # a thread of Monarch's closed it while we looked
             links.append(os.readlink(path))
     return [link for link in links if "pidfd" in link]
 
@@ -109,7 +118,9 @@ async def failure_of(coroutine) -> ActorFailure:
 
 
 async def failures_of_all(group, pids, signal_number) -> list[ActorFailure]:
-    """Of a pending call to rank 0, of one to both, of the group, and of a later call; after a signal to rank 1."""
+    """Of a pending call to rank 0, of one to both, of the group, and of a later call; after a
+    signal to rank 1.
+    """
     pending = [
         asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", rank=0, deadline=3600))),
         asyncio.ensure_future(failure_of(group.call("speak_and_hang", deadline=3600))),
@@ -118,12 +129,18 @@ async def failures_of_all(group, pids, signal_number) -> list[ActorFailure]:
         await asyncio.sleep(0.01)
     os.kill(pids[1], signal_number)
     failures = await asyncio.gather(*pending)
-    return [*failures, await group.failed(), await failure_of(group.call("pid", rank=0, deadline=LONG))]
+    return [
+        *failures,
+        await group.failed(),
+        await failure_of(group.call("pid", rank=0, deadline=LONG)),
+    ]
 
 
 def test_results_come_in_rank_order_and_one_rank_can_be_asked_alone(in_group):
     async def work(group, _):
-        return await group.call("say", "hello", deadline=30), await group.call("say", "you", rank=1, deadline=30)
+        return await group.call("say", "hello", deadline=30), await group.call(
+            "say", "you", rank=1, deadline=30
+        )
 
     everyone, alone = in_group(work)
     assert everyone == ["cheerful hello 0 0/2 set", "cheerful hello 1 1/2 set"]
@@ -153,7 +170,12 @@ def test_what_an_endpoint_raises_names_it_at_once_and_fails_that_call_alone(in_g
     failure = in_group(work)
     assert str(failure).startswith("moody rank 1, fail_on_rank_1: ValueError: not today")
     assert "test_group.py" in str(failure)  # the remote traceback
-    assert (failure.actor, failure.rank, failure.call, failure.kind) == ("moody", 1, "fail_on_rank_1", "raised")
+    assert (failure.actor, failure.rank, failure.call, failure.kind) == (
+        "moody",
+        1,
+        "fail_on_rank_1",
+        "raised",
+    )
     assert not failure.is_lost
 
 
@@ -161,7 +183,11 @@ def test_what_a_watched_endpoint_raises_is_the_failure_of_the_group(in_group):
     async def work(group, _):
         pending = asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", deadline=3600)))
         group.watch("fail_on_rank_1")
-        return [await pending, await group.failed(), await failure_of(group.call("pid", deadline=LONG))]
+        return [
+            await pending,
+            await group.failed(),
+            await failure_of(group.call("pid", deadline=LONG)),
+        ]
 
     failures = in_group(work)
     assert {str(failure) for failure in failures} == {str(failures[0])}
@@ -170,7 +196,9 @@ def test_what_a_watched_endpoint_raises_is_the_failure_of_the_group(in_group):
 
 def test_silent_ranks_are_given_up_at_the_deadline_by_name_and_with_them_the_group(in_group):
     async def work(group, _):
-        other = asyncio.ensure_future(failure_of(group.call("speak_and_hang", rank=1, deadline=3600)))
+        other = asyncio.ensure_future(
+            failure_of(group.call("speak_and_hang", rank=1, deadline=3600))
+        )
         await group.call("pid", deadline=LONG)  # the actors are built
         return await failure_of(group.call("hang_on_rank_0", deadline=3.0)), await other
 
@@ -188,15 +216,23 @@ def test_a_killed_rank_fails_every_call_at_once_with_its_name_and_last_words(in_
 
 
 def test_a_stopped_rank_is_found_by_its_heartbeat_and_ended(in_group):
-    failures = in_group(lambda group, pids: failures_of_all(group, pids, signal.SIGSTOP), heartbeat=5.0)
-    assert {str(failure) for failure in failures} == {"moody rank 1, heartbeat: no answer within 5 s"}
+    failures = in_group(
+        lambda group, pids: failures_of_all(group, pids, signal.SIGSTOP), heartbeat=5.0
+    )
+    assert {str(failure) for failure in failures} == {
+        "moody rank 1, heartbeat: no answer within 5 s"
+    }
     assert failures[0].kind == "silent"
 
 
 def test_a_peer_that_raises_because_of_a_death_is_not_named_in_its_place(in_group):
     async def work(group, pids):
-        call = asyncio.ensure_future(failure_of(group.call("fail_when_rank_1_is_gone", pids[1], rank=0, deadline=LONG)))
-        group._processes[1]._loop.remove_reader(group._processes[1]._descriptor)  # the death is noticed later
+        call = asyncio.ensure_future(
+            failure_of(group.call("fail_when_rank_1_is_gone", pids[1], rank=0, deadline=LONG))
+        )
+        group._processes[1]._loop.remove_reader(
+            group._processes[1]._descriptor
+        )  # the death is noticed later
         os.kill(pids[1], signal.SIGKILL)
         await asyncio.sleep(0.3)
         assert not call.done()
@@ -226,12 +262,16 @@ def test_stopping_fails_what_is_pending_and_later_calls_but_is_no_failure(in_gro
     assert {str(failure) for failure in in_group(work)} == {"moody rank 0, stop: it was stopped"}
 
 
-def test_a_rank_that_is_silent_for_less_than_its_heartbeat_is_not_taken_for_dead(in_group, monkeypatch):
+def test_a_rank_that_is_silent_for_less_than_its_heartbeat_is_not_taken_for_dead(
+    in_group, monkeypatch
+):
     monkeypatch.setattr("rl.actors.group.SIGN_OF_LIFE_S", 0.5)
 
     async def work(group, pids):
         os.kill(pids[0], signal.SIGSTOP)
-        failing = asyncio.ensure_future(failure_of(group.call("fail_on_rank_1", rank=1, deadline=LONG)))
+        failing = asyncio.ensure_future(
+            failure_of(group.call("fail_on_rank_1", rank=1, deadline=LONG))
+        )
         await asyncio.sleep(2)
         os.kill(pids[0], signal.SIGCONT)
         assert (await failing).kind == "raised"
@@ -240,9 +280,12 @@ def test_a_rank_that_is_silent_for_less_than_its_heartbeat_is_not_taken_for_dead
     in_group(work, heartbeat=60.0)
 
 
-def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_of_the_name(tmp_path, monkeypatch):
-    """Monarch tells of it seconds later, when a peer has long raised because of it, and may do so again; here its hook
-    is called again with what it was given."""
+def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_of_the_name(
+    tmp_path, monkeypatch
+):
+    """Monarch tells of it seconds later, when a peer has long raised because of it, and may do so
+    again; here its hook is called again with what it was given.
+    """
 
     async def spawned(supervisor) -> ActorGroup:
         group = ActorGroup("moody", supervisor)
@@ -252,11 +295,15 @@ def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_
     async def work():
         supervisor, faults = Supervisor(Hosts(tmp_path)), []
         tell = monarch.actor.unhandled_fault_hook
-        monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", lambda fault: (faults.append(fault), tell(fault)))
+        monkeypatch.setattr(
+            monarch.actor, "unhandled_fault_hook", lambda fault: (faults.append(fault), tell(fault))
+        )
         monkeypatch.setattr("rl.actors.group.memory_domain", lambda: "another host")
         lost = await spawned(supervisor)
         pids = await lost.call("pid", deadline=LONG)
-        call = asyncio.ensure_future(failure_of(lost.call("fail_when_rank_1_is_gone", pids[1], rank=0, deadline=LONG)))
+        call = asyncio.ensure_future(
+            failure_of(lost.call("fail_when_rank_1_is_gone", pids[1], rank=0, deadline=LONG))
+        )
         os.kill(pids[1], signal.SIGKILL)
         failure = await lost.failed()
         assert str(await call) == str(failure)
@@ -273,20 +320,32 @@ def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_
     failure = asyncio.run(asyncio.wait_for(work(), LONG))
     assert str(failure).startswith("moody rank 1, between calls: the process died: ")
     reason = str(failure).partition("\nend of ")[0]
-    assert reason.endswith(("Killed(sig=9)", "The process likely crashed"))  # on a busy host Monarch knows no more
+    assert reason.endswith(
+        ("Killed(sig=9)", "The process likely crashed")
+    )  # on a busy host Monarch knows no more
 
 
 def test_a_rank_that_ends_while_its_interpreter_starts_has_died(in_group, monkeypatch):
     monkeypatch.setattr(hosts, "_WRAPPER", "import sys; sys.exit(3)")
-    with pytest.raises(ActorFailure, match=r"moody rank [01], between calls: the process died") as info:
+    with pytest.raises(
+        ActorFailure, match=r"moody rank [01], between calls: the process died"
+    ) as info:
         in_group(None)
     assert info.value.is_lost
 
 
-@pytest.mark.parametrize(("visible", "own"), [("", "1,2"), ("4,5,6", "5,6"), ("GPU-a,GPU-b,GPU-c", "GPU-b,GPU-c")])
+@pytest.mark.parametrize(
+    ("visible", "own"), [("", "1,2"), ("4,5,6", "5,6"), ("GPU-a,GPU-b,GPU-c", "GPU-b,GPU-c")]
+)
 def test_a_process_takes_its_devices_among_those_that_its_host_may_see(visible, own, tmp_path):
-    variables = {"TILLER_PARENT": str(os.getpid()), "TILLER_LOG": str(tmp_path / "log"), "TILLER_DEVICES": "1,2"}
+    variables = {
+        "TILLER_PARENT": str(os.getpid()),
+        "TILLER_LOG": str(tmp_path / "log"),
+        "TILLER_DEVICES": "1,2",
+    }
     variables |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
     program = hosts._WRAPPER + hosts._START
-    subprocess.run([sys.executable, "-ISc", program, "/usr/bin/env"], env=variables, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-ISc", program, "/usr/bin/env"], env=variables, check=True, timeout=60
+    )
     assert f"CUDA_VISIBLE_DEVICES={own}" in (tmp_path / "log").read_text().splitlines()

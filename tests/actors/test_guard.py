@@ -30,7 +30,9 @@ ENDINGS = {
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_children_and_daemons_end_with_the_guarded_process(ending, tmp_path):
     code, status = ENDINGS[ending]
-    with subprocess.Popen([sys.executable, "-c", GUARDED + code, str(tmp_path)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", GUARDED + code, str(tmp_path)], stdout=subprocess.PIPE
+    ) as process:
         try:
             assert process.stdout.readline() == b"forked\n"
             if ending == "hangs":
@@ -43,8 +45,12 @@ def test_children_and_daemons_end_with_the_guarded_process(ending, tmp_path):
 
 def test_children_and_daemons_end_with_a_parent_that_is_killed(tmp_path):
     code = GUARDED + "time.sleep(3600)"
-    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}, sys.argv[1]])"
-    with subprocess.Popen([sys.executable, "-c", starts, str(tmp_path)], stdout=subprocess.PIPE) as parent:
+    starts = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}, sys.argv[1]])"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", starts, str(tmp_path)], stdout=subprocess.PIPE
+    ) as parent:
         try:
             assert parent.stdout.readline() == b"forked\n"
         finally:

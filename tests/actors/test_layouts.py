@@ -1,4 +1,6 @@
-"""Four trainer layouts, two generator layouts: one set of weights, one set of log-probs (C2, C3); adapters merged."""
+"""Four trainer layouts, two generator layouts: one set of weights, one set of log-probs (C2, C3);
+adapters merged.
+"""
 
 import asyncio
 
@@ -26,19 +28,32 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], list(range(10, 30))]
 
 def model_config(tied: bool) -> ModelConfig:
     return ModelConfig(
-        vocab_size=64, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=96, max_seq_len=96,
+        vocab_size=64,
+        dim=64,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=32,
+        hidden_dim=96,
+        max_seq_len=96,
         tie_embeddings=tied,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def generators(request, meshes):
-    """Two generators of one model, TP 1 and TP 2, in the dtype that makes the push cast where untied."""
+    """Two generators of one model, TP 1 and TP 2, in the dtype that makes the push cast where
+    untied.
+    """
     dtype = "float32" if request.param else "bfloat16"
-    configs = [GeneratorConfig(tensor_parallel_degree=tp, dtype=dtype, kv_cache_gib=0.05) for tp in (1, 2)]
+    configs = [
+        GeneratorConfig(tensor_parallel_degree=tp, dtype=dtype, kv_cache_gib=0.05) for tp in (1, 2)
+    ]
 
     async def start():
-        return await asyncio.gather(*(meshes.generator(config, model_config(request.param)) for config in configs))
+        return await asyncio.gather(
+            *(meshes.generator(config, model_config(request.param)) for config in configs)
+        )
 
     started = meshes.run(start())
     yield request.param, started
@@ -47,7 +62,8 @@ def generators(request, meshes):
 
 @pytest.fixture(
     params=[
-        pytest.param(name, marks=[pytest.mark.long] if name in ("FSDP2", "TP2") else [], id=name) for name in LAYOUTS
+        pytest.param(name, marks=[pytest.mark.long] if name in ("FSDP2", "TP2") else [], id=name)
+        for name in LAYOUTS
     ]
 )
 def trainer(request, meshes, generators):
@@ -102,16 +118,22 @@ async def assert_equal_weights(trainer, generators) -> None:
 async def assert_equal_logprobs(trainer, generators, temperature: float, tolerance: float) -> None:
     sampling = Sampling(max_tokens=24, temperature=temperature, stop_token_ids=(0,))
     requests = [
-        GenerationRequest(request_id=f"{temperature}/{i}", prompt_tokens=prompt, seed=i, sampling=sampling)
+        GenerationRequest(
+            request_id=f"{temperature}/{i}", prompt_tokens=prompt, seed=i, sampling=sampling
+        )
         for i, prompt in enumerate(PROMPTS)
     ]
     for generator in generators:
         completions = await generator.generate(requests)
-        rows = [prompt + completion.tokens for prompt, completion in zip(PROMPTS, completions, strict=True)]
+        rows = [
+            prompt + completion.tokens
+            for prompt, completion in zip(PROMPTS, completions, strict=True)
+        ]
         tokens = torch.tensor([token for row in rows for token in row])
         lengths = torch.tensor([len(row) for row in rows])
         scored = await trainer.forward(
-            Batch(tokens=tokens, lengths=lengths, weights=torch.ones(len(tokens))), temperature=temperature
+            Batch(tokens=tokens, lengths=lengths, weights=torch.ones(len(tokens))),
+            temperature=temperature,
         )
         logprobs = scored["logprobs"].split(lengths.tolist())
         for prompt, completion, own in zip(PROMPTS, completions, logprobs, strict=True):

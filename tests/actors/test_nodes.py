@@ -44,7 +44,9 @@ def test_nodes_that_cannot_come_up_any_more_are_not_waited_for(nodes, tmp_path):
     comes_up(tmp_path, "n2")
     for name in ("n2", "n3"):
         (tmp_path / f"{name}.ended").write_text("ended with 1")
-    with pytest.raises(NodeLost, match=r"no worker came up .* on n2 \(it ended with 1\), n3 \(it ended with 1\); "):
+    with pytest.raises(
+        NodeLost, match=r"no worker came up .* on n2 \(it ended with 1\), n3 \(it ended with 1\); "
+    ):
         nodes.gather(2, deadline=3600)
 
 

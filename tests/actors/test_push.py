@@ -1,4 +1,6 @@
-"""The push between real meshes: checked as configured, behind the trainer's work, and never of the wrong weights."""
+"""The push between real meshes: checked as configured, behind the trainer's work, and never of the
+wrong weights.
+"""
 
 import asyncio
 
@@ -29,7 +31,9 @@ BOTH = {"digests": True}
 
 @pytest.fixture(scope="module")
 def pair(meshes):
-    """Two trainer ranks and the two ranks of a generator, whose KV blocks are smaller than the canary's prompt."""
+    """Two trainer ranks and the two ranks of a generator, whose KV blocks are smaller than the
+    canary's prompt.
+    """
     generator = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05, block_size=32)
 
     async def start():
@@ -107,7 +111,9 @@ def test_collectives_outlast_the_deadlines_of_calls(meshes, pair):
 
 @pytest.mark.parametrize("weights", [DIGESTS, CANARY], ids=["digests", "canary"])
 @pytest.mark.parametrize("fault", ["skipped parameter", "swapped slice"])
-def test_weights_that_differ_are_found_at_that_push_and_the_first_is_named(meshes, pair, fault, weights):
+def test_weights_that_differ_are_found_at_that_push_and_the_first_is_named(
+    meshes, pair, fault, weights
+):
     trainer, generator = pair
 
     async def check():
@@ -124,11 +130,15 @@ def test_weights_that_differ_are_found_at_that_push_and_the_first_is_named(meshe
     message, push = meshes.run(check())
     wrong = 1 if fault == "skipped parameter" else 2
     assert message.startswith(f"push of policy version {trainer.version}: {wrong} of ")
-    assert message.endswith(f"parameters of {generator.name} differ from the trainer's; the first is {FIRST}")
+    assert message.endswith(
+        f"parameters of {generator.name} differ from the trainer's; the first is {FIRST}"
+    )
     assert ("push/canary" in push.metrics) == (weights is CANARY)
 
 
-def test_a_bf16_generator_left_one_version_behind_is_found_by_default_and_not_by_the_canary(meshes, pair):
+def test_a_bf16_generator_left_one_version_behind_is_found_by_default_and_not_by_the_canary(
+    meshes, pair
+):
     trainer, _ = pair
 
     async def check():
@@ -141,7 +151,10 @@ def test_a_bf16_generator_left_one_version_behind_is_found_by_default_and_not_by
             if weights == CANARY:
                 await pushed(push, trainer)
             else:
-                found = rf"push of policy version {trainer.version}: \d+ of \d+ parameters of {generator.name} differ"
+                found = (
+                    rf"push of policy version {trainer.version}: \d+ of \d+ parameters of "
+                    rf"{generator.name} differ"
+                )
                 with pytest.raises(RunError, match=found):
                     await pushed(push, trainer)
         await meshes.stop(generator)
@@ -149,7 +162,9 @@ def test_a_bf16_generator_left_one_version_behind_is_found_by_default_and_not_by
     meshes.run(check())
 
 
-def test_ranks_of_a_generator_that_hold_different_copies_are_found_and_the_parameter_is_named(meshes, pair):
+def test_ranks_of_a_generator_that_hold_different_copies_are_found_and_the_parameter_is_named(
+    meshes, pair
+):
     trainer, generator = pair
 
     async def check():
@@ -164,15 +179,20 @@ def test_ranks_of_a_generator_that_hold_different_copies_are_found_and_the_param
     meshes.run(check())
 
 
-def test_a_prefix_cache_that_was_not_reset_is_found_by_the_canary_which_says_that_the_weights_are_right(meshes, pair):
+def test_the_canary_finds_a_stale_prefix_cache_and_says_that_the_weights_are_right(meshes, pair):
     trainer, generator = pair
 
     async def check():
         push = await first_push(trainer, generator, BOTH)
         await ask(generator, "honour_reset", False)
         await trained(trainer)
-        wrong = f"canary of policy version {trainer.version}: a log-prob of {generator.name} differs by .*"
-        with pytest.raises(RunError, match=f"{wrong} all parameters are equal, so a cache of older weights"):
+        wrong = (
+            f"canary of policy version {trainer.version}: a log-prob of {generator.name} differs "
+            "by .*"
+        )
+        with pytest.raises(
+            RunError, match=f"{wrong} all parameters are equal, so a cache of older weights"
+        ):
             await pushed(push, trainer)
         await ask(generator, "honour_reset", True)
         await trained(trainer)
@@ -187,8 +207,12 @@ def test_a_generator_in_another_dtype_is_refused_before_anything_is_pushed(meshe
     async def check():
         generator.dtype = torch.bfloat16  # what the trainer is told to push
         try:
-            with pytest.raises(RunError, match="tok_embeddings.weight is torch.float32 in the generator and pushed as "
-                               "torch.bfloat16"):  # fmt: skip
+            with pytest.raises(
+                RunError,
+                match="tok_embeddings.weight is torch.float32 in the "
+                "generator and pushed as "
+                "torch.bfloat16",
+            ):
                 await make_push(trainer, generator, BOTH).connect([generator], trainer.version)
         finally:
             generator.dtype = torch.float32
@@ -197,7 +221,9 @@ def test_a_generator_in_another_dtype_is_refused_before_anything_is_pushed(meshe
 
 
 @pytest.mark.parametrize("first", ["push_weights", "forward_backward"])
-def test_publish_and_forward_backward_run_at_the_same_time_whichever_was_asked_for_first(meshes, pair, first):
+def test_publish_and_forward_backward_run_at_the_same_time_whichever_was_asked_for_first(
+    meshes, pair, first
+):
     """Each ends only when the other has begun."""
     trainer, generator = pair
 
@@ -212,7 +238,9 @@ def test_publish_and_forward_backward_run_at_the_same_time_whichever_was_asked_f
     meshes.run(check())
 
 
-def test_an_optimizer_step_asked_for_at_once_waits_for_the_push_and_later_calls_wait_for_the_step(meshes, pair):
+def test_an_optimizer_step_asked_for_at_once_waits_for_the_push_and_later_calls_wait_for_the_step(
+    meshes, pair
+):
     trainer, generator = pair
 
     async def check():
@@ -283,7 +311,9 @@ def test_another_trainer_with_a_lower_version_takes_over(meshes, pair):
         await pushed(push, another)
         assert trainer.version > another.version == generator.version == 0
         await assert_equal_weights(another, [generator])
-        await push.connect([generator], another.version)  # as for a trainer that came back with the version pushed last
+        await push.connect(
+            [generator], another.version
+        )  # as for a trainer that came back with the version pushed last
         await pushed(push, another)
         assert generator.version == 0
         await meshes.stop(another)
@@ -300,7 +330,10 @@ def test_a_slot_whose_writer_ended_in_the_middle_is_refused_by_the_pull(meshes, 
         await ask(trainer, "tear", rank=1)
         await trained(trainer)
         version = trainer.version
-        held = rf"trainer rank 0 holds \[{version - 1}, {version}\]; trainer rank 1 holds \[{version - 1}\]"
+        held = (
+            rf"trainer rank 0 holds \[{version - 1}, {version}\]; trainer rank 1 holds "
+            rf"\[{version - 1}\]"
+        )
         with pytest.raises(RunError, match=f"pull of version {version}: {held}"):
             await pushed(push, trainer)
 

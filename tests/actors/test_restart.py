@@ -1,4 +1,6 @@
-"""A mesh that lost a rank says which at once, ends all its processes, and starts again as it was."""
+"""A mesh that lost a rank says which at once, ends all its processes, and starts again as
+it was.
+"""
 
 import asyncio
 import os
@@ -25,7 +27,9 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def pair(meshes):
-    """Two trainer ranks and the two ranks of a generator, each with a heartbeat of a few seconds."""
+    """Two trainer ranks and the two ranks of a generator, each with a heartbeat of a few
+    seconds.
+    """
     generator = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05)
 
     async def start():
@@ -101,7 +105,9 @@ def test_meshes_that_lost_a_rank_name_it_and_compute_the_same_after_a_restart(me
     meshes.run(check())
 
 
-def test_ranks_that_are_stopped_are_named_and_ended_with_what_their_start_may_have_left(meshes, pair):
+def test_ranks_that_are_stopped_are_named_and_ended_with_what_their_start_may_have_left(
+    meshes, pair
+):
     trainer, generator = pair
 
     async def check():

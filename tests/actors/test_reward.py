@@ -15,12 +15,24 @@ from rl.actors.supervisor import Supervisor
 from rl.config import DeadlineConfig
 from rl.errors import GroupLost, RunError
 from rl.types import Completion
-from tests.actors.moody_task import DIES, DIES_ONCE, EXITS, FORKS, HANGS, MAKES_NO_SENSE, RAISES, SLOW, Moody
+from tests.actors.moody_task import (
+    DIES,
+    DIES_ONCE,
+    EXITS,
+    FORKS,
+    HANGS,
+    MAKES_NO_SENSE,
+    RAISES,
+    SLOW,
+    Moody,
+)
 from tests.actors.processes import assert_ended
 from tests.actors.test_layouts import model_config
 
 DEADLINES = DeadlineConfig(start=200.0, heartbeat=4.0, reward=3.0)
-COMPLETIONS = [Completion(tokens=[n], logprobs=[0.0], versions=[0], finish_reason="stop") for n in (4, 5)]
+COMPLETIONS = [
+    Completion(tokens=[n], logprobs=[0.0], versions=[0], finish_reason="stop") for n in (4, 5)
+]
 
 
 @pytest.fixture
@@ -35,7 +47,9 @@ def in_workers(tmp_path):
             task = config.build(seed=0, model=model)
             try:
                 await workers.start()
-                return await work(lambda ordinal: workers.score(task.prompt(ordinal), COMPLETIONS), workers)
+                return await work(
+                    lambda ordinal: workers.score(task.prompt(ordinal), COMPLETIONS), workers
+                )
             finally:
                 pids = pids_of(workers)
                 await workers.stop()
@@ -59,13 +73,20 @@ async def lost(coroutine) -> tuple[str, str]:
 async def assert_lost_by_raising_and_nonsense(score) -> None:
     reason, message = await lost(score(RAISES))
     assert reason == "reward raised"
-    assert message.startswith("the reward of Moody raised ZeroDivisionError: no reward today; prompt 100, sample 0, ")
+    assert message.startswith(
+        "the reward of Moody raised ZeroDivisionError: no reward today; prompt 100, sample 0, "
+    )
     assert "moody_task.py" in message
     reason, message = await lost(score(EXITS))
     assert reason == "reward raised"
-    assert message.startswith("the reward of Moody raised SystemExit: no reward, no worker; prompt 106, sample 0, ")
+    assert message.startswith(
+        "the reward of Moody raised SystemExit: no reward, no worker; prompt 106, sample 0, "
+    )
     reason, message = await lost(score(MAKES_NO_SENSE))
-    assert (reason, "returned None, which is no Score; prompt 101" in message) == ("reward made no sense", True)
+    assert (reason, "returned None, which is no Score; prompt 101" in message) == (
+        "reward made no sense",
+        True,
+    )
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -77,7 +98,9 @@ def test_groups_come_back_to_their_callers_and_a_bad_reward_costs_one(in_workers
         return await answers, pids_of(workers)
 
     groups, pids = in_workers(work, count)
-    assert [[r.reward for r in group] for group in groups] == [[n, n] for n in [*range(50), *[SLOW] * 8]]
+    assert [[r.reward for r in group] for group in groups] == [
+        [n, n] for n in [*range(50), *[SLOW] * 8]
+    ]
     assert groups[3][1].sample == 1
     assert groups[3][1].completion is COMPLETIONS[1]
     scorers = Counter(int(group[0].text) for group in groups)
@@ -89,11 +112,14 @@ def test_a_reward_that_ends_or_holds_its_worker_is_tried_twice_and_the_others_on
 
     async def work(score, workers):
         before = pids_of(workers)
-        one, died, two, hung = await asyncio.gather(score(1), lost(score(DIES)), score(2), lost(score(HANGS)))
+        one, died, two, hung = await asyncio.gather(
+            score(1), lost(score(DIES)), score(2), lost(score(HANGS))
+        )
         assert (one[0].reward, two[0].reward) == (1, 2)
         assert died[0] == "reward died"
         assert died[1].startswith(
-            "the reward of Moody died; prompt 102; reward-0 rank 0, score: the process died\nend of "
+            "the reward of Moody died; prompt 102; reward-0 rank 0, score: the process died\nend "
+            "of "
         )
         assert hung == (
             "reward hung",
@@ -174,9 +200,13 @@ asyncio.run(main(sys.argv[1]))
 
 
 def test_processes_of_a_reward_end_with_a_killed_controller(tmp_path):
-    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     try:
-        (worker,) = next(line for line in controller.stdout if line.endswith("scored\n")).split()[:-1]
+        (worker,) = next(line for line in controller.stdout if line.endswith("scored\n")).split()[
+            :-1
+        ]
         pids = [int(worker), *forked(tmp_path)]
     finally:
         controller.kill()

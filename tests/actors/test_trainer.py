@@ -19,7 +19,10 @@ def test_outputs_come_back_in_the_batchs_order(meshes, trainer):
     async def check():
         together = await trainer.forward(batch(), temperature=0.7)
         trained, metrics = await trainer.forward_backward(batch(), grpo(), temperature=0.7)
-        alone = [await trainer.forward(batch().select([row]), temperature=0.7) for row in range(len(batch()))]
+        alone = [
+            await trainer.forward(batch().select([row]), temperature=0.7)
+            for row in range(len(batch()))
+        ]
         for name in ("logprobs", "entropy"):
             wanted = torch.cat([outputs[name] for outputs in alone])
             assert wanted.unique().numel() > len(batch())
@@ -31,7 +34,9 @@ def test_outputs_come_back_in_the_batchs_order(meshes, trainer):
 
 
 def test_each_part_of_a_batch_is_sent_once(meshes, trainer):
-    """Four ranks, two data-parallel: the second of each tensor-parallel pair hears of its part from the first."""
+    """Four ranks, two data-parallel: the second of each tensor-parallel pair hears of its part from
+    the first.
+    """
 
     async def check():
         await trainer._group.call("watch_payloads", deadline=DEADLINE)
@@ -49,7 +54,9 @@ def test_options_and_residency_reach_every_rank(meshes, trainer):
         before, version = merge_digests(await trainer.weight_digests()), trainer.version
         await connect(trainer)
         await trainer.offload()
-        with pytest.raises(RunError, match="trainer rank ., push_weights: .*the model is offloaded; call onload"):
+        with pytest.raises(
+            RunError, match="trainer rank ., push_weights: .*the model is offloaded; call onload"
+        ):
             await trainer.push_weights()
         await trainer.onload()
         assert merge_digests(await trainer.weight_digests()) == before

@@ -26,12 +26,17 @@ def scored(rewards, *, groups=None, lengths=None, **columns):
     lengths = torch.tensor(lengths or [1] * len(rewards))
     columns = {"token_rewards": torch.zeros(int(lengths.sum())), **columns}
     return Scored(
-        rewards=torch.tensor(rewards), groups=torch.tensor(groups or [0] * len(rewards)), lengths=lengths, **columns
+        rewards=torch.tensor(rewards),
+        groups=torch.tensor(groups or [0] * len(rewards)),
+        lengths=lengths,
+        **columns,
     )
 
 
 def ragged(seed):
-    """Nine completions of three prompts, out of order, of one to eight tokens, with token rewards and values."""
+    """Nine completions of three prompts, out of order, of one to eight tokens, with token rewards
+    and values.
+    """
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (9,), generator=draw).tolist()
     return scored(
@@ -46,13 +51,20 @@ def ragged(seed):
 def completions(given):
     """(reward, group, token rewards, values) of each, in Python's floats."""
     sizes = given.lengths.tolist()
-    columns = [[part.tolist() for part in column.split(sizes)] for column in (given.token_rewards, given.values)]
+    columns = [
+        [part.tolist() for part in column.split(sizes)]
+        for column in (given.token_rewards, given.values)
+    ]
     return list(zip(given.rewards.tolist(), given.groups.tolist(), *columns, strict=True))
 
 
 def others(rows, index):
     """What each completion of the same prompt earned, except the completion's own."""
-    return [r + sum(extra) for i, (r, g, extra, _) in enumerate(rows) if g == rows[index][1] and i != index]
+    return [
+        r + sum(extra)
+        for i, (r, g, extra, _) in enumerate(rows)
+        if g == rows[index][1] and i != index
+    ]
 
 
 def grpo(rows, std):
@@ -77,7 +89,9 @@ def reinforce(rows, gamma, baseline):
     for reward, group, extra, _ in rows:
         mean = statistics.fmean(r for r, g, *_ in rows if g == group) if baseline else 0.0
         each = [*extra[:-1], extra[-1] + reward - mean]
-        earned += [sum(gamma ** (k - t) * each[k] for k in range(t, len(each))) for t in range(len(each))]
+        earned += [
+            sum(gamma ** (k - t) * each[k] for k in range(t, len(each))) for t in range(len(each))
+        ]
     return whitened(earned)
 
 
@@ -87,7 +101,8 @@ def gae(rows, gamma, lam):
         each, after = [*extra[:-1], extra[-1] + reward], [*values[1:], 0.0]
         delta = [r + gamma * v1 - v0 for r, v1, v0 in zip(each, after, values, strict=True)]
         advantages += [
-            sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta))) for t in range(len(delta))
+            sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta)))
+            for t in range(len(delta))
         ]
     return advantages
 
@@ -97,8 +112,14 @@ ESTIMATORS = {
     "Dr. GRPO": (GroupAdvantage.Config(normalize_std=False), lambda rows: grpo(rows, False)),
     "RLOO": (LeaveOneOut.Config(), rloo),
     "REINFORCE++": (ReinforcePlusPlus.Config(), lambda rows: reinforce(rows, 1.0, False)),
-    "REINFORCE++, discounted": (ReinforcePlusPlus.Config(gamma=0.8), lambda rows: reinforce(rows, 0.8, False)),
-    "REINFORCE++-baseline": (ReinforcePlusPlus.Config(baseline="group_mean"), lambda rows: reinforce(rows, 1.0, True)),
+    "REINFORCE++, discounted": (
+        ReinforcePlusPlus.Config(gamma=0.8),
+        lambda rows: reinforce(rows, 0.8, False),
+    ),
+    "REINFORCE++-baseline": (
+        ReinforcePlusPlus.Config(baseline="group_mean"),
+        lambda rows: reinforce(rows, 1.0, True),
+    ),
     "GAE": (GAE.Config(gamma=0.97, lam=0.9, whiten=False), lambda rows: gae(rows, 0.97, 0.9)),
     "GAE, of one step": (GAE.Config(lam=0.0, whiten=False), lambda rows: gae(rows, 1.0, 0.0)),
     "GAE, whitened": (GAE.Config(), lambda rows: whitened(gae(rows, 1.0, 0.95))),
@@ -125,7 +146,9 @@ def test_a_critic_learns_advantages_plus_values_whatever_the_policy_is_given():
     assert GroupAdvantage.Config().build()(given).returns is None
 
 
-@pytest.mark.parametrize("config", [GroupAdvantage.Config(), GroupAdvantage.Config(normalize_std=False)])
+@pytest.mark.parametrize(
+    "config", [GroupAdvantage.Config(), GroupAdvantage.Config(normalize_std=False)]
+)
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, -7.7e5])
 @pytest.mark.parametrize("samples", [1, 3, 7, 8])
 def test_a_group_of_equal_rewards_teaches_exactly_nothing(config, reward, samples):
@@ -182,11 +205,26 @@ def test_completions_are_punished_softly_before_the_limit():
             r"\(advantages\) returned float32 \[2\] on cpu; expected is a tensor, float32 \[3\]",
         ),
         (Advantages(torch.zeros(3, 1)), r"\(advantages\) returned float32 \[3, 1\] on cpu"),
-        (Advantages(torch.zeros(3, dtype=torch.float64)), r"\(advantages\) returned float64 \[3\] on cpu"),
-        (Advantages(torch.zeros(3, dtype=torch.int64)), r"\(advantages\) returned int64 \[3\] on cpu"),
-        (Advantages(torch.zeros(3, device="meta")), r"\(advantages\) returned float32 \[3\] on meta"),
-        (Advantages(torch.zeros(3, requires_grad=True)), r"returned float32 \[3\] on cpu with gradient"),
-        (Advantages(torch.zeros(3)), r"\(returns\) returned None; expected is a tensor, float32 \[3\]"),
+        (
+            Advantages(torch.zeros(3, dtype=torch.float64)),
+            r"\(advantages\) returned float64 \[3\] on cpu",
+        ),
+        (
+            Advantages(torch.zeros(3, dtype=torch.int64)),
+            r"\(advantages\) returned int64 \[3\] on cpu",
+        ),
+        (
+            Advantages(torch.zeros(3, device="meta")),
+            r"\(advantages\) returned float32 \[3\] on meta",
+        ),
+        (
+            Advantages(torch.zeros(3, requires_grad=True)),
+            r"returned float32 \[3\] on cpu with gradient",
+        ),
+        (
+            Advantages(torch.zeros(3)),
+            r"\(returns\) returned None; expected is a tensor, float32 \[3\]",
+        ),
         (Advantages(torch.zeros(3), torch.zeros(4)), r"\(returns\) returned float32 \[4\] on cpu"),
         (SystemExit(3), "raised SystemExit: 3\nTraceback"),
         (ZeroDivisionError("none"), "raised ZeroDivisionError: none\nTraceback"),
@@ -200,4 +238,6 @@ def test_an_estimator_that_gives_something_else_is_named(answer, message):
             return answer
 
     with pytest.raises(RunError, match=f"(?s)^algorithm.advantage: Given.*{message}"):
-        advantages_of(Given(GroupAdvantage.Config()), scored([0.0, 1.0], lengths=[1, 2]), with_returns=True)
+        advantages_of(
+            Given(GroupAdvantage.Config()), scored([0.0, 1.0], lengths=[1, 2]), with_returns=True
+        )

@@ -17,7 +17,12 @@ def batch(seed):
     draw = torch.Generator().manual_seed(seed)
     behaviour = -torch.rand(sum(LENGTHS), generator=draw) * 3
     proximal = behaviour + torch.randn(sum(LENGTHS), generator=draw)
-    return proximal, behaviour, torch.randint(0, 4, (sum(LENGTHS),), generator=draw).float(), SEQUENCE
+    return (
+        proximal,
+        behaviour,
+        torch.randint(0, 4, (sum(LENGTHS),), generator=draw).float(),
+        SEQUENCE,
+    )
 
 
 def ratios(columns):
@@ -41,7 +46,10 @@ WRITTEN_OUT = {
         lambda each: [min(math.prod(each), 1.5)] * len(each),
     ),
     "masked": (MaskedIS.Config(), lambda each: [masked(r, r) for r in each]),
-    "masked, weighing 1": (MaskedIS.Config(weigh=False), lambda each: [masked(r, 1.0) for r in each]),
+    "masked, weighing 1": (
+        MaskedIS.Config(weigh=False),
+        lambda each: [masked(r, 1.0) for r in each],
+    ),
     "masked sequences": (
         MaskedIS.Config(level="sequence"),
         lambda each: [masked(geometric(each), geometric(each))] * len(each),
@@ -63,10 +71,16 @@ def test_weights_are_those_of_the_ratios(name, seed):
 
 def test_corrections_multiply_and_say_what_they_took_away():
     columns = batch(0)
-    corrections = [TruncatedIS.Config().build(), MaskedIS.Config(weigh=False).build(), StalenessDecay.Config().build()]
+    corrections = [
+        TruncatedIS.Config().build(),
+        MaskedIS.Config(weigh=False).build(),
+        StalenessDecay.Config().build(),
+    ]
     weights, metrics = correction_weights(corrections, *columns)
     each = [r for sequence in ratios(columns) for r in sequence]
-    wanted = [masked(r, min(r, 2.0)) * 0.9**age for r, age in zip(each, columns[2].tolist(), strict=True)]
+    wanted = [
+        masked(r, min(r, 2.0)) * 0.9**age for r, age in zip(each, columns[2].tolist(), strict=True)
+    ]
     assert weights.tolist() == pytest.approx(wanted, rel=1e-5)
     assert metrics == {
         "correction/mean": pytest.approx(sum(wanted) / len(wanted), rel=1e-5),
@@ -78,8 +92,12 @@ def test_corrections_multiply_and_say_what_they_took_away():
 
 def test_the_same_policy_at_no_lag_is_left_alone():
     _, behaviour, staleness, sequence = batch(0)
-    corrections = [config.build() for config, _ in WRITTEN_OUT.values()] + [StalenessDecay.Config().build()]
-    weights, metrics = correction_weights(corrections, behaviour, behaviour, staleness * 0, sequence)
+    corrections = [config.build() for config, _ in WRITTEN_OUT.values()] + [
+        StalenessDecay.Config().build()
+    ]
+    weights, metrics = correction_weights(
+        corrections, behaviour, behaviour, staleness * 0, sequence
+    )
     assert weights.unique().tolist() == [1.0]
     assert metrics == {"correction/mean": 1.0, "correction/masked": 0.0, "correction/capped": 0.0}
 
@@ -98,9 +116,15 @@ def test_ratios_beyond_float32_are_capped_or_masked(name):
         (None, "returned None; expected are a tensor and a dict of metrics"),
         (torch.ones(13), r"returned tensor\(.*; expected are a tensor and a dict"),
         ((torch.ones(13), None), "expected are a tensor and a dict of metrics"),
-        ((torch.ones(12), {}), r"returned float32 \[12\] on cpu; expected is a tensor, float32 \[13\] on cpu"),
+        (
+            (torch.ones(12), {}),
+            r"returned float32 \[12\] on cpu; expected is a tensor, float32 \[13\] on cpu",
+        ),
         ((torch.ones(13).double(), {}), r"returned float64 \[13\] on cpu; expected"),
-        ((torch.ones(13), {"share": "all"}), "its metrics {'share': 'all'} raised ValueError: could not convert"),
+        (
+            (torch.ones(13), {"share": "all"}),
+            "its metrics {'share': 'all'} raised ValueError: could not convert",
+        ),
         (SystemExit(3), "raised SystemExit: 3"),
     ],
 )

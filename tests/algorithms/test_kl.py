@@ -1,4 +1,6 @@
-"""Over a small vocabulary, expectations are sums: what an estimator is worth is computed, not sampled."""
+"""Over a small vocabulary, expectations are sums: what an estimator is worth is computed, not
+sampled.
+"""
 
 import pytest
 import torch
@@ -48,7 +50,9 @@ def test_each_estimator_is_its_formula():
 def test_the_gradient_on_average_is_of_what_the_docstring_says(policies, estimator, of):
     logits, reference = policies
     logprobs = logits.log_softmax(0)
-    (gradient,) = torch.autograd.grad(expected(kl(logprobs, reference, estimator), logprobs), logits)
+    (gradient,) = torch.autograd.grad(
+        expected(kl(logprobs, reference, estimator), logprobs), logits
+    )
     (wanted,) = torch.autograd.grad(of(logits.log_softmax(0), reference), logits)
     torch.testing.assert_close(gradient, wanted)
 

@@ -27,7 +27,8 @@ LENGTHS = [3, 1, 6, 4, 8]
 
 
 def rollouts(seed=0):
-    """Completions end to end; ratios well inside and outside every clip range, advantages of both signs.
+    """Completions end to end; ratios well inside and outside every clip range, advantages of both
+    signs.
 
     The second and some tokens of the others do not count, and so are not there.
     """
@@ -54,15 +55,24 @@ def rollouts(seed=0):
 
 
 def exactly(tokens):
-    return Tokens({name: values.detach().double() for name, values in tokens.items()}, sequence=tokens["sequence"])
+    return Tokens(
+        {name: values.detach().double() for name, values in tokens.items()},
+        sequence=tokens["sequence"],
+    )
 
 
 def one_by_one(cost, *names):
-    """The paper's cost of all tokens, from that of one: its ratio, its advantage and the columns named."""
+    """The paper's cost of all tokens, from that of one: its ratio, its advantage and the columns
+    named.
+    """
 
     def costs(tokens):
-        columns = [tokens[name] for name in ("logprobs", "behaviour_logprobs", "advantages", *names)]
-        return torch.stack([cost((p - old).exp(), a, p, *rest) for p, old, a, *rest in zip(*columns, strict=True)])
+        columns = [
+            tokens[name] for name in ("logprobs", "behaviour_logprobs", "advantages", *names)
+        ]
+        return torch.stack(
+            [cost((p - old).exp(), a, p, *rest) for p, old, a, *rest in zip(*columns, strict=True)]
+        )
 
     return costs
 
@@ -95,7 +105,8 @@ def by_sequence(cost):
             apart = tokens["logprobs"][mine] - tokens["behaviour_logprobs"][mine]
             ratio = (apart.sum() / len(apart)).exp()
             values += [
-                cost(ratio, a, p) for a, p in zip(tokens["advantages"][mine], tokens["logprobs"][mine], strict=True)
+                cost(ratio, a, p)
+                for a, p in zip(tokens["advantages"][mine], tokens["logprobs"][mine], strict=True)
             ]
         return torch.stack(values)
 
@@ -112,8 +123,14 @@ LOSSES = {
     "DAPO": (dapo(), one_by_one(clipped(0.2, 0.28))),
     "dual clip": (ClippedLoss.Config(dual_clip=1.3), one_by_one(dual_clipped)),
     "GSPO": (GSPOLoss.Config(clip_low=0.1, clip_high=0.1), by_sequence(clipped(0.1, 0.1))),
-    "GSPO-token": (GSPOLoss.Config(clip_low=0.1, clip_high=0.1, token_level=True), by_sequence(gspo_token)),
-    "CISPO": (CISPOLoss.Config(clip_high=0.2), one_by_one(lambda r, a, p: -clip(r.detach(), 0.0, 1.2) * a * p)),
+    "GSPO-token": (
+        GSPOLoss.Config(clip_low=0.1, clip_high=0.1, token_level=True),
+        by_sequence(gspo_token),
+    ),
+    "CISPO": (
+        CISPOLoss.Config(clip_high=0.2),
+        one_by_one(lambda r, a, p: -clip(r.detach(), 0.0, 1.2) * a * p),
+    ),
     "DPPO": (DPPOLoss.Config(threshold=0.05), one_by_one(dppo)),
     "importance sampling": (ImportanceSamplingLoss.Config(), one_by_one(lambda r, a, p: -r * a)),
     "cross entropy": (CrossEntropyLoss.Config(), one_by_one(lambda r, a, p: -p)),
@@ -124,13 +141,18 @@ LOSSES = {
     "KL and entropy": (
         grpo(kl_coef=0.3, entropy_coef=0.2, clip_high=0.3),
         one_by_one(
-            lambda r, a, p, q, h: clipped(0.2, 0.3)(r, a, p) + 0.3 * ((q - p).exp() - (q - p) - 1) - 0.2 * h,
+            lambda r, a, p, q, h: (
+                clipped(0.2, 0.3)(r, a, p) + 0.3 * ((q - p).exp() - (q - p) - 1) - 0.2 * h
+            ),
             *("reference_logprobs", "entropy"),
         ),
     ),
     "KL of k2": (
         grpo(kl_coef=0.3, kl_estimator="k2"),
-        one_by_one(lambda r, a, p, q: clipped(0.2, 0.2)(r, a, p) + 0.3 * (p - q) ** 2 / 2, "reference_logprobs"),
+        one_by_one(
+            lambda r, a, p, q: clipped(0.2, 0.2)(r, a, p) + 0.3 * (p - q) ** 2 / 2,
+            "reference_logprobs",
+        ),
     ),
 }
 
@@ -165,13 +187,27 @@ def test_some_tokens_are_clipped_and_some_are_not(name):
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "flows"),
-    [(1.5, 1.0, False), (1.5, -1.0, True), (0.5, 1.0, True), (0.5, -1.0, False), (1.1, 1.0, True), (1.1, -1.0, True)],
+    [
+        (1.5, 1.0, False),
+        (1.5, -1.0, True),
+        (0.5, 1.0, True),
+        (0.5, -1.0, False),
+        (1.1, 1.0, True),
+        (1.1, -1.0, True),
+    ],
 )
-@pytest.mark.parametrize("config", [grpo(), DPPOLoss.Config(), GSPOLoss.Config(clip_low=0.2, clip_high=0.2)])
+@pytest.mark.parametrize(
+    "config", [grpo(), DPPOLoss.Config(), GSPOLoss.Config(clip_low=0.2, clip_high=0.2)]
+)
 def test_the_clip_stops_only_what_moves_away(config, ratio, advantage, flows):
     logprobs = torch.tensor([ratio / 2]).log().requires_grad_()
-    columns = {"behaviour_logprobs": torch.tensor([0.5]).log(), "advantages": torch.tensor([advantage])}
-    loss, _ = config.build()(Tokens(columns, logprobs=logprobs, entropy=torch.zeros(1), sequence=torch.tensor([0])))
+    columns = {
+        "behaviour_logprobs": torch.tensor([0.5]).log(),
+        "advantages": torch.tensor([advantage]),
+    }
+    loss, _ = config.build()(
+        Tokens(columns, logprobs=logprobs, entropy=torch.zeros(1), sequence=torch.tensor([0]))
+    )
     loss.sum().backward()
     assert bool(logprobs.grad.item()) == flows
 
@@ -179,7 +215,11 @@ def test_the_clip_stops_only_what_moves_away(config, ratio, advantage, flows):
 def test_the_ratio_is_against_the_proximal_policy_if_there_is_one():
     tokens = rollouts()
     plain, _ = dapo().build()(tokens)
-    moved = Tokens(tokens, proximal_logprobs=tokens["behaviour_logprobs"], behaviour_logprobs=tokens["logprobs"] - 9)
+    moved = Tokens(
+        tokens,
+        proximal_logprobs=tokens["behaviour_logprobs"],
+        behaviour_logprobs=tokens["logprobs"] - 9,
+    )
     loss, metrics = dapo().build()(moved)
     assert torch.equal(loss, plain)
     assert metrics["logprob/error_max"].values.tolist() == pytest.approx([9.0] * len(loss))
@@ -221,8 +261,13 @@ def test_ratios_beyond_float32_leave_the_gradient_finite(config, apart, advantag
     """Wherever the paper's gradient is."""
     logprob, behaviour = apart
     logprobs = torch.tensor([logprob, -1.0]).requires_grad_()
-    columns = {"behaviour_logprobs": torch.tensor([behaviour, -1.0]), "advantages": torch.tensor([advantage, 1.0])}
-    tokens = Tokens(columns, logprobs=logprobs, entropy=torch.zeros(2), sequence=torch.tensor([0, 1]))
+    columns = {
+        "behaviour_logprobs": torch.tensor([behaviour, -1.0]),
+        "advantages": torch.tensor([advantage, 1.0]),
+    }
+    tokens = Tokens(
+        columns, logprobs=logprobs, entropy=torch.zeros(2), sequence=torch.tensor([0, 1])
+    )
     loss, _ = config.build()(tokens)
     loss.sum().backward()
     assert loss.isfinite().all() and logprobs.grad.isfinite().all()
@@ -239,12 +284,18 @@ def test_without_tokens_the_loss_is_empty_and_still_has_a_gradient(name):
 
 
 def test_distillation_descends_the_divergence_from_the_teacher():
-    """Over a small vocabulary: the expected gradient is that of KL(student || teacher), on tokens of another policy."""
+    """Over a small vocabulary: the expected gradient is that of KL(student || teacher), on tokens
+    of another policy.
+    """
     draw = torch.Generator().manual_seed(0)
     logits, teacher, sampler = torch.randn(3, 6, generator=draw, dtype=torch.float64)
     logits.requires_grad_()
     logprobs, teacher, sampler = (values.log_softmax(0) for values in (logits, teacher, sampler))
-    columns = {"teacher_logprobs": teacher, "behaviour_logprobs": sampler, "entropy": torch.zeros(6)}
+    columns = {
+        "teacher_logprobs": teacher,
+        "behaviour_logprobs": sampler,
+        "entropy": torch.zeros(6),
+    }
     loss, _ = DistillationLoss.Config().build()(Tokens(columns, logprobs=logprobs))
     (gradient,) = torch.autograd.grad((sampler.exp() * loss).sum(), logits, retain_graph=True)
     (wanted,) = torch.autograd.grad((logprobs.exp() * (logprobs - teacher)).sum(), logits)
@@ -260,13 +311,21 @@ def test_a_critic_is_pulled_to_its_returns_within_the_clip(clip):
     (gradient,) = torch.autograd.grad(loss.sum(), values)
     exact["values"].requires_grad_()
     wanted = []
-    for v, old, target in zip(*(exact[name] for name in ("values", "old_values", "returns")), strict=True):
+    for v, old, target in zip(
+        *(exact[name] for name in ("values", "old_values", "returns")), strict=True
+    ):
         near = min(max(v, old - clip), old + clip) if clip else v
         wanted.append(0.5 * max((v - target) ** 2, (near - target) ** 2))
     (exact_gradient,) = torch.autograd.grad(sum(wanted), exact["values"])
-    torch.testing.assert_close(loss.detach().double(), torch.stack(wanted).detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        loss.detach().double(), torch.stack(wanted).detach(), rtol=1e-6, atol=1e-6
+    )
     torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-6, atol=1e-6)
-    assert (0 < int((gradient == 0).sum()) < len(gradient)) == ("value/clipped" in metrics) == bool(clip)
+    assert (
+        (0 < int((gradient == 0).sum()) < len(gradient))
+        == ("value/clipped" in metrics)
+        == bool(clip)
+    )
 
 
 def test_metrics_say_how_far_the_policies_are_apart():
@@ -275,7 +334,9 @@ def test_metrics_say_how_far_the_policies_are_apart():
     ratio = (tokens["logprobs"] - tokens["behaviour_logprobs"]).exp()
     torch.testing.assert_close(metrics["ratio/mean"].values, ratio)
     assert metrics["ratio/clipped"].values.sum() == ((ratio < 0.8) | (ratio > 1.28)).sum() > 0
-    assert (metrics["kl/behaviour"].values >= 0).all() and (metrics["kl/reference"].values >= 0).all()
+    assert (metrics["kl/behaviour"].values >= 0).all() and (
+        metrics["kl/reference"].values >= 0
+    ).all()
     _, metrics = dapo().build()(Tokens(tokens, behaviour_logprobs=tokens["logprobs"]))
     assert metrics["kl/behaviour"].values.abs().max() == 0
     assert metrics["ratio/max"].values.unique().tolist() == [1.0]
@@ -290,7 +351,10 @@ def test_supervised_tokens_need_no_columns():
 def test_a_column_that_is_not_there_is_named():
     tokens = rollouts()
     del tokens["reference_logprobs"]
-    with pytest.raises(RunError, match="the loss needs reference_logprobs, .* it has advantages, behaviour_logprobs, "):
+    with pytest.raises(
+        RunError,
+        match="the loss needs reference_logprobs, .* it has advantages, behaviour_logprobs, ",
+    ):
         grpo(kl_coef=0.1).build()(tokens)
     with pytest.raises(NotImplementedError):
         PolicyLoss.Config().build()(tokens)
@@ -311,7 +375,9 @@ def test_reductions_are_the_papers():
     }
     for reduction, mean in wanted.items():
         weights = token_weights(lengths, reduction, 10).repeat_interleave(lengths)
-        torch.testing.assert_close(reduced(values, weights, lengths, reduction), mean, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            reduced(values, weights, lengths, reduction), mean, rtol=1e-6, atol=1e-7
+        )
     assert token_weights(torch.tensor([0]), "sequence_mean").isfinite().all()
     with pytest.raises(ZeroDivisionError):
         token_weights(lengths, "fixed_length")

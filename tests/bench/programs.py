@@ -15,9 +15,16 @@ TIMEOUT_S = 300.0
 
 
 def run(*command: str | Path) -> str:
-    """What the command prints on standard output; AssertionError, with what it says, if it fails."""
+    """What the command prints on standard output; AssertionError, with what it says, if it
+    fails.
+    """
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         out, err = process.communicate(timeout=TIMEOUT_S)

@@ -1,4 +1,6 @@
-"""The benchmark against TRL, as far as it goes without TRL: our side, the ratios, and an environment that cannot be."""
+"""The benchmark against TRL, as far as it goes without TRL: our side, the ratios, and an
+environment that cannot be.
+"""
 
 import subprocess
 
@@ -19,7 +21,14 @@ def against_trl(monkeypatch):
 def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path):
     against_trl.write_model(tmp_path)
     _, config = parse_config(
-        ["--config", "grpo_ours.even_tokens", "--model.hf_path", str(tmp_path), "--rollout.max_staleness", "1"],
+        [
+            "--config",
+            "grpo_ours.even_tokens",
+            "--model.hf_path",
+            str(tmp_path),
+            "--rollout.max_staleness",
+            "1",
+        ],
         program="test",
     )
     task = config.data.build(seed=0, model=config.model)
@@ -37,19 +46,25 @@ def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path):
 @pytest.mark.long
 def test_our_side_runs_and_yields_the_seconds_of_each_step(against_trl, tmp_path):
     against_trl.write_model(tmp_path / "model")
-    seconds = against_trl.run_ours(tmp_path / "model", 3, tmp_path / "run", "--rollout.max_staleness", "1")
+    seconds = against_trl.run_ours(
+        tmp_path / "model", 3, tmp_path / "run", "--rollout.max_staleness", "1"
+    )
     assert len(seconds) == 3
     assert min(seconds) > 0
 
 
 def test_ratios_are_those_of_each_round_and_the_better_way_has_the_short_name(against_trl):
-    result = against_trl.result_of({"trl": [2.0, 4.0, 9.0], "lockstep": [2.0, 2.0, 2.0], "ahead": [1.0, 1.0, 9.0]})
+    result = against_trl.result_of(
+        {"trl": [2.0, 4.0, 9.0], "lockstep": [2.0, 2.0, 2.0], "ahead": [1.0, 1.0, 9.0]}
+    )
     assert result["trl_over_lockstep"] == 2.0
     assert result["trl_over_ours"] == result["trl_over_ahead"] == 2.0
     assert result["seconds_per_step"] == {"trl": 4.0, "lockstep": 2.0, "ahead": 1.0}
 
 
-def test_an_environment_that_cannot_be_made_is_told_with_what_the_installer_said(against_trl, tmp_path, monkeypatch):
+def test_an_environment_that_cannot_be_made_is_told_with_what_the_installer_said(
+    against_trl, tmp_path, monkeypatch
+):
     commands = []
 
     def run(command, **_):
@@ -58,7 +73,10 @@ def test_an_environment_that_cannot_be_made_is_told_with_what_the_installer_said
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
-    with pytest.raises(SystemExit, match=f"no such package\nagainst_trl: TRL could not be installed into {tmp_path}"):
+    with pytest.raises(
+        SystemExit,
+        match=f"no such package\nagainst_trl: TRL could not be installed into {tmp_path}",
+    ):
         against_trl.trl_python(tmp_path)
     assert len(commands) == 2  # the second failed
 

@@ -1,4 +1,6 @@
-"""The benchmark of algorithms: every config trains, and only those that solve the task count as solved."""
+"""The benchmark of algorithms: every config trains, and only those that solve the task count as
+solved.
+"""
 
 import json
 
@@ -11,7 +13,9 @@ SCRIPT = "scripts/bench/algorithms.py"
 
 @pytest.mark.long
 def test_what_each_algorithm_came_to_is_told():
-    printed = python(SCRIPT, "--tiny", "--seeds", "1", "--steps", "2", "--only", "dppo", "--json").splitlines()
+    printed = python(
+        SCRIPT, "--tiny", "--seeds", "1", "--steps", "2", "--only", "dppo", "--json"
+    ).splitlines()
     result = json.loads(printed[-1])
     assert result["solved"] == []
     assert len(result["algorithms"]["dppo"]["rewards"][0]) == 2
@@ -24,7 +28,9 @@ def test_an_algorithm_has_solved_the_task_when_every_seed_has(monkeypatch, tmp_p
     monkeypatch.setattr(bench, "train", lambda name, seed, *_: (rise, ends[name, seed]))
     result = bench.compare(["ppo", "rloo"], 2, [], tmp_path)
     assert result["solved"] == ["rloo"]
-    assert result["algorithms"]["rloo"]["steps"] == 96  # the mean of 0.86 to 0.95 is the first above 0.9
+    assert (
+        result["algorithms"]["rloo"]["steps"] == 96
+    )  # the mean of 0.86 to 0.95 is the first above 0.9
     bench.plot(result, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
 

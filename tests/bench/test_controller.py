@@ -1,4 +1,6 @@
-"""The benchmark of the controller: both pipelines in one run, and the keys that budgets are read from."""
+"""The benchmark of the controller: both pipelines in one run, and the keys that budgets are read
+from.
+"""
 
 import json
 
@@ -6,10 +8,17 @@ from tests.bench.programs import python
 
 
 def test_runs_of_both_lengths_are_measured_in_both_pipelines_and_the_last_line_is_json():
-    *table, last = python("scripts/bench/controller.py", "--tiny", "--repeats", "1", "--json").splitlines()
+    *table, last = python(
+        "scripts/bench/controller.py", "--tiny", "--repeats", "1", "--json"
+    ).splitlines()
     result = json.loads(last)
     cases = [(row["pipeline"], row["max_staleness"]) for row in result["pipelines"]]
-    assert cases == [("deterministic", 0), ("deterministic", 2), ("asynchronous", 0), ("asynchronous", 2)]
+    assert cases == [
+        ("deterministic", 0),
+        ("deterministic", 2),
+        ("asynchronous", 0),
+        ("asynchronous", 2),
+    ]
     for row in result["pipelines"]:
         assert 0 <= row["staleness"] <= row["max_staleness"]
         assert row["cost_growth"] > 0 < row["cpu_us_per_rollout_short"]

@@ -1,4 +1,6 @@
-"""The generator's benchmark: actor, engine and vLLM's own model say the same, and all of them are timed."""
+"""The generator's benchmark: actor, engine and vLLM's own model say the same, and all of them are
+timed.
+"""
 
 import json
 
@@ -16,7 +18,9 @@ def test_all_sides_say_the_same_and_the_last_line_is_json():
     assert 0 < result["logprobs_apart"] < 1e-5
     assert result["tokens_per_s"].keys() == {"one_call", "groups", "unified_eager", "native_eager"}
     assert min(result["tokens_per_s"].values()) > 0
-    assert result["ours_over_engine"] == min(result["ours_over_engine_one_call"], result["ours_over_engine_groups"])
+    assert result["ours_over_engine"] == min(
+        result["ours_over_engine_one_call"], result["ours_over_engine_groups"]
+    )
     assert result["unified_over_native"] == result["unified_over_native_eager"] > 0
 
 

@@ -1,4 +1,6 @@
-"""The table of layouts: measured on real ranks, and a failure where a row is beyond its tolerance."""
+"""The table of layouts: measured on real ranks, and a failure where a row is beyond its
+tolerance.
+"""
 
 import json
 from math import nan
@@ -42,7 +44,11 @@ def test_a_row_beyond_its_tolerance_fails(monkeypatch, capsys, loss, gradient, m
         if function is layouts.gradient_errors:
             return [(gradient, 0.0)]
         own = [1.0, 1.0 + loss * (function is layouts.go_on or args[0] is row)]
-        return [[1.0] * layouts.SAVED_AFTER + own] if function is layouts.play else [[own[0] + moved, own[1]]]
+        return (
+            [[1.0] * layouts.SAVED_AFTER + own]
+            if function is layouts.play
+            else [[own[0] + moved, own[1]]]
+        )
 
     monkeypatch.setattr(layouts, "on_ranks", answer)
     monkeypatch.setattr("sys.argv", ["layouts.py", "--only", "tp2", "--json"])

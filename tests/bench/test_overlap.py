@@ -1,4 +1,6 @@
-"""The benchmark of overlap: lockstep and the pipelines in one run, and no token older than it may be."""
+"""The benchmark of overlap: lockstep and the pipelines in one run, and no token older than it may
+be.
+"""
 
 import json
 
@@ -6,12 +8,23 @@ from tests.bench.programs import python
 
 
 def test_lockstep_and_pipelines_are_measured_and_no_token_is_older_than_its_bound():
-    printed = python("scripts/bench/overlap.py", "--tiny", "--rounds", "1", "--steps", "2", "--json").splitlines()
+    printed = python(
+        "scripts/bench/overlap.py", "--tiny", "--rounds", "1", "--steps", "2", "--json"
+    ).splitlines()
     result = json.loads(printed[-1])
-    assert list(result["modes"]) == ["lockstep", "deterministic 1", "deterministic 2", "asynchronous 2"]
+    assert list(result["modes"]) == [
+        "lockstep",
+        "deterministic 1",
+        "deterministic 2",
+        "asynchronous 2",
+    ]
     alone = result["modes"]["lockstep"]
     for row in result["modes"].values():
-        assert row["step_over_max_stage"] == row["step_s"] / max(alone["generate_s"], alone["train_s"]) > 0
+        assert (
+            row["step_over_max_stage"]
+            == row["step_s"] / max(alone["generate_s"], alone["train_s"])
+            > 0
+        )
         assert max(map(int, row["staleness"])) <= row["max_staleness"]
     assert result["modes"]["lockstep"]["staleness"].keys() == {"0"}
     assert "2" in result["modes"]["deterministic 2"]["staleness"]

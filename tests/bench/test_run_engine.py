@@ -22,14 +22,21 @@ def steps_of(out: str) -> list[tuple[float, float]]:
     assert re.fullmatch(rf"mean after the first step: {NUMBER} tokens/s", mean)
     found = []
     for number, line in enumerate(steps, start=1):
-        match = re.fullmatch(rf"step {number}  loss {NUMBER}  grad norm {NUMBER}  {NUMBER} tokens/s", line)
+        match = re.fullmatch(
+            rf"step {number}  loss {NUMBER}  grad norm {NUMBER}  {NUMBER} tokens/s", line
+        )
         assert match, line
         found.append((float(match[1]), float(match[2])))
     return found
 
 
 def test_two_ranks_of_torchrun_train_as_one_does_and_are_traced(tmp_path, monkeypatch, capsys):
-    options = ["--trainer.parallelism.data_parallel_shard_degree", "2", "--profile", tmp_path / "traces"]
+    options = [
+        "--trainer.parallelism.data_parallel_shard_degree",
+        "2",
+        "--profile",
+        tmp_path / "traces",
+    ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     losses = steps_of(run(*torchrun, SCRIPT, *TINY, *options))
     for rank in range(2):
@@ -50,7 +57,9 @@ def test_two_ranks_of_torchrun_train_as_one_does_and_are_traced(tmp_path, monkey
 def test_a_wrong_number_of_ranks_is_told_in_a_sentence(monkeypatch, capsys):
     script = module(SCRIPT, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setattr("sys.argv", ["run_engine.py", *TINY, "--trainer.parallelism.tensor_parallel_degree", "2"])
+    monkeypatch.setattr(
+        "sys.argv", ["run_engine.py", *TINY, "--trainer.parallelism.tensor_parallel_degree", "2"]
+    )
     assert script.main() == 2
     said = capsys.readouterr().err
     assert "torchrun started 3 ranks" in said

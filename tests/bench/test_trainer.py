@@ -7,7 +7,9 @@ from tests.bench.programs import python
 
 def test_all_sides_learn_alike_and_the_last_line_is_json(tmp_path):
     picture = tmp_path / "memory.png"
-    out = python("scripts/bench/trainer.py", "--tiny", "--repeats", "2", "--plot", picture, "--json")
+    out = python(
+        "scripts/bench/trainer.py", "--tiny", "--repeats", "2", "--plot", picture, "--json"
+    )
     result = json.loads(out.splitlines()[-1])
     assert result.keys() == {
         "ours_over_bare",

@@ -1,4 +1,6 @@
-"""The benchmark of the push: every transport in one run, and the keys that budgets are read from."""
+"""The benchmark of the push: every transport in one run, and the keys that budgets are read
+from.
+"""
 
 import json
 

@@ -15,7 +15,10 @@ from tests.controller.meshes import Generator, Rewards, Trainer
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs the loop; what is passed is called with the meshes before. Gives the log of calls, and the rows."""
+    """Runs the loop; what is passed is called with the meshes before.
+
+    Gives the log of calls, and the rows.
+    """
 
     def run(
         prepare=lambda trainer, *generators: None,
@@ -33,7 +36,10 @@ def run(tmp_path):
         config = find_config("quickstart")()
         config.steps, config.rollout.max_staleness, config.evaluation.prompts = steps, staleness, 0
         config.rollout.prompts_per_step, config.rollout.samples_per_prompt = 2, 2
-        config.trainer.checkpoint.enable, config.trainer.checkpoint.interval = save_every > 0, max(save_every, 1)
+        config.trainer.checkpoint.enable, config.trainer.checkpoint.interval = (
+            save_every > 0,
+            max(save_every, 1),
+        )
         config.generator.replicas = replicas
         for name, value in weights.items():
             setattr(config.weights, name, value)
@@ -43,7 +49,9 @@ def run(tmp_path):
         unheard: list[dict] = []
 
         async def main():
-            asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+            asyncio.get_running_loop().set_exception_handler(
+                lambda _, context: unheard.append(context)
+            )
             trainer, rewards = Trainer(log, StepFolders(record.checkpoints), saved), Rewards()
             generators = [Generator(log, number, trainer.slots) for number in range(replicas)]
             run.trainer, run.generators, run.rewards = trainer, generators, rewards
@@ -56,7 +64,9 @@ def run(tmp_path):
                 return generators[number]
 
             dispatch = Dispatch({"policy": trainer, **models(log)})
-            controller = Controller(config, task, dispatch, make, rewards, record, Progress(steps, quiet=True))
+            controller = Controller(
+                config, task, dispatch, make, rewards, record, Progress(steps, quiet=True)
+            )
             run.controller = controller
             try:
                 return await asyncio.wait_for(controller.run(), 60)

@@ -1,4 +1,6 @@
-"""Meshes that compute nothing: they keep the order that real ones keep, and note what was asked of them."""
+"""Meshes that compute nothing: they keep the order that real ones keep, and note what was asked of
+them.
+"""
 
 import asyncio
 import json
@@ -33,7 +35,11 @@ class Mesh:
 
     async def start(self) -> None:
         await asyncio.sleep(0.02)
-        self.is_running, self.is_dead, self._failure = True, False, asyncio.get_running_loop().create_future()
+        self.is_running, self.is_dead, self._failure = (
+            True,
+            False,
+            asyncio.get_running_loop().create_future(),
+        )
         self.starts += 1
 
     async def stop(self) -> None:
@@ -54,7 +60,11 @@ class Mesh:
         if not self._failure.done():
             self._failure.set_result(
                 ActorFailure(
-                    f"{self.name} rank 0, {call}: the process died", actor=self.name, rank=0, call=call, kind="died"
+                    f"{self.name} rank 0, {call}: the process died",
+                    actor=self.name,
+                    rank=0,
+                    call=call,
+                    kind="died",
                 )
             )
         return self._failure.result()
@@ -71,7 +81,9 @@ class Trainer(Mesh):
 
     name = "trainer"
 
-    def __init__(self, log: list[str], checkpoints: StepFolders, saved: dict[int, dict] | None = None):
+    def __init__(
+        self, log: list[str], checkpoints: StepFolders, saved: dict[int, dict] | None = None
+    ):
         super().__init__()
         self.log, self.version, self.saved = log, 0, saved or {}
         self.checkpoints, self.keep = checkpoints, 0
@@ -125,7 +137,9 @@ class Trainer(Mesh):
             wrong = float(self.version >= self.wrong_since)
             return {"logprobs": torch.full(batch.tokens.shape, -1.0 - wrong - 1e-5 * self.version)}
 
-    async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> tuple[dict, Metrics]:
+    async def forward_backward(
+        self, batch: Batch, loss: Any, *, temperature: float
+    ) -> tuple[dict, Metrics]:
         async with self._engine:
             self.alive()
             versions = batch.columns["versions"]
@@ -146,7 +160,9 @@ class Trainer(Mesh):
             return self.update_metrics(self._steps)
 
     def update_metrics(self, number: int) -> Metrics:
-        """Metrics of optimizer step ``number``, from 1: a mean of four tokens, a largest value, and counts."""
+        """Metrics of optimizer step ``number``, from 1: a mean of four tokens, a largest value, and
+        counts.
+        """
         return Metrics(
             {
                 "loss/mean": Value(self.losses.get(number, 0.0), "mean", weight=4.0),
@@ -240,7 +256,9 @@ class Critic(Mesh):
     async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
         return {"values": torch.full(batch.tokens.shape, float(self.steps))}
 
-    async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> tuple[dict, Metrics]:
+    async def forward_backward(
+        self, batch: Batch, loss: Any, *, temperature: float
+    ) -> tuple[dict, Metrics]:
         self.batches.append(batch)
         return {}, Metrics({})
 
@@ -272,7 +290,8 @@ class Generator(Mesh):
         self.in_flight: set[str] = set()
         """Ids of requests that it generates, also after their caller was cancelled."""
         self.calls: list[tuple[list[str], bool]] = []
-        """Ids of the requests of each call, and whether cached prefixes were to be forgotten before it."""
+        """Ids of the requests of each call, and whether cached prefixes were to be forgotten before
+        it."""
 
     async def layouts(self) -> list[Any]:
         return [("here", LAYOUT)]
@@ -301,7 +320,9 @@ class Generator(Mesh):
         self.version = version
         return 0.25
 
-    async def generate(self, requests: list[GenerationRequest], *, fresh: bool = False) -> list[Completion]:
+    async def generate(
+        self, requests: list[GenerationRequest], *, fresh: bool = False
+    ) -> list[Completion]:
         self.alive()
         canary = requests[0].request_id.startswith("canary")
         self.log.append(f"{'canary' if canary else 'generate'} {self.version}")
@@ -320,7 +341,9 @@ class Generator(Mesh):
             raise incarnation.result()
         self.in_flight -= names
         versions = [self.says(began), self.says(self.version)]
-        said = Completion(tokens=[6, 7], logprobs=[-1.0, -1.0], versions=versions, finish_reason="length")
+        said = Completion(
+            tokens=[6, 7], logprobs=[-1.0, -1.0], versions=versions, finish_reason="length"
+        )
         return [said] * len(requests)
 
     async def weight_digests(self) -> list[dict]:
@@ -342,8 +365,17 @@ class Rewards(Mesh):
         await asyncio.sleep(0)
         if prompt.ordinal in self.lost:
             raise GroupLost("reward raised", f"no reward for {prompt.ordinal}")
-        rewards = [0.0 if prompt.ordinal in self.flat else float(sample) for sample in range(len(said))]
+        rewards = [
+            0.0 if prompt.ordinal in self.flat else float(sample) for sample in range(len(said))
+        ]
         return [
-            Rollout(prompt=prompt, sample=i, completion=each, text="", reward=rewards[i], metrics={"exact": 0.0})
+            Rollout(
+                prompt=prompt,
+                sample=i,
+                completion=each,
+                text="",
+                reward=rewards[i],
+                metrics={"exact": 0.0},
+            )
             for i, each in enumerate(said)
         ]

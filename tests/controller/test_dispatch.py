@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from rl.controller.dispatch import Dispatch
 
 ROLES = ("policy", "reference", "critic")
-NEEDS = {"forward": {"model"}, "forward_backward": {"model", "optimizer"}, "optim_step": {"model", "optimizer"}}
+NEEDS = {
+    "forward": {"model"},
+    "forward_backward": {"model", "optimizer"},
+    "optim_step": {"model", "optimizer"},
+}
 
 
 class Device:
@@ -51,7 +55,9 @@ class Group:
         self.here.clear()
 
     async def onload(self, *, model: bool, optimizer: bool):
-        assert not any(parts for name, parts in self.device.holds.items() if name != self.name), "no room"
+        assert not any(parts for name, parts in self.device.holds.items() if name != self.name), (
+            "no room"
+        )
         await asyncio.sleep(0)
         self.device.moves += 1
         self.here.update(["model"] * model + ["optimizer"] * optimizer)
@@ -80,7 +86,10 @@ class Group:
 
 
 def dispatch_of(device: Device, pauses: list[int], shared=ROLES) -> Dispatch:
-    return Dispatch({role: Group(role, device if role in shared else Device(), pauses) for role in ROLES}, shared)
+    return Dispatch(
+        {role: Group(role, device if role in shared else Device(), pauses) for role in ROLES},
+        shared,
+    )
 
 
 async def call(dispatch: Dispatch, role: str, name: str):
@@ -93,7 +102,10 @@ CALLS = st.tuples(st.sampled_from(ROLES), st.sampled_from(list(NEEDS)))
 
 
 @settings(max_examples=200, deadline=None)
-@given(rounds=st.lists(st.lists(CALLS, max_size=6), max_size=6), pauses=st.lists(st.integers(0, 4), max_size=20))
+@given(
+    rounds=st.lists(st.lists(CALLS, max_size=6), max_size=6),
+    pauses=st.lists(st.integers(0, 4), max_size=20),
+)
 def test_whatever_is_called_side_by_side_one_at_a_time_is_there_with_all_it_needs(rounds, pauses):
     device = Device()
 
@@ -194,8 +206,21 @@ def test_a_learning_rate_stays_until_the_schedules_is_wanted_again():
 
 
 def test_the_controller_knows_nothing_of_ranks_micro_batches_or_devices():
-    """The line between what is learned and how: no such word in its code, and no engine among its imports."""
-    names = {"rank", "ranks", "dp", "dp_degree", "dp_rank", "micro_batch", "micro_batches", "device", "cuda", "shard"}
+    """The line between what is learned and how: no such word in its code, and no engine among its
+    imports.
+    """
+    names = {
+        "rank",
+        "ranks",
+        "dp",
+        "dp_degree",
+        "dp_rank",
+        "micro_batch",
+        "micro_batches",
+        "device",
+        "cuda",
+        "shard",
+    }
     for file in sorted(Path("rl/controller").glob("*.py")):
         tree = ast.parse(file.read_text())
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -203,7 +228,10 @@ def test_the_controller_knows_nothing_of_ranks_micro_batches_or_devices():
         used |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
         assert not used & names, f"{file}: {used & names}"
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert not any((module or "").startswith(("rl.training", "rl.generation", "vllm")) for module in imported), file
+        assert not any(
+            (module or "").startswith(("rl.training", "rl.generation", "vllm"))
+            for module in imported
+        ), file
 
 
 @pytest.mark.parametrize("shared", [(), ROLES])
@@ -216,7 +244,9 @@ def test_a_model_goes_back_to_what_it_began_as_by_a_new_start_where_it_has_chang
         await dispatch.init_model("policy")
         assert policy.starts == 1
         await dispatch.optim_step("policy")
-        assert (await dispatch.load_checkpoint("policy"))[0] == {}  # none was saved before it was given up
+        assert (await dispatch.load_checkpoint("policy"))[
+            0
+        ] == {}  # none was saved before it was given up
         assert (policy.starts, policy.weights) == (2, "first")
         policy.saved = True
         await dispatch.optim_step("policy")

@@ -1,4 +1,6 @@
-"""What a step's groups become: batches with all that a loss needs, cut into as many updates as the config says."""
+"""What a step's groups become: batches with all that a loss needs, cut into as many updates as the
+config says.
+"""
 
 import math
 from dataclasses import dataclass
@@ -39,7 +41,9 @@ def test_two_epochs_over_mini_batches_of_a_quarter_are_eight_optimizer_steps(run
 def test_each_epoch_goes_through_every_rollout_once_in_an_order_of_its_own(run):
     def seen(folder):
         run(steps=2, edit=updates(2, 2, prompts=4), folder=folder)
-        return [batch.columns["versions"].tolist() for batch in run.trainer.batches], run.trainer.batches
+        return [
+            batch.columns["versions"].tolist() for batch in run.trainer.batches
+        ], run.trainer.batches
 
     def edit(config):
         updates(2, 2, prompts=4)(config)
@@ -48,7 +52,10 @@ def test_each_epoch_goes_through_every_rollout_once_in_an_order_of_its_own(run):
     run(steps=2, edit=edit, folder="one")
     batches = run.trainer.batches
     advantages = [batch.columns["advantages"].tolist() for batch in batches]
-    whole = [sorted(first + second) for first, second in zip(advantages[::2], advantages[1::2], strict=True)]
+    whole = [
+        sorted(first + second)
+        for first, second in zip(advantages[::2], advantages[1::2], strict=True)
+    ]
     assert whole[0] == whole[1] == whole[2] == whole[3]
     assert len({tuple(each) for each in advantages}) == len(advantages)
     run(steps=2, edit=edit, folder="two")
@@ -80,7 +87,10 @@ def test_the_watchdog_looks_at_every_update_of_a_step(run, bad):
 
 def test_the_loss_is_told_how_stale_each_token_is_at_its_own_update(run):
     run(steps=2, staleness=1, edit=updates(2, 1, prompts=2))
-    stale = [batch.columns["staleness"][batch.weights > 0].unique().tolist() for batch in run.trainer.batches]
+    stale = [
+        batch.columns["staleness"][batch.weights > 0].unique().tolist()
+        for batch in run.trainer.batches
+    ]
     assert stale == [[0.0], [1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0]]
 
 
@@ -109,15 +119,26 @@ def test_the_ratio_is_against_the_trainers_own_logprobs_where_they_are_asked_for
 
 def test_corrections_weigh_tokens_by_how_far_the_trainer_is_from_who_drew_them(run):
     def edit(config):
-        config.algorithm.corrections = (TruncatedIS.Config(cap=2.0), StalenessDecay.Config(decay=0.5))
+        config.algorithm.corrections = (
+            TruncatedIS.Config(cap=2.0),
+            StalenessDecay.Config(decay=0.5),
+        )
 
-    _, rows = run(lambda trainer, _: setattr(trainer, "wrong_since", 0), steps=3, staleness=1, edit=edit,
-                  canary_tolerance=0.0)  # fmt: skip
+    _, rows = run(
+        lambda trainer, _: setattr(trainer, "wrong_since", 0),
+        steps=3,
+        staleness=1,
+        edit=edit,
+        canary_tolerance=0.0,
+    )
     ratio = torch.tensor(-1.0).exp()
     for batch, decay in zip(run.trainer.batches, (1.0, 0.5, 0.5), strict=True):
         spoken = batch.weights > 0
         torch.testing.assert_close(
-            batch.columns["correction"][spoken], (ratio * decay).expand(int(spoken.sum())), rtol=1e-4, atol=0
+            batch.columns["correction"][spoken],
+            (ratio * decay).expand(int(spoken.sum())),
+            rtol=1e-4,
+            atol=0,
         )
         assert not batch.columns["correction"][~spoken].any()
     assert rows[-1]["correction/mean"] == pytest.approx(float(ratio) / 2, rel=1e-4)
@@ -135,7 +156,9 @@ def in_reward(config):
 def test_a_penalty_is_against_the_reference_wherever_it_stands(run, edit):
     _, rows = run(steps=2, edit=edit, models=with_reference)
     for batch in run.trainer.batches:
-        assert torch.equal(batch.columns["reference_logprobs"], torch.full(batch.tokens.shape, -2.0))
+        assert torch.equal(
+            batch.columns["reference_logprobs"], torch.full(batch.tokens.shape, -2.0)
+        )
     assert rows[0]["kl/reference"] == pytest.approx(torch.tensor(-1.0).exp().item())
     assert rows[0]["kl/coef"] == 0.1
 
@@ -158,8 +181,11 @@ def test_a_penalty_in_the_reward_lowers_what_is_compared(run):
 
     run(steps=1, edit=edit, models=uneven)
     batch = run.trainer.batches[0]
-    first, second = (part[-1].item() for part in batch.columns["advantages"].split(batch.lengths.tolist())[:2])
-    # Rewards 0 and 1; two tokens of the first are 2 nats likelier than the reference has them: 0 - 0.1 * 4.
+    first, second = (
+        part[-1].item() for part in batch.columns["advantages"].split(batch.lengths.tolist())[:2]
+    )
+    # Rewards 0 and 1; two tokens of the first are 2 nats likelier than the reference has them: 0 -
+    # 0.1 * 4.
     assert (first, second) == pytest.approx((-1.4, 1.4))
 
 
@@ -172,7 +198,9 @@ def test_an_adaptive_penalty_follows_its_target_also_over_a_restart(run):
     coefs = [row["kl/coef"] for row in whole]
     assert coefs == pytest.approx([0.1 * 1.02**step for step in range(5)])
     run(steps=3, edit=edit, models=with_reference, save_every=1, folder="again")
-    _, rows = run(steps=5, edit=edit, models=with_reference, saved=run.saved, save_every=1, folder="again")
+    _, rows = run(
+        steps=5, edit=edit, models=with_reference, saved=run.saved, save_every=1, folder="again"
+    )
     assert [row["kl/coef"] for row in rows] == coefs
 
 
@@ -183,17 +211,32 @@ def refreshed(config):
 
 def test_a_reference_becomes_the_policy_every_so_many_steps_and_a_resume_finds_it(run):
     log, whole = run(steps=6, edit=refreshed, models=with_reference, save_every=1)
-    assert calls(log, "reference") == ["reference begins", "reference 2", "reference 4", "reference 6"]
+    assert calls(log, "reference") == [
+        "reference begins",
+        "reference 2",
+        "reference 4",
+        "reference 6",
+    ]
     for stop in (1, 2, 3):
         folder = f"stopped{stop}"
         run(steps=stop, edit=refreshed, models=with_reference, save_every=1, folder=folder)
-        log, rows = run(steps=6, edit=refreshed, models=with_reference, saved=run.saved, save_every=1, folder=folder)
+        log, rows = run(
+            steps=6,
+            edit=refreshed,
+            models=with_reference,
+            saved=run.saved,
+            save_every=1,
+            folder=folder,
+        )
         assert [row["kl/reference"] for row in rows] == [row["kl/reference"] for row in whole]
     assert kept_references(run.record) == [2, 4, 6]
 
 
 def kept_references(record) -> list[int]:
-    return sorted(int(folder.name.removeprefix("policy-")) for folder in (record.folder / "reference").iterdir())
+    return sorted(
+        int(folder.name.removeprefix("policy-"))
+        for folder in (record.folder / "reference").iterdir()
+    )
 
 
 def test_a_reference_that_a_checkpoint_needs_is_kept_whatever_the_interval(run):
@@ -216,7 +259,9 @@ def test_a_reference_that_a_checkpoint_needs_is_kept_whatever_the_interval(run):
     _, whole = run(steps=12, edit=refreshed, models=with_reference)
     run(leave, steps=12, edit=refreshed, models=with_reference, folder="left")
     assert [*run.saved] == [3]
-    _, rows = run(die_once, steps=12, edit=refreshed, models=with_reference, saved=run.saved, folder="left")
+    _, rows = run(
+        die_once, steps=12, edit=refreshed, models=with_reference, saved=run.saved, folder="left"
+    )
     assert run.trainer.starts == 2
     assert [row["kl/reference"] for row in rows] == [row["kl/reference"] for row in whole]
 
@@ -237,7 +282,9 @@ def test_a_resume_with_another_refresh_interval_goes_on_with_the_reference_it_ha
         config.reference.refresh_every = 3
 
     _, twos = run(steps=5, edit=refreshed, models=with_reference, save_every=1)
-    _, rows = run(steps=8, edit=every_three, models=with_reference, saved={5: run.saved[5]}, save_every=1)
+    _, rows = run(
+        steps=8, edit=every_three, models=with_reference, saved={5: run.saved[5]}, save_every=1
+    )
     assert [row["kl/reference"] for row in rows[:5]] == [row["kl/reference"] for row in twos]
     assert rows[5]["kl/reference"] == rows[4]["kl/reference"] != rows[6]["kl/reference"]
     assert [int(call.split()[1]) for call in calls(run.log, "reference ")[-2:]] == [4, 6]
@@ -271,15 +318,27 @@ def test_a_critic_says_what_it_expected_and_learns_what_came_in_step_with_the_po
         spoken = batch.weights > 0
         old = float(4 * (step // 4))
         assert torch.equal(batch.columns["old_values"], torch.full(batch.tokens.shape, old))
-        assert torch.equal(batch.columns["returns"][spoken], batch.columns["advantages"][spoken] + old)
-        assert {*batch.columns["returns"][spoken].tolist()} <= {0.0, 1.0}  # the rewards, on every token
-    assert [batch.tokens.tolist() for batch in critic.batches] == [b.tokens.tolist() for b in run.trainer.batches]
-    assert (rows[-1]["critic/value/mean"], rows[-1]["critic/grad_norm"]) == (6.5, 0.5)  # updates 5 to 8
+        assert torch.equal(
+            batch.columns["returns"][spoken], batch.columns["advantages"][spoken] + old
+        )
+        assert {*batch.columns["returns"][spoken].tolist()} <= {
+            0.0,
+            1.0,
+        }  # the rewards, on every token
+    assert [batch.tokens.tolist() for batch in critic.batches] == [
+        b.tokens.tolist() for b in run.trainer.batches
+    ]
+    assert (rows[-1]["critic/value/mean"], rows[-1]["critic/grad_norm"]) == (
+        6.5,
+        0.5,
+    )  # updates 5 to 8
 
 
 def test_a_critics_checkpoint_is_there_before_the_policys_and_of_its_step(run):
     saved: dict[int, int] = {}
-    log, _ = run(steps=3, edit=judged, models=lambda log: {"critic": Critic(log, saved)}, save_every=1)
+    log, _ = run(
+        steps=3, edit=judged, models=lambda log: {"critic": Critic(log, saved)}, save_every=1
+    )
     assert calls(log, "critic saves", "save") == [
         f"{who} {step}" for step in (1, 2, 3) for who in ("critic saves", "save")
     ]
@@ -308,7 +367,9 @@ def test_models_of_the_users_own_fill_the_columns_that_they_are_to_and_score_who
         config.roles["judge"] = RoleConfig(**role, head="values", reward_weight=0.5)
         config.algorithm.advantage = GroupAdvantage.Config(normalize_std=False)
 
-    _, rows = run(steps=1, edit=edit, models=lambda log: {"teacher": Teacher(log), "judge": Judge(log)})
+    _, rows = run(
+        steps=1, edit=edit, models=lambda log: {"teacher": Teacher(log), "judge": Judge(log)}
+    )
     (batch,) = run.trainer.batches
     assert torch.equal(batch.columns["teacher_logprobs"], batch.tokens.float())
     assert rows[0]["judge/score"] == pytest.approx(batch.lengths.float().mean().item())
@@ -324,12 +385,16 @@ def test_a_reward_models_score_is_part_of_what_is_compared(run):
             return {"values": values}
 
     def edit(config):
-        config.roles["judge"] = RoleConfig(model=config.model, checkpoint="it", head="values", reward_weight=0.5)
+        config.roles["judge"] = RoleConfig(
+            model=config.model, checkpoint="it", head="values", reward_weight=0.5
+        )
         config.algorithm.advantage = GroupAdvantage.Config(normalize_std=False)
 
     run(steps=1, edit=edit, models=lambda log: {"judge": Judge(log)})
     (batch,) = run.trainer.batches
-    first, second, *_ = (part[-1].item() for part in batch.columns["advantages"].split(batch.lengths.tolist()))
+    first, second, *_ = (
+        part[-1].item() for part in batch.columns["advantages"].split(batch.lengths.tolist())
+    )
     assert (first, second) == (0.5, -0.5)  # rewards 0 and 1 of the task, 2 and 0 of the judge
 
 

@@ -16,9 +16,21 @@ from rl.types import Completion, Prompt, Rollout
 def group_of(ordinal: int, *versions: int) -> Group:
     prompt = Prompt(ordinal=ordinal, tokens=[4, 9, 5], text="copy 3 =", answer="3")
     completion = Completion(
-        tokens=[9] * len(versions), logprobs=[-0.1 / 3] * len(versions), versions=[*versions], finish_reason="stop"
+        tokens=[9] * len(versions),
+        logprobs=[-0.1 / 3] * len(versions),
+        versions=[*versions],
+        finish_reason="stop",
     )
-    return [Rollout(prompt=prompt, sample=0, completion=completion, text="3", reward=1 / 3, metrics={"exact": 0.1})]
+    return [
+        Rollout(
+            prompt=prompt,
+            sample=0,
+            completion=completion,
+            text="3",
+            reward=1 / 3,
+            metrics={"exact": 0.1},
+        )
+    ]
 
 
 def ordinals(groups: list[Group]) -> list[int]:
@@ -26,14 +38,20 @@ def ordinals(groups: list[Group]) -> list[int]:
 
 
 class Run(RuleBasedStateMachine):
-    """A trainer at ``version`` and generators that hold ``held``, which follows at a pace of its own."""
+    """A trainer at ``version`` and generators that hold ``held``, which follows at a pace of its
+    own.
+    """
 
     GROUPS: ClassVar[list[int]] = [1, 2, 3, 5]
 
-    @initialize(size=st.sampled_from(GROUPS), staleness=st.integers(0, 3), updates=st.integers(1, 3))
+    @initialize(
+        size=st.sampled_from(GROUPS), staleness=st.integers(0, 3), updates=st.integers(1, 3)
+    )
     def begin(self, size, staleness, updates):
         self.size, self.staleness, self.updates = size, staleness, updates
-        self.ledger = Ledger(groups_per_step=size, max_staleness=staleness, updates_per_step=updates)
+        self.ledger = Ledger(
+            groups_per_step=size, max_staleness=staleness, updates_per_step=updates
+        )
         self.version = self.held = 0
         self.running: dict[int, int] = {}
         self.taken: list[int] = []
@@ -56,7 +74,9 @@ class Run(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data):
         ordinal = data.draw(st.sampled_from(sorted(self.running)))
-        versions = data.draw(st.lists(st.integers(self.running.pop(ordinal), self.held), min_size=1, max_size=3))
+        versions = data.draw(
+            st.lists(st.integers(self.running.pop(ordinal), self.held), min_size=1, max_size=3)
+        )
         self.ledger.finish(ordinal, group_of(ordinal, *versions))
 
     @rule()
@@ -111,7 +131,9 @@ class Run(RuleBasedStateMachine):
         self.version, state, trained, dropped = self.saved
         if fresh:
             self.staleness = staleness
-            self.ledger = Ledger(groups_per_step=self.size, max_staleness=staleness, updates_per_step=self.updates)
+            self.ledger = Ledger(
+                groups_per_step=self.size, max_staleness=staleness, updates_per_step=self.updates
+            )
         self.ledger.restore(*state, self.version, keep=keep)
         self.held, self.running, self.taken = self.version, {}, []
         self.trained, self.dropped = {*trained}, {*dropped}
@@ -125,7 +147,9 @@ class Run(RuleBasedStateMachine):
             assert counts["dropped"] == len(self.dropped)
 
     def teardown(self):
-        """From anywhere a run comes to its end: every ordinal is trained once or dropped, and nothing is stuck."""
+        """From anywhere a run comes to its end: every ordinal is trained once or dropped, and
+        nothing is stuck.
+        """
         if not hasattr(self, "ledger"):
             return
         for _ in range(6):
@@ -191,7 +215,14 @@ def test_what_is_saved_comes_back_from_json_and_the_rest_is_put_again():
     ledger.stepped(1)
     again = Ledger(groups_per_step=2, max_staleness=2)
     again.restore(json.loads(json.dumps(ledger.to_dict())), ledger.finished(), 1)
-    expected = {"submitted": 6, "waiting": 3, "running": 0, "finished": 1, "trained": 2, "dropped": 0}
+    expected = {
+        "submitted": 6,
+        "waiting": 3,
+        "running": 0,
+        "finished": 1,
+        "trained": 2,
+        "dropped": 0,
+    }
     assert again.counts() == expected
     assert [again.admit(1) for _ in range(4)] == [2, 3, 5, 6]
     again.finish(2, group_of(2, 1))
@@ -206,7 +237,14 @@ def test_with_the_trainer_go_the_groups_of_versions_that_it_lost():
     ledger.finish(3, group_of(3, 0, 1))
     ledger.admit(1)
     ledger.restore(Ledger(groups_per_step=1, max_staleness=3).to_dict(), {}, 0, keep=True)
-    expected = {"submitted": 5, "waiting": 3, "running": 0, "finished": 2, "trained": 0, "dropped": 0}
+    expected = {
+        "submitted": 5,
+        "waiting": 3,
+        "running": 0,
+        "finished": 2,
+        "trained": 0,
+        "dropped": 0,
+    }
     assert ledger.counts() == expected
     ledger.restore(*saved, 0)
     assert ledger.counts()["finished"] == 3

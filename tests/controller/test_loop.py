@@ -1,4 +1,6 @@
-"""The loop over meshes that compute nothing: what is asked for in which order, and what waits for what."""
+"""The loop over meshes that compute nothing: what is asked for in which order, and what waits for
+what.
+"""
 
 import asyncio
 import gc
@@ -32,16 +34,30 @@ def test_one_step_stale_each_step_trains_on_what_the_weights_before_sampled(run)
     log, rows = run(steps=4, staleness=1)
     assert calls(log, "train") == ["train 0 on 0", "train 1 on 0", "train 2 on 1", "train 3 on 2"]
     assert calls(log, "pull", "generate") == [
-        *("pull 0", "generate 0", "generate 0", "pull 1", "generate 1", "pull 2", "generate 2", "pull 3", "pull 4")
+        *(
+            "pull 0",
+            "generate 0",
+            "generate 0",
+            "pull 1",
+            "generate 1",
+            "pull 2",
+            "generate 2",
+            "pull 3",
+            "pull 4",
+        )
     ]
     assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
-    assert [row["push/canary"] for row in rows] == pytest.approx([0, 1e-5, 2e-5, 3e-5], abs=1e-6)  # its own version's
+    assert [row["push/canary"] for row in rows] == pytest.approx(
+        [0, 1e-5, 2e-5, 3e-5], abs=1e-6
+    )  # its own version's
     assert all((row["push/bytes"], row["timing/push_pause"]) == (100, 0.25) for row in rows)
 
 
 @pytest.mark.parametrize("checks", [NO_CHECKS, CANARY], ids=["no checks", "canary"])
 def test_one_step_stale_a_pull_slower_than_the_step_changes_no_order(run, checks):
-    """The next version is published before the generator holds this one, which it generates with all the same."""
+    """The next version is published before the generator holds this one, which it generates with
+    all the same.
+    """
 
     def prepare(trainer, generator, *_):
         generator.pull_takes = 0.02
@@ -84,7 +100,9 @@ def test_one_step_stale_generating_training_and_publishing_are_behind_each_other
     assert all(row["timing/hidden"] > 0 for row in rows[1:3])
 
 
-def test_an_optimizer_step_waits_for_the_push_and_what_was_waited_for_is_not_hidden(run, monkeypatch):
+def test_an_optimizer_step_waits_for_the_push_and_what_was_waited_for_is_not_hidden(
+    run, monkeypatch
+):
     """Training takes one second, and two of the pushes go on for another five."""
     now = [0.0]
     monkeypatch.setattr("rl.observe.spans.time.perf_counter", lambda: now[0])
@@ -121,7 +139,8 @@ def test_a_check_that_fails_ends_the_run_before_the_weights_change_again(run, st
         trainer.wrong_since = 2
 
     with pytest.raises(
-        RunError, match="canary of policy version 2: a log-prob of generator-0 differs by 1 .* all param"
+        RunError,
+        match="canary of policy version 2: a log-prob of generator-0 differs by 1 .* all param",
     ):
         run(prepare, steps=4, staleness=staleness)
     assert len(calls(run.log, "step")) == 2
@@ -140,7 +159,9 @@ def test_a_bf16_generator_left_one_version_behind_is_found_by_default(run):
 
         generator.weight_digests = digests_of_the_version_before
 
-    with pytest.raises(RunError, match="push of policy version 1: 1 of 1 parameters of generator-0 differ"):
+    with pytest.raises(
+        RunError, match="push of policy version 1: 1 of 1 parameters of generator-0 differ"
+    ):
         run(prepare, steps=4, staleness=1, edit=edit)
 
 
@@ -178,7 +199,10 @@ def test_what_was_sampled_ahead_is_trained_on_after_a_resume(run, step):
     _, whole = run(steps=5, staleness=1, save_every=1)
     saved = json.loads(json.dumps(run.saved[step]))
     log, resumed = run(steps=5, staleness=1, saved={step: saved})
-    assert calls(log, "train") == ["train 1 on 0", "train 2 on 1", "train 3 on 2", "train 4 on 3"][step - 1 :]
+    assert (
+        calls(log, "train")
+        == ["train 1 on 0", "train 2 on 1", "train 3 on 2", "train 4 on 3"][step - 1 :]
+    )
     assert without_times(resumed) == without_times(whole)
     assert run.controller.ledger.submitted == 10
 
@@ -204,12 +228,16 @@ def test_rollouts_of_weights_older_than_the_bound_are_never_trained_on(run):
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
-def test_a_batch_comes_from_the_weights_of_as_many_steps_before_it_as_the_staleness_says(run, staleness):
+def test_a_batch_comes_from_the_weights_of_as_many_steps_before_it_as_the_staleness_says(
+    run, staleness
+):
     _, rows = run(steps=7, staleness=staleness)
     assert calls(run.log, "train") == [f"train {k} on {max(0, k - staleness)}" for k in range(7)]
     assert calls(run.log, "generate") == [f"generate {max(0, k - staleness)}" for k in range(7)]
     assert [row["rollout/staleness_mean"] for row in rows] == [min(k, staleness) for k in range(7)]
-    assert run.generators[0].asked == [f"train/{ordinal}/{sample}" for ordinal in range(14) for sample in range(2)]
+    assert run.generators[0].asked == [
+        f"train/{ordinal}/{sample}" for ordinal in range(14) for sample in range(2)
+    ]
 
 
 @pytest.mark.parametrize("staleness", [0, 2, 3])
@@ -218,7 +246,11 @@ def test_stopped_anywhere_and_resumed_a_run_trains_on_the_same(run, staleness, k
     """With groups that are replaced or lost on the way, and evaluations."""
 
     def edit(config):
-        config.rollout.max_replacements, config.evaluation.every, config.evaluation.prompts = 2, 2, 2
+        config.rollout.max_replacements, config.evaluation.every, config.evaluation.prompts = (
+            2,
+            2,
+            2,
+        )
 
     def prepare(trainer, generator):
         run.rewards.flat, run.rewards.lost = (1, 4, 5, 13), (7,)
@@ -269,4 +301,6 @@ def test_weights_that_arrive_while_the_trainer_leaves_them_are_not_compared(run)
     assert log.index("canary 1") < log.index("publish 2")
     compared = [entry.removeprefix("forward ") for entry in calls(log, "forward")]
     assert "1" not in compared
-    assert all(log.index(f"canary {version}") < log.index(f"forward {version}") for version in compared)
+    assert all(
+        log.index(f"canary {version}") < log.index(f"forward {version}") for version in compared
+    )

@@ -1,4 +1,6 @@
-"""The loop over meshes that compute nothing: what it does about lost actors, alarms and being told to leave."""
+"""The loop over meshes that compute nothing: what it does about lost actors, alarms and being told
+to leave.
+"""
 
 import asyncio
 
@@ -80,7 +82,9 @@ def test_a_generator_that_cannot_be_started_again_ends_the_run_by_name(run):
 
         generator.start, generator.during = only_once, generate
 
-    with pytest.raises(RunError, match="generator-0 rank 0, start: the process died\nthat was the 4th time"):
+    with pytest.raises(
+        RunError, match="generator-0 rank 0, start: the process died\nthat was the 4th time"
+    ):
         run(prepare)
     assert run.generators[0].starts == 4
 
@@ -187,7 +191,9 @@ def test_a_checkpoint_that_the_trainer_dies_over_does_not_count(run, edit, stale
     assert run.trainer.starts == 2
     assert calls(log, "save") == ["save 2", "save 4", "save 4", "save 6"]
     assert run.controller.checkpoints.complete() == [2, 4, 6]
-    assert sorted(ordinal for row in ledger_of(run.record) for ordinal in row["trained_now"]) == [*range(12)]
+    assert sorted(ordinal for row in ledger_of(run.record) for ordinal in row["trained_now"]) == [
+        *range(12)
+    ]
     if edit is not free:
         assert without_times(rows) == without_times(whole)
 
@@ -195,7 +201,10 @@ def test_a_checkpoint_that_the_trainer_dies_over_does_not_count(run, edit, stale
 def test_a_checkpoint_without_its_groups_is_refused_with_the_way_back(run):
     run(steps=2, staleness=1, save_every=1)
     (run.controller.checkpoints.path(2) / ROLLOUTS).unlink()
-    with pytest.raises(RunError, match=r"step-2/rollouts.npz cannot be read: FileNotFound.*; deleting .*/step-2 goes"):
+    with pytest.raises(
+        RunError,
+        match=r"step-2/rollouts.npz cannot be read: FileNotFound.*; deleting .*/step-2 goes",
+    ):
         run(steps=4, staleness=1, saved=run.saved)
 
 
@@ -208,7 +217,9 @@ def test_a_pull_that_raises_because_the_trainer_died_is_no_failure_of_the_genera
             if trainer.version == 5 and trainer.starts == 1:
                 trainer.is_dead = True
                 asyncio.get_running_loop().call_later(0.1, trainer.lose)
-                raise ActorFailure("generator-0: reset", actor="generator-0", rank=0, call="fetch", kind="raised")
+                raise ActorFailure(
+                    "generator-0: reset", actor="generator-0", rank=0, call="fetch", kind="raised"
+                )
 
         generator.pulling = lose_connection
 
@@ -233,7 +244,9 @@ def test_a_trainer_that_is_lost_again_and_again_ends_the_run_by_name(run):
 def test_what_an_actor_raises_ends_the_run_at_once(run):
     def prepare(trainer, generator):
         async def die():
-            raise ActorFailure("trainer rank 0: broken", actor="trainer", rank=0, call="step", kind="raised")
+            raise ActorFailure(
+                "trainer rank 0: broken", actor="trainer", rank=0, call="step", kind="raised"
+            )
 
         trainer.during["forward_backward"] = die
 
@@ -367,5 +380,7 @@ def test_a_run_that_stands_still_is_ended_by_the_watchdog(run):
     def edit(config):
         config.watchdog.stalled_s = 0.5
 
-    with pytest.raises(RunError, match=r"stalled: no step was done for \d s, watchdog.stalled_s=0.5"):
+    with pytest.raises(
+        RunError, match=r"stalled: no step was done for \d s, watchdog.stalled_s=0.5"
+    ):
         run(prepare, edit=edit)

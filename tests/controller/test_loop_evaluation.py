@@ -17,8 +17,15 @@ BOTH = pytest.mark.parametrize("edit", [free, deterministic], ids=["asynchronous
 
 
 def evaluation_calls(generators) -> list[tuple[list[str], bool]]:
-    """Requests of each call to any generator that evaluates, and whether the prefix cache was reset before."""
-    return [call for generator in generators for call in generator.calls if call[0][0].startswith("eval")]
+    """Requests of each call to any generator that evaluates, and whether the prefix cache was reset
+    before.
+    """
+    return [
+        call
+        for generator in generators
+        for call in generator.calls
+        if call[0][0].startswith("eval")
+    ]
 
 
 @BOTH
@@ -38,7 +45,11 @@ def test_evaluation_asks_every_replica_for_no_more_than_an_engine_runs_at_once(r
 
     def evaluating(config):
         edit(config)
-        config.evaluation.prompts, config.evaluation.samples, config.generator.max_running_requests = 20, 3, 6
+        (
+            config.evaluation.prompts,
+            config.evaluation.samples,
+            config.generator.max_running_requests,
+        ) = 20, 3, 6
 
     run(prepare, steps=1, replicas=2, edit=evaluating)
     calls = evaluation_calls(run.generators)
@@ -54,7 +65,11 @@ def test_evaluation_asks_every_replica_for_no_more_than_an_engine_runs_at_once(r
 
 def test_a_generator_lost_in_an_evaluation_changes_no_share_of_it(run):
     def edit(config):
-        config.evaluation.prompts, config.evaluation.samples, config.generator.max_running_requests = 9, 0, 2
+        (
+            config.evaluation.prompts,
+            config.evaluation.samples,
+            config.generator.max_running_requests,
+        ) = 9, 0, 2
 
     run(steps=1, replicas=2, edit=edit)
     shares = {tuple(requests) for requests, _ in evaluation_calls(run.generators)}
@@ -72,7 +87,9 @@ def test_a_generator_lost_in_an_evaluation_changes_no_share_of_it(run):
     assert run.summary["restarts"] == 1
     assert {tuple(requests) for requests, _ in calls} == shares
     assert {fresh for _, fresh in calls} == {True}
-    assert {name: value for name, value in run.summary.items() if name.startswith("eval/")} == scores
+    assert {
+        name: value for name, value in run.summary.items() if name.startswith("eval/")
+    } == scores
 
 
 @BOTH
@@ -116,7 +133,9 @@ def test_an_evaluation_that_fails_after_the_last_step_costs_neither_export_nor_s
     def prepare(trainer, generator):
         async def generate(request):
             if request.startswith("eval"):
-                raise ActorFailure("generator-0: no", actor="generator-0", rank=0, call="generate", kind="raised")
+                raise ActorFailure(
+                    "generator-0: no", actor="generator-0", rank=0, call="generate", kind="raised"
+                )
 
         generator.during = generate
 
@@ -184,7 +203,10 @@ def test_an_asynchronous_evaluation_names_its_weights_and_those_it_came_too_late
 def test_a_deterministic_evaluation_is_of_the_weights_of_its_step(run, staleness):
     run(steps=7, staleness=staleness, edit=evaluating(deterministic, every=1))
     rows = run.record.read_evaluations()
-    named = [[row["step"], row["eval/version_min"], row["eval/version_max"], row["eval/skipped"]] for row in rows]
+    named = [
+        [row["step"], row["eval/version_min"], row["eval/version_max"], row["eval/skipped"]]
+        for row in rows
+    ]
     assert named == [[step, step, step, 0] for step in range(1, 7)]
     assert not (run.record.folder / "unevaluated").exists()
 
@@ -203,15 +225,24 @@ def test_evaluations_on_the_way_end_before_the_run_is_finished(run, edit, stalen
 
     run(prepare, steps=4, staleness=staleness, edit=evaluating(edit, every=1))
     rows = run.record.read_evaluations()
-    assert len(rows) + sum(row["eval/skipped"] for row in rows) + run.summary.get("eval/skipped", 0) == 3
+    assert (
+        len(rows) + sum(row["eval/skipped"] for row in rows) + run.summary.get("eval/skipped", 0)
+        == 3
+    )
     assert exported == [*[False] * len(rows), True]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_leaving_does_not_wait_for_an_evaluation_which_is_made_after_the_resume(run, staleness, ahead):
-    """The trainer may be ``ahead`` of the weights that are evaluated; it cannot always be so far."""
-    _, whole = run(steps=6, staleness=staleness, edit=evaluating(deterministic, every=1), folder="whole")
+def test_leaving_does_not_wait_for_an_evaluation_which_is_made_after_the_resume(
+    run, staleness, ahead
+):
+    """The trainer may be ``ahead`` of the weights that are evaluated; it cannot always be
+    so far.
+    """
+    _, whole = run(
+        steps=6, staleness=staleness, edit=evaluating(deterministic, every=1), folder="whole"
+    )
     trained, evaluated = whereabouts(run.record), run.record.read_evaluations()
 
     def prepare(trainer, generator):
@@ -231,7 +262,9 @@ def test_leaving_does_not_wait_for_an_evaluation_which_is_made_after_the_resume(
     assert saved == run.controller.step >= 3
     assert [row["step"] for row in run.record.read_evaluations()] == [1]
 
-    _, rows = run(steps=6, staleness=staleness, edit=evaluating(deterministic, every=1), saved=run.saved)
+    _, rows = run(
+        steps=6, staleness=staleness, edit=evaluating(deterministic, every=1), saved=run.saved
+    )
     assert run.record.read_evaluations() == evaluated
     assert without_times(rows) == without_times(whole)
     assert whereabouts(run.record) == trained
@@ -298,7 +331,9 @@ def test_a_checkpoint_does_not_wait_for_an_evaluation_which_a_kill_does_not_lose
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_actors_lost_while_an_evaluation_is_repeated_change_nothing_of_it(run, staleness):
-    """The trainer is lost in an evaluation; a generator in the evaluation that is made again for it."""
+    """The trainer is lost in an evaluation; a generator in the evaluation that is made again for
+    it.
+    """
     edit = evaluating(deterministic)
     run(steps=6, staleness=staleness, save_every=1, replicas=2, edit=edit, folder="whole")
     evaluated = run.record.read_evaluations()

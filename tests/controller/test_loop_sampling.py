@@ -1,4 +1,6 @@
-"""The loop over meshes that compute nothing: which groups become a batch, and when each is asked for."""
+"""The loop over meshes that compute nothing: which groups become a batch, and when each is asked
+for.
+"""
 
 import asyncio
 import random
@@ -47,7 +49,9 @@ def test_steps_that_are_trained_while_a_batch_is_sampled_lift_no_limit_of_it(run
         config.rollout.max_replacements = 1
 
     run(prepare, steps=6, staleness=2, edit=edit)
-    assert [row["trained_now"] for row in ledger_of(run.record)] == [[3 * k + 1, 3 * k + 2] for k in range(6)]
+    assert [row["trained_now"] for row in ledger_of(run.record)] == [
+        [3 * k + 1, 3 * k + 2] for k in range(6)
+    ]
 
 
 @pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
@@ -65,7 +69,12 @@ def test_lost_groups_make_room_until_they_are_too_many(run, pipeline):
     with pytest.raises(
         RunError, match=r"11 of the last \d+ groups were lost, .*max_lost=0.1.*no reward for 32"
     ) as info:
-        run(lambda *_: setattr(run.rewards, "lost", range(2, 100, 3)), steps=20, staleness=1, edit=edit)
+        run(
+            lambda *_: setattr(run.rewards, "lost", range(2, 100, 3)),
+            steps=20,
+            staleness=1,
+            edit=edit,
+        )
     assert isinstance(info.value.__cause__, GroupLost)
 
 
@@ -180,7 +189,9 @@ def test_nothing_goes_on_with_a_batch_after_the_run_went_back(run):
             scored.append(prompt.ordinal)
             if prompt.ordinal == 0 and not back.is_set():
                 back.set()
-                raise ActorFailure("reward-0: gone", actor="reward-0", rank=0, call="start", kind="died")
+                raise ActorFailure(
+                    "reward-0: gone", actor="reward-0", rank=0, call="start", kind="died"
+                )
             return await score(prompt, said)
 
         async def generate(request):

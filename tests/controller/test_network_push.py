@@ -24,7 +24,9 @@ GIB_15 = (Region("w", (15 * 2**29,), Box.whole((15 * 2**29,))),)
 
 def failure(cause: Exception) -> ActorFailure:
     """Return the failure that the controller gets of an exception in a generator."""
-    made = ActorFailure(str(cause), actor="generator-0", rank=0, call="fetch_weights", kind="raised")
+    made = ActorFailure(
+        str(cause), actor="generator-0", rank=0, call="fetch_weights", kind="raised"
+    )
     made.__cause__ = cause
     return made
 
@@ -38,7 +40,9 @@ class Scene:
         config = RunConfig(
             data=CopyDigits.Config(),
             rollout=RolloutConfig(pipeline=pipeline, max_staleness=1),
-            weights=WeightPushConfig(transport="rdma", canary_tolerance=0.0, digests=False, **weights),
+            weights=WeightPushConfig(
+                transport="rdma", canary_tolerance=0.0, digests=False, **weights
+            ),
             max_restarts=2,
         )
         dispatch = Dispatch({"policy": self.trainer})
@@ -101,7 +105,9 @@ def test_a_generator_that_was_too_slow_for_a_version_pulls_the_newest():
         scene.step()
         await scene.arrived(1)
         assert generator.version == 2
-        assert scene.warnings == ["fetch of version 1: trainer rank 0 overwrote it meanwhile; pulling version 2"]
+        assert scene.warnings == [
+            "fetch of version 1: trainer rank 0 overwrote it meanwhile; pulling version 2"
+        ]
 
     asyncio.run(work())
 
@@ -125,12 +131,16 @@ def test_a_version_that_is_gone_without_a_newer_one_ends_the_run(pipeline):
 
 @pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
 @pytest.mark.parametrize("failures", [2, 3])
-def test_a_failed_transfer_is_repeated_and_at_last_ends_the_attempt_but_not_the_run(pipeline, failures):
+def test_a_failed_transfer_is_repeated_and_at_last_ends_the_attempt_but_not_the_run(
+    pipeline, failures
+):
     async def work():
         scene = Scene(pipeline=pipeline)
         await scene.connect()
         (generator,) = scene.generators
-        left = [failure(TransferFailed("fetch of version 1: 15.0 MiB did not arrive within 60 s"))] * failures
+        left = [
+            failure(TransferFailed("fetch of version 1: 15.0 MiB did not arrive within 60 s"))
+        ] * failures
 
         async def slow():
             if left:
@@ -142,7 +152,9 @@ def test_a_failed_transfer_is_repeated_and_at_last_ends_the_attempt_but_not_the_
             await scene.arrived(1)
             assert generator.version == 1
         else:
-            with pytest.raises(NodeLost, match="failed 3 times in a row while the trainer is alive"):
+            with pytest.raises(
+                NodeLost, match="failed 3 times in a row while the trainer is alive"
+            ):
                 await scene.arrived(1)
         assert len(scene.warnings) == 2
 

@@ -33,12 +33,21 @@ class Replica:
 
 
 def failure(kind: str) -> ActorFailure:
-    return ActorFailure("generator-0 rank 0, generate: gone", actor="generator-0", rank=0, call="generate", kind=kind)
+    return ActorFailure(
+        "generator-0 rank 0, generate: gone",
+        actor="generator-0",
+        rank=0,
+        call="generate",
+        kind=kind,
+    )
 
 
 def requests(*names: str) -> list[GenerationRequest]:
     sampling = Sampling(max_tokens=1)
-    return [GenerationRequest(request_id=name, prompt_tokens=[1], seed=0, sampling=sampling) for name in names]
+    return [
+        GenerationRequest(request_id=name, prompt_tokens=[1], seed=0, sampling=sampling)
+        for name in names
+    ]
 
 
 def play(scenario):
@@ -50,7 +59,9 @@ def play(scenario):
 
         async def ask(*names, session=None, alone=False):
             call = (
-                router.generate_alone(requests(*names)) if alone else router.generate(requests(*names), session=session)
+                router.generate_alone(requests(*names))
+                if alone
+                else router.generate(requests(*names), session=session)
             )
             tasks.append(asyncio.ensure_future(call))
             for _ in range(3):

@@ -19,12 +19,25 @@ def rollout(prompt: Prompt, sample: int, length: int) -> Rollout:
         finish_reason="stop",
     )
     metrics = {"exact": 0.1 + sample, "odd": math.inf}
-    return Rollout(prompt=prompt, sample=sample, completion=completion, text="é\n\u2028", reward=1 / 3, metrics=metrics)
+    return Rollout(
+        prompt=prompt,
+        sample=sample,
+        completion=completion,
+        text="é\n\u2028",
+        reward=1 / 3,
+        metrics=metrics,
+    )
 
 
 def groups():
-    prompts = [Prompt(ordinal=ordinal, tokens=[4] * ordinal, text="q\n", answer="", task="t") for ordinal in (9, 2)]
-    return {prompt.ordinal: [rollout(prompt, sample, 3 - sample) for sample in range(3)] for prompt in prompts}
+    prompts = [
+        Prompt(ordinal=ordinal, tokens=[4] * ordinal, text="q\n", answer="", task="t")
+        for ordinal in (9, 2)
+    ]
+    return {
+        prompt.ordinal: [rollout(prompt, sample, 3 - sample) for sample in range(3)]
+        for prompt in prompts
+    }
 
 
 @pytest.mark.parametrize("written", [groups(), {}], ids=["ragged", "none"])
@@ -59,5 +72,7 @@ def test_a_damaged_file_is_named_with_the_way_back(tmp_path, damage):
     path.parent.mkdir()
     write_groups(path, groups())
     damage(path)
-    with pytest.raises(RunError, match=r"step-3/rollouts.npz cannot be read: .*; deleting .*/step-3 goes back"):
+    with pytest.raises(
+        RunError, match=r"step-3/rollouts.npz cannot be read: .*; deleting .*/step-3 goes back"
+    ):
         read_groups(path)

@@ -18,15 +18,30 @@ GOOD = {
     "loss/mean": -0.2,
     "trainer/grad_norm": 0.3,
 }
-LIMITS = {"flat_steps": 3, "starving_steps": 2, "entropy_min": 0.1, "entropy_max": 2.0, "drift_max": 0.05}
-# name of the condition, what a step's metrics then say, steps until it is an alarm, what the alarm says
+LIMITS = {
+    "flat_steps": 3,
+    "starving_steps": 2,
+    "entropy_min": 0.1,
+    "entropy_max": 2.0,
+    "drift_max": 0.05,
+}
+# name of the condition, what a step's metrics then say, steps until it is an alarm, what the alarm
+# says
 CASES = [
-    ("flat", {"reward/flat_groups": 1.0}, 3, "reward/flat_groups is 1, .* 3 steps in a row, watchdog.flat_steps=3"),
+    (
+        "flat",
+        {"reward/flat_groups": 1.0},
+        3,
+        "reward/flat_groups is 1, .* 3 steps in a row, watchdog.flat_steps=3",
+    ),
     (
         "starving",
         {"timing/starved": 0.95},
         2,
-        "timing/starved is 95% of the step, above watchdog.starving_share=0.9, in 2 .*, watchdog.starving_steps=2",
+        (
+            "timing/starved is 95% of the step, above watchdog.starving_share=0.9, in 2 .*, "
+            "watchdog.starving_steps=2"
+        ),
     ),
     ("entropy", {"entropy/mean": 0.09}, 1, "entropy/mean is 0.09, below watchdog.entropy_min=0.1"),
     ("entropy", {"entropy/mean": 2.5}, 1, "entropy/mean is 2.5, above watchdog.entropy_max=2.0"),
@@ -44,14 +59,18 @@ def watch(**config) -> Watchdog:
 
 def go(watchdog: Watchdog, first: int, *rows: dict[str, float]) -> list[list[str]]:
     """The alarms of each step."""
-    checked = [watchdog.check({"step": first + place, **GOOD, **row}) for place, row in enumerate(rows)]
+    checked = [
+        watchdog.check({"step": first + place, **GOOD, **row}) for place, row in enumerate(rows)
+    ]
     return [[alarm.text for alarm in alarms] for alarms in checked]
 
 
 def counts(watchdog: Watchdog) -> dict[str, float]:
     """Those above 0."""
     assert set(watchdog.metrics) == {f"watchdog/{name}" for name in NAMES}
-    return {name.removeprefix("watchdog/"): count for name, count in watchdog.metrics.items() if count}
+    return {
+        name.removeprefix("watchdog/"): count for name, count in watchdog.metrics.items() if count
+    }
 
 
 @each_case
@@ -70,7 +89,9 @@ def test_a_warning_is_told_once_and_again_only_after_it_has_ceased(name, bad, st
 def test_a_failure_names_step_condition_value_and_the_field_to_change(name, bad, steps, says):
     watchdog = watch(**{name: "fail"})
     assert not any(go(watchdog, 1, *[bad] * (steps - 1), {}, *[bad] * (steps - 1)))
-    with pytest.raises(RunError, match=f"^step {2 * steps}: {name}: {says}; set watchdog.{name} to 'warn'"):
+    with pytest.raises(
+        RunError, match=f"^step {2 * steps}: {name}: {says}; set watchdog.{name} to 'warn'"
+    ):
         go(watchdog, 2 * steps, bad)
     assert counts(watchdog) == {name: 1}
 
@@ -90,7 +111,9 @@ def test_a_run_that_is_well_raises_no_alarm():
 
 def test_limits_that_are_not_set_and_metrics_that_are_not_there_raise_no_alarm():
     watchdog = Watchdog(WatchdogConfig(**dict.fromkeys(NAMES, "fail")))
-    assert not any(go(watchdog, 1, *[{"entropy/mean": 0.0, "kl/behaviour": 1e9}, {"entropy/mean": 1e9}]))
+    assert not any(
+        go(watchdog, 1, *[{"entropy/mean": 0.0, "kl/behaviour": 1e9}, {"entropy/mean": 1e9}])
+    )
     assert [watchdog.check({"step": step}) for step in range(3, 30)] == [[]] * 27
     assert counts(watchdog) == {}
 
@@ -99,7 +122,13 @@ def test_every_condition_of_a_step_is_counted_and_told_and_the_cause_fails_first
     bad = {name: value for _, row, _, _ in CASES for name, value in row.items()}
     watchdog = watch(flat_steps=1, starving_steps=1)
     [told] = go(watchdog, 1, bad)
-    assert [text.split(": ")[1] for text in told] == ["non_finite", "drift", "entropy", "flat", "starving"]
+    assert [text.split(": ")[1] for text in told] == [
+        "non_finite",
+        "drift",
+        "entropy",
+        "flat",
+        "starving",
+    ]
     failing = watch(flat_steps=1, flat="fail", non_finite="fail")
     with pytest.raises(RunError, match="step 1: non_finite"):
         go(failing, 1, bad)
@@ -119,7 +148,10 @@ def test_a_stall_is_told_and_counted_once_until_a_step_is_done():
 
 
 def test_a_stall_ends_the_run_or_is_only_counted():
-    with pytest.raises(RunError, match=r"step 0: stalled: no step was done for 90 s.*set watchdog.stalled to 'warn'"):
+    with pytest.raises(
+        RunError,
+        match=r"step 0: stalled: no step was done for 90 s.*set watchdog.stalled to 'warn'",
+    ):
         watch(stalled="fail", stalled_s=60.0).stalled(90.0)
     silent = watch(stalled="ignore", stalled_s=60.0)
     assert (silent.stalled(90.0), silent.stalled(100.0), counts(silent)) == ([], [], {"stalled": 1})

@@ -14,7 +14,9 @@ PREAMBLE = [place % len(WORDS) for place in range(2 * BLOCK + 6)]
 
 
 class CopyAfterPreamble(CopyDigits):
-    """Copying digits after a preamble of more than two blocks of the KV cache, which all prompts share."""
+    """Copying digits after a preamble of more than two blocks of the KV cache, which all prompts
+    share.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CopyDigits.Config):

@@ -1,10 +1,21 @@
-"""Tiny runs of every pipeline, whose prompts fill several blocks of the KV cache, for tests that disturb them."""
+"""Tiny runs of every pipeline, whose prompts fill several blocks of the KV cache, for tests that
+disturb them.
+"""
 
 from tests.e2e.runs import TINY
 
 STEPS, GROUPS = 24, 4
 DEADLINES = (
-    *("--deadlines.start", "240", "--deadlines.call", "40", "--deadlines.heartbeat", "12", "--deadlines.reward", "8"),
+    *(
+        "--deadlines.start",
+        "240",
+        "--deadlines.call",
+        "40",
+        "--deadlines.heartbeat",
+        "12",
+        "--deadlines.reward",
+        "8",
+    ),
     *("--max_restarts", "6"),
 )
 LONG_PROMPTS = ("--config", "tests.e2e.configs.long_prompts", *TINY[2:])
@@ -14,7 +25,15 @@ TWO_AHEAD = (
     *("--rollout.max_replacements", "2", "--evaluation.every", "5"),
 )
 ASYNCHRONOUS = (
-    *(*COMMON, "--rollout.max_staleness", "2", "--generator.replicas", "2", "--generator.update", "rolling"),
+    *(
+        *COMMON,
+        "--rollout.max_staleness",
+        "2",
+        "--generator.replicas",
+        "2",
+        "--generator.update",
+        "rolling",
+    ),
     *("--rollout.pipeline", "asynchronous", "--rollout.parts_per_step", "2"),
 )
 LOCKSTEP = (*COMMON, "--rollout.max_replacements", "2", "--evaluation.every", "5")

@@ -13,20 +13,34 @@ from pathlib import Path
 
 TIMEOUT_S = 500.0
 TINY = [
-    "--config", "quickstart", "--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "4",
-    "--evaluation.prompts", "8", "--evaluation.samples", "0", "--generator.kv_cache_gib", "0.05",
-]  # fmt: skip
+    "--config",
+    "quickstart",
+    "--rollout.prompts_per_step",
+    "4",
+    "--rollout.samples_per_prompt",
+    "4",
+    "--evaluation.prompts",
+    "8",
+    "--evaluation.samples",
+    "0",
+    "--generator.kv_cache_gib",
+    "0.05",
+]
 QUICKSTART = ("--config", "quickstart", "--steps", "80")
 OF_TIMING = ("timing/", "tokens_per_s", "ledger/", "restarts/")
 
 
 def heed_hangups() -> None:
-    """Have SIGHUP end a process again, which tests that run under nohup(1) would pass on as ignored."""
+    """Have SIGHUP end a process again, which tests that run under nohup(1) would pass on as
+    ignored.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Run:
-    """One ``python -m rl.train``; every process that it starts carries a mark in its environment."""
+    """One ``python -m rl.train``; every process that it starts carries a mark in its
+    environment.
+    """
 
     def __init__(self, *arguments: str, folder: Path, pythonpath: Path | None = None):
         self.folder = folder
@@ -66,7 +80,9 @@ class Run:
             ended = self.process.poll() is not None
             if ended or time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"{'ended early' if ended else 'nothing happened'}: {self.stdout}{self.stderr}")
+                raise AssertionError(
+                    f"{'ended early' if ended else 'nothing happened'}: {self.stdout}{self.stderr}"
+                )
             time.sleep(0.05)
 
     def until_step(self, step: int) -> None:
@@ -81,7 +97,9 @@ class Run:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def strike(self, actor: str, number: signal.Signals) -> int | None:
-        """Send a signal to rank 0 of an actor, not to its guard; its process, None if it has none just now."""
+        """Send a signal to rank 0 of an actor, not to its guard; its process, None if it has none
+        just now.
+        """
         mark = f"TILLER_LOG={(self.folder / 'logs' / f'{actor}-0.log').resolve()}".encode()
         for pid in sorted(self.processes()):
             process = Path(f"/proc/{pid}")
@@ -132,7 +150,9 @@ class Run:
         return found
 
     def _note_shared_memory(self) -> None:
-        """Remember what of /dev/shm this run's processes map: other programs use it at the same time."""
+        """Remember what of /dev/shm this run's processes map: other programs use it at the same
+        time.
+        """
         for pid in self.processes():
             try:
                 maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -149,17 +169,23 @@ class Run:
 
 
 def numbers(run: Run, *but: str) -> list[dict]:
-    """What the run computed at each step, without what depends on the clock, and without what starts as ``but``."""
+    """What the run computed at each step, without what depends on the clock, and without what
+    starts as ``but``.
+    """
     return [
-        {name: value for name, value in row.items() if not name.startswith((*OF_TIMING, *but))} for row in run.metrics()
+        {name: value for name, value in row.items() if not name.startswith((*OF_TIMING, *but))}
+        for row in run.metrics()
     ]
 
 
 def trained(run: Run) -> list[dict]:
-    """Rows of the ledger without what depends on how far sampling is ahead at the time of a step."""
+    """Rows of the ledger without what depends on how far sampling is ahead at the time of a
+    step.
+    """
     of_progress = ("submitted", "waiting", "running", "finished", "dropped", "dropped_now")
     return [
-        {name: value for name, value in row.items() if name not in of_progress} for row in run.lines("ledger.jsonl")
+        {name: value for name, value in row.items() if name not in of_progress}
+        for row in run.lines("ledger.jsonl")
     ]
 
 
@@ -167,7 +193,10 @@ def dropped(run: Run) -> list[tuple[int, str]]:
     """Ordinals that were dropped, each with the reason."""
     rows = run.lines("ledger.jsonl")
     return sorted(
-        (ordinal, reason) for row in rows for reason, ordinals in row["dropped_now"].items() for ordinal in ordinals
+        (ordinal, reason)
+        for row in rows
+        for reason, ordinals in row["dropped_now"].items()
+        for ordinal in ordinals
     )
 
 

@@ -14,12 +14,16 @@ MANY_MODELS = ("--config", "tests.e2e.configs.many_models", *COMMON[2:], "--step
 
 
 @pytest.mark.parametrize(
-    "kills", [(), pytest.param(((2, "reference"), (4, "critic")), marks=pytest.mark.long)], ids=["quiet", "kills"]
+    "kills",
+    [(), pytest.param(((2, "reference"), (4, "critic")), marks=pytest.mark.long)],
+    ids=["quiet", "kills"],
 )
 def test_neither_shared_devices_nor_lost_models_change_a_number(tmp_path, finished, kills):
     whole = finished(*MANY_MODELS)
     rows = whole.metrics()
-    assert [row["policy_version"] for row in rows] == [UPDATES * step for step in range(1, STEPS + 1)]
+    assert [row["policy_version"] for row in rows] == [
+        UPDATES * step for step in range(1, STEPS + 1)
+    ]
     drift = [row["kl/reference"] for row in rows]
     assert drift[0] == drift[2] == drift[4] == 0.0  # it is then what the policy is
     assert min(drift[1], drift[3]) > 1e-4
@@ -38,7 +42,9 @@ def test_neither_shared_devices_nor_lost_models_change_a_number(tmp_path, finish
 
 
 def test_the_loss_that_the_readme_shows_trains(tmp_path):
-    code = re.search(r"```python\n(# my_losses.py\n.*?)```", Path("README.md").read_text(), re.DOTALL)[1]
+    code = re.search(
+        r"```python\n(# my_losses.py\n.*?)```", Path("README.md").read_text(), re.DOTALL
+    )[1]
     assert len(code.splitlines()) < 30
     (tmp_path / "my_losses.py").write_text(code)
     (tmp_path / "my_configs.py").write_text(
@@ -51,7 +57,15 @@ def test_the_loss_that_the_readme_shows_trains(tmp_path):
         "    config.algorithm.mini_batch = 2\n"
         "    return config\n"
     )
-    run = Run("--config", "my_configs.soft", *TINY[2:], "--steps", "2", folder=tmp_path / "run", pythonpath=tmp_path)
+    run = Run(
+        "--config",
+        "my_configs.soft",
+        *TINY[2:],
+        "--steps",
+        "2",
+        folder=tmp_path / "run",
+        pythonpath=tmp_path,
+    )
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
     assert all(0.7 < row["ratio/soft"] < 1.3 for row in run.metrics())

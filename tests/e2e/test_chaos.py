@@ -1,4 +1,6 @@
-"""Processes die and hang at random moments: the run goes on, and computes what it would have computed."""
+"""Processes die and hang at random moments: the run goes on, and computes what it would have
+computed.
+"""
 
 import random
 import signal
@@ -15,7 +17,9 @@ SEEDS = 20
 
 
 def of_this_commit() -> int:
-    """The seed that the default suite plays: each commit has another, so that every pipeline has its turn."""
+    """The seed that the default suite plays: each commit has another, so that every pipeline has
+    its turn.
+    """
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     return int(head[:8] or "0", 16) % SEEDS
 
@@ -26,16 +30,22 @@ WITHIN_S = 290.0  # to be told of a blow: longest where it falls on a process th
 
 
 def strike(run: Run, actor: str, number: signal.Signals) -> bool:
-    """Strike, and wait until the run has named the actor; False where it ended before it could know."""
+    """Strike, and wait until the run has named the actor; False where it ended before it could
+    know.
+    """
 
     def told() -> int:
-        return sum(line.startswith(f"warning: {actor} rank 0, ") for line in run.stdout.splitlines())
+        return sum(
+            line.startswith(f"warning: {actor} rank 0, ") for line in run.stdout.splitlines()
+        )
 
     before, deadline = told(), time.monotonic() + WITHIN_S
     while run.strike(actor, number) is None and run.process.poll() is None:
         time.sleep(0.1)
     while told() == before and run.process.poll() is None:
-        assert time.monotonic() < deadline, f"nothing was said of {actor} ({number.name}): {run.stdout}"
+        assert time.monotonic() < deadline, (
+            f"nothing was said of {actor} ({number.name}): {run.stdout}"
+        )
         time.sleep(0.1)
     return told() > before
 
@@ -45,7 +55,12 @@ def strike(run: Run, actor: str, number: signal.Signals) -> bool:
 )
 def test_whatever_dies_or_hangs_no_group_is_lost_or_counted_twice(tmp_path, finished, seed):
     rng, pipeline = random.Random(seed), PIPELINES[seed % len(PIPELINES)]
-    actors = ["trainer", "reward-0", "generator-0", *(["generator-1"] if "--generator.replicas" in pipeline else [])]
+    actors = [
+        "trainer",
+        "reward-0",
+        "generator-0",
+        *(["generator-1"] if "--generator.replicas" in pipeline else []),
+    ]
     kinds = [(actor, number) for actor in actors for number in (signal.SIGKILL, signal.SIGSTOP)]
     steps = sorted(rng.randrange(STEPS - 6) for _ in range(BLOWS[seed]))
     struck: list[str] = []
@@ -57,7 +72,9 @@ def test_whatever_dies_or_hangs_no_group_is_lost_or_counted_twice(tmp_path, fini
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
     print(f"seed {seed}: {struck}, {run.json('summary.json')['restarts']} restarts")
-    assert run.json("summary.json")["restarts"] >= len([actor for actor in struck if actor != "reward-0"])
+    assert run.json("summary.json")["restarts"] >= len(
+        [actor for actor in struck if actor != "reward-0"]
+    )
     check_ledger(run, bound=0 if pipeline == LOCKSTEP else 1 if pipeline == ONE_AHEAD else 2)
     if pipeline != ASYNCHRONOUS:
         undisturbed = finished(*pipeline)
@@ -69,12 +86,20 @@ def test_whatever_dies_or_hangs_no_group_is_lost_or_counted_twice(tmp_path, fini
 
 
 def check_ledger(run: Run, bound: int) -> None:
-    """Each ordinal was trained on once, or dropped with a reason; what was begun and not needed is waiting still."""
+    """Each ordinal was trained on once, or dropped with a reason; what was begun and not needed is
+    waiting still.
+    """
     rows = run.lines("ledger.jsonl")
-    assert [row["step"] for row in run.metrics()] == [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+    assert (
+        [row["step"] for row in run.metrics()]
+        == [row["step"] for row in rows]
+        == [*range(1, STEPS + 1)]
+    )
     assert all(len(row["trained_now"]) == GROUPS for row in rows)
     trained = [ordinal for row in rows for ordinal in row["trained_now"]]
-    dropped = [ordinal for row in rows for ordinals in row["dropped_now"].values() for ordinal in ordinals]
+    dropped = [
+        ordinal for row in rows for ordinals in row["dropped_now"].values() for ordinal in ordinals
+    ]
     assert len({*trained, *dropped}) == len(trained) + len(dropped)
     reasons = {reason for row in rows for reason in row["dropped_now"]}
     assert reasons <= {"rewards all equal", "reward died", "reward hung"}

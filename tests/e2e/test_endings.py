@@ -14,7 +14,9 @@ from rl.train import main
 from tests.e2e.runs import TINY, Run
 
 
-def test_ctrl_c_says_what_will_happen_and_a_second_one_leaves_at_once_without_a_trace(tmp_path, monkeypatch):
+def test_ctrl_c_says_what_will_happen_and_a_second_one_leaves_at_once_without_a_trace(
+    tmp_path, monkeypatch
+):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
@@ -100,7 +102,10 @@ def test_a_raising_reward_costs_its_group_and_too_many_are_the_named_cause(tmp_p
     assert ledger[2]["trained_now"] == [8, 10, 11, 12]
     failure = run.json("failure.json")
     cause = "ZeroDivisionError: no reward today; prompt 21, sample 0"
-    assert "more than rollout.max_lost=0.02 allows; the last: the reward of Moody raised " + cause in failure["error"]
+    assert (
+        "more than rollout.max_lost=0.02 allows; the last: the reward of Moody raised " + cause
+        in failure["error"]
+    )
     assert failure["step"] == failure["policy_version"] == 4
     assert failure["generator_versions"] == {"generator-0": 4}
     assert failure["ledger"]["trained"] == 16
@@ -146,7 +151,10 @@ def test_a_loss_that_stays_non_finite_skips_steps_and_then_ends_the_run(cracked)
     assert run.wait() == 1
     run.assert_nothing_left()
     failure = run.json("failure.json")
-    cause = "optim_step: 3 optimizer steps in a row had a gradient norm of nan and were skipped, more than "
+    cause = (
+        "optim_step: 3 optimizer steps in a row had a gradient norm of nan and were skipped, more "
+        "than "
+    )
     assert cause + "trainer.max_skipped_steps=2: lower the learning rate" in failure["error"]
     assert (failure["step"], failure["policy_version"]) == (2, 0)
     assert [row["trainer/skipped_steps"] for row in run.metrics()] == [1, 2]
@@ -198,18 +206,32 @@ def tiny_model(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "gsm8k_jsonl", "--model.hf_path", "/no/such/folder"], "model.hf_path: there is no folder"),
+        (
+            ["--config", "gsm8k_jsonl", "--model.hf_path", "/no/such/folder"],
+            "model.hf_path: there is no folder",
+        ),
         (["--config", "gsm8k_jsonl", "--model.hf_path", "{model}"], "has no *.safetensors"),
         (["--config", "gsm8k_jsonl"], "model.hf_path"),
-        ([*TINY, "--trainer.parallelism.tensor_parallel_degree", "3"], "tensor_parallel_degree is 3; it must divide"),
-        ([*TINY, "--trainer.parallelism.data_parallel_shard_degree", "-1"], "data_parallel_shard_degree is -1"),
-        ([*TINY, "--generator.tensor_parallel_degree", "4"], "generator.tensor_parallel_degree is 4"),
+        (
+            [*TINY, "--trainer.parallelism.tensor_parallel_degree", "3"],
+            "tensor_parallel_degree is 3; it must divide",
+        ),
+        (
+            [*TINY, "--trainer.parallelism.data_parallel_shard_degree", "-1"],
+            "data_parallel_shard_degree is -1",
+        ),
+        (
+            [*TINY, "--generator.tensor_parallel_degree", "4"],
+            "generator.tensor_parallel_degree is 4",
+        ),
         ([*TINY, "--resume"], "--resume: output_dir"),
         ([*TINY, "--rollout.top_p", "0.9"], "rollout.top_p is 0.9; it must be 1.0"),
         (["--config", "quikstart"], "did you mean quickstart?"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, tiny_model, capsys, arguments, message):
+def test_what_cannot_work_is_refused_before_anything_starts(
+    tmp_path, tiny_model, capsys, arguments, message
+):
     folder = tmp_path / "run"
     filled = [argument.format(model=tiny_model) for argument in arguments]
     assert main([*filled, "--output-dir", str(folder)]) == 2

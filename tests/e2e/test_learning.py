@@ -14,8 +14,15 @@ def rise(run: Run) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory) -> Run:
-    """A run in lockstep of two generators, of which one is killed; a third joins, and all but one leave."""
-    lockstep = ["--generator.replicas", "2", "--rollout.pipeline", "asynchronous"]  # any generator answers any prompt
+    """A run in lockstep of two generators, of which one is killed; a third joins, and all but one
+    leave.
+    """
+    lockstep = [
+        "--generator.replicas",
+        "2",
+        "--rollout.pipeline",
+        "asynchronous",
+    ]  # any generator answers any prompt
     run = Run(*QUICKSTART, *lockstep, folder=tmp_path_factory.mktemp("learning") / "run")
     run.until_step(1)
     assert run.strike("generator-1", signal.SIGKILL)
@@ -31,7 +38,11 @@ def replicas(tmp_path_factory) -> Run:
 
 
 def test_generators_die_join_and_leave_while_training_goes_on(replicas):
-    assert replicas.json("summary.json")["restarts"] == replicas.metrics()[-1]["restarts/generators"] == 1
+    assert (
+        replicas.json("summary.json")["restarts"]
+        == replicas.metrics()[-1]["restarts/generators"]
+        == 1
+    )
     said = replicas.stdout
     assert said.index("step 8/80") < said.index("generator-1 has joined"), "training waited for it"
     for number in range(3):
@@ -48,18 +59,33 @@ def test_reward_climbs_and_the_run_folder_tells_everything(replicas):
     rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(1, 81))
     assert [row["policy_version"] for row in rows] == list(range(1, 81))
-    for name in ("loss/mean", "trainer/grad_norm", "entropy/mean", "timing/generate", "timing/train", "tokens_per_s"):
+    for name in (
+        "loss/mean",
+        "trainer/grad_norm",
+        "entropy/mean",
+        "timing/generate",
+        "timing/train",
+        "tokens_per_s",
+    ):
         assert all(isinstance(row[name], float) for row in rows), name
     errors = sorted(row["logprob/error_max"] for row in rows)  # lag 0: trainer and generator agree
     assert errors[len(errors) // 2] <= 1e-5
-    assert errors[-1] <= 1e-4  # the worst token of 80 steps: where q or k nearly vanish, their norm magnifies rounding
+    assert (
+        errors[-1] <= 1e-4
+    )  # the worst token of 80 steps: where q or k nearly vanish, their norm magnifies rounding
     summary = run.json("summary.json")
     assert summary["steps"] == 80
     assert summary["eval/prompts"] == 256
     assert summary["eval/exact_match"] > 0.3
     assert len(summary["policy_digest"]) == 64
     assert run.json("config.json")["config"]["steps"] == 80
-    for name in ("curves.png", "rollouts.jsonl", "logs/trainer-0.log", "logs/generator-0-0.log", "checkpoints/step-80"):
+    for name in (
+        "curves.png",
+        "rollouts.jsonl",
+        "logs/trainer-0.log",
+        "logs/generator-0-0.log",
+        "checkpoints/step-80",
+    ):
         assert (run.folder / name).exists(), name
     assert not (run.folder / "failure.json").exists()
     assert "mean reward per step" in run.stdout
@@ -73,8 +99,17 @@ def test_every_layout_learns_the_same(tmp_path):
         "--trainer.parallelism.tensor_parallel_degree",
         "2",
     ]
-    run = Run("--config", "quickstart", "--steps", "30", *many, "--generator.tensor_parallel_degree", "2", "--quiet",
-              folder=tmp_path / "run")  # fmt: skip
+    run = Run(
+        "--config",
+        "quickstart",
+        "--steps",
+        "30",
+        *many,
+        "--generator.tensor_parallel_degree",
+        "2",
+        "--quiet",
+        folder=tmp_path / "run",
+    )
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
     first, last = rise(run)
@@ -84,8 +119,18 @@ def test_every_layout_learns_the_same(tmp_path):
 
 
 def test_a_mixture_of_experts_generates_as_it_was_trained(tmp_path):
-    mixture = ["--model.num_experts", "4", "--model.experts_per_token", "2", "--model.moe_hidden_dim", "96"]
-    many = [f"--trainer.parallelism.{name}_degree=2" for name in ("data_parallel_shard", "expert_parallel")]
+    mixture = [
+        "--model.num_experts",
+        "4",
+        "--model.experts_per_token",
+        "2",
+        "--model.moe_hidden_dim",
+        "96",
+    ]
+    many = [
+        f"--trainer.parallelism.{name}_degree=2"
+        for name in ("data_parallel_shard", "expert_parallel")
+    ]
     many += ["--generator.tensor_parallel_degree", "2"]
     run = Run(*TINY, "--steps", "6", "--quiet", *mixture, *many, folder=tmp_path / "run")
     assert run.wait() == 0, run.stderr

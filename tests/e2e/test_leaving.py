@@ -44,4 +44,7 @@ def test_a_run_that_leaves_while_it_evaluates_repeats_the_evaluation_from_the_sa
     assert run.lines("evaluations.jsonl") == whole.lines("evaluations.jsonl")
     assert numbers(run, "push/") == numbers(whole, "push/")
     assert digest(run) == digest(whole)
-    assert run.json("summary.json")["eval/exact_match"] == whole.json("summary.json")["eval/exact_match"]
+    assert (
+        run.json("summary.json")["eval/exact_match"]
+        == whole.json("summary.json")["eval/exact_match"]
+    )

@@ -1,4 +1,6 @@
-"""A Hugging Face folder and a JSONL file: trained through the chat template, exported for transformers."""
+"""A Hugging Face folder and a JSONL file: trained through the chat template, exported for
+transformers.
+"""
 
 import subprocess
 import sys
@@ -11,9 +13,19 @@ from rl.train import main
 from tests.e2e.runs import Run
 
 SMALL = [
-    "--steps", "8", "--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "4",
-    "--rollout.max_tokens", "32", "--evaluation.prompts", "8", "--generator.kv_cache_gib", "0.1",
-]  # fmt: skip
+    "--steps",
+    "8",
+    "--rollout.prompts_per_step",
+    "4",
+    "--rollout.samples_per_prompt",
+    "4",
+    "--rollout.max_tokens",
+    "32",
+    "--evaluation.prompts",
+    "8",
+    "--generator.kv_cache_gib",
+    "0.1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +39,15 @@ def inputs(tmp_path_factory):
 
 def test_a_folder_and_a_file_train_and_the_export_generates(tmp_path, inputs):
     model, data = inputs
-    arguments = ["--config", "gsm8k_jsonl", "--model.hf_path", str(model), "--data.path", str(data), *SMALL]
+    arguments = [
+        "--config",
+        "gsm8k_jsonl",
+        "--model.hf_path",
+        str(model),
+        "--data.path",
+        str(data),
+        *SMALL,
+    ]
     run = Run(*arguments, folder=tmp_path / "run")
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
@@ -41,11 +61,14 @@ def test_a_folder_and_a_file_train_and_the_export_generates(tmp_path, inputs):
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     original = AutoModelForCausalLM.from_pretrained(model)
-    assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), original.parameters(), strict=True)), (
-        "training changed nothing"
-    )
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(trained.parameters(), original.parameters(), strict=True)
+    ), "training changed nothing"
     chat = [{"role": "user", "content": "Ada has 2 pens. Bo has 3. How many together?"}]
-    encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    encoded = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     generated = trained.generate(**encoded, max_new_tokens=8, do_sample=False)
     assert generated.shape[1] > encoded["input_ids"].shape[1]
 
@@ -56,7 +79,14 @@ def test_an_unreadable_line_is_refused_by_number(tmp_path, inputs, capsys):
     lines[6] = '{"question": "torn'
     broken = tmp_path / "broken.jsonl"
     broken.write_text("\n".join(lines))
-    arguments = ["--config", "gsm8k_jsonl", "--model.hf_path", str(model), "--data.path", str(broken)]
+    arguments = [
+        "--config",
+        "gsm8k_jsonl",
+        "--model.hf_path",
+        str(model),
+        "--data.path",
+        str(broken),
+    ]
     assert main([*arguments, "--output-dir", str(tmp_path / "run")]) == 2
     assert f"{broken} line 7: not JSON" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -13,7 +13,9 @@ from tests.e2e.runs import Run, digest, dropped, numbers, trained
 def start(tmp_path, arguments: tuple[str, ...]) -> Run:
     """Start the run, or go on with it."""
     folder = tmp_path / "run"
-    return Run(*arguments, *(["--resume"] if (folder / "config.json").exists() else []), folder=folder)
+    return Run(
+        *arguments, *(["--resume"] if (folder / "config.json").exists() else []), folder=folder
+    )
 
 
 def assert_same(run: Run, whole: Run) -> None:
@@ -43,7 +45,9 @@ def test_a_run_that_is_stopped_and_killed_and_resumed_is_the_uninterrupted_one(t
     run.until_step(max(saved + 2, 10))
     run.kill()
     run.assert_nothing_left()
-    (run.folder / "checkpoints" / f"step-{STEPS - 1}").mkdir()  # as a kill in the middle of a save leaves it
+    (
+        run.folder / "checkpoints" / f"step-{STEPS - 1}"
+    ).mkdir()  # as a kill in the middle of a save leaves it
     run = start(tmp_path, TWO_AHEAD)
     run.until(lambda: (run.folder / "logs" / "generator-1-0.log").exists())
     run.kill()
@@ -65,7 +69,9 @@ def test_sampling_ahead_hides_what_it_overlaps(finished):
     assert max(row["timing/push_pause"] for row in rows if "timing/push_pause" in row) > 0
     assert max(row["timing/hidden"] for row in rows) > 0
     stages = sum(row.get(f"timing/{name}", 0.0) for row in rows for name in STAGES)
-    assert stages - sum(row["timing/hidden"] for row in rows) <= 1.001 * sum(row["timing/step"] for row in rows)
+    assert stages - sum(row["timing/hidden"] for row in rows) <= 1.001 * sum(
+        row["timing/step"] for row in rows
+    )
 
 
 @pytest.mark.long
@@ -78,12 +84,20 @@ def test_killed_ten_times_at_random_moments(tmp_path, finished, pipeline):
         if moment == "start":
             time.sleep(rng.uniform(0, 15))
         else:
-            run.until(lambda run=run, step=step: "push over" in run.stdout and len(run.metrics()) >= step)
+            run.until(
+                lambda run=run, step=step: "push over" in run.stdout and len(run.metrics()) >= step
+            )
         if moment == "save":
             saved = {*run.folder.glob("checkpoints/step-*/.metadata")}
-            run.until(lambda run=run, saved=saved: {*run.folder.glob("checkpoints/step-*")} - {p.parent for p in saved})
+            run.until(
+                lambda run=run, saved=saved: (
+                    {*run.folder.glob("checkpoints/step-*")} - {p.parent for p in saved}
+                )
+            )
         elif moment == "evaluation":
-            run.until(lambda run=run: len(run.metrics()) % 5 in (1, 2))  # that of the fifth is going on, or soon
+            run.until(
+                lambda run=run: len(run.metrics()) % 5 in (1, 2)
+            )  # that of the fifth is going on, or soon
         else:
             time.sleep(rng.uniform(0, 0.5))
         print(f"kill at {moment} after step {len(run.metrics())}")

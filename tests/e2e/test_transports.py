@@ -5,7 +5,10 @@ import pytest
 from tests.e2e.runs import TINY, Run, digest, numbers
 
 RUN = (*TINY, "--steps", "4", "--weights.digests", "--generator.dtype", "bfloat16", "--quiet")
-SLOWLY = ("--trainer.training.max_norm", "1e-8")  # beside Adam's epsilon: few elements of bfloat16 change in a step
+SLOWLY = (
+    "--trainer.training.max_norm",
+    "1e-8",
+)  # beside Adam's epsilon: few elements of bfloat16 change in a step
 TRANSPORTS = {"rdma": ["--weights.delta"], "torchstore": []}
 
 

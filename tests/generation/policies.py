@@ -10,7 +10,15 @@ from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, shape_of
 from rl.types import Completion
 
-SIZES = {"vocab_size": 64, "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "max_seq_len": 256}
+SIZES = {
+    "vocab_size": 64,
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 32,
+    "max_seq_len": 256,
+}
 TIED_FUSED = ModelConfig(**SIZES, tie_embeddings=True, fuse_qkv=True)
 UNTIED_SPLIT = ModelConfig(**SIZES, tie_embeddings=False, fuse_qkv=False)
 EXPERTS = ModelConfig(**SIZES, num_experts=4, experts_per_token=2, moe_hidden_dim=48)
@@ -18,7 +26,9 @@ NARROW = replace(EXPERTS, n_kv_heads=1, vocab_size=65, tie_embeddings=False)
 
 
 class Policy:
-    """torchtitan's own model with random weights, three times the usual so that some tokens are likelier."""
+    """torchtitan's own model with random weights, three times the usual so that some tokens are
+    likelier.
+    """
 
     def __init__(self, config: ModelConfig, seed: int):
         shape = shape_of(config)
@@ -30,33 +40,53 @@ class Policy:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
-        self.weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        self.weights = {
+            name: parameter.detach() for name, parameter in self.model.named_parameters()
+        }
 
     @torch.no_grad()
-    def logprobs(self, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
-        """Of each of ``tokens`` after ``prompt``: log_softmax(logits / temperature), float32 [len(tokens)]."""
+    def logprobs(
+        self, prompt: list[int], tokens: list[int], temperature: float = 1.0
+    ) -> torch.Tensor:
+        """Of each of ``tokens`` after ``prompt``: log_softmax(logits / temperature), float32
+        [len(tokens)].
+        """
         ids = torch.tensor([prompt + tokens])
-        logits = self.model(ids, torch.arange(ids.shape[1]).unsqueeze(0))[0, len(prompt) - 1 : -1].float()
-        return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+        logits = self.model(ids, torch.arange(ids.shape[1]).unsqueeze(0))[
+            0, len(prompt) - 1 : -1
+        ].float()
+        return (
+            torch.log_softmax(logits / temperature, -1)
+            .gather(1, torch.tensor(tokens).unsqueeze(1))
+            .squeeze(1)
+        )
 
 
-def error(policy: Policy, prompt: list[int], completion: Completion, temperature: float = 1.0) -> float:
+def error(
+    policy: Policy, prompt: list[int], completion: Completion, temperature: float = 1.0
+) -> float:
     """Largest difference between the completion's log-probs and the policy's own."""
     own = policy.logprobs(prompt, completion.tokens, temperature)
     return (torch.tensor(completion.logprobs) - own).abs().max().item()
 
 
-def logprobs_of_swaps(policies: list[Policy], prompt: list[int], tokens: list[int], drawn: list[int]) -> torch.Tensor:
-    """What each policy says, float32 [len(policies), len(tokens)], where one follows the other over its cache.
+def logprobs_of_swaps(
+    policies: list[Policy], prompt: list[int], tokens: list[int], drawn: list[int]
+) -> torch.Tensor:
+    """What each policy says, float32 [len(policies), len(tokens)], where one follows the other over
+    its cache.
 
-    ``drawn[i]`` tokens had been drawn when ``policies[i + 1]`` took over. The last of them had not been fed back:
-    keys and values of the positions before it stay as the earlier policies left them.
+    ``drawn[i]`` tokens had been drawn when ``policies[i + 1]`` took over. The last of them had not
+    been fed back: keys and values of the positions before it stay as the earlier policies left
+    them.
     """
     caches: dict[str, tuple[torch.Tensor, ...]] = {}
     said = []
     for policy, end in zip(policies, [0, *(len(prompt) + n - 1 for n in drawn)], strict=True):
         hooks = [
-            layer.attention.inner_attention.register_forward_pre_hook(partial(over_older, caches, name, end))
+            layer.attention.inner_attention.register_forward_pre_hook(
+                partial(over_older, caches, name, end)
+            )
             for name, layer in policy.model.layers.items()
         ]
         said.append(policy.logprobs(prompt, tokens))
@@ -66,9 +96,14 @@ def logprobs_of_swaps(policies: list[Policy], prompt: list[int], tokens: list[in
 
 
 def over_older(caches: dict, layer: str, end: int, _module, args: tuple[torch.Tensor, ...]):
-    """Queries as they are; keys and values [B, L, N, H] of positions before ``end`` from the pass before."""
+    """Queries as they are; keys and values [B, L, N, H] of positions before ``end`` from the pass
+    before.
+    """
     queries, *own = args
     if end:
-        own = [torch.cat([old[:, :end], new[:, end:]], 1) for old, new in zip(caches[layer], own, strict=True)]
+        own = [
+            torch.cat([old[:, :end], new[:, end:]], 1)
+            for old, new in zip(caches[layer], own, strict=True)
+        ]
     caches[layer] = tuple(own)
     return queries, *own

@@ -1,6 +1,8 @@
-"""Generator ranks in processes of their own, as in a run: vLLM changes its process too much to share pytest's.
+"""Generator ranks in processes of their own, as in a run: vLLM changes its process too much to
+share pytest's.
 
-``GeneratorRanks.run(fn, ...)`` calls ``fn(engine, ...)`` on every rank at once; what ``fn`` may be lies below it.
+``GeneratorRanks.run(fn, ...)`` calls ``fn(engine, ...)`` on every rank at once; what ``fn`` may be
+lies below it.
 """
 
 import multiprocessing
@@ -22,7 +24,9 @@ DEADLINE_S = 180
 
 
 class GeneratorRanks:
-    """``config.tensor_parallel_degree`` processes, each with a GenerationEngine and nothing else."""
+    """``config.tensor_parallel_degree`` processes, each with a GenerationEngine and nothing
+    else.
+    """
 
     def __init__(self, config: GeneratorConfig, model: ModelConfig):
         spawn = multiprocessing.get_context("spawn")
@@ -41,14 +45,18 @@ class GeneratorRanks:
                 "TMPDIR": self.folder.name,
             }
             process = spawn.Process(target=host, args=(there, config, model), daemon=True)
-            with variables(environment(config) | {name: str(value) for name, value in ranks.items()}):
+            with variables(
+                environment(config) | {name: str(value) for name, value in ranks.items()}
+            ):
                 process.start()
             self.processes.append(process)
             self.pipes.append(here)
         self.at_birth = self._replies()
 
     def run(self, fn, *args, **kwargs):
-        """What ``fn(engine, *args, **kwargs)`` returns on each rank; raises what the first that failed raised."""
+        """What ``fn(engine, *args, **kwargs)`` returns on each rank; raises what the first that
+        failed raised.
+        """
         for pipe in self.pipes:
             pipe.send((fn, args, kwargs))
         return self._replies()
@@ -64,7 +72,8 @@ class GeneratorRanks:
         return [value for _, value in replies]
 
     def rebuild(self, model: ModelConfig, **changes) -> None:
-        """Close the engine of every rank and build one for ``model`` in the same processes, at a fresh port.
+        """Close the engine of every rank and build one for ``model`` in the same processes, at a
+        fresh port.
 
         ``changes`` are to the ranks' config.
         """
@@ -136,14 +145,23 @@ def unpushed(engine) -> dict:
         refusal = None
     except Exception as error:
         refusal = f"{type(error).__name__}: {error}"
-    return {"all_nan": all(bool(part.tensor.isnan().all()) for part in engine.parameters()), "refusal": refusal}
+    return {
+        "all_nan": all(bool(part.tensor.isnan().all()) for part in engine.parameters()),
+        "refusal": refusal,
+    }
 
 
 def names_left(engine) -> list[str]:
     """What this process would leave in /dev/shm and in its temporary folder, were it killed now."""
     with open("/proc/self/maps") as maps:
-        shared = [line.split(maxsplit=5)[5] for line in maps if "/dev/shm" in line and "(deleted)" not in line]
-    own = [name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("pymp-")]  # answers to the test
+        shared = [
+            line.split(maxsplit=5)[5]
+            for line in maps
+            if "/dev/shm" in line and "(deleted)" not in line
+        ]
+    own = [
+        name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("pymp-")
+    ]  # answers to the test
     return shared + own
 
 
@@ -173,7 +191,9 @@ def finish(engine, requests: list[GenerationRequest]) -> list[Completion]:
     return [done[each.request_id] for each in requests]
 
 
-def request(name: str, prompt=(1, 2, 3), *, seed: int = 0, max_tokens: int = 16, **sampling) -> GenerationRequest:
+def request(
+    name: str, prompt=(1, 2, 3), *, seed: int = 0, max_tokens: int = 16, **sampling
+) -> GenerationRequest:
     return GenerationRequest(
         request_id=name,
         prompt_tokens=list(prompt),

@@ -22,8 +22,8 @@ class Borrowed:
 def played(engine, scenario, *args, pull=("raise", None), swap="recompute", keep_engine=True):
     """What ``await scenario(loop, *args)`` returns.
 
-    ``pull`` is ("weights", full weights of any version), ("raise", None), or ("newest", {version: full weights}) where
-    rank r finds all but the r newest at its first pull, and all of them later.
+    ``pull`` is ("weights", full weights of any version), ("raise", None), or ("newest", {version:
+    full weights}) where rank r finds all but the r newest at its first pull, and all of them later.
     """
     from rl.generation.loop import EngineLoop
 

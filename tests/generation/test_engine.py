@@ -1,4 +1,6 @@
-"""C2 and C3 as the engine keeps them: honest log-probs, no stale cache, a version for every token."""
+"""C2 and C3 as the engine keeps them: honest log-probs, no stale cache, a version for every
+token.
+"""
 
 import subprocess
 import sys
@@ -104,7 +106,9 @@ def test_prefix_cache_does_not_outlive_the_weights(generator, policy, other_poli
     generator.run(push, other_policy.weights, 2)
     ((completion,),) = generator.run(generate, [request("again", prompt)])
     assert error(other_policy, prompt, completion) <= 1e-5
-    generator.run(write, policy.weights)  # the same without weights_changed: this test can see a stale cache
+    generator.run(
+        write, policy.weights
+    )  # the same without weights_changed: this test can see a stale cache
     ((completion,),) = generator.run(generate, [request("stale", prompt)])
     assert error(policy, prompt, completion) > 1e-2
 
@@ -128,7 +132,10 @@ def test_each_token_has_the_version_it_was_drawn_from(generator, policy, other_p
 
 
 def test_greedy_takes_the_likeliest_token_every_time(generator, policy):
-    runs = [generator.run(generate, [request("greedy", temperature=0.0, seed=seed)])[0][0] for seed in (1, 2)]
+    runs = [
+        generator.run(generate, [request("greedy", temperature=0.0, seed=seed)])[0][0]
+        for seed in (1, 2)
+    ]
     assert runs[0] == runs[1]
     assert error(policy, [1, 2, 3], runs[0]) <= 1e-5
     for end in range(16):
@@ -147,7 +154,9 @@ def test_greedy_and_sampled_requests_keep_their_own_logprobs_in_one_batch(genera
 
 def test_tokens_follow_the_seed_and_not_the_company(generator):
     (alone,) = generator.run(generate, [request("a", seed=1)])
-    (together,) = generator.run(generate, [request(f"s{seed}", seed=seed) for seed in (3, 2, 1, -1)])
+    (together,) = generator.run(
+        generate, [request(f"s{seed}", seed=seed) for seed in (3, 2, 1, -1)]
+    )
     assert together[2].tokens == alone[0].tokens
     assert len({tuple(completion.tokens) for completion in together}) == 4
     (again,) = generator.run(generate, [request("minus", seed=-1)])
@@ -219,7 +228,9 @@ def abort_one_of_two(engine):
 
 
 def away_and_back(engine) -> dict[str, Any]:
-    """Bytes of weights and cache before, meanwhile and afterwards; twice, since the second finds it away already."""
+    """Bytes of weights and cache before, meanwhile and afterwards; twice, since the second finds it
+    away already.
+    """
     caches = engine._engine.model_executor.driver_worker.model_runner.kv_caches
 
     live = [part.tensor for part in engine.parameters()]

@@ -1,4 +1,6 @@
-"""The loop on one rank: concurrent callers, swaps in flight, and failures that reach everybody who waits."""
+"""The loop on one rank: concurrent callers, swaps in flight, and failures that reach everybody who
+waits.
+"""
 
 import asyncio
 
@@ -51,8 +53,12 @@ def test_abort_ends_what_is_in_flight_and_the_loop_goes_on(generator):
 
 def test_a_failure_in_the_thread_reaches_serve_and_everyone_who_waits(generator):
     (errors,) = generator.run(played, failing_pull, pull=("raise", None))
-    assert errors == ["serve: no such version 7", "generate: no such version 7", "pull: no such version 7",
-                      "later: no such version 7"]  # fmt: skip
+    assert errors == [
+        "serve: no such version 7",
+        "generate: no such version 7",
+        "pull: no such version 7",
+        "later: no such version 7",
+    ]
 
 
 def test_close_ends_serve_and_fails_what_is_pending(generator):
@@ -129,7 +135,9 @@ async def bad_requests(loop):
 
 
 async def cancelled_call(loop):
-    generating = asyncio.create_task(loop.generate([request("r", max_tokens=250), request("s", max_tokens=250)]))
+    generating = asyncio.create_task(
+        loop.generate([request("r", max_tokens=250), request("s", max_tokens=250)])
+    )
     while not await loop.run_between_steps(lambda engine: engine.busy):
         pass
     generating.cancel()
@@ -139,14 +147,20 @@ async def cancelled_call(loop):
 
 
 async def aborted(loop):
-    generating = asyncio.create_task(loop.generate([request("r", max_tokens=250), request("s", max_tokens=250)]))
+    generating = asyncio.create_task(
+        loop.generate([request("r", max_tokens=250), request("s", max_tokens=250)])
+    )
     while not await loop.run_between_steps(lambda engine: engine.busy):
         pass
     await loop.abort()
     await asyncio.wait([generating])
     again = await loop.generate([request("r", max_tokens=4)])
     error = generating.exception()
-    return f"{type(error).__name__}: {error}", await loop.run_between_steps(lambda engine: engine.busy), again
+    return (
+        f"{type(error).__name__}: {error}",
+        await loop.run_between_steps(lambda engine: engine.busy),
+        again,
+    )
 
 
 async def failing_pull(loop):

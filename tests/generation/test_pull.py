@@ -12,7 +12,10 @@ from tests.generation.policies import error
 from tests.generation.ranks import request
 from tests.generation.scenarios import played
 
-IN_FLIGHT = [request("a", [9] * 70, max_tokens=60, seed=1), request("b", range(50), max_tokens=90, seed=2)]
+IN_FLIGHT = [
+    request("a", [9] * 70, max_tokens=60, seed=1),
+    request("b", range(50), max_tokens=90, seed=2),
+]
 NEW = [request("r", [9] * 70, seed=5), request("s", [4], seed=6)]
 
 
@@ -39,7 +42,9 @@ def test_a_pull_that_has_not_begun_is_dropped_for_a_newer(one_or_two_ranks, othe
     assert set(completion.versions) == ({1} if swap == "drain" else {1, 4})
 
 
-def test_all_ranks_hold_the_newest_version_that_any_of_them_found(one_or_two_ranks, policy, other_policy):
+def test_all_ranks_hold_the_newest_version_that_any_of_them_found(
+    one_or_two_ranks, policy, other_policy
+):
     there = {2: policy.weights, 3: other_policy.weights}
     pulled, completion = one_or_two_ranks.run(played, pull_what_is_there, pull=("newest", there))[0]
     assert pulled.version == 3
@@ -145,6 +150,9 @@ async def cancel_while_draining(loop):
 async def close_while_draining(loop):
     running = await in_flight(loop, [request("a", max_tokens=200)])
     async with between_steps(loop):
-        others = [asyncio.create_task(loop.pull(2)), asyncio.create_task(loop.generate([request("b")]))]
+        others = [
+            asyncio.create_task(loop.pull(2)),
+            asyncio.create_task(loop.generate([request("b")])),
+        ]
     await loop.close()
     return [str(error) for error in await asyncio.gather(running, *others, return_exceptions=True)]

@@ -1,4 +1,6 @@
-"""Newer weights under requests in flight, in each of the three modes: every version and log-prob is true."""
+"""Newer weights under requests in flight, in each of the three modes: every version and log-prob is
+true.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,10 @@ DRAWN = [10, 45]  # tokens that each has when a newer version comes
 def test_every_token_in_flight_has_its_version_and_that_versions_logprob(
     one_or_two_ranks, policy, other_policy, third_policy, swap
 ):
-    policies, newer = [policy, other_policy, third_policy], {2: other_policy.weights, 3: third_policy.weights}
+    policies, newer = (
+        [policy, other_policy, third_policy],
+        {2: other_policy.weights, 3: third_policy.weights},
+    )
     completions, *followers = one_or_two_ranks.run(swap_in_flight, swap, newer)
     assert all(same == completions for same in followers)
     for each, completion in zip(REQUESTS, completions, strict=True):
@@ -36,8 +41,12 @@ def test_every_token_in_flight_has_its_version_and_that_versions_logprob(
 
 @pytest.mark.parametrize("swap", ["recompute", "continue"])
 def test_nobody_else_sees_a_key_or_value_of_older_weights(one_or_two_ranks, other_policy, swap):
-    """Not those of finished requests, nor those that requests in flight filled before the swap or fill after it."""
-    asked, completions = one_or_two_ranks.run(share_prefixes_across_a_swap, swap, other_policy.weights)[0]
+    """Not those of finished requests, nor those that requests in flight filled before the swap or
+    fill after it.
+    """
+    asked, completions = one_or_two_ranks.run(
+        share_prefixes_across_a_swap, swap, other_policy.weights
+    )[0]
     for each, completion in zip(asked, completions, strict=True):
         assert set(completion.versions) == {2}
         assert error(other_policy, each.prompt_tokens, completion) <= 1e-4, each.request_id
@@ -46,7 +55,10 @@ def test_nobody_else_sees_a_key_or_value_of_older_weights(one_or_two_ranks, othe
 def test_a_request_preempted_at_the_swap_is_computed_wholly_anew(generator, policy, other_policy):
     """It has tokens, and waits for memory, when its neighbour goes on with the KV it has."""
     ((running, preempted),) = generator.run(swap_while_preempted, other_policy.weights)
-    for each, completion, goes_on in [(REQUESTS[0], running, True), (REQUESTS[1], preempted, False)]:
+    for each, completion, goes_on in [
+        (REQUESTS[0], running, True),
+        (REQUESTS[1], preempted, False),
+    ]:
         prompt, tokens, drawn = each.prompt_tokens, completion.tokens, completion.versions.count(1)
         assert 0 < drawn < len(tokens)
         assert completion.versions == [1] * drawn + [2] * (len(tokens) - drawn)
@@ -90,7 +102,9 @@ def share_prefixes_across_a_swap(engine, swap, weights):
     engine.add(waiting)
     with swapping(engine, swap):
         push(engine, weights, 2)
-    fresh = request("fresh", [5] * 70, seed=5)  # its blocks lead to those that "flying" fills from now on
+    fresh = request(
+        "fresh", [5] * 70, seed=5
+    )  # its blocks lead to those that "flying" fills from now on
     engine.add(fresh)
     *first, flown = finish(engine, [waiting, fresh, flying])
     heirs = [

@@ -34,7 +34,9 @@ def test_logprobs_of_two_ranks_are_torchtitans(generators, policy, temperature):
 
 
 def test_weights_swap_on_all_ranks_between_the_same_steps(generators, policy, other_policy):
-    first, second = generators.run(swap_in_flight, [request("r", max_tokens=30)], other_policy.weights, 10)
+    first, second = generators.run(
+        swap_in_flight, [request("r", max_tokens=30)], other_policy.weights, 10
+    )
     assert first == second
     assert first[0].versions == [1] * 10 + [2] * 20
 
@@ -46,7 +48,9 @@ def test_live_ranks_hold_no_name_that_a_kill_would_leave_behind(generators, gene
 
 
 def test_the_leaders_commands_reach_every_rank_in_order(generators, other_policy):
-    (completions, waited), follower = generators.run(played, lead_or_follow, pull=("weights", other_policy.weights))
+    (completions, waited), follower = generators.run(
+        played, lead_or_follow, pull=("weights", other_policy.weights)
+    )
     assert [len(c.tokens) for c in completions] == [200, 4, 16]
     assert set(completions[0].versions) == {1, 2}
     assert completions[2].versions == [2] * 16
@@ -63,19 +67,27 @@ def test_two_ranks_of_other_forms_of_the_model_agree_with_torchtitan(two_ranks, 
     policy = Policy(model, seed=2)
     two_ranks.rebuild(model, **changes)
     two_ranks.run(push, policy.weights, 1)
-    worst, widths, padding = agreed_error(two_ranks, policy), two_ranks.run(logits_width), two_ranks.run(owned_by_none)
+    worst, widths, padding = (
+        agreed_error(two_ranks, policy),
+        two_ranks.run(logits_width),
+        two_ranks.run(owned_by_none),
+    )
     two_ranks.rebuild(TIED_FUSED)
     assert worst <= 1e-5
     assert widths == [model.vocab_size] * 2
     assert padding[0] == {}
-    assert padding[1] == ({"tok_embeddings.weight": [0.0], "lm_head.weight": [0.0]} if model is NARROW else {})
+    assert padding[1] == (
+        {"tok_embeddings.weight": [0.0], "lm_head.weight": [0.0]} if model is NARROW else {}
+    )
 
 
 @pytest.mark.long
 def test_four_ranks_with_half_a_kv_head_each_agree_with_torchtitan():
     model = replace(NARROW, n_kv_heads=2)
     policy = Policy(model, seed=3)
-    config = GeneratorConfig(tensor_parallel_degree=4, expert_parallel=True, kv_cache_gib=0.05, block_size=32)
+    config = GeneratorConfig(
+        tensor_parallel_degree=4, expert_parallel=True, kv_cache_gib=0.05, block_size=32
+    )
     ranks = GeneratorRanks(config, model)
     try:
         ranks.run(push, policy.weights, 1)
@@ -89,7 +101,9 @@ def agreed_error(ranks: GeneratorRanks, policy: Policy) -> float:
     """Largest error of the log-probs, which all ranks must agree on."""
     first, *others = ranks.run(generate, asked(max_tokens=40))
     assert all(other == first for other in others)
-    return max(error(policy, prompt, completion) for prompt, completion in zip(PROMPTS, first, strict=True))
+    return max(
+        error(policy, prompt, completion) for prompt, completion in zip(PROMPTS, first, strict=True)
+    )
 
 
 def test_a_rank_that_cannot_pull_ends_its_peers(generators, other_policy):
@@ -103,7 +117,9 @@ def test_a_rank_that_cannot_pull_ends_its_peers(generators, other_policy):
 def test_a_degree_that_does_not_divide_the_model_is_refused():
     from rl.generation.engine import GenerationEngine
 
-    with pytest.raises(ConfigError, match="generator.tensor_parallel_degree is 3; .* allowed are \\[1, 2, 4\\]"):
+    with pytest.raises(
+        ConfigError, match="generator.tensor_parallel_degree is 3; .* allowed are \\[1, 2, 4\\]"
+    ):
         GenerationEngine(GeneratorConfig(tensor_parallel_degree=3), TIED_FUSED, seed=0)
 
 
@@ -120,7 +136,9 @@ def owned_by_none(engine):
     rows = Counter()
     for part in engine.parameters():
         rows[part.name] += len(part.tensor)
-    left = {name: parameter[rows[name] :] for name, parameter in engine._model.titan.named_parameters()}
+    left = {
+        name: parameter[rows[name] :] for name, parameter in engine._model.titan.named_parameters()
+    }
     return {name: row.abs().amax(1).tolist() for name, row in left.items() if len(row)}
 
 
@@ -130,7 +148,9 @@ def maps_shared_memory(engine):
 
 async def lead_or_follow(loop):
     if not await loop.run_between_steps(lambda engine: engine.leads):
-        refused = await asyncio.gather(loop.generate([request("x")]), loop.pull(2), return_exceptions=True)
+        refused = await asyncio.gather(
+            loop.generate([request("x")]), loop.pull(2), return_exceptions=True
+        )
         await asyncio.wait_for(loop.serve(), 120)
         return [type(each).__name__ for each in refused]
     long = asyncio.create_task(loop.generate([request("a", max_tokens=200)]))

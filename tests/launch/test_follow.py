@@ -27,7 +27,9 @@ NO_ANSWER = 'echo "Unable to contact slurm controller" >&2; exit 1'
 
 
 def test_a_squeue_that_fails_once_does_not_end_it(follow, capsys):
-    assert follow(f'[ -e "$0.asked" ] || {{ touch "$0.asked"; {NO_ANSWER}; }}; echo COMPLETED') == 1  # without a mark
+    assert (
+        follow(f'[ -e "$0.asked" ] || {{ touch "$0.asked"; {NO_ANSWER}; }}; echo COMPLETED') == 1
+    )  # without a mark
     assert capsys.readouterr().out == "job 7: COMPLETED\n"
 
 

@@ -23,7 +23,9 @@ SMALL = [*TINY, "--rollout.reward_workers", "0"]
 
 @pytest.fixture
 def launch(monkeypatch, capsys):
-    """Runs the launcher in this process, where there is no Slurm; its exit code, what it printed, and its errors."""
+    """Runs the launcher in this process, where there is no Slurm; its exit code, what it printed,
+    and its errors.
+    """
     monkeypatch.setenv("PATH", "/nowhere")
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -34,10 +36,14 @@ def launch(monkeypatch, capsys):
 
 def test_a_dry_run_prints_what_it_writes_and_starts_nothing(launch, tmp_path):
     folder = tmp_path / "run"
-    code, printed, errors = launch("slurm", *TINY, "--seed", "7", "--dry-run", "--output-dir", str(folder))
+    code, printed, errors = launch(
+        "slurm", *TINY, "--seed", "7", "--dry-run", "--output-dir", str(folder)
+    )
     assert (code, printed, errors) == (0, (folder / "launch" / "job.sh").read_text(), "")
     assert [path.name for path in folder.iterdir()] == ["launch"]
-    name, config = parse_config(["--config", str(folder / "launch" / "config.json")], program="here")
+    name, config = parse_config(
+        ["--config", str(folder / "launch" / "config.json")], program="here"
+    )
     assert (name, config.seed) == ("quickstart", 7)
     assert frozen(config) == json.loads((folder / "launch" / "config.json").read_text())["config"]
 
@@ -45,18 +51,38 @@ def test_a_dry_run_prints_what_it_writes_and_starts_nothing(launch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["mars", *TINY], 2, "'mars' is no place to launch to; allowed are local, slurm, kubernetes"),
+        (
+            ["mars", *TINY],
+            2,
+            "'mars' is no place to launch to; allowed are local, slurm, kubernetes",
+        ),
         (["slurm"], 2, "--config NAME is missing"),
         (["slurm", *TINY, "--slurm.partion", "x"], 2, "did you mean --slurm.partition"),
-        (["local", *TINY, "--generator.nodes", "1"], 2, "come to 2 nodes; it must be 1 on this host"),
+        (
+            ["local", *TINY, "--generator.nodes", "1"],
+            2,
+            "come to 2 nodes; it must be 1 on this host",
+        ),
         (
             ["local", *TINY, "--hardware.device", "h100", "--hardware.gpus_per_node", "8"],
             2,
             "this host computes on cpu",
         ),
-        (["slurm", *TINY, "--generator.tensor_parallel_degree", "3"], 2, "generator.tensor_parallel_degree is 3"),
-        (["slurm", "--config", "qwen3_14b", "--hardware.memory_gib", "20"], 2, "GiB of the 20.0 that it has"),
-        (["slurm", *TINY], 1, "sbatch is not on PATH: launch from a node of a Slurm cluster, or --dry-run"),
+        (
+            ["slurm", *TINY, "--generator.tensor_parallel_degree", "3"],
+            2,
+            "generator.tensor_parallel_degree is 3",
+        ),
+        (
+            ["slurm", "--config", "qwen3_14b", "--hardware.memory_gib", "20"],
+            2,
+            "GiB of the 20.0 that it has",
+        ),
+        (
+            ["slurm", *TINY],
+            1,
+            "sbatch is not on PATH: launch from a node of a Slurm cluster, or --dry-run",
+        ),
         (["kubernetes", *TINY, "--wait"], 2, "--wait: not for kubernetes"),
         (["kubernetes", *TINY], 2, "kubernetes.image is empty"),
     ],
@@ -64,13 +90,19 @@ def test_a_dry_run_prints_what_it_writes_and_starts_nothing(launch, tmp_path):
 def test_what_cannot_be_launched_is_said_in_a_sentence(arguments, code, message, launch, tmp_path):
     folder = tmp_path / "run"
     exit_code, _, errors = launch(*arguments, "--output-dir", str(folder))
-    assert (exit_code, errors.startswith("error: "), message in errors) == (code, True, True), errors
+    assert (exit_code, errors.startswith("error: "), message in errors) == (code, True, True), (
+        errors
+    )
     assert code != 2 or not folder.exists()
 
 
 def test_without_a_word_it_says_how_it_is_used(launch):
     code, printed, errors = launch()
-    assert (code, printed.startswith("usage: python -m rl.launch local|slurm|kubernetes"), errors) == (0, True, "")
+    assert (
+        code,
+        printed.startswith("usage: python -m rl.launch local|slurm|kubernetes"),
+        errors,
+    ) == (0, True, "")
 
 
 def test_a_folder_that_holds_a_run_is_launched_to_only_to_go_on(launch, tmp_path):
@@ -90,8 +122,13 @@ def test_the_files_of_a_run_that_goes_on_are_not_written_over(launch, tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
     (tmp_path / "file").touch()
-    code, _, errors = launch("slurm", *TINY, "--dry-run", "--output-dir", str(tmp_path / "file" / "run"))
-    assert (code, f"error: {tmp_path / 'file' / 'run' / 'owner.json'}: cannot be written: " in errors) == (1, True)
+    code, _, errors = launch(
+        "slurm", *TINY, "--dry-run", "--output-dir", str(tmp_path / "file" / "run")
+    )
+    assert (
+        code,
+        f"error: {tmp_path / 'file' / 'run' / 'owner.json'}: cannot be written: " in errors,
+    ) == (1, True)
 
 
 def test_a_run_that_is_launched_here_goes_on_alone_and_saves_when_told_to_end(tmp_path):
@@ -113,6 +150,15 @@ def test_a_run_that_is_launched_here_goes_on_alone_and_saves_when_told_to_end(tm
 
 def test_who_waits_gets_what_the_run_says_and_its_exit_code(tmp_path):
     missing = ["--config", "gsm8k_jsonl", "--data.path", str(tmp_path / "none.jsonl")]
-    command = [sys.executable, "-m", "rl.launch", "local", *missing, "--output-dir", str(tmp_path / "run"), "--wait"]
+    command = [
+        sys.executable,
+        "-m",
+        "rl.launch",
+        "local",
+        *missing,
+        "--output-dir",
+        str(tmp_path / "run"),
+        "--wait",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.startswith("error: ")) == (2, True), done.stderr

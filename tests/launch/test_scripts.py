@@ -1,4 +1,7 @@
-"""What a cluster is handed, in full, and what is kept of it. No cluster is needed; ``--dry-run`` shows the same."""
+"""What a cluster is handed, in full, and what is kept of it.
+
+No cluster is needed; ``--dry-run`` shows the same.
+"""
 
 import json
 import sys
@@ -37,7 +40,10 @@ def with_everything() -> RunConfig:
     slurm.exclusive, slurm.extra = False, ["--reservation=mine", "--comment='two words'"]
     slurm.environment = {"NCCL_SOCKET_IFNAME": "ib0", "QUOTED": "it's $HOME"}
     slurm.prelude = ["module load cuda/12.8", "ulimit -l unlimited"]
-    slurm.container_image, slurm.container_mounts = "/images/tiller.sqsh", ["/runs:/runs", "/data:/data"]
+    slurm.container_image, slurm.container_mounts = (
+        "/images/tiller.sqsh",
+        ["/runs:/runs", "/data:/data"],
+    )
     slurm.warn_s, slurm.max_restarts = 600, 3
     return config
 
@@ -45,13 +51,20 @@ def with_everything() -> RunConfig:
 def on_kubernetes() -> RunConfig:
     config = on_three_nodes()
     config.hardware.device, config.hardware.gpus_per_node = "h100", 8
-    config.kubernetes.image, config.kubernetes.claim, config.kubernetes.secret = "tiller:1", "runs", "tokens"
+    config.kubernetes.image, config.kubernetes.claim, config.kubernetes.secret = (
+        "tiller:1",
+        "runs",
+        "tokens",
+    )
     return config
 
 
 def assert_golden(name: str, text: str) -> None:
     """``text`` is the golden file, but for where Tiller and its Python are."""
-    path, text = GOLDEN / name, text.replace(sys.executable, "PYTHON").replace(str(SOURCE), "TILLER")
+    path, text = (
+        GOLDEN / name,
+        text.replace(sys.executable, "PYTHON").replace(str(SOURCE), "TILLER"),
+    )
     assert text == path.read_text(), f"if this is meant, write it to {path}:\n{text}"
 
 
@@ -83,7 +96,12 @@ def test_gpus_are_asked_for_as_the_site_wants_it():
     [
         ("image", "", "/runs/first", "kubernetes.image is empty; it must be set"),
         ("claim", "", "/runs/first", "kubernetes.claim is empty; it must be set"),
-        ("mount", "/volume", "/runs/first", "output_dir is '/runs/first'; it must be below kubernetes.mount='/volume'"),
+        (
+            "mount",
+            "/volume",
+            "/runs/first",
+            "output_dir is '/runs/first'; it must be below kubernetes.mount='/volume'",
+        ),
     ],
 )
 def test_what_kubernetes_cannot_do_without_is_named(field, value, folder, message):
@@ -97,7 +115,11 @@ def test_what_is_frozen_has_the_names_of_variables_and_no_value(tmp_path, monkey
     monkeypatch.setenv("API_TOKEN", "s3cret")
     launch = launch_of(on_three_nodes(), tmp_path)
     launch.freeze({"job.sh": slurm.script(launch)})
-    assert {path.name for path in launch.files.iterdir()} == {"config.json", "environment.json", "job.sh"}
+    assert {path.name for path in launch.files.iterdir()} == {
+        "config.json",
+        "environment.json",
+        "job.sh",
+    }
     environment = json.loads((launch.files / "environment.json").read_text())
     assert "API_TOKEN" in environment["variables"]
     assert environment["packages"]["torchtitan"] == "0.3.0"

@@ -1,4 +1,6 @@
-"""Each token goes through its own experts, in the precision it comes in; experts without tokens learn nothing."""
+"""Each token goes through its own experts, in the precision it comes in; experts without tokens
+learn nothing.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,12 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from rl.model.experts import Experts
 
-COUNTS = {"some are idle": (3, 0, 4, 0), "all work": (1, 2, 3, 1), "one does all": (0, 0, 0, 7), "no tokens": (0,) * 4}
+COUNTS = {
+    "some are idle": (3, 0, 4, 0),
+    "all work": (1, 2, 3, 1),
+    "one does all": (0, 0, 0, 7),
+    "no tokens": (0,) * 4,
+}
 
 
 def experts_of(dtype: torch.dtype) -> Experts:
@@ -22,11 +29,16 @@ def reference(experts: Experts, x: torch.Tensor, counts: tuple[int, ...]) -> tor
     """One token at a time."""
     owners = [expert for expert, count in enumerate(counts) for _ in range(count)]
     w1, w2, w3 = (w.double() for w in (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD))
-    rows = [w2[e] @ (F.silu(w1[e] @ token) * (w3[e] @ token)) for e, token in zip(owners, x.double(), strict=True)]
+    rows = [
+        w2[e] @ (F.silu(w1[e] @ token) * (w3[e] @ token))
+        for e, token in zip(owners, x.double(), strict=True)
+    ]
     return torch.stack(rows) if rows else x.double()
 
 
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "allowed"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
+)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_outputs_and_gradients_are_those_of_each_token_by_itself(counts, dtype, allowed):
     experts = experts_of(dtype)
@@ -46,5 +58,9 @@ def test_outputs_and_gradients_are_those_of_each_token_by_itself(counts, dtype, 
 
 
 def test_in_bfloat16_they_are_torchtitans_own():
-    experts, x, counts = experts_of(torch.bfloat16), torch.randn(7, 16).bfloat16(), torch.tensor([3, 0, 4, 0])
+    experts, x, counts = (
+        experts_of(torch.bfloat16),
+        torch.randn(7, 16).bfloat16(),
+        torch.tensor([3, 0, 4, 0]),
+    )
     torch.testing.assert_close(experts(x, counts), GroupedExperts.forward(experts, x, counts))

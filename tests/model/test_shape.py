@@ -44,7 +44,9 @@ MOE = HF | {
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a folder with ``HF``, or what is given, and the given changes; returns its ModelConfig."""
+    """Writes a folder with ``HF``, or what is given, and the given changes; returns its
+    ModelConfig.
+    """
 
     def writes(hf=HF, **changes):
         (tmp_path / "config.json").write_text(json.dumps(hf | changes))
@@ -56,7 +58,12 @@ def write(tmp_path):
 
 def test_sizes_come_from_the_folder(write):
     shape = shape_of(write())
-    assert (shape.vocab_size, shape.dim, shape.n_layers, shape.hidden_dim) == (151936, 1024, 28, 3072)
+    assert (shape.vocab_size, shape.dim, shape.n_layers, shape.hidden_dim) == (
+        151936,
+        1024,
+        28,
+        3072,
+    )
     assert (shape.n_heads, shape.n_kv_heads, shape.head_dim) == (16, 8, 128)
     assert (shape.tie_embeddings, shape.rope_theta, shape.dtype) == (True, 1e6, "bfloat16")
 
@@ -91,7 +98,13 @@ def test_experts_come_from_the_folder(write, name):
 
 
 def test_newer_names_for_rope_and_dtype_are_read(write):
-    shape = shape_of(write(rope_theta=1, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, dtype="float32"))
+    shape = shape_of(
+        write(
+            rope_theta=1,
+            rope_parameters={"rope_theta": 5e5, "rope_type": "default"},
+            dtype="float32",
+        )
+    )
     assert (shape.rope_theta, shape.dtype) == (5e5, "float32")
 
 
@@ -108,7 +121,15 @@ EXPERTS = {"num_experts": 6, "experts_per_token": 2, "moe_hidden_dim": 20}
 @pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_written_config_is_read_back(tmp_path, tied, experts):
-    config = ModelConfig(vocab_size=48, dim=24, n_heads=3, n_kv_heads=1, tie_embeddings=tied, rope_theta=1e4, **experts)
+    config = ModelConfig(
+        vocab_size=48,
+        dim=24,
+        n_heads=3,
+        n_kv_heads=1,
+        tie_embeddings=tied,
+        rope_theta=1e4,
+        **experts,
+    )
     shape = shape_of(config)
     (tmp_path / "config.json").write_text(json.dumps(hf_config(shape)))
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -120,14 +141,25 @@ def test_transformers_reads_a_written_mixture_as_it_is_meant(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config(shape)))
     config = AutoConfig.from_pretrained(tmp_path)
     assert isinstance(config, Qwen3MoeConfig)
-    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (6, 2, 20)
-    assert (config.norm_topk_prob, config.decoder_sparse_step, config.mlp_only_layers) == (True, 1, [])
+    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (
+        6,
+        2,
+        20,
+    )
+    assert (config.norm_topk_prob, config.decoder_sparse_step, config.mlp_only_layers) == (
+        True,
+        1,
+        [],
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type in .*config.json is 'llama'; Tiller trains 'qwen3' or 'qwen3_moe' only"),
+        (
+            {"model_type": "llama"},
+            "model_type in .*config.json is 'llama'; Tiller trains 'qwen3' or 'qwen3_moe' only",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act .* is 'gelu'; Tiller trains 'silu' only"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps .* is 1e-05; Tiller trains 1e-06 only"),
         ({"attention_bias": True}, "attention_bias .* is True; Tiller trains False only"),
@@ -150,7 +182,10 @@ def test_what_torchtitans_qwen3_cannot_be_is_refused(write, changes, message):
         ({"norm_topk_prob": False}, "norm_topk_prob .* is False; Tiller trains True only"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step .* is 2; Tiller trains 1 only"),
         ({"mlp_only_layers": [0, 3]}, r"mlp_only_layers .* is \[0, 3\]; Tiller trains \[\] only"),
-        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size .* is 512; Tiller trains 0 only"),
+        (
+            {"shared_expert_intermediate_size": 512},
+            "shared_expert_intermediate_size .* is 512; Tiller trains 0 only",
+        ),
     ],
 )
 def test_mixtures_that_torchtitans_qwen3_cannot_be_are_refused(write, changes, message):
@@ -166,7 +201,9 @@ def test_transformers_own_default_is_refused(write):
 
 def test_a_folder_that_is_missing_or_incomplete_is_refused(tmp_path):
     config = ModelConfig(hf_path=str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match="model.hf_path: there is no folder '.*nowhere'; name one"):
+    with pytest.raises(
+        ConfigError, match="model.hf_path: there is no folder '.*nowhere'; name one"
+    ):
         shape_of(config)
     (tmp_path / "nowhere").mkdir()
     with pytest.raises(ConfigError, match="model.hf_path: '.*nowhere' has no config.json"):

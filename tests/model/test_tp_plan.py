@@ -1,4 +1,6 @@
-"""The table covers every parameter of every form of the model, and a generator's ranks hold all of each."""
+"""The table covers every parameter of every form of the model, and a generator's ranks hold all of
+each.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,14 @@ from rl.model.qwen3 import parameter_shapes
 from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.model.tp_plan import Cut, check_divides, check_generator, cut_of, divisors, generator_layout
 
-SIZES = {"vocab_size": 26, "dim": 16, "n_heads": 8, "n_kv_heads": 2, "head_dim": 4, "hidden_dim": 40}
+SIZES = {
+    "vocab_size": 26,
+    "dim": 16,
+    "n_heads": 8,
+    "n_kv_heads": 2,
+    "head_dim": 4,
+    "hidden_dim": 40,
+}
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 12}
 
 
@@ -19,13 +28,21 @@ def shape_with(**changes) -> ModelShape:
 
 FORMS = pytest.mark.parametrize(
     ("tied", "fused", "experts"),
-    [(True, True, False), (True, False, False), (False, True, False), (False, False, False), (True, True, True)],
+    [
+        (True, True, False),
+        (True, False, False),
+        (False, True, False),
+        (False, False, False),
+        (True, True, True),
+    ],
 )
 
 
 @FORMS
 def test_every_parameter_has_one_line_and_weights_that_are_cut_are_large(tied, fused, experts):
-    shapes = parameter_shapes(shape_with(tie_embeddings=tied, **(EXPERTS if experts else {})), fuse_qkv=fused)
+    shapes = parameter_shapes(
+        shape_with(tie_embeddings=tied, **(EXPERTS if experts else {})), fuse_qkv=fused
+    )
     cuts = {name: cut_of(name) for name in shapes}
     replicated = {name for name, cut in cuts.items() if cut is Cut.REPLICATED}
     assert replicated == {name for name in cuts if "norm" in name or "router" in name}
@@ -36,7 +53,9 @@ def test_every_parameter_has_one_line_and_weights_that_are_cut_are_large(tied, f
 
 @FORMS
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_the_ranks_together_hold_each_element_and_share_equal_regions_only(tied, fused, experts, tp):
+def test_the_ranks_together_hold_each_element_and_share_equal_regions_only(
+    tied, fused, experts, tp
+):
     shape = shape_with(tie_embeddings=tied, **(EXPERTS | {"moe_hidden_dim": 16} if experts else {}))
     layouts = generator_layout(shape, fuse_qkv=fused, tp=tp)
     assert_whole(layouts, parameter_shapes(shape, fuse_qkv=fused))
@@ -78,13 +97,20 @@ def attention_rows(fused: bool, tp: int) -> list[dict[str, list[str]]]:
             if name.startswith("layers.1.attention.qkv_linear"):
                 kind = name.split(".")[-2]
                 assert box.offset[0] % 4 == box.shape[0] % 4 == 0
-                rows.setdefault(kind, []).extend(whole[kind][box.offset[0] // 4 : (box.offset[0] + box.shape[0]) // 4])
+                rows.setdefault(kind, []).extend(
+                    whole[kind][box.offset[0] // 4 : (box.offset[0] + box.shape[0]) // 4]
+                )
         ranks.append(rows)
     return ranks
 
 
 def test_ranks_that_share_a_kv_head_divide_its_queries():
-    groups = [["q0", "q1", "k0", "v0"], ["q2", "q3", "k0", "v0"], ["q4", "q5", "k1", "v1"], ["q6", "q7", "k1", "v1"]]
+    groups = [
+        ["q0", "q1", "k0", "v0"],
+        ["q2", "q3", "k0", "v0"],
+        ["q4", "q5", "k1", "v1"],
+        ["q6", "q7", "k1", "v1"],
+    ]
     assert attention_rows(fused=True, tp=4) == [{"wqkv": heads} for heads in groups]
     apart = [{"wq": heads[:2], "wk": heads[2:3], "wv": heads[3:]} for heads in groups]
     assert attention_rows(fused=False, tp=4) == apart
@@ -95,7 +121,9 @@ def test_one_kv_head_of_each_rank_keeps_its_queries():
     assert attention_rows(fused=True, tp=8)[5] == {"wqkv": ["q5", "k1", "v1"]}
 
 
-@pytest.mark.parametrize(("vocabulary", "rows"), [(26, [7, 7, 7, 5]), (9, [3, 3, 3, 0]), (5, [2, 2, 1, 0])])
+@pytest.mark.parametrize(
+    ("vocabulary", "rows"), [(26, [7, 7, 7, 5]), (9, [3, 3, 3, 0]), (5, [2, 2, 1, 0])]
+)
 def test_a_vocabulary_that_does_not_come_out_even_leaves_the_last_ranks_less(vocabulary, rows):
     layouts = generator_layout(shape_with(vocab_size=vocabulary), fuse_qkv=True, tp=4)
     assert [layout[0].box.shape for layout in layouts] == [(n, 16) for n in rows]
@@ -106,16 +134,24 @@ def test_a_vocabulary_that_does_not_come_out_even_leaves_the_last_ranks_less(voc
 def test_parts_are_views_that_fill_a_tensor_from_above(fused):
     layouts = generator_layout(shape_with(), fuse_qkv=fused, tp=4)
     for layout in layouts:
-        tensors = {name: torch.zeros(shape, dtype=torch.int) for name, shape in local_shapes(layouts[0]).items()}
+        tensors = {
+            name: torch.zeros(shape, dtype=torch.int)
+            for name, shape in local_shapes(layouts[0]).items()
+        }
         for part in local_parts(tensors, layout):
             assert part.tensor.shape == part.box.shape
             part.tensor.add_(1)
-        padding = {name: int((tensor == 0).sum()) for name, tensor in tensors.items() if (tensor != 1).any()}
+        padding = {
+            name: int((tensor == 0).sum())
+            for name, tensor in tensors.items()
+            if (tensor != 1).any()
+        }
         assert padding == ({"tok_embeddings.weight": 2 * 16} if layout is layouts[-1] else {})
 
 
 @pytest.mark.parametrize(
-    "name", ["layers.0.attention.wo.bias", "layers.0.moe.shared_experts.w1.weight", "norms.weight", ""]
+    "name",
+    ["layers.0.attention.wo.bias", "layers.0.moe.shared_experts.w1.weight", "norms.weight", ""],
 )
 def test_a_parameter_without_a_line_is_named(name):
     with pytest.raises(KeyError, match=f"no line for parameter '{name}'"):
@@ -124,7 +160,8 @@ def test_a_parameter_without_a_line_is_named(name):
 
 def test_a_cut_that_does_not_come_out_even_is_refused():
     with pytest.raises(
-        ValueError, match=r"layers.0.feed_forward.w1.weight: dimension 0 of \(42, 16\) .* 4 equal parts"
+        ValueError,
+        match=r"layers.0.feed_forward.w1.weight: dimension 0 of \(42, 16\) .* 4 equal parts",
     ):
         generator_layout(shape_with(hidden_dim=42), fuse_qkv=False, tp=4)
 
@@ -132,19 +169,33 @@ def test_a_cut_that_does_not_come_out_even_is_refused():
 @pytest.mark.parametrize(
     ("changes", "refused", "message"),
     [
-        ({}, [0, 3, 5, 16, -1], r"n_heads=8 and hidden_dim=40, .*n_kv_heads=2 or .* allowed are \[1, 2, 4, 8\]"),
+        (
+            {},
+            [0, 3, 5, 16, -1],
+            r"n_heads=8 and hidden_dim=40, .*n_kv_heads=2 or .* allowed are \[1, 2, 4, 8\]",
+        ),
         ({"hidden_dim": 20}, [8], r"hidden_dim=20, .*allowed are \[1, 2, 4\]"),
-        ({"n_heads": 12, "n_kv_heads": 4, "hidden_dim": 12}, [3, 6], r"n_kv_heads=4 or .*allowed are \[1, 2, 4, 12\]"),
+        (
+            {"n_heads": 12, "n_kv_heads": 4, "hidden_dim": 12},
+            [3, 6],
+            r"n_kv_heads=4 or .*allowed are \[1, 2, 4, 12\]",
+        ),
         (EXPERTS | {"moe_hidden_dim": 6}, [4], r"moe_hidden_dim=6, .*allowed are \[1, 2\]"),
     ],
 )
-def test_degrees_of_a_generator_that_do_not_fit_are_refused_with_those_that_do(changes, refused, message):
+def test_degrees_of_a_generator_that_do_not_fit_are_refused_with_those_that_do(
+    changes, refused, message
+):
     for tp in refused:
-        with pytest.raises(ConfigError, match=rf"generator.tensor_parallel_degree is {tp}; .*{message}"):
+        with pytest.raises(
+            ConfigError, match=rf"generator.tensor_parallel_degree is {tp}; .*{message}"
+        ):
             check_generator(tp, shape_with(**changes), expert_parallel=False)
 
 
-@pytest.mark.parametrize("changes", [{}, {"n_heads": 12, "n_kv_heads": 4, "hidden_dim": 24}, EXPERTS])
+@pytest.mark.parametrize(
+    "changes", [{}, {"n_heads": 12, "n_kv_heads": 4, "hidden_dim": 24}, EXPERTS]
+)
 def test_every_degree_that_is_allowed_has_a_layout(changes):
     shape = shape_with(**changes)
     for tp in range(1, shape.n_heads + 1):
@@ -157,9 +208,13 @@ def test_every_degree_that_is_allowed_has_a_layout(changes):
 
 def test_whole_experts_need_experts_that_the_ranks_divide():
     check_generator(4, shape_with(**EXPERTS | {"moe_hidden_dim": 5}), expert_parallel=True)
-    with pytest.raises(ConfigError, match=r"degree is 8; .*num_experts=4, .*allowed are \[1, 2, 4\]"):
+    with pytest.raises(
+        ConfigError, match=r"degree is 8; .*num_experts=4, .*allowed are \[1, 2, 4\]"
+    ):
         check_generator(8, shape_with(**EXPERTS), expert_parallel=True)
-    with pytest.raises(ConfigError, match="generator.expert_parallel is True; it must be False where model.num_exp"):
+    with pytest.raises(
+        ConfigError, match="generator.expert_parallel is True; it must be False where model.num_exp"
+    ):
         check_generator(1, shape_with(), expert_parallel=True)
 
 
@@ -169,13 +224,17 @@ def test_degrees_of_the_trainer_that_do_not_divide_the_model_are_refused_with_th
     for allowed in (1, 2):
         check_divides("some.field", allowed, shape)
     sizes = "n_heads=8, n_kv_heads=2, vocab_size=26, hidden_dim=40"
-    with pytest.raises(ConfigError, match=rf"some.field is {degree}; .*{sizes}: allowed are \[1, 2\]"):
+    with pytest.raises(
+        ConfigError, match=rf"some.field is {degree}; .*{sizes}: allowed are \[1, 2\]"
+    ):
         check_divides("some.field", degree, shape)
 
 
 def test_of_a_mixture_the_experts_width_is_cut():
     shape = shape_with(**EXPERTS | {"n_kv_heads": 4, "vocab_size": 24, "moe_hidden_dim": 6})
-    with pytest.raises(ConfigError, match=r"some.field is 4; .*moe_hidden_dim=6: allowed are \[1, 2\]"):
+    with pytest.raises(
+        ConfigError, match=r"some.field is 4; .*moe_hidden_dim=6: allowed are \[1, 2\]"
+    ):
         check_divides("some.field", 4, shape)
 
 

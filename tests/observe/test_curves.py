@@ -14,7 +14,10 @@ def test_the_text_curve_has_title_axes_and_a_line_that_climbs():
     assert "mean reward per step" in lines[0]
     assert lines[1].startswith("1.00 ┤") and lines[10].startswith("0.00 ┤")
     assert lines[-1].split() == ["step", "1", "100"]
-    heights = [next(row for row in range(1, 11) if lines[row].ljust(60)[column] != " ") for column in range(6, 60)]
+    heights = [
+        next(row for row in range(1, 11) if lines[row].ljust(60)[column] != " ")
+        for column in range(6, 60)
+    ]
     assert heights == sorted(heights, reverse=True)
     assert (heights[0], heights[-1]) == (10, 1)
 
@@ -28,10 +31,13 @@ def test_the_text_curve_fits_the_space_it_is_given(width, height):
 
 
 @pytest.mark.parametrize(
-    "rewards", [[0.3], [0.0] * 5, [-3.0, -3.0], [-300.0, 4000.0], [1e-7, 2e-7], [0.1, math.nan, 0.2]]
+    "rewards",
+    [[0.3], [0.0] * 5, [-3.0, -3.0], [-300.0, 4000.0], [1e-7, 2e-7], [0.1, math.nan, 0.2]],
 )
 def test_the_text_curve_takes_any_rewards(rewards):
-    text = reward_curve_text([{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards)])
+    text = reward_curve_text(
+        [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards)]
+    )
     assert "└─" in text
 
 
@@ -43,7 +49,9 @@ def test_the_text_curve_of_nothing_says_so(rows):
 def test_smoothing_keeps_constants_and_passes_over_what_is_not_finite():
     assert smoothed([2.0, math.nan, 2.0, 2.0], 2) == pytest.approx([2.0] * 4)
     assert smoothed([1.0, 5.0, 2.0], 0) == [1.0, 5.0, 2.0]
-    assert smoothed([0.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0], 2) == pytest.approx([0.0, 1.0, 2.0, 3.0, 2.0, 1.0, 0.0])
+    assert smoothed([0.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0], 2) == pytest.approx(
+        [0.0, 1.0, 2.0, 3.0, 2.0, 1.0, 0.0]
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 300])
@@ -53,7 +61,10 @@ def test_the_picture_is_written_for_any_number_of_steps(tmp_path, count):
 
 
 def test_the_picture_takes_gaps_and_missing_metrics(tmp_path):
-    rows = [{"step": 1, "reward/mean": 0.1, "entropy/mean": math.nan}, {"step": 2, "timing/step": 1.0}]
+    rows = [
+        {"step": 1, "reward/mean": 0.1, "entropy/mean": math.nan},
+        {"step": 2, "timing/step": 1.0},
+    ]
     write_curves_png(tmp_path / "curves.png", rows)
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
@@ -69,7 +80,11 @@ def test_staleness_and_the_queue_get_panels_where_a_run_was_ahead(tmp_path):
 
 
 def test_evaluations_are_dots_among_the_rewards(tmp_path):
-    evaluations = [{"step": 5, "eval/exact_match": 0.2}, {"step": 10, "eval/exact_match": math.nan}, {"step": 11}]
+    evaluations = [
+        {"step": 5, "eval/exact_match": 0.2},
+        {"step": 10, "eval/exact_match": math.nan},
+        {"step": 11},
+    ]
     pictures = []
     for shown in ([], evaluations[1:], evaluations[:1]):
         write_curves_png(tmp_path / "curves.png", make_rows(10), shown)

@@ -13,12 +13,16 @@ def test_each_rule_merges_as_if_all_had_been_reduced_at_once():
     weights = [10.0, 0.0, 30.0]
 
     def metrics(value: float, weight: float) -> Metrics:
-        entries = {rule: Value(value, rule, weight) for rule in ("mean", "max", "min", "sum", "last")}
+        entries = {
+            rule: Value(value, rule, weight) for rule in ("mean", "max", "min", "sum", "last")
+        }
         return Metrics(entries)
 
     merged = Metrics.merged(map(metrics, values, weights))
     assert dict(merged) == {"mean": 2.25, "max": 3.0, "min": 1.0, "sum": 6.0, "last": 2.0}
-    nested = Metrics.merged([Metrics.merged(map(metrics, values[:2], weights[:2])), metrics(2.0, 30.0)])
+    nested = Metrics.merged(
+        [Metrics.merged(map(metrics, values[:2], weights[:2])), metrics(2.0, 30.0)]
+    )
     assert nested == merged
 
 

@@ -42,7 +42,9 @@ def writer(tmp_path):
     started = []
 
     def start(*, elsewhere: bool = False) -> BaseProcess:
-        process = multiprocessing.get_context("fork").Process(target=write_rows, args=(tmp_path, elsewhere))
+        process = multiprocessing.get_context("fork").Process(
+            target=write_rows, args=(tmp_path, elsewhere)
+        )
         process.start()
         started.append(process)
         within(60, lambda: (tmp_path / "rows").exists())
@@ -67,7 +69,10 @@ def within(seconds: float, condition) -> None:
 
 def test_a_second_owner_is_refused_with_the_name_of_the_first(tmp_path, monkeypatch):
     monkeypatch.setenv("TILLER_LOGS", str(tmp_path / "logs" / "17.2"))
-    with FolderOwner(tmp_path), pytest.raises(FolderInUse, match=r"is in use by process \d+ on \S+, attempt 17.2$"):
+    with (
+        FolderOwner(tmp_path),
+        pytest.raises(FolderInUse, match=r"is in use by process \d+ on \S+, attempt 17.2$"),
+    ):
         FolderOwner(tmp_path)
 
 
@@ -176,7 +181,9 @@ def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path, writer, killed
     only.release()
 
 
-def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_worth_nothing(tmp_path, writer, monkeypatch):
+def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_worth_nothing(
+    tmp_path, writer, monkeypatch
+):
     kill(writer())
     faster, lock = [], owners._lock
 
@@ -207,7 +214,10 @@ def test_runs_of_one_second_without_a_folder_of_their_own_get_two(tmp_path, monk
     for thread in threads:
         thread.join(30)
     names = {owner.folder.name for owner in folders}
-    assert names == {"quickstart-20260101-000000", *(f"quickstart-20260101-000000-{number}" for number in (2, 3, 4))}
+    assert names == {
+        "quickstart-20260101-000000",
+        *(f"quickstart-20260101-000000-{number}" for number in (2, 3, 4)),
+    }
     for owner in folders:
         owner.release()
 

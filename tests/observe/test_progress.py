@@ -20,7 +20,9 @@ def run(count, *, terminal=False, quiet=False, rows=None, **options):
         for row in rows or make_rows(count):
             progress.update(row)
         progress.warn("step 2: drift: kl/behaviour is 0.06")
-        progress.evaluation({"step": 2, "eval/prompts": 256.0, "eval/exact_match": 0.25, "eval/pass@4": math.nan})
+        progress.evaluation(
+            {"step": 2, "eval/prompts": 256.0, "eval/exact_match": 0.25, "eval/pass@4": math.nan}
+        )
         progress.note("run folder: runs/x")
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
 
@@ -80,14 +82,20 @@ def test_a_step_that_is_done_takes_the_place_of_the_stage():
 
 
 def test_an_evaluation_says_which_weights_it_is_of_and_what_was_skipped():
-    out, row = io.StringIO(), {"eval/exact_match": 0.25, "eval/version_max": 7, "eval/skipped": 0, "eval/lost": 0.0}
+    out, row = (
+        io.StringIO(),
+        {"eval/exact_match": 0.25, "eval/version_max": 7, "eval/skipped": 0, "eval/lost": 0.0},
+    )
     progress = Progress(1, quiet=False, console=Console(file=out, width=120))
     progress.evaluation({"step": 7, "eval/version_min": 7, **row})
     progress.evaluation({"step": 4, "eval/version_min": 4, **row, "eval/skipped": 2})
     progress.evaluation({"step": 7, "eval/version_min": 7, **row, "eval/lost": 3.0})
     first, second, third = out.getvalue().splitlines()
     assert first == "evaluated after step 7 · exact_match 0.250"
-    assert second == "evaluated after step 4 · exact_match 0.250 · by policy versions 4 to 7 · 2 due before it skipped"
+    assert second == (
+        "evaluated after step 4 · exact_match 0.250 · by policy versions 4 to 7 · 2 due before it "
+        "skipped"
+    )
     assert third == "evaluated after step 7 · exact_match 0.250 · 3 rewards failed"
 
 
@@ -100,7 +108,9 @@ def test_warnings_and_evaluations_stay_on_the_screen(terminal):
 
 def test_a_warning_stands_out():
     out = io.StringIO()
-    Progress(1, quiet=False, console=Console(file=out, force_terminal=True, color_system="standard")).warn("[drift]")
+    Progress(
+        1, quiet=False, console=Console(file=out, force_terminal=True, color_system="standard")
+    ).warn("[drift]")
     assert out.getvalue() == "\x1b[33mwarning: [drift]\x1b[0m\n"
 
 
@@ -144,7 +154,10 @@ def test_the_cursor_is_back_when_the_program_is_ended_at_once():
     child = os.fork()
     if child == 0:
         try:
-            with open(terminal, "w") as file, Progress(3, quiet=False, console=Console(file=file, force_terminal=True)):
+            with (
+                open(terminal, "w") as file,
+                Progress(3, quiet=False, console=Console(file=file, force_terminal=True)),
+            ):
                 end_program(130)
         finally:
             os._exit(99)

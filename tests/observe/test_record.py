@@ -15,7 +15,9 @@ def make_rollout(ordinal):
     return Rollout(
         prompt=Prompt(ordinal=ordinal, tokens=[4, 9], text="copy 3", answer="3"),
         sample=1,
-        completion=Completion(tokens=[9, 2], logprobs=[-0.5, float("-inf")], versions=[6, 7], finish_reason="stop"),
+        completion=Completion(
+            tokens=[9, 2], logprobs=[-0.5, float("-inf")], versions=[6, 7], finish_reason="stop"
+        ),
         text="3",
         reward=1.0,
         metrics={"format": 1.0},
@@ -65,13 +67,21 @@ def test_metrics_read_back_as_written(record):
 def test_a_rollout_keeps_all_that_is_needed_to_replay_it(record):
     record.append_rollouts(5, [make_rollout(17)])
     [row] = lines(record.rollouts_path)
-    assert (row["step"], row["ordinal"], row["sample"], row["completion"], row["reward"]) == (5, 17, 1, "3", 1.0)
+    assert (row["step"], row["ordinal"], row["sample"], row["completion"], row["reward"]) == (
+        5,
+        17,
+        1,
+        "3",
+        1.0,
+    )
     assert (row["prompt_tokens"], row["tokens"], row["versions"]) == ([4, 9], [9, 2], [6, 7])
     assert row["logprobs"] == [-0.5, None]
 
 
 def test_the_ledger_says_of_each_step_what_became_of_which_ordinals(record):
-    record.append_ledger({"trained": [3, 5], "dropped": {"reward raised": [4]}, "step": 1, "waiting": 2})
+    record.append_ledger(
+        {"trained": [3, 5], "dropped": {"reward raised": [4]}, "step": 1, "waiting": 2}
+    )
     assert record.ledger_path.read_text() == (
         '{"step": 1, "trained": [3, 5], "dropped": {"reward raised": [4]}, "waiting": 2}\n'
     )
@@ -126,9 +136,13 @@ def test_resuming_forgets_what_came_after_the_checkpoint(record, step):
     record.drop_after(step)
     kept = list(range(1, min(step, 5) + 1))
     assert [row["step"] for row in lines(record.metrics_path)] == kept
-    assert [row["step"] for row in lines(record.rollouts_path)] == [number for number in kept for _ in range(2)]
+    assert [row["step"] for row in lines(record.rollouts_path)] == [
+        number for number in kept for _ in range(2)
+    ]
     assert [row["step"] for row in lines(record.ledger_path)] == kept
-    assert [row["step"] for row in record.read_evaluations()] == [number for number in kept if number % 2 == 0]
+    assert [row["step"] for row in record.read_evaluations()] == [
+        number for number in kept if number % 2 == 0
+    ]
     assert not (record.folder / "failure.json").exists()
     assert not (record.folder / "summary.json").exists()
 
@@ -140,7 +154,9 @@ def test_resuming_before_anything_was_written_is_fine(record):
 
 def test_a_full_disk_is_named_with_its_file(record):
     record.metrics_path.symlink_to("/dev/full")
-    with pytest.raises(RunError, match=r"metrics.jsonl: cannot be written: No space left on device"):
+    with pytest.raises(
+        RunError, match=r"metrics.jsonl: cannot be written: No space left on device"
+    ):
         record.append_metrics({"step": 1})
 
 
@@ -158,7 +174,9 @@ def synced(monkeypatch):
     calls, fsync = [], os.fsync
 
     def spy(descriptor):
-        calls.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, os.fstat(descriptor).st_size))
+        calls.append(
+            (Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, os.fstat(descriptor).st_size)
+        )
         fsync(descriptor)
 
     monkeypatch.setattr("rl.observe.record.os.fsync", spy)
@@ -169,8 +187,14 @@ def test_a_row_is_on_disk_when_append_returns_and_costs_one_fsync(record, synced
     for step in (1, 2):
         fill(record, step)
         folder = [name for name, _ in synced].count("run")
-        assert folder == (3 if step == 1 else 1)  # the file of evaluations is new in the second round
-        assert [name for name, _ in synced if name != "run"][:3] == ["metrics.jsonl", "rollouts.jsonl", "ledger.jsonl"]
+        assert folder == (
+            3 if step == 1 else 1
+        )  # the file of evaluations is new in the second round
+        assert [name for name, _ in synced if name != "run"][:3] == [
+            "metrics.jsonl",
+            "rollouts.jsonl",
+            "ledger.jsonl",
+        ]
         last = dict(synced)
         assert last["metrics.jsonl"] == record.metrics_path.stat().st_size
         assert last["rollouts.jsonl"] == record.rollouts_path.stat().st_size

@@ -44,7 +44,9 @@ def test_a_span_that_raises_counts(clock):
 
 
 def test_hidden_is_what_a_step_of_stages_one_after_another_would_have_taken_longer(clock):
-    """train 0 to 6, generate 1 to 4, push 3 to 8: fourteen seconds' work from 0 to 8, and a wait of no stage."""
+    """train 0 to 6, generate 1 to 4, push 3 to 8: fourteen seconds' work from 0 to 8, and a wait of
+    no stage.
+    """
     watch = Stopwatch()
     spans = {"train": (0, 6), "generate": (1, 4), "push": (3, 8), "push_wait": (6, 8)}
     entered = {name: watch.span(name) for name in spans}

@@ -33,7 +33,9 @@ def batch_of(vocab_size: int) -> Batch:
 
 def engine_of(config: RunConfig, role: str, folder: str) -> TrainingEngine:
     found = roles_of(config)[role]
-    return TrainingEngine(found.trainer, found.model, head=found.head, seed=0, steps=5, folder=folder)
+    return TrainingEngine(
+        found.trainer, found.model, head=found.head, seed=0, steps=5, folder=folder
+    )
 
 
 def accumulate(engine: TrainingEngine, config: RunConfig, role: str) -> None:
@@ -45,15 +47,24 @@ def held(config: RunConfig, role: str, folder: str) -> dict[str, int]:
     """Bytes that a rank's tensors have after a step, by the names that a plan has for them."""
     engine = engine_of(config, role, folder)
     accumulate(engine, config, role)
-    gradients = [parameter.grad for parameter in engine.model.parameters() if parameter.grad is not None]
+    gradients = [
+        parameter.grad for parameter in engine.model.parameters() if parameter.grad is not None
+    ]
     sizes = {
         "parameters": storages(named_weights(engine.model).values()),
         "adapters": storages(named_adapters(engine.model).values()),
         "gradients": storages(gradients),
-        "RoPE tables": storages(buffer for name, buffer in engine.model.named_buffers() if name.endswith("rope.cache")),
+        "RoPE tables": storages(
+            buffer for name, buffer in engine.model.named_buffers() if name.endswith("rope.cache")
+        ),
     }
     engine.optim_step()
-    states = [value for each in engine.optimizers for state in each.state.values() for value in state.values()]
+    states = [
+        value
+        for each in engine.optimizers
+        for state in each.state.values()
+        for value in state.values()
+    ]
     sizes["optimizer states"] = storages(value for value in states if value.dim())
     if role == "policy":
         parts = engine.parts().values()
@@ -67,12 +78,17 @@ def held(config: RunConfig, role: str, folder: str) -> dict[str, int]:
 
 def storages(tensors: Any) -> int:
     """Bytes of their storages, each once."""
-    found = {local_tensor(t).untyped_storage()._cdata: local_tensor(t).untyped_storage().nbytes() for t in tensors}
+    found = {
+        local_tensor(t).untyped_storage()._cdata: local_tensor(t).untyped_storage().nbytes()
+        for t in tensors
+    }
     return sum(found.values())
 
 
 def grown(config: RunConfig, folder: str) -> dict[str, int]:
-    """By how many bytes a process grew, of memory of its own, after backward, after a step, and by a publisher."""
+    """By how many bytes a process grew, of memory of its own, after backward, after a step, and by
+    a publisher.
+    """
     before = resident("RssAnon")
     engine = engine_of(config, "policy", folder)
     accumulate(engine, config, "policy")
@@ -91,7 +107,9 @@ def saved(config: RunConfig, folder: str) -> int:
     """Bytes that autograd saves for the backward pass of one micro-batch, parameters left out."""
     engine = engine_of(config, "policy", folder)
     accumulate(engine, config, "policy")
-    shapes = {tuple(size) for p in engine.model.parameters() for size in (p.shape, reversed(p.shape))}
+    shapes = {
+        tuple(size) for p in engine.model.parameters() for size in (p.shape, reversed(p.shape))
+    }
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

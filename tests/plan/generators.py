@@ -8,7 +8,10 @@ from tests.plan.resident import resident
 def held(engine: Any) -> dict[str, int]:
     """Bytes of parameters and KV cache."""
     runner = engine._engine.model_executor.driver_worker.model_runner
-    caches = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in runner.kv_caches}
+    caches = {
+        cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes()
+        for cache in runner.kv_caches
+    }
     parameters = engine._model.titan.parameters()
     return {
         "parameters": sum(parameter.untyped_storage().nbytes() for parameter in parameters),

@@ -17,12 +17,17 @@ from rl.plan.diff import changes, leaves, mark_of
 def with_everything() -> RunConfig:
     """A config in which all that can be left out is there."""
     config = find_config("quickstart")()
-    config.trainer.lora, config.trainer.float8 = LoRAConverter.Config(), Float8LinearConverter.Config()
+    config.trainer.lora, config.trainer.float8 = (
+        LoRAConverter.Config(),
+        Float8LinearConverter.Config(),
+    )
     config.roles["teacher"] = RoleConfig(model=config.model)
     return config
 
 
-@pytest.mark.parametrize("checkpointing", [None, FullAC.Config(), SelectiveAC.Config(), MemoryBudgetAC.Config()])
+@pytest.mark.parametrize(
+    "checkpointing", [None, FullAC.Config(), SelectiveAC.Config(), MemoryBudgetAC.Config()]
+)
 def test_every_field_has_a_mark(checkpointing):
     config = with_everything()
     config.trainer.activation_checkpoint = checkpointing

@@ -1,4 +1,6 @@
-"""What a plan says that a generator holds is what a real one holds, and it starts with the least that is allowed."""
+"""What a plan says that a generator holds is what a real one holds, and it starts with the least
+that is allowed.
+"""
 
 import pytest
 
@@ -11,9 +13,18 @@ from tests.plan.generators import held, repacked
 from tests.plan.test_memory import config_of
 
 MODEL = ModelConfig(
-    vocab_size=2048, dim=512, n_layers=8, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=1536, max_seq_len=300
+    vocab_size=2048,
+    dim=512,
+    n_layers=8,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=64,
+    hidden_dim=1536,
+    max_seq_len=300,
 )
-ENGINE = GeneratorConfig(dtype="float32", block_size=32, max_batched_tokens=512, max_running_requests=8)
+ENGINE = GeneratorConfig(
+    dtype="float32", block_size=32, max_batched_tokens=512, max_running_requests=8
+)
 
 
 def test_a_generator_holds_what_was_planned_with_the_least_kv_cache_that_is_allowed():

@@ -21,12 +21,21 @@ from tests.training.ranks import on_ranks
 from tests.training.scenes import LAYOUTS
 
 TIED = ModelConfig(
-    vocab_size=2048, dim=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=768, max_seq_len=64
+    vocab_size=2048,
+    dim=256,
+    n_layers=4,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=64,
+    hidden_dim=768,
+    max_seq_len=64,
 )
 UNTIED = replace(TIED, tie_embeddings=False, fuse_qkv=False)
 UNEVEN = replace(TIED, vocab_size=2046, n_kv_heads=4)
 EXPERTS = replace(TIED, num_experts=4, experts_per_token=2, moe_hidden_dim=384)
-LARGE = replace(TIED, dim=512, n_layers=14, hidden_dim=1536)  # what else a process grows by is small against it
+LARGE = replace(
+    TIED, dim=512, n_layers=14, hidden_dim=1536
+)  # what else a process grows by is small against it
 
 
 def config_of(model: ModelConfig, layout: str = "alone") -> RunConfig:
@@ -74,40 +83,62 @@ def test_what_layouts_say_is_what_engines_hold(case, tmp_path):
     for rank, sizes in zip(planned, measured, strict=True):
         said = {name: sum(item.bytes for item in rank.named(name)) for name in sizes}
         padding = 4 * config.model.dim if "uneven" in case else 0  # FSDP's, of one row
-        assert said == {name: pytest.approx(size, rel=0, abs=padding) for name, size in sizes.items()}
+        assert said == {
+            name: pytest.approx(size, rel=0, abs=padding) for name, size in sizes.items()
+        }
 
 
 @pytest.mark.parametrize("delta", [False, True])
 def test_both_ends_of_a_push_over_the_network_hold_what_was_planned(delta):
     config = config_of(UNTIED, "fsdp2_tp2")
-    config.generator.tensor_parallel_degree, config.weights.transport, config.weights.delta = 2, "rdma", delta
+    config.generator.tensor_parallel_degree, config.weights.transport, config.weights.delta = (
+        2,
+        "rdma",
+        delta,
+    )
     setting = Setting(config)
     transfer, ranks = transfer_of(setting), all_ranks(setting)
 
     def parts(layout: Layout) -> list[Part]:
-        return [Part(region, torch.zeros(region.box.shape, dtype=transfer.dtype)) for region in layout]
+        return [
+            Part(region, torch.zeros(region.box.shape, dtype=transfer.dtype)) for region in layout
+        ]
 
     for rank, layout in enumerate(setting.pushed):
         publisher = PackedPublisher(parts(layout), transfer, rank=rank)
-        size = storages(memory for slots in (publisher._slots, publisher._deltas) for slot in slots for memory in slot)
+        size = storages(
+            memory
+            for slots in (publisher._slots, publisher._deltas)
+            for slot in slots
+            for memory in slot
+        )
         assert size == sum(item.bytes for item in ranks[rank].named("push slots"))
         publisher.close()
     for rank, layout in enumerate(setting.wanted):
         subscriber = PackedSubscriber(parts(layout), transfer, rank=rank)
         size = storages(memory for pair in subscriber._staged.values() for memory in pair)
-        assert size == sum(item.bytes for item in ranks[len(setting.pushed) + rank].named("push staging"))
+        assert size == sum(
+            item.bytes for item in ranks[len(setting.pushed) + rank].named("push staging")
+        )
 
 
 @pytest.mark.parametrize("layout", ["alone", "fsdp2"])
 def test_processes_grow_by_what_was_planned(layout, tmp_path):
-    """Beside it there are libraries' own buffers, and on several ranks what FSDP and gloo still hold of a pass."""
+    """Beside it there are libraries' own buffers, and on several ranks what FSDP and gloo still
+    hold of a pass.
+    """
     config = config_of(LARGE, layout)
     planned = [rank for rank in all_ranks(Setting(config)) if rank.mesh == "trainer"]
-    for rank, sizes in zip(planned, on_ranks(len(planned), grown, config, str(tmp_path)), strict=True):
+    for rank, sizes in zip(
+        planned, on_ranks(len(planned), grown, config, str(tmp_path)), strict=True
+    ):
         size = {item.name: item.bytes for item in rank.items}
         slack = 2 * size["gathered by FSDP"] if layout != "alone" else 0
         assert sizes["push slots"] == pytest.approx(size["push slots"], rel=0.02)
-        for moment, kept in (("with gradients", size["gradients"]), ("with states", size["optimizer states"])):
+        for moment, kept in (
+            ("with gradients", size["gradients"]),
+            ("with states", size["optimizer states"]),
+        ):
             least = size["parameters"] + kept
             assert least <= sizes[moment] <= 1.1 * (least + slack)
 

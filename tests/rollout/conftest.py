@@ -5,9 +5,13 @@ from rl.types import Completion, Prompt, Rollout
 
 @pytest.fixture
 def rollout():
-    """Makes one: ``rollout([1, 2], [7, 8, 9], reward=0.5)``; token t's log-prob is -t, versions count up from 3."""
+    """Makes one: ``rollout([1, 2], [7, 8, 9], reward=0.5)``; token t's log-prob is -t, versions
+    count up from 3.
+    """
 
-    def make(prompt, tokens, *, reward=0.0, sample=0, finish_reason="stop", task="", **metrics) -> Rollout:
+    def make(
+        prompt, tokens, *, reward=0.0, sample=0, finish_reason="stop", task="", **metrics
+    ) -> Rollout:
         completion = Completion(
             tokens=tokens,
             logprobs=[-float(token) for token in tokens],

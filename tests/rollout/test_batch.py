@@ -16,7 +16,9 @@ def groups(rollout):
 
 
 def batch_of(groups: list[list[Rollout]], reduction: str = "token_mean") -> Batch:
-    return make_batch([rollout for group in groups for rollout in group], reduction=reduction, max_tokens=8)
+    return make_batch(
+        [rollout for group in groups for rollout in group], reduction=reduction, max_tokens=8
+    )
 
 
 def test_columns_are_aligned_with_tokens(groups):
@@ -25,7 +27,24 @@ def test_columns_are_aligned_with_tokens(groups):
     assert batch.tokens.tolist() == [1, 2, 7, 8, 9, 1, 2, 6, 4, 5, 5, 4, 3, 2, 1, 9]
     assert batch.weights.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1, 1]
     columns = {name: values.tolist() for name, values in batch.columns.items()}
-    assert columns["behaviour_logprobs"] == [0, 0, -7, -8, -9, 0, 0, -6, 0, -5, -5, 0, -3, -2, -1, -9]
+    assert columns["behaviour_logprobs"] == [
+        0,
+        0,
+        -7,
+        -8,
+        -9,
+        0,
+        0,
+        -6,
+        0,
+        -5,
+        -5,
+        0,
+        -3,
+        -2,
+        -1,
+        -9,
+    ]
     assert columns["versions"] == [-1, -1, 3, 4, 5, -1, -1, 3, -1, 3, 4, -1, 3, 4, 5, 6]
 
 
@@ -60,7 +79,10 @@ def test_selected_rows_take_their_columns_along(groups):
 
 
 def test_metrics_say_what_the_step_came_to(rollout):
-    flat = [rollout([1], [2, 3], reward=1.0, exact=1.0, words=4.0), rollout([1], [2], reward=1.0, words=0.0)]
+    flat = [
+        rollout([1], [2, 3], reward=1.0, exact=1.0, words=4.0),
+        rollout([1], [2], reward=1.0, words=0.0),
+    ]
     mixed = [
         rollout([1], [2] * 5, reward=0.0, words=2.0, finish_reason="length"),
         rollout([1], [], reward=1.0, words=2.0),
@@ -79,10 +101,23 @@ def test_metrics_say_what_the_step_came_to(rollout):
 
 def test_metrics_of_a_mixture_are_of_all_and_of_each_task(rollout):
     sort = [rollout([1], [2], reward=r, task="sort", words=4.0) for r in (1.0, 0.0)]
-    copy = [[rollout([1], [2], reward=r, task="copy", exact=r) for r in pair] for pair in ((1.0, 1.0), (0.0, 1.0))]
+    copy = [
+        [rollout([1], [2], reward=r, task="copy", exact=r) for r in pair]
+        for pair in ((1.0, 1.0), (0.0, 1.0))
+    ]
     metrics = rollout_metrics([sort, *copy])
     assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
-        **{"reward/mean": 4 / 6, "reward/flat_groups": 1 / 3, "reward/exact": 0.5, "reward/words": 4.0},
-        **{"reward/sort/mean": 0.5, "reward/sort/flat_groups": 0.0, "reward/sort/exact": 0.0, "reward/sort/words": 4.0},
+        **{
+            "reward/mean": 4 / 6,
+            "reward/flat_groups": 1 / 3,
+            "reward/exact": 0.5,
+            "reward/words": 4.0,
+        },
+        **{
+            "reward/sort/mean": 0.5,
+            "reward/sort/flat_groups": 0.0,
+            "reward/sort/exact": 0.0,
+            "reward/sort/words": 4.0,
+        },
         **{"reward/copy/mean": 0.75, "reward/copy/flat_groups": 0.5, "reward/copy/exact": 0.75},
     }

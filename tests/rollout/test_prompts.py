@@ -1,4 +1,6 @@
-"""A prompt that no generator could take is refused with its task, its place and what was expected."""
+"""A prompt that no generator could take is refused with its task, its place and what was
+expected.
+"""
 
 from dataclasses import replace
 
@@ -42,7 +44,11 @@ def fails(error):
 
 
 def task(answer):
-    digits = Digits(CopyDigits.Config(max_prompt_tokens=6), seed=0, model=ModelConfig(vocab_size=16, max_seq_len=32))
+    digits = Digits(
+        CopyDigits.Config(max_prompt_tokens=6),
+        seed=0,
+        model=ModelConfig(vocab_size=16, max_seq_len=32),
+    )
     digits.answer = answer
     return digits
 
@@ -57,11 +63,20 @@ WRONG = [
     ({"tokens": [4, np.int64(5)]}, "has tokens=[4, np.int64(5)]; expected is a list"),
     ({"tokens": [4, True]}, "has tokens=[4, True]; expected is a list"),
     ({"tokens": [4, "5"]}, "has tokens=[4, '5']; expected is a list"),
-    ({"tokens": [4, 16]}, "has tokens=[4, 16]; expected is token ids of the model's vocabulary, from 0 to 15"),
-    ({"tokens": [-1, 4]}, "has tokens=[-1, 4]; expected is token ids of the model's vocabulary, from 0 to 15"),
+    (
+        {"tokens": [4, 16]},
+        "has tokens=[4, 16]; expected is token ids of the model's vocabulary, from 0 to 15",
+    ),
+    (
+        {"tokens": [-1, 4]},
+        "has tokens=[-1, 4]; expected is token ids of the model's vocabulary, from 0 to 15",
+    ),
     (
         {"tokens": [4] * 7},
-        "has tokens=[4, 4, 4, 4, 4, 4, 4]; expected is at most 6 tokens, not 7, by data.max_prompt_tokens=6",
+        (
+            "has tokens=[4, 4, 4, 4, 4, 4, 4]; expected is at most 6 tokens, not 7, by "
+            "data.max_prompt_tokens=6"
+        ),
     ),
     ({"ordinal": 5}, "has ordinal=5; expected is 3"),
     ({"ordinal": None}, "has ordinal=None; expected is 3"),
@@ -100,7 +115,8 @@ def test_an_evaluation_prompt_that_cannot_be_used_is_named(answer, message):
 @pytest.mark.parametrize("answer", [None, (), {}, "abc", [None] * 5])
 def test_evaluation_prompts_that_are_no_list_of_so_many_are_refused(answer):
     with pytest.raises(
-        RunError, match=r"Digits.eval_prompts\(4\) returned .*; expected is a list of at most 4 prompts"
+        RunError,
+        match=r"Digits.eval_prompts\(4\) returned .*; expected is a list of at most 4 prompts",
     ):
         eval_prompts(task(answer), 4)
 

@@ -15,7 +15,9 @@ from rl.tasks.base import Score
 from rl.types import Completion, Prompt, Sampling
 
 SAMPLING = Sampling(max_tokens=4, temperature=0.7, stop_token_ids=(2,))
-PROMPTS = [Prompt(ordinal=ordinal, tokens=[1, ordinal], text="", answer="") for ordinal in (5, 6, 7)]
+PROMPTS = [
+    Prompt(ordinal=ordinal, tokens=[1, ordinal], text="", answer="") for ordinal in (5, 6, 7)
+]
 
 
 class Echo:
@@ -25,7 +27,9 @@ class Echo:
         return " ".join(map(str, tokens))
 
     def score(self, prompt, text, completion):
-        return Score(reward=float(text.split()[0]), exact=prompt.ordinal == 6, metrics={"tokens": 1.0})
+        return Score(
+            reward=float(text.split()[0]), exact=prompt.ordinal == 6, metrics={"tokens": 1.0}
+        )
 
 
 async def score(prompt, completions):
@@ -36,7 +40,9 @@ async def score(prompt, completions):
 
 
 class Recorder:
-    """A generator: each completion is ten times the prompt's ordinal plus the sample, in requests' order."""
+    """A generator: each completion is ten times the prompt's ordinal plus the sample, in requests'
+    order.
+    """
 
     def __init__(self):
         self.requests = []
@@ -46,7 +52,9 @@ class Recorder:
         await asyncio.sleep(0)
         places = [tuple(map(int, request.request_id.split("/")[-2:])) for request in requests]
         return [
-            Completion(tokens=[10 * ordinal + sample], logprobs=[0.0], versions=[0], finish_reason="stop")
+            Completion(
+                tokens=[10 * ordinal + sample], logprobs=[0.0], versions=[0], finish_reason="stop"
+            )
             for ordinal, sample in places
         ]
 
@@ -68,10 +76,13 @@ def test_the_first_lost_group_of_each_kind_is_shown_and_all_are_counted():
     }
     first, second, third = shown
     assert first.startswith(
-        "the reward of Moody raised KeyError: 'seven'; prompt 0, sample 0, completion '0'\nTraceback"
+        "the reward of Moody raised KeyError: 'seven'; prompt 0, sample 0, completion "
+        "'0'\nTraceback"
     )
     assert "test_rollouter.py" in first
-    assert first.endswith("the group is lost; others that are lost for this reason are only counted")
+    assert first.endswith(
+        "the group is lost; others that are lost for this reason are only counted"
+    )
     assert second.startswith("the reward of Moody raised ZeroDivisionError: none today; prompt 1, ")
     assert third.startswith("the reward of Moody returned None, which is no Score; prompt 20, ")
 
@@ -87,13 +98,18 @@ class Moody(Echo):
 
 def collect(generate, prompts=PROMPTS, *, seed=0, samples=2, **options):
     rollouter = Rollouter(score, seed=seed, watch=Stopwatch())
-    return asyncio.run(rollouter.collect(prompts, SAMPLING, samples=samples, generate=generate, **options))
+    return asyncio.run(
+        rollouter.collect(prompts, SAMPLING, samples=samples, generate=generate, **options)
+    )
 
 
 def test_groups_and_samples_come_in_the_order_of_the_prompts():
     groups = collect(Recorder())
     assert [[r.reward for r in group] for group in groups] == [[50, 51], [60, 61], [70, 71]]
-    assert [[(r.prompt.ordinal, r.sample) for r in group] for group in groups][1] == [(6, 0), (6, 1)]
+    assert [[(r.prompt.ordinal, r.sample) for r in group] for group in groups][1] == [
+        (6, 0),
+        (6, 1),
+    ]
     assert [group[0].text for group in groups] == ["50", "60", "70"]
     assert groups[1][0].metrics == {"exact": 1.0, "tokens": 1.0}
     assert groups[0][0].metrics["exact"] == 0.0
@@ -136,11 +152,16 @@ def test_a_generator_that_loses_a_completion_is_found_out():
 
 def test_prompts_may_repeat_with_other_ordinals():
     again = [replace(PROMPTS[0], ordinal=8), PROMPTS[0]]
-    assert [[r.reward for r in group] for group in collect(Recorder(), again, samples=1)] == [[80], [50]]
+    assert [[r.reward for r in group] for group in collect(Recorder(), again, samples=1)] == [
+        [80],
+        [50],
+    ]
 
 
 def test_a_group_that_is_lost_leaves_its_reason_in_its_place():
-    before, lost, after = collect(Recorder(), [PROMPTS[0], replace(PROMPTS[0], ordinal=9), PROMPTS[1]])
+    before, lost, after = collect(
+        Recorder(), [PROMPTS[0], replace(PROMPTS[0], ordinal=9), PROMPTS[1]]
+    )
     assert isinstance(lost, GroupLost)
     assert (lost.reason, str(lost)) == ("reward raised", "nine has no reward")
     assert [rollout.reward for rollout in [*before, *after]] == [50, 51, 60, 61]

@@ -14,7 +14,9 @@ from rl.tasks.base import Score
 from rl.types import Completion, Prompt
 
 PROMPT = Prompt(ordinal=9, tokens=[1], text="", answer="")
-COMPLETIONS = [Completion(tokens=[n], logprobs=[0.0], versions=[0], finish_reason="stop") for n in (4, 5)]
+COMPLETIONS = [
+    Completion(tokens=[n], logprobs=[0.0], versions=[0], finish_reason="stop") for n in (4, 5)
+]
 
 
 class Moody:
@@ -49,15 +51,28 @@ class Unspeakable(Exception):
 def test_rollouts_are_made_of_texts_and_scores():
     good = Score(reward=0.5, exact=False)
     first, second = rollouts_of(PROMPT, COMPLETIONS, score_group(Moody(good), PROMPT, COMPLETIONS))
-    assert (first.sample, first.text, first.reward, first.metrics) == (0, "<4>", 1, {"exact": 1.0, "words": 3.0})
-    assert (second.sample, second.text, second.reward, second.metrics) == (1, "<5>", 0.5, {"exact": 0.0})
+    assert (first.sample, first.text, first.reward, first.metrics) == (
+        0,
+        "<4>",
+        1,
+        {"exact": 1.0, "words": 3.0},
+    )
+    assert (second.sample, second.text, second.reward, second.metrics) == (
+        1,
+        "<5>",
+        0.5,
+        {"exact": 0.0},
+    )
     assert (second.prompt, second.completion) == (PROMPT, COMPLETIONS[1])
 
 
 def test_a_reward_that_raises_is_named_with_its_input_and_its_traceback():
     with pytest.raises(GroupLost) as error:
         score_group(Moody(ZeroDivisionError("no reward today")), PROMPT, COMPLETIONS)
-    cause = "the reward of Moody raised ZeroDivisionError: no reward today; prompt 9, sample 1, completion '<5>'"
+    cause = (
+        "the reward of Moody raised ZeroDivisionError: no reward today; prompt 9, sample 1, "
+        "completion '<5>'"
+    )
     assert str(error.value).splitlines()[0] == cause
     assert "test_scoring.py" in str(error.value)
     assert error.value.reason == "reward raised"
@@ -72,21 +87,45 @@ def test_a_reward_that_raises_is_named_with_its_input_and_its_traceback():
         (Score(reward="1.0", exact=False), "reward='1.0', which is no finite number"),
         (Score(reward=None, exact=False), "reward=None, which is no finite number"),
         (Score(reward=1j, exact=False), "reward=1j, which is no finite number"),
-        (Score(reward=torch.tensor(1.0), exact=False), "reward=tensor(1.), which is no finite number"),
-        (Score(reward=10**400, exact=False), f"reward={'1' + '0' * 199}…, which is no finite number"),
-        (Score(reward=10**5000, exact=False), "reward=an int that cannot be shown, which is no finite number"),
+        (
+            Score(reward=torch.tensor(1.0), exact=False),
+            "reward=tensor(1.), which is no finite number",
+        ),
+        (
+            Score(reward=10**400, exact=False),
+            f"reward={'1' + '0' * 199}…, which is no finite number",
+        ),
+        (
+            Score(reward=10**5000, exact=False),
+            "reward=an int that cannot be shown, which is no finite number",
+        ),
         (Score(reward=-1e39, exact=False), "reward=-1e+39, which is no finite number in float32"),
-        (Score(reward=np.float64("nan"), exact=False), "reward=np.float64(nan), which is no finite number"),
-        (Score(reward=Unprintable(), exact=False), "reward=an Unprintable that cannot be shown, which is no finite"),
+        (
+            Score(reward=np.float64("nan"), exact=False),
+            "reward=np.float64(nan), which is no finite number",
+        ),
+        (
+            Score(reward=Unprintable(), exact=False),
+            "reward=an Unprintable that cannot be shown, which is no finite",
+        ),
         (Score(reward=1.0, exact=None), "exact=None, which is no bool"),
         (Score(reward=1.0, exact="yes"), "exact='yes', which is no bool"),
         (Score(reward=1.0, exact=1), "exact=1, which is no bool"),
         (Score(reward=1.0, exact=True, metrics=None), "metrics=None, which is no dict"),
         (Score(reward=1.0, exact=True, metrics={3: 1.0}), "a metric named 3; names are text"),
         (Score(reward=1.0, exact=True, metrics={"": 1.0}), "a metric named ''; names are text"),
-        (Score(reward=1.0, exact=True, metrics={"exact": 1.0}), "a metric named 'exact'; names are text"),
-        (Score(reward=1.0, exact=True, metrics={"mean": 1.0}), "a metric named 'mean'; names are text"),
-        (Score(reward=1.0, exact=True, metrics={"words": "many"}), "words='many', which is no finite number"),
+        (
+            Score(reward=1.0, exact=True, metrics={"exact": 1.0}),
+            "a metric named 'exact'; names are text",
+        ),
+        (
+            Score(reward=1.0, exact=True, metrics={"mean": 1.0}),
+            "a metric named 'mean'; names are text",
+        ),
+        (
+            Score(reward=1.0, exact=True, metrics={"words": "many"}),
+            "words='many', which is no finite number",
+        ),
         (Score(reward=1.0, exact=True, metrics={"words": 10**400}), "words=1000"),
         (
             Score(reward=1.0, exact=False, metrics={"words": 2.0, "length": float("inf")}),
@@ -102,12 +141,21 @@ def test_a_reward_that_makes_no_sense_is_named_with_what_it_returned(answer, nam
     assert error.value.reason == "reward made no sense"
 
 
-@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), Fraction(1, 2), 0.5, np.float16(0.5)])
+@pytest.mark.parametrize(
+    "number", [np.float32(0.5), np.float64(0.5), Fraction(1, 2), 0.5, np.float16(0.5)]
+)
 @pytest.mark.parametrize("yes", [True, np.bool_(True)])
 def test_numbers_of_any_library_become_plain_ones(number, yes):
-    score = Score(reward=number, exact=yes, metrics={np.str_("words"): number, "all": np.int64(3), "some": yes})
+    score = Score(
+        reward=number,
+        exact=yes,
+        metrics={np.str_("words"): number, "all": np.int64(3), "some": yes},
+    )
     _, rollout = rollouts_of(PROMPT, COMPLETIONS, score_group(Moody(score), PROMPT, COMPLETIONS))
-    assert (rollout.reward, rollout.metrics) == (0.5, {"exact": 1.0, "words": 0.5, "all": 3.0, "some": 1.0})
+    assert (rollout.reward, rollout.metrics) == (
+        0.5,
+        {"exact": 1.0, "words": 0.5, "all": 3.0, "some": 1.0},
+    )
     assert {type(value) for value in [rollout.reward, *rollout.metrics.values()]} == {float}
     assert {type(name) for name in rollout.metrics} == {str}
     assert json.loads(json.dumps(rollout.metrics)) == rollout.metrics
@@ -120,13 +168,18 @@ def test_numbers_of_any_library_become_plain_ones(number, yes):
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (Unspeakable(), "tests.rollout.test_scoring.Unspeakable: <exception str() failed>"),
         (ValueError("half \ud800"), r"ValueError: half \ud800"),
-        (ExceptionGroup("two", [ValueError("one"), Unspeakable()]), "ExceptionGroup: two (2 sub-exceptions)"),
+        (
+            ExceptionGroup("two", [ValueError("one"), Unspeakable()]),
+            "ExceptionGroup: two (2 sub-exceptions)",
+        ),
     ],
 )
 def test_a_reward_that_raises_anything_costs_its_group(error, said):
     with pytest.raises(GroupLost) as lost:
         score_group(Moody(error), PROMPT, COMPLETIONS)
-    assert f"the reward of Moody raised {said}; prompt 9, sample 1" in str(lost.value).splitlines()[0]
+    assert (
+        f"the reward of Moody raised {said}; prompt 9, sample 1" in str(lost.value).splitlines()[0]
+    )
     str(lost.value).encode()  # as a file or terminal takes it
     assert lost.value.reason == "reward raised"
 

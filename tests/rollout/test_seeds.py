@@ -6,12 +6,17 @@ from rl.rollout.seeds import derive_seed
 def test_every_turn_of_every_sample_has_a_seed_of_its_own():
     streams = ["train", "eval/greedy", "eval/sampled"]
     places = list(product(streams, range(3), range(12), range(12), range(3)))
-    seeds = {derive_seed(run, ordinal, sample, turn, stream=stream) for stream, run, ordinal, sample, turn in places}
+    seeds = {
+        derive_seed(run, ordinal, sample, turn, stream=stream)
+        for stream, run, ordinal, sample, turn in places
+    }
     assert len(seeds) == len(places)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_seeds_never_change():
-    """They are part of what a run is a function of: a new value would make no old run repeatable."""
+    """They are part of what a run is a function of: a new value would make no old run
+    repeatable.
+    """
     assert derive_seed(0, 0, 0) == 809641258927754436
     assert derive_seed(1, 23, 4, 5, stream="eval/greedy") == 5802365615274067443

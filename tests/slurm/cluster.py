@@ -14,7 +14,9 @@ START_S = 300.0  # the first start on a machine fetches Slurm
 
 
 class Cluster:
-    """One Slurm, whose state is in ``folder``: it must have a short path, and the script makes it."""
+    """One Slurm, whose state is in ``folder``: it must have a short path, and the script
+    makes it.
+    """
 
     def __init__(self, folder: Path, nodes: int = 3):
         self.folder = folder
@@ -25,11 +27,16 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """What slurm_dev.sh does with these arguments, with ``env`` added to this environment.
 
-        Raises TimeoutExpired after ``timeout`` seconds, when the command and its children have been killed.
+        Raises TimeoutExpired after ``timeout`` seconds, when the command and its children have been
+        killed.
         """
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(
-            [SCRIPT, *arguments], env=self.environment(env), text=True, start_new_session=True, **pipes
+            [SCRIPT, *arguments],
+            env=self.environment(env),
+            text=True,
+            start_new_session=True,
+            **pipes,
         )
         try:
             output, errors = process.communicate(timeout=timeout)
@@ -76,12 +83,16 @@ class Cluster:
         """The first of these states that the job is seen in."""
         end = time.monotonic() + timeout
         while (state := self.state(job)) not in states:
-            assert time.monotonic() < end, f"job {job} is {state}, not {' or '.join(states)}, after {timeout:.0f} s"
+            assert time.monotonic() < end, (
+                f"job {job} is {state}, not {' or '.join(states)}, after {timeout:.0f} s"
+            )
             time.sleep(0.1)
         return state
 
     def start_now(self, job: str) -> None:
-        """Spare a requeued job its wait, all but the second in which nodes still refuse its revoked credential."""
+        """Spare a requeued job its wait, all but the second in which nodes still refuse its revoked
+        credential.
+        """
         self.ask("scontrol", "update", f"jobid={job}", "StartTime=now+2")
 
     def holder(self) -> int:
@@ -102,9 +113,20 @@ class Cluster:
         return found
 
     def traces(self, network: str) -> list[str]:
-        """What the cluster that had this network leaves on the machine: processes, addresses, mounts, hosts, files."""
+        """What the cluster that had this network leaves on the machine: processes, addresses,
+        mounts, hosts, files.
+        """
         seen = [Path("/proc/self/mounts").read_text(), Path("/etc/hosts").read_text()]
-        seen.append(subprocess.run(["ip", "-oneline", "address"], capture_output=True, text=True, check=True).stdout)
-        left = [line for text in seen for line in text.splitlines() if "10.77.0." in line or str(self.folder) in line]
+        seen.append(
+            subprocess.run(
+                ["ip", "-oneline", "address"], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        left = [
+            line
+            for text in seen
+            for line in text.splitlines()
+            if "10.77.0." in line or str(self.folder) in line
+        ]
         left += [f"process {pid}" for pid in self.pids(network)]
         return left + [str(path) for path in [self.folder] if path.exists()]

@@ -22,9 +22,19 @@ class Job:
     """A job of ``python -m rl.launch slurm`` with these arguments, and the folder of its run."""
 
     def __init__(self, cluster: Cluster, folder: Path, *arguments: str, wait: float = 0.0):
-        """``wait`` is how many seconds the launcher may stay until the run has ended; 0 has it leave at once."""
+        """``wait`` is how many seconds the launcher may stay until the run has ended; 0 has it
+        leave at once.
+        """
         self.cluster, self.folder = cluster, folder
-        command = [sys.executable, "-m", "rl.launch", "slurm", *arguments, "--output-dir", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "rl.launch",
+            "slurm",
+            *arguments,
+            "--output-dir",
+            str(folder),
+        ]
         self.launched = cluster.run(*command, *(["--wait"] if wait else []), timeout=wait or 60.0)
         found = re.search(r"^job: +(\d+)$", self.launched.stdout, re.MULTILINE)
         assert found, self.launched.stderr
@@ -71,7 +81,8 @@ class Job:
         for pid in self.cluster.pids():
             try:
                 texts = [
-                    Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace") for name in ("cmdline", "environ")
+                    Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
+                    for name in ("cmdline", "environ")
                 ]
             except OSError:
                 continue  # it ended in the meantime

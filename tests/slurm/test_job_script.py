@@ -1,4 +1,6 @@
-"""What the job's script makes of the run's exit code, on a real Slurm, with a stand-in for the run."""
+"""What the job's script makes of the run's exit code, on a real Slurm, with a stand-in for
+the run.
+"""
 
 import re
 import shlex
@@ -29,7 +31,8 @@ def submit(
     prelude: str = "",
     commands: dict[str, str] | None = None,
 ) -> str:
-    """A job of the launcher's script, with the bash line ``run`` as its run, which does not end the worker itself.
+    """A job of the launcher's script, with the bash line ``run`` as its run, which does not end the
+    worker itself.
 
     ``commands`` are lines of bash that precede those of Slurm.
     """
@@ -45,7 +48,9 @@ def submit(
         text = re.sub(rf"(?m)^{name}=.*$", f"{name}={shlex.quote(str(value))}", text)
     launch.freeze({"job.sh": text})
     (folder / "logs").mkdir(parents=True)
-    train.write_text(f'attempt=$SLURM_RESTART_COUNT\necho "attempt ${{attempt:=0}} gets $*"\n{run}\n')
+    train.write_text(
+        f'attempt=$SLURM_RESTART_COUNT\necho "attempt ${{attempt:=0}} gets $*"\n{run}\n'
+    )
     worker.write_text('until [ -e "$1/over" ]; do sleep 0.1; done\n')
     (folder / "bin").mkdir()
     for name, lines in (commands or {}).items():
@@ -72,15 +77,23 @@ RUNS = {
     "told": 'trap "echo told; exit 75" USR1\n[ "$attempt" = 1 ] || while :; do sleep 0.1; done',
     "never done": "exit 75",
     "told early": '[ "$attempt" = 1 ] || while :; do sleep 0.1; done',
-    "told at its start": 'trap "echo told; exit 75" USR1\n[ "$attempt" = 1 ] || while :; do sleep 0.1; done',
+    "told at its start": (
+        'trap "echo told; exit 75" USR1\n[ "$attempt" = 1 ] || while :; do sleep 0.1; done'
+    ),
     "saved without Slurm's controller": '[ "$attempt" = 1 ] || exit 75',
 }
 FIRST = '[ "${SLURM_RESTART_COUNT:-0}" = 0 ]'
-NO_ANSWER = '[ -e "$0.asked" ] || { touch "$0.asked"; echo "Unable to contact slurm controller" >&2; exit 1; }'
-DROP_A_SIGNAL = 'trap "" USR1; kill -USR1 $PPID; sleep 1; trap - USR1'  # as srun does before the tasks have started
+NO_ANSWER = (
+    '[ -e "$0.asked" ] || { touch "$0.asked"; echo "Unable to contact slurm controller" '
+    ">&2; exit 1; }"
+)
+# as srun does before the tasks have started
+DROP_A_SIGNAL = 'trap "" USR1; kill -USR1 $PPID; sleep 1; trap - USR1'
 OPTIONS = {
     "told early": {"prelude": f"! {FIRST} || kill -USR1 $$"},
-    "told at its start": {"commands": {"srun": f'! {FIRST} || [[ "$*" != *run.sh ]] || {{ {DROP_A_SIGNAL}; }}'}},
+    "told at its start": {
+        "commands": {"srun": f'! {FIRST} || [[ "$*" != *run.sh ]] || {{ {DROP_A_SIGNAL}; }}'}
+    },
     "saved without Slurm's controller": {
         "commands": {"squeue": NO_ANSWER, "scontrol": f'[ "$1" != requeue ] || {NO_ANSWER}'}
     },
@@ -89,7 +102,9 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path]]:
-    """A job of each of RUNS and its folder, side by side: what is started again waits for seconds first."""
+    """A job of each of RUNS and its folder, side by side: what is started again waits for seconds
+    first.
+    """
     folders = {name: tmp_path_factory.mktemp("jobs") / "a run" for name in RUNS}
     return {
         name: (
@@ -141,11 +156,16 @@ def test_a_signal_while_srun_starts_the_run_is_not_lost(cluster, jobs):
         ("saved without Slurm's controller", "COMPLETED", 2),
     ],
 )
-def test_a_run_is_started_again_where_it_can_go_on_and_not_where_it_failed(name, state, attempts, cluster, jobs):
+def test_a_run_is_started_again_where_it_can_go_on_and_not_where_it_failed(
+    name, state, attempts, cluster, jobs
+):
     job, folder = jobs[name]
     assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == state, log(folder)
     begun = [line for line in says(folder).splitlines() if line.startswith("attempt")]
-    assert begun == ["attempt 0 gets ", *(f"attempt {attempt} gets --resume" for attempt in range(1, attempts))]
+    assert begun == [
+        "attempt 0 gets ",
+        *(f"attempt {attempt} gets --resume" for attempt in range(1, attempts)),
+    ]
 
 
 def test_no_more_attempts_than_allowed(cluster, jobs):
@@ -165,7 +185,9 @@ def test_a_cancelled_job_is_not_started_again(cluster, folder):
     until(lambda: idle(cluster), 10, "allocation and processes are gone")
 
 
-def test_every_process_has_what_the_shell_that_submits_has_and_what_the_config_adds(cluster, folder, monkeypatch):
+def test_every_process_has_what_the_shell_that_submits_has_and_what_the_config_adds(
+    cluster, folder, monkeypatch
+):
     monkeypatch.setenv("API_TOKEN", "s3cret")
     job = submit(cluster, folder, 'echo "$API_TOKEN, $GREETING, $FROM_PRELUDE, $TILLER_NODES"')
     assert cluster.wait_for(job, "COMPLETED", timeout=60) == "COMPLETED"
@@ -177,9 +199,13 @@ def test_every_process_has_what_the_shell_that_submits_has_and_what_the_config_a
 
 def test_jobs_that_share_a_node_do_not_get_in_each_others_way(cluster, tmp_path):
     entries = (
-        'until [ $(ls {}/*/logs/*/workers/n1.json | wc -l) = 2 ]; do sleep 0.2; done; cat "$TILLER_LOGS"/workers/*.json'
+        "until [ $(ls {}/*/logs/*/workers/n1.json | wc -l) = 2 ]; do sleep 0.2; done; cat "
+        '"$TILLER_LOGS"/workers/*.json'
     )
-    jobs = [submit(cluster, tmp_path / name, entries.format(tmp_path), real_worker=True) for name in ("one", "two")]
+    jobs = [
+        submit(cluster, tmp_path / name, entries.format(tmp_path), real_worker=True)
+        for name in ("one", "two")
+    ]
     assert [cluster.wait_for(job, "COMPLETED", timeout=60) for job in jobs] == ["COMPLETED"] * 2
     addresses = {re.search(r"tcp://n1:\d+", says(tmp_path / name))[0] for name in ("one", "two")}
     assert len(addresses) == 2

@@ -19,7 +19,9 @@ def uninterrupted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_a_trainer_on_two_nodes_and_a_generator_on_a_third_learn(uninterrupted, cluster):
-    assert uninterrupted.launched.returncode == 0, uninterrupted.launched.stdout + uninterrupted.log()
+    assert uninterrupted.launched.returncode == 0, (
+        uninterrupted.launched.stdout + uninterrupted.log()
+    )
     assert f"job {uninterrupted.id}: COMPLETED" in uninterrupted.launched.stdout
     assert "step 45/45" in uninterrupted.launched.stdout
     rewards = uninterrupted.rewards()
@@ -42,13 +44,20 @@ def test_a_trainer_on_two_nodes_and_a_generator_on_a_third_learn(uninterrupted, 
     until(lambda: idle(cluster), 20, "allocation and processes are gone")
 
 
-def test_preemption_and_a_lost_node_cost_attempts_and_change_no_weight(uninterrupted, cluster, tmp_path):
+def test_preemption_and_a_lost_node_cost_attempts_and_change_no_weight(
+    uninterrupted, cluster, tmp_path
+):
     job = Job(cluster, tmp_path / "run", *QUICKSTART, "--trainer.checkpoint.async_mode", "async")
     job.trains(0)
-    placed = {name: {*job.processes(f"/{name}.log\0").values()} for name in ("trainer-0", "trainer-1", "generator-0-0")}
+    placed = {
+        name: {*job.processes(f"/{name}.log\0").values()}
+        for name in ("trainer-0", "trainer-1", "generator-0-0")
+    }
     assert placed == {"trainer-0": {"n1"}, "trainer-1": {"n2"}, "generator-0-0": {"n3"}}
 
-    urgent = cluster.submit("--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1")
+    urgent = cluster.submit(
+        "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1"
+    )
     until(lambda: job.restarts() == 1, 60, "it makes way")
     left = int(re.search(r"interrupted by SIGTERM after step (\d+)", job.says(0))[1])
     cluster.wait_for(urgent, "COMPLETED")
@@ -76,13 +85,18 @@ def test_a_cancelled_run_ends_for_good_and_leaves_nothing(cluster, tmp_path):
     job = Job(cluster, tmp_path / "run", *QUICKSTART)
     job.trains(0)
     cluster.ask("scancel", job.id)
-    assert cluster.wait_for(job.id, "CANCELLED", "COMPLETED", "FAILED", "PENDING", timeout=60) == "CANCELLED"
+    assert (
+        cluster.wait_for(job.id, "CANCELLED", "COMPLETED", "FAILED", "PENDING", timeout=60)
+        == "CANCELLED"
+    )
     until(lambda: idle(cluster), 40, "allocation and processes are gone")
     assert job.restarts() == 0
 
 
 @pytest.mark.long
-def test_a_run_longer_than_its_time_limit_ends_with_the_weights_that_it_has_on_one_host(cluster, tmp_path: Path):
+def test_a_run_longer_than_its_time_limit_ends_with_the_weights_that_it_has_on_one_host(
+    cluster, tmp_path: Path
+):
     longer = ("--config", "quickstart", "--steps", "250")
     whole = Run(*longer, *ON_ONE_HOST, folder=tmp_path / "whole")
     assert whole.wait() == 0, whole.stderr
@@ -96,10 +110,15 @@ def test_a_run_longer_than_its_time_limit_ends_with_the_weights_that_it_has_on_o
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_on_another_node_is_started_again_within_the_attempt(uninterrupted, cluster, tmp_path):
+def test_a_rank_that_dies_on_another_node_is_started_again_within_the_attempt(
+    uninterrupted, cluster, tmp_path
+):
     job = Job(cluster, tmp_path / "run", *QUICKSTART)
     job.trains(0)
-    for name, said in (("generator-0-0", "generator-0 rank 0 on n3"), ("trainer-1", "trainer rank 1 on n2")):
+    for name, said in (
+        ("generator-0-0", "generator-0 rank 0 on n3"),
+        ("trainer-1", "trainer rank 1 on n2"),
+    ):
         before = job.steps()
         for pid in job.processes(f"/{name}.log\0"):
             os.kill(pid, signal.SIGKILL)

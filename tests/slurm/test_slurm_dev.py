@@ -54,17 +54,27 @@ def test_a_batch_job_writes_its_output_and_tells_its_exit_code(cluster: Cluster,
 
 def test_a_preempted_job_is_requeued_and_may_soon_run_again(cluster: Cluster, tmp_path: Path):
     script = "echo life ${SLURM_RESTART_COUNT:-0}; [ ${SLURM_RESTART_COUNT:-0} = 1 ] || sleep 1000"
-    cluster.ask("scontrol", "update", "PartitionName=main", "GraceTime=0")  # its end is seen every 30 s only
-    low = cluster.submit("-N3", "--exclusive", "--open-mode=append", f"--output={tmp_path}/low", "--wrap", script)
+    cluster.ask(
+        "scontrol", "update", "PartitionName=main", "GraceTime=0"
+    )  # its end is seen every 30 s only
+    low = cluster.submit(
+        "-N3", "--exclusive", "--open-mode=append", f"--output={tmp_path}/low", "--wrap", script
+    )
     cluster.wait_for(low, "RUNNING")
-    high = cluster.submit("-N3", "--exclusive", "-p", "high", f"--output={tmp_path}/high", "--wrap", "srun hostname")
+    high = cluster.submit(
+        "-N3", "--exclusive", "-p", "high", f"--output={tmp_path}/high", "--wrap", "srun hostname"
+    )
     cluster.wait_for(low, "PENDING")
     cluster.wait_for(high, "COMPLETED")
-    assert datetime.fromisoformat(cluster.field(low, "StartTime")) < datetime.now() + timedelta(seconds=15)
+    assert datetime.fromisoformat(cluster.field(low, "StartTime")) < datetime.now() + timedelta(
+        seconds=15
+    )
     cluster.start_now(low)
     cluster.wait_for(low, "COMPLETED")
     cluster.ask("scontrol", "update", "PartitionName=main", "GraceTime=30")
-    lives = [line for line in (tmp_path / "low").read_text().splitlines() if line.startswith("life")]
+    lives = [
+        line for line in (tmp_path / "low").read_text().splitlines() if line.startswith("life")
+    ]
     assert lives == ["life 0", "life 1"]
     assert sorted((tmp_path / "high").read_text().split()) == ["n1", "n2", "n3"]
 
@@ -73,7 +83,13 @@ def test_run_hands_on_exit_status_input_folder_and_environment(cluster: Cluster,
     command = [SCRIPT, "run", "bash", "-c", "pwd; cat; echo $WORD; hostname; exit 7"]
     environment = cluster.environment({"WORD": "given"})
     ran = subprocess.run(
-        command, env=environment, cwd=tmp_path, input="read\n", capture_output=True, text=True, timeout=30
+        command,
+        env=environment,
+        cwd=tmp_path,
+        input="read\n",
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     assert ran.stdout.split() == [str(tmp_path), "read", "given", "login"]
     assert ran.returncode == 7
@@ -86,7 +102,8 @@ def test_run_hands_on_signals(cluster: Cluster):
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("start",), ("run",), ("up", "0"), ("up", "many"), ("up", "1", "2"), ("down", "1")]
+    "arguments",
+    [(), ("start",), ("run",), ("up", "0"), ("up", "many"), ("up", "1", "2"), ("down", "1")],
 )
 def test_wrong_use_is_told_the_right_one(cluster: Cluster, arguments: tuple[str, ...]):
     wrong = cluster.script(*arguments)
@@ -121,7 +138,14 @@ def test_a_folder_that_holds_something_else_is_left_alone(other: Cluster):
 def test_up_lets_go_of_its_callers_files(other: Cluster):
     read, write = os.pipe()
     command = [SCRIPT, "up", "1"]
-    subprocess.run(command, env=other.environment(), pass_fds=[write], check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        command,
+        env=other.environment(),
+        pass_fds=[write],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
     os.close(write)
     at_end, _, _ = select.select([read], [], [], 20)
     assert at_end, "a process of the cluster still holds the caller's pipe"
@@ -183,8 +207,16 @@ def test_a_user_who_is_not_root_has_one_too(cluster: Cluster):
         environment = os.environ | {"SLURM_DEV_DIR": f"{place}/state", "XDG_CACHE_HOME": place}
 
         def as_user(*arguments: str) -> subprocess.CompletedProcess[str]:
-            options = {"user": 65534, "group": 65534, "extra_groups": [], "env": environment, "cwd": place}
-            return subprocess.run([script, *arguments], capture_output=True, text=True, timeout=60, **options)
+            options = {
+                "user": 65534,
+                "group": 65534,
+                "extra_groups": [],
+                "env": environment,
+                "cwd": place,
+            }
+            return subprocess.run(
+                [script, *arguments], capture_output=True, text=True, timeout=60, **options
+            )
 
         started = as_user("up", "2")
         if started.returncode == CANNOT_RUN_HERE:

@@ -46,19 +46,26 @@ def test_a_tokenizer_that_ends_nothing_is_refused():
 
 
 def test_stop_tokens_that_are_no_ids_are_refused():
-    with pytest.raises(ConfigError, match=r"Reverse names the stop tokens \(None,\); they must be token ids"):
+    with pytest.raises(
+        ConfigError, match=r"Reverse names the stop tokens \(None,\); they must be token ids"
+    ):
         Reverse.Config(stop=(None,)).build(seed=0, model=ModelConfig())
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
 def test_every_epoch_shows_every_example_once(size):
     for epoch in range(3):
-        assert sorted(epoch_index(5, epoch * size + place, size) for place in range(size)) == list(range(size))
+        assert sorted(epoch_index(5, epoch * size + place, size) for place in range(size)) == list(
+            range(size)
+        )
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     cases = [(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
-    orders = {tuple(epoch_index(seed, epoch * 50 + place, 50) for place in range(50)) for seed, epoch in cases}
+    orders = {
+        tuple(epoch_index(seed, epoch * 50 + place, 50) for place in range(50))
+        for seed, epoch in cases
+    }
     assert len(orders) == 4
 
 

@@ -14,7 +14,10 @@ def build(seed=0, model=None, **config):
 
 def score(task, prompt, tokens):
     completion = Completion(
-        tokens=tokens, logprobs=[0.0] * len(tokens), versions=[0] * len(tokens), finish_reason="stop"
+        tokens=tokens,
+        logprobs=[0.0] * len(tokens),
+        versions=[0] * len(tokens),
+        finish_reason="stop",
     )
     return task.score(prompt, task.decode(tokens), completion)
 
@@ -27,7 +30,9 @@ def test_prompts_are_a_function_of_seed_and_ordinal():
 
 
 def test_training_never_sees_held_out_digits():
-    trained = {build(seed=seed).prompt(ordinal).answer for seed in range(3) for ordinal in range(3000)}
+    trained = {
+        build(seed=seed).prompt(ordinal).answer for seed in range(3) for ordinal in range(3000)
+    }
     held_out = {prompt.answer for prompt in build().eval_prompts(1000)}
     assert not trained & held_out
     assert len(held_out) >= 256

@@ -20,7 +20,9 @@ def build(tiny, seed=0, model=None, **config):
 
 
 def write(path, *lines):
-    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    path.write_text(
+        "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    )
     return str(path)
 
 
@@ -40,7 +42,10 @@ def test_prompts_are_the_chat_template_with_the_question_in_it(tiny):
 
 def test_stop_tokens_come_from_tokenizer_and_generation_config(tiny, tmp_path):
     task = build(tiny)
-    assert set(task.tokenizer.convert_ids_to_tokens(task.stop_token_ids)) == {"<|im_end|>", "<|endoftext|>"}
+    assert set(task.tokenizer.convert_ids_to_tokens(task.stop_token_ids)) == {
+        "<|im_end|>",
+        "<|endoftext|>",
+    }
     folder = shutil.copytree(tiny[0], tmp_path / "model")
     (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert build(tiny, model=ModelConfig(hf_path=str(folder))).stop_token_ids == (2, 7)
@@ -64,7 +69,9 @@ def test_prompts_are_a_function_of_seed_and_ordinal(tiny):
     assert [task.prompt(ordinal) for ordinal in reversed(range(130))] == forward[::-1]
     assert [prompt.ordinal for prompt in forward] == list(range(130))
     other = build(tiny, seed=1)
-    assert [other.prompt(ordinal).text for ordinal in range(130)] != [prompt.text for prompt in forward]
+    assert [other.prompt(ordinal).text for ordinal in range(130)] != [
+        prompt.text for prompt in forward
+    ]
     assert other.eval_prompts(3) == task.eval_prompts(3)
 
 
@@ -78,9 +85,17 @@ def test_the_right_number_earns_one_and_anything_else_nothing(tiny):
     task = build(tiny)
     prompt = task.prompt(0)
     right = task.score(prompt, f"so it is\n#### {prompt.answer}.0", SILENT)
-    assert (right.reward, right.exact, right.metrics) == (1.0, True, {"answered": 1.0, "format": 1.0})
+    assert (right.reward, right.exact, right.metrics) == (
+        1.0,
+        True,
+        {"answered": 1.0, "format": 1.0},
+    )
     wrong = task.score(prompt, f"{prompt.answer}1", SILENT)
-    assert (wrong.reward, wrong.exact, wrong.metrics) == (0.0, False, {"answered": 1.0, "format": 0.0})
+    assert (wrong.reward, wrong.exact, wrong.metrics) == (
+        0.0,
+        False,
+        {"answered": 1.0, "format": 0.0},
+    )
     assert task.score(prompt, "", SILENT).metrics["answered"] == 0.0
 
 
@@ -92,7 +107,9 @@ def test_a_reward_worker_scores_without_reading_the_data(tiny):
     assert scorer.decode(prompt.tokens) == build(tiny).decode(prompt.tokens)
     mixed = Mixture.Config(tasks={"one": config, "two": Mixture.Config(tasks={"three": config})})
     named = replace(prompt, task="two/three")
-    assert mixed.build_scorer(seed=0, model=model).score(named, f"#### {prompt.answer}", SILENT).exact
+    assert (
+        mixed.build_scorer(seed=0, model=model).score(named, f"#### {prompt.answer}", SILENT).exact
+    )
 
 
 class ScoresByItsPrompts(Gsm8kJsonl):
@@ -119,7 +136,9 @@ def test_progress_is_told_while_a_file_is_read_and_tokenised(tiny, tmp_path):
     with showing_progress(told.append):
         build(tiny, path=path)
     assert told[0] == f"read 10,000 lines of {path}"
-    assert told[1:] == [f"tokenised {count:,} of 10,000 questions of {path}" for count in range(0, 10_000, 2_000)]
+    assert told[1:] == [
+        f"tokenised {count:,} of 10,000 questions of {path}" for count in range(0, 10_000, 2_000)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -129,9 +148,15 @@ def test_progress_is_told_while_a_file_is_read_and_tokenised(tiny, tmp_path):
         ([problem(1), "[1]\n"], "line 2: not a JSON object"),
         ([{"question": "?"}], "line 1: field 'answer' is missing"),
         ([{"question": 5, "answer": "#### 5"}], "line 1: field 'question' is missing or not text"),
-        ([problem(1), {"question": "?", "answer": "5"}], "line 2: field 'answer' has no '#### NUMBER' at its end"),
+        (
+            [problem(1), {"question": "?", "answer": "5"}],
+            "line 2: field 'answer' has no '#### NUMBER' at its end",
+        ),
         ([problem(1), "[" * 100_000 + "\n"], "line 2: not JSON: maximum recursion depth exceeded"),
-        ([{"question": "half \ud800", "answer": "#### 1"}], r"line 1: field 'question' has half of a surrogate pair"),
+        (
+            [{"question": "half \ud800", "answer": "#### 1"}],
+            r"line 1: field 'question' has half of a surrogate pair",
+        ),
         (["\n"], "is empty"),
         ([problem(1), problem(1)], "has 1 different question"),
     ],
@@ -153,7 +178,10 @@ def test_bytes_that_are_not_text_are_refused(tiny, tmp_path):
 def test_prompts_too_long_are_refused_with_line_and_lengths(tiny, tmp_path):
     long = {"question": "How many? " * 80, "answer": "#### 1"}
     path = write(tmp_path / "long.jsonl", problem(1), long, problem(2), long)
-    with pytest.raises(ConfigError, match=r"line 2: its prompt has \d+ tokens.*max_prompt_tokens=100 .*2 such lines"):
+    with pytest.raises(
+        ConfigError,
+        match=r"line 2: its prompt has \d+ tokens.*max_prompt_tokens=100 .*2 such lines",
+    ):
         build(tiny, path=path, max_prompt_tokens=100)
     with pytest.raises(ConfigError, match=r"line 2: .*model.max_seq_len=128"):
         build(tiny, path=path, model=ModelConfig(hf_path=str(tiny[0]), max_seq_len=128))
@@ -165,11 +193,17 @@ def test_prompts_too_long_are_refused_with_line_and_lengths(tiny, tmp_path):
         ({"path": ""}, "data.path: not set"),
         ({"path": "/nowhere/x.jsonl"}, "data.path: there is no file '/nowhere/x.jsonl'"),
         ({"path": "/proc"}, "data.path: '/proc' cannot be read: Is a directory"),
-        ({"path": "/proc/self/mem"}, "data.path: '/proc/self/mem' cannot be read: Input/output error"),
+        (
+            {"path": "/proc/self/mem"},
+            "data.path: '/proc/self/mem' cannot be read: Input/output error",
+        ),
         ({"path": "/" + "x" * 300}, "cannot be read: File name too long"),
         ({"held_out_fraction": 0.0}, "data.held_out_fraction: 0.0"),
         ({"model": ModelConfig()}, "model.hf_path: not set"),
-        ({"model": ModelConfig(hf_path="/nowhere")}, "model.hf_path: there is no folder '/nowhere'"),
+        (
+            {"model": ModelConfig(hf_path="/nowhere")},
+            "model.hf_path: there is no folder '/nowhere'",
+        ),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(tiny, config, message):
@@ -178,7 +212,8 @@ def test_a_config_that_cannot_work_is_refused(tiny, config, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("tokenizer.json", "has no tokenizer.json"), ("chat_template.jinja", "no chat template")]
+    ("name", "message"),
+    [("tokenizer.json", "has no tokenizer.json"), ("chat_template.jinja", "no chat template")],
 )
 def test_a_model_folder_without_its_tokenizer_files_is_refused(tiny, tmp_path, name, message):
     folder = shutil.copytree(tiny[0], tmp_path / "model")

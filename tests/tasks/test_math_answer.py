@@ -54,7 +54,10 @@ def test_other_numbers_are_not(answer):
 
 def test_answers_can_be_compared_outside_the_main_thread():
     results = []
-    threads = [threading.Thread(target=lambda: results.append(same_value("17.50", "35/2"))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: results.append(same_value("17.50", "35/2")))
+        for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -64,7 +67,13 @@ def test_answers_can_be_compared_outside_the_main_thread():
 
 @pytest.mark.parametrize(
     ("solution", "number"),
-    [("so\n#### 1,234", "1234"), ("#### -5 ", "-5"), ("#### $0.5", "0.5"), ("#### 5 apples", None), ("5", None)],
+    [
+        ("so\n#### 1,234", "1234"),
+        ("#### -5 ", "-5"),
+        ("#### $0.5", "0.5"),
+        ("#### 5 apples", None),
+        ("5", None),
+    ],
 )
 def test_a_reference_ends_in_its_number(solution, number):
     assert reference_number(solution) == number

@@ -1,4 +1,6 @@
-"""A mixture shows each task as often as it should, each goes through its own prompts, and each scores its own."""
+"""A mixture shows each task as often as it should, each goes through its own prompts, and each
+scores its own.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -19,7 +21,9 @@ from rl.types import Completion, Prompt
 
 
 class Numbers(Task):
-    """Prompt after prompt says its own ordinal, from ``first`` on; ``held_out`` ones are for evaluation."""
+    """Prompt after prompt says its own ordinal, from ``first`` on; ``held_out`` ones are for
+    evaluation.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
@@ -39,10 +43,17 @@ class Numbers(Task):
         return Prompt(ordinal=ordinal, tokens=[0], text="", answer=str(self.config.first + ordinal))
 
     def eval_prompts(self, count):
-        return [replace(self.prompt(place), text="held out") for place in range(min(count, self.config.held_out))]
+        return [
+            replace(self.prompt(place), text="held out")
+            for place in range(min(count, self.config.held_out))
+        ]
 
     def score(self, prompt, text, completion):
-        return Score(reward=self.config.first + float(text), exact=text == prompt.answer, metrics={"seen": 1.0})
+        return Score(
+            reward=self.config.first + float(text),
+            exact=text == prompt.answer,
+            metrics={"seen": 1.0},
+        )
 
 
 def build(seed=0, **config) -> Mixture:
@@ -53,7 +64,9 @@ def numbers(*names, **config) -> dict[str, Task.Config]:
     return {name: Numbers.Config(first=1000 * place, **config) for place, name in enumerate(names)}
 
 
-weights = st.dictionaries(st.sampled_from("abc"), st.floats(0, 10), min_size=1).filter(lambda w: any(w.values()))
+weights = st.dictionaries(st.sampled_from("abc"), st.floats(0, 10), min_size=1).filter(
+    lambda w: any(w.values())
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,9 +75,13 @@ weights = st.dictionaries(st.sampled_from("abc"), st.floats(0, 10), min_size=1).
     st.lists(st.integers(1, 60), min_size=3, max_size=3),
     st.lists(st.integers(0, 250), max_size=5),
 )
-def test_each_task_goes_through_its_own_prompts_in_order_whatever_the_stages(stages, lengths, jumps):
+def test_each_task_goes_through_its_own_prompts_in_order_whatever_the_stages(
+    stages, lengths, jumps
+):
     starts = [sum(lengths[:place]) for place in range(1, len(stages))]
-    later = [Stage(first_ordinal=start, weights=w) for start, w in zip(starts, stages[1:], strict=True)]
+    later = [
+        Stage(first_ordinal=start, weights=w) for start, w in zip(starts, stages[1:], strict=True)
+    ]
     config = {"tasks": numbers("a", "b", "c"), "weights": stages[0], "stages": later}
     task, shown = build(**config), Counter()
     stream = [task.prompt(ordinal) for ordinal in range(250)]
@@ -74,9 +91,14 @@ def test_each_task_goes_through_its_own_prompts_in_order_whatever_the_stages(sta
     assert [prompt.ordinal for prompt in stream] == list(range(250))
     for start, end, w in zip([0, *starts], [*starts, 250], stages, strict=True):
         counts = Counter(prompt.task for prompt in stream[start:end])
-        assert all(abs(counts[name] - (end - start) * w.get(name, 0.0) / sum(w.values())) < 1.69 for name in "abc")
+        assert all(
+            abs(counts[name] - (end - start) * w.get(name, 0.0) / sum(w.values())) < 1.69
+            for name in "abc"
+        )
     fresh = build(**config)  # as after a resume: no memory of what was shown
-    assert [fresh.prompt(ordinal) for ordinal in jumps if ordinal < 250] == [stream[o] for o in jumps if o < 250]
+    assert [fresh.prompt(ordinal) for ordinal in jumps if ordinal < 250] == [
+        stream[o] for o in jumps if o < 250
+    ]
 
 
 def test_a_far_ordinal_is_known_without_those_before_it():
@@ -88,9 +110,16 @@ def test_a_far_ordinal_is_known_without_those_before_it():
 
 def test_a_curriculum_of_digits_goes_from_one_to_three():
     task = build(
-        tasks={"one": CopyDigits.Config(digits=1), "two": CopyDigits.Config(digits=2), "three": CopyDigits.Config()},
+        tasks={
+            "one": CopyDigits.Config(digits=1),
+            "two": CopyDigits.Config(digits=2),
+            "three": CopyDigits.Config(),
+        },
         weights={"one": 1.0},
-        stages=[Stage(first_ordinal=30, weights={"one": 1, "two": 3}), Stage(first_ordinal=70, weights={"three": 1})],
+        stages=[
+            Stage(first_ordinal=30, weights={"one": 1, "two": 3}),
+            Stage(first_ordinal=70, weights={"three": 1}),
+        ],
         max_prompt_tokens=16,
     )
     digits = [len(task.prompt(ordinal).answer.split()) for ordinal in range(100)]
@@ -98,16 +127,25 @@ def test_a_curriculum_of_digits_goes_from_one_to_three():
     assert Counter(digits[30:70]) == {1: 10, 2: 30}
     assert digits[70:] == [3] * 30
     assert task.prompt(80).tokens == task.tokenizer(task.prompt(80).text)["input_ids"]
-    assert task.prompt(80) != build(seed=1, tasks=task.config.tasks, weights={"three": 1}).prompt(80)
+    assert task.prompt(80) != build(seed=1, tasks=task.config.tasks, weights={"three": 1}).prompt(
+        80
+    )
 
 
 def test_without_weights_all_are_shown_alike():
     task = build(tasks=numbers("a", "b", "c"))
-    assert Counter(task.prompt(ordinal).task for ordinal in range(30)) == {"a": 10, "b": 10, "c": 10}
+    assert Counter(task.prompt(ordinal).task for ordinal in range(30)) == {
+        "a": 10,
+        "b": 10,
+        "c": 10,
+    }
 
 
 def test_every_task_scores_its_own_also_in_a_mixture_of_mixtures():
-    tasks = {"outer": Mixture.Config(tasks=numbers("a", "b"), weights={"b": 1.0}), "c": Numbers.Config(first=5000)}
+    tasks = {
+        "outer": Mixture.Config(tasks=numbers("a", "b"), weights={"b": 1.0}),
+        "c": Numbers.Config(first=5000),
+    }
     task = build(tasks=tasks)
     prompts = {prompt.task: prompt for prompt in map(task.prompt, range(2))}
     assert set(prompts) == {"outer/b", "c"}
@@ -133,13 +171,18 @@ def test_held_out_prompts_are_of_all_tasks_in_proportion_to_their_shares_of_the_
 
 
 def test_where_one_task_holds_out_too_few_the_others_fill_up():
-    task = build(tasks=numbers("a", held_out=3) | {"b": Numbers.Config(held_out=10)}, weights={"a": 9, "b": 1})
+    task = build(
+        tasks=numbers("a", held_out=3) | {"b": Numbers.Config(held_out=10)},
+        weights={"a": 9, "b": 1},
+    )
     assert Counter(prompt.task for prompt in task.eval_prompts(8)) == {"a": 3, "b": 5}
     assert len(task.eval_prompts(100)) == 13
 
 
 class Listed(Numbers):
-    """Shows the numbers from ``first`` to ``last``, by epochs; every tenth of its own count is held out."""
+    """Shows the numbers from ``first`` to ``last``, by epochs; every tenth of its own count is held
+    out.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Numbers.Config):
@@ -148,7 +191,10 @@ class Listed(Numbers):
     def __init__(self, config, *, seed, model):
         super().__init__(config, seed=seed, model=model)
         numbers = range(config.first, config.last + 1)
-        self.held_out, self.train = numbers[::10], [number for number in numbers if number not in numbers[::10]]
+        self.held_out, self.train = (
+            numbers[::10],
+            [number for number in numbers if number not in numbers[::10]],
+        )
 
     def prompt(self, ordinal):
         number = self.train[epoch_index(self.seed, ordinal, len(self.train))]
@@ -156,12 +202,18 @@ class Listed(Numbers):
 
     def eval_prompts(self, count):
         numbers = enumerate(self.held_out[:count])
-        return [Prompt(ordinal=place, tokens=[number], text=str(number), answer="") for place, number in numbers]
+        return [
+            Prompt(ordinal=place, tokens=[number], text=str(number), answer="")
+            for place, number in numbers
+        ]
 
 
 def test_no_task_trains_on_what_another_holds_out():
     tasks = {"a": Listed.Config(), "b": Listed.Config(first=5, last=104)}
-    for config in (tasks, {"a": tasks["a"], "inner": Mixture.Config(tasks={"b": tasks["b"]}, max_prompt_tokens=16)}):
+    for config in (
+        tasks,
+        {"a": tasks["a"], "inner": Mixture.Config(tasks={"b": tasks["b"]}, max_prompt_tokens=16)},
+    ):
         task = build(tasks=config)
         stream = [task.prompt(ordinal) for ordinal in range(1000)]
         held_out = {prompt.text for prompt in task.eval_prompts(1000)}
@@ -176,7 +228,9 @@ def test_no_task_trains_on_what_another_holds_out():
 def test_a_task_that_another_holds_out_entirely_is_refused_by_name():
     task = build(tasks={"a": Listed.Config(), "b": Listed.Config(last=9)})
     task.tasks["b"].train = [0]
-    with pytest.raises(RunError, match="data.tasks: a holds out for evaluation what b would train on: 100 prompts"):
+    with pytest.raises(
+        RunError, match="data.tasks: a holds out for evaluation what b would train on: 100 prompts"
+    ):
         task.prompt(1)
 
 
@@ -184,32 +238,52 @@ def test_a_task_that_another_holds_out_entirely_is_refused_by_name():
     ("config", "message"),
     [
         ({"tasks": {}}, "data.tasks is empty; name at least one"),
-        ({"tasks": numbers("a b")}, "data.tasks has the name 'a b'; it must be letters, digits and underscores"),
+        (
+            {"tasks": numbers("a b")},
+            "data.tasks has the name 'a b'; it must be letters, digits and underscores",
+        ),
         (
             {"tasks": numbers("a"), "max_prompt_tokens": 8},
             "data.tasks.a.max_prompt_tokens is 16; it must be at most data.max_prompt_tokens=8",
         ),
-        ({"tasks": {"a": CopyDigits.Config(digits=0)}}, "data.tasks.a: data.digits: 0 leaves nothing to copy"),
+        (
+            {"tasks": {"a": CopyDigits.Config(digits=0)}},
+            "data.tasks.a: data.digits: 0 leaves nothing to copy",
+        ),
         ({"weights": {"c": 1.0}}, "data.weights names 'c'; the tasks are a, b"),
         ({"weights": {"a": -1.0}}, "data.weights.a is -1.0; it must be 0 or above, and finite"),
         ({"weights": {"a": float("nan")}}, "data.weights.a is nan; it must be 0 or above"),
         ({"weights": {"a": float("inf")}}, "data.weights.a is inf; it must be 0 or above"),
         ({"weights": {"a": 0.0}}, "data.weights is {'a': 0.0}; at least one must be above 0"),
-        ({"stages": [Stage(first_ordinal=5, weights={})]}, "data.stages.0.weights is {}; at least one"),
+        (
+            {"stages": [Stage(first_ordinal=5, weights={})]},
+            "data.stages.0.weights is {}; at least one",
+        ),
         (
             {"stages": [Stage(first_ordinal=0, weights={"a": 1})]},
             "data.stages.0.first_ordinal is 0; it must be above 0",
         ),
         (
-            {"stages": [Stage(first_ordinal=7, weights={"a": 1}), Stage(first_ordinal=7, weights={"b": 1})]},
+            {
+                "stages": [
+                    Stage(first_ordinal=7, weights={"a": 1}),
+                    Stage(first_ordinal=7, weights={"b": 1}),
+                ]
+            },
             "data.stages.1.first_ordinal is 7; it must be above 7",
         ),
-        ({"stages": [Stage(first_ordinal=7, weights={"z": 1})]}, "data.stages.0.weights names 'z'; the tasks are a, b"),
+        (
+            {"stages": [Stage(first_ordinal=7, weights={"z": 1})]},
+            "data.stages.0.weights names 'z'; the tasks are a, b",
+        ),
         (
             {"tasks": {"a": CopyDigits.Config(), "b": Numbers.Config(words=("more",))}},
             "data.tasks: a and b have different tokenizers",
         ),
-        ({"tasks": {"a": CopyDigits.Config(), "b": Numbers.Config(stop=3)}}, "a and b have different tokenizers"),
+        (
+            {"tasks": {"a": CopyDigits.Config(), "b": Numbers.Config(stop=3)}},
+            "a and b have different tokenizers",
+        ),
     ],
 )
 def test_a_mixture_that_cannot_work_is_refused(config, message):
@@ -221,7 +295,9 @@ def mixed() -> RunConfig:
     """A config with a mixture."""
     tasks = {"one": CopyDigits.Config(digits=1), "two": CopyDigits.Config(digits=2)}
     stages = [Stage(first_ordinal=5, weights={"two": 1.0})]
-    return RunConfig(data=Mixture.Config(tasks=tasks, weights={"one": 1.0, "two": 2.0}, stages=stages))
+    return RunConfig(
+        data=Mixture.Config(tasks=tasks, weights={"one": 1.0, "two": 2.0}, stages=stages)
+    )
 
 
 def test_fields_of_inner_tasks_weights_and_stages_are_given_on_the_command_line():
@@ -244,5 +320,9 @@ def test_fields_of_inner_tasks_weights_and_stages_are_given_on_the_command_line(
 
 
 def test_an_unknown_field_of_an_inner_task_is_answered_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"--data.tasks.one.digit: .*did you mean --data.tasks.one.digits.*All in"):
-        parse_config(["--config", f"{__name__}.mixed", "--data.tasks.one.digit", "4"], program="train")
+    with pytest.raises(
+        ConfigError, match=r"--data.tasks.one.digit: .*did you mean --data.tasks.one.digits.*All in"
+    ):
+        parse_config(
+            ["--config", f"{__name__}.mixed", "--data.tasks.one.digit", "4"], program="train"
+        )

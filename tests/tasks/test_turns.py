@@ -11,13 +11,18 @@ from hypothesis import strategies as st
 from rl.tasks.turns import Turns
 
 WEIGHT = st.one_of(st.integers(1, 20).map(float), st.floats(1e-6, 1e6))
-WEIGHTS = st.lists(WEIGHT, min_size=1, max_size=12).map(lambda weights: {f"t{i}": w for i, w in enumerate(weights)})
+WEIGHTS = st.lists(WEIGHT, min_size=1, max_size=12).map(
+    lambda weights: {f"t{i}": w for i, w in enumerate(weights)}
+)
 BOUND = 1.68
 
 
 def off(weights: dict[str, float], counts: dict[str, int], turns: int) -> float:
     total = sum(map(Fraction, weights.values()))
-    return max(abs(counts.get(name, 0) - turns * Fraction(weight) / total) for name, weight in weights.items())
+    return max(
+        abs(counts.get(name, 0) - turns * Fraction(weight) / total)
+        for name, weight in weights.items()
+    )
 
 
 @settings(max_examples=60, deadline=None)

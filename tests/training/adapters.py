@@ -29,7 +29,9 @@ STEPS = 3
 
 
 def adapted(model: str, layout: str, folder: str, **trainer: Any) -> TrainingEngine:
-    return engine_of(MODELS[model], folder=folder, layout=LAYOUTS[layout], lora=LORA, lr=1e-2, **trainer)
+    return engine_of(
+        MODELS[model], folder=folder, layout=LAYOUTS[layout], lora=LORA, lr=1e-2, **trainer
+    )
 
 
 @torch.no_grad()
@@ -39,7 +41,9 @@ def wake(engine: TrainingEngine) -> None:
         if "lora_b" in name:
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
             full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.3
-            local_tensor(parameter).copy_(full[local_box(parameter).slices_in(Box.whole(full.shape))])
+            local_tensor(parameter).copy_(
+                full[local_box(parameter).slices_in(Box.whole(full.shape))]
+            )
     engine.weights_loaded()
 
 
@@ -50,7 +54,9 @@ def merged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         a, b = (weights.get(name.replace(".weight", f".lora_{x}.weight")) for x in "ab")
         return 0.0 if a is None else LORA.alpha / LORA.rank * (b @ a)
 
-    return {name: weight + product(name) for name, weight in weights.items() if not is_adapter(name)}
+    return {
+        name: weight + product(name) for name, weight in weights.items() if not is_adapter(name)
+    }
 
 
 def merge_error(engine: TrainingEngine) -> float:
@@ -59,7 +65,9 @@ def merge_error(engine: TrainingEngine) -> float:
     parts = engine.parts()
     assert [*parts] == [*whole]
     boxes = {name: part.box.slices_in(Box.whole(part.shape)) for name, part in parts.items()}
-    return max(float((part.tensor - whole[name][boxes[name]]).abs().max()) for name, part in parts.items())
+    return max(
+        float((part.tensor - whole[name][boxes[name]]).abs().max()) for name, part in parts.items()
+    )
 
 
 def play_adapted(model: str, layout: str, folder: str) -> dict[str, Any]:
@@ -83,6 +91,8 @@ def play_adapted(model: str, layout: str, folder: str) -> dict[str, Any]:
     engine.onload()
     result["next"] = learn(engine, ragged_batch(seed=2))
     now = engine.parts()
-    result["stale_parts"] = [name for name, part in parts.items() if not torch.equal(part.tensor, now[name].tensor)]
+    result["stale_parts"] = [
+        name for name, part in parts.items() if not torch.equal(part.tensor, now[name].tensor)
+    ]
     checkpointer.close()
     return result

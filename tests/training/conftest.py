@@ -38,7 +38,11 @@ def played(tmp_path_factory):
             folder = str(tmp_path_factory.mktemp(f"{model}-{layout}"))
             ranks = LAYOUTS[layout].ranks
             alone = ranks == 1
-            answers = [play(model, layout, folder)] if alone else on_ranks(ranks, play, model, layout, folder)
+            answers = (
+                [play(model, layout, folder)]
+                if alone
+                else on_ranks(ranks, play, model, layout, folder)
+            )
             done[model, layout] = answers, folder
         return done[model, layout]
 

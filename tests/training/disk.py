@@ -52,7 +52,10 @@ def write_to_a_disk_full_on_rank_1(layout: str, folder: str) -> list[str]:
     engine = engine_of(TIED_FUSED, folder=folder, layout=LAYOUTS[layout])
     checkpointer = checkpointer_of(engine, folder)
     said = []
-    for write in (lambda: checkpointer.save(1, {}), lambda: checkpointer.export_hf(f"{folder}/export")):
+    for write in (
+        lambda: checkpointer.save(1, {}),
+        lambda: checkpointer.export_hf(f"{folder}/export"),
+    ):
         with full_disk() if os.environ["RANK"] == "1" else contextlib.nullcontext():
             try:
                 write()
@@ -84,7 +87,9 @@ def save_and_step_on(layout: str, folder: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def held_writes(name: str) -> Iterator[Callable[[], None]]:
-    """DCP writes no data into the folder of that name before the end of the block, or before the call of the result."""
+    """DCP writes no data into the folder of that name before the end of the block, or before the
+    call of the result.
+    """
     end, write = threading.Event(), FileSystemWriter.write_data
 
     def write_later(writer: FileSystemWriter, *args: Any) -> Any:
@@ -99,7 +104,9 @@ def held_writes(name: str) -> Iterator[Callable[[], None]]:
 
 
 def adopt_and_count(folder: str, layout: str, export: str) -> dict[str, list[int]]:
-    """Elements of this rank's parts, and of every piece that it reads from a Hugging Face folder and writes to one."""
+    """Elements of this rank's parts, and of every piece that it reads from a Hugging Face folder
+    and writes to one.
+    """
     read: list[int] = []
     written: list[int] = []
 
@@ -149,6 +156,10 @@ class CountedSlice:
 
 def everything(engine: TrainingEngine) -> Parts:
     """This rank's parts of the weights and of the optimizer's moments."""
-    state = {name: t for name, t in engine.optimizers.state_dict().items() if name.endswith(("exp_avg", "exp_avg_sq"))}
+    state = {
+        name: t
+        for name, t in engine.optimizers.state_dict().items()
+        if name.endswith(("exp_avg", "exp_avg_sq"))
+    }
     moments = {name: part_of(name, t) for name, t in state.items()}
     return engine.parts() | moments

@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 DEADLINE_S = 120.0
 # Large enough that a save takes a while, small enough that a step does not.
-MODEL = ModelConfig(vocab_size=8192, dim=128, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=256, max_seq_len=15)
+MODEL = ModelConfig(
+    vocab_size=8192, dim=128, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=256, max_seq_len=15
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ def kill_at(ranks: Ranks, folder: str, step: int, delay: float) -> None:
 
 
 def kill_in_a_save(ranks: Ranks, folder: str, step: int) -> str | None:
-    """Kill while a checkpoint at ``step`` or later is being written; its name, None if it became complete."""
+    """Kill while a checkpoint at ``step`` or later is being written; its name, None if it became
+    complete.
+    """
     folders = StepFolders(Path(folder) / "checkpoints")
 
     def being_written() -> int | None:

@@ -1,6 +1,7 @@
 """Runs a function on several gloo ranks, each in a process of its own.
 
-Ranks are forked from a server that has imported torchtitan once, so a launch costs little more than what it runs.
+Ranks are forked from a server that has imported torchtitan once, so a launch costs little more than
+what it runs.
 """
 
 import multiprocessing
@@ -17,7 +18,8 @@ from torch.distributed import TCPStore
 DEADLINE_S = 120.0
 STORE_OF_PARENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
-# A server that forks must have one thread, or what the others hold breaks; PyTorch and pyarrow's allocator start some.
+# A server that forks must have one thread, or what the others hold breaks; PyTorch and pyarrow's
+# allocator start some.
 os.environ |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
@@ -30,7 +32,9 @@ _server.set_forkserver_preload(
 )
 
 
-def on_ranks(count: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE_S) -> list[Any]:
+def on_ranks(
+    count: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE_S
+) -> list[Any]:
     """What ``function(*args)`` returns on each of ``count`` ranks.
 
     Raises AssertionError with the traceback of the rank that failed first, or the ranks that were
@@ -41,16 +45,22 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, deadline: flo
 
 
 class Ranks:
-    """``function(*args)`` running on ``count`` ranks; a context manager that leaves no process behind."""
+    """``function(*args)`` running on ``count`` ranks; a context manager that leaves no process
+    behind.
+    """
 
     def __init__(self, count: int, function: Callable[..., Any], *args: Any):
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that stays its own
+        self._store = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )  # on a port that stays its own
         self._readers: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(count):
             reader, writer = _server.Pipe(duplex=False)
             environment = rank_environment(rank, count, self._store.port) | STORE_OF_PARENT
-            process = _server.Process(target=_rank, args=(writer, environment, function, args), daemon=True)
+            process = _server.Process(
+                target=_rank, args=(writer, environment, function, args), daemon=True
+            )
             process.start()
             writer.close()
             self._readers.append(reader)
@@ -67,7 +77,9 @@ class Ranks:
         answers = _collect(self._readers, time.monotonic() + deadline)
         for process in self._processes:
             process.join(20)
-        assert all(process.exitcode == 0 for process in self._processes), "a rank did not end in good order"
+        assert all(process.exitcode == 0 for process in self._processes), (
+            "a rank did not end in good order"
+        )
         return answers
 
     def are_alive(self) -> bool:
@@ -83,8 +95,17 @@ class Ranks:
 
 
 def rank_environment(rank: int, count: int, port: int = 0) -> dict[str, str]:
-    """Variables that torch.distributed reads. A lone rank connects to no other, so any port will do."""
-    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    """Variables that torch.distributed reads.
+
+    A lone rank connects to no other, so any port will do.
+    """
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": count,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     return {name: str(value) for name, value in values.items()}
 
 
@@ -104,10 +125,14 @@ def _collect(readers: list[Connection], end: float) -> list[Any]:
     return [answers[rank] for rank in range(len(readers))]
 
 
-def _rank(writer: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    writer: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any
+) -> None:
     os.environ.update(environment)
     try:
         answer = (False, function(*args))
     except BaseException:
         answer = (True, traceback.format_exc())
-    writer.send_bytes(pickle.dumps(answer))  # by value: tensors shared by handle would die with this process
+    writer.send_bytes(
+        pickle.dumps(answer)
+    )  # by value: tensors shared by handle would die with this process

@@ -1,4 +1,6 @@
-"""The same mathematics in float64, one sequence at a time; of Tiller only losses, which have tests of their own."""
+"""The same mathematics in float64, one sequence at a time; of Tiller only losses, which have tests
+of their own.
+"""
 
 import torch
 
@@ -9,7 +11,8 @@ EPS = 1e-6
 
 
 class Qwen3:
-    """A Qwen3 on weights by torchtitan's names; arXiv:2505.09388 and transformers' modeling_qwen3 and qwen3_moe.
+    """A Qwen3 on weights by torchtitan's names; arXiv:2505.09388 and transformers' modeling_qwen3
+    and qwen3_moe.
 
     Where the weights are those of experts, each token goes through ``top_k`` of them.
     """
@@ -25,21 +28,33 @@ class Qwen3:
         top_k: int = 2,
     ):
         self.weights = {name: tensor.double().requires_grad_() for name, tensor in weights.items()}
-        self.n_layers, self.n_heads, self.head_dim, self.theta, self.top_k = n_layers, n_heads, head_dim, theta, top_k
+        self.n_layers, self.n_heads, self.head_dim, self.theta, self.top_k = (
+            n_layers,
+            n_heads,
+            head_dim,
+            theta,
+            top_k,
+        )
 
     def __call__(self, tokens: list[int]) -> torch.Tensor:
         """Logits [len(tokens), vocabulary]."""
         embedding = self.weights["tok_embeddings.weight"]
         x = embedding[tokens]
         for layer in range(self.n_layers):
-            w = {k.split(".", 2)[2]: v for k, v in self.weights.items() if k.startswith(f"layers.{layer}.")}
+            w = {
+                k.split(".", 2)[2]: v
+                for k, v in self.weights.items()
+                if k.startswith(f"layers.{layer}.")
+            }
             x = x + self._attend(w, norm(x, w["attention_norm.weight"]))
             h = norm(x, w["ffn_norm.weight"])
             if "moe.router.gate.weight" in w:
                 x = x + self._mix(w, h)
             else:
                 x = x + feed_forward(h, *(w[f"feed_forward.w{n}.weight"] for n in (1, 2, 3)))
-        return norm(x, self.weights["norm.weight"]) @ self.weights.get("lm_head.weight", embedding).T
+        return (
+            norm(x, self.weights["norm.weight"]) @ self.weights.get("lm_head.weight", embedding).T
+        )
 
     def _attend(self, w: dict[str, torch.Tensor], h: torch.Tensor) -> torch.Tensor:
         length, size = len(h), self.head_dim
@@ -47,26 +62,41 @@ class Qwen3:
             groups = (h @ w["attention.qkv_linear.wqkv.weight"].T).view(length, -1, size)
             per_group = self.n_heads // ((groups.shape[1] - self.n_heads) // 2) + 2
             groups = groups.view(length, -1, per_group, size)
-            q, k, v = groups[:, :, :-2].reshape(length, -1, size), groups[:, :, -2], groups[:, :, -1]
+            q, k, v = (
+                groups[:, :, :-2].reshape(length, -1, size),
+                groups[:, :, -2],
+                groups[:, :, -1],
+            )
         else:
-            q, k, v = ((h @ w[f"attention.qkv_linear.w{n}.weight"].T).view(length, -1, size) for n in "qkv")
+            q, k, v = (
+                (h @ w[f"attention.qkv_linear.w{n}.weight"].T).view(length, -1, size) for n in "qkv"
+            )
         q = self._rotate(norm(q, w["attention.q_norm.weight"]))
         k = self._rotate(norm(k, w["attention.k_norm.weight"]))
         k, v = (t.repeat_interleave(self.n_heads // t.shape[1], dim=1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         attended = scores.masked_fill(future, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", attended, v).reshape(length, -1) @ w["attention.wo.weight"].T
+        return (
+            torch.einsum("hqk,khd->qhd", attended, v).reshape(length, -1)
+            @ w["attention.wo.weight"].T
+        )
 
     def _mix(self, w: dict[str, torch.Tensor], h: torch.Tensor) -> torch.Tensor:
-        """The ``top_k`` likeliest experts of each token, by their share of the probability of these."""
+        """The ``top_k`` likeliest experts of each token, by their share of the probability of
+        these.
+        """
         probs = (h @ w["moe.router.gate.weight"].T).softmax(-1)
         kept = probs * (probs >= probs.sort(descending=True).values[:, self.top_k - 1 : self.top_k])
         share = kept / kept.sum(-1, keepdim=True)
         experts = zip(
-            *(w[f"moe.routed_experts.inner_experts.{n}"] for n in ("w1_EFD", "w2_EDF", "w3_EFD")), strict=True
+            *(w[f"moe.routed_experts.inner_experts.{n}"] for n in ("w1_EFD", "w2_EDF", "w3_EFD")),
+            strict=True,
         )
-        return (torch.stack([feed_forward(h, *weights) for weights in experts], -1) @ share.unsqueeze(-1)).squeeze(-1)
+        return (
+            torch.stack([feed_forward(h, *weights) for weights in experts], -1)
+            @ share.unsqueeze(-1)
+        ).squeeze(-1)
 
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         half = self.head_dim // 2
@@ -76,7 +106,9 @@ class Qwen3:
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
-def feed_forward(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
+def feed_forward(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor
+) -> torch.Tensor:
     gate = x @ w1.T
     return (gate * gate.sigmoid() * (x @ w3.T)) @ w2.T
 
@@ -85,14 +117,21 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
 
 
-def per_token(model: Qwen3, tokens: list[int], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each token after the first, and the entropy of the distribution it was drawn from."""
+def per_token(
+    model: Qwen3, tokens: list[int], temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each token after the first, and the entropy of the distribution it was drawn
+    from.
+    """
     probs = (model(tokens)[:-1] / temperature).softmax(-1)
-    return probs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1).log(), -(probs * probs.log()).sum(-1)
+    return probs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1).log(), -(
+        probs * probs.log()
+    ).sum(-1)
 
 
 def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
-    """Sum over the batch's tokens of weight times clipped policy loss with entropy bonus and KL penalty.
+    """Sum over the batch's tokens of weight times clipped policy loss with entropy bonus and KL
+    penalty.
 
     GSPO's ratio is that of the sequence's tokens of weight above 0.
     """
@@ -100,7 +139,9 @@ def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
     sizes = batch.lengths.tolist()
     names = ("advantages", "behaviour_logprobs", "reference_logprobs")
     columns = [batch.tokens, batch.weights, *(batch.columns[name] for name in names)]
-    for tokens, weights, advantages, behaviour, prior in zip(*(c.split(sizes) for c in columns), strict=True):
+    for tokens, weights, advantages, behaviour, prior in zip(
+        *(c.split(sizes) for c in columns), strict=True
+    ):
         if len(tokens) == 1:
             continue
         logprobs, entropy = per_token(model, tokens.tolist(), temperature)
@@ -117,16 +158,24 @@ def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
 
 def loss_sum_by_tokens(model: Qwen3, batch, loss, *, temperature: float):
     """The same of any loss, which is called with one sequence at a time, in float64."""
-    total, call, sizes = torch.tensor(0.0, dtype=torch.float64), loss.build(), batch.lengths.tolist()
+    total, call, sizes = (
+        torch.tensor(0.0, dtype=torch.float64),
+        loss.build(),
+        batch.lengths.tolist(),
+    )
     columns = {name: values.split(sizes) for name, values in batch.columns.items()}
-    for row, (tokens, weights) in enumerate(zip(batch.tokens.split(sizes), batch.weights.split(sizes), strict=True)):
+    for row, (tokens, weights) in enumerate(
+        zip(batch.tokens.split(sizes), batch.weights.split(sizes), strict=True)
+    ):
         counted = weights[1:] > 0
         if not counted.any():
             continue
         logprobs, entropy = per_token(model, tokens.tolist(), temperature)
         own = {name: values[row][1:][counted].double() for name, values in columns.items()}
         said = {"logprobs": logprobs[counted], "entropy": entropy[counted]}
-        cost, _ = call(Tokens(own | said, sequence=torch.zeros(int(counted.sum()), dtype=torch.int64)))
+        cost, _ = call(
+            Tokens(own | said, sequence=torch.zeros(int(counted.sum()), dtype=torch.int64))
+        )
         total = total + (weights[1:][counted] * cost).sum()
     return total
 
@@ -139,10 +188,15 @@ def of_scene(weights: dict[str, torch.Tensor]) -> Qwen3:
 def relative_error(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     """Distance over the reference's norm, of all parameters as one vector."""
     assert values.keys() == reference.keys()
-    flat = [torch.cat([tensors[name].flatten() for name in reference]) for tensors in (values, reference)]
+    flat = [
+        torch.cat([tensors[name].flatten() for name in reference])
+        for tensors in (values, reference)
+    ]
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
 def worst_error(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     """The largest relative error of any one parameter: a small one that is wrong cannot hide."""
-    return max(relative_error({name: values[name]}, {name: wanted}) for name, wanted in reference.items())
+    return max(
+        relative_error({name: values[name]}, {name: wanted}) for name, wanted in reference.items()
+    )

@@ -21,12 +21,23 @@ from rl.training.micro_batches import balanced
 from rl.types import Batch, Head
 from rl.weights.digest import digests
 
-# 46 over tensor parallel 2 is 23, which FSDP over 2 then cuts unevenly; 15 is no multiple of any padding.
-SIZES = {"vocab_size": 30, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 46}
+# 46 over tensor parallel 2 is 23, which FSDP over 2 then cuts unevenly; 15 is no multiple of any
+# padding.
+SIZES = {
+    "vocab_size": 30,
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 8,
+    "hidden_dim": 46,
+}
 TIED_FUSED = ModelConfig(**SIZES, max_seq_len=15, tie_embeddings=True, fuse_qkv=True)
 UNTIED_SPLIT = ModelConfig(**SIZES, max_seq_len=15, tie_embeddings=False, fuse_qkv=False)
 EXPERTS = replace(TIED_FUSED, num_experts=4, experts_per_token=2, moe_hidden_dim=20)
-FEW_EXPERTS = replace(EXPERTS, num_experts=2, tie_embeddings=False)  # fewer than four ranks: FSDP cuts within them
+FEW_EXPERTS = replace(
+    EXPERTS, num_experts=2, tie_embeddings=False
+)  # fewer than four ranks: FSDP cuts within them
 MODELS = {"tied_fused": TIED_FUSED, "untied_split": UNTIED_SPLIT, "experts": EXPERTS}
 
 TEMPERATURE = 0.7
@@ -92,7 +103,9 @@ def engine_of(
     head: Head = "logprobs",
     **trainer: Any,
 ) -> TrainingEngine:
-    """An engine whose random weights are three times torchtitan's, so that some tokens are likelier."""
+    """An engine whose random weights are three times torchtitan's, so that some tokens are
+    likelier.
+    """
     config = TrainerConfig(
         parallelism=(layout or Layout()).parallelism,
         training=TrainingConfig(mixed_precision_param=dtype, max_norm=max_norm),
@@ -113,7 +126,8 @@ def share(engine: TrainingEngine, batch: Batch) -> Batch:
 
 
 def ragged_batch(lengths: tuple[int, ...] = (4, 15, 1, 7, 11), seed: int = 0) -> Batch:
-    """Sequences up to the model's longest and down to one token, with a weight and columns of its own per token.
+    """Sequences up to the model's longest and down to one token, with a weight and columns of its
+    own per token.
 
     Prompts have weight 0, and so has every fifth token: a tool's answer within a completion. The
     ratios of these are by far the largest, so that any sum or extreme that counts them is wrong.
@@ -130,8 +144,12 @@ def ragged_batch(lengths: tuple[int, ...] = (4, 15, 1, 7, 11), seed: int = 0) ->
         weights=weights.masked_fill(silent, 0.0),
         columns={
             "advantages": torch.randn(total, generator=draw),
-            "behaviour_logprobs": (torch.randn(total, generator=draw) * 0.3 - 3.4).masked_fill(silent, -12.0),
-            "reference_logprobs": (torch.randn(total, generator=draw) * 0.3 - 3.4).masked_fill(silent, 12.0),
+            "behaviour_logprobs": (torch.randn(total, generator=draw) * 0.3 - 3.4).masked_fill(
+                silent, -12.0
+            ),
+            "reference_logprobs": (torch.randn(total, generator=draw) * 0.3 - 3.4).masked_fill(
+                silent, 12.0
+            ),
         },
     )
 
@@ -168,7 +186,9 @@ def gradients_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
 def logits_of(engine: TrainingEngine, tokens: torch.Tensor) -> torch.Tensor:
     """Logits [B, L, V] of rows of one length: the model itself only ends in log-probs."""
     kept: list[torch.Tensor] = []
-    handle = engine.model.norm.register_forward_hook(lambda module, given, hidden: kept.append(hidden))
+    handle = engine.model.norm.register_forward_hook(
+        lambda module, given, hidden: kept.append(hidden)
+    )
     lengths = torch.full((len(tokens),), tokens.shape[1] + 1)
     padded = torch.cat([tokens, tokens[:, :1]], dim=1).flatten()
     engine.config.micro_batch_size = len(tokens)
@@ -177,9 +197,16 @@ def logits_of(engine: TrainingEngine, tokens: torch.Tensor) -> torch.Tensor:
     return kept[0][:, : tokens.shape[1]] @ whole(engine.model.lm_head.weight).T
 
 
-def accumulate(engine: TrainingEngine, *batches: Batch, loss: PolicyLoss.Config = LOSS) -> dict[str, Any]:
-    """Gradients of ``batches``, one call each, what the calls returned, and what a step makes of it."""
-    calls = [engine.forward_backward(share(engine, batch), loss.build(), temperature=TEMPERATURE) for batch in batches]
+def accumulate(
+    engine: TrainingEngine, *batches: Batch, loss: PolicyLoss.Config = LOSS
+) -> dict[str, Any]:
+    """Gradients of ``batches``, one call each, what the calls returned, and what a step makes of
+    it.
+    """
+    calls = [
+        engine.forward_backward(share(engine, batch), loss.build(), temperature=TEMPERATURE)
+        for batch in batches
+    ]
     return {
         "gradients": gradients_of(engine),
         "outputs": [outputs for outputs, _ in calls],
@@ -190,7 +217,9 @@ def accumulate(engine: TrainingEngine, *batches: Batch, loss: PolicyLoss.Config 
 
 def learn(engine: TrainingEngine, batch: Batch) -> dict[str, float]:
     """One optimizer step."""
-    _, metrics = engine.forward_backward(share(engine, batch), LOSS.build(), temperature=TEMPERATURE)
+    _, metrics = engine.forward_backward(
+        share(engine, batch), LOSS.build(), temperature=TEMPERATURE
+    )
     return {**metrics, **engine.optim_step(), "version": engine.version}
 
 
@@ -220,9 +249,15 @@ CUTS = {
 }
 
 
-def cut_by(engine: TrainingEngine, *, micro_batch_size=2, micro_batch_tokens=None, packing=True) -> None:
+def cut_by(
+    engine: TrainingEngine, *, micro_batch_size=2, micro_batch_tokens=None, packing=True
+) -> None:
     config = engine.config
-    config.micro_batch_size, config.micro_batch_tokens, config.packing = micro_batch_size, micro_batch_tokens, packing
+    config.micro_batch_size, config.micro_batch_tokens, config.packing = (
+        micro_batch_size,
+        micro_batch_tokens,
+        packing,
+    )
 
 
 def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
@@ -237,7 +272,9 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
     boxes = {name: part.box for name, part in still.parts().items()}
     result["share"] = balanced(ragged_batch().lengths.tolist(), still.dp_degree)[still.dp_rank]
     result["forward"] = still.forward(share(still, ragged_batch()), temperature=TEMPERATURE)
-    result["moved_parts"] = [name for name, part in still.parts().items() if part.box != boxes[name]]
+    result["moved_parts"] = [
+        name for name, part in still.parts().items() if part.box != boxes[name]
+    ]
     for name, cut in CUTS.items():
         cut_by(still, **cut.fields)
         result["cuts"][name] = accumulate(still, *cut.batches, loss=cut.loss)
@@ -248,7 +285,9 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
     before = weights_of(engine)
     steps.append(learn(engine, broken(ragged_batch(), row=1)))
     after = weights_of(engine)
-    result["skipping_changed"] = [name for name in before if not torch.equal(before[name], after[name])]
+    result["skipping_changed"] = [
+        name for name in before if not torch.equal(before[name], after[name])
+    ]
     steps.append(learn(engine, ragged_batch(seed=2)))
 
     checkpointer = Checkpointer(engine, model, folder=folder)
@@ -257,14 +296,18 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
     steps.append(learn(engine, ragged_batch(seed=3)))
     checkpointer.export_hf(f"{folder}/export")
     now = engine.parts()
-    result["stale_parts"] = [name for name, part in parts.items() if not torch.equal(part.tensor, now[name].tensor)]
+    result["stale_parts"] = [
+        name for name, part in parts.items() if not torch.equal(part.tensor, now[name].tensor)
+    ]
     result |= {"steps": steps, "final": weights_of(engine)}
     checkpointer.close()
     return result
 
 
 def held(model: ModelConfig, layout: Layout, folder: str, **trainer: Any) -> dict[str, Any]:
-    """What a rank holds of the weights, and the whole gradient of a batch of five rows and of one more."""
+    """What a rank holds of the weights, and the whole gradient of a batch of five rows and of one
+    more.
+    """
     engine = engine_of(model, folder=folder, layout=layout, **trainer)
     of_parts = digests(engine.parts().values())
     return {"digests": of_parts} | accumulate(engine, ragged_batch(), ragged_batch().select([3]))
@@ -280,7 +323,11 @@ def resumed(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
     engine = engine_of(model, folder=folder, layout=layout, warmup=4)
     checkpointer = Checkpointer(engine, model, folder=folder)
     state = checkpointer.load()
-    result = {"run_state": state, "ignored": checkpointer.ignored, "loaded": (engine.version, engine.skipped_steps)}
+    result = {
+        "run_state": state,
+        "ignored": checkpointer.ignored,
+        "loaded": (engine.version, engine.skipped_steps),
+    }
     checkpointer.close()
     result |= {"weights": digests(engine.parts().values()), "drawn": torch.rand(4)}
     return result | {"step": learn(engine, ragged_batch(seed=3))}
@@ -318,11 +365,15 @@ def adopt(folder: str, layout: str, export: str) -> dict[str, Any]:
 def sharded_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """Log-probs, entropy and the whole gradients of a sum of both, from weights split over the vocabulary."""
+    """Log-probs, entropy and the whole gradients of a sum of both, from weights split over the
+    vocabulary.
+    """
     init_device_mesh("cpu", (2,))
     mine = weight.chunk(2)[dist.get_rank()].requires_grad_()
     hidden.requires_grad_()
-    values = linear_logprobs(hidden, mine, targets, vocab_size=len(weight), group=dist.group.WORLD, **options)
+    values = linear_logprobs(
+        hidden, mine, targets, vocab_size=len(weight), group=dist.group.WORLD, **options
+    )
     weigh(*values).backward()
     dist.all_reduce(hidden.grad)
     parts = [None, None]

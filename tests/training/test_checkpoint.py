@@ -1,4 +1,6 @@
-"""A checkpoint of any layout goes on in any other, exactly where it was; an incomplete one does not exist (C6)."""
+"""A checkpoint of any layout goes on in any other, exactly where it was; an incomplete one does not
+exist (C6).
+"""
 
 import dataclasses
 import os
@@ -57,7 +59,9 @@ def test_any_layout_goes_on_where_any_other_stopped(played, folder, model, saved
     for answer in answers:
         assert answer["run_state"] == RUN_STATE
         assert answer["loaded"] == (2, 1)  # the version, and the step that was skipped
-        assert answer["step"] == pytest.approx(saved[0]["steps"][-1], rel=1e-6)  # the optimizer's moments too
+        assert answer["step"] == pytest.approx(
+            saved[0]["steps"][-1], rel=1e-6
+        )  # the optimizer's moments too
         assert torch.equal(answer["drawn"], saved[0]["drawn"])
         assert answer["ignored"] == []
 
@@ -69,7 +73,9 @@ def test_one_ranks_checkpoint_goes_on_bit_for_bit(played, folder):
 
 
 def test_weights_are_saved_as_they_are_held(folder):
-    """No copy, no q, k and v made from a fused weight, a tied one once; buffers that cannot be computed again."""
+    """No copy, no q, k and v made from a fused weight, a tied one once; buffers that cannot be
+    computed again.
+    """
     engine = engine_of(TIED_FUSED, folder=folder)
     engine.model.register_buffer("load_bias", torch.tensor([1.0, 2.0]))
     engine.model.register_buffer("load_count", torch.tensor([3.0]), persistent=False)
@@ -82,7 +88,10 @@ def test_weights_are_saved_as_they_are_held(folder):
     checkpointer.save(1, {})
     engine.model.load_bias.zero_(), engine.model.load_count.zero_()
     checkpointer.load()
-    assert (engine.model.load_bias.tolist(), engine.model.load_count.tolist()) == ([1.0, 2.0], [0.0])
+    assert (engine.model.load_bias.tolist(), engine.model.load_count.tolist()) == (
+        [1.0, 2.0],
+        [0.0],
+    )
     checkpointer.close()
 
 
@@ -115,7 +124,10 @@ def test_a_run_can_start_from_another_runs_checkpoint(one, tmp_path_factory, mod
     checkpointer.save(1, {"step": 1})
     folder = str(tmp_path_factory.mktemp("another"))
     other = engine_of(TIED_FUSED, folder=folder)
-    source = {"initial_load_path": str(checkpoints / "step-1"), "initial_load_model_only": model_only}
+    source = {
+        "initial_load_path": str(checkpoints / "step-1"),
+        "initial_load_model_only": model_only,
+    }
     starter = checkpointer_of(other, folder, **source)
     assert starter.load() == ({} if model_only else {"step": 1})
     assert starter.loaded == (None if model_only else checkpoints / "step-1")
@@ -169,7 +181,9 @@ def test_what_was_accumulated_before_a_load_is_forgotten(one):
     checkpointer.save(1, {})
     wanted = learn(engine, ragged_batch(seed=2))
     checkpointer.load(1)
-    engine.forward_backward(ragged_batch(seed=1), LOSS.build(), temperature=TEMPERATURE)  # of a step that was given up
+    engine.forward_backward(
+        ragged_batch(seed=1), LOSS.build(), temperature=TEMPERATURE
+    )  # of a step that was given up
     checkpointer.load(1)
     assert learn(engine, ragged_batch(seed=2)) == wanted
 
@@ -217,7 +231,9 @@ def test_a_deletion_that_is_killed_leaves_nothing_that_looks_complete(one, monke
     for step in (1, 2):
         checkpointer.save(step, {"step": step})
     with monkeypatch.context() as killed:
-        killed.setattr("rl.step_folders.shutil.rmtree", lambda path, **_: next(path.iterdir()).unlink())
+        killed.setattr(
+            "rl.step_folders.shutil.rmtree", lambda path, **_: next(path.iterdir()).unlink()
+        )
         checkpointer.save(3, {"step": 3})
     assert (checkpoints / "step-1").is_dir()
     assert checkpointer.load() == {"step": 3}
@@ -227,7 +243,9 @@ def test_a_deletion_that_is_killed_leaves_nothing_that_looks_complete(one, monke
 def test_a_complete_checkpoint_is_not_written_over(one):
     _, checkpointer, _ = one
     checkpointer.save(1, {"step": 1})
-    with pytest.raises(RunError, match=r"checkpoints/step-1 is there and complete: delete .* to write it again"):
+    with pytest.raises(
+        RunError, match=r"checkpoints/step-1 is there and complete: delete .* to write it again"
+    ):
         checkpointer.save(1, {"step": "another"})
     assert checkpointer.load() == {"step": 1}
 
@@ -248,17 +266,32 @@ def test_a_damaged_checkpoint_is_named_with_the_way_back(one, file, damage):
         checkpointer.save(step, {"step": step})
     damage(checkpoints / "step-2" / file)
     if (file, damage) != (".metadata", remove):  # which is a checkpoint that is not complete
-        with pytest.raises(RunError, match=r"loading checkpoints/step-2 failed on rank 0: .*deleting .*/step-2 goes"):
+        with pytest.raises(
+            RunError,
+            match=r"loading checkpoints/step-2 failed on rank 0: .*deleting .*/step-2 goes",
+        ):
             checkpointer.load()
         shutil.rmtree(checkpoints / "step-2")
     assert checkpointer.load() == {"step": 1}
 
 
 OTHERS = {
-    "fuse_qkv": (False, r"step-1 was saved with model.fuse_qkv=True; load it with that, not with False"),
-    "vocab_size": (40, r"another model: tok_embeddings.weight is \[30, 32\] in the checkpoint, \[40, 32\] in this"),
-    "n_layers": (1, r"another model: layers.1.*weight is \[.*\] in the checkpoint, absent in this run"),
-    "tie_embeddings": (False, r"another model: lm_head.weight is absent in the checkpoint, \[30, 32\] in this run"),
+    "fuse_qkv": (
+        False,
+        r"step-1 was saved with model.fuse_qkv=True; load it with that, not with False",
+    ),
+    "vocab_size": (
+        40,
+        r"another model: tok_embeddings.weight is \[30, 32\] in the checkpoint, \[40, 32\] in this",
+    ),
+    "n_layers": (
+        1,
+        r"another model: layers.1.*weight is \[.*\] in the checkpoint, absent in this run",
+    ),
+    "tie_embeddings": (
+        False,
+        r"another model: lm_head.weight is absent in the checkpoint, \[30, 32\] in this run",
+    ),
 }
 
 
@@ -268,7 +301,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(one, field):
     checkpointer.save(1, {})
     value, message = OTHERS[field]
     model = dataclasses.replace(TIED_FUSED, **{field: value})
-    other = checkpointer_of(engine_of(model, folder=str(checkpoints.parent)), str(checkpoints.parent), model)
+    other = checkpointer_of(
+        engine_of(model, folder=str(checkpoints.parent)), str(checkpoints.parent), model
+    )
     with pytest.raises(RunError, match=message):
         other.load()
     other.close()
@@ -291,7 +326,11 @@ def test_a_checkpoint_is_on_disk_before_what_it_replaces_is_deleted(one, monkeyp
         if path == checkpoints / "step-1":
             written = checkpoints / "step-3"
             assert {written / "__0_0.distcp", written / ".metadata.tmp"} <= {*synced}
-            assert synced.index(written / ".metadata.tmp") < synced.index(written) < synced.index(checkpoints)
+            assert (
+                synced.index(written / ".metadata.tmp")
+                < synced.index(written)
+                < synced.index(checkpoints)
+            )
             assert synced[-1] == path, "it is known to be incomplete first"
         rmtree(path, **options)
 
@@ -323,7 +362,10 @@ def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(folder, mode):
     checkpointer = checkpointer_of(engine, folder, async_mode=mode)
     checkpointer.save(1, {"step": 1})
     checkpointer._finish_saving()
-    with pytest.raises(RunError, match="checkpoint 2 failed on rank 0: OSError: .*File too large"), full_disk():
+    with (
+        pytest.raises(RunError, match="checkpoint 2 failed on rank 0: OSError: .*File too large"),
+        full_disk(),
+    ):
         checkpointer.save(2, {"step": 2})
         checkpointer.close()
     assert checkpointer.load() == {"step": 1}
@@ -341,13 +383,16 @@ def test_the_state_of_a_save_that_failed_is_not_loaded(one):
 
 
 @pytest.mark.parametrize(
-    ("place", "cause"), [("checkpoints", "NotADirectoryError"), ("checkpoints/step-1", "FileExists")]
+    ("place", "cause"),
+    [("checkpoints", "NotADirectoryError"), ("checkpoints/step-1", "FileExists")],
 )
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(one, place, cause):
     _, checkpointer, checkpoints = one
     (checkpoints.parent / place).parent.mkdir(exist_ok=True)
     (checkpoints.parent / place).write_text("in the way")
-    with pytest.raises(RunError, match=f"checkpoint 1 failed on rank 0: {cause}.*checkpoints/step-1"):
+    with pytest.raises(
+        RunError, match=f"checkpoint 1 failed on rank 0: {cause}.*checkpoints/step-1"
+    ):
         checkpointer.save(1, {})
 
 
@@ -366,11 +411,17 @@ def test_a_failure_of_one_rank_is_every_ranks_error(folder):
 def test_an_async_save_holds_the_values_of_its_moment(folder, layout):
     """Weights and moments, although the steps after it are taken before a byte is written."""
     ranks = LAYOUTS[layout].ranks
-    answers = [save_and_step_on(layout, folder)] if ranks == 1 else on_ranks(ranks, save_and_step_on, layout, folder)
+    answers = (
+        [save_and_step_on(layout, folder)]
+        if ranks == 1
+        else on_ranks(ranks, save_and_step_on, layout, folder)
+    )
     for answer in answers:
         assert answer["complete while writing"] == [1, 2]  # not yet deleted
         assert answer["complete at the end"] == [2, 3]
-    at_save, now = (merge_digests(a[when] for a in answers) for when in ("at the save", "a step later"))
+    at_save, now = (
+        merge_digests(a[when] for a in answers) for when in ("at the save", "a step later")
+    )
     assert not set(at_save.values()) & set(now.values())
 
     engine = engine_of(TIED_FUSED, folder=folder)

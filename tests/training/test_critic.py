@@ -1,4 +1,6 @@
-"""A critic is the same trunk with a value head: what holds for a policy's gradient and checkpoint holds for its own."""
+"""A critic is the same trunk with a value head: what holds for a policy's gradient and checkpoint
+holds for its own.
+"""
 
 import dataclasses
 from dataclasses import replace
@@ -33,7 +35,9 @@ LOSS = ValueLoss.Config(clip=0.5)
 def judged_batch(seed: int = 0) -> Batch:
     """With returns, and old values of which some are far from what the critic says now."""
     batch, draw = ragged_batch(seed=seed), torch.Generator().manual_seed(seed + 1)
-    columns = {name: torch.randn(len(batch.tokens), generator=draw) for name in ("returns", "old_values")}
+    columns = {
+        name: torch.randn(len(batch.tokens), generator=draw) for name in ("returns", "old_values")
+    }
     return replace(batch, columns=batch.columns | columns)
 
 
@@ -53,10 +57,16 @@ def learn(engine: TrainingEngine, *batches: Batch) -> dict[str, float]:
 
 def judged(layout: str, folder: str) -> dict[str, Any]:
     """What a critic in this layout computes; it saves after the first step and takes a second."""
-    model, place = MODELS["tied_fused"], {"folder": folder, "layout": LAYOUTS[layout], "head": "values"}
+    model, place = (
+        MODELS["tied_fused"],
+        {"folder": folder, "layout": LAYOUTS[layout], "head": "values"},
+    )
     still = engine_of(model, lr=0.0, **place)
     assert not still.model.enable_weight_tying
-    result: dict[str, Any] = {"fresh": still.forward(share(still, judged_batch()))["values"], "gradients": {}}
+    result: dict[str, Any] = {
+        "fresh": still.forward(share(still, judged_batch()))["values"],
+        "gradients": {},
+    }
     with torch.no_grad():
         still.model.lm_head.weight.fill_(0.1)
     for name, (cut, *batches) in CUTS.items():
@@ -70,8 +80,14 @@ def judged(layout: str, folder: str) -> dict[str, Any]:
     checkpointer = Checkpointer(engine, model, folder=folder)
     checkpointer.save(1, {})
     checkpointer.close()
-    result |= {"saved": digests(engine.parts().values()), "second": learn(engine, judged_batch(seed=3))}
-    return result | {"weights": weights_of(engine), "values": engine.forward(share(engine, judged_batch()))["values"]}
+    result |= {
+        "saved": digests(engine.parts().values()),
+        "second": learn(engine, judged_batch(seed=3)),
+    }
+    return result | {
+        "weights": weights_of(engine),
+        "values": engine.forward(share(engine, judged_batch()))["values"],
+    }
 
 
 def resumed(layout: str, folder: str) -> dict[str, Any]:
@@ -79,7 +95,10 @@ def resumed(layout: str, folder: str) -> dict[str, Any]:
     checkpointer = Checkpointer(engine, MODELS["tied_fused"], folder=folder)
     checkpointer.load()
     checkpointer.close()
-    return {"loaded": digests(engine.parts().values()), "second": learn(engine, judged_batch(seed=3))}
+    return {
+        "loaded": digests(engine.parts().values()),
+        "second": learn(engine, judged_batch(seed=3)),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +150,9 @@ def test_a_critic_starts_from_the_trunk_of_a_hugging_face_folder(tmp_path):
     checkpointer = Checkpointer(critic, model, folder=str(tmp_path / "critic"))
     checkpointer.load()
     checkpointer.close()
-    trunk = {name: part for name, part in weights_of(policy).items() if not name.startswith("lm_head")}
+    trunk = {
+        name: part for name, part in weights_of(policy).items() if not name.startswith("lm_head")
+    }
     held = weights_of(critic)
     # The folder's q, k and v are three tensors; the critic has them as its config says.
     for name in trunk.keys() & held.keys():

@@ -44,7 +44,9 @@ LAYOUTS = {
 def alone(tmp_path_factory, lone_rank):
     """What one rank holds of each model."""
     folder = str(tmp_path_factory.mktemp("alone"))
-    return {experts.num_experts: held(experts, Layout(), folder) for experts in (EXPERTS, FEW_EXPERTS)}
+    return {
+        experts.num_experts: held(experts, Layout(), folder) for experts in (EXPERTS, FEW_EXPERTS)
+    }
 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS.values(), ids=LAYOUTS)
@@ -52,7 +54,9 @@ def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, mod
     """Where there are more ranks than experts, FSDP cuts within them."""
     wanted = alone[model.num_experts]
     answers = on_ranks(layout.ranks, held, model, layout, folder)
-    assert merge_digests(answer["digests"] for answer in answers) == merge_digests([wanted["digests"]])
+    assert merge_digests(answer["digests"] for answer in answers) == merge_digests(
+        [wanted["digests"]]
+    )
     boxes = [dict(answer["digests"].keys()) for answer in [wanted, *answers]]
     assert_routes(shape_of(model), boxes[0], boxes[1:])
     for answer in answers:
@@ -60,12 +64,20 @@ def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, mod
 
 
 def assert_routes(shape: ModelShape, whole: dict[str, Box], held: list[dict[str, Box]]) -> None:
-    """Generators of one and of two ranks can be filled from what trainer ranks hold, each element once."""
-    sources = [tuple(Region(name, whole[name].shape, box) for name, box in boxes.items()) for boxes in held]
+    """Generators of one and of two ranks can be filled from what trainer ranks hold, each element
+    once.
+    """
+    sources = [
+        tuple(Region(name, whole[name].shape, box) for name, box in boxes.items()) for boxes in held
+    ]
     for tp, expert_parallel in ((1, False), (2, False), (2, True)):
-        for rank, wanted in enumerate(generator_layout(shape, fuse_qkv=True, tp=tp, expert_parallel=expert_parallel)):
+        for rank, wanted in enumerate(
+            generator_layout(shape, fuse_qkv=True, tp=tp, expert_parallel=expert_parallel)
+        ):
             routes = plan_routes(sources, wanted, reader=rank)
-            assert sum(route.box.numel for route in routes) == sum(region.box.numel for region in wanted)
+            assert sum(route.box.numel for route in routes) == sum(
+                region.box.numel for region in wanted
+            )
 
 
 def test_a_checkpoint_of_divided_experts_goes_on_in_one_rank(played):
@@ -160,7 +172,9 @@ def test_a_mixture_from_random_weights_is_one_that_transformers_loads(tmp_path):
     checkpointer = Checkpointer(engine, model, folder=str(tmp_path))
     checkpointer.export_hf(str(tmp_path / "out"))
     checkpointer.close()
-    tokens = torch.randint(SIZES["vocab_size"], (1, model.max_seq_len), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        SIZES["vocab_size"], (1, model.max_seq_len), generator=torch.Generator().manual_seed(1)
+    )
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert {kind: list(names) for kind, names in info.items() if names} == {}
     assert (theirs.eval()(tokens).logits - logits_of(engine, tokens)).abs().max() <= 1e-5

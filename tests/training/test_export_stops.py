@@ -24,7 +24,9 @@ def exported(tmp_path: Path, model: ModelConfig) -> Path:
 
 
 def end_after_three(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Logits that choose a digit at first and ``<eos>`` as the third token of a completion of two."""
+    """Logits that choose a digit at first and ``<eos>`` as the third token of a completion
+    of two.
+    """
     chosen = EOS if tokens.shape[1] == 4 else TOKEN["7"]
     return torch.full_like(scores, -1e9).index_fill(1, torch.tensor([chosen]), 0.0)
 

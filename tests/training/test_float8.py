@@ -28,7 +28,9 @@ def test_it_is_on(alone, folder):
     exact = held(DENSE, Layout(), folder, micro_batch_size=1)
     assert alone["digests"] == exact["digests"]
     assert 0.02 < relative_error(alone["gradients"], exact["gradients"]) < 0.5
-    assert alone["metrics"][0]["loss/mean"] == pytest.approx(exact["metrics"][0]["loss/mean"], abs=0.02)
+    assert alone["metrics"][0]["loss/mean"] == pytest.approx(
+        exact["metrics"][0]["loss/mean"], abs=0.02
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -40,7 +42,9 @@ def test_gradients_do_not_depend_on_the_layout(alone, folder, layout):
 
 def converted(engine) -> set[str]:
     """Names of the layers that compute in float8."""
-    return {name for name, module in engine.model.named_modules() if isinstance(module, Float8Linear)}
+    return {
+        name for name, module in engine.model.named_modules() if isinstance(module, Float8Linear)
+    }
 
 
 @pytest.mark.parametrize("model", [DENSE, MIXED], ids=["dense", "experts"])
@@ -49,9 +53,13 @@ def test_all_linear_layers_but_head_and_router_are_converted(model, folder):
     if not model.num_experts:
         layer |= {"feed_forward.w1", "feed_forward.w2", "feed_forward.w3"}
     engine = engine_of(model, folder=folder, float8=FLOAT8)
-    assert converted(engine) == {f"layers.{index}.{name}" for index in range(model.n_layers) for name in layer}
+    assert converted(engine) == {
+        f"layers.{index}.{name}" for index in range(model.n_layers) for name in layer
+    }
 
 
 def test_layers_that_the_user_excludes_are_not(folder):
-    engine = engine_of(DENSE, folder=folder, float8=replace(FLOAT8, filter_fqns=["attention", "layers.1"]))
+    engine = engine_of(
+        DENSE, folder=folder, float8=replace(FLOAT8, filter_fqns=["attention", "layers.1"])
+    )
     assert converted(engine) == {f"layers.0.feed_forward.{name}" for name in ("w1", "w2", "w3")}

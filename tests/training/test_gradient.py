@@ -1,4 +1,6 @@
-"""One gradient (C1): a float64 forward of each sequence by itself says what it is, however the batch is cut."""
+"""One gradient (C1): a float64 forward of each sequence by itself says what it is, however the
+batch is cut.
+"""
 
 import itertools
 
@@ -20,7 +22,14 @@ from rl.algorithms.losses import (
     ImportanceSamplingLoss,
     grpo,
 )
-from tests.training.reference import loss_sum, loss_sum_by_tokens, of_scene, per_token, relative_error, worst_error
+from tests.training.reference import (
+    loss_sum,
+    loss_sum_by_tokens,
+    of_scene,
+    per_token,
+    relative_error,
+    worst_error,
+)
 from tests.training.scenes import (
     BY_SEQUENCE,
     CUTS,
@@ -50,7 +59,9 @@ def test_gradient_is_the_whole_batchs_however_it_is_cut(alone, cut):
     wanted, *_ = reference_gradient(alone["weights"], CUTS[cut].loss, *CUTS[cut].batches)
     played = alone["cuts"][cut]
     assert relative_error(played["gradients"], wanted) <= 1e-6
-    assert worst_error(played["gradients"], wanted) <= 4e-6  # float32 rounding in the smallest, the norms of q and k
+    assert (
+        worst_error(played["gradients"], wanted) <= 4e-6
+    )  # float32 rounding in the smallest, the norms of q and k
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -85,7 +96,11 @@ def test_token_metrics_are_over_the_tokens_that_have_weight(alone):
     batch, model = ragged_batch(), of_scene(alone["weights"])
     ratios, entropies, sizes = [], [], batch.lengths.tolist()
     rows = zip(
-        *(c.split(sizes) for c in (batch.tokens, batch.weights, batch.columns["behaviour_logprobs"])), strict=True
+        *(
+            c.split(sizes)
+            for c in (batch.tokens, batch.weights, batch.columns["behaviour_logprobs"])
+        ),
+        strict=True,
     )
     for tokens, weights, behaviour in rows:
         logprobs, entropy = per_token(model, tokens.tolist(), TEMPERATURE)
@@ -97,7 +112,9 @@ def test_token_metrics_are_over_the_tokens_that_have_weight(alone):
         assert metrics["ratio/max"] == pytest.approx(ratio.max().item(), rel=1e-5)
         assert metrics["ratio/mean"] == pytest.approx(ratio.mean().item(), rel=1e-5)
         assert metrics["entropy/mean"] == pytest.approx(entropy.mean().item(), rel=1e-5)
-        assert metrics["ratio/clipped"] == pytest.approx(((ratio < 0.8) | (ratio > 1.28)).double().mean().item())
+        assert metrics["ratio/clipped"] == pytest.approx(
+            ((ratio < 0.8) | (ratio > 1.28)).double().mean().item()
+        )
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -111,7 +128,9 @@ def engine(request, tmp_path_factory):
 @given(data=st.data())
 def test_any_partition_has_the_gradient_of_the_whole(engine, data):
     lengths = data.draw(st.lists(st.integers(1, 15), min_size=1, max_size=7))
-    batch = ragged_batch((*lengths, 9), seed=data.draw(st.integers(0, 9)))  # nine tokens have some that count
+    batch = ragged_batch(
+        (*lengths, 9), seed=data.draw(st.integers(0, 9))
+    )  # nine tokens have some that count
     order = data.draw(st.permutations(range(len(batch))))
     loss = data.draw(st.sampled_from([LOSS, BY_SEQUENCE]))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(order) - 1))))
@@ -149,7 +168,9 @@ LOSSES = {
 def test_every_loss_has_the_gradient_of_one_sequence_at_a_time(engine, loss, corrected):
     (engine, weights), batch, config = engine, ragged_batch(seed=4), LOSSES[loss]
     draw = torch.Generator().manual_seed(5)
-    near = batch.columns["behaviour_logprobs"] + 0.1 * torch.randn(len(batch.tokens), generator=draw)
+    near = batch.columns["behaviour_logprobs"] + 0.1 * torch.randn(
+        len(batch.tokens), generator=draw
+    )
     batch.columns["teacher_logprobs"] = torch.randn(len(batch.tokens), generator=draw) * 0.3 - 3.4
     if corrected:
         weighed = torch.rand(len(batch.tokens), generator=draw) * 2
@@ -157,7 +178,10 @@ def test_every_loss_has_the_gradient_of_one_sequence_at_a_time(engine, loss, cor
     model = of_scene(weights)
     loss_sum_by_tokens(model, batch, config, temperature=TEMPERATURE).backward()
     wanted = {name: weight.grad for name, weight in model.weights.items()}
-    for calls, cut in (([[0, 1, 2, 3, 4]], {"micro_batch_size": 5}), ([[3, 0], [1, 2, 4]], {"packing": False})):
+    for calls, cut in (
+        ([[0, 1, 2, 3, 4]], {"micro_batch_size": 5}),
+        ([[3, 0], [1, 2, 4]], {"packing": False}),
+    ):
         cut_by(engine, **cut)
         engine.optimizers.zero_grad()
         for rows in calls:
@@ -176,16 +200,23 @@ COMPUTE = {
 @pytest.mark.parametrize("how", COMPUTE)
 def test_the_way_of_computing_does_not_show_in_the_gradient(folder, how):
     """Rows of three lengths, so that what is compiled for one has to serve the others."""
-    one, other = (engine_of(MODELS["tied_fused"], folder=folder, **fields) for fields in ({}, COMPUTE[how]))
+    one, other = (
+        engine_of(MODELS["tied_fused"], folder=folder, **fields) for fields in ({}, COMPUTE[how])
+    )
     for engine in (one, other):
         for seed, lengths in enumerate([(4, 15, 1, 7, 11), (3, 9), (12, 12, 12)]):
-            engine.forward_backward(ragged_batch(lengths, seed=seed), LOSS.build(), temperature=TEMPERATURE)
+            engine.forward_backward(
+                ragged_batch(lengths, seed=seed), LOSS.build(), temperature=TEMPERATURE
+            )
     plain = {canonical_fqn(name): gradient for name, gradient in gradients_of(other).items()}
     assert relative_error(plain, gradients_of(one)) <= 1e-6
 
 
 def test_bfloat16_computes_near_float32_on_float32_weights(folder):
-    exact, mixed = (engine_of(MODELS["tied_fused"], folder=folder, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    exact, mixed = (
+        engine_of(MODELS["tied_fused"], folder=folder, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    )
     for engine in (exact, mixed):
         engine.forward_backward(ragged_batch(), LOSS.build(), temperature=TEMPERATURE)
     assert (
@@ -198,7 +229,9 @@ def test_bfloat16_computes_near_float32_on_float32_weights(folder):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("micro", [1, 3])
-def test_log_probs_and_entropies_come_back_for_the_right_tokens(model_name, folder, temperature, micro):
+def test_log_probs_and_entropies_come_back_for_the_right_tokens(
+    model_name, folder, temperature, micro
+):
     batch = ragged_batch((4, 15, 1, 7, 11, 2, 7))
     engine = engine_of(MODELS[model_name], folder=folder, micro_batch_size=micro)
     model = of_scene(weights_of(engine))
@@ -207,7 +240,11 @@ def test_log_probs_and_entropies_come_back_for_the_right_tokens(model_name, fold
     sizes = batch.lengths.tolist()
     for outputs in (scored, trained):
         for tokens, logprobs, entropy in zip(
-            *(values.split(sizes) for values in (batch.tokens, outputs["logprobs"], outputs["entropy"])), strict=True
+            *(
+                values.split(sizes)
+                for values in (batch.tokens, outputs["logprobs"], outputs["entropy"])
+            ),
+            strict=True,
         ):
             wanted = per_token(model, tokens.tolist(), temperature)
             assert logprobs[0] == entropy[0] == 0

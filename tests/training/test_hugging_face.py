@@ -1,4 +1,6 @@
-"""A Hugging Face folder goes in and comes out bit for bit, and transformers agrees on what it says."""
+"""A Hugging Face folder goes in and comes out bit for bit, and transformers agrees on what
+it says.
+"""
 
 import json
 import shutil
@@ -25,8 +27,12 @@ FORMS = {
 }
 
 
-def write_folder(folder: Path, *, tied=True, dtype="float32", max_shard_size="1GB", theta=5e5) -> Path:
-    """A random Qwen3 as transformers saves it, norms and all, with weights large enough to matter."""
+def write_folder(
+    folder: Path, *, tied=True, dtype="float32", max_shard_size="1GB", theta=5e5
+) -> Path:
+    """A random Qwen3 as transformers saves it, norms and all, with weights large enough to
+    matter.
+    """
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=SIZES["vocab_size"],
@@ -52,12 +58,18 @@ def write_folder(folder: Path, *, tied=True, dtype="float32", max_shard_size="1G
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def transformers_model(folder: Path) -> torch.nn.Module:
     """In float32; refuses a folder that lacks a weight or has one too many."""
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert {kind: list(names) for kind, names in info.items() if names} == {}
     return model.eval()
 
@@ -88,7 +100,9 @@ def test_a_folder_comes_out_as_it_went_in(tmp_path, form):
     checkpointer.close()
     same_tensors(source, out)
     assert [path.name for path in out.iterdir() if path.is_dir()] == []
-    assert json.loads((out / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert json.loads((out / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
     transformers_model(out)
 
 
@@ -117,7 +131,9 @@ def test_a_policy_from_random_weights_is_one_that_transformers_loads(tmp_path, t
         wanted = transformers_model(out)(tokens).logits
     assert (logits_of(engine, tokens) - wanted).abs().max() <= 1e-5
     assert ("lm_head.weight" in tensors_of(out)) == (not tied)
-    again, checkpointer = open_folder(out, tmp_path / "again")  # an export is a folder to start from
+    again, checkpointer = open_folder(
+        out, tmp_path / "again"
+    )  # an export is a folder to start from
     checkpointer.close()
     assert torch.equal(logits_of(again, tokens), logits_of(engine, tokens))
 
@@ -128,15 +144,29 @@ def test_a_policy_from_random_weights_is_one_that_transformers_loads(tmp_path, t
 def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
     """Add, replace or (None) remove tensors of a folder of one file."""
     tensors = tensors_of(folder) | change
-    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: t for name, t in tensors.items() if t is not None},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
-NORM, HEAD, FREQUENCIES = "model.norm.weight", "lm_head.weight", "model.layers.1.self_attn.rotary_emb.inv_freq"
+NORM, HEAD, FREQUENCIES = (
+    "model.norm.weight",
+    "lm_head.weight",
+    "model.layers.1.self_attn.rotary_emb.inv_freq",
+)
 MISFITS = {
     "missing": ({NORM: None}, rf"lacks {NORM}; its config.json asks for it"),
     "missing head": ({HEAD: None}, rf"lacks {HEAD}; its config.json asks for it"),
-    "too many": ({"model.extra": torch.ones(2), "z": torch.ones(2)}, r"holds model.extra and 1 more, .* no place"),
-    "another shape": ({NORM: torch.ones(33)}, rf"model.safetensors: {NORM} is \[33\], the model's is \[32\]"),
+    "too many": (
+        {"model.extra": torch.ones(2), "z": torch.ones(2)},
+        r"holds model.extra and 1 more, .* no place",
+    ),
+    "another shape": (
+        {NORM: torch.ones(33)},
+        rf"model.safetensors: {NORM} is \[33\], the model's is \[32\]",
+    ),
 }
 
 
@@ -197,7 +227,10 @@ def test_an_export_that_fails_leaves_the_one_before_and_the_next_replaces_it(tmp
     checkpointer.export_hf(str(out))
     with torch.no_grad():
         engine.parts()["norm.weight"].tensor.fill_(7.0)
-    with pytest.raises(RunError, match="export failed on rank 0: OSError: .*File too large"), full_disk():
+    with (
+        pytest.raises(RunError, match="export failed on rank 0: OSError: .*File too large"),
+        full_disk(),
+    ):
         checkpointer.export_hf(str(out))
     same_tensors(source, out)
     checkpointer.export_hf(str(out))
@@ -222,7 +255,9 @@ def test_an_export_does_not_replace_what_is_no_model(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     _, checkpointer = open_folder(write_folder(tmp_path / "in"), tmp_path)
-    with pytest.raises(RunError, match="out holds something other than a model; name another folder"):
+    with pytest.raises(
+        RunError, match="out holds something other than a model; name another folder"
+    ):
         checkpointer.export_hf(str(tmp_path / "out"))
     checkpointer.close()
     assert (tmp_path / "out" / "thesis.txt").is_file()
@@ -238,7 +273,9 @@ def test_tensor_parallel_ranks_take_their_parts_and_export_the_whole(tmp_path):
     for answer in on_ranks(LAYOUTS["tp2"].ranks, adopt, str(source), "tp2", str(out)):
         assert (answer["run_state"], answer["version"]) == ({}, 0)
         sizes = batch.lengths.tolist()
-        for tokens, logprobs in zip(batch.tokens.split(sizes), answer["outputs"]["logprobs"].split(sizes), strict=True):
+        for tokens, logprobs in zip(
+            batch.tokens.split(sizes), answer["outputs"]["logprobs"].split(sizes), strict=True
+        ):
             with torch.no_grad():
                 every = reference(tokens.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
             wanted = every.gather(1, tokens[1:].unsqueeze(1)).squeeze(1)
@@ -253,7 +290,10 @@ def test_four_ranks_export_the_weights_they_hold(played):
     assert torch.equal(exported["lm_head.weight"], final["lm_head.weight"])
     for layer in range(SIZES["n_layers"]):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        for one, other in (("attention.qkv_linear.wk", "self_attn.k_proj"), ("feed_forward.w2", "mlp.down_proj")):
+        for one, other in (
+            ("attention.qkv_linear.wk", "self_attn.k_proj"),
+            ("feed_forward.w2", "mlp.down_proj"),
+        ):
             assert torch.equal(exported[f"{theirs}.{other}.weight"], final[f"{ours}.{one}.weight"])
     transformers_model(Path(folder) / "export")
 
@@ -268,4 +308,6 @@ def test_a_rank_reads_and_writes_its_own_parts_piece_by_piece(tmp_path, layout):
         assert max(answer["read"]) <= max(answer["parts"])
     everything = sum(tensor.numel() for tensor in tensors_of(source).values())
     assert sum(sum(answer["written"]) for answer in answers) == everything  # none twice
-    assert all(max(answer["written"]) <= max(answer["parts"]) for answer in answers if answer["written"])
+    assert all(
+        max(answer["written"]) <= max(answer["parts"]) for answer in answers if answer["written"]
+    )

@@ -1,4 +1,6 @@
-"""Whatever box of a parameter a rank holds, its pieces are those that torchtitan's adapter makes of the whole."""
+"""Whatever box of a parameter a rank holds, its pieces are those that torchtitan's adapter makes of
+the whole.
+"""
 
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -9,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import FusedQKVLinear
-from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter, _build_qwen3_moe_layers, _qwen3_norm
+from torchtitan.models.qwen3 import (
+    Qwen3Model,
+    Qwen3StateDictAdapter,
+    _build_qwen3_moe_layers,
+    _qwen3_norm,
+)
 
 from rl.errors import RunError
 from rl.model.parts import Box
@@ -64,18 +71,27 @@ def parameters_of(config: Qwen3Model.Config) -> dict[str, torch.Tensor]:
     return parameters
 
 
-def by_the_adapter(config: Qwen3Model.Config, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """torchtitan's own way: qkv is split by the module's hook, then the adapter renames and unstacks."""
+def by_the_adapter(
+    config: Qwen3Model.Config, parameters: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """torchtitan's own way: qkv is split by the module's hook, then the adapter renames and
+    unstacks.
+    """
     state = dict(parameters)
     fused = SimpleNamespace(head_dim=HEADS["head_dim"], heads_per_kv=3, r_dim=5)
     for layer in range(SIZES["n_layers"]):
-        FusedQKVLinear._split_qkv_on_save(fused, state, f"layers.{layer}.attention.qkv_linear.", None)
+        FusedQKVLinear._split_qkv_on_save(
+            fused, state, f"layers.{layer}.attention.qkv_linear.", None
+        )
     return Qwen3StateDictAdapter(config, None).to_hf(state)
 
 
 def boxes_of(shape: tuple[int, ...], cuts: tuple[list[int], ...]) -> list[Box]:
     """The boxes between ``cuts``, some of them empty, which tile a tensor of ``shape``."""
-    edges = [sorted([0, *(cut % (size + 1) for cut in here), size]) for size, here in zip(shape, cuts, strict=False)]
+    edges = [
+        sorted([0, *(cut % (size + 1) for cut in here), size])
+        for size, here in zip(shape, cuts, strict=False)
+    ]
     ranges = product(*(pairwise(edge) for edge in edges))
     return [Box(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in ranges]
 
@@ -106,5 +122,7 @@ def test_the_pieces_of_any_boxes_are_what_the_adapter_makes_of_the_whole(name, c
 
 
 def test_a_parameter_without_a_place_is_named():
-    with pytest.raises(RunError, match="layers.0.attention.sinks has no place in a Hugging Face Qwen3"):
+    with pytest.raises(
+        RunError, match="layers.0.attention.sinks has no place in a Hugging Face Qwen3"
+    ):
         list(HuggingFaceNames(CONFIGS["fused"]).blocks("layers.0.attention.sinks", (4,)))

@@ -1,4 +1,6 @@
-"""kill -9 at any moment, restart: the run ends bit for bit where the uninterrupted one does (C4, C6)."""
+"""kill -9 at any moment, restart: the run ends bit for bit where the uninterrupted one does (C4,
+C6).
+"""
 
 import random
 from collections.abc import Callable
@@ -17,12 +19,16 @@ Kill = Callable[[Ranks, str], str | None]
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Digests of the weights and moments that a run ends with which is not killed, and saves nothing."""
+    """Digests of the weights and moments that a run ends with which is not killed, and saves
+    nothing.
+    """
 
     @cache
     def ends(layout: str, steps: int) -> dict[str, str]:
         plan = Plan(layout, steps, saved_every=steps + 1)
-        answers = on_ranks(plan.ranks, train, plan, str(tmp_path_factory.mktemp(layout)), deadline=DEADLINE_S)
+        answers = on_ranks(
+            plan.ranks, train, plan, str(tmp_path_factory.mktemp(layout)), deadline=DEADLINE_S
+        )
         return merge_digests(answer["digests"] for answer in answers)
 
     return ends
@@ -36,7 +42,12 @@ def live_and_die(plan: Plan, folder: str, kills: list[Kill]) -> tuple[dict[str, 
     folders = StepFolders(Path(folder) / "checkpoints")
     found, broken = [], []
     for life, kill in enumerate([*kills, None]):
-        found.append((max(folders.complete(), default=0), [folders.name(step) for step in folders.incomplete()]))
+        found.append(
+            (
+                max(folders.complete(), default=0),
+                [folders.name(step) for step in folders.incomplete()],
+            )
+        )
         with Ranks(plan.ranks, train, plan, folder, life) as running:
             if kill is None:
                 answers = running.answers(DEADLINE_S)
@@ -46,7 +57,9 @@ def live_and_die(plan: Plan, folder: str, kills: list[Kill]) -> tuple[dict[str, 
     assert [answer["version"] for answer in answers] == [plan.steps] * plan.ranks
     newest = [step for step, _ in found]
     assert sorted(newest) == newest, "a complete checkpoint was lost"
-    told = [line for line in notes_of(folder) if "life" in line]  # but for lives that were too short
+    told = [
+        line for line in notes_of(folder) if "life" in line
+    ]  # but for lives that were too short
     assert told[-1]["life"] == len(kills)
     for line in told:
         assert (line["resumed_after"], line["ignored"]) == found[line["life"]]
@@ -64,11 +77,15 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(folder, uninterrupted, 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("layout", ["alone", "fsdp2"])
-def test_a_run_that_is_killed_ten_times_ends_as_if_it_had_not_been(folder, uninterrupted, layout, mode):
+def test_a_run_that_is_killed_ten_times_ends_as_if_it_had_not_been(
+    folder, uninterrupted, layout, mode
+):
     draw = random.Random(f"{layout} {mode}")
     steps = [1 + number + draw.randrange(4) for number in range(10)]
     kills = [
-        partial(kill_in_a_save, step=step) if number % 3 == 1 else partial(kill_at, step=step, delay=draw.random() / 10)
+        partial(kill_in_a_save, step=step)
+        if number % 3 == 1
+        else partial(kill_at, step=step, delay=draw.random() / 10)
         for number, step in enumerate(steps)
     ]
     end, broken = live_and_die(Plan(layout, steps=20, async_mode=mode), folder, kills)

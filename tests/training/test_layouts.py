@@ -35,7 +35,10 @@ def test_every_layout_starts_from_the_same_weights(pair):
     alone, answers, _ = pair
     for answer in answers:
         assert answer["weights"].keys() == alone["weights"].keys()
-        assert all(torch.equal(answer["weights"][name], weight) for name, weight in alone["weights"].items())
+        assert all(
+            torch.equal(answer["weights"][name], weight)
+            for name, weight in alone["weights"].items()
+        )
 
 
 def test_ranks_that_cut_the_model_share_rows_and_the_others_divide_them(pair):
@@ -52,7 +55,9 @@ def test_gradients_do_not_depend_on_the_layout(pair, cut):
     """Five rows over two or four ranks, and one row over them: some ranks run dummies."""
     alone, answers, _ = pair
     for answer in answers:
-        assert worst_error(answer["cuts"][cut]["gradients"], alone["cuts"][cut]["gradients"]) <= 1e-5
+        assert (
+            worst_error(answer["cuts"][cut]["gradients"], alone["cuts"][cut]["gradients"]) <= 1e-5
+        )
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -62,7 +67,9 @@ def test_metrics_do_not_depend_on_the_layout_and_all_ranks_know_them(pair, cut):
     for answer in answers:
         assert answer["cuts"][cut]["metrics"] == answers[0]["cuts"][cut]["metrics"]
         assert answer["cuts"][cut]["step"] == pytest.approx(wanted["step"], rel=1e-5)
-        for metrics, expected in zip(answer["cuts"][cut]["metrics"], wanted["metrics"], strict=True):
+        for metrics, expected in zip(
+            answer["cuts"][cut]["metrics"], wanted["metrics"], strict=True
+        ):
             assert metrics == pytest.approx(expected, rel=1e-5)
 
 
@@ -101,6 +108,8 @@ def test_parts_follow_the_weights_from_before_the_first_forward(pair):
 
 
 def test_parts_are_shards_after_a_forward_without_a_backward(pair):
-    """FSDP keeps the head gathered for a backward pass: a copy that no step changes and no checkpoint reaches."""
+    """FSDP keeps the head gathered for a backward pass: a copy that no step changes and no
+    checkpoint reaches.
+    """
     _, answers, _ = pair
     assert [answer["moved_parts"] for answer in answers] == [[]] * len(answers)

@@ -25,9 +25,15 @@ def random_head(dtype=torch.float32, scale=2.0):
 
 def plain(hidden, weight, targets, temperature, weigh=weigh):
     """Values and gradients in float64, from logits in the dtype of the weights."""
-    hidden, weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    hidden, weight = (
+        hidden.detach().double().requires_grad_(),
+        weight.detach().double().requires_grad_(),
+    )
     every = torch.log_softmax(hidden @ weight.T / temperature, -1)
-    logprobs, entropy = every.gather(-1, targets.unsqueeze(-1)).squeeze(-1), -(every.exp() * every).sum(-1)
+    logprobs, entropy = (
+        every.gather(-1, targets.unsqueeze(-1)).squeeze(-1),
+        -(every.exp() * every).sum(-1),
+    )
     weigh(logprobs, entropy).backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
@@ -36,7 +42,9 @@ def plain(hidden, weight, targets, temperature, weigh=weigh):
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_values_and_gradients_are_those_of_log_softmax(temperature, chunk):
     hidden, weight, targets = random_head()
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature=temperature, chunk_tokens=chunk)
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, targets, temperature=temperature, chunk_tokens=chunk
+    )
     weigh(logprobs, entropy).backward()
     ours = (logprobs.detach(), entropy.detach(), hidden.grad, weight.grad)
     for value, wanted in zip(ours, plain(hidden, weight, targets, temperature), strict=True):
@@ -48,7 +56,9 @@ def test_values_and_gradients_are_those_of_log_softmax(temperature, chunk):
 def test_each_value_has_its_own_gradient(which, chunk):
     hidden, weight, targets = random_head()
     linear_logprobs(hidden, weight, targets, chunk_tokens=chunk)[which].sum().backward()
-    *_, grad_hidden, grad_weight = plain(hidden, weight, targets, 1.0, lambda *values: values[which].sum())
+    *_, grad_hidden, grad_weight = plain(
+        hidden, weight, targets, 1.0, lambda *values: values[which].sum()
+    )
     assert_close(hidden.grad.double(), grad_hidden, atol=1e-5, rtol=1e-6)
     assert_close(weight.grad.double(), grad_weight, atol=1e-5, rtol=1e-6)
 
@@ -56,12 +66,19 @@ def test_each_value_has_its_own_gradient(which, chunk):
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_bfloat16_logits_are_taken_in_float32(chunk):
     hidden, weight, targets = random_head(torch.bfloat16)
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature=0.7, chunk_tokens=chunk)
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, targets, temperature=0.7, chunk_tokens=chunk
+    )
     weigh(logprobs, entropy).backward()
     assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)
     assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
     every = torch.log_softmax((hidden @ weight.T).double() / 0.7, -1)
-    assert_close(logprobs.detach().double(), every.gather(-1, targets.unsqueeze(-1)).squeeze(-1), atol=3e-6, rtol=1e-6)
+    assert_close(
+        logprobs.detach().double(),
+        every.gather(-1, targets.unsqueeze(-1)).squeeze(-1),
+        atol=3e-6,
+        rtol=1e-6,
+    )
     *_, grad_hidden, grad_weight = plain(hidden, weight, targets, 0.7)
     for grad, wanted in ((hidden.grad, grad_hidden), (weight.grad, grad_weight)):
         assert (grad.double() - wanted).norm() <= 0.02 * wanted.norm()
@@ -105,7 +122,10 @@ class Largest(TorchDispatchMode):
 def test_no_more_logits_exist_at_once_than_a_chunk_has():
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(512, 2, generator=draw).requires_grad_()
-    weight, targets = torch.randn(1000, 2, generator=draw), torch.randint(1000, (512,), generator=draw)
+    weight, targets = (
+        torch.randn(1000, 2, generator=draw),
+        torch.randint(1000, (512,), generator=draw),
+    )
     with Largest() as seen:
         logprobs, entropy = linear_logprobs(hidden, weight, targets, chunk_tokens=16)
         (logprobs + entropy).sum().backward()
@@ -116,10 +136,17 @@ def test_no_more_logits_exist_at_once_than_a_chunk_has():
 def test_no_more_memory_is_held_than_twice_the_logits_of_a_chunk(chunk):
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(512, 2, generator=draw).requires_grad_()
-    weight, targets = torch.randn(5000, 2, generator=draw), torch.randint(5000, (512,), generator=draw)
+    weight, targets = (
+        torch.randn(5000, 2, generator=draw),
+        torch.randint(5000, (512,), generator=draw),
+    )
     with profile(profile_memory=True) as seen:
         logprobs, entropy = linear_logprobs(hidden, weight, targets, chunk_tokens=chunk)
         (logprobs + entropy).sum().backward()
-    changes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [
+        event.nbytes()
+        for event in seen.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     logits = 4 * chunk * len(weight)
     assert 1.9 * logits < max(accumulate(changes)) < 2.2 * logits

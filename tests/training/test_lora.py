@@ -1,4 +1,6 @@
-"""Adapters alone learn, in any layout; what is pushed and exported is the merged weights, and PEFT agrees."""
+"""Adapters alone learn, in any layout; what is pushed and exported is the merged weights, and PEFT
+agrees.
+"""
 
 import shutil
 from pathlib import Path
@@ -46,7 +48,11 @@ def plays(tmp_path_factory, lone_rank):
         if (model, layout) not in done:
             arguments = (model, layout, str(tmp_path_factory.mktemp(f"{model}-{layout}")))
             ranks = LAYOUTS[layout].ranks
-            answers = [play_adapted(*arguments)] if ranks == 1 else on_ranks(ranks, play_adapted, *arguments)
+            answers = (
+                [play_adapted(*arguments)]
+                if ranks == 1
+                else on_ranks(ranks, play_adapted, *arguments)
+            )
             done[model, layout] = answers, Path(arguments[2])
         return done[model, layout]
 
@@ -55,7 +61,9 @@ def plays(tmp_path_factory, lone_rank):
 
 @pytest.fixture(params=PAIRS, ids="-".join)
 def pair(request, plays):
-    """(what one rank answered, what each rank of the layout answered, the model, the layout's folder)."""
+    """(what one rank answered, what each rank of the layout answered, the model, the layout's
+    folder).
+    """
     model, layout = request.param
     (alone,), _ = plays(model, "alone")
     return alone, *plays(model, layout)
@@ -67,7 +75,11 @@ def pair(request, plays):
 @pytest.mark.parametrize("model", DENSE)
 def test_adapters_learn_and_nothing_else_moves(plays, model):
     (answer,), _ = plays(model, "alone")
-    moved = {name for name, fresh in answer["fresh"].items() if not torch.equal(fresh, answer["trained"][name])}
+    moved = {
+        name
+        for name, fresh in answer["fresh"].items()
+        if not torch.equal(fresh, answer["trained"][name])
+    }
     assert moved == set(filter(is_adapter, answer["fresh"]))
     assert len(moved) == 2 * 2 * (5 if model == "tied_fused" else 7)  # A and B, in both layers
     assert answer["losses"] == sorted(answer["losses"], reverse=True)
@@ -76,8 +88,15 @@ def test_adapters_learn_and_nothing_else_moves(plays, model):
 
 def test_the_optimizer_has_adapters_alone(folder):
     engine = adapted("tied_fused", "alone", folder)
-    held = {id(parameter) for each in engine.optimizers for group in each.param_groups for parameter in group["params"]}
-    assert held == {id(parameter) for name, parameter in engine.model.named_parameters() if is_adapter(name)}
+    held = {
+        id(parameter)
+        for each in engine.optimizers
+        for group in each.param_groups
+        for parameter in group["params"]
+    }
+    assert held == {
+        id(parameter) for name, parameter in engine.model.named_parameters() if is_adapter(name)
+    }
 
 
 @pytest.mark.parametrize("model", DENSE)
@@ -85,13 +104,21 @@ def test_a_policy_with_fresh_adapters_is_the_one_without(plays, folder, model):
     (answer,), _ = plays(model, "alone")
     engine = engine_of(MODELS[model], folder=folder)
     assert answer["digests"][0] == digests(engine.parts().values())
-    assert all(torch.equal(answer["fresh"][name], weight) for name, weight in weights_of(engine).items())
+    assert all(
+        torch.equal(answer["fresh"][name], weight) for name, weight in weights_of(engine).items()
+    )
 
 
 def test_layers_that_the_user_names_are_adapted(folder):
-    engine = engine_of(TIED_FUSED, folder=folder, lora=LoRAConverter.Config(rank=2, target_modules=["wo", "w1"]))
-    trained = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
-    layers = [f"layers.{i}.{name}" for i in range(2) for name in ("attention.wo", "feed_forward.w1")]
+    engine = engine_of(
+        TIED_FUSED, folder=folder, lora=LoRAConverter.Config(rank=2, target_modules=["wo", "w1"])
+    )
+    trained = {
+        name for name, parameter in engine.model.named_parameters() if parameter.requires_grad
+    }
+    layers = [
+        f"layers.{i}.{name}" for i in range(2) for name in ("attention.wo", "feed_forward.w1")
+    ]
     assert trained == {f"{layer}.lora_{x}.weight" for layer in layers for x in "ab"}
 
 
@@ -118,29 +145,39 @@ def test_every_layout_starts_from_the_same_adapters(pair):
     alone, answers, _ = pair
     for answer in answers:
         assert answer["fresh"].keys() == alone["fresh"].keys()
-        assert all(torch.equal(answer["fresh"][name], weight) for name, weight in alone["fresh"].items())
+        assert all(
+            torch.equal(answer["fresh"][name], weight) for name, weight in alone["fresh"].items()
+        )
 
 
 def test_gradients_and_steps_do_not_depend_on_the_layout(pair):
     alone, answers, _ = pair
     for answer in answers:
         assert worst_error(answer["first"]["gradients"], alone["first"]["gradients"]) <= 1e-5
-        assert answer["first"]["metrics"][0] == pytest.approx(alone["first"]["metrics"][0], rel=1e-5)
+        assert answer["first"]["metrics"][0] == pytest.approx(
+            alone["first"]["metrics"][0], rel=1e-5
+        )
         assert answer["first"]["step"] == pytest.approx(alone["first"]["step"], rel=1e-5)
         assert len(answer["losses"]) == STEPS
         assert answer["losses"] == pytest.approx(alone["losses"], rel=1e-4)
 
 
 def test_parts_are_the_merged_weights_from_before_the_first_step_on(pair):
-    """Bit for bit where the shapes of the products are; the same on all ranks; in tensors that a publisher keeps."""
+    """Bit for bit where the shapes of the products are; the same on all ranks; in tensors that a
+    publisher keeps.
+    """
     alone, answers, _ = pair
     assert alone["merge_error"] == 0.0
     assert all(answer["merge_error"] <= 1e-6 for answer in answers)
     assert [answer["stale_parts"] for answer in [alone, *answers]] == [[]] * (1 + len(answers))
-    start, trained = (merge_digests(answer["digests"][when] for answer in answers) for when in (0, 1))
+    start, trained = (
+        merge_digests(answer["digests"][when] for answer in answers) for when in (0, 1)
+    )
     assert start == merge_digests([alone["digests"][0]])
     differing = {name for name in start if start[name] != trained[name]}
-    assert differing == {name.replace(".lora_a.", ".") for name in alone["fresh"] if ".lora_a." in name}
+    assert differing == {
+        name.replace(".lora_a.", ".") for name in alone["fresh"] if ".lora_a." in name
+    }
 
 
 def test_a_checkpoint_of_any_layout_goes_on_on_one_rank(pair, request, folder):
@@ -151,7 +188,10 @@ def test_a_checkpoint_of_any_layout_goes_on_on_one_rank(pair, request, folder):
     checkpointer = checkpointer_of(engine, folder)
     assert checkpointer.load() == {"step": 1}
     checkpointer.close()
-    assert all(torch.equal(answers[0]["trained"][name], weight) for name, weight in weights_of(engine).items())
+    assert all(
+        torch.equal(answers[0]["trained"][name], weight)
+        for name, weight in weights_of(engine).items()
+    )
     for name, weight in merged(weights_of(engine)).items():
         assert torch.equal(engine.parts()[name].tensor, weight)
     assert learn(engine, ragged_batch(seed=2)) == pytest.approx(answers[0]["next"], rel=1e-6)
@@ -178,7 +218,10 @@ def test_a_checkpoint_without_adapters_is_a_base_and_nothing_else(folder):
     starter.close()
 
     starter = checkpointer_of(other, f"{folder}/other", **source, initial_load_model_only=False)
-    with pytest.raises(RunError, match="step-1 was saved without trainer.lora; .* with initial_load_model_only=True"):
+    with pytest.raises(
+        RunError,
+        match="step-1 was saved without trainer.lora; .* with initial_load_model_only=True",
+    ):
         starter.load()
     starter.close()
 
@@ -186,7 +229,10 @@ def test_a_checkpoint_without_adapters_is_a_base_and_nothing_else(folder):
 @pytest.mark.parametrize("model_only", [True, False])
 def test_a_checkpoint_with_adapters_goes_to_a_run_that_has_them(plays, folder, model_only):
     (answer,), origin = plays("tied_fused", "alone")
-    source = {"initial_load_path": f"{origin}/checkpoints/step-1", "initial_load_model_only": model_only}
+    source = {
+        "initial_load_path": f"{origin}/checkpoints/step-1",
+        "initial_load_model_only": model_only,
+    }
     engine = adapted("tied_fused", "alone", folder)
     starter = checkpointer_of(engine, folder, **source)
     starter.load()
@@ -233,14 +279,21 @@ def test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits(tmp_path, fo
     ours = logits_of(engine, tokens)
     base = Qwen3ForCausalLM.from_pretrained(source)
     with torch.no_grad():
-        untouched, of_export = base(tokens).logits, transformers_model(tmp_path / "out")(tokens).logits
+        untouched, of_export = (
+            base(tokens).logits,
+            transformers_model(tmp_path / "out")(tokens).logits,
+        )
         loaded = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
         of_peft = loaded(tokens).logits
     assert (ours - untouched).abs().max() > 0.1
     assert (of_export - ours).abs().max() <= 1e-5
     assert (of_peft - ours).abs().max() <= 1e-5
     config = loaded.peft_config["default"]
-    assert (config.base_model_name_or_path, config.r, config.lora_alpha) == (str(source), LORA.rank, LORA.alpha)
+    assert (config.base_model_name_or_path, config.r, config.lora_alpha) == (
+        str(source),
+        LORA.rank,
+        LORA.alpha,
+    )
     ends = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert set(config.target_modules) == ends
     assert len(tensors_of(tmp_path / "out" / "adapter")) == 2 * 2 * len(ends)
@@ -252,7 +305,9 @@ def test_four_ranks_export_what_one_does(plays):
     exported, whole = tensors_of(folder / "export"), merged(answers[0]["trained"])
     for layer in range(SIZES["n_layers"]):
         ours, theirs = f"layers.{layer}.feed_forward.w2", f"model.layers.{layer}.mlp.down_proj"
-        torch.testing.assert_close(exported[f"{theirs}.weight"], whole[f"{ours}.weight"], atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            exported[f"{theirs}.weight"], whole[f"{ours}.weight"], atol=1e-6, rtol=0
+        )
         adapter = tensors_of(folder / "export" / "adapter")
         for x in "ab":
             tensor = adapter[f"base_model.model.{theirs}.lora_{x.upper()}.weight"]

@@ -1,4 +1,6 @@
-"""However a batch is cut, every token is predicted once, in a document of its own, within the budget."""
+"""However a batch is cut, every token is predicted once, in a document of its own, within the
+budget.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ CUTTINGS = st.builds(
 
 
 def batch_of(lengths: list[int]) -> Batch:
-    """Every token is its own place in the batch, and its weight too: the first of each sequence has none."""
+    """Every token is its own place in the batch, and its weight too: the first of each sequence has
+    none.
+    """
     places = torch.arange(sum(lengths))
     first = torch.cat([torch.arange(length) == 0 for length in lengths])
     return Batch(
@@ -44,12 +48,16 @@ def test_every_token_is_predicted_once_from_the_one_before_it(lengths, cutting):
         assert torch.equal(micro.targets.flatten()[micro.cells][predicted], places)
         assert torch.equal(micro.tokens.flatten()[micro.cells][predicted], places - 1)
         seen += micro.index.tolist()
-        assert torch.equal(micro.per_token(micro.targets.float()), torch.where(predicted, micro.index, 0).float())
+        assert torch.equal(
+            micro.per_token(micro.targets.float()), torch.where(predicted, micro.index, 0).float()
+        )
     assert sorted(seen) == list(range(len(batch.tokens)))
 
 
 @given(LENGTHS, CUTTINGS)
-def test_sequences_are_documents_that_count_from_zero_and_padding_is_none_of_theirs(lengths, cutting):
+def test_sequences_are_documents_that_count_from_zero_and_padding_is_none_of_theirs(
+    lengths, cutting
+):
     batch = batch_of(lengths)
     starts = set((batch.lengths.cumsum(0) - batch.lengths).tolist())
     for micro in micro_batches(batch, cutting):
@@ -57,10 +65,14 @@ def test_sequences_are_documents_that_count_from_zero_and_padding_is_none_of_the
         used = torch.zeros(micro.tokens.numel(), dtype=torch.bool)
         used[micro.cells[~micro.first]] = True
         own = micro.tokens[used.view(micro.tokens.shape)]
-        begins = torch.tensor([max(s for s in starts if s <= t) for t in own.tolist()], dtype=torch.int64)
+        begins = torch.tensor(
+            [max(s for s in starts if s <= t) for t in own.tolist()], dtype=torch.int64
+        )
         assert torch.equal(micro.positions[used.view(micro.tokens.shape)], own - begins)
         owners = {}
-        for number, begin in zip(document[used.view(document.shape)].tolist(), begins.tolist(), strict=True):
+        for number, begin in zip(
+            document[used.view(document.shape)].tolist(), begins.tolist(), strict=True
+        ):
             assert owners.setdefault(number, begin) == begin
         assert len(set(owners.values())) == len(owners)
         assert owners.keys().isdisjoint(document[~used.view(document.shape)].tolist())
@@ -79,7 +91,9 @@ def test_weights_and_columns_are_those_of_the_tokens_that_count(lengths, cutting
 def test_tokens_that_count_know_which_of_them_are_of_one_sequence(lengths, cutting):
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     for micro in micro_batches(batch_of(lengths), cutting):
-        pairs = set(zip(micro.sequence.tolist(), owner[micro.index[micro.counted]].tolist(), strict=True))
+        pairs = set(
+            zip(micro.sequence.tolist(), owner[micro.index[micro.counted]].tolist(), strict=True)
+        )
         assert len({number for number, _ in pairs}) == len({own for _, own in pairs}) == len(pairs)
         assert all(0 <= number < len(lengths) for number, _ in pairs)
 
@@ -103,7 +117,8 @@ def test_packing_fills_rows_that_padding_would_waste():
     packed, padded = (
         lay_out(batch, plan(batch, cutting)[0], cutting)
         for cutting in (
-            Cutting(sequences=7, tokens=None, pack=pack, one_row=False, multiple_of=1) for pack in (True, False)
+            Cutting(sequences=7, tokens=None, pack=pack, one_row=False, multiple_of=1)
+            for pack in (True, False)
         )
     )
     assert packed.tokens.shape == (3, 16)
@@ -114,7 +129,12 @@ def test_without_rows_a_dummy_holds_nothing():
     cutting = Cutting(sequences=2, tokens=None, pack=True, one_row=False, multiple_of=8)
     dummy = lay_out(batch_of([3, 4]), [], cutting)
     assert dummy.tokens.shape == (1, 8)
-    assert dummy.per_token(torch.ones(1, 8)).shape == dummy.weights.shape == dummy.columns["place"].shape == (0,)
+    assert (
+        dummy.per_token(torch.ones(1, 8)).shape
+        == dummy.weights.shape
+        == dummy.columns["place"].shape
+        == (0,)
+    )
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))

@@ -1,4 +1,6 @@
-"""From a model folder comes the model that transformers makes of it, or a ConfigError that names what is wrong."""
+"""From a model folder comes the model that transformers makes of it, or a ConfigError that names
+what is wrong.
+"""
 
 import shutil
 from pathlib import Path
@@ -16,7 +18,14 @@ from tests.training.model_folders import EQUAL, REFUSED, Folder, edit_config, tr
 from tests.training.scenes import logits_of
 from tests.training.test_hugging_face import open_folder
 
-FORWARD = ("hidden_act", "rms_norm_eps", "attention_bias", "sliding_window", "layer_types", "norm_topk_prob")
+FORWARD = (
+    "hidden_act",
+    "rms_norm_eps",
+    "attention_bias",
+    "sliding_window",
+    "layer_types",
+    "norm_topk_prob",
+)
 """Fields of a transformers config that are no size."""
 
 
@@ -59,7 +68,14 @@ def test_generators_get_the_config_that_transformers_reads(tmp_path, name):
     ours = type(theirs)(**hf_config(shape))
     assert ours.rope_parameters["rope_theta"] == theirs.rope_parameters["rope_theta"]
     assert ours.rope_parameters["rope_type"] == theirs.rope_parameters["rope_type"] == "default"
-    for field in (*Folder().sizes, "head_dim", "num_key_value_heads", "tie_word_embeddings", "num_experts", *FORWARD):
+    for field in (
+        *Folder().sizes,
+        "head_dim",
+        "num_key_value_heads",
+        "tie_word_embeddings",
+        "num_experts",
+        *FORWARD,
+    ):
         if hasattr(theirs, field) and hasattr(ours, field):
             assert getattr(ours, field) == getattr(theirs, field), field
 
@@ -84,10 +100,14 @@ def test_folders_of_roles_are_read_before_a_process_starts(pair):
     config.roles["teacher"] = RoleConfig(model=ModelConfig(hf_path=str(bad)))
     validate(config)
     truncate(bad)
-    with pytest.raises(ConfigError, match=r"^roles.teacher.model.hf_path: .*other/model.safetensors cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"^roles.teacher.model.hf_path: .*other/model.safetensors cannot be read"
+    ):
         validate(config)
     edit_config(bad, attention_bias=True)
-    with pytest.raises(ConfigError, match=r"^roles.teacher.model.hf_path: attention_bias .* is True"):
+    with pytest.raises(
+        ConfigError, match=r"^roles.teacher.model.hf_path: attention_bias .* is True"
+    ):
         validate(config)
 
 
@@ -101,14 +121,19 @@ def test_an_initial_hugging_face_folder_is_read_before_a_process_starts(pair):
     with pytest.raises(ConfigError, match=f"^{field}: .*other/model.safetensors cannot be read"):
         validate(config)
     edit_config(bad, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    with pytest.raises(ConfigError, match=f"^{field} is .* a model whose rope_theta is 10000.0; .*, 500000.0"):
+    with pytest.raises(
+        ConfigError, match=f"^{field} is .* a model whose rope_theta is 10000.0; .*, 500000.0"
+    ):
         validate(config)
 
 
 def test_an_initial_checkpoint_that_is_missing_is_refused(tmp_path):
     config = quickstart()
     config.trainer.checkpoint.initial_load_path = str(tmp_path)
-    with pytest.raises(ConfigError, match=r"initial_load_path is .*, where no complete checkpoint is; name the folder"):
+    with pytest.raises(
+        ConfigError,
+        match=r"initial_load_path is .*, where no complete checkpoint is; name the folder",
+    ):
         validate(config)
     (tmp_path / ".metadata").touch()
     validate(config)

@@ -1,4 +1,6 @@
-"""oneDNN as the kernel of matrix products: the same numbers for every shape, stride and dtype, and their gradients."""
+"""oneDNN as the kernel of matrix products: the same numbers for every shape, stride and dtype, and
+their gradients.
+"""
 
 import torch
 
@@ -20,7 +22,9 @@ def test_products_agree_with_double_precision_however_the_matrices_lie():
 
 
 def worst_errors() -> tuple[set[str], set[str], float, float]:
-    """Operations of a product before and after; relative errors in float32, and changes in what is left to others."""
+    """Operations of a product before and after; relative errors in float32, and changes in what is
+    left to others.
+    """
     before = operations()
     exact, coarse = product(torch.float64), product(torch.bfloat16)
     use_onednn()
@@ -42,7 +46,9 @@ def operations() -> set[str]:
 
 
 def product(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Products of each shape with matrices that lie by rows and by columns, with gradients, and into a given result."""
+    """Products of each shape with matrices that lie by rows and by columns, with gradients, and
+    into a given result.
+    """
     draw, found = torch.Generator().manual_seed(0), []
     for rows, inner, columns in SHAPES:
         a = torch.randn(rows, inner, generator=draw).to(dtype)
@@ -52,5 +58,10 @@ def product(dtype: torch.dtype) -> list[torch.Tensor]:
                 x, y = left.clone().requires_grad_(), right.clone().requires_grad_()
                 result = x @ y
                 result.backward(torch.ones_like(result))
-                found += [result.detach(), x.grad, y.grad, torch.mm(left, right, out=result.detach().clone())]
+                found += [
+                    result.detach(),
+                    x.grad,
+                    y.grad,
+                    torch.mm(left, right, out=result.detach().clone()),
+                ]
     return found

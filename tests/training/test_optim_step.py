@@ -30,7 +30,9 @@ def build(folder):
 
 
 def moments(engine) -> list[torch.Tensor]:
-    """What Adam remembers of the gradients: after one step, a tenth of the gradient it was given."""
+    """What Adam remembers of the gradients: after one step, a tenth of the gradient it was
+    given.
+    """
     (optimizer,) = engine.optimizers
     return [whole(optimizer.state[p]["exp_avg"]) for p in engine.model.parameters()]
 
@@ -86,14 +88,20 @@ def test_a_weight_scales_the_gradient_and_not_the_denominator(build):
     scaled.forward_backward(ragged_batch(), LOSS.build(), weight=0.25)
     scaled.forward_backward(ragged_batch(), LOSS.build(), weight=2.0)
     gradients = gradients_of(plain)
-    assert relative_error(gradients_of(scaled), {name: 2.25 * g for name, g in gradients.items()}) <= 1e-6
+    assert (
+        relative_error(gradients_of(scaled), {name: 2.25 * g for name, g in gradients.items()})
+        <= 1e-6
+    )
     weight = plain.optim_step()["trainer/weight"]
     assert scaled.optim_step()["trainer/weight"] == 2 * weight
 
 
 def test_a_steps_own_options_hold_for_that_step_alone(build):
     engine, usual = build(warmup=4), build(warmup=4)
-    for each, options in ((engine, {"lr": 0.0, "betas": (0.0, 0.0), "max_norm": 1e-3}), (usual, {})):
+    for each, options in (
+        (engine, {"lr": 0.0, "betas": (0.0, 0.0), "max_norm": 1e-3}),
+        (usual, {}),
+    ):
         before = weights_of(each)
         each.forward_backward(ragged_batch(), LOSS.build())
         step = each.optim_step(**options)
@@ -104,7 +112,9 @@ def test_a_steps_own_options_hold_for_that_step_alone(build):
     assert taken == pytest.approx(1e-3, rel=1e-4)  # beta 0 remembers the whole gradient, clipped
     (group,) = [group for each in engine.optimizers for group in each.param_groups]
     (untouched,) = [group for each in usual.optimizers for group in each.param_groups]
-    assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in untouched.items() if k != "params"}
+    assert {k: v for k, v in group.items() if k != "params"} == {
+        k: v for k, v in untouched.items() if k != "params"
+    }
 
 
 def test_weight_decay_can_be_given_for_a_step(build):
@@ -112,7 +122,9 @@ def test_weight_decay_can_be_given_for_a_step(build):
     engine.forward_backward(ragged_batch(), LOSS.build())
     before = weights_of(engine)
     engine.optim_step(lr=1e-4, weight_decay=5e3)  # a decay of lr * weight_decay: to a half
-    sizes = [float(weight.norm() / before[name].norm()) for name, weight in weights_of(engine).items()]
+    sizes = [
+        float(weight.norm() / before[name].norm()) for name, weight in weights_of(engine).items()
+    ]
     assert sizes == pytest.approx([0.5] * len(sizes), rel=0.01)
 
 
@@ -121,7 +133,9 @@ def test_more_skipped_steps_in_a_row_than_allowed_end_the_run(build):
     learn(engine, broken(ragged_batch(), 0))
     learn(engine, ragged_batch())
     learn(engine, broken(ragged_batch(), 0))  # one in a row again
-    with pytest.raises(RunError, match=r"2 optimizer steps in a row .* trainer.max_skipped_steps=1: lower"):
+    with pytest.raises(
+        RunError, match=r"2 optimizer steps in a row .* trainer.max_skipped_steps=1: lower"
+    ):
         learn(engine, broken(ragged_batch(), 0))
     assert (engine.version, engine.skipped_steps) == (1, 3)
 
@@ -134,7 +148,9 @@ def test_a_forward_between_the_gradient_and_its_step_does_not_keep_old_weights(b
         if engine is with_it:
             engine.forward(ragged_batch())
         engine.optim_step()
-    assert torch.equal(with_it.forward(ragged_batch())["logprobs"], without.forward(ragged_batch())["logprobs"])
+    assert torch.equal(
+        with_it.forward(ragged_batch())["logprobs"], without.forward(ragged_batch())["logprobs"]
+    )
 
 
 def test_the_loss_falls(build):
@@ -147,7 +163,9 @@ def test_no_step_is_taken_past_the_end_of_the_schedule(build):
     engine = build(steps=1)
     learn(engine, ragged_batch())
     before = weights_of(engine)
-    with pytest.raises(RuntimeError, match="the schedule ends after 1 steps; build the engine with more"):
+    with pytest.raises(
+        RuntimeError, match="the schedule ends after 1 steps; build the engine with more"
+    ):
         learn(engine, ragged_batch())
     assert engine.version == 1
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
@@ -193,12 +211,17 @@ def values(tokens: Tokens) -> torch.Tensor:
             lambda tokens: (costs(tokens), {"mine": Metric(values(tokens), "median")}),
             "a Metric as metric 'mine', not a Metric",
         ),
-        (lambda tokens: (costs(tokens), {"mine": Metric(values(tokens)[:1], "max")}), r"\[1\] values as metric 'mine'"),
+        (
+            lambda tokens: (costs(tokens), {"mine": Metric(values(tokens)[:1], "max")}),
+            r"\[1\] values as metric 'mine'",
+        ),
     ],
 )
 def test_a_loss_that_does_not_say_what_each_token_costs_is_refused_by_name(build, loss, wrong):
     engine = build()
-    with pytest.raises(RunError, match=f"the loss function returned {wrong}.*; it must return a pair for these"):
+    with pytest.raises(
+        RunError, match=f"the loss function returned {wrong}.*; it must return a pair for these"
+    ):
         engine.forward_backward(ragged_batch(), loss)
 
 
@@ -215,13 +238,17 @@ def test_a_step_says_whether_it_had_something_to_learn(build):
 
 def test_an_extreme_of_no_token_is_left_out(build):
     batch = ragged_batch()
-    stale = dataclasses.replace(batch, columns=batch.columns | {"staleness": torch.ones(len(batch.tokens))})
+    stale = dataclasses.replace(
+        batch, columns=batch.columns | {"staleness": torch.ones(len(batch.tokens))}
+    )
     _, metrics = build().forward_backward(stale, LOSS.build())
     assert "logprob/error_max" not in metrics
     assert metrics["logprob/drift_max"] > 0
 
 
 def test_an_empty_batch_is_refused(build):
-    empty = Batch(tokens=torch.zeros(0).long(), lengths=torch.zeros(0).long(), weights=torch.zeros(0))
+    empty = Batch(
+        tokens=torch.zeros(0).long(), lengths=torch.zeros(0).long(), weights=torch.zeros(0)
+    )
     with pytest.raises(ValueError, match="the batch is empty"):
         build().forward(empty)

@@ -1,11 +1,21 @@
-"""Parameters and optimizer state go to host memory and come back bit for bit; meanwhile nothing uses them."""
+"""Parameters and optimizer state go to host memory and come back bit for bit; meanwhile nothing
+uses them.
+"""
 
 import pytest
 import torch
 
 from rl.model.host_memory import local_tensor
 from rl.training.checkpoint import Checkpointer
-from tests.training.scenes import LOSS, MODELS, engine_of, gradients_of, learn, ragged_batch, weights_of
+from tests.training.scenes import (
+    LOSS,
+    MODELS,
+    engine_of,
+    gradients_of,
+    learn,
+    ragged_batch,
+    weights_of,
+)
 
 
 def resident(tensors) -> int:
@@ -31,7 +41,9 @@ def test_a_round_trip_between_calls_changes_nothing(model_name, folder):
         assert away.optim_step() == at_home.optim_step()
         away.offload()
         away.onload(model=True, optimizer=False)
-        assert torch.equal(away.forward(ragged_batch())["logprobs"], at_home.forward(ragged_batch())["logprobs"])
+        assert torch.equal(
+            away.forward(ragged_batch())["logprobs"], at_home.forward(ragged_batch())["logprobs"]
+        )
         away.onload()
         assert all(map(torch.equal, moments(away), moments(at_home)))
     assert all(map(torch.equal, weights_of(away).values(), weights_of(at_home).values()))
@@ -62,7 +74,9 @@ def test_live_parts_show_the_weights_again_after_a_round_trip(folder):
     engine.offload()
     engine.onload()
     learn(engine, ragged_batch())
-    assert all(torch.equal(parts[name].tensor, part.tensor) for name, part in engine.parts().items())
+    assert all(
+        torch.equal(parts[name].tensor, part.tensor) for name, part in engine.parts().items()
+    )
 
 
 def test_what_is_away_is_not_used(folder):

@@ -1,4 +1,6 @@
-"""A checkpoint is data: one whose pickles would run code is refused by name, and nothing of it runs."""
+"""A checkpoint is data: one whose pickles would run code is refused by name, and nothing of it
+runs.
+"""
 
 import os
 import pickle
@@ -47,7 +49,9 @@ def with_command_in_metadata(engine, folder: str, mark: Path, monkeypatch) -> Pa
 def with_command_in_an_entry(engine, folder: str, mark: Path, monkeypatch) -> Path:
     state_dict = _TrainState.state_dict
     with monkeypatch.context() as patched:
-        patched.setattr(_TrainState, "state_dict", lambda self: state_dict(self) | {"version": Command(mark)})
+        patched.setattr(
+            _TrainState, "state_dict", lambda self: state_dict(self) | {"version": Command(mark)}
+        )
         return saved(engine, folder)
 
 
@@ -65,7 +69,9 @@ def start_from_its_weights(engine, checkpoint: Path, folder: str) -> None:
 
 
 def load_weights(engine, checkpoint: Path, folder: str) -> None:
-    loading(checkpointer_of(engine, folder), lambda checkpointer: checkpointer.load_weights(checkpoint))
+    loading(
+        checkpointer_of(engine, folder), lambda checkpointer: checkpointer.load_weights(checkpoint)
+    )
 
 
 def loading(checkpointer: Checkpointer, load: Callable[[Checkpointer], object]) -> None:
@@ -86,19 +92,28 @@ def test_a_checkpoint_that_would_run_a_command_is_refused_and_nothing_runs(
     mark = tmp_path / "mark"
     checkpoint = poison(engine, folder, mark, monkeypatch)
     if poison is with_command_in_an_entry and read in (start_from_its_weights, load_weights):
-        read(engine, checkpoint, str(tmp_path / "another run"))  # entries are not read for weights alone
+        read(
+            engine, checkpoint, str(tmp_path / "another run")
+        )  # entries are not read for weights alone
     else:
-        with pytest.raises(RunError, match=r"step-1 is refused: (.metadata|its entry train_state.version) names posix"):
+        with pytest.raises(
+            RunError,
+            match=r"step-1 is refused: (.metadata|its entry train_state.version) names posix",
+        ):
             read(engine, checkpoint, str(tmp_path / "another run"))
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("name", ["builtins.eval", "torch.load", "torch.hub.load", "pathlib.Path.touch"])
+@pytest.mark.parametrize(
+    "name", ["builtins.eval", "torch.load", "torch.hub.load", "pathlib.Path.touch"]
+)
 def test_only_names_of_metadata_are_unpickled(engine, folder, name):
     checkpoint = saved(engine, folder)
     module, _, function = name.partition(".")
     (checkpoint / ".metadata").write_bytes(
-        b"\x80\x04" + b"".join(b"\x8c" + bytes([len(each)]) + each.encode() for each in (module, function)) + b"\x93."
+        b"\x80\x04"
+        + b"".join(b"\x8c" + bytes([len(each)]) + each.encode() for each in (module, function))
+        + b"\x93."
     )
     with pytest.raises(RunError, match=f"step-1 is refused: .metadata names {name}"):
         resume(engine, checkpoint, folder)

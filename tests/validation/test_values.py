@@ -68,7 +68,9 @@ def test_absurd_numbers_are_refused_by_name_or_within_the_fields_rule(config):
 
 
 def test_every_number_of_a_full_config_has_a_rule(config):
-    assert [name for name, value in numbers(with_converters(config)).items() if not value.bounds] == []
+    assert [
+        name for name, value in numbers(with_converters(config)).items() if not value.bounds
+    ] == []
 
 
 def test_every_numeric_field_of_tillers_own_parts_has_a_rule():
@@ -118,7 +120,11 @@ def test_a_value_of_another_type_is_refused_by_name(config, name, content, messa
     [
         ("algorithm.loss.clip_low", -2, "algorithm.loss.clip_low is -2; it must be at least 0"),
         ("algorithm.loss.clip_high", -2, "algorithm.loss.clip_high is -2; it must be at least 0"),
-        ("algorithm.loss.dual_clip", 0.5, "algorithm.loss.dual_clip is 0.5; it must be 0, or above 1"),
+        (
+            "algorithm.loss.dual_clip",
+            0.5,
+            "algorithm.loss.dual_clip is 0.5; it must be 0, or above 1",
+        ),
         ("algorithm.corrections", (TruncatedIS.Config(cap=0),), "cap is 0; it must be above 0"),
         (
             "algorithm.corrections",
@@ -139,7 +145,11 @@ def test_a_value_of_another_type_is_refused_by_name(config, name, content, messa
             [0.9, 1.0],
             "trainer.optimizer.param_groups.0.optimizer_kwargs.betas.1 is 1.0; it must be below 1",
         ),
-        ("rollout.prompts_per_step", 10**12, "prompts_per_step is 1000000000000; it must be at most"),
+        (
+            "rollout.prompts_per_step",
+            10**12,
+            "prompts_per_step is 1000000000000; it must be at most",
+        ),
         ("roles.judge.model.dim", 10**12, "roles.judge.model.dim is 1000000000000; it must be"),
     ],
 )
@@ -190,10 +200,24 @@ def test_more_processes_than_a_hosts_memory_holds_are_refused(config, name, cont
 
 @pytest.mark.parametrize(
     "folder",
-    ["../../x", "/tmp/x", "a/b", ".", "critic", "reference", "unevaluated", "logs", "export", "judge", "config.json"],
+    [
+        "../../x",
+        "/tmp/x",
+        "a/b",
+        ".",
+        "critic",
+        "reference",
+        "unevaluated",
+        "logs",
+        "export",
+        "judge",
+        "config.json",
+    ],
 )
 def test_a_checkpoint_folder_outside_the_run_or_of_another_use_is_refused(config, folder):
-    with pytest.raises(ConfigError, match="trainer.checkpoint.folder is '.*'; it must be a name of letters"):
+    with pytest.raises(
+        ConfigError, match="trainer.checkpoint.folder is '.*'; it must be a name of letters"
+    ):
         validate(put(config, "trainer.checkpoint.folder", folder))
 
 
@@ -206,7 +230,10 @@ def test_a_run_that_would_never_save_is_refused(config):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"n_kv_heads": 3}, "roles.judge.model.n_kv_heads is 3; it must divide roles.judge.model.n_heads"),
+        (
+            {"n_kv_heads": 3},
+            "roles.judge.model.n_kv_heads is 3; it must divide roles.judge.model.n_heads",
+        ),
         ({"attention": "varlen"}, "roles.judge.model.attention is 'varlen', which needs CUDA"),
         ({"num_experts": 4}, "roles.judge.model.experts_per_token is 0; it must be between 1"),
     ],

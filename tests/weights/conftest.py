@@ -13,7 +13,8 @@ from rl.types import Place
 def with_procs(tmp_path):
     """Runs ``work(spawn)``, where ``spawn(name)`` gives a mesh of processes. All end with it."""
 
-    # Never taken back: Monarch hears of a death seconds later, and would interrupt the test that runs then.
+    # Never taken back: Monarch hears of a death seconds later, and would interrupt the test that
+    # runs then.
     monarch.actor.unhandled_fault_hook = lambda failure: None
 
     def run(work):

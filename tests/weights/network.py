@@ -34,7 +34,9 @@ def copied(weights: Weights) -> Weights:
 
 def trainer_parts(weights: Weights, rank: int) -> list[Part]:
     """Rows of everything but the scale, which both ranks hold."""
-    return [_part(name, whole, None if name == "scale" else 0, rank) for name, whole in weights.items()]
+    return [
+        _part(name, whole, None if name == "scale" else 0, rank) for name, whole in weights.items()
+    ]
 
 
 def generator_parts(weights: Weights, rank: int) -> list[Part]:
@@ -48,7 +50,8 @@ def layouts(shapes: Shapes = SHAPES) -> tuple[list[Layout], list[Layout]]:
     """Of the trainer's ranks and the generator's."""
     weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     sources, wanted = (
-        [layout_of(parts(weights, rank)) for rank in range(RANKS)] for parts in (trainer_parts, generator_parts)
+        [layout_of(parts(weights, rank)) for rank in range(RANKS)]
+        for parts in (trainer_parts, generator_parts)
     )
     return sources, wanted
 
@@ -61,14 +64,18 @@ def transfer(shapes: Shapes = SHAPES, **options: Any) -> Transfer:
 
 def live_parts(rank: int, shapes: Shapes = SHAPES) -> list[Part]:
     """Parameters of a generator rank before its first pull: NaN."""
-    return generator_parts({name: torch.full(s, torch.nan, dtype=DTYPE) for name, s in shapes.items()}, rank)
+    return generator_parts(
+        {name: torch.full(s, torch.nan, dtype=DTYPE) for name, s in shapes.items()}, rank
+    )
 
 
 def same(parts: list[Part], weights: Weights, rank: int) -> bool:
     """Whether ``parts`` of a generator rank are the cast ``weights``, bit for bit."""
     wanted = generator_parts({name: whole.to(DTYPE) for name, whole in weights.items()}, rank)
     return all(
-        torch.equal(a.tensor.contiguous().view(torch.int16), b.tensor.contiguous().view(torch.int16))
+        torch.equal(
+            a.tensor.contiguous().view(torch.int16), b.tensor.contiguous().view(torch.int16)
+        )
         for a, b in zip(parts, wanted, strict=True)
     )
 
@@ -134,7 +141,9 @@ class MemoryPublisher(PackedPublisher):
 
 
 class MemorySubscriber(PackedSubscriber):
-    def __init__(self, publishers: list[MemoryPublisher], rank: int, *, replica: int = 0, **options: Any):
+    def __init__(
+        self, publishers: list[MemoryPublisher], rank: int, *, replica: int = 0, **options: Any
+    ):
         self.parts = live_parts(rank)
         super().__init__(self.parts, transfer(**options), rank=rank)
         self.read_takes = 0.0

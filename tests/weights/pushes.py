@@ -1,4 +1,6 @@
-"""What trainer ranks push, and what readers laid out as generators pull; runs on the trainer's ranks."""
+"""What trainer ranks push, and what readers laid out as generators pull; runs on the trainer's
+ranks.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +18,14 @@ from rl.weights.shared_memory import Publisher, Segment, Subscriber
 DTYPE = torch.bfloat16
 # Half a kv head for each of four readers, and of the vocabulary 8, 8, 8 and 6 rows.
 TIED_FUSED = ModelConfig(
-    vocab_size=30, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=52, max_seq_len=15
+    vocab_size=30,
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    hidden_dim=52,
+    max_seq_len=15,
 )
 EXPERTS = replace(TIED_FUSED, num_experts=4, experts_per_token=2, moe_hidden_dim=20)
 MODELS = {
@@ -41,18 +50,27 @@ def generators(model: ModelConfig) -> list[tuple[Layout, ...]]:
 class Reader:
     """A rank of a generator: tensors of its own."""
 
-    def __init__(self, layouts: tuple[Layout, ...], rank: int, segments: list[Segment], number: int):
-        self._tensors = {name: torch.zeros(shape, dtype=DTYPE) for name, shape in local_shapes(layouts[0]).items()}
+    def __init__(
+        self, layouts: tuple[Layout, ...], rank: int, segments: list[Segment], number: int
+    ):
+        self._tensors = {
+            name: torch.zeros(shape, dtype=DTYPE)
+            for name, shape in local_shapes(layouts[0]).items()
+        }
         self._parts = local_parts(self._tensors, layouts[rank])
         self._subscriber = Subscriber(segments, self._parts, reader=number)
 
     def pull(self, version: int, weights: dict[str, torch.Tensor]) -> PartDigests:
-        """Digests of what it pulled, which must be its parts of the whole ``weights`` and nothing else."""
+        """Digests of what it pulled, which must be its parts of the whole ``weights`` and nothing
+        else.
+        """
         self._subscriber.pull(version)
         written = dict.fromkeys(self._tensors, 0)
         for part in self._parts:
             whole = weights[part.name]
-            assert torch.equal(part.tensor, whole[part.box.slices_in(Box.whole(tuple(whole.shape)))]), part.region
+            assert torch.equal(
+                part.tensor, whole[part.box.slices_in(Box.whole(tuple(whole.shape)))]
+            ), part.region
             written[part.name] += part.box.shape[0]
         assert not any(tensor[written[name] :].any() for name, tensor in self._tensors.items())
         return digests(self._parts)
@@ -64,7 +82,9 @@ def push_all(cases: list[tuple[str, str]], folder: str) -> list[Layout]:
 
 
 def push(model: ModelConfig, layout: scenes.Layout, folder: str) -> Layout:
-    """Push two versions to all generators, whose ranks this trainer's ranks play in turn; what this rank held."""
+    """Push two versions to all generators, whose ranks this trainer's ranks play in turn; what this
+    rank held.
+    """
     engine = scenes.engine_of(model, folder=folder, layout=layout)
     held = list(engine.parts().values())
     places = [(layouts, rank) for layouts in generators(model) for rank in range(len(layouts))]

@@ -1,4 +1,7 @@
-"""Trainer ranks and generator ranks of a push as real actors. A version's weights follow from its number."""
+"""Trainer ranks and generator ranks of a push as real actors.
+
+A version's weights follow from its number.
+"""
 
 import asyncio
 import importlib
@@ -35,7 +38,9 @@ class TrainerRank(Actor):
     def __init__(self, transport: str, patience: float):
         self.weights, rank = weights_of(0), current_rank().rank
         self.make = lambda: module(transport).Publisher(
-            trainer_parts(self.weights, rank), transfer(SHAPES, delta=True, patience=patience), rank=rank
+            trainer_parts(self.weights, rank),
+            transfer(SHAPES, delta=True, patience=patience),
+            rank=rank,
         )
 
     @endpoint
@@ -61,11 +66,15 @@ class GeneratorRank(Actor):
     @endpoint
     async def connect(self, addresses: list[Any]) -> None:
         self.parts = live_parts(self.rank, SHAPES)
-        self.subscriber = self.transport.Subscriber(addresses, self.parts, transfer(SHAPES, delta=True), rank=self.rank)
+        self.subscriber = self.transport.Subscriber(
+            addresses, self.parts, transfer(SHAPES, delta=True), rank=self.rank
+        )
 
     @endpoint
     async def pull(self, version: int) -> tuple[bool, int]:
-        """Whether the parameters are those of ``version``, and how many deltas were read for that."""
+        """Whether the parameters are those of ``version``, and how many deltas were read
+        for that.
+        """
         deltas, read = [], self.subscriber._read
 
         async def noted(reads: list[Any]) -> None:
@@ -99,8 +108,12 @@ async def call(endpoint: Any, *args: Any) -> list[Any]:
     return [value for _, value in await asyncio.wait_for(answers(), DEADLINE)]
 
 
-async def check_pushes(trainer: ProcMesh, generator: ProcMesh, transport: str, versions: range) -> None:
-    """Every version arrives bit for bit on every rank, as a delta where the version before was there and is near."""
+async def check_pushes(
+    trainer: ProcMesh, generator: ProcMesh, transport: str, versions: range
+) -> None:
+    """Every version arrives bit for bit on every rank, as a delta where the version before was
+    there and is near.
+    """
     publishers = trainer.spawn("publishers", TrainerRank, transport, 3600.0)
     readers = generator.spawn("readers", GeneratorRank, transport)
     await call(readers.connect, await call(publishers.open))
@@ -113,8 +126,12 @@ async def check_pushes(trainer: ProcMesh, generator: ProcMesh, transport: str, v
         assert all((s.bytes_sent < s.bytes_full / 10) == bool(near) for s in sent)
 
 
-async def check_a_killed_reader(spawn: Callable[[str], ProcMesh], transport: str) -> tuple[Any, Any]:
-    """Both ranks of a generator die and others come in their place; returns the publishers and the new readers."""
+async def check_a_killed_reader(
+    spawn: Callable[[str], ProcMesh], transport: str
+) -> tuple[Any, Any]:
+    """Both ranks of a generator die and others come in their place; returns the publishers and the
+    new readers.
+    """
     publishers = spawn("trainer").spawn("publishers", TrainerRank, transport, 0.1)
     addresses = await call(publishers.open)
     readers = spawn("generator").spawn("readers", GeneratorRank, transport)

@@ -1,6 +1,8 @@
-"""A trainer that publishes as quickly as it can, and readers of it: what runs in each process of the stress test.
+"""A trainer that publishes as quickly as it can, and readers of it: what runs in each process of
+the stress test.
 
-The board is a file that all map: the newest version that all trainer ranks hold, then a flag for each event.
+The board is a file that all map: the newest version that all trainer ranks hold, then a flag for
+each event.
 """
 
 import asyncio
@@ -32,7 +34,9 @@ def open_board(path: str) -> torch.Tensor:
 def weights_of(version: int) -> dict[str, torch.Tensor]:
     """Every element changes with every version; whole numbers that bfloat16 has."""
     return {
-        name: ((torch.arange(torch.Size(shape).numel()) * 31 + version * 7) % 256).view(shape).float()
+        name: ((torch.arange(torch.Size(shape).numel()) * 31 + version * 7) % 256)
+        .view(shape)
+        .float()
         for name, shape in SHAPES.items()
     }
 
@@ -52,7 +56,9 @@ def write(board_path: str, addresses: Connection) -> None:
 
 async def _write(board: torch.Tensor, addresses: Connection) -> None:
     weights = weights_of(-1)
-    shares = [[part(name, tensor, rank) for name, tensor in weights.items()] for rank in range(RANKS)]
+    shares = [
+        [part(name, tensor, rank) for name, tensor in weights.items()] for rank in range(RANKS)
+    ]
     publishers = [Publisher(parts, DTYPE) for parts in shares]
     addresses.send([publisher.address for publisher in publishers])
     for version in range(VERSIONS):
@@ -65,8 +71,16 @@ async def _write(board: torch.Tensor, addresses: Connection) -> None:
         board[ANNOUNCED] = version
 
 
-def read(board_path: str, segments: list[Segment], number: int, late: int, pause_s: float, answers: Connection) -> None:
-    """Pull what was announced ``late`` versions ago, or the newest if that is gone, until the last is there.
+def read(
+    board_path: str,
+    segments: list[Segment],
+    number: int,
+    late: int,
+    pause_s: float,
+    answers: Connection,
+) -> None:
+    """Pull what was announced ``late`` versions ago, or the newest if that is gone, until the last
+    is there.
 
     Copies with pauses of ``pause_s``. Answers how often it pulled.
     """
@@ -85,7 +99,9 @@ def read(board_path: str, segments: list[Segment], number: int, late: int, pause
     answers.send(pulls)
 
 
-def copy_with_pauses(pause_s: float, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], like: torch.Tensor) -> None:
+def copy_with_pauses(
+    pause_s: float, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], like: torch.Tensor
+) -> None:
     for destination, source in pairs:
         destination.copy_(source)
         time.sleep(pause_s)
@@ -106,8 +122,13 @@ def hang(board_path: str, segments: list[Segment], number: int) -> None:
 def open_reader(
     board_path: str, segments: list[Segment], number: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Subscriber]:
-    board, pulled = open_board(board_path), {name: torch.zeros(shape, dtype=DTYPE) for name, shape in SHAPES.items()}
-    subscriber = Subscriber(segments, [part(name, tensor, None) for name, tensor in pulled.items()], reader=number)
+    board, pulled = (
+        open_board(board_path),
+        {name: torch.zeros(shape, dtype=DTYPE) for name, shape in SHAPES.items()},
+    )
+    subscriber = Subscriber(
+        segments, [part(name, tensor, None) for name, tensor in pulled.items()], reader=number
+    )
     board[READY + number] = 1
     return board, pulled, subscriber
 

@@ -7,7 +7,11 @@ from hypothesis import strategies as st
 
 from rl.weights import delta
 
-INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.int8}
+INTEGERS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.int8,
+}
 
 
 @given(
@@ -18,10 +22,14 @@ INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float
     room=st.sampled_from([0.0, 0.5, 2.0, 20.0]),
     seed=st.integers(0, 1 << 32),
 )
-def test_any_bits_arrive_or_nothing_is_written_beyond_the_room(dtype, numel, share, block, room, seed):
+def test_any_bits_arrive_or_nothing_is_written_beyond_the_room(
+    dtype, numel, share, block, room, seed
+):
     generator = torch.Generator().manual_seed(seed)
     limits = torch.iinfo(INTEGERS[dtype])
-    old, new = (torch.randint(limits.min, limits.max, (numel,), generator=generator) for _ in range(2))
+    old, new = (
+        torch.randint(limits.min, limits.max, (numel,), generator=generator) for _ in range(2)
+    )
     new = torch.where(torch.rand(numel, generator=generator) < share, new, old)
     old, new = (tensor.to(INTEGERS[dtype]).view(dtype) for tensor in (old, new))
     memory = torch.full((int(room * old.nbytes) + 8,), 77, dtype=torch.uint8)

@@ -25,7 +25,11 @@ def test_a_digest_does_not_depend_on_the_cut(data):
     boxes = [Box.whole(shape)]
     for dim, size in enumerate(shape):
         cut = data.draw(st.integers(0, size))
-        boxes = [part for box in boxes for part in (box.slab(dim, 0, cut), box.slab(dim, cut, size - cut))]
+        boxes = [
+            part
+            for box in boxes
+            for part in (box.slab(dim, 0, cut), box.slab(dim, cut, size - cut))
+        ]
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     ranks = [digests([part_of(whole, box)]) for box in boxes]
     assert merge_digests(ranks)["w"] == digest_of(whole)

@@ -1,4 +1,6 @@
-"""Trainer and generator on two hosts, which are network namespaces of this machine with addresses of their own."""
+"""Trainer and generator on two hosts, which are network namespaces of this machine with addresses
+of their own.
+"""
 
 import os
 import re
@@ -34,11 +36,17 @@ def marked(mark: str) -> list[Path]:
 
 def test_a_push_crosses_hosts_bit_for_bit_and_nothing_is_left():
     if not permitted():
-        cannot_run("no right to make network namespaces; be root (in a container, with CAP_SYS_ADMIN)")
+        cannot_run(
+            "no right to make network namespaces; be root (in a container, with CAP_SYS_ADMIN)"
+        )
     mark, links = uuid.uuid4().hex, os.listdir("/sys/class/net")
     script = [*UNSHARE, sys.executable, "-m", "tests.weights.two_hosts"]
     result = subprocess.run(
-        script, capture_output=True, text=True, timeout=300, env={**os.environ, "TILLER_TEST_MARK": mark}
+        script,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "TILLER_TEST_MARK": mark},
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "workers [0, 0]" in result.stdout

@@ -1,4 +1,6 @@
-"""Any trainer layout pushes to any generator layout, bit for bit; and layouts are known before ranks run."""
+"""Any trainer layout pushes to any generator layout, bit for bit; and layouts are known before
+ranks run.
+"""
 
 import resource
 
@@ -31,7 +33,9 @@ def planned(model: str, layout: str) -> tuple[Layout, ...]:
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"{ranks} ranks")
 def pushed(request, tmp_path_factory) -> dict[tuple[str, str], list[Layout]]:
-    """By (model, trainer layout) what each rank held; the ranks have pushed it to all generators and compared."""
+    """By (model, trainer layout) what each rank held; the ranks have pushed it to all generators
+    and compared.
+    """
     cases = [case for case in CASES if TRAINERS[case[1]].ranks == request.param]
     folder = str(tmp_path_factory.mktemp("pushed"))
     ranks = on_ranks(request.param, push_all, cases, folder)
@@ -40,9 +44,17 @@ def pushed(request, tmp_path_factory) -> dict[tuple[str, str], list[Layout]]:
 
 # Qwen3-30B-A3B.
 LARGE = ModelConfig(
-    vocab_size=151936, dim=2048, n_layers=48, n_heads=32, n_kv_heads=4, head_dim=128,
-    num_experts=128, experts_per_token=8, moe_hidden_dim=768, tie_embeddings=False,
-)  # fmt: skip
+    vocab_size=151936,
+    dim=2048,
+    n_layers=48,
+    n_heads=32,
+    n_kv_heads=4,
+    head_dim=128,
+    num_experts=128,
+    experts_per_token=8,
+    moe_hidden_dim=768,
+    tie_embeddings=False,
+)
 
 
 def test_every_reader_holds_its_part_of_every_version_bit_for_bit(pushed):
@@ -56,12 +68,16 @@ def test_the_layout_planned_without_ranks_is_the_one_they_have(pushed):
 
 
 def test_adapters_change_no_layout():
-    config = TrainerConfig(parallelism=TRAINERS["fsdp2_tp2"].parallelism, lora=LoRAConverter.Config())
+    config = TrainerConfig(
+        parallelism=TRAINERS["fsdp2_tp2"].parallelism, lora=LoRAConverter.Config()
+    )
     assert trainer_layout(config, MODELS["tied_fused"]) == planned("tied_fused", "fsdp2_tp2")
 
 
 def test_a_large_model_on_many_ranks_is_planned_here_and_every_replica_gives_its_share():
-    """30 billion parameters, HSDP2x8 with TP4 and EP8, to eight ranks of whole experts: two per kv head."""
+    """30 billion parameters, HSDP2x8 with TP4 and EP8, to eight ranks of whole experts: two per kv
+    head.
+    """
     parallelism = TrainerLayout(replicate=2, shard=8, tp=4, ep=8).parallelism
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     held = trainer_layout(TrainerConfig(parallelism=parallelism), LARGE)

@@ -26,7 +26,8 @@ def test_shared_memory_of_another_host_is_refused_and_the_way_out_is_named(monke
     publisher = Publisher([rows(torch.zeros(SHAPE), 0, 6)], torch.float32)
     monkeypatch.setattr(shared_memory, "memory_domain", lambda: "elsewhere")
     with pytest.raises(
-        RuntimeError, match=rf"{memory_domain()}.*'elsewhere|elsewhere.*set weights.transport to 'rdma'"
+        RuntimeError,
+        match=rf"{memory_domain()}.*'elsewhere|elsewhere.*set weights.transport to 'rdma'",
     ):
         Subscriber([publisher.address], [rows(torch.zeros(SHAPE), 0, 6)], reader=0)
     publisher.close()

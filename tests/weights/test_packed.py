@@ -1,4 +1,6 @@
-"""The protocol of a push over a network: bit for bit or refused, and no slot reused under a reader."""
+"""The protocol of a push over a network: bit for bit or refused, and no slot reused under a
+reader.
+"""
 
 import asyncio
 import time
@@ -27,7 +29,9 @@ from tests.weights.network import (
 def make(weights, **options):
     publishers = [MemoryPublisher(weights, rank, **options) for rank in range(RANKS)]
     use_delta = options.get("delta", False)
-    return publishers, [MemorySubscriber(publishers, rank, delta=use_delta) for rank in range(RANKS)]
+    return publishers, [
+        MemorySubscriber(publishers, rank, delta=use_delta) for rank in range(RANKS)
+    ]
 
 
 async def push(publishers, version) -> Sent:
@@ -55,7 +59,9 @@ def test_nothing_lies_in_two_blobs_and_a_blob_has_one_set_of_readers():
         assert sum(box.numel for _, box in parts) <= sum(region.box.numel for region in layout)
     everyone = frozenset(range(RANKS))
     region = Region("w", (4, 2), Box.whole((4, 2)))
-    assert [[blob.readers for blob in blobs] for blobs in plan_blobs([(region,)], [(region,)] * RANKS)] == [[everyone]]
+    assert [
+        [blob.readers for blob in blobs] for blobs in plan_blobs([(region,)], [(region,)] * RANKS)
+    ] == [[everyone]]
 
 
 def test_slots_are_no_larger_than_the_shards_in_the_transfer_dtype():
@@ -63,7 +69,9 @@ def test_slots_are_no_larger_than_the_shards_in_the_transfer_dtype():
     publisher = MemoryPublisher(weights, 0)
     sizes = [region.box.numel for region in layouts()[0][0]]
     routes = sum(len(blob.pieces) for blob in publisher.blobs)
-    assert sum(memory.numel() for memory in publisher._slots[0]) <= starts_of(sizes)[1] + 64 * (routes - len(sizes))
+    assert sum(memory.numel() for memory in publisher._slots[0]) <= starts_of(sizes)[1] + 64 * (
+        routes - len(sizes)
+    )
     assert sum(memory.numel() for slot in publisher._deltas for memory in slot) == 0
 
 
@@ -87,11 +95,17 @@ def test_only_what_changed_is_read_where_that_is_smaller():
         weights = initial()
         publishers, subscribers = make(weights, delta=True, patience=0.0)
         sent = await push(publishers, 0)
-        assert sent.bytes_sent == sent.bytes_full == sum(b.numel * 2 * len(b.readers) for b in publishers[0].blobs)
+        assert (
+            sent.bytes_sent
+            == sent.bytes_full
+            == sum(b.numel * 2 * len(b.readers) for b in publishers[0].blobs)
+        )
         await pull(subscribers, 0)
         weights["rows"][0, 0] += 1.0
         sent = await push(publishers, 1)
-        assert sent == Sent(sent.bytes_full, 4 * sum(len(b.readers) for b in publishers[0].blobs) + 2 + 2)
+        assert sent == Sent(
+            sent.bytes_full, 4 * sum(len(b.readers) for b in publishers[0].blobs) + 2 + 2
+        )
         await subscribers[0].fetch(1)
         assert all(read.delta for read in subscribers[0].reads)
         subscribers[0].pull(1)
@@ -120,7 +134,9 @@ def test_a_version_that_is_not_there_is_refused_and_said_what_is():
         await publishers[0].publish(1)
         with pytest.raises(RunError, match="fetch of version 1: trainer rank 1 holds 0"):
             await subscribers[0].fetch(1)
-        with pytest.raises(RunError, match=r"pull of version 0: fetched is None; call fetch\(0\) first"):
+        with pytest.raises(
+            RunError, match=r"pull of version 0: fetched is None; call fetch\(0\) first"
+        ):
             subscribers[0].pull(0)
         await subscribers[0].fetch(0)
         with pytest.raises(RunError, match="pull of version 1: fetched is 0"):
@@ -199,7 +215,9 @@ def test_a_fetch_over_a_slow_link_lasts_as_long_as_its_patience():
         await push(publishers, 0)
         subscriber = MemorySubscriber(publishers, 0, patience=0.1)
         subscriber.read_takes = 0.2
-        with pytest.raises(TransferFailed, match="fetch of version 0: 0.0 MiB did not arrive within 0 s"):
+        with pytest.raises(
+            TransferFailed, match="fetch of version 0: 0.0 MiB did not arrive within 0 s"
+        ):
             await subscriber.fetch(0)
         subscriber.late()  # the transfer goes on behind the fetch
         with pytest.raises(RunError, match="pull of version 0: fetched is None"):
@@ -307,7 +325,11 @@ def test_a_pull_in_the_middle_of_a_fetch_is_refused():
 
 def test_a_generator_of_another_dtype_or_layout_is_refused():
     parts = [Part(part.region, part.tensor.float()) for part in live_parts(0)]
-    with pytest.raises(RunError, match=r"rows is torch.float32 in the generator and pushed as torch.bfloat16"):
+    with pytest.raises(
+        RunError, match=r"rows is torch.float32 in the generator and pushed as torch.bfloat16"
+    ):
         PackedSubscriber(parts, transfer(), rank=0)
-    with pytest.raises(ValueError, match="the parts of generator rank 0 are not those of the layouts"):
+    with pytest.raises(
+        ValueError, match="the parts of generator rank 0 are not those of the layouts"
+    ):
         PackedSubscriber(live_parts(1), transfer(), rank=0)

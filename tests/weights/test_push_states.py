@@ -9,7 +9,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rl.errors import RunError
 from rl.weights import delta
-from tests.weights.network import RANKS, MemoryPublisher, MemorySubscriber, change, copied, initial, same
+from tests.weights.network import (
+    RANKS,
+    MemoryPublisher,
+    MemorySubscriber,
+    change,
+    copied,
+    initial,
+    same,
+)
 
 REPLICAS = 2
 READERS = st.integers(0, REPLICAS * RANKS - 1)
@@ -18,7 +26,9 @@ SHARES = st.sampled_from([0.0, 0.01, 0.05, 0.5])
 
 
 class Pushes(RuleBasedStateMachine):
-    """Publishers and readers that stop at every step, are cut short, die and come back; no one waits for anyone."""
+    """Publishers and readers that stop at every step, are cut short, die and come back; no one
+    waits for anyone.
+    """
 
     @initialize(use_delta=st.booleans())
     def start(self, use_delta):
@@ -36,7 +46,9 @@ class Pushes(RuleBasedStateMachine):
             self.cut_short(key)
         for publisher in self.publishers:
             publisher.close()
-        self.publishers = [MemoryPublisher(self.weights, rank, **self.options) for rank in range(RANKS)]
+        self.publishers = [
+            MemoryPublisher(self.weights, rank, **self.options) for rank in range(RANKS)
+        ]
         for publisher in self.publishers:
             publisher.gates.closed = True
         for reader in range(REPLICAS * RANKS):
@@ -47,7 +59,9 @@ class Pushes(RuleBasedStateMachine):
     def respawn(self, reader):
         self.cut_short(("fetch", reader))
         replica, rank = divmod(reader, RANKS)
-        subscriber = MemorySubscriber(self.publishers, rank, replica=replica, delta=self.options["delta"])
+        subscriber = MemorySubscriber(
+            self.publishers, rank, replica=replica, delta=self.options["delta"]
+        )
         subscriber.gates.closed = True
         self.readers[reader] = subscriber, None
 
@@ -129,7 +143,9 @@ class Pushes(RuleBasedStateMachine):
             if version is None:
                 assert all(part.tensor.isnan().all() for part in subscriber.parts)
             else:
-                assert same(subscriber.parts, self.history[version], reader % RANKS), f"{reader}: not {version}"
+                assert same(subscriber.parts, self.history[version], reader % RANKS), (
+                    f"{reader}: not {version}"
+                )
 
     def teardown(self):
         if hasattr(self, "loop"):
@@ -180,7 +196,9 @@ class Pushes(RuleBasedStateMachine):
 
         async def still():
             at_gate = asyncio.create_task(gates.reached.wait())
-            done, _ = await asyncio.wait([task, at_gate], timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                [task, at_gate], timeout=30, return_when=asyncio.FIRST_COMPLETED
+            )
             assert done
             at_gate.cancel()
 
@@ -190,7 +208,9 @@ class Pushes(RuleBasedStateMachine):
             assert error is None or (key[0] == "fetch" and isinstance(error, RunError))
 
     def cut_short(self, key):
-        """As if the endpoint had been cancelled: what its threads and transfers had begun goes on behind its back."""
+        """As if the endpoint had been cancelled: what its threads and transfers had begun goes on
+        behind its back.
+        """
         task = self.tasks.pop(key, None)
         if task is None:
             return
@@ -206,7 +226,9 @@ class Pushes(RuleBasedStateMachine):
     def late_pack(self, rank):
         self.gates(("publish", rank)).let_on()
         packed = self.publishers[rank]._packer.submit(int)
-        self.loop.run_until_complete(asyncio.wait_for(asyncio.wrap_future(packed, loop=self.loop), 30))
+        self.loop.run_until_complete(
+            asyncio.wait_for(asyncio.wrap_future(packed, loop=self.loop), 30)
+        )
 
 
 Pushes.TestCase.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)

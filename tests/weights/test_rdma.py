@@ -8,7 +8,13 @@ from monarch.actor import ActorError
 
 from rl.weights.rdma import FIRST_CHUNK, chunks_of
 from rl.weights.transport import TransferFailed
-from tests.weights.ranks import GeneratorRank, TrainerRank, call, check_a_killed_reader, check_pushes
+from tests.weights.ranks import (
+    GeneratorRank,
+    TrainerRank,
+    call,
+    check_a_killed_reader,
+    check_pushes,
+)
 
 
 def test_every_version_arrives_bit_for_bit(with_procs):
@@ -34,7 +40,9 @@ def test_a_read_fails_when_its_time_is_over_and_can_be_repeated(with_procs):
         await call(readers.connect, await call(publishers.open))
         await call(publishers.publish, 0)
         await call(readers.be_patient, 0.0)
-        with pytest.raises(ActorError, match="fetch of version 0: .* MiB did not arrive within 0 s") as error:
+        with pytest.raises(
+            ActorError, match="fetch of version 0: .* MiB did not arrive within 0 s"
+        ) as error:
             await call(readers.pull, 0)
         assert isinstance(error.value.exception, TransferFailed)
         await call(readers.be_patient, 60.0)

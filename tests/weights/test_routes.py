@@ -79,7 +79,9 @@ def test_readers_begin_with_different_replicas():
 )
 def test_what_cannot_be_routed_is_refused_by_name(regions, message):
     with pytest.raises(ValueError, match=message):
-        plan_routes([(region,) for region in regions], (Region("w", (4, 2), Box.whole((4, 2))),), reader=0)
+        plan_routes(
+            [(region,) for region in regions], (Region("w", (4, 2), Box.whole((4, 2))),), reader=0
+        )
 
 
 def test_a_generator_without_a_place_for_every_element_is_refused():
@@ -90,7 +92,9 @@ def test_a_generator_without_a_place_for_every_element_is_refused():
         return (Region("w", shape, Box((start, 0), (stop - start, 2))),)
 
     plan_push(trainer, [rows(0, 2), rows(2, 4), rows(2, 4)])
-    with pytest.raises(ValueError, match="parameter w: 6 of 8 elements are covered by the generator's shards"):
+    with pytest.raises(
+        ValueError, match="parameter w: 6 of 8 elements are covered by the generator's shards"
+    ):
         plan_push(trainer, [rows(0, 1), rows(1, 3)])
     with pytest.raises(ValueError, match="parameter w: the generator's shards overlap at"):
         plan_push(trainer, [rows(0, 3), rows(2, 4)])
@@ -117,7 +121,9 @@ def test_digest_does_not_depend_on_the_cut_and_sees_every_bit_and_swap(dtype):
 
     def digest(tensor: torch.Tensor, dim: int, parts: int) -> dict[str, str]:
         boxes = [cut(shape, dim, parts, i) for i in range(parts)]
-        return merge_digests(digests([Part(Region("w", shape, b), tensor[b.slices_in(full)])]) for b in boxes)
+        return merge_digests(
+            digests([Part(Region("w", shape, b), tensor[b.slices_in(full)])]) for b in boxes
+        )
 
     expected = digest(whole, 0, 1)
     assert digest(whole, 0, 3) == digest(whole, 1, 5) == expected

@@ -34,10 +34,14 @@ def test_every_version_arrives_bit_for_bit_and_nothing_piles_up(with_store):
     async def work(spawn):
         trainer, generator = spawn("trainer"), spawn("generator")
         await check_pushes(trainer, generator, "store", range(4))
-        await check_pushes(trainer, generator, "store", range(4, 10))  # as after a restart of the trainer
+        await check_pushes(
+            trainer, generator, "store", range(4, 10)
+        )  # as after a restart of the trainer
         keys = await (await torchstore.client(store.STORE)).keys()
         blobs = sum(map(len, plan_blobs(*layouts(SHAPES))))
-        assert len(keys) <= RANKS * (1 + RANKS) + SLOTS * 2 * blobs  # headers, acknowledgements, blobs and deltas
+        assert (
+            len(keys) <= RANKS * (1 + RANKS) + SLOTS * 2 * blobs
+        )  # headers, acknowledgements, blobs and deltas
 
     with_store(work)
 
@@ -51,7 +55,9 @@ def test_a_killed_reader_holds_nobody_up_and_its_successor_takes_the_whole_versi
 
 def test_torchstore_is_changed_only_where_this_monarch_refuses_it():
     methods = {
-        name: value._method for name in dir(Controller) if hasattr(value := getattr(Controller, name), "_method")
+        name: value._method
+        for name in dir(Controller)
+        if hasattr(value := getattr(Controller, name), "_method")
     }
     kinds = {inspect.iscoroutinefunction(method) for method in methods.values()}
     assert (torchstore.api.Controller is Controller) == (len(kinds) == 1)

@@ -1,4 +1,6 @@
-"""500 versions at full speed to three readers, one of which is killed: nothing torn, stale, stuck or left behind."""
+"""500 versions at full speed to three readers, one of which is killed: nothing torn, stale, stuck
+or left behind.
+"""
 
 import multiprocessing
 import os
@@ -19,17 +21,29 @@ def start(function, *args):
 
 
 def inodes(segments: list[Segment]) -> set[str]:
-    return {str(os.stat(f"/proc/{segment.pid}/fd/{fd}").st_ino) for segment in segments for fd in segment.fds}
+    return {
+        str(os.stat(f"/proc/{segment.pid}/fd/{fd}").st_ino)
+        for segment in segments
+        for fd in segment.fds
+    }
 
 
 def holders(wanted: set[str]) -> set[int]:
-    """Processes that map one of the pushes' memories or have it open; a memory that none has is gone."""
+    """Processes that map one of the pushes' memories or have it open; a memory that none has is
+    gone.
+    """
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            maps = [line.split() for line in (process / "maps").read_text().splitlines() if "/memfd:tiller" in line]
+            maps = [
+                line.split()
+                for line in (process / "maps").read_text().splitlines()
+                if "/memfd:tiller" in line
+            ]
             opened = [
-                str(os.stat(fd).st_ino) for fd in (process / "fd").iterdir() if "/memfd:tiller" in os.readlink(fd)
+                str(os.stat(fd).st_ino)
+                for fd in (process / "fd").iterdir()
+                if "/memfd:tiller" in os.readlink(fd)
             ]
         except OSError:  # it ended while we looked
             continue
@@ -39,10 +53,16 @@ def holders(wanted: set[str]) -> set[int]:
 
 
 def named_memory(pid: int) -> set[str]:
-    return {line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line}
+    return {
+        line.split()[-1]
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+        if "/dev/shm/" in line
+    }
 
 
-def test_readers_of_any_speed_see_whole_versions_that_never_go_back_and_a_killed_one_comes_again(tmp_path):
+def test_readers_of_any_speed_see_whole_versions_that_never_go_back_and_a_killed_one_comes_again(
+    tmp_path,
+):
     path = str(tmp_path / "board")
     stress.open_board(path).zero_()[stress.ANNOUNCED] = -1
     board = stress.open_board(path)
@@ -62,7 +82,9 @@ def test_readers_of_any_speed_see_whole_versions_that_never_go_back_and_a_killed
         assert not any(named_memory(process.pid) for process in processes)
         victim.kill()
         victim.join(stress.DEADLINE_S)
-        processes[processes.index(victim)] = start(stress.read, path, segments, 3, *READERS[2], of_reader)
+        processes[processes.index(victim)] = start(
+            stress.read, path, segments, 3, *READERS[2], of_reader
+        )
 
         for process in processes:
             process.join(stress.DEADLINE_S)

@@ -1,9 +1,10 @@
-"""A push between two hosts: ``python -m tests.weights.two_hosts``, as root, within namespaces of its own.
+"""A push between two hosts: ``python -m tests.weights.two_hosts``, as root, within namespaces of
+its own.
 
     unshare --net --pid --fork --kill-child --mount-proc python -m tests.weights.two_hosts
 
-This process is the controller on the first host. The second one is another network namespace, joined to it by a pair
-of virtual interfaces. All of it is gone with this process.
+This process is the controller on the first host. The second one is another network namespace,
+joined to it by a pair of virtual interfaces. All of it is gone with this process.
 """
 
 import asyncio
@@ -42,11 +43,15 @@ def join(namespace: str) -> None:
 
 def received() -> int:
     """Bytes that have come in from the other host, on this one."""
-    return json.loads(run("ip", "-json", "-statistics", "link", "show", LINK))[0]["stats64"]["rx"]["bytes"]
+    return json.loads(run("ip", "-json", "-statistics", "link", "show", LINK))[0]["stats64"]["rx"][
+        "bytes"
+    ]
 
 
 async def push() -> None:
-    hosts = attach_to_workers(ca="trust_all_connections", workers=[f"tcp://{at}:{PORT}" for at in (HERE, THERE)])
+    hosts = attach_to_workers(
+        ca="trust_all_connections", workers=[f"tcp://{at}:{PORT}" for at in (HERE, THERE)]
+    )
     trainer, generator = (hosts.slice(hosts=i).spawn_procs(per_host=RANKS) for i in (1, 0))
     await check_pushes(trainer, generator, "rdma", range(4))
     await hosts.shutdown()

@@ -18,7 +18,8 @@ from rl.model.shape import ModelConfig
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.training.config import TrainerConfig
 
-PROMPT, COMPLETION = 1024, 3072
+PROMPT = 1024
+COMPLETION = 3072
 
 
 def qwen3_0_6b() -> RunConfig:

@@ -124,7 +124,8 @@ def find_config(name: str) -> Callable[[], RunConfig]:
         module_name, _, function = name.rpartition(".")
         known = config_functions(_import(module_name, name))
     else:
-        known, function = shipped_configs(), name
+        known = shipped_configs()
+        function = name
     if function not in known:
         near = difflib.get_close_matches(function, known, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -240,7 +241,8 @@ def _has_fields(config: RunConfig, name: str) -> bool:
 
 def _field_names(value: Any, prefix: str = "") -> Iterator[str]:
     for field in dataclasses.fields(value):
-        name, content = f"{prefix}{field.name}", getattr(value, field.name)
+        name = f"{prefix}{field.name}"
+        content = getattr(value, field.name)
         yield name
         if dataclasses.is_dataclass(content):
             yield from _field_names(content, f"{name}.")

@@ -347,5 +347,6 @@ class RunConfig:
     @property
     def updates_per_step(self) -> int:
         """Optimizer steps of each step."""
-        prompts, algorithm = self.rollout.prompts_per_step, self.algorithm
+        prompts = self.rollout.prompts_per_step
+        algorithm = self.algorithm
         return algorithm.update_epochs * (prompts // (algorithm.mini_batch or prompts))

@@ -52,9 +52,13 @@ class Interrupts:
     """
 
     def __init__(self, controller: Controller, progress: Progress, going_on: GoingOn):
-        self.name, self.exit_code = "", EXIT_INTERRUPTED
-        self._controller, self._progress, self._going_on = controller, progress, going_on
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self.name = ""
+        self.exit_code = EXIT_INTERRUPTED
+        self._controller = controller
+        self._progress = progress
+        self._going_on = going_on
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup(1)
                 signal.signal(
@@ -77,9 +81,11 @@ class Interrupts:
         self._loop.call_soon_threadsafe(self._leave)
 
     def _leave(self) -> None:
-        controller, first = self._controller, "leaving"
+        controller = self._controller
+        first = "leaving"
         if controller.is_training:
-            step, per_step = controller.step, controller.config.rollout.prompts_per_step
+            step = controller.step
+            per_step = controller.config.rollout.prompts_per_step
             if controller.ledger.lacks < per_step:
                 first = f"finishing step {step + 1}, then saving"
             elif 0 < step < controller.config.steps:

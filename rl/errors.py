@@ -118,7 +118,10 @@ class ActorFailure(RunError):
         kind: Literal["died", "silent", "raised"],
     ):
         super().__init__(message)
-        self.actor, self.rank, self.call, self.kind = actor, rank, call, kind
+        self.actor = actor
+        self.rank = rank
+        self.call = call
+        self.kind = kind
 
     @property
     def is_lost(self) -> bool:

@@ -72,7 +72,9 @@ def _thawed_dataclass(data: Any, kind: type, name: str) -> Any:
         isinstance(data, dict),
         f"{name} is {data!r}; it must be an object with the fields of {kind.__qualname__}",
     )
-    types, fields = get_type_hints(kind), dataclasses.fields(kind)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    types = get_type_hints(kind)
+    fields = dataclasses.fields(kind)
     unknown = sorted(data.keys() - {field.name for field in fields})
     require(
         not unknown,
@@ -117,7 +119,8 @@ def _module_of(names: Sequence[str]) -> tuple[str, ModuleSpec | None]:
     """Return the longest module name that ``names`` begin with, found without importing its
     packages.
     """
-    found, spec = "", None
+    found = ""
+    spec = None
     for name in names:
         longer = f"{found}.{name}" if found else name
         folders = spec.submodule_search_locations if spec else None
@@ -127,7 +130,8 @@ def _module_of(names: Sequence[str]) -> tuple[str, ModuleSpec | None]:
         following = next(filter(None, finders), None)
         if following is None:
             break
-        found, spec = longer, following
+        found = longer
+        spec = following
     return found, spec
 
 

@@ -19,7 +19,8 @@ class Meshes:
     """Everything that a run starts; nothing is started yet."""
 
     def __init__(self, config: RunConfig, hosts: Hosts, folder: Path, say: Callable[[str], None]):
-        self._config, self._supervisor = config, Supervisor(hosts)
+        self._config = config
+        self._supervisor = Supervisor(hosts)
         self._placement = Placement(config, config.hardware.gpus)
         self._generators: list[GeneratorMesh] = []
         self._shares = config.colocate != "none"
@@ -72,10 +73,8 @@ class Meshes:
 
     def describe(self) -> str:
         """What is being started."""
-        generator, replicas = (
-            self._config.generator.tensor_parallel_degree,
-            self._config.generator.replicas,
-        )
+        generator = self._config.generator.tensor_parallel_degree
+        replicas = self._config.generator.replicas
         models = ", ".join(f"{model.name} ({model.ranks} ranks)" for model in self.models.values())
         return f"starting {models} and generators ({replicas} x {generator})"
 

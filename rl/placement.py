@@ -16,11 +16,9 @@ class Placement:
     """
 
     def __init__(self, config: RunConfig, gpus: int):
-        self._generator, self._gpus, self._trainer_nodes = (
-            config.generator,
-            gpus,
-            config.trainer.nodes,
-        )
+        self._generator = config.generator
+        self._gpus = gpus
+        self._trainer_nodes = config.trainer.nodes
         self._taken = [0] * config.trainer.nodes
         self.models: dict[str, Place] = {}
         """By role."""
@@ -31,7 +29,8 @@ class Placement:
 
     def generator(self, number: int) -> Place:
         """Of generator ``number``, which may be more than the config begins with."""
-        ranks, own = self._generator.tensor_parallel_degree, self._generator.nodes
+        ranks = self._generator.tensor_parallel_degree
+        own = self._generator.nodes
         turn, host = divmod(number, own or self._trainer_nodes)
         before = 0 if own else self._taken[host]
         first = self._trainer_nodes if own else 0
@@ -43,7 +42,8 @@ class Placement:
 
     def _place(self, ranks: int, *, shared: bool) -> Place:
         hosts = math.gcd(ranks, self._trainer_nodes)
-        per_host, before = ranks // hosts, 0 if shared else max(self._taken[:hosts])
+        per_host = ranks // hosts
+        before = 0 if shared else max(self._taken[:hosts])
         for host in range(hosts):
             self._taken[host] = max(self._taken[host], before + per_host)
         return Place(hosts=hosts, ranks=ranks, first_device=self._first_device(before, per_host))

@@ -31,7 +31,8 @@ def begin() -> None:
             os.fstat(number)
         except OSError:  # closed: the next file would take its place
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    sys.stdout, sys.stderr = steady(sys.stdout, 1), steady(sys.stderr, 2)
+    sys.stdout = steady(sys.stdout, 1)
+    sys.stderr = steady(sys.stderr, 2)
 
 
 def steady(stream: TextIO | None, number: int) -> TextIO:

@@ -69,7 +69,8 @@ def _role_config(config: RunConfig, name: str) -> TrainerConfig:
 
 def _critic_config(config: RunConfig) -> TrainerConfig:
     """The trainer's, but for what the critic has of its own."""
-    trainer, critic = config.trainer, config.critic
+    trainer = config.trainer
+    critic = config.critic
     keep = trainer.checkpoint.keep_latest_k
     checkpoint = dataclasses.replace(
         trainer.checkpoint,

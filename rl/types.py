@@ -117,7 +117,8 @@ class Batch:
     def token_index(self, rows: Sequence[int]) -> torch.Tensor:
         """Places, int64, of all tokens of the given sequences, in the given order."""
         index = torch.tensor(rows, dtype=torch.int64)
-        starts, lengths = (self.lengths.cumsum(0) - self.lengths)[index], self.lengths[index]
+        starts = (self.lengths.cumsum(0) - self.lengths)[index]
+        lengths = self.lengths[index]
         owner = torch.repeat_interleave(torch.arange(len(index)), lengths)
         return torch.arange(len(owner)) + (starts - (lengths.cumsum(0) - lengths))[owner]
 

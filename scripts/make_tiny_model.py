@@ -39,8 +39,10 @@ CHAT_TEMPLATE = (
 
 
 def gives_away(rng: random.Random) -> tuple[str, str]:
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    has, buys = rng.randint(2, 20), rng.randint(2, 20)
+    name = rng.choice(NAMES)
+    thing = rng.choice(THINGS)
+    has = rng.randint(2, 20)
+    buys = rng.randint(2, 20)
     gives = rng.randint(1, has + buys)
     total = has + buys
     question = (
@@ -55,9 +57,13 @@ def gives_away(rng: random.Random) -> tuple[str, str]:
 
 
 def fills_boxes(rng: random.Random) -> tuple[str, str]:
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    boxes, each, loose = rng.randint(2, 9), rng.randint(2, 9), rng.randint(1, 9)
-    packed, total = boxes * each, boxes * each + loose
+    name = rng.choice(NAMES)
+    thing = rng.choice(THINGS)
+    boxes = rng.randint(2, 9)
+    each = rng.randint(2, 9)
+    loose = rng.randint(1, 9)
+    packed = boxes * each
+    total = boxes * each + loose
     question = (
         f"{name} fills {boxes} boxes with {each} {thing} each and keeps {loose} more. How many "
         f"{thing} in all?"
@@ -70,8 +76,10 @@ def fills_boxes(rng: random.Random) -> tuple[str, str]:
 
 
 def shares(rng: random.Random) -> tuple[str, str]:
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    friends, each = rng.randint(2, 9), rng.randint(2, 9)
+    name = rng.choice(NAMES)
+    thing = rng.choice(THINGS)
+    friends = rng.randint(2, 9)
+    each = rng.randint(2, 9)
     total = friends * each
     question = (
         f"{name} shares {total} {thing} equally among {friends} friends. How many {thing} does "
@@ -82,8 +90,11 @@ def shares(rng: random.Random) -> tuple[str, str]:
 
 def compares(rng: random.Random) -> tuple[str, str]:
     one, other = rng.sample(NAMES, 2)
-    thing, few, times = rng.choice(THINGS), rng.randint(2, 12), rng.randint(2, 5)
-    many, total = few * times, few * times + few
+    thing = rng.choice(THINGS)
+    few = rng.randint(2, 12)
+    times = rng.randint(2, 5)
+    many = few * times
+    total = few * times + few
     question = (
         f"{one} has {few} {thing}. {other} has {times} times as many. How many {thing} do they "
         "have together?"
@@ -140,7 +151,8 @@ def make_model(
     """
     torch.manual_seed(seed)
     stop_token_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    kind, sizes = Qwen3Config, {}
+    kind = Qwen3Config
+    sizes = {}
     if experts:
         kind = Qwen3MoeConfig
         sizes = {

@@ -38,7 +38,8 @@ def main() -> int:
         "--profile", type=Path, metavar="DIR", help="trace one step more, to DIR/rank-N.json"
     )
     arguments, overrides = parser.parse_known_args()
-    rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "no")
+    rank = os.environ.get("RANK", "0")
+    ranks = os.environ.get("WORLD_SIZE", "no")
     try:
         _, config = parse_config(overrides, program="torchrun scripts/run_engine.py")
         if ranks != str(config.trainer.ranks):
@@ -56,7 +57,8 @@ def main() -> int:
     )
     speeds = []
     for step in range(1, config.steps + 1):
-        batch, start = random_batch(config, seed=step), time.perf_counter()
+        batch = random_batch(config, seed=step)
+        start = time.perf_counter()
         metrics = train(engine, batch, config)
         speeds.append(int(batch.lengths.sum()) / (time.perf_counter() - start))
         if rank == "0":
@@ -83,7 +85,8 @@ def random_batch(config: RunConfig, seed: int) -> Batch:
     lengths.
     """
     draw = torch.Generator().manual_seed(seed)
-    vocab_size, count = shape_of(config.model).vocab_size, config.rollout.prompts_per_step
+    vocab_size = shape_of(config.model).vocab_size
+    count = config.rollout.prompts_per_step
     count *= config.rollout.samples_per_prompt
     prompts = torch.randint(1, config.data.max_prompt_tokens + 1, (count,), generator=draw)
     completions = torch.randint(1, config.rollout.max_tokens + 1, (count,), generator=draw)
@@ -109,7 +112,8 @@ def random_batch(config: RunConfig, seed: int) -> Batch:
 def train(engine: TrainingEngine, batch: Batch, config: RunConfig) -> dict[str, float]:
     """One optimizer step on this rank's share of the batch, all of which every rank knows."""
     mine = batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
-    loss, temperature = config.algorithm.loss.build(), config.rollout.temperature
+    loss = config.algorithm.loss.build()
+    temperature = config.rollout.temperature
     _, metrics = engine.forward_backward(mine, loss, temperature=temperature)
     metrics |= engine.optim_step()
     torch.get_device_module(device_type()).synchronize()

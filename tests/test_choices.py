@@ -247,10 +247,8 @@ def beside() -> RunConfig:
     config.roles["judge"] = RoleConfig(
         model=config.model, checkpoint="some/step-2", head="values", reward_weight=1.0
     )
-    config.algorithm.advantage, config.algorithm.loss = (
-        GAE.Config(),
-        DistillationLoss.Config(kl_coef=0.1),
-    )
+    config.algorithm.advantage = GAE.Config()
+    config.algorithm.loss = DistillationLoss.Config(kl_coef=0.1)
     return config
 
 

@@ -386,7 +386,8 @@ def test_a_value_that_cannot_work_is_refused_with_field_value_and_what_is_allowe
 def test_a_gpu_host_must_have_as_many_as_the_config_needs():
     config = find_config("quickstart")()
     config.trainer.parallelism.data_parallel_shard_degree = 4
-    config.hardware.device, config.hardware.gpus_per_node = "h100", 2
+    config.hardware.device = "h100"
+    config.hardware.gpus_per_node = 2
     with pytest.raises(
         ConfigError, match="trainer.parallelism's degrees put 4 ranks on a node, which has 2 GPUs"
     ):
@@ -426,7 +427,9 @@ def test_a_generator_that_divides_experts_has_some_and_is_eager():
         ConfigError, match="generator.expert_parallel is True; it must be False where model.num_exp"
     ):
         validate(config)
-    config.model.num_experts, config.model.experts_per_token, config.model.moe_hidden_dim = 4, 2, 64
+    config.model.num_experts = 4
+    config.model.experts_per_token = 2
+    config.model.moe_hidden_dim = 64
     validate(config)
     config.generator.enforce_eager = False
     with pytest.raises(
@@ -443,7 +446,8 @@ def test_only_changes_are_sent_where_that_can_be_less(transport):
     for allowed in ("auto", "rdma", "torchstore"):
         config.weights.transport = allowed
         validate(config)
-    config.hardware.device, config.hardware.gpus_per_node = "h100", 2
+    config.hardware.device = "h100"
+    config.hardware.gpus_per_node = 2
     config.weights.transport = transport
     with pytest.raises(
         ConfigError,
@@ -462,12 +466,14 @@ def test_a_canary_may_be_strict_or_left_out_but_its_tolerance_is_a_number():
 
 def test_what_the_watchdog_does_and_its_range_of_entropies_make_sense():
     config = find_config("quickstart")()
-    config.watchdog.entropy_min, config.watchdog.entropy_max = 0.5, 0.4
+    config.watchdog.entropy_min = 0.5
+    config.watchdog.entropy_max = 0.4
     with pytest.raises(
         ConfigError, match="watchdog.entropy_max is 0.4; it must be 0 or above entropy_min=0.5"
     ):
         validate(config)
-    config.watchdog.entropy_max, config.watchdog.drift = 0.0, "warning"
+    config.watchdog.entropy_max = 0.0
+    config.watchdog.drift = "warning"
     with pytest.raises(
         ConfigError, match="watchdog.drift is 'warning'; it must be 'ignore' or 'warn' or 'fail'"
     ):

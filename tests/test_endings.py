@@ -163,7 +163,8 @@ def interrupted(record, steps, *, training=True, lacks=4, blocked=False, numbers
         os.dup2(write, 1)
         os.dup2(write, 2)
         try:
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            sys.stdout = os.fdopen(1, "w")
+            sys.stderr = os.fdopen(2, "w")
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup(1)
             for number in ignored:
                 signal.signal(number, signal.SIG_IGN)

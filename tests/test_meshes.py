@@ -60,5 +60,7 @@ def test_a_run_has_the_models_that_it_needs(edits, roles):
 
 def test_the_learning_rates_schedule_is_over_all_optimizer_steps():
     config = find_config("quickstart")()
-    config.algorithm.update_epochs, config.algorithm.mini_batch, config.steps = 2, 8, 5
+    config.algorithm.update_epochs = 2
+    config.algorithm.mini_batch = 8
+    config.steps = 5
     assert meshes_of(config).models["policy"]._steps == 5 * 2 * 4

@@ -11,8 +11,10 @@ def config_of(*, dp: int, nodes: int, generators: int = 0, tp: int = 1) -> RunCo
     ranks.
     """
     config = find_config("quickstart")()
-    config.trainer.parallelism.data_parallel_shard_degree, config.trainer.nodes = dp, nodes
-    config.generator.nodes, config.generator.tensor_parallel_degree = generators, tp
+    config.trainer.parallelism.data_parallel_shard_degree = dp
+    config.trainer.nodes = nodes
+    config.generator.nodes = generators
+    config.generator.tensor_parallel_degree = tp
     return config
 
 

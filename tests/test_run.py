@@ -217,7 +217,8 @@ def test_a_run_whose_config_json_is_broken_is_refused_by_name(tmp_path, content,
 
 
 def test_the_quickstart_runs_where_its_caller_stands(tmp_path):
-    repository, here = tmp_path / "repository", tmp_path / "here"
+    repository = tmp_path / "repository"
+    here = tmp_path / "here"
     for path, text in {
         repository / "scripts" / "quickstart.sh": QUICKSTART.read_text(),
         repository / "scripts" / "setup.sh": "#!/bin/sh\n",

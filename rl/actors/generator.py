@@ -29,7 +29,10 @@ class Generator(Actor):
     """
 
     def __init__(self, config: GeneratorConfig, model: ModelConfig, seed: int, timeout_s: float):
-        self._config, self._model, self._seed, self._timeout_s = config, model, seed, timeout_s
+        self._config = config
+        self._model = model
+        self._seed = seed
+        self._timeout_s = timeout_s
         self._rank = current_rank().rank
         self._subscriber: Subscriber | None = None
 
@@ -137,12 +140,18 @@ class GeneratorMesh(Mesh):
         deadlines: Deadlines,
         place: Place | None = None,
     ):
-        self._config, self._model, self._supervisor = config, model, supervisor
-        self._seed, self._deadlines = seed, deadlines
-        self.name, self._place = name, place or Place(ranks=config.tensor_parallel_degree)
+        self._config = config
+        self._model = model
+        self._supervisor = supervisor
+        self._seed = seed
+        self._deadlines = deadlines
+        self.name = name
+        self._place = place or Place(ranks=config.tensor_parallel_degree)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self._group, self._started = self._new_group(), False
-        self._has_prefixes, self._patience = False, 0.0
+        self._group = self._new_group()
+        self._started = False
+        self._has_prefixes = False
+        self._patience = 0.0
         self.version: int | None = None
         """Policy version that it generates with; None before the first pull."""
 
@@ -151,7 +160,9 @@ class GeneratorMesh(Mesh):
 
     async def start(self) -> None:
         """Spawn the ranks and start their engines, without weights; again after ``stop``."""
-        self._group, self._started, self.version = self._new_group(), False, None
+        self._group = self._new_group()
+        self._started = False
+        self.version = None
         await self._group.spawn(
             Generator,
             self._place,

@@ -90,10 +90,15 @@ class ActorGroup:
     """
 
     def __init__(self, name: str, supervisor: Supervisor, *, heartbeat: float = 0.0):
-        self.name, self.ranks, self.port, self._place = name, 0, 0, Place(ranks=1)
+        self.name = name
+        self.ranks = 0
+        self.port = 0
+        self._place = Place(ranks=1)
         # Monarch tells of a death when the next of this name may be up
         self._mesh = f"{name}-{next(_incarnations)}"
-        self._supervisor, self._hosts, self._heartbeat = supervisor, supervisor.hosts, heartbeat
+        self._supervisor = supervisor
+        self._hosts = supervisor.hosts
+        self._heartbeat = heartbeat
         self._failed: asyncio.Future[ActorFailure] = asyncio.Future()
         self._over: asyncio.Future[ActorFailure] = asyncio.Future()  # failed or stopped
         self._procs: ProcMesh | None = None
@@ -116,11 +121,9 @@ class ActorGroup:
 
         ``meet``: whether they can open process groups of torch.distributed.
         """
-        self.ranks, self._place, self._doing = (
-            place.ranks,
-            place,
-            {rank: [] for rank in range(place.ranks)},
-        )
+        self.ranks = place.ranks
+        self._place = place
+        self._doing = {rank: [] for rank in range(place.ranks)}
         everyone: PerRank = dict.fromkeys(range(place.ranks), ())
         self._supervisor.register(self._mesh, self._died)
         self._procs = self._hosts.spawn(self.name, place, env=env or {})
@@ -213,7 +216,8 @@ class ActorGroup:
         for rank in self._elsewhere:
             with contextlib.suppress(Exception):  # it is gone
                 self._pulse.slice(**self._hosts.coordinates(self._place, rank)).leave.broadcast()
-        procs, self._procs = self._procs, None
+        procs = self._procs
+        self._procs = None
         await stop_procs(procs, deadline=REMOTE_STOP_S if self._elsewhere else STOP_S)
         if ends := [process.ended for process in self._processes]:
             await asyncio.wait(ends, timeout=STOP_S)
@@ -268,7 +272,8 @@ class ActorGroup:
             rank: asyncio.ensure_future(self._ask(actor, endpoint, rank, own))
             for rank, own in args.items()
         }
-        ends, pending = loop.time() + deadline, {*tasks.values()}
+        ends = loop.time() + deadline
+        pending = {*tasks.values()}
         try:
             while pending:
                 done, _ = await asyncio.wait(

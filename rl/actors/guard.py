@@ -23,7 +23,8 @@ def guard() -> None:
 
     This process waits until that one ends, or the run, and exits after all below it.
     """
-    prctl, own = ctypes.CDLL(None).prctl, os.getpid()
+    prctl = ctypes.CDLL(None).prctl
+    own = os.getpid()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -49,7 +49,8 @@ class Hosts:
     """This host alone, or the given nodes, in the order in which meshes take them."""
 
     def __init__(self, logs: Path, nodes: Sequence[Node] = ()):
-        self.logs, self._nodes = logs, nodes
+        self.logs = logs
+        self._nodes = nodes
         workers = [node.address for node in nodes]
         self._mesh = (
             attach_to_workers(ca="trust_all_connections", workers=workers) if nodes else this_host()

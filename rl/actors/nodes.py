@@ -36,10 +36,8 @@ class Nodes:
     """
 
     def __init__(self, folder: Path):
-        self.names, self.own = (
-            os.environ.get("TILLER_NODES", "").split(),
-            os.environ.get("TILLER_NODE", ""),
-        )
+        self.names = os.environ.get("TILLER_NODES", "").split()
+        self.own = os.environ.get("TILLER_NODE", "")
         self._folder = folder
 
     def gather(self, count: int, deadline: float) -> list[Node]:

@@ -21,7 +21,8 @@ def start_runtime(log: Path, node: str = "") -> None:
     """
     if node:
         enable_transport(f"tcp://{node}:0")
-    sockets, before = tempfile.TemporaryDirectory(prefix="tiller-"), os.environ.get("TMPDIR")
+    sockets = tempfile.TemporaryDirectory(prefix="tiller-")
+    before = os.environ.get("TMPDIR")
     at_end.append(sockets.cleanup)
     kept = os.dup(2)
     with log.open("a") as file:
@@ -63,7 +64,9 @@ class Process:
 
     def __init__(self, pid: int, on_end: Callable[[], None]):
         """Raises ProcessLookupError where it has ended."""
-        self.pid, self._descriptor, self._on_end = pid, os.pidfd_open(pid), on_end
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+        self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._end)
         self.ended: asyncio.Future[None] = self._loop.create_future()

@@ -32,7 +32,9 @@ class RewardWorker(Actor):
     """Scores with a task of its own."""
 
     def __init__(self, task: Task.Config, seed: int, model: ModelConfig):
-        self._config, self._seed, self._model = task, seed, model
+        self._config = task
+        self._seed = seed
+        self._model = model
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -43,7 +45,8 @@ class RewardWorker(Actor):
         self, groups: list[tuple[Prompt, Sequence[Completion]]]
     ) -> list[Scored | GroupLost]:
         """Of the first groups, as many as there was time for, but of one at least."""
-        ends, answers = time.monotonic() + TURN_S, list[Scored | GroupLost]()
+        ends = time.monotonic() + TURN_S
+        answers = list[Scored | GroupLost]()
         for prompt, completions in groups:
             try:
                 answers.append(score_group(self._task, prompt, completions))
@@ -97,8 +100,13 @@ class RewardWorkers:
         deadlines: Deadlines,
         say: Callable[[str], None],
     ):
-        self._config, self._seed, self._model, self._supervisor = task, seed, model, supervisor
-        self._count, self._deadlines, self._say = count, deadlines, say
+        self._config = task
+        self._seed = seed
+        self._model = model
+        self._supervisor = supervisor
+        self._count = count
+        self._deadlines = deadlines
+        self._say = say
         self._groups: dict[str, ActorGroup] = {}
         self._idle: deque[ActorGroup] = deque()
         self._waiting: deque[_Job] = deque()

@@ -97,6 +97,7 @@ class TrainerMesh(WorkerGroup):
     async def stop(self) -> None:
         """End the processes, whatever they are doing. Raises nothing."""
         await super().stop()
-        store, self._store = self._store, None
+        store = self._store
+        self._store = None
         if store is not None:
             await store.stop()

@@ -46,10 +46,16 @@ class ModelWorker(Actor):
         steps: int,
         folder: str,
     ):
-        self._config, self._model, self._head = config, model, head
-        self._seed, self._steps, self._folder = seed, steps, folder
+        self._config = config
+        self._model = model
+        self._head = head
+        self._seed = seed
+        self._steps = steps
+        self._folder = folder
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._turn, self._weights = asyncio.Lock(), asyncio.Lock()  # fair: first come, first served
+        # fair: first come, first served
+        self._turn = asyncio.Lock()
+        self._weights = asyncio.Lock()
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -186,11 +192,18 @@ class WorkerGroup(Mesh):
         deadlines: Deadlines,
         place: Place | None = None,
     ):
-        self._config, self._model, self._supervisor = config, model, supervisor
+        self._config = config
+        self._model = model
+        self._supervisor = supervisor
         self._place = place or Place(ranks=config.ranks)
-        self._folder, self._seed, self._steps, self._deadlines = folder, seed, steps, deadlines
-        self.name, self._head = name, head
-        self._group, self._started = self._new_group(), False
+        self._folder = folder
+        self._seed = seed
+        self._steps = steps
+        self._deadlines = deadlines
+        self.name = name
+        self._head = head
+        self._group = self._new_group()
+        self._started = False
         self.version = 0
         """Optimizer steps that its weights have taken: of the policy, their version."""
         self.loaded: Path | None = None
@@ -207,11 +220,11 @@ class WorkerGroup(Mesh):
 
     async def start(self) -> None:
         """Spawn the ranks and build their engines; again after ``stop``."""
-        self._group, self._started, self.version = self._new_group(), False, 0
-        deadline, arguments = (
-            self._deadlines.start,
-            (self._head, self._seed, self._steps, str(self._folder)),
-        )
+        self._group = self._new_group()
+        self._started = False
+        self.version = 0
+        deadline = self._deadlines.start
+        arguments = (self._head, self._seed, self._steps, str(self._folder))
         timeout = max(
             self._config.comm.init_timeout_seconds, math.ceil(outlasting(self._deadlines))
         )

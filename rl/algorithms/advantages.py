@@ -61,7 +61,8 @@ class Scored:
         """What each token earned, float64 [C]: its own reward, and the last one its completion's
         too.
         """
-        earned, spoken = self.token_rewards.double(), self.lengths > 0
+        earned = self.token_rewards.double()
+        spoken = self.lengths > 0
         return earned.index_add(
             0, self.lengths.cumsum(0)[spoken] - 1, self.rewards[spoken].double()
         )
@@ -108,7 +109,8 @@ def advantages_of(
 
     Raises RunError that names an estimator that gives others.
     """
-    whose, count = f"algorithm.advantage: {type(estimator).__name__}", len(scored.sequence)
+    whose = f"algorithm.advantage: {type(estimator).__name__}"
+    count = len(scored.sequence)
     with naming(whose):
         found = estimator(scored)
     if not isinstance(found, Advantages):
@@ -136,7 +138,9 @@ class GroupAdvantage(AdvantageEstimator):
     config: Config
 
     def __call__(self, scored: Scored) -> Advantages:
-        totals, group, sizes = scored.totals, scored.group, scored.group_sizes
+        totals = scored.totals
+        group = scored.group
+        sizes = scored.group_sizes
         centred = totals - (sum_by_sequence(totals, group) / sizes)[group]
         if self.config.normalize_std:
             variance = sum_by_sequence(centred.square(), group) / (sizes - 1).clamp(min=1)
@@ -156,7 +160,9 @@ class LeaveOneOut(AdvantageEstimator):
         pass
 
     def __call__(self, scored: Scored) -> Advantages:
-        totals, group, sizes = scored.totals, scored.group, scored.group_sizes
+        totals = scored.totals
+        group = scored.group
+        sizes = scored.group_sizes
         if (sizes < 2).any():
             raise RunError(
                 "LeaveOneOut compares the completions of a prompt: sample at least two of each"
@@ -217,7 +223,9 @@ class GAE(AdvantageEstimator):
             raise RunError(
                 "GAE needs the values of a critic: configure one, or an estimator that needs none"
             )
-        config, values, sequence = self.config, scored.values.double(), scored.sequence
+        config = self.config
+        values = scored.values.double()
+        sequence = scored.sequence
         following = torch.zeros_like(values)
         following[:-1] = values[1:] * (sequence[1:] == sequence[:-1])
         surprise = scored.earned + config.gamma * following - values
@@ -243,7 +251,9 @@ def _discounted(values: torch.Tensor, scored: Scored, factor: float) -> torch.Te
     Spans of tokens already summed double in each round, so there are as many as the longest length
     has bits.
     """
-    sequence, span, longest = scored.sequence, 1, int(scored.lengths.max())
+    sequence = scored.sequence
+    span = 1
+    longest = int(scored.lengths.max())
     while span < longest:
         ahead = values[span:] * (sequence[span:] == sequence[:-span])
         values = torch.cat([values[:-span] + factor**span * ahead, values[-span:]])

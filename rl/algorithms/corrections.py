@@ -72,7 +72,8 @@ class TruncatedIS(Correction):
         staleness: torch.Tensor,
         sequence: torch.Tensor,
     ) -> Weighed:
-        log_ratio, cap = proximal - behaviour, self.config.cap
+        log_ratio = proximal - behaviour
+        cap = self.config.cap
         if self.config.level == "sequence":
             log_ratio = sum_by_sequence(log_ratio, sequence)[sequence]
         return log_ratio.exp().clamp(max=cap), {
@@ -108,7 +109,8 @@ class MaskedIS(Correction):
         staleness: torch.Tensor,
         sequence: torch.Tensor,
     ) -> Weighed:
-        log_ratio, config = proximal - behaviour, self.config
+        log_ratio = proximal - behaviour
+        config = self.config
         if config.level == "sequence":
             log_ratio = mean_by_sequence(log_ratio, sequence)[sequence]
         ratio = log_ratio.exp()
@@ -147,7 +149,8 @@ def correction_weights(
 
     Raises RunError that names a correction that returns something else than it should.
     """
-    weights, metrics = torch.ones_like(proximal), dict[str, float]()
+    weights = torch.ones_like(proximal)
+    metrics = dict[str, float]()
     for correction in corrections:
         whose = f"algorithm.corrections: {type(correction).__name__}"
         with naming(whose):

@@ -88,9 +88,11 @@ class PolicyLoss(Configurable):
 
     @torch.no_grad()
     def _metrics(self, tokens: Tokens) -> dict[str, Metric]:
-        metrics, logprobs = {"entropy/mean": Metric(tokens["entropy"], "mean")}, tokens["logprobs"]
+        metrics = {"entropy/mean": Metric(tokens["entropy"], "mean")}
+        logprobs = tokens["logprobs"]
         if "behaviour_logprobs" in tokens:
-            behaviour, ratio = tokens["behaviour_logprobs"], self.log_ratio(tokens).exp()
+            behaviour = tokens["behaviour_logprobs"]
+            ratio = self.log_ratio(tokens).exp()
             metrics |= {
                 "ratio/mean": Metric(ratio, "mean"),
                 "ratio/max": Metric(ratio, "max"),
@@ -139,7 +141,8 @@ class ClippedLoss(PolicyLoss):
     config: Config
 
     def surrogate(self, tokens: Tokens) -> PerToken:
-        advantages, log_ratio = tokens["advantages"], self.log_ratio(tokens)
+        advantages = tokens["advantages"]
+        log_ratio = self.log_ratio(tokens)
         low, high = _log_range(self.config.clip_low, self.config.clip_high)
         dual = math.log(self.config.dual_clip) if self.config.dual_clip else math.inf
         # Clipped as logs: a ratio that overflows and is clipped after would have the gradient 0 *
@@ -171,7 +174,8 @@ class GSPOLoss(ClippedLoss):
 
     def log_ratio(self, tokens: Tokens) -> torch.Tensor:
         """Of each token's sequence."""
-        logprobs, sequence = tokens["logprobs"], tokens["sequence"]
+        logprobs = tokens["logprobs"]
+        sequence = tokens["sequence"]
         mean = mean_by_sequence(super().log_ratio(tokens), sequence)[sequence]
         return logprobs - logprobs.detach() + mean.detach() if self.config.token_level else mean
 
@@ -218,11 +222,9 @@ class DPPOLoss(PolicyLoss):
     config: Config
 
     def surrogate(self, tokens: Tokens) -> PerToken:
-        advantages, log_ratio, logprobs = (
-            tokens["advantages"],
-            self.log_ratio(tokens),
-            tokens["logprobs"].detach(),
-        )
+        advantages = tokens["advantages"]
+        log_ratio = self.log_ratio(tokens)
+        logprobs = tokens["logprobs"].detach()
         moved = logprobs.exp() - (logprobs - log_ratio.detach()).exp()
         outside = (moved.abs() > self.config.threshold) & (moved * advantages > 0)
         loss = -log_ratio.masked_fill(outside, -math.inf).exp() * advantages

@@ -40,7 +40,8 @@ class Dispatch:
     """
 
     def __init__(self, groups: Mapping[str, WorkerGroup], shared: Collection[str] = ()):
-        self._groups, self._shared = groups, frozenset(shared)
+        self._groups = groups
+        self._shared = frozenset(shared)
         self._guests: dict[str, Guest] = {}
         self._switching = asyncio.Lock()  # fair: who waits for another role is not overtaken
         self._idle = asyncio.Event()

@@ -41,16 +41,16 @@ class Evaluation:
         dispatch: Dispatch,
         folder: Path,
     ):
-        self._config, self._steps = config.evaluation, config.steps
+        self._config = config.evaluation
+        self._steps = config.steps
         self._prompts = held_out_prompts(config.evaluation, task)
         self._sampling = sampling_of(config.rollout, task)
         self._rollouter = rollouter
-        self._replicas, self._at_once = (
-            config.generator.replicas,
-            config.generator.max_running_requests,
-        )
+        self._replicas = config.generator.replicas
+        self._at_once = config.generator.max_running_requests
         self._asking = asyncio.Semaphore(self._replicas)
-        self._dispatch, self._unevaluated = dispatch, StepFolders(folder)
+        self._dispatch = dispatch
+        self._unevaluated = StepFolders(folder)
         self._in_order = config.rollout.pipeline == "deterministic"
         self._generate = router.generate_alone if self._in_order else router.generate
 
@@ -70,7 +70,8 @@ class Evaluation:
         """Number of evaluations on the way that are due after step ``evaluated`` and up to
         ``step``.
         """
-        every, last = self._config.every, min(step, self._steps - 1)
+        every = self._config.every
+        last = min(step, self._steps - 1)
         return max(0, last // every - evaluated // every) if self._prompts and every else 0
 
     def is_behind(self, step: int) -> bool:

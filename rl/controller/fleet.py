@@ -40,13 +40,13 @@ class Fleet:
         say: Callable[[str], None],
         turn: Turn = nullcontext,
     ):
-        self._make, self._router, self._push = make, router, push
-        self._max_restarts, self._asked, self._say, self._turn = (
-            config.max_restarts,
-            asked,
-            say,
-            turn,
-        )
+        self._make = make
+        self._router = router
+        self._push = push
+        self._max_restarts = config.max_restarts
+        self._asked = asked
+        self._say = say
+        self._turn = turn
         self._meshes = {number: make(number) for number in range(config.generator.replicas)}
         self._leaving: list[GeneratorMesh] = []
         self.restarts = 0

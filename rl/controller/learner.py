@@ -40,8 +40,11 @@ class Learner:
         self, config: RunConfig, dispatch: Dispatch, folder: Path, checkpoints: StepFolders
     ):
         algorithm = config.algorithm
-        self._config, self._algorithm, self._dispatch = config, algorithm, dispatch
-        self._folder, self._checkpoints = folder, checkpoints
+        self._config = config
+        self._algorithm = algorithm
+        self._dispatch = dispatch
+        self._folder = folder
+        self._checkpoints = checkpoints
         self._advantage = algorithm.advantage.build()
         self._corrections = [correction.build() for correction in algorithm.corrections]
         self._adaptive_kl = algorithm.adaptive_kl.build()
@@ -59,7 +62,8 @@ class Learner:
     async def load(self, step: int, state: dict[str, Any]) -> None:
         """Go back to what was after ``step``; ``state`` is what that checkpoint has of it."""
         self._kl_coef = state.get("kl_coef", self._algorithm.kl_coef)
-        self._prepared, self._completions = [], 0
+        self._prepared = []
+        self._completions = 0
         for role in self._config.roles:
             await self._dispatch.init_model(role)
         if self._dispatch.has("critic"):
@@ -93,7 +97,8 @@ class Learner:
     async def prepare(self, groups: list[Group]) -> Batch:
         """The batch of ``groups``, with a column for all that the loss needs."""
         rollouts = [rollout for group in groups for rollout in group]
-        reduction, longest = self._algorithm.loss.reduction, self._config.rollout.max_tokens
+        reduction = self._algorithm.loss.reduction
+        longest = self._config.rollout.max_tokens
         batch = make_batch(rollouts, reduction=reduction, max_tokens=longest)
         await self._ask_models(batch)
         lengths = torch.tensor([len(rollout.completion.tokens) for rollout in rollouts])
@@ -103,10 +108,8 @@ class Learner:
         metrics, token_rewards = self._penalty(batch)
         for role, weight in self._scoring.items():
             scores = await self._scores(role, rollouts)
-            rewards, metrics = (
-                rewards + weight * scores,
-                metrics | {f"{role}/score": float(scores.mean())},
-            )
+            rewards = rewards + weight * scores
+            metrics = metrics | {f"{role}/score": float(scores.mean())}
         scored = Scored(
             rewards=rewards,
             groups=torch.tensor([rollout.prompt.ordinal for rollout in rollouts]),
@@ -134,7 +137,8 @@ class Learner:
         """
         if self._config.updates_per_step == 1:
             return [batch]
-        count, cut = self._config.updates_per_step // self._algorithm.update_epochs, list[Batch]()
+        count = self._config.updates_per_step // self._algorithm.update_epochs
+        cut = list[Batch]()
         for epoch in range(self._algorithm.update_epochs):
             order = list(range(len(batch)))
             random.Random(f"{self._config.seed}/update/{step}/{epoch}").shuffle(order)
@@ -145,7 +149,8 @@ class Learner:
         """Add the gradient of the loss on ``batch``, side by side with that of the critic's."""
         staleness = self._dispatch.policy.version - batch.columns["versions"]
         batch = dataclasses.replace(batch, columns=batch.columns | {"staleness": staleness})
-        loss, temperature = self._algorithm.loss, self._config.rollout.temperature
+        loss = self._algorithm.loss
+        temperature = self._config.rollout.temperature
         if loss.kl_coef:
             loss = dataclasses.replace(loss, kl_coef=self._kl_coef)
         losses = {"policy": loss, "critic": self._config.critic.loss}
@@ -198,14 +203,13 @@ class Learner:
         """Metrics of the distance to the reference, and the reward of each completion token for it,
         [C].
         """
-        spoken, columns = batch.counted, batch.columns
+        spoken = batch.counted
+        columns = batch.columns
         nothing = torch.zeros(int(spoken.sum()))
         if "reference_logprobs" not in columns:
             return {}, nothing
-        policy, reference = (
-            columns[self._algorithm.proximal_column][spoken],
-            columns["reference_logprobs"][spoken],
-        )
+        policy = columns[self._algorithm.proximal_column][spoken]
+        reference = columns["reference_logprobs"][spoken]
         metrics = {
             "kl/reference": float(kl(policy, reference, "k3").mean()),
             "kl/coef": self._kl_coef,
@@ -216,7 +220,8 @@ class Learner:
 
     def _correct(self, batch: Batch, sequence: torch.Tensor) -> dict[str, float]:
         """The column that weighs what was not drawn from the weights it trains; its metrics."""
-        spoken, columns = batch.counted, batch.columns
+        spoken = batch.counted
+        columns = batch.columns
         weights, metrics = correction_weights(
             self._corrections,
             columns["proximal_logprobs"][spoken],
@@ -255,7 +260,8 @@ class Learner:
 
 def columns_of(config: RunConfig) -> dict[str, tuple[str, str]]:
     """By role, which of a model's outputs becomes which column of a batch."""
-    algorithm, columns = config.algorithm, dict[str, tuple[str, str]]()
+    algorithm = config.algorithm
+    columns = dict[str, tuple[str, str]]()
     if algorithm.recomputes:
         columns["policy"] = ("logprobs", "proximal_logprobs")
     if algorithm.kl_coef:

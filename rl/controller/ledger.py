@@ -52,18 +52,17 @@ class Ledger:
     """
 
     def __init__(self, *, groups_per_step: int, max_staleness: int, updates_per_step: int = 1):
-        self._size, self._updates, self._staleness = (
-            groups_per_step,
-            updates_per_step,
-            max_staleness * updates_per_step,
-        )
+        self._size = groups_per_step
+        self._updates = updates_per_step
+        self._staleness = max_staleness * updates_per_step
         self.submitted = self.trained = 0
         """How many ordinals were handed out, and trained on."""
         self.dropped: Counter[str] = Counter()
         """How many will never be trained on, by reason."""
         self._entries: dict[int, _Entry] = {}
         self._waiting: deque[int] = deque()
-        self._version, self._room = 0, groups_per_step
+        self._version = 0
+        self._room = groups_per_step
         self._taken: list[int] = []
         self._dropped_now: dict[str, list[int]] = {}
 
@@ -84,7 +83,8 @@ class Ledger:
         if self._waiting:
             ordinal = self._waiting.popleft()
         else:
-            ordinal, self.submitted = self.submitted, self.submitted + 1
+            ordinal = self.submitted
+            self.submitted = self.submitted + 1
         self._entries[ordinal] = _Entry(ordinal, held + self._staleness)
         return ordinal
 
@@ -143,8 +143,10 @@ class Ledger:
         """
         row = {"trained_now": self._taken, "dropped_now": self._dropped_now}
         self.trained += len(self._taken)
-        self._taken, self._dropped_now = [], {}
-        self._version, self._room = version, self._size
+        self._taken = []
+        self._dropped_now = {}
+        self._version = version
+        self._room = self._size
         counts = self.counts()
         if 2 * self.submitted != sum(counts.values()):
             raise RunError(f"the ledger does not add up: {counts}")
@@ -208,9 +210,12 @@ class Ledger:
         submitted = state.get("submitted", 0)
         self.submitted = max(submitted, self.submitted) if keep else submitted
         again = {*state.get("waiting", []), *finished, *range(submitted, self.submitted)}
-        self.trained, self.dropped = state.get("trained", 0), Counter(state.get("dropped", {}))
-        self._version, self._room = version, self._size
-        self._entries, self._taken = {}, []
+        self.trained = state.get("trained", 0)
+        self.dropped = Counter(state.get("dropped", {}))
+        self._version = version
+        self._room = self._size
+        self._entries = {}
+        self._taken = []
         self._dropped_now = {
             reason: [*ordinals] for reason, ordinals in state.get("dropped_now", {}).items()
         }

@@ -56,10 +56,16 @@ class Controller:
         record: RunRecord,
         progress: Progress,
     ):
-        self.config, self.task, self.dispatch, self.rewards = config, task, dispatch, rewards
-        self.record, self.progress = record, progress
+        self.config = config
+        self.task = task
+        self.dispatch = dispatch
+        self.rewards = rewards
+        self.record = record
+        self.progress = progress
         generating = partial(dispatch.resident, "generator", "model")
-        self.watch, self.changed, self.router = Stopwatch(), Signal(), Router(generating)
+        self.watch = Stopwatch()
+        self.changed = Signal()
+        self.router = Router(generating)
         self.report = Report(config, record, progress, self.watch)
         self.ledger = Ledger(
             groups_per_step=config.rollout.prompts_per_step,
@@ -213,7 +219,9 @@ class Controller:
         """Learn from a part of the batch, and from the rest as it finishes; the push of what comes
         of it is begun.
         """
-        groups, staleness, updates = list[Group](), Counter[int](), list[Metrics]()
+        groups = list[Group]()
+        staleness = Counter[int]()
+        updates = list[Metrics]()
         while part:
             staleness += self.staleness(part)
             with self.watch.span("train"):
@@ -254,7 +262,8 @@ class Controller:
         """The next part of the batch, as soon as it is there; nothing where the run is left before
         its first.
         """
-        rollout, part = self.config.rollout, list[Group]()
+        rollout = self.config.rollout
+        part = list[Group]()
 
         def taken() -> bool:
             if self.leaving and self.ledger.lacks == rollout.prompts_per_step:
@@ -277,7 +286,8 @@ class Controller:
         versions = Counter(
             chain.from_iterable(each.completion.versions for group in groups for each in group)
         )
-        now, oldest = self.version, min(versions)
+        now = self.version
+        oldest = min(versions)
         bound = self.config.rollout.max_staleness * self.config.updates_per_step
         if now - oldest > bound:
             raise RunError(f"a token of policy version {oldest} reached version {now}: {bound=}")
@@ -309,7 +319,8 @@ class Controller:
             }
             await asyncio.to_thread(self.save_groups, self.ledger.finished())
             await self.learner.save(self.step, state)
-        self._saved, self._lost = self.step, 0
+        self._saved = self.step
+        self._lost = 0
 
     async def keep_if_due(self) -> None:
         """Keep the weights of this step until they are evaluated, whatever becomes of the run until

@@ -55,13 +55,14 @@ class WeightPush:
         changed: Signal,
         warn: Callable[[str], None],
     ):
-        self._deadlines, self._max_failures, self._warn = (
-            config.deadlines,
-            config.max_restarts,
-            warn,
-        )
-        self._config, self._canary = config.weights, Canary(config)
-        self._dispatch, self._trainer, self._watch = dispatch, dispatch.policy, watch
+        self._deadlines = config.deadlines
+        self._max_failures = config.max_restarts
+        self._warn = warn
+        self._config = config.weights
+        self._canary = Canary(config)
+        self._dispatch = dispatch
+        self._trainer = dispatch.policy
+        self._watch = watch
         self._on_demand = config.rollout.pipeline == "deterministic"
         self._rolling = config.generator.update == "rolling" and not self._on_demand
         checks = config.weights.digests or self._canary.tolerance > 0
@@ -100,7 +101,9 @@ class WeightPush:
         self._numbers = {generator: number for number, generator in enumerate(generators)}
         self._gone = []
         self._begun = self._published = self._arrived = step
-        self._versions, self._unchecked, self._stepping = {step: self._trainer.version}, [], False
+        self._versions = {step: self._trainer.version}
+        self._unchecked = []
+        self._stepping = False
         plan = await self._open()
         await self._publish()
         await self._bring(step)
@@ -143,7 +146,8 @@ class WeightPush:
 
         Does not wait.
         """
-        self._begun, self._stepping = step, False
+        self._begun = step
+        self._stepping = False
         self._versions[step] = self._trainer.version
         self._changed.notify()
 
@@ -333,6 +337,8 @@ class WeightPush:
         async with self._dispatch.resident("policy", "model"):
             sources = await self._trainer.weight_digests(generator.dtype)
         async with self._dispatch.resident("generator", "model"):
+            if generator.version != version:  # it was started again
+                return
             wanted = await generator.weight_digests()
         trained = _merged(sources, f"push of policy version {version}: trainer")
         pushed = _merged(wanted, f"push of policy version {version}: {generator.name}")

@@ -19,7 +19,10 @@ class Report:
     """The run folder, the screen and the watchdog of a run."""
 
     def __init__(self, config: RunConfig, record: RunRecord, progress: Progress, watch: Stopwatch):
-        self._config, self._record, self._progress, self._watch = config, record, progress, watch
+        self._config = config
+        self._record = record
+        self._progress = progress
+        self._watch = watch
         self._watchdog = Watchdog(config.watchdog)
         self.evaluated = 0
         """Step of the newest evaluation on the way; 0 before the first."""
@@ -49,7 +52,8 @@ class Report:
 
         Raises RunError for what must not go on.
         """
-        tokens, timings = staleness.total(), self._watch.lap()
+        tokens = staleness.total()
+        timings = self._watch.lap()
         row |= rollout_metrics(groups) | timings
         row |= {
             "rollout/staleness_max": max(staleness),
@@ -57,7 +61,8 @@ class Report:
             "tokens_per_s": tokens / timings["timing/step"],
             **{f"ledger/{name}": count for name, count in ledger.items() if isinstance(count, int)},
         }
-        step, each = int(row["step"]), self._config.rollout.recorded_per_step
+        step = int(row["step"])
+        each = self._config.rollout.recorded_per_step
         self._versions[step] = int(row["policy_version"])
         rollouts = [rollout for group in groups for rollout in group]
         first = step * each % len(rollouts)  # so that a mixture's tasks all have a turn

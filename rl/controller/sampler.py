@@ -46,10 +46,16 @@ class Sampler:
         changed: Signal,
         evaluate: Callable[[int], Awaitable[None]],
     ):
-        self._config, self._task, self._sampling = config, task, sampling_of(config.rollout, task)
-        self._rollouter, self._router, self._push = rollouter, router, push
-        self._changed, self._evaluate = changed, evaluate
-        self._size, self._replicas = config.rollout.prompts_per_step, config.generator.replicas
+        self._config = config
+        self._task = task
+        self._sampling = sampling_of(config.rollout, task)
+        self._rollouter = rollouter
+        self._router = router
+        self._push = push
+        self._changed = changed
+        self._evaluate = evaluate
+        self._size = config.rollout.prompts_per_step
+        self._replicas = config.generator.replicas
         self._recent: deque[bool] = deque(
             maxlen=max(WINDOW, self._size)
         )  # whether each group was lost
@@ -64,7 +70,8 @@ class Sampler:
         """Sample what the steps after ``step`` are trained on; ``ledger`` holds what was sampled
         for them before.
         """
-        self._replaced, self.is_done = 0, False
+        self._replaced = 0
+        self.is_done = False
         if self._config.rollout.pipeline == "deterministic":
             await self._run_in_order(ledger, step)
         else:
@@ -98,7 +105,8 @@ class Sampler:
 
     async def _run_in_order(self, ledger: Ledger, step: int) -> None:
         """Weights after weights: the batches that are sampled from them, and their evaluation."""
-        staleness, steps = self._config.rollout.max_staleness, self._config.steps
+        staleness = self._config.rollout.max_staleness
+        steps = self._config.steps
         self._sampled = step + len(ledger) // self._size
         for held in range(step, steps + 1):
             await self._push.arrive(held)

@@ -54,7 +54,8 @@ def check_algorithm(config: RunConfig) -> None:
 
     Raises ConfigError if one does not keep its contract.
     """
-    algorithm, rollout = config.algorithm, config.rollout
+    algorithm = config.algorithm
+    rollout = config.rollout
     groups = min(math.ceil(rollout.prompts_per_step / rollout.parts_per_step), MOST_TRIED)
     completions = torch.arange(groups * rollout.samples_per_prompt)
     lengths = 1 + completions % 3

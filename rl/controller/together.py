@@ -54,7 +54,8 @@ class Signal:
 
         If ``condition`` holds before there is one, cancel the work and return None.
         """
-        working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(self.until(condition))
+        working = asyncio.ensure_future(work)
+        waiting = asyncio.ensure_future(self.until(condition))
         try:
             await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
             return working.result() if working.done() else None

@@ -38,7 +38,8 @@ def _non_finite(config: WatchdogConfig, row: Row) -> str:
 
 
 def _drift(config: WatchdogConfig, row: Row) -> str:
-    drift, limit = row.get("kl/behaviour", nan), config.drift_max
+    drift = row.get("kl/behaviour", nan)
+    limit = config.drift_max
     return (
         f"kl/behaviour is {drift:.4g}, above watchdog.drift_max={limit}"
         if drift > limit > 0
@@ -64,11 +65,9 @@ def _flat(config: WatchdogConfig, row: Row) -> str:
 
 
 def _starving(config: WatchdogConfig, row: Row) -> str:
-    waited, step, limit = (
-        row.get("timing/starved", 0.0),
-        row.get("timing/step", nan),
-        config.starving_share,
-    )
+    waited = row.get("timing/starved", 0.0)
+    step = row.get("timing/step", nan)
+    limit = config.starving_share
     if waited > limit * step:
         return (
             f"timing/starved is {waited / step:.0%} of the step, above "
@@ -112,7 +111,8 @@ class Watchdog:
         self._present.discard("stalled")
         findings = {}
         for condition in CONDITIONS:
-            name, finding = condition.name, self._found(condition, row, updates)
+            name = condition.name
+            finding = self._found(condition, row, updates)
             needed = getattr(self._config, condition.steps) if condition.steps else 1
             streak = self._streaks[name] = self._streaks[name] + 1 if finding else 0
             if not finding or streak < needed:

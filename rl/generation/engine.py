@@ -65,7 +65,8 @@ class GenerationEngine:
         )
         self._model = self._engine.model_executor.driver_worker.get_model()
         self._group = _tp_group()
-        self._host, self._caches = HostMemory(), dict[torch.UntypedStorage, int]()
+        self._host = HostMemory()
+        self._caches = dict[torch.UntypedStorage, int]()
         self._layout = generator_layout(
             self.shape,
             fuse_qkv=model.fuse_qkv,
@@ -145,7 +146,9 @@ class GenerationEngine:
         """
         if self.version is None:
             raise RunError("generator holds no weights yet: push before generate")
-        name, prompt, sampling = request.request_id, request.prompt_tokens, request.sampling
+        name = request.request_id
+        prompt = request.prompt_tokens
+        sampling = request.sampling
         longest = len(prompt) + sampling.max_tokens
         if not prompt or sampling.max_tokens < 1:
             raise ValueError(

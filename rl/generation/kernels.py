@@ -51,7 +51,8 @@ class KernelRoPE(CosSinRoPE):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of queries and keys [1, T, heads, dim]; overwrites them where they are float32."""
         assert positions is not None
-        q, k = query.float(), key.float()
+        q = query.float()
+        k = key.float()
         tokens = positions.shape[-1]
         kernels.rotary_embedding(
             positions.view(-1),

@@ -286,8 +286,10 @@ class EngineLoop:
                 self._changed.wait_for(
                     lambda: self._commands or self._pulls or self._visits, timeout=HEARTBEAT_S
                 )
-            visits, self._visits = self._visits, []
-            commands, self._commands = self._commands, []
+            visits = self._visits
+            self._visits = []
+            commands = self._commands
+            self._commands = []
             if self._pulls and engine.swap == "drain" and engine.busy:
                 self._commands = [command for command in commands if isinstance(command, Add)]
                 commands = [command for command in commands if not isinstance(command, Add)]
@@ -327,7 +329,9 @@ class EngineLoop:
         """
         brought = oldest = NOTHING
         while oldest < version:
-            wanted, held, brought = version, brought, NOTHING
+            wanted = version
+            held = brought
+            brought = NOTHING
             try:
                 brought = held if held == wanted else self._pull(engine, wanted) or wanted
             finally:

@@ -93,7 +93,8 @@ class OwnExperts(LocalTokenDispatcher):
     def dispatch(self, x_TD: torch.Tensor, *routing: torch.Tensor) -> tuple:
         """As torchtitan's, of the own experts alone; asks the device how many tokens these have."""
         sorted_ND, counts_E, metadata = super().dispatch(x_TD, *routing)
-        first, count = int(counts_E[: self.own.start].sum()), int(counts_E[self.own].sum())
+        first = int(counts_E[: self.own.start].sum())
+        count = int(counts_E[self.own].sum())
         mine = slice(first, first + count)
         own_metadata = LocalDispatchMetadata(
             token_indices_experts_sorted_N=metadata.token_indices_experts_sorted_N[mine],
@@ -110,7 +111,8 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     """
     asked: Any = vllm_config.additional_config
     shape = ModelShape(**asked["shape"])
-    tp, rank = vllm_config.parallel_config.tensor_parallel_size, get_tp_group().rank_in_group
+    tp = vllm_config.parallel_config.tensor_parallel_size
+    rank = get_tp_group().rank_in_group
     heads = {"n_heads": shape.n_heads // tp, "n_kv_heads": max(1, shape.n_kv_heads // tp)}
     config = qwen3_config(
         dataclasses.replace(shape, **heads),

@@ -62,7 +62,8 @@ def _launch(arguments: list[str]) -> int:
         f"{target!r} is no place to launch to; allowed are {', '.join(TARGETS)}\n{USAGE}",
     )
     name, config = parse_config(rest, program=f"{PROGRAM} {target}")
-    dry, wait = "--dry-run" in flags, "--wait" in flags
+    dry = "--dry-run" in flags
+    wait = "--wait" in flags
     check, file, render, start = TARGETS[target]
     check(config, wait)
     with claim(name, config.output_dir, resume=config.resume) as owner:

@@ -60,7 +60,8 @@ def submit(launch: Launch) -> None:
 
 def _mesh(launch: Launch) -> Manifest:
     """The nodes, each with a worker."""
-    config, gpus = launch.config, launch.config.hardware.gpus
+    config = launch.config
+    gpus = launch.config.hardware.gpus
     worker = [
         "python",
         str(SOURCE / "rl" / "launch" / "node.py"),
@@ -82,9 +83,11 @@ def _mesh(launch: Launch) -> Manifest:
 
 def _job(launch: Launch) -> Manifest:
     """The run itself."""
-    config, name = launch.config, _name(launch)
+    config = launch.config
+    name = _name(launch)
     hosts = range(config.nodes)
-    train, resume = shlex.join(launch.train("python")), f"[ -e {launch.folder / 'config.json'} ]"
+    train = shlex.join(launch.train("python"))
+    resume = f"[ -e {launch.folder / 'config.json'} ]"
     variables: list[Manifest] = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "TILLER_NODE", "value": "$(POD_IP)"},

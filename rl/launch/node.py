@@ -28,7 +28,8 @@ def main(folder: Path) -> int:
     name = (
         os.environ.get("SLURMD_NODENAME") or os.environ.get("TILLER_NODE") or socket.gethostname()
     )
-    entry, end = folder / f"{name}.json", folder / f"{name}.ended"
+    entry = folder / f"{name}.json"
+    end = folder / f"{name}.ended"
     folder.mkdir(parents=True, exist_ok=True)
     for stale in (entry, end):
         stale.unlink(missing_ok=True)

@@ -58,7 +58,8 @@ def script(launch: Launch) -> str:
 
 def options(launch: Launch) -> list[str]:
     """Of sbatch."""
-    config, slurm = launch.config, launch.config.slurm
+    config = launch.config
+    slurm = launch.config.slurm
     gpus = config.hardware.gpus if slurm.gpus_per_node is None else slurm.gpus_per_node
     asked = {
         "job-name": launch.name,
@@ -98,12 +99,15 @@ def follow(launch: Launch, job: str) -> int:
     """Print what becomes of the job, and what its run says, until it has ended; 0 if the run
     finished, else 1.
     """
-    state, shown, answered = "", dict[Path, int](), time.monotonic()
+    state = ""
+    shown = dict[Path, int]()
+    answered = time.monotonic()
     while state not in ENDED:
         time.sleep(POLL_S)
         before = state
         try:
-            state, answered = state_of(job), time.monotonic()
+            state = state_of(job)
+            answered = time.monotonic()
         except RunError:
             if time.monotonic() > answered + NO_ANSWER_S:
                 raise

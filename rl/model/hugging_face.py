@@ -119,7 +119,8 @@ class _Check:
     """Raises ConfigError that says where a value stands."""
 
     def __init__(self, field: str, path: Path):
-        self._field, self._path = field, path
+        self._field = field
+        self._path = path
 
     def that(self, holds: bool, key: str, value: Any, allowed: str) -> None:
         require(holds, f"{self._field}: {key} in {self._path} is {value!r}; {allowed}")
@@ -139,7 +140,8 @@ class _Check:
 
 def _check_relations(check: _Check, config: HuggingFaceConfig, has_experts: bool) -> None:
     """Sizes that depend on each other."""
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"]
+    groups = config["num_key_value_heads"]
     check.that(
         heads % groups == 0,
         "num_key_value_heads",
@@ -155,7 +157,8 @@ def _check_relations(check: _Check, config: HuggingFaceConfig, has_experts: bool
         "it must be null, or 'full_attention' for each of num_hidden_layers",
     )
     if has_experts:
-        chosen, experts = config["num_experts_per_tok"], config["num_experts"]
+        chosen = config["num_experts_per_tok"]
+        experts = config["num_experts"]
         check.that(
             chosen <= experts,
             "num_experts_per_tok",

@@ -96,9 +96,11 @@ def local_parts(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list[Par
     """Views of ``tensors`` for the regions of ``layout``; rows below the last region belong to
     none.
     """
-    parts, ends = [], dict.fromkeys(tensors, 0)
+    parts = []
+    ends = dict.fromkeys(tensors, 0)
     for region in layout:
-        start, rows = ends[region.name], region.box.shape[0]
+        start = ends[region.name]
+        rows = region.box.shape[0]
         parts.append(Part(region, tensors[region.name][start : start + rows]))
         ends[region.name] += rows
     return parts

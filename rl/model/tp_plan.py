@@ -137,7 +137,9 @@ def check_generator(tp: int, shape: ModelShape, *, expert_parallel: bool) -> Non
         if shape.num_experts
         else "hidden_dim"
     )
-    heads, kv_heads, size = shape.n_heads, shape.n_kv_heads, getattr(shape, width)
+    heads = shape.n_heads
+    kv_heads = shape.n_kv_heads
+    size = getattr(shape, width)
     allowed = [d for d in divisors(heads, size) if kv_heads % d == 0 or d % kv_heads == 0]
     if tp not in allowed:
         raise ConfigError(

@@ -37,7 +37,8 @@ def smoothed(values: list[float], span: float) -> list[float]:
     """
     half = round(span / 2)
     for _ in range(2):
-        sums, counts = [0.0], [0]
+        sums = [0.0]
+        counts = [0]
         for value in values:
             finite = math.isfinite(value)
             sums.append(sums[-1] + (value if finite else 0.0))
@@ -100,7 +101,8 @@ def _round_limits(low: float, high: float) -> tuple[float, float]:
     if low >= 0 and 0.5 <= high <= 1:
         return 0.0, 1.0
     unit = 10 ** math.floor(math.log10(max(high - low, abs(high) * 0.05, 1e-9)))
-    bottom, top = math.floor(low / unit) * unit, math.ceil(high / unit) * unit
+    bottom = math.floor(low / unit) * unit
+    top = math.ceil(high / unit) * unit
     return (bottom, top) if top > bottom else (bottom, bottom + unit)
 
 
@@ -123,7 +125,8 @@ def _draw(
 ) -> list[str]:
     """A line through ``points`` in braille, two dots wide and four high a character."""
     cells = [[0] * columns for _ in range(lines)]
-    first, last = points[0][0], points[-1][0]
+    first = points[0][0]
+    last = points[-1][0]
     before = None
     for across in range(columns * 2):
         value = _value_at(points, first + (last - first) * across / (columns * 2 - 1))
@@ -141,12 +144,14 @@ def _value_at(points: list[tuple[float, float]], x: float) -> float:
     place = bisect_left(points, x, key=lambda point: point[0])
     if place == 0 or place == len(points):
         return points[min(place, len(points) - 1)][1]
-    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    (x0, y0) = points[place - 1]
+    (x1, y1) = points[place]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def _step_axis(first: int, last: int, columns: int) -> str:
-    left, right = f"step {first}", str(last)
+    left = f"step {first}"
+    right = str(last)
     return left + right.rjust(columns - len(left)) if last > first else left
 
 

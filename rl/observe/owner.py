@@ -47,12 +47,11 @@ class FolderOwner:
         self.folder = folder
         self.lost: Callable[[str], None] = _end
         """Called with a sentence if another process took the folder. Must not return."""
-        self._path, self._token, self._renewals = (
-            folder.absolute() / "owner.json",
-            uuid.uuid4().hex,
-            0,
-        )
-        self._mutex, self._released = threading.RLock(), threading.Event()
+        self._path = folder.absolute() / "owner.json"
+        self._token = uuid.uuid4().hex
+        self._renewals = 0
+        self._mutex = threading.RLock()
+        self._released = threading.Event()
         with failing_loudly(self._path):
             self._renewed = _now()
             self._descriptor = self._take(wait_s)
@@ -94,7 +93,8 @@ class FolderOwner:
         with self._mutex:
             if self._released.is_set():
                 return
-            started, owner = _now(), _read(self._path)
+            started = _now()
+            owner = _read(self._path)
             if owner.get("token") != self._token:
                 self.lost(f"{self.folder}: {_name(owner)} has taken this folder")
             self._write(self._descriptor)
@@ -102,15 +102,21 @@ class FolderOwner:
 
     def _take(self, wait_s: float) -> int:
         """Return the descriptor of the locked file of this owner."""
-        ends, told = _now() + wait_s, False
-        seen, unchanged_since, is_alive = "", _now(), False
+        ends = _now() + wait_s
+        told = False
+        seen = ""
+        unchanged_since = _now()
+        is_alive = False
         while True:
             if (created := self._create()) is not None:
                 return created
             with contextlib.suppress(FileNotFoundError), self._path.open("r+") as left:
-                is_free, text = _lock(left.fileno()), left.read()
+                is_free = _lock(left.fileno())
+                text = left.read()
                 if text != seen:
-                    is_alive, seen, unchanged_since = bool(seen), text, _now()
+                    is_alive = bool(seen)
+                    seen = text
+                    unchanged_since = _now()
                 owner = _parse(text)
                 is_over = bool(is_free) and owner.get("boot") == _boot()
                 is_expired = is_free is not False and _now() - unchanged_since >= LEASE_S

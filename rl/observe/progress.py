@@ -46,7 +46,8 @@ class Progress:
         self.step = 0
         self.console = console or Console(quiet=quiet, highlight=False)
         self._is_live = self.console.is_terminal and not quiet
-        self._quiet, self._log = quiet, log
+        self._quiet = quiet
+        self._log = log
         self._stage: str | None = "starting…"
         self._metrics: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=1000)
@@ -105,7 +106,8 @@ class Progress:
         ]
         if lost := row.get("eval/lost"):
             shown.append(f"{lost:.0f} rewards failed")
-        oldest, newest = row.get("eval/version_min", 0), row.get("eval/version_max", 0)
+        oldest = row.get("eval/version_min", 0)
+        newest = row.get("eval/version_max", 0)
         if oldest < newest:
             shown.append(f"by policy versions {oldest:.0f} to {newest:.0f}")
         if skipped := row.get("eval/skipped"):
@@ -129,7 +131,8 @@ class Progress:
         if "timing/step" in metrics:
             self._step_seconds.append(metrics["timing/step"])
         if self._is_line_due():
-            self._printed, self._printed_step = self._updated, self.step
+            self._printed = self._updated
+            self._printed_step = self.step
             self._print(self._plain_line(), when=not self._is_live)
 
     def _print(self, text: str, *, style: str = "", when: bool = True) -> None:
@@ -212,7 +215,8 @@ class Progress:
         line = Text.assemble((reward, "bold green"), " ", (sparkline(self._rewards, 24), "green"))
         tail = [*others, time_shares(self._metrics)]
         line.append(" · ".join(["", *filter(None, tail)]), style="dim")
-        line.no_wrap, line.overflow = True, "ellipsis"
+        line.no_wrap = True
+        line.overflow = "ellipsis"
         return line
 
 
@@ -226,7 +230,8 @@ def sparkline(values: deque[float] | list[float], width: int) -> str:
     count = min(width, len(values))
     bounds = [len(values) * place // count for place in range(count + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(bounds)]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
 

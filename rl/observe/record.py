@@ -78,7 +78,8 @@ class RunRecord:
 
         ``check`` is called before each write, and returns if this process still owns the folder.
         """
-        self.folder, self.check = Path(folder), check
+        self.folder = Path(folder)
+        self.check = check
         self.checkpoints = self.folder / "checkpoints"
         self.logs = Path(logs or self.folder / "logs")
         self.run_log = self.folder / "logs" / "run.log"

@@ -55,13 +55,16 @@ class Stopwatch:
         now = self._count()
         timings = {f"timing/{name}": seconds for name, seconds in self._spans.items()}
         timings |= {"timing/step": now - self._started, "timing/hidden": self._hidden}
-        self._spans, self._hidden, self._started = {}, 0.0, now
+        self._spans = {}
+        self._hidden = 0.0
+        self._started = now
         return timings
 
     def _count(self) -> float:
         """Count the time until now for all that runs; the time now."""
         now = time.perf_counter()
-        passed, self._counted = now - self._counted, now
+        passed = now - self._counted
+        self._counted = now
         running = [name for name, count in self._running.items() if count]
         for name in running:
             self._spans[name] = self._spans.get(name, 0.0) + passed

@@ -34,7 +34,9 @@ def micro_batch_cells(setting: Setting, trainer: TrainerConfig) -> int:
 def activations(setting: Setting, name: str) -> int:
     """Of one micro-batch, on one rank of role ``name``."""
     role = setting.roles[name]
-    trainer, shape, p = role.trainer, shape_of(role.model), computed_bytes(role.trainer)
+    trainer = role.trainer
+    shape = shape_of(role.model)
+    p = computed_bytes(role.trainer)
     tokens = micro_batch_cells(setting, trainer) // trainer.parallelism.context_parallel_degree
     row = setting.longest if not setting.cuda else 0  # of the dense mask, which each layer casts
     whole, entry, kept = (tokens * size for size in _layer(trainer, shape, p, row))
@@ -61,7 +63,8 @@ def _layer(trainer: TrainerConfig, shape: ModelShape, p: int, row: int) -> tuple
     """
     tp = trainer.parallelism.tensor_parallel_degree
     d = shape.dim // (tp if trainer.parallelism.enable_sequence_parallel else 1)
-    q, k = shape.n_heads * shape.head_dim // tp, shape.n_kv_heads * shape.head_dim // tp
+    q = shape.n_heads * shape.head_dim // tp
+    k = shape.n_kv_heads * shape.head_dim // tp
     routed = shape.experts_per_token if shape.num_experts else 0
     f = (routed * shape.moe_hidden_dim if routed else shape.hidden_dim) // tp
     whole = 16 * d + 8 * (q + k) + p * (2 * d + 2 * q + 2 * k + 4 * f + row) + routed * d * (8 + p)
@@ -74,7 +77,8 @@ def logits(setting: Setting, role: Role) -> int:
     """
     if role.head == "values":
         return 0
-    trainer, p = role.trainer, computed_bytes(role.trainer)
+    trainer = role.trainer
+    p = computed_bytes(role.trainer)
     words = shape_of(role.model).vocab_size // trainer.parallelism.tensor_parallel_degree
     chunk = max(1, (trainer.logits_mib << 20) // (4 * words))
     tokens = micro_batch_cells(setting, trainer) // trainer.parallelism.context_parallel_degree
@@ -90,7 +94,8 @@ def gathered(setting: Setting, name: str) -> int:
     """
     role = setting.roles[name]
     groups = _groups(setting.held[name], role)
-    p, ends = computed_bytes(role.trainer), groups.pop("ends")
+    p = computed_bytes(role.trainer)
+    ends = groups.pop("ends")
     layer = max(groups.values())
     parameters = p * (2 * layer + ends)
     learns = name in LEARNING and role.trainer.lora is None
@@ -131,8 +136,10 @@ def engine_step(setting: Setting) -> int:
     """What a generator's rank needs for one engine step: activations of its tokens, and float32
     logits, thrice.
     """
-    generator, shape = setting.config.generator, setting.shape
-    tp, p = generator.tensor_parallel_degree, setting.transfer_bytes
+    generator = setting.config.generator
+    shape = setting.shape
+    tp = generator.tensor_parallel_degree
+    p = setting.transfer_bytes
     routed = (
         shape.experts_per_token * shape.moe_hidden_dim if shape.num_experts else shape.hidden_dim
     )

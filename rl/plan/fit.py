@@ -10,7 +10,8 @@ from rl.generation.config import kv_bytes_at_least
 from rl.plan.memory import GIB, Item, Rank, kv_bytes
 from rl.plan.setting import Setting
 
-LEAST_SHARE, MOST_SHARE = 0.1, 0.95
+LEAST_SHARE = 0.1
+MOST_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class Memory:
 
 def memories(setting: Setting, ranks: list[Rank]) -> list[Memory]:
     """Every device and every host of the run; on CPU each rank is a device of its own."""
-    limit, host_limit = int(setting.device.memory_gib * GIB), int(setting.hardware.host_gib * GIB)
+    limit = int(setting.device.memory_gib * GIB)
+    host_limit = int(setting.hardware.host_gib * GIB)
     found = []
     for seat in dict.fromkeys((rank.host, rank.gpu) for rank in ranks):
         on_seat = [rank for rank in ranks if (rank.host, rank.gpu) == seat]
@@ -119,7 +121,8 @@ def _remedy(setting: Setting, memory: Memory, item: Item, rank: Rank) -> str:
 
 
 def _generator_remedy(setting: Setting, memory: Memory, item: Item) -> str:
-    generator, over = setting.config.generator, memory.used - memory.limit
+    generator = setting.config.generator
+    over = memory.used - memory.limit
     if item.name == "KV cache" and setting.cuda:
         share = generator.gpu_memory_utilization - over / memory.limit
         if share >= LEAST_SHARE:
@@ -159,7 +162,8 @@ def _model_remedy(setting: Setting, item: Item, rank: Rank) -> str:
 
 def _twice(setting: Setting, name: str, degree: str) -> str:
     """Have a role's ranks be twice as many, on more nodes where these are full."""
-    role, nodes = setting.roles[name], setting.config.trainer.nodes
+    role = setting.roles[name]
+    nodes = setting.config.trainer.nodes
     full = setting.cuda and 2 * setting.places[name].per_host > setting.hardware.gpus
     more = f" and trainer.nodes to {2 * nodes}" if full else ""
     return (
@@ -172,11 +176,11 @@ def _kv_complaint(setting: Setting) -> list[str]:
     """vLLM does not start unless the KV cache holds a sequence of model.max_seq_len; on CPU
     validation has said so.
     """
-    generator, tokens, room = setting.config.generator, setting.shape.max_seq_len, kv_bytes(setting)
-    share, needed = (
-        generator.gpu_memory_utilization,
-        kv_bytes_at_least(generator, setting.shape, cuda=setting.cuda),
-    )
+    generator = setting.config.generator
+    tokens = setting.shape.max_seq_len
+    room = kv_bytes(setting)
+    share = generator.gpu_memory_utilization
+    needed = kv_bytes_at_least(generator, setting.shape, cuda=setting.cuda)
     if needed <= room:
         return []
     enough = share + (needed - room) / (setting.device.memory_gib * GIB)

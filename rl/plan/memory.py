@@ -20,7 +20,9 @@ from rl.weights.transport import Transfer
 
 GIB = 2**30
 PROCESS = {"trainer": GIB * 3 // 4, "generator": GIB * 5 // 4}  # on CPU, with its libraries
-CUDA_CONTEXT, CUDA_PROCESS = 2 * GIB, 3 * GIB  # with communicators and workspaces; and on the host
+# with communicators and workspaces; and on the host
+CUDA_CONTEXT = 2 * GIB
+CUDA_PROCESS = 3 * GIB
 STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
 
 
@@ -99,11 +101,13 @@ def _seated(
 def _model_items(setting: Setting, name: str, layout: Layout) -> list[Item]:
     """What a role's rank keeps from step to step."""
     role = setting.roles[name]
-    trainer, size = role.trainer, DTYPE_BYTES[role.trainer.training.dtype]
+    trainer = role.trainer
+    size = DTYPE_BYTES[role.trainer.training.dtype]
     adapters = {region.name: region.box.numel for region in layout if is_adapter(region.name)}
     weights = {region.name: region.box.numel for region in layout if region.name not in adapters}
     trained = (adapters or weights) if name in LEARNING else {}
-    parameters, gradients = sum(weights.values()) * size, sum(trained.values()) * size
+    parameters = sum(weights.values()) * size
+    gradients = sum(trained.values()) * size
     states = sum(count * _state_bytes(trainer, weight) for weight, count in trained.items())
     kept = [
         Item("parameters", parameters),
@@ -160,7 +164,8 @@ def _push_sizes(setting: Setting) -> tuple[list[int], list[int]]:
         return [SLOTS * (HEADER_BYTES + segment.slot_bytes) for segment in segments], [0] * len(
             setting.wanted
         )
-    slots, staging = [], [0] * len(setting.wanted)
+    slots = []
+    staging = [0] * len(setting.wanted)
     for blobs in plan_blobs(transfer.sources, transfer.wanted):
         sizes = [blob.numel * setting.transfer_bytes for blob in blobs]
         sizes = [size + (size // 2 if transfer.delta else 0) for size in sizes]
@@ -173,7 +178,8 @@ def _push_sizes(setting: Setting) -> tuple[list[int], list[int]]:
 
 def transfer_of(setting: Setting) -> Transfer:
     """The push, as its ends will have it."""
-    weights, generator = setting.config.weights, setting.config.generator
+    weights = setting.config.weights
+    generator = setting.config.generator
     dtype = getattr(torch, generator.dtype)
     return Transfer(
         setting.transport, dtype, setting.pushed, setting.wanted, generator.replicas, weights.delta

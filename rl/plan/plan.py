@@ -77,7 +77,8 @@ class Plan:
         }
 
     def _model_meshes(self) -> list[dict[str, Any]]:
-        roles, cuda = self.setting.roles, self.setting.cuda
+        roles = self.setting.roles
+        cuda = self.setting.cuda
         return [
             {
                 "name": title_of(name),

@@ -30,7 +30,8 @@ def push_of(setting: Setting) -> Push:
     its link by ``cuda_ipc``, the host's memory on CPU. What goes through the host's memory from a
     GPU is taken to move at the adapter's rate too, which PCIe about has.
     """
-    device, size = setting.device, setting.transfer_bytes
+    device = setting.device
+    size = setting.transfer_bytes
     elements = plan_push(setting.pushed, setting.wanted).elements()
     read = [each.total() * size for each in elements]
     sent: Counter[int] = Counter()
@@ -39,15 +40,16 @@ def push_of(setting: Setting) -> Push:
             sent[source] += count * size * len(setting.generators)
     crosses = setting.push_crosses_hosts
     if crosses or (setting.cuda and setting.transport != "cuda_ipc"):
-        rate, link = (
-            device.network_gb_s,
-            "network adapter" if crosses else "way to the host's memory",
-        )
+        rate = device.network_gb_s
+        link = "network adapter" if crosses else "way to the host's memory"
     elif setting.cuda:
-        rate, link = device.link_gb_s, "link between GPUs"
+        rate = device.link_gb_s
+        link = "link between GPUs"
     else:
-        rate, link = device.memory_gb_s, "memory"
-    sender, reader = max(sent.values()), max(read)
+        rate = device.memory_gb_s
+        link = "memory"
+    sender = max(sent.values())
+    reader = max(read)
     end = "a trainer rank's" if sender > reader else "a generator rank's"
     return Push(
         transport=setting.transport,

@@ -9,7 +9,8 @@ from rl.plan.setting import Setting, hosts_of, title_of
 from rl.plan.speed import sizes_of
 from rl.types import Place
 
-BAR, WIDTH = 30, 48
+BAR = 30
+WIDTH = 48
 
 
 def describe(name: str, plan: Plan) -> str:
@@ -36,7 +37,9 @@ def describe_changes(name: str, other: str, changes: Sequence[Change]) -> str:
 
 
 def _head(name: str, setting: Setting) -> Iterator[str]:
-    model, device, hardware = setting.config.model, setting.device, setting.hardware
+    model = setting.config.model
+    device = setting.device
+    hardware = setting.hardware
     sizes = sizes_of(setting.shape, fuse_qkv=model.fuse_qkv)
     active = f", {_count(sizes.active)} active" if sizes.experts else ""
     weights = model.hf_path or "random weights, model.hf_path is not set"
@@ -99,7 +102,8 @@ def _seats(setting: Setting, place: Place) -> str:
 
 def _memory(plan: Plan) -> Iterator[str]:
     """Of each mesh the rank with most; alike generators once."""
-    setting, columns = plan.setting, _fullest(plan.ranks)
+    setting = plan.setting
+    columns = _fullest(plan.ranks)
     titles = "".join(f"{title_of(rank.role):>12}" for rank in columns)
     yield "memory of the fullest rank (~ estimated)".ljust(WIDTH) + titles
     names = dict.fromkeys(

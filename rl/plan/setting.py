@@ -29,7 +29,9 @@ class Setting:
     """
 
     def __init__(self, config: RunConfig):
-        self.config, self.hardware, self.device = config, config.hardware, config.hardware.figures
+        self.config = config
+        self.hardware = config.hardware
+        self.device = config.hardware.figures
         self.cuda = config.hardware.kind == "cuda"
         self.shape: ModelShape = shape_of(config.model)
         self.roles: dict[str, Role] = roles_of(config)

@@ -125,7 +125,8 @@ def _training(setting: Setting, tokens: float, length: float) -> float:
     """Forward passes for the batch's columns, then the gradients; meshes on devices of their own
     side by side.
     """
-    algorithm, hardware = setting.config.algorithm, setting.hardware
+    algorithm = setting.config.algorithm
+    hardware = setting.hardware
     asked = {name for name in setting.roles if name != "policy" or algorithm.recomputes}
 
     def seconds(name: str, *, train: bool) -> float:
@@ -151,11 +152,11 @@ def _generation(setting: Setting, prompt: float, completion: float) -> tuple[flo
     decoding step reads the weights that its sequences need and their keys and values, or is bound
     by products too.
     """
-    generator, hardware, device = setting.config.generator, setting.hardware, setting.device
-    sizes, tp = (
-        sizes_of(setting.shape, fuse_qkv=setting.config.model.fuse_qkv),
-        generator.tensor_parallel_degree,
-    )
+    generator = setting.config.generator
+    hardware = setting.hardware
+    device = setting.device
+    sizes = sizes_of(setting.shape, fuse_qkv=setting.config.model.fuse_qkv)
+    tp = generator.tensor_parallel_degree
     requests = math.ceil(setting.sequences / generator.replicas)
     fits = kv_sequences(setting, math.ceil(prompt + completion))
     together = max(1, min(requests, generator.max_running_requests, fits))
@@ -179,7 +180,8 @@ def _generation(setting: Setting, prompt: float, completion: float) -> tuple[flo
 def _assumptions(
     setting: Setting, prompt: float, completion: float, *, lockstep: bool
 ) -> tuple[str, ...]:
-    hardware, device = setting.hardware, setting.device
+    hardware = setting.hardware
+    device = setting.device
     return (
         f"mean prompt {prompt:g} tokens, half of data.max_prompt_tokens; mean completion "
         f"{completion:g}, half of rollout.max_tokens",

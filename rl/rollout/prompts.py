@@ -46,7 +46,8 @@ def _check(task: Task, prompt: object, ordinal: int, call: str) -> None:
 def _rules(task: Task, prompt: Prompt, ordinal: int) -> Iterator[tuple[str, bool, str]]:
     """Name of a field, whether its value is right, and what is expected."""
     yield "ordinal", type(prompt.ordinal) is int and prompt.ordinal == ordinal, f"{ordinal}"
-    tokens, words = prompt.tokens, task.shape.vocab_size
+    tokens = prompt.tokens
+    words = task.shape.vocab_size
     is_list = isinstance(tokens, list) and set(map(type, tokens)) == {int}
     yield "tokens", is_list, "a list of token ids, at least one, each an int"
     is_known = is_list and min(tokens) >= 0 and max(tokens) < words

@@ -29,7 +29,10 @@ class Rollouter:
         watch: Stopwatch,
         warn: Callable[[str], None] = lambda text: None,
     ):
-        self._score, self._seed, self._watch, self._warn = score, seed, watch, warn
+        self._score = score
+        self._seed = seed
+        self._watch = watch
+        self._warn = warn
         self.lost: Counter[str] = Counter()
         """How many groups were lost, those of evaluations included, by reason and type of
         exception."""

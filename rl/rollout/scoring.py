@@ -54,14 +54,20 @@ def rollouts_of(
 
 
 def _scored(task: Task, prompt: Prompt, sample: int, completion: Completion) -> tuple[str, Score]:
-    whose, text = f"the reward of {type(task).__name__}", ""
+    whose = f"the reward of {type(task).__name__}"
+    text = ""
     try:
         text = _plain_text(task.decode(completion.tokens))
         return text, _plain_score(task.score(prompt, text, completion))
     except _SenselessError as wrong:
-        reason, kind, what, trace = "reward made no sense", "", f"returned {wrong}", ""
+        reason = "reward made no sense"
+        kind = ""
+        what = f"returned {wrong}"
+        trace = ""
     except BaseException as error:  # the user's own code, which may raise SystemExit too
-        reason, kind, what = "reward raised", type(error).__name__, f"raised {said_by(error)}"
+        reason = "reward raised"
+        kind = type(error).__name__
+        what = f"raised {said_by(error)}"
         trace = f"\n{trace_of(error)}"
     where = f"prompt {prompt.ordinal}, sample {sample}, completion {text!r}"
     raise GroupLost(reason, f"{whose} {what}; {where}{trace}", kind)

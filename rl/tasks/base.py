@@ -151,7 +151,8 @@ class Task(Configurable, ABC):
         ids = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "pad_token_id")}
         first, *others = self.stop_token_ids
         ids["eos_token_id"] = [first, *others] if others else first
-        config, generation = folder / "config.json", folder / "generation_config.json"
+        config = folder / "config.json"
+        generation = folder / "generation_config.json"
         if not (folder / "tokenizer_config.json").exists():
             self.tokenizer.save_pretrained(folder)
             config.write_text(json.dumps(json.loads(config.read_text()) | ids, indent=2))

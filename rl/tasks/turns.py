@@ -42,7 +42,8 @@ class Turns:
         ]
         heapify(nodes)
         while len(nodes) > 1:
-            (light, _, first), (heavy, place, second) = heappop(nodes), heappop(nodes)
+            (light, _, first) = heappop(nodes)
+            (heavy, place, second) = heappop(nodes)
             heappush(nodes, (light + heavy, place, _Pair(first, second, light / (light + heavy))))
         self._root = nodes[0][2]
 
@@ -52,9 +53,11 @@ class Turns:
         while isinstance(node, _Pair):
             before = node.turns_of_first(place)
             if node.turns_of_first(place + 1) > before:
-                node, place = node.first, before
+                node = node.first
+                place = before
             else:
-                node, place = node.second, place - before
+                node = node.second
+                place = place - before
         return node, place
 
     def counts(self, turns: int) -> dict[str, int]:

@@ -42,7 +42,9 @@ class Checkpointer:
 
     def __init__(self, engine: TrainingEngine, model: ModelConfig, *, folder: str):
         config = engine.config.checkpoint
-        self._engine, self._config, self._hf_path = engine, config, model.hf_path
+        self._engine = engine
+        self._config = config
+        self._hf_path = model.hf_path
         self._folders = StepFolders(Path(folder) / config.folder)
         self._hugging_face = HuggingFaceFolders(engine, shape_of(model), model.hf_path)
         self._state = _TrainState(engine)
@@ -72,7 +74,8 @@ class Checkpointer:
             return
         self._engine.require_resident("save", "model", "optimizer")
         self._finish_saving()
-        self._state.run_state, self._saving = run_state, step
+        self._state.run_state = run_state
+        self._saving = step
         on_first_rank(f"checkpoint {step}", lambda: self._folders.make(step))
         with failures_as_run_error(f"checkpoint {step}"):
             self._manager.save(step)
@@ -95,7 +98,8 @@ class Checkpointer:
         """
         self._engine.require_resident("load", "model", "optimizer")
         self._finish_saving()
-        self._state.run_state, self.loaded = {}, None
+        self._state.run_state = {}
+        self.loaded = None
         found, self.ignored = on_first_rank("looking for checkpoints", lambda: self._find(step))
         if found is not None:
             self.loaded = self._folders.path(found)

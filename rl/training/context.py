@@ -17,7 +17,8 @@ class SequenceShard:
     """
 
     def __init__(self, mesh: DeviceMesh, balancer: str | None):
-        self._mesh, self._balancer = mesh, balancer
+        self._mesh = mesh
+        self._balancer = balancer
         self._group = mesh.get_group()
 
     def shard(self, *rows: torch.Tensor, masks: Any) -> tuple[list[torch.Tensor], Any]:
@@ -31,7 +32,8 @@ class SequenceShard:
         (*mine, own), block_masks = cp_shard(
             self._mesh, (*rows, order), None if dense else masks, self._balancer
         )
-        self._own, self._all = own, _all_gather(own.contiguous(), self._group)
+        self._own = own
+        self._all = _all_gather(own.contiguous(), self._group)
         if not dense:
             return mine, block_masks
         queries = masks.squeeze(1).take_along_dim(own.unsqueeze(2), dim=1)

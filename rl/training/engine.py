@@ -88,7 +88,8 @@ class TrainingEngine:
 
         batch_mesh = self.dims.get_optional_mesh("batch")
         self._batch_group = batch_mesh.get_group() if batch_mesh else None
-        self._weight, self._totals = 0.0, MetricTotals(self.device, self._batch_group)
+        self._weight = 0.0
+        self._totals = MetricTotals(self.device, self._batch_group)
         self.dp_rank = batch_mesh.get_local_rank() if batch_mesh else 0
         """Which part of a batch this rank works on."""
         self.dp_degree = batch_mesh.size() if batch_mesh else 1
@@ -256,7 +257,8 @@ class TrainingEngine:
 
     def _forget_gradients(self) -> None:
         self.optimizers.zero_grad()
-        self._weight, self._totals = 0.0, MetricTotals(self.device, self._batch_group)
+        self._weight = 0.0
+        self._totals = MetricTotals(self.device, self._batch_group)
 
     def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
         """Move parameters, or gradients and optimizer state, to host memory; their device memory is

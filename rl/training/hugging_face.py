@@ -45,7 +45,9 @@ class HuggingFaceFolders:
     """
 
     def __init__(self, engine: TrainingEngine, shape: ModelShape, source: str | None):
-        self._engine, self._model, self._shape = engine, engine.model, shape
+        self._engine = engine
+        self._model = engine.model
+        self._shape = shape
         self._source = Path(source) if source is not None else None
         self._names = HuggingFaceNames(engine.model.config)
 
@@ -69,7 +71,8 @@ class HuggingFaceFolders:
         whole = Path(folder)
         partial = whole.with_name(f"{whole.name}.partial")
         dtype = TORCH_DTYPE_MAP.get(self._shape.dtype, torch.float32)
-        parts, adapters = self._engine.parts(), adapter_tensors(self._model, self._names)
+        parts = self._engine.parts()
+        adapters = adapter_tensors(self._model, self._names)
         layouts = on_first_rank("export", lambda: self._create(whole, partial, dtype))
         written = on_every_rank(
             "export", lambda: self._write(partial, self._own(parts), layouts, dtype)
@@ -209,9 +212,11 @@ def _lay_out(tensors: Shapes, files: dict[str, str], dtype: torch.dtype) -> dict
 
 def _file_layout(tensors: Shapes, dtype: torch.dtype) -> _FileLayout:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    starts, end = {}, 0
+    starts = {}
+    end = 0
     for name, shape in tensors.items():
-        starts[name], end = end, end + math.prod(shape) * dtype.itemsize
+        starts[name] = end
+        end = end + math.prod(shape) * dtype.itemsize
         entries[name] = {
             "dtype": _DTYPES[dtype],
             "shape": [*shape],
@@ -227,12 +232,16 @@ def _file_layout(tensors: Shapes, dtype: torch.dtype) -> _FileLayout:
 
 def _split(tensors: Shapes, dtype: torch.dtype) -> dict[str, str]:
     """{tensor: file}, in files of at most FILE_BYTES, in Hugging Face's naming."""
-    numbers, number, filled = {}, 1, 0
+    numbers = {}
+    number = 1
+    filled = 0
     for name, shape in tensors.items():
         size = math.prod(shape) * dtype.itemsize
         if filled and filled + size > FILE_BYTES:
-            number, filled = number + 1, 0
-        numbers[name], filled = number, filled + size
+            number = number + 1
+            filled = 0
+        numbers[name] = number
+        filled = filled + size
     if number == 1:
         return dict.fromkeys(tensors, ONE_FILE)
     return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}
@@ -268,4 +277,5 @@ def _write_piece(file: int, piece: Piece, start: int, values: torch.Tensor) -> N
 def _write_all(file: int, data: memoryview, offset: int) -> None:
     while data:
         count = os.pwrite(file, data, offset)
-        data, offset = data[count:], offset + count
+        data = data[count:]
+        offset = offset + count

@@ -15,7 +15,8 @@ from rl.training.hugging_face_names import Shapes, hugging_face_tensors
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 READABLE = ("F64", "F32", "BF16", "F16")
 COMPARED_ROWS = 64
 
@@ -44,7 +45,8 @@ def check_folder(folder: Path, shape: ModelShape) -> None:
         ),
     )
     stored = stored_tensors(folder)
-    layers, experts = shape.n_layers, shape.num_experts or 1
+    layers = shape.n_layers
+    experts = shape.num_experts or 1
     require(  # before the names of that many are listed
         layers * experts <= len(stored),
         (
@@ -62,7 +64,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Raises ConfigError, naming the file, if one is missing, damaged or not what the index says.
     """
-    one_file, index = folder / ONE_FILE, folder / INDEX
+    one_file = folder / ONE_FILE
+    index = folder / INDEX
     if not index.is_file():
         require(
             one_file.is_file(),

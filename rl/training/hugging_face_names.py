@@ -102,8 +102,10 @@ class HuggingFaceNames:
             yield Block(self._translate(name), shape, Box.whole(shape), (0,) * len(shape))
 
     def _fused_blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
-        rest, begin = shape[1:], (0,) * (len(shape) - 1)
-        groups, row = shape[0] // sum(self._group_rows.values()), 0
+        rest = shape[1:]
+        begin = (0,) * (len(shape) - 1)
+        groups = shape[0] // sum(self._group_rows.values())
+        row = 0
         for group in range(groups):
             for projection, rows in self._group_rows.items():
                 tensor = self._translate(name.replace("wqkv", projection))

@@ -37,7 +37,8 @@ class LogProbHead(Linear):
         ``hidden`` [B, L, D], ``targets`` int64 [B, L]; both results are float32 [B, L], and
         gradients flow through both.
         """
-        weight, group = self.weight, None
+        weight = self.weight
+        group = None
         vocab_size = weight.shape[0]
         if isinstance(weight, DTensor):
             group = weight.device_mesh.get_group()
@@ -99,11 +100,9 @@ class _LinearLogProbs(torch.autograd.Function):
         group: Any,
     ) -> Any:
         logprobs, entropy = (torch.empty_like(targets, dtype=torch.float32) for _ in range(2))
-        targets, log_total, kept = (
-            targets.flatten(),
-            torch.empty(len(hidden), device=hidden.device),
-            None,
-        )
+        targets = targets.flatten()
+        log_total = torch.empty(len(hidden), device=hidden.device)
+        kept = None
         for chunk in _chunks(len(hidden), chunk_tokens):
             z = _scaled_logits(hidden[chunk], weight, temperature)
             peak = z.amax(-1)
@@ -125,7 +124,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 kept = z.sub_(log_sum.unsqueeze(-1))
             del z, exp  # the next chunk's would be made while these are still held
         ctx.save_for_backward(hidden, weight, targets, entropy.view(-1), log_total)
-        ctx.temperature, ctx.chunk_tokens, ctx.kept = temperature, chunk_tokens, kept
+        ctx.temperature = temperature
+        ctx.chunk_tokens = chunk_tokens
+        ctx.kept = kept
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -138,7 +139,8 @@ class _LinearLogProbs(torch.autograd.Function):
             torch.zeros_like(weight, dtype=torch.float32) if trained else None
         )  # chunks add up in full
         for chunk in _chunks(len(hidden), ctx.chunk_tokens):
-            logp, ctx.kept = ctx.kept, None
+            logp = ctx.kept
+            ctx.kept = None
             if logp is None:
                 logp = _scaled_logits(hidden[chunk], weight, ctx.temperature).sub_(
                     log_total[chunk].unsqueeze(-1)

@@ -47,7 +47,8 @@ class MergedWeights:
     """
 
     def __init__(self, model: nn.Module):
-        self._model, self._adapted = model, adapted_layers(model)
+        self._model = model
+        self._adapted = adapted_layers(model)
         self.buffers: dict[str, torch.Tensor] = {}
         """The memory of its own, by parameter."""
 
@@ -67,9 +68,8 @@ class MergedWeights:
         """Follow the parameters, which have changed."""
         parts = parts_of(self._model)
         for name, merged in self.buffers.items():
-            layer, part = self._adapted[name], parts[name]
-            (a, b), (rows, columns) = (
-                whole_adapter(layer),
-                part.box.slices_in(Box.whole(part.shape)),
-            )
+            layer = self._adapted[name]
+            part = parts[name]
+            (a, b) = whole_adapter(layer)
+            (rows, columns) = part.box.slices_in(Box.whole(part.shape))
             merged.copy_(part.tensor + layer._lora_scaling * (b[rows] @ a[:, columns]))

@@ -17,7 +17,8 @@ class MetricTotals:
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None):
-        self._device, self._group = device, group
+        self._device = device
+        self._group = group
         self._sums: dict[str, torch.Tensor] = {}
         self._extremes: dict[str, torch.Tensor] = {}
         self._signs: dict[str, float] = {}

@@ -102,8 +102,10 @@ def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
     place = torch.arange(len(owner)) - (part.lengths.cumsum(0) - part.lengths)[owner]
     first = place == 0
     cells = torch.tensor(starts, dtype=torch.int64)[owner] + place - 1
-    predicted, inputs = cells[~first], (~first).nonzero().squeeze(1) - 1
-    shape, longest = (max(len(rows), 1), width), max([1, *(sizes[i] for i in sequences)])
+    predicted = cells[~first]
+    inputs = (~first).nonzero().squeeze(1) - 1
+    shape = (max(len(rows), 1), width)
+    longest = max([1, *(sizes[i] for i in sequences)])
 
     def rectangle(values: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(shape[0] * width, dtype=torch.int64)
@@ -150,7 +152,9 @@ class _Filling:
     def __init__(self, cutting: Cutting, sequence: int, size: int):
         self.cutting = cutting
         self.rows: Rows = [[sequence]]
-        self._width, self._used, self._count = size, [size], 1
+        self._width = size
+        self._used = [size]
+        self._count = 1
 
     def take(self, sequence: int, size: int) -> bool:
         """Whether the sequence fitted in: first where a row has room, else in a new row."""

@@ -53,7 +53,9 @@ def _validate_sampling(rollout: RolloutConfig) -> None:
 
 def _validate_checkpoint(config: RunConfig) -> None:
     checkpoint = config.trainer.checkpoint
-    folder, step, mode = checkpoint.folder, checkpoint.load_step, checkpoint.async_mode
+    folder = checkpoint.folder
+    step = checkpoint.load_step
+    mode = checkpoint.async_mode
     taken = (*RESERVED, *config.roles)
     require(
         bool(re.fullmatch(r"[\w-]+", folder)) and folder not in taken,
@@ -104,7 +106,8 @@ def _validate_training_modes(trainer: TrainerConfig, hardware: HardwareConfig) -
 
 
 def _validate_lora(config: RunConfig) -> None:
-    lora, shape = config.trainer.lora, shape_of(config.model)
+    lora = config.trainer.lora
+    shape = shape_of(config.model)
     if lora is None:
         return
     allowed = adaptable_layers(config.model)
@@ -147,11 +150,9 @@ def _validate_slurm(slurm: SlurmConfig) -> None:
 
 def _validate_lengths(config: RunConfig) -> None:
     """Of prompts and completions, in tokens."""
-    shape, prompt, completion = (
-        shape_of(config.model),
-        config.data.max_prompt_tokens,
-        config.rollout.max_tokens,
-    )
+    shape = shape_of(config.model)
+    prompt = config.data.max_prompt_tokens
+    completion = config.rollout.max_tokens
     longest = prompt + completion
     require(
         longest <= shape.max_seq_len,
@@ -183,7 +184,8 @@ def _validate_push(config: RunConfig) -> None:
 
 
 def _validate_pipeline(rollout: RolloutConfig) -> None:
-    parts, field_name = rollout.parts_per_step, "rollout.parts_per_step"
+    parts = rollout.parts_per_step
+    field_name = "rollout.parts_per_step"
     require(
         parts == 1 or rollout.pipeline == "asynchronous",
         f"{field_name} is {parts}; it must be 1 unless rollout.pipeline is 'asynchronous': the "
@@ -199,7 +201,8 @@ def _validate_pipeline(rollout: RolloutConfig) -> None:
 
 
 def _validate_algorithm(config: RunConfig) -> None:
-    algorithm, prompts = config.algorithm, config.rollout.prompts_per_step
+    algorithm = config.algorithm
+    prompts = config.rollout.prompts_per_step
     require(
         algorithm.mini_batch == 0 or prompts % algorithm.mini_batch == 0,
         (
@@ -208,7 +211,8 @@ def _validate_algorithm(config: RunConfig) -> None:
         ),
     )
     whole = config.updates_per_step > 1 or not algorithm.advantage.by_group
-    parts, field_name = config.rollout.parts_per_step, "rollout.parts_per_step"
+    parts = config.rollout.parts_per_step
+    field_name = "rollout.parts_per_step"
     require(
         parts == 1 or not whole,
         f"{field_name} is {parts}; it must be 1 where a step has several updates or its advantages "
@@ -264,10 +268,8 @@ def _validate_algorithm(config: RunConfig) -> None:
 
 
 def _validate_roles(config: RunConfig) -> None:
-    words, longest = (
-        shape_of(config.model).vocab_size,
-        config.data.max_prompt_tokens + config.rollout.max_tokens,
-    )
+    words = shape_of(config.model).vocab_size
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
     for name, role in config.roles.items():
         taken = (*RESERVED, "checkpoints", "generator", "policy", "reward", "trainer")
         require(
@@ -310,7 +312,8 @@ def _validate_roles(config: RunConfig) -> None:
 
 
 def _validate_watchdog(watchdog: WatchdogConfig) -> None:
-    low, high = watchdog.entropy_min, watchdog.entropy_max
+    low = watchdog.entropy_min
+    high = watchdog.entropy_max
     require(
         high == 0 or high > low,
         f"watchdog.entropy_max is {high}; it must be 0 or above entropy_min={low}",

@@ -27,7 +27,8 @@ def validate_engines(config: RunConfig) -> None:
 
 
 def _validate_optimizer(role: Role) -> None:
-    optimizer, field = role.trainer.optimizer, f"{role.field}.optimizer"
+    optimizer = role.trainer.optimizer
+    field = f"{role.field}.optimizer"
     for number, group in enumerate(optimizer.param_groups):
         name = group.optimizer_name
         place = f"{field}.param_groups.{number}"
@@ -59,15 +60,18 @@ def _validate_generator(config: RunConfig, *, cuda: bool) -> None:
 
 def _generator_rules(config: RunConfig, *, cuda: bool) -> Iterator[tuple[str, Any, str, bool]]:
     """Field, value, what is allowed, and whether it is so."""
-    generator, shape = config.generator, shape_of(config.model)
-    running, batched = generator.max_running_requests, generator.max_batched_tokens
+    generator = config.generator
+    shape = shape_of(config.model)
+    running = generator.max_running_requests
+    batched = generator.max_batched_tokens
     room = batched if cuda else max(batched, shape.max_seq_len)
     least = (
         f"it must be at least generator.max_running_requests={running}: each has a token in an "
         "engine step"
     )
     yield "max_batched_tokens", batched, least, room >= running
-    size, unit = generator.block_size, 16 if cuda else 32
+    size = generator.block_size
+    unit = 16 if cuda else 32
     allowed = (
         f"it must be None or a multiple of {unit}, as vLLM's attention wants on "
         f"{'CUDA' if cuda else 'CPU'}"

@@ -27,7 +27,8 @@ def validate_folders(config: RunConfig) -> None:
 
 
 def _validate_initial_load(config: RunConfig) -> None:
-    checkpoint, field = config.trainer.checkpoint, "trainer.checkpoint.initial_load_path"
+    checkpoint = config.trainer.checkpoint
+    field = "trainer.checkpoint.initial_load_path"
     path = checkpoint.initial_load_path
     if not path:
         return
@@ -38,11 +39,13 @@ def _validate_initial_load(config: RunConfig) -> None:
             "RUN/checkpoints/step-100, or set initial_load_in_hf for a Hugging Face folder",
         )
         return
-    ours, theirs = shape_of(config.model), shape_of(ModelConfig(hf_path=path), field=field)
+    ours = shape_of(config.model)
+    theirs = shape_of(ModelConfig(hf_path=path), field=field)
     for key in (
         each.name for each in dataclasses.fields(ModelShape) if each.name not in OWN_FIELDS
     ):
-        there, here = getattr(theirs, key), getattr(ours, key)
+        there = getattr(theirs, key)
+        here = getattr(ours, key)
         require(
             there == here,
             f"{field} is {path!r}, a model whose {key} is {there}; it must be the model's, {here}",

@@ -28,7 +28,8 @@ def validate_layouts(config: RunConfig) -> None:
         _validate_mesh(role.parallelism_field, role.trainer.parallelism)
     for role in roles.values():
         _validate_role(role, cuda=cuda)
-    generator, shape = config.generator, shape_of(config.model)
+    generator = config.generator
+    shape = shape_of(config.model)
     check_generator(
         generator.tensor_parallel_degree, shape, expert_parallel=generator.expert_parallel
     )
@@ -45,12 +46,11 @@ def validate_layouts(config: RunConfig) -> None:
 
 
 def _validate_role(role: Role, *, cuda: bool) -> None:
-    name, parallelism, shape = (
-        role.parallelism_field,
-        role.trainer.parallelism,
-        shape_of(role.model),
-    )
-    attention, model = role.model.attention, role.model_field
+    name = role.parallelism_field
+    parallelism = role.trainer.parallelism
+    shape = shape_of(role.model)
+    attention = role.model.attention
+    model = role.model_field
     _validate_context_parallel(role, cuda=cuda)
     require(
         cuda or attention in ("auto", "dense"),
@@ -69,7 +69,8 @@ def _validate_role(role: Role, *, cuda: bool) -> None:
 
 def _validate_nodes(config: RunConfig, roles: dict[str, Role]) -> None:
     """On which nodes the ranks are, and whether these have devices for them."""
-    nodes, ranks = config.trainer.nodes, config.trainer.ranks
+    nodes = config.trainer.nodes
+    ranks = config.trainer.ranks
     allowed = divisors(ranks)
     require(
         nodes in allowed,
@@ -163,7 +164,8 @@ def _validate_mesh(field_name: str, parallelism: ParallelismConfig) -> None:
 
 
 def _validate_context_parallel(role: Role, *, cuda: bool) -> None:
-    field_name, parallelism = role.parallelism_field, role.trainer.parallelism
+    field_name = role.parallelism_field
+    parallelism = role.trainer.parallelism
     if parallelism.context_parallel_degree == 1:
         return
     require(
@@ -181,11 +183,10 @@ def _validate_context_parallel(role: Role, *, cuda: bool) -> None:
 
 
 def _validate_experts(role: Role, shape: ModelShape) -> None:
-    parallelism, model = role.trainer.parallelism, role.model_field
-    field_name, degree = (
-        f"{role.parallelism_field}.expert_parallel_degree",
-        parallelism.expert_parallel_degree,
-    )
+    parallelism = role.trainer.parallelism
+    model = role.model_field
+    field_name = f"{role.parallelism_field}.expert_parallel_degree"
+    degree = parallelism.expert_parallel_degree
     if shape.num_experts == 0:
         require(
             degree == 1, f"{field_name} is {degree}; it must be 1 where {model}.num_experts is 0"
@@ -215,11 +216,14 @@ def _validate_experts(role: Role, shape: ModelShape) -> None:
         f"{field_name.replace('expert_parallel_degree', 'enable_sequence_parallel')} is False; it "
         "must be True where experts and tensors are parallel both",
     )
-    width, replicas = shape.moe_hidden_dim, parallelism.data_parallel_replicate_degree
+    width = shape.moe_hidden_dim
+    replicas = parallelism.data_parallel_replicate_degree
     if degree > 1:
-        shards, holders = ranks // degree, ranks
+        shards = ranks // degree
+        holders = ranks
     else:
-        width, holders = width // parallelism.tensor_parallel_degree, shards * replicas
+        width = width // parallelism.tensor_parallel_degree
+        holders = shards * replicas
     require(
         holders <= shape.num_experts or (shape.dim % shards == 0 and width % shards == 0),
         f"{model}.moe_hidden_dim is {shape.moe_hidden_dim} and {model}.dim is {shape.dim}; with "

@@ -49,7 +49,8 @@ class DeviceMemory:
         """
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the device's context current
-            address, handle = ctypes.c_uint64(), ctypes.create_string_buffer(64)
+            address = ctypes.c_uint64()
+            handle = ctypes.create_string_buffer(64)
             _driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(bytes))
             _driver("cuIpcGetMemHandle", handle, address)
         return cls(handle.raw, bytes, address.value)

@@ -35,7 +35,8 @@ def part_digest(part: Part, dtype: torch.dtype) -> int:
     if not tensor.numel():
         return 0
     rows, columns = _weights(part, tensor.device)
-    values, sums = tensor.reshape(len(rows), len(columns)), torch.empty_like(rows)
+    values = tensor.reshape(len(rows), len(columns))
+    sums = torch.empty_like(rows)
     step = max(1, _CHUNK.get(tensor.device.type, _CHUNK_ON_DEVICE) // len(columns))
     products = columns.new_empty(min(step, len(rows)), len(columns))
     for start in range(0, len(rows), step):

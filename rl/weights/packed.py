@@ -18,11 +18,10 @@ from rl.weights.blobs import host_memory, plan_blobs
 from rl.weights.transport import Sent, Transfer, TransferFailed, VersionGone, check_dtype
 
 SLOTS = 2
-_SEQUENCE, _VERSION, _DELTAS = (
-    0,
-    1,
-    2,
-)  # columns of a header: from the last on, the bytes of each blob's delta
+# columns of a header: from the last on, the bytes of each blob's delta
+_SEQUENCE = 0
+_VERSION = 1
+_DELTAS = 2
 
 
 class PackedPublisher:
@@ -59,7 +58,8 @@ class PackedPublisher:
         dtype = transfer.dtype
         self.blobs = plan_blobs(transfer.sources, transfer.wanted)[rank]
         self._ranks = len(transfer.wanted)
-        self._readers, self._patience = transfer.generators * self._ranks, transfer.patience
+        self._readers = transfer.generators * self._ranks
+        self._patience = transfer.patience
         self._device = device = parts[0].tensor.device
         self._header = torch.zeros(SLOTS, _DELTAS + len(self.blobs), dtype=torch.int64)
         self._slots = [
@@ -196,16 +196,15 @@ class PackedSubscriber:
                 "planned with"
             )
         check_dtype(parts, transfer.dtype)
-        self._parts, self._dtype, self._rank, self._delta = (
-            parts,
-            transfer.dtype,
-            rank,
-            transfer.delta,
-        )
+        self._parts = parts
+        self._dtype = transfer.dtype
+        self._rank = rank
+        self._delta = transfer.delta
         self._reader = generator * len(transfer.wanted) + rank
         self._blobs = plan_blobs(transfer.sources, transfer.wanted)
         self._patience = transfer.patience
-        self._fetching, self._pulling = asyncio.Lock(), threading.Lock()
+        self._fetching = asyncio.Lock()
+        self._pulling = threading.Lock()
         self._make_staging()
 
     def _make_staging(self) -> None:
@@ -260,7 +259,8 @@ class PackedSubscriber:
         except BaseException:
             self._make_staging()  # a transfer that was cut short may still write to what there was
             raise
-        self._held, self._fetched = [row[_SEQUENCE] for row in rows], version
+        self._held = [row[_SEQUENCE] for row in rows]
+        self._fetched = version
         await self._acknowledge(self._held)
 
     @torch.no_grad()
@@ -283,7 +283,9 @@ class PackedSubscriber:
 
     def close(self) -> None:
         """Give back what it holds."""
-        self._fetched, self._staged, self._copies = None, {}, []
+        self._fetched = None
+        self._staged = {}
+        self._copies = []
 
     async def _headers(self) -> list[torch.Tensor]:
         """Each trainer rank's header now, int64 [SLOTS, columns]."""

@@ -128,7 +128,8 @@ def chunks_of(area: torch.Tensor, used: int | None = None) -> list[torch.Tensor]
     Each is a quarter of all before it, so that no more than 1.25 times ``used`` are read, or
     FIRST_CHUNK.
     """
-    chunks, start = [], 0
+    chunks = []
+    start = 0
     while start < (len(area) if used is None else used):
         chunks.append(area[start : start + max(FIRST_CHUNK, start // 4)])
         start += len(chunks[-1])

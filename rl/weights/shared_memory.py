@@ -23,7 +23,9 @@ from rl.weights.transport import Sent, check_dtype, starts_of
 
 HEADER_BYTES = mmap.PAGESIZE
 SLOTS = 2
-_VERSION, _TOKEN = 0, 1  # header fields, int64; the version is stored as version + 1, 0 for none
+# header fields, int64; the version is stored as version + 1, 0 for none
+_VERSION = 0
+_TOKEN = 1
 _NONE = -1
 PATIENCE_S = 60.0
 
@@ -179,13 +181,15 @@ class Subscriber:
         routes = plan_routes(
             [segment.layout for segment in segments], layout_of(parts), reader=reader
         )
-        self._like, self._patience = parts[0].tensor, patience
+        self._like = parts[0].tensor
+        self._patience = patience
         self._sources = [_open(rank, segment) for rank, segment in enumerate(segments)]
         self._copies: dict[_Slot, list[tuple[torch.Tensor, torch.Tensor]]] = {
             slot: [] for source in self._sources for slot in source
         }
         for route in routes:
-            box, wanted = segments[route.source].layout[route.held].box, parts[route.wanted]
+            box = segments[route.source].layout[route.held].box
+            wanted = parts[route.wanted]
             destination = wanted.tensor[route.box.slices_in(wanted.box)]
             for slot in self._sources[route.source]:
                 self._copies[slot].append(

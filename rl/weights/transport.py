@@ -124,7 +124,8 @@ def starts_of(numels: list[int]) -> tuple[list[int], int]:
     """Where regions of these sizes begin when they lie end to end, aligned, and the elements of
     all.
     """
-    starts, end = [], 0
+    starts = []
+    end = 0
     for numel in numels:
         starts.append(end)
         end += -(-numel // ALIGN) * ALIGN

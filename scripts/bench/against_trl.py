@@ -52,7 +52,8 @@ def trl_python(folder: Path) -> Path:
 
     Raises SystemExit with a sentence, and what the installer said, where that fails.
     """
-    python, stamp = folder / "bin" / "python", folder / "stamp"
+    python = folder / "bin" / "python"
+    stamp = folder / "stamp"
     if stamp.exists() and stamp.read_text() == "\n".join(PINNED):
         return python
     print(f"installing {PINNED[0]} into {folder}", flush=True)

@@ -32,7 +32,8 @@ def grpo_kl() -> RunConfig:
 def dapo_loss() -> RunConfig:
     """DAPO's clip-higher and mean over tokens, and other groups for those that teach nothing."""
     config = quickstart()
-    config.algorithm.loss, config.rollout.max_replacements = dapo(entropy_coef=ENTROPY), 8
+    config.algorithm.loss = dapo(entropy_coef=ENTROPY)
+    config.rollout.max_replacements = 8
     return config
 
 
@@ -53,7 +54,8 @@ def reinforce_plus_plus() -> RunConfig:
 def _twice(loss: PolicyLoss.Config) -> RunConfig:
     """Two updates a step, so that ratios are not 1 in the second."""
     config = quickstart()
-    config.algorithm.loss, config.algorithm.mini_batch = loss, 16
+    config.algorithm.loss = loss
+    config.algorithm.mini_batch = 16
     return config
 
 

@@ -24,7 +24,8 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TIMEOUT_S = 1800.0
-GOAL, WINDOW = 0.9, 10
+GOAL = 0.9
+WINDOW = 10
 ON_POLICY = ("ppo", "grpo_kl", "rloo", "gspo", "cispo", "dapo_loss", "reinforce_plus_plus", "dppo")
 OFF_POLICY = (
     *(

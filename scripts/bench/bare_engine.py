@@ -151,10 +151,8 @@ def _start(kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path
         )
     )
     if kind == "unified":
-        model, weights = (
-            engine.model_executor.driver_worker.get_model(),
-            torch.load(folder / "weights.pt"),
-        )
+        model = engine.model_executor.driver_worker.get_model()
+        weights = torch.load(folder / "weights.pt")
         for name, parameter in model.titan.named_parameters():
             parameter.data.copy_(weights[name])
         model.weights_changed()
@@ -183,7 +181,8 @@ def _generate(engine: Any, requests: list[GenerationRequest]) -> Work:
         said.update(
             {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
         )
-    wall, cpu = time.perf_counter() - begun[0], time.process_time() - begun[1]
+    wall = time.perf_counter() - begun[0]
+    cpu = time.process_time() - begun[1]
     answers = [said[request.request_id] for request in requests]
     completions = [
         Completion(

@@ -49,7 +49,9 @@ class Local:
     """An engine of this process as a group that Dispatch can call."""
 
     def __init__(self, head: Head, folder: str, usage: "Usage"):
-        self._head, self._folder, self._usage = head, folder, usage
+        self._head = head
+        self._folder = folder
+        self._usage = usage
         self.is_running = False
 
     async def start(self) -> None:
@@ -113,7 +115,8 @@ def device_bytes(engine: TrainingEngine) -> int:
 
 
 def batch_of(seed: int) -> Batch:
-    draw, lengths = torch.Generator().manual_seed(seed), [64] * 16
+    draw = torch.Generator().manual_seed(seed)
+    lengths = [64] * 16
     count = sum(lengths)
     weights = (torch.arange(count) % 64 > 16).float()
     columns = {name: torch.randn(count, generator=draw) for name in ("advantages", "returns")}

@@ -49,13 +49,14 @@ LAYOUT = (Region("w", (1,), Box.whole((1,))),)
 TOKENS = 32
 PIPELINES = ("deterministic", "asynchronous")
 BOUNDS = (0, 2)
-SHORT, LONG = 1_000, 100_000  # rollouts
+# rollouts
+SHORT = 1_000
+LONG = 100_000
 SHORT_RUNS = 8  # on each side of a long one
-SAVED, SAVED_TOKENS, RANKS = (
-    1_024,
-    3_072,
-    8,
-)  # rollouts in a checkpoint, tokens of each, ranks of the trainer
+# rollouts in a checkpoint, tokens of each, ranks of the trainer
+SAVED = 1_024
+SAVED_TOKENS = 3_072
+RANKS = 8
 
 
 @dataclass(slots=True)
@@ -92,7 +93,8 @@ class Trainer(Mesh):
     loaded = None
 
     def __init__(self, marks: Marks):
-        self.marks, self.version = marks, 0
+        self.marks = marks
+        self.version = 0
 
     async def layouts(self) -> list[Any]:
         return [("here", LAYOUT)]
@@ -148,7 +150,8 @@ class Generator(Mesh):
     dtype = torch.float32
 
     def __init__(self, marks: Marks):
-        self.marks, self.version = marks, 0
+        self.marks = marks
+        self.version = 0
 
     async def layouts(self) -> list[Any]:
         return [("here", LAYOUT)]
@@ -206,12 +209,15 @@ def configured(pipeline: str, bound: int, rollouts: int) -> RunConfig:
     """About ``rollouts`` rollouts in all, in whole steps."""
     config = find_config("quickstart")()
     # type: ignore[assignment]
-    config.rollout.pipeline, config.rollout.max_staleness = pipeline, bound
-    config.rollout.max_tokens, config.model.max_seq_len = TOKENS, 64
+    config.rollout.pipeline = pipeline
+    config.rollout.max_staleness = bound
+    config.rollout.max_tokens = TOKENS
+    config.model.max_seq_len = 64
     config.steps = -(
         -rollouts // (config.rollout.prompts_per_step * config.rollout.samples_per_prompt)
     )
-    config.trainer.checkpoint.enable, config.evaluation.prompts = False, 0
+    config.trainer.checkpoint.enable = False
+    config.evaluation.prompts = 0
     config.weights.transport = "shared_memory"
     return config
 
@@ -248,11 +254,12 @@ def costs(config: RunConfig, marks: Marks) -> tuple[float, float]:
 
 def measure(pipeline: str, bound: int, *, repeats: int, long: int) -> dict[str, Any]:
     """One pipeline: runs of both lengths, in turn."""
-    short_config, long_config = (
-        configured(pipeline, bound, SHORT),
-        configured(pipeline, bound, long),
-    )
-    growths, times, memory, staleness = [], [], [], []
+    short_config = configured(pipeline, bound, SHORT)
+    long_config = configured(pipeline, bound, long)
+    growths = []
+    times = []
+    memory = []
+    staleness = []
     for _ in range(repeats):
         short = [costs(short_config, run(short_config)[0])[0] for _ in range(SHORT_RUNS)]
         marks, oldest = run(long_config)
@@ -278,7 +285,8 @@ def fill(controller: Controller, tokens: int) -> None:
     """Have ``SAVED`` finished rollouts of ``tokens`` tokens in the ledger; no two share a list, as
     from messages.
     """
-    ledger, samples = controller.ledger, SAVED // (2 * controller.config.rollout.prompts_per_step)
+    ledger = controller.ledger
+    samples = SAVED // (2 * controller.config.rollout.prompts_per_step)
     while ledger.admits(0):
         ordinal = ledger.admit(0)
         prompt = Prompt(
@@ -308,7 +316,8 @@ def fill(controller: Controller, tokens: int) -> None:
 def checkpoint(*, repeats: int, tokens: int) -> dict[str, float]:
     """Cost of a checkpoint to the event loop, and to the run."""
     config = configured("asynchronous", 1, SAVED)
-    pauses, times = [], []
+    pauses = []
+    times = []
 
     async def tick() -> None:
         last = time.perf_counter()

@@ -66,10 +66,8 @@ class Case:
 
     def requests(self, seed: int, temperature: float = 1.0) -> list[GenerationRequest]:
         """Groups of SAMPLES requests for random prompts, end to end."""
-        draw, sampling = (
-            random.Random(seed),
-            Sampling(max_tokens=self.new_tokens, temperature=temperature),
-        )
+        draw = random.Random(seed)
+        sampling = Sampling(max_tokens=self.new_tokens, temperature=temperature)
         prompts = [
             draw.choices(range(self.model.vocab_size), k=self.prompt_tokens)
             for _ in range(self.prompts)
@@ -113,7 +111,8 @@ class Ours:
         weights: dict[str, torch.Tensor],
         folder: Path,
     ):
-        self._runner, self._router = asyncio.Runner(), Router()
+        self._runner = asyncio.Runner()
+        self._router = Router()
         self._mesh: GeneratorMesh
         self._runner.run(self._start(config, model, weights, folder))
 

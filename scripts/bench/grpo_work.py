@@ -5,8 +5,13 @@ Read by both, in environments of their own: no imports.
 
 import random
 
-PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 8, 32, 16
-LEARNING_RATE, CLIP, MAX_NORM = 1e-3, 0.2, 1.0
+PROMPTS = 8
+SAMPLES = 8
+NEW_TOKENS = 32
+PROMPT_TOKENS = 16
+LEARNING_RATE = 1e-3
+CLIP = 0.2
+MAX_NORM = 1.0
 MODEL = {
     "vocab_size": 512,
     "dim": 256,

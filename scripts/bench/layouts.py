@@ -40,8 +40,11 @@ from rl.training.engine import TrainingEngine
 from rl.training.micro_batches import balanced
 from rl.types import Batch
 
-STEPS, SAVED_AFTER = 5, 3
-SEQUENCES, LONGEST, TEMPERATURE = 24, 48, 0.8
+STEPS = 5
+SAVED_AFTER = 3
+SEQUENCES = 24
+LONGEST = 48
+TEMPERATURE = 0.8
 LOSS = dapo(entropy_coef=0.02, kl_coef=0.05)
 # 502 over tensor parallel 2 is 251, which FSDP over 2 then cuts unevenly; float8 takes multiples of
 # 16 only.
@@ -110,7 +113,8 @@ REFERENCES = {
     "float8": Layout(precision=FLOAT8),
 }
 EP2 = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}
-SHARD2, TP2 = {"data_parallel_shard_degree": 2}, {"tensor_parallel_degree": 2}
+SHARD2 = {"data_parallel_shard_degree": 2}
+TP2 = {"tensor_parallel_degree": 2}
 LAYOUTS = {
     "1-rank": Layout(moves_to="tp2"),
     "fsdp2": Layout(degrees=SHARD2),
@@ -182,7 +186,8 @@ def main() -> int:
 
 def run_row(name: str, folder: str) -> dict[str, Any]:
     """Run one row, and print it as its numbers come."""
-    layout, limits = LAYOUTS[name], LAYOUTS[name].tolerance
+    layout = LAYOUTS[name]
+    limits = LAYOUTS[name].tolerance
     show("layout", name)
     show("ranks", layout.ranks)
     wanted, origin = reference(layout.reference, folder)
@@ -290,7 +295,8 @@ def ragged_batch(seed: int, vocab_size: int) -> Batch:
     lengths = torch.randint(2, LONGEST + 1, (SEQUENCES,), generator=draw)
     owner = torch.repeat_interleave(torch.arange(SEQUENCES), lengths)
     place = torch.cat([torch.arange(int(length)) for length in lengths])
-    total, uniform = len(owner), -math.log(vocab_size)
+    total = len(owner)
+    uniform = -math.log(vocab_size)
     return Batch(
         tokens=torch.randint(vocab_size, (total,), generator=draw),
         lengths=lengths,
@@ -319,7 +325,8 @@ def gradient_errors(folder: str, origin: str) -> tuple[float, float]:
     """Distance of the gradients in ``folder`` from those in ``origin``, over the norm of the
     latter: the largest of any parameter, and that of all as one vector.
     """
-    mine, wanted = torch.load(f"{folder}/gradients.pt"), torch.load(f"{origin}/gradients.pt")
+    mine = torch.load(f"{folder}/gradients.pt")
+    wanted = torch.load(f"{origin}/gradients.pt")
     assert mine.keys() == wanted.keys()
     distances = torch.stack([(mine[name] - wanted[name]).norm() for name in wanted])
     norms = torch.stack([gradient.norm() for gradient in wanted.values()])

@@ -12,7 +12,8 @@ from rl.training.config import TrainerConfig
 from rl.training.logprobs import LogProbHead
 
 WIDTH = 64
-DEFAULT_MIB, SMALL_MIB = TrainerConfig().logits_mib, 64
+DEFAULT_MIB = TrainerConfig().logits_mib
+SMALL_MIB = 64
 SIDES = {
     "naive": ("log_softmax of all logits", None, "#be123c"),
     "ours": (f"Tiller, logits_mib={DEFAULT_MIB}", DEFAULT_MIB, "#0f766e"),
@@ -59,7 +60,8 @@ def peak_mib(tokens: int, vocab_size: int, logits_mib: int | None) -> float:
     targets = torch.randint(vocab_size, (1, tokens), generator=draw)
 
     def run(count: int) -> None:
-        some, wanted = hidden[:, :count].requires_grad_(), targets[:, :count]
+        some = hidden[:, :count].requires_grad_()
+        wanted = targets[:, :count]
         logprobs, entropy = (
             plain(some, head.weight, wanted) if logits_mib is None else head(some, wanted, 1.0)
         )

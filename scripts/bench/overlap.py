@@ -62,7 +62,9 @@ MODES = (
     Mode("deterministic 2", "deterministic", 2),
     Mode("asynchronous 2", "asynchronous", 2, parts=4),
 )
-FILLING, DRYING = 5, 3  # steps at both ends that are not measured
+# steps at both ends that are not measured
+FILLING = 5
+DRYING = 3
 SPINS = 20_000_000
 
 Times = dict[str, float]
@@ -84,16 +86,17 @@ def configured(tiny: bool) -> RunConfig:
         hidden_dim=512,
         max_seq_len=128,
     )
-    config.rollout.prompts_per_step, config.rollout.max_tokens = 8, 64
+    config.rollout.prompts_per_step = 8
+    config.rollout.max_tokens = 64
     if tiny:
-        config.model.n_layers, config.rollout.samples_per_prompt, config.rollout.max_tokens = (
-            1,
-            2,
-            4,
-        )
+        config.model.n_layers = 1
+        config.rollout.samples_per_prompt = 2
+        config.rollout.max_tokens = 4
         config.rollout.reward_workers = 0
-    config.trainer.optimizer, config.trainer.micro_batch_size = default_adamw(lr=1e-9), 16
-    config.trainer.checkpoint.enable, config.evaluation.prompts = False, 0
+    config.trainer.optimizer = default_adamw(lr=1e-9)
+    config.trainer.micro_batch_size = 16
+    config.trainer.checkpoint.enable = False
+    config.evaluation.prompts = 0
     return config
 
 
@@ -101,7 +104,9 @@ class Processes:
     """One controller after another goes on with the same run on them."""
 
     def __init__(self, config: RunConfig, folder: Path):
-        self.config, self.record, self.steps = config, RunRecord(folder), 0
+        self.config = config
+        self.record = RunRecord(folder)
+        self.steps = 0
         supervisor = Supervisor(Hosts(self.record.logs))
         workers = config.rollout.reward_workers
         common: dict[str, Any] = {"seed": 0, "deadlines": config.deadlines}
@@ -119,12 +124,12 @@ class Processes:
 
     async def run(self, mode: Mode, steps: int) -> tuple[list[dict], list[dict]]:
         """``steps`` more steps: their rows of metrics.jsonl and ledger.jsonl."""
-        config, rollout, before = self.config, self.config.rollout, self.steps
-        rollout.pipeline, rollout.max_staleness, rollout.parts_per_step = (
-            mode.pipeline,
-            mode.max_staleness,
-            mode.parts,
-        )
+        config = self.config
+        rollout = self.config.rollout
+        before = self.steps
+        rollout.pipeline = mode.pipeline
+        rollout.max_staleness = mode.max_staleness
+        rollout.parts_per_step = mode.parts
         config.steps = self.steps = before + steps
         meshes = Dispatch({"policy": self.trainer}), lambda number: self.generator, self.rewards
         await Controller(
@@ -139,7 +144,8 @@ class Processes:
 
 async def measure(config: RunConfig, *, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
     """Every mode in every round, once there has been a step."""
-    processes, cores = Processes(config, folder), []
+    processes = Processes(config, folder)
+    cores = []
     times: dict[str, list[Times]] = {mode.name: [] for mode in MODES}
     staleness: dict[str, Counter[str]] = {mode.name: Counter() for mode in MODES}
     try:

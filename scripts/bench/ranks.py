@@ -26,7 +26,8 @@ def on_ranks(
     whose threads a fork lacks. Raises RuntimeError with the traceback of the rank that failed
     first, or if they take ``deadline`` seconds. No process is left in any case.
     """
-    store, started = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started = []
     try:
         for rank in range(count):
             reader, writer = _context.Pipe(duplex=False)

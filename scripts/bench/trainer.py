@@ -127,7 +127,8 @@ def speeds(cases: dict[str, Case], repeats: int) -> dict[str, float]:
     """Ours over the others in tokens per second for each case, and how far the losses were ever
     apart.
     """
-    result, spreads = {}, []
+    result = {}
+    spreads = []
     for suffix, case in cases.items():
         fields = "".join(f", {name}={value}" for name, value in case.trainer.items())
         print(
@@ -159,7 +160,8 @@ def take_turns(sides: dict[str, Step], repeats: int) -> tuple[dict[str, list[flo
     losses.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
-    order, spread = list(sides), 0.0
+    order = list(sides)
+    spread = 0.0
     for _ in range(1 + repeats):
         losses = []
         for name in order:

@@ -24,7 +24,9 @@ from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
 from rl.types import Batch
 
-CLIP, MAX_NORM, LR = 0.2, 1.0, 1e-4
+CLIP = 0.2
+MAX_NORM = 1.0
+LR = 1e-4
 
 Step = Callable[[], float]
 """Takes one optimizer step; returns the loss before it."""
@@ -55,7 +57,8 @@ def build(case: Case) -> tuple[TrainingEngine, dict[str, Step]]:
         **case.trainer,
     )
     engine = TrainingEngine(config, case.model, seed=0, steps=1000, folder=tempfile.gettempdir())
-    batch, others = make_batch(case), {"bare": bare, "transformers": transformers}
+    batch = make_batch(case)
+    others = {"bare": bare, "transformers": transformers}
     return engine, {
         "ours": ours(engine, batch),
         **{name: others[name](case, engine, batch) for name in case.others},
@@ -66,7 +69,9 @@ def make_batch(case: Case) -> Batch:
     """Random tokens; the first quarter of each sequence is a prompt, and some ratios are
     clipped.
     """
-    draw, count, length = torch.Generator().manual_seed(0), case.sequences, case.model.max_seq_len
+    draw = torch.Generator().manual_seed(0)
+    count = case.sequences
+    length = case.model.max_seq_len
     noise = 0.3 * torch.randn(case.tokens, generator=draw)
     return Batch(
         tokens=torch.randint(case.model.vocab_size, (case.tokens,), generator=draw),
@@ -92,7 +97,8 @@ def ours(engine: TrainingEngine, batch: Batch) -> Step:
 
 def bare(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
     """torchtitan's Qwen3 as torchtitan parallelizes it, in a loop written by hand."""
-    config, attention = engine.config, attention_config(case.model.attention)
+    config = engine.config
+    attention = attention_config(case.model.attention)
     model_config = qwen3_config(
         shape_of(case.model), fuse_qkv=case.model.fuse_qkv, inner_attention=attention
     )
@@ -175,7 +181,8 @@ def by_hand(
     def step() -> float:
         total = torch.zeros((), device=device)
         for part in parts:
-            inputs, targets = part["tokens"][:, :-1], part["tokens"][:, 1:]
+            inputs = part["tokens"][:, :-1]
+            targets = part["tokens"][:, 1:]
             weights, advantages, behaviour = (
                 part[name][:, 1:] for name in ("weights", "advantages", "behaviour_logprobs")
             )

@@ -151,7 +151,8 @@ class Ranks:
         hosts: Hosts,
         generator: int = 0,
     ):
-        self.layouts, self.procs = layouts, hosts.spawn(name, Place(ranks=len(layouts)), env={})
+        self.layouts = layouts
+        self.procs = hosts.spawn(name, Place(ranks=len(layouts)), env={})
         self._actors: Any = self.procs.spawn(name, Rank, layouts, dtype, generator)
 
     async def call(self, endpoint: str, *args: Any) -> list[Any]:
@@ -184,7 +185,8 @@ class Pushes:
             for number in range(generators)
         ]
         self.generators = self.all_generators
-        self.version, self.hosts = 0, hosts
+        self.version = 0
+        self.hosts = hosts
         self.store: StoreProcess | None = None
 
     async def open(self, transport: str, generators: int = 1) -> float:

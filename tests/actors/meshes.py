@@ -85,8 +85,10 @@ class OpenTrainer(PolicyTrainer):
         """Have publish return when the engine's next ``method`` is over, which waits for publish to
         begin.
         """
-        began, over = threading.Event(), threading.Event()
-        publish, run = self.publisher.publish, getattr(self.engine, method)
+        began = threading.Event()
+        over = threading.Event()
+        publish = self.publisher.publish
+        run = getattr(self.engine, method)
 
         async def behind(version: int) -> Sent:
             began.set()
@@ -139,9 +141,12 @@ class OpenGenerator(Generator):
                 for i, (destination, _) in enumerate(copies)
             }
             if {one, other} <= places.keys():
-                i, j = places[one], places[other]
-                (to_one, from_one), (to_other, from_other) = copies[i], copies[j]
-                copies[i], copies[j] = (to_one, from_other), (to_other, from_one)
+                i = places[one]
+                j = places[other]
+                (to_one, from_one) = copies[i]
+                (to_other, from_other) = copies[j]
+                copies[i] = (to_one, from_other)
+                copies[j] = (to_other, from_one)
 
     @concurrent_endpoint
     async def honour_reset(self, really: bool) -> None:
@@ -215,7 +220,8 @@ class Meshes:
     async def start(self, mesh: Any) -> None:
         """Start it, or start it again, with actors that hand out what those of Tiller do not."""
         kept = TrainerMesh.actor, generator_module.Generator
-        TrainerMesh.actor, generator_module.Generator = OpenTrainer, OpenGenerator
+        TrainerMesh.actor = OpenTrainer
+        generator_module.Generator = OpenGenerator
         try:
             await mesh.start()
         finally:

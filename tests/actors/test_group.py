@@ -30,7 +30,8 @@ LONG = 200.0
 
 class Moody(Actor):
     def __init__(self, mood: str):
-        self._mood, self._rank = mood, current_rank().rank
+        self._mood = mood
+        self._rank = current_rank().rank
         if mood == "dying" and self._rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -293,7 +294,8 @@ def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_
         return group
 
     async def work():
-        supervisor, faults = Supervisor(Hosts(tmp_path)), []
+        supervisor = Supervisor(Hosts(tmp_path))
+        faults = []
         tell = monarch.actor.unhandled_fault_hook
         monkeypatch.setattr(
             monarch.actor, "unhandled_fault_hook", lambda fault: (faults.append(fault), tell(fault))

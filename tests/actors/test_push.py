@@ -22,8 +22,10 @@ from rl.weights.digest import merge_digests
 from tests.actors.meshes import DEADLINE, DEADLINES, connect, trainer_config
 from tests.actors.test_layouts import assert_equal_weights, batch, model_config
 
-FIRST, OTHER = "layers.0.feed_forward.w2.weight", "layers.1.feed_forward.w2.weight"
-NORM, OTHER_NORM = "layers.0.attention_norm.weight", "layers.1.attention_norm.weight"
+FIRST = "layers.0.feed_forward.w2.weight"
+OTHER = "layers.1.feed_forward.w2.weight"
+NORM = "layers.0.attention_norm.weight"
+OTHER_NORM = "layers.1.attention_norm.weight"
 DIGESTS = {"digests": True, "canary_tolerance": 0.0}
 CANARY = {"digests": False}
 BOTH = {"digests": True}
@@ -246,7 +248,8 @@ def test_an_optimizer_step_asked_for_at_once_waits_for_the_push_and_later_calls_
     async def check():
         await connect(trainer, generator)
         await trainer.forward_backward(batch(), grpo(entropy_coef=0.01))
-        before, version = await whole_digests(trainer), trainer.version
+        before = await whole_digests(trainer)
+        version = trainer.version
         await ask(trainer, "publish_only_behind", "optim_step", 0.5)
         (published, _), _, after = await asyncio.gather(
             trainer.push_weights(), trainer.optim_step(), whole_digests(trainer)

@@ -41,7 +41,8 @@ def in_workers(tmp_path):
 
     def run(work, count):
         async def started():
-            config, model = Moody.Config(folder=str(tmp_path)), model_config(tied=True)
+            config = Moody.Config(folder=str(tmp_path))
+            model = model_config(tied=True)
             options = {"count": count, "seed": 0, "deadlines": DEADLINES, "say": print}
             workers = RewardWorkers(config, model, Supervisor(Hosts(tmp_path)), **options)
             task = config.build(seed=0, model=model)

@@ -51,7 +51,8 @@ def test_each_part_of_a_batch_is_sent_once(meshes, trainer):
 def test_options_and_residency_reach_every_rank(meshes, trainer):
     async def check():
         await trainer.forward_backward(batch(), grpo())
-        before, version = merge_digests(await trainer.weight_digests()), trainer.version
+        before = merge_digests(await trainer.weight_digests())
+        version = trainer.version
         await connect(trainer)
         await trainer.offload()
         with pytest.raises(

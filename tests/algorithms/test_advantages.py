@@ -98,7 +98,8 @@ def reinforce(rows, gamma, baseline):
 def gae(rows, gamma, lam):
     advantages = []
     for reward, _, extra, values in rows:
-        each, after = [*extra[:-1], extra[-1] + reward], [*values[1:], 0.0]
+        each = [*extra[:-1], extra[-1] + reward]
+        after = [*values[1:], 0.0]
         delta = [r + gamma * v1 - v0 for r, v1, v0 in zip(each, after, values, strict=True)]
         advantages += [
             sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta)))

@@ -26,13 +26,15 @@ def expected(values, logprobs):
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_k1_and_k3_are_the_divergence_on_average(policies, estimator):
-    logprobs, reference = policies[0].log_softmax(0), policies[1]
+    logprobs = policies[0].log_softmax(0)
+    reference = policies[1]
     value = expected(kl(logprobs, reference, estimator), logprobs)
     torch.testing.assert_close(value, divergence(logprobs, reference))
 
 
 def test_each_estimator_is_its_formula():
-    logprobs, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -0.5])
+    logprobs = torch.tensor([-1.0, -2.0])
+    reference = torch.tensor([-1.5, -0.5])
     ratio = (reference - logprobs).exp()
     torch.testing.assert_close(kl(logprobs, reference, "k1"), -ratio.log())
     torch.testing.assert_close(kl(logprobs, reference, "k2"), ratio.log() ** 2 / 2)

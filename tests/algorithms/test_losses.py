@@ -32,7 +32,9 @@ def rollouts(seed=0):
 
     The second and some tokens of the others do not count, and so are not there.
     """
-    draw, count, sizes = torch.Generator().manual_seed(seed), sum(LENGTHS), torch.tensor(LENGTHS)
+    draw = torch.Generator().manual_seed(seed)
+    count = sum(LENGTHS)
+    sizes = torch.tensor(LENGTHS)
     logprobs = -torch.rand(count, generator=draw) * 3 - 0.1
     sequence = torch.arange(len(LENGTHS)).repeat_interleave(sizes)
     counted = (torch.rand(count, generator=draw) > 0.2) & (sequence != 1)
@@ -229,7 +231,8 @@ def test_log_prob_errors_are_told_apart_from_the_drift_of_stale_tokens():
     tokens = rollouts()
     staleness = torch.arange(len(tokens["logprobs"])) % 3
     _, metrics = dapo().build()(Tokens(tokens, staleness=staleness))
-    error, drift = metrics["logprob/error_max"], metrics["logprob/drift_max"]
+    error = metrics["logprob/error_max"]
+    drift = metrics["logprob/drift_max"]
     assert torch.equal(error.where, staleness == 0)
     assert torch.equal(drift.where, staleness > 0)
     difference = (tokens["logprobs"] - tokens["behaviour_logprobs"]).abs()
@@ -366,7 +369,8 @@ def reduced(values, weights, lengths, reduction):
 
 def test_reductions_are_the_papers():
     """GRPO eq. 3, DAPO eq. 8, and Dr. GRPO eq. 2 over the longest a completion can be."""
-    lengths, values = torch.tensor(LENGTHS), torch.randn(sum(LENGTHS), dtype=torch.float64)
+    lengths = torch.tensor(LENGTHS)
+    values = torch.randn(sum(LENGTHS), dtype=torch.float64)
     sums = torch.stack([part.sum() for part in values.split(LENGTHS)])
     wanted = {
         "sequence_mean": (sums / lengths).mean(),
@@ -384,7 +388,8 @@ def test_reductions_are_the_papers():
 
 
 def test_sequences_are_summed_and_averaged_apart():
-    values, sequence = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 0, 0, 2])
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    sequence = torch.tensor([0, 0, 0, 2])
     assert sum_by_sequence(values, sequence).tolist() == [6.0, 0.0, 4.0]
     assert mean_by_sequence(values, sequence).tolist() == [2.0, 0.0, 4.0]
     assert sum_by_sequence(values, sequence, 4).tolist() == [6.0, 0.0, 4.0, 0.0]

@@ -34,27 +34,32 @@ def run(tmp_path):
         **weights,
     ):
         config = find_config("quickstart")()
-        config.steps, config.rollout.max_staleness, config.evaluation.prompts = steps, staleness, 0
-        config.rollout.prompts_per_step, config.rollout.samples_per_prompt = 2, 2
-        config.trainer.checkpoint.enable, config.trainer.checkpoint.interval = (
-            save_every > 0,
-            max(save_every, 1),
-        )
+        config.steps = steps
+        config.rollout.max_staleness = staleness
+        config.evaluation.prompts = 0
+        config.rollout.prompts_per_step = 2
+        config.rollout.samples_per_prompt = 2
+        config.trainer.checkpoint.enable = save_every > 0
+        config.trainer.checkpoint.interval = max(save_every, 1)
         config.generator.replicas = replicas
         for name, value in weights.items():
             setattr(config.weights, name, value)
         config.weights.transport = "shared_memory"
         edit(config)
-        log, record = [], RunRecord(tmp_path / folder)
+        log = []
+        record = RunRecord(tmp_path / folder)
         unheard: list[dict] = []
 
         async def main():
             asyncio.get_running_loop().set_exception_handler(
                 lambda _, context: unheard.append(context)
             )
-            trainer, rewards = Trainer(log, StepFolders(record.checkpoints), saved), Rewards()
+            trainer = Trainer(log, StepFolders(record.checkpoints), saved)
+            rewards = Rewards()
             generators = [Generator(log, number, trainer.slots) for number in range(replicas)]
-            run.trainer, run.generators, run.rewards = trainer, generators, rewards
+            run.trainer = trainer
+            run.generators = generators
+            run.rewards = rewards
             prepare(trainer, *generators)
             task = config.data.build(seed=0, model=config.model)
 
@@ -73,7 +78,9 @@ def run(tmp_path):
             finally:
                 run.saved = trainer.saved
 
-        run.log, run.unheard, run.record = log, unheard, record
+        run.log = log
+        run.unheard = unheard
+        run.record = record
         run.summary = asyncio.run(main())
         return log, record.read_metrics()
 

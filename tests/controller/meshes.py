@@ -35,15 +35,14 @@ class Mesh:
 
     async def start(self) -> None:
         await asyncio.sleep(0.02)
-        self.is_running, self.is_dead, self._failure = (
-            True,
-            False,
-            asyncio.get_running_loop().create_future(),
-        )
+        self.is_running = True
+        self.is_dead = False
+        self._failure = asyncio.get_running_loop().create_future()
         self.starts += 1
 
     async def stop(self) -> None:
-        self.is_running, self._failure = False, None
+        self.is_running = False
+        self._failure = None
 
     async def failed(self) -> ActorFailure:
         return await asyncio.shield(self._failure)
@@ -85,8 +84,11 @@ class Trainer(Mesh):
         self, log: list[str], checkpoints: StepFolders, saved: dict[int, dict] | None = None
     ):
         super().__init__()
-        self.log, self.version, self.saved = log, 0, saved or {}
-        self.checkpoints, self.keep = checkpoints, 0
+        self.log = log
+        self.version = 0
+        self.saved = saved or {}
+        self.checkpoints = checkpoints
+        self.keep = 0
         self.loaded: Path | None = None
         for step in {*checkpoints.steps()} - self.saved.keys():
             shutil.rmtree(checkpoints.path(step))
@@ -106,7 +108,9 @@ class Trainer(Mesh):
         """Versions that can be pulled: the last two."""
         self.excused: list[int] = []
         """Numbers of generators that no push waits for."""
-        self._engine, self._steps, self._pushing = asyncio.Lock(), 0, 0
+        self._engine = asyncio.Lock()
+        self._steps = 0
+        self._pushing = 0
 
     async def layouts(self) -> list[Any]:
         return [("here", LAYOUT)]
@@ -218,7 +222,8 @@ class Reference(Mesh):
 
     def __init__(self, log: list[str]):
         super().__init__()
-        self.log, self.version = log, 0
+        self.log = log
+        self.version = 0
 
     async def load_checkpoint(self, step: int) -> tuple[dict, list[str]]:
         assert step == 0, "a reference has no checkpoints of its own"
@@ -242,7 +247,9 @@ class Critic(Mesh):
 
     def __init__(self, log: list[str], saved: dict[int, int]):
         super().__init__()
-        self.log, self.steps, self.saved = log, 0, saved
+        self.log = log
+        self.steps = 0
+        self.saved = saved
         self.batches: list[Batch] = []
 
     async def load_checkpoint(self, step: int) -> tuple[dict, list[str]]:
@@ -274,8 +281,10 @@ class Generator(Mesh):
 
     def __init__(self, log: list[str], number: int = 0, slots: list[int] | None = None):
         super().__init__()
-        self.name, self._slots = f"generator-{number}", slots
-        self.log, self.version = log, None
+        self.name = f"generator-{number}"
+        self._slots = slots
+        self.log = log
+        self.version = None
         self.during: Callable[[str], Awaitable[None]] | None = None
         """What generating rollouts waits for in the middle; gets the id of the first request."""
         self.pulling: Hook | None = None
@@ -299,7 +308,8 @@ class Generator(Mesh):
     async def connect(self, transfer: Any, addresses: list[Any], *, generator: int) -> None:
         self.alive()
         await self.abort()
-        self.number, self.version = generator, None
+        self.number = generator
+        self.version = None
 
     async def abort(self) -> None:
         self.in_flight.clear()
@@ -333,7 +343,8 @@ class Generator(Mesh):
         names = {request.request_id for request in requests}
         assert not names & self.in_flight, "asked twice at once"
         self.in_flight |= names
-        began, incarnation = self.version, self._failure
+        began = self.version
+        incarnation = self._failure
         await asyncio.sleep(0)
         if self.during and not canary:
             await asyncio.wait_for(self.during(requests[0].request_id), WAIT_S)

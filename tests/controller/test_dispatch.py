@@ -30,9 +30,14 @@ class Group:
     """Knows what of it is on the device, and complains where it is called without."""
 
     def __init__(self, name: str, device: Device, pauses: list[int]):
-        self.name, self.device, self._pauses = name, device, pauses
-        self.is_running, self.calls, self.starts = False, 0, 0
-        self.weights, self.saved = "", False
+        self.name = name
+        self.device = device
+        self._pauses = pauses
+        self.is_running = False
+        self.calls = 0
+        self.starts = 0
+        self.weights = ""
+        self.saved = False
 
     @property
     def here(self) -> set[str]:
@@ -42,7 +47,8 @@ class Group:
         assert not any(self.device.holds.values()), f"{self.name} starts beside another"
         await asyncio.sleep(0)
         self.here.update({"model", "optimizer"})
-        self.is_running, self.starts = True, self.starts + 1
+        self.is_running = True
+        self.starts = self.starts + 1
 
     async def stop(self):
         self.here.clear()
@@ -73,7 +79,8 @@ class Group:
         return ({"step": 7} if step == -1 and self.saved else {}), []
 
     async def optim_step(self, **options):
-        self.options, self.weights = options, "trained"
+        self.options = options
+        self.weights = "trained"
         return await self._call("optim_step")
 
     async def _call(self, name: str):

@@ -25,7 +25,8 @@ def with_reference(log):
 def updates(epochs: int, mini_batch: int, prompts: int = 64):
     def edit(config):
         config.rollout.prompts_per_step = prompts
-        config.algorithm.update_epochs, config.algorithm.mini_batch = epochs, mini_batch
+        config.algorithm.update_epochs = epochs
+        config.algorithm.mini_batch = mini_batch
 
     return edit
 
@@ -149,7 +150,8 @@ def in_loss(config):
 
 
 def in_reward(config):
-    config.algorithm.reward_kl_coef, config.algorithm.advantage = 0.1, LeaveOneOut.Config()
+    config.algorithm.reward_kl_coef = 0.1
+    config.algorithm.advantage = LeaveOneOut.Config()
 
 
 @pytest.mark.parametrize("edit", [in_loss, in_reward])
@@ -413,7 +415,8 @@ class Now(TruncatedIS):
 def test_a_metric_that_a_part_lacks_is_averaged_over_the_others(run):
     def edit(config):
         free(config)
-        config.rollout.parts_per_step, config.algorithm.corrections = 2, (Now.Config(),)
+        config.rollout.parts_per_step = 2
+        config.algorithm.corrections = (Now.Config(),)
 
     _, rows = run(steps=1, edit=edit)
     assert rows[0]["first"] == 0.25

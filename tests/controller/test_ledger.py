@@ -48,7 +48,9 @@ class Run(RuleBasedStateMachine):
         size=st.sampled_from(GROUPS), staleness=st.integers(0, 3), updates=st.integers(1, 3)
     )
     def begin(self, size, staleness, updates):
-        self.size, self.staleness, self.updates = size, staleness, updates
+        self.size = size
+        self.staleness = staleness
+        self.updates = updates
         self.ledger = Ledger(
             groups_per_step=size, max_staleness=staleness, updates_per_step=updates
         )
@@ -135,8 +137,11 @@ class Run(RuleBasedStateMachine):
                 groups_per_step=self.size, max_staleness=staleness, updates_per_step=self.updates
             )
         self.ledger.restore(*state, self.version, keep=keep)
-        self.held, self.running, self.taken = self.version, {}, []
-        self.trained, self.dropped = {*trained}, {*dropped}
+        self.held = self.version
+        self.running = {}
+        self.taken = []
+        self.trained = {*trained}
+        self.dropped = {*dropped}
 
     @invariant()
     def everything_adds_up(self):

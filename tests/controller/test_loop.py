@@ -72,7 +72,9 @@ def test_one_step_stale_generating_training_and_publishing_are_behind_each_other
     """None of the three ends before the others have begun."""
 
     def prepare(trainer, generator, *_):
-        training, generating, publishing = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        training = asyncio.Event()
+        generating = asyncio.Event()
+        publishing = asyncio.Event()
 
         async def train():
             if trainer.version in (1, 2):
@@ -108,7 +110,8 @@ def test_an_optimizer_step_waits_for_the_push_and_what_was_waited_for_is_not_hid
     monkeypatch.setattr("rl.observe.spans.time.perf_counter", lambda: now[0])
 
     def prepare(trainer, generator, *_):
-        published, trained = set(), set()
+        published = set()
+        trained = set()
 
         async def train():
             while trainer.version not in published:
@@ -246,17 +249,17 @@ def test_stopped_anywhere_and_resumed_a_run_trains_on_the_same(run, staleness, k
     """With groups that are replaced or lost on the way, and evaluations."""
 
     def edit(config):
-        config.rollout.max_replacements, config.evaluation.every, config.evaluation.prompts = (
-            2,
-            2,
-            2,
-        )
+        config.rollout.max_replacements = 2
+        config.evaluation.every = 2
+        config.evaluation.prompts = 2
 
     def prepare(trainer, generator):
-        run.rewards.flat, run.rewards.lost = (1, 4, 5, 13), (7,)
+        run.rewards.flat = (1, 4, 5, 13)
+        run.rewards.lost = (7,)
 
     _, whole = run(prepare, steps=6, staleness=staleness, save_every=1, edit=edit)
-    trained, evaluated = whereabouts(run.record), run.record.read_evaluations()
+    trained = whereabouts(run.record)
+    evaluated = run.record.read_evaluations()
     assert [row["step"] for row in evaluated] == [2, 4]
     saved = {killed_after: run.saved[killed_after]}
     _, rows = run(prepare, steps=6, staleness=staleness, save_every=1, edit=edit, saved=saved)
@@ -295,7 +298,8 @@ def test_weights_that_arrive_while_the_trainer_leaves_them_are_not_compared(run)
             if request.startswith("train/4/"):
                 await stepping.wait()
 
-        trainer.during["optim_step"], generator.during = step, generate
+        trainer.during["optim_step"] = step
+        generator.during = generate
 
     log, _ = run(prepare, steps=5, staleness=2)
     assert log.index("canary 1") < log.index("publish 2")

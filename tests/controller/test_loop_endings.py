@@ -54,6 +54,35 @@ def test_a_lost_generator_comes_back_and_what_it_had_is_asked_again(run, edit, d
     assert max(row["rollout/staleness_max"] for row in rows) <= 1
 
 
+@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
+def test_weights_are_not_compared_with_a_generator_that_was_started_again(run, edit):
+    """The generator is lost while the trainer computes its digests, and has no weights yet."""
+
+    def prepare(trainer, generator):
+        connected = asyncio.Event()
+        digests, connect = trainer.weight_digests, generator.connect
+
+        async def weight_digests(dtype=None):
+            found = await digests(dtype)
+            if trainer.version == 2 and generator.starts == 1:
+                generator.lose()
+                connected.clear()
+                await asyncio.wait_for(connected.wait(), 10)
+            return found
+
+        async def connect_and_tell(*args, **kwargs):
+            await connect(*args, **kwargs)
+            connected.set()
+
+        trainer.weight_digests = weight_digests
+        generator.connect = connect_and_tell
+        generator.pulling = lambda: asyncio.sleep(0.02)
+
+    _, rows = run(prepare, steps=4, edit=edit, digests=True)
+    assert run.generators[0].starts == 2
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
 def test_a_generator_that_is_lost_again_and_again_ends_the_run_by_name(run):
     def prepare(trainer, generator):
         async def generate(request):
@@ -80,7 +109,8 @@ def test_a_generator_that_cannot_be_started_again_ends_the_run_by_name(run):
             if generator.version == 2:
                 generator.lose("generate")
 
-        generator.start, generator.during = only_once, generate
+        generator.start = only_once
+        generator.during = generate
 
     with pytest.raises(
         RunError, match="generator-0 rank 0, start: the process died\nthat was the 4th time"
@@ -134,7 +164,8 @@ def test_with_a_lost_trainer_the_run_goes_back_to_the_newest_checkpoint(run, edi
             assert not run.controller.is_training
             await start()
 
-        trainer.during[call], trainer.start = die, start_while_nothing_is_lost_by_leaving
+        trainer.during[call] = die
+        trainer.start = start_while_nothing_is_lost_by_leaving
 
     _, rows = run(prepare, steps=8, staleness=staleness, save_every=3, edit=edit, folder="other")
     assert run.trainer.starts == 2
@@ -281,7 +312,8 @@ def test_a_generator_that_leaves_while_the_trainer_dies_is_stopped(run, monkeypa
     monkeypatch.setattr("rl.controller.fleet.LOOK_EVERY_S", 0.005)
 
     def prepare(trainer, first, second):
-        stop, stopping = second.stop, asyncio.Event()
+        stop = second.stop
+        stopping = asyncio.Event()
 
         async def stop_slowly():
             if second.is_running:
@@ -295,7 +327,8 @@ def test_a_generator_that_leaves_while_the_trainer_dies_is_stopped(run, monkeypa
                 await stopping.wait()
                 raise trainer.lose("forward_backward")
 
-        second.stop, trainer.during["forward_backward"] = stop_slowly, train
+        second.stop = stop_slowly
+        trainer.during["forward_backward"] = train
 
     run(prepare, steps=4, replicas=2, save_every=1)
     first, second = run.generators
@@ -348,7 +381,8 @@ def test_evaluation_on_the_way_changes_nothing_of_the_training(run, edit):
 
     def evaluating(config):
         edit(config)
-        config.evaluation.every, config.evaluation.prompts = 2, 3
+        config.evaluation.every = 2
+        config.evaluation.prompts = 3
 
     _, rows = run(steps=6, staleness=1, edit=evaluating, folder="evaluated")
     assert [row["step"] for row in run.record.read_evaluations()] == [2, 4]
@@ -363,7 +397,8 @@ def test_an_alarm_that_is_to_fail_ends_the_run_with_its_step_in_the_metrics(run)
         run.rewards.flat = range(4, 100)
 
     def edit(config):
-        config.watchdog.flat, config.watchdog.flat_steps = "fail", 2
+        config.watchdog.flat = "fail"
+        config.watchdog.flat_steps = 2
 
     with pytest.raises(RunError, match="step 4: flat: "):
         run(prepare, steps=9, edit=edit)

@@ -104,7 +104,8 @@ class Ending(CopyDigits):
 @pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
 def test_a_prompt_that_cannot_be_used_ends_the_run_by_name(run, pipeline):
     def edit(config):
-        config.data, config.rollout.pipeline = Ending.Config(), pipeline
+        config.data = Ending.Config()
+        config.rollout.pipeline = pipeline
 
     with pytest.raises(RunError, match=r"data: Ending.prompt\(5\) is None; expected is a Prompt"):
         run(edit=edit)
@@ -148,7 +149,8 @@ def test_training_begins_while_the_rest_of_the_batch_is_generated(run):
             if request.startswith("train/1/"):
                 await begun.wait()
 
-        trainer.during["forward_backward"], generator.during = train, generate
+        trainer.during["forward_backward"] = train
+        generator.during = generate
 
     log, _ = run(prepare, steps=1, edit=edit)
     assert calls(log, "generate", "train", "step") == [
@@ -199,7 +201,9 @@ def test_nothing_goes_on_with_a_batch_after_the_run_went_back(run):
                 await back.wait()
                 await asyncio.sleep(0.05)
 
-        run.rewards.score, first.during, second.during = score_once_back, generate, generate
+        run.rewards.score = score_once_back
+        first.during = generate
+        second.during = generate
 
     run(prepare, steps=2, replicas=2)
     assert sorted(scored) == [0, 0, 1, 2, 3]

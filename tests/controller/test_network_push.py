@@ -35,7 +35,8 @@ class Scene:
     """A push from a trainer to generators, which has begun."""
 
     def __init__(self, *, pipeline: str = "asynchronous", replicas: int = 1, **weights):
-        self.trainer, self.warnings = Trainer([], StepFolders(Path("none"))), []
+        self.trainer = Trainer([], StepFolders(Path("none")))
+        self.warnings = []
         self.generators = [Generator(self.trainer.log, number) for number in range(replicas)]
         config = RunConfig(
             data=CopyDigits.Config(),
@@ -69,7 +70,8 @@ class Scene:
 
 def test_the_time_for_a_push_grows_with_its_bytes_and_follows_the_config():
     async def patience(**weights) -> float:
-        scene, given = Scene(replicas=8, **weights), []
+        scene = Scene(replicas=8, **weights)
+        given = []
 
         async def layouts():
             return [("here", GIB_15)]
@@ -79,12 +81,14 @@ def test_the_time_for_a_push_grows_with_its_bytes_and_follows_the_config():
             return ["address"]
 
         for mesh in (scene.trainer, *scene.generators):
-            mesh.layouts, mesh.dtype = layouts, torch.bfloat16
+            mesh.layouts = layouts
+            mesh.dtype = torch.bfloat16
         scene.trainer.open_publishers = open_publishers
         await scene.connect()
         return given[0]
 
-    total, ten_gbit_s = 8 * 15 * 2**30, 1.25e9
+    total = 8 * 15 * 2**30
+    ten_gbit_s = 1.25e9
     assert asyncio.run(patience()) > 2 * total / ten_gbit_s
     assert asyncio.run(patience(min_gb_s=10.0)) == pytest.approx(60.0 + total / 10e9)
 

@@ -15,7 +15,9 @@ class Replica:
     """Answers when it is told to."""
 
     def __init__(self, name: str):
-        self.name, self.asked, self.fresh = name, [], []
+        self.name = name
+        self.asked = []
+        self.fresh = []
         self._answers: list[asyncio.Future] = []
 
     async def generate(self, requests, *, fresh=False):
@@ -52,7 +54,8 @@ def requests(*names: str) -> list[GenerationRequest]:
 
 def play(scenario):
     async def main():
-        router, replicas = Router(), [Replica("a"), Replica("b")]
+        router = Router()
+        replicas = [Replica("a"), Replica("b")]
         for replica in replicas:
             router.join(replica)
         tasks = []

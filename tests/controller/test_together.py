@@ -85,7 +85,9 @@ def test_being_cancelled_from_outside_is_being_cancelled():
 
 def test_a_signal_wakes_everyone_whose_condition_holds_and_leaves_the_others():
     async def main():
-        signal, count, woken = Signal(), [0], []
+        signal = Signal()
+        count = [0]
+        woken = []
 
         async def wait(number):
             await signal.until(lambda: count[0] >= number)

@@ -46,8 +46,10 @@ def many_models() -> RunConfig:
     """PPO with a critic, held to a reference that follows, with four updates a step."""
     config = long_prompts()
     config.algorithm.advantage = GAE.Config()
-    config.algorithm.loss.kl_coef, config.algorithm.adaptive_kl.target = 0.05, 0.01
+    config.algorithm.loss.kl_coef = 0.05
+    config.algorithm.adaptive_kl.target = 0.01
     config.algorithm.proximal = "recomputed"
-    config.algorithm.update_epochs, config.algorithm.mini_batch = 2, 2
+    config.algorithm.update_epochs = 2
+    config.algorithm.mini_batch = 2
     config.reference.refresh_every = 2
     return config

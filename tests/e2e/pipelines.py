@@ -4,7 +4,8 @@ disturb them.
 
 from tests.e2e.runs import TINY
 
-STEPS, GROUPS = 24, 4
+STEPS = 24
+GROUPS = 4
 DEADLINES = (
     *(
         "--deadlines.start",

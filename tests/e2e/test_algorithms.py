@@ -9,7 +9,8 @@ import pytest
 from tests.e2e.pipelines import COMMON
 from tests.e2e.runs import TINY, Run, digest, numbers
 
-STEPS, UPDATES = 5, 4
+STEPS = 5
+UPDATES = 4
 MANY_MODELS = ("--config", "tests.e2e.configs.many_models", *COMMON[2:], "--steps", str(STEPS))
 
 

@@ -39,7 +39,8 @@ def strike(run: Run, actor: str, number: signal.Signals) -> bool:
             line.startswith(f"warning: {actor} rank 0, ") for line in run.stdout.splitlines()
         )
 
-    before, deadline = told(), time.monotonic() + WITHIN_S
+    before = told()
+    deadline = time.monotonic() + WITHIN_S
     while run.strike(actor, number) is None and run.process.poll() is None:
         time.sleep(0.1)
     while told() == before and run.process.poll() is None:
@@ -54,7 +55,8 @@ def strike(run: Run, actor: str, number: signal.Signals) -> bool:
     "seed", [pytest.param(seed, marks=[] if seed in SHORT else pytest.mark.long) for seed in BLOWS]
 )
 def test_whatever_dies_or_hangs_no_group_is_lost_or_counted_twice(tmp_path, finished, seed):
-    rng, pipeline = random.Random(seed), PIPELINES[seed % len(PIPELINES)]
+    rng = random.Random(seed)
+    pipeline = PIPELINES[seed % len(PIPELINES)]
     actors = [
         "trainer",
         "reward-0",

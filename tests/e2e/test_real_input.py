@@ -31,7 +31,8 @@ SMALL = [
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
-    model, data = folder / "model", folder / "problems.jsonl"
+    model = folder / "model"
+    data = folder / "problems.jsonl"
     script = ["scripts/make_tiny_model.py", "--model-dir", str(model), "--data", str(data)]
     subprocess.run([sys.executable, *script], check=True, timeout=120)
     return model, data

@@ -77,7 +77,8 @@ def test_sampling_ahead_hides_what_it_overlaps(finished):
 @pytest.mark.long
 @pytest.mark.parametrize("pipeline", [LOCKSTEP, TWO_AHEAD])
 def test_killed_ten_times_at_random_moments(tmp_path, finished, pipeline):
-    rng, whole = random.Random(len(pipeline)), finished(*pipeline)
+    rng = random.Random(len(pipeline))
+    whole = finished(*pipeline)
     for step in sorted(rng.randrange(STEPS - 8) for _ in range(10)):
         run = start(tmp_path, pipeline)
         moment = rng.choice(["start", "step", "save", "evaluation"])

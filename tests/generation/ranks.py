@@ -30,9 +30,11 @@ class GeneratorRanks:
 
     def __init__(self, config: GeneratorConfig, model: ModelConfig):
         spawn = multiprocessing.get_context("spawn")
-        tp, self._store = config.tensor_parallel_degree, new_store()
+        tp = config.tensor_parallel_degree
+        self._store = new_store()
         self.folder = tempfile.TemporaryDirectory(prefix="tiller-ranks-")
-        self.processes, self.pipes = [], []
+        self.processes = []
+        self.pipes = []
         for rank in range(tp):
             here, there = spawn.Pipe()
             ranks = {

@@ -36,7 +36,8 @@ def played(engine, scenario, *args, pull=("raise", None), swap="recompute", keep
             raise RuntimeError(f"no such version {version}")
         if how == "weights":
             return write(engine, weights)
-        version, hidden = sorted(weights)[-1 - hidden], 0
+        version = sorted(weights)[-1 - hidden]
+        hidden = 0
         write(engine, weights[version])
         return version
 

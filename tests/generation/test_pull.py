@@ -91,7 +91,8 @@ async def in_flight(loop, requests):
 @asynccontextmanager
 async def between_steps(loop):
     """The engine stands still; what is asked meanwhile reaches it at once."""
-    stands, may_go = threading.Event(), threading.Event()
+    stands = threading.Event()
+    may_go = threading.Event()
 
     def stand(engine):
         stands.set()

@@ -22,14 +22,13 @@ DRAWN = [10, 45]  # tokens that each has when a newer version comes
 def test_every_token_in_flight_has_its_version_and_that_versions_logprob(
     one_or_two_ranks, policy, other_policy, third_policy, swap
 ):
-    policies, newer = (
-        [policy, other_policy, third_policy],
-        {2: other_policy.weights, 3: third_policy.weights},
-    )
+    policies = [policy, other_policy, third_policy]
+    newer = {2: other_policy.weights, 3: third_policy.weights}
     completions, *followers = one_or_two_ranks.run(swap_in_flight, swap, newer)
     assert all(same == completions for same in followers)
     for each, completion in zip(REQUESTS, completions, strict=True):
-        prompt, tokens = each.prompt_tokens, completion.tokens
+        prompt = each.prompt_tokens
+        tokens = completion.tokens
         assert completion.versions == [1] * 10 + [2] * 35 + [3] * (len(tokens) - 45)
         claimed = torch.tensor(completion.versions) - 1, torch.arange(len(tokens))
         fresh = torch.stack([policy.logprobs(prompt, tokens) for policy in policies])[claimed]
@@ -59,7 +58,9 @@ def test_a_request_preempted_at_the_swap_is_computed_wholly_anew(generator, poli
         (REQUESTS[0], running, True),
         (REQUESTS[1], preempted, False),
     ]:
-        prompt, tokens, drawn = each.prompt_tokens, completion.tokens, completion.versions.count(1)
+        prompt = each.prompt_tokens
+        tokens = completion.tokens
+        drawn = completion.versions.count(1)
         assert 0 < drawn < len(tokens)
         assert completion.versions == [1] * drawn + [2] * (len(tokens) - drawn)
         old, new = logprobs_of_swaps([policy, other_policy], prompt, tokens, [drawn])

@@ -67,11 +67,9 @@ def test_two_ranks_of_other_forms_of_the_model_agree_with_torchtitan(two_ranks, 
     policy = Policy(model, seed=2)
     two_ranks.rebuild(model, **changes)
     two_ranks.run(push, policy.weights, 1)
-    worst, widths, padding = (
-        agreed_error(two_ranks, policy),
-        two_ranks.run(logits_width),
-        two_ranks.run(owned_by_none),
-    )
+    worst = agreed_error(two_ranks, policy)
+    widths = two_ranks.run(logits_width)
+    padding = two_ranks.run(owned_by_none)
     two_ranks.rebuild(TIED_FUSED)
     assert worst <= 1e-5
     assert widths == [model.vocab_size] * 2

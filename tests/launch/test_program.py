@@ -132,12 +132,14 @@ def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
 
 
 def test_a_run_that_is_launched_here_goes_on_alone_and_saves_when_told_to_end(tmp_path):
-    folder, command = tmp_path / "run", [sys.executable, "-m", "rl.launch", "local", *SMALL]
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "rl.launch", "local", *SMALL]
     options = {"capture_output": True, "text": True, "timeout": 120}
     done = subprocess.run([*command, "--steps", "5000", "--output-dir", str(folder)], **options)
     assert done.returncode == 0, done.stderr
     pid = int(re.search(r"kill (\d+)", done.stdout)[1])
-    metrics, ends = folder / "metrics.jsonl", time.monotonic() + 120
+    metrics = folder / "metrics.jsonl"
+    ends = time.monotonic() + 120
     while not metrics.exists():
         assert time.monotonic() < ends, (folder / "logs" / "run.log").read_text()
         time.sleep(0.1)

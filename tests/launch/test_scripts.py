@@ -32,39 +32,44 @@ def on_three_nodes() -> RunConfig:
 def with_everything() -> RunConfig:
     """Every field of SlurmConfig is set, with characters that a shell would take for its own."""
     config = on_three_nodes()
-    config.hardware.device, config.hardware.gpus_per_node = "h100", 8
+    config.hardware.device = "h100"
+    config.hardware.gpus_per_node = 8
     slurm = config.slurm
-    slurm.partition, slurm.account, slurm.qos, slurm.time = "gpu", "research", "high", "1-00:00:00"
-    slurm.nodes, slurm.cpus_per_node, slurm.memory = 4, 96, "1500G"
-    slurm.constraint, slurm.nodelist, slurm.exclude = "nvlink&ib", "n[1-9]", "n7"
-    slurm.exclusive, slurm.extra = False, ["--reservation=mine", "--comment='two words'"]
+    slurm.partition = "gpu"
+    slurm.account = "research"
+    slurm.qos = "high"
+    slurm.time = "1-00:00:00"
+    slurm.nodes = 4
+    slurm.cpus_per_node = 96
+    slurm.memory = "1500G"
+    slurm.constraint = "nvlink&ib"
+    slurm.nodelist = "n[1-9]"
+    slurm.exclude = "n7"
+    slurm.exclusive = False
+    slurm.extra = ["--reservation=mine", "--comment='two words'"]
     slurm.environment = {"NCCL_SOCKET_IFNAME": "ib0", "QUOTED": "it's $HOME"}
     slurm.prelude = ["module load cuda/12.8", "ulimit -l unlimited"]
-    slurm.container_image, slurm.container_mounts = (
-        "/images/tiller.sqsh",
-        ["/runs:/runs", "/data:/data"],
-    )
-    slurm.warn_s, slurm.max_restarts = 600, 3
+    slurm.container_image = "/images/tiller.sqsh"
+    slurm.container_mounts = ["/runs:/runs", "/data:/data"]
+    slurm.warn_s = 600
+    slurm.max_restarts = 3
     return config
 
 
 def on_kubernetes() -> RunConfig:
     config = on_three_nodes()
-    config.hardware.device, config.hardware.gpus_per_node = "h100", 8
-    config.kubernetes.image, config.kubernetes.claim, config.kubernetes.secret = (
-        "tiller:1",
-        "runs",
-        "tokens",
-    )
+    config.hardware.device = "h100"
+    config.hardware.gpus_per_node = 8
+    config.kubernetes.image = "tiller:1"
+    config.kubernetes.claim = "runs"
+    config.kubernetes.secret = "tokens"
     return config
 
 
 def assert_golden(name: str, text: str) -> None:
     """``text`` is the golden file, but for where Tiller and its Python are."""
-    path, text = (
-        GOLDEN / name,
-        text.replace(sys.executable, "PYTHON").replace(str(SOURCE), "TILLER"),
-    )
+    path = GOLDEN / name
+    text = text.replace(sys.executable, "PYTHON").replace(str(SOURCE), "TILLER")
     assert text == path.read_text(), f"if this is meant, write it to {path}:\n{text}"
 
 
@@ -85,7 +90,8 @@ def test_the_manifests_for_kubernetes():
 def test_gpus_are_asked_for_as_the_site_wants_it():
     config = with_everything()
     assert "--gpus-per-node=8" in slurm.options(launch_of(config))
-    config.slurm.gpus_per_node, config.slurm.extra = 0, ["--gres=gpu:h100:8"]
+    config.slurm.gpus_per_node = 0
+    config.slurm.extra = ["--gres=gpu:h100:8"]
     options = slurm.options(launch_of(config))
     assert "--gres=gpu:h100:8" in options
     assert not [option for option in options if option.startswith("--gpus-per-node")]

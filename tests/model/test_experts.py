@@ -58,9 +58,7 @@ def test_outputs_and_gradients_are_those_of_each_token_by_itself(counts, dtype, 
 
 
 def test_in_bfloat16_they_are_torchtitans_own():
-    experts, x, counts = (
-        experts_of(torch.bfloat16),
-        torch.randn(7, 16).bfloat16(),
-        torch.tensor([3, 0, 4, 0]),
-    )
+    experts = experts_of(torch.bfloat16)
+    x = torch.randn(7, 16).bfloat16()
+    counts = torch.tensor([3, 0, 4, 0])
     torch.testing.assert_close(experts(x, counts), GroupedExperts.forward(experts, x, counts))

@@ -21,8 +21,10 @@ def write_rows(folder: Path, elsewhere: bool) -> None:
     With ``elsewhere`` as from another host, whose kernel does not know of this kernel's locks.
     """
     if elsewhere:
-        owners._boot, owners._lock = lambda: "another boot", lambda descriptor, wait=False: True
-    owner, parent = FolderOwner(folder), os.getppid()
+        owners._boot = lambda: "another boot"
+        owners._lock = lambda descriptor, wait=False: True
+    owner = FolderOwner(folder)
+    parent = os.getppid()
     while os.getppid() == parent:
         owner.check()
         with (folder / "rows").open("a") as rows:
@@ -147,12 +149,14 @@ def test_storage_that_is_away_holds_writes_back_and_ends_nothing(tmp_path):
     lost = []
     with FolderOwner(tmp_path) as owner:
         owner.lost = lost.append
-        path, descriptor = owner._path, owner._descriptor
+        path = owner._path
+        descriptor = owner._descriptor
         owner._path = Path("/dev/null/owner.json")  # every look at it fails with an OSError
         time.sleep(0.5)
         with pytest.raises(OSError):
             owner.check()
-        owner._path, owner._descriptor = path, descriptor
+        owner._path = path
+        owner._descriptor = descriptor
         owner.check()
         assert not lost
 
@@ -162,7 +166,8 @@ def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path, writer, killed
     if killed:
         first = writer()
         kill(first)
-    results, gate = [], threading.Barrier(8)
+    results = []
+    gate = threading.Barrier(8)
 
     def start():
         gate.wait()
@@ -185,7 +190,8 @@ def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_worth_nothing(
     tmp_path, writer, monkeypatch
 ):
     kill(writer())
-    faster, lock = [], owners._lock
+    faster = []
+    lock = owners._lock
 
     def overtaken(descriptor, **options):
         if not faster:
@@ -202,7 +208,8 @@ def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_worth_nothing(
 def test_runs_of_one_second_without_a_folder_of_their_own_get_two(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rl.observe.record.time.strftime", lambda form: "20260101-000000")
-    folders, gate = [], threading.Barrier(4)
+    folders = []
+    gate = threading.Barrier(4)
 
     def start():
         gate.wait()

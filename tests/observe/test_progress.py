@@ -82,10 +82,8 @@ def test_a_step_that_is_done_takes_the_place_of_the_stage():
 
 
 def test_an_evaluation_says_which_weights_it_is_of_and_what_was_skipped():
-    out, row = (
-        io.StringIO(),
-        {"eval/exact_match": 0.25, "eval/version_max": 7, "eval/skipped": 0, "eval/lost": 0.0},
-    )
+    out = io.StringIO()
+    row = {"eval/exact_match": 0.25, "eval/version_max": 7, "eval/skipped": 0, "eval/lost": 0.0}
     progress = Progress(1, quiet=False, console=Console(file=out, width=120))
     progress.evaluation({"step": 7, "eval/version_min": 7, **row})
     progress.evaluation({"step": 4, "eval/version_min": 4, **row, "eval/skipped": 2})

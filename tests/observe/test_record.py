@@ -171,7 +171,8 @@ def test_a_write_that_fails_leaves_the_old_file_whole(record):
 @pytest.fixture
 def synced(monkeypatch):
     """Gives each fsync as (name, bytes that the file had then)."""
-    calls, fsync = [], os.fsync
+    calls = []
+    fsync = os.fsync
 
     def spy(descriptor):
         calls.append(

@@ -15,7 +15,9 @@ from rl.weights.shared_memory import Publisher
 from tests.plan.resident import resident
 from tests.training.scenes import share
 
-ROWS, LENGTH = 9, 33  # so that no activation has the shape of a weight
+# so that no activation has the shape of a weight
+ROWS = 9
+LENGTH = 33
 
 
 def batch_of(vocab_size: int) -> Batch:

@@ -17,10 +17,8 @@ from rl.plan.diff import changes, leaves, mark_of
 def with_everything() -> RunConfig:
     """A config in which all that can be left out is there."""
     config = find_config("quickstart")()
-    config.trainer.lora, config.trainer.float8 = (
-        LoRAConverter.Config(),
-        Float8LinearConverter.Config(),
-    )
+    config.trainer.lora = LoRAConverter.Config()
+    config.trainer.float8 = Float8LinearConverter.Config()
     config.roles["teacher"] = RoleConfig(model=config.model)
     return config
 
@@ -69,8 +67,11 @@ def test_marks_say_what_a_change_does(field, mark):
 
 
 def test_what_changes_the_numbers_comes_first():
-    before, after = find_config("quickstart")(), find_config("quickstart")()
-    after.quiet, after.trainer.packing, after.seed = True, False, 1
+    before = find_config("quickstart")()
+    after = find_config("quickstart")()
+    after.quiet = True
+    after.trainer.packing = False
+    after.seed = 1
     assert [(change.mark, change.change) for change in changes(before, after)] == [
         ("numerics", "seed: 0 → 1"),
         ("performance", "trainer.packing: True → False"),

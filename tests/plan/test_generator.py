@@ -36,7 +36,8 @@ def test_a_generator_holds_what_was_planned_with_the_least_kv_cache_that_is_allo
     planned = {item.name: item.bytes for item in rank.items}
     ranks = GeneratorRanks(ENGINE, MODEL)
     try:
-        (sizes,), (packed,) = ranks.run(held), ranks.run(repacked)
+        (sizes,) = ranks.run(held)
+        (packed,) = ranks.run(repacked)
     finally:
         ranks.close()
     assert {name: planned[name] for name in sizes} == sizes

@@ -41,7 +41,8 @@ LARGE = replace(
 def config_of(model: ModelConfig, layout: str = "alone") -> RunConfig:
     config = find_config("quickstart")()
     config.model = model
-    config.rollout.prompts_per_step, config.rollout.samples_per_prompt = 1, ROWS
+    config.rollout.prompts_per_step = 1
+    config.rollout.samples_per_prompt = ROWS
     config.data.max_prompt_tokens = config.rollout.max_tokens = LENGTH // 2
     config.trainer.parallelism = LAYOUTS[layout].parallelism
     config.generator.dtype = "bfloat16"
@@ -91,13 +92,12 @@ def test_what_layouts_say_is_what_engines_hold(case, tmp_path):
 @pytest.mark.parametrize("delta", [False, True])
 def test_both_ends_of_a_push_over_the_network_hold_what_was_planned(delta):
     config = config_of(UNTIED, "fsdp2_tp2")
-    config.generator.tensor_parallel_degree, config.weights.transport, config.weights.delta = (
-        2,
-        "rdma",
-        delta,
-    )
+    config.generator.tensor_parallel_degree = 2
+    config.weights.transport = "rdma"
+    config.weights.delta = delta
     setting = Setting(config)
-    transfer, ranks = transfer_of(setting), all_ranks(setting)
+    transfer = transfer_of(setting)
+    ranks = all_ranks(setting)
 
     def parts(layout: Layout) -> list[Part]:
         return [

@@ -321,7 +321,8 @@ def test_models_that_take_turns_need_what_the_largest_needs(capsys):
     assert [memory.name for memory in apart.memories] == [
         memory.name for memory in in_turns.memories
     ]
-    first, second = apart.memories[0], in_turns.memories[0]
+    first = apart.memories[0]
+    second = in_turns.memories[0]
     stays = sum(item.bytes for item in first.ranks[0].named("CUDA context", "RoPE tables"))
     largest = max(rank.total(on_host=False) for rank in first.ranks)
     assert second.used == largest + stays

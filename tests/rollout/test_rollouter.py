@@ -116,7 +116,8 @@ def test_groups_and_samples_come_in_the_order_of_the_prompts():
 
 
 def test_a_request_is_a_function_of_ordinal_and_sample_alone():
-    whole, parts = Recorder(), Recorder()
+    whole = Recorder()
+    parts = Recorder()
     collect(whole)
     for prompt in random.Random(0).sample(PROMPTS, 3):
         collect(parts, [prompt])

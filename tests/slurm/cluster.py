@@ -105,7 +105,8 @@ class Cluster:
 
     def pids(self, network: str | None = None) -> list[int]:
         """Every process within the namespaces, those of ``run`` included, as seen from outside."""
-        found, network = [], network or self.network()
+        found = []
+        network = network or self.network()
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended in the meantime
                 if os.readlink(process / "ns" / "net") == network:

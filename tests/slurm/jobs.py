@@ -25,7 +25,8 @@ class Job:
         """``wait`` is how many seconds the launcher may stay until the run has ended; 0 has it
         leave at once.
         """
-        self.cluster, self.folder = cluster, folder
+        self.cluster = cluster
+        self.folder = folder
         command = [
             sys.executable,
             "-m",

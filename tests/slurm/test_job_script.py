@@ -37,11 +37,13 @@ def submit(
     ``commands`` are lines of bash that precede those of Slurm.
     """
     config = find_config("quickstart")()
-    config.slurm.max_restarts, config.slurm.exclusive = max_restarts, False
+    config.slurm.max_restarts = max_restarts
+    config.slurm.exclusive = False
     config.slurm.environment = {"GREETING": "it's $HOME"}
     config.slurm.prelude = ["export FROM_PRELUDE=loaded", f"PATH='{folder}/bin':$PATH", prelude]
     launch = Launch("stand-in", config, folder, "unused")
-    train, worker = folder / "run.sh", folder / "worker.sh"
+    train = folder / "run.sh"
+    worker = folder / "worker.sh"
     text = re.sub(r"(?m)^train=.*$", f"train=(bash {shlex.quote(str(train))})", script(launch))
     stand_ins = {} if real_worker else {"node": worker, "python": "bash"}
     for name, value in stand_ins.items():

@@ -120,7 +120,8 @@ def test_a_second_up_finds_the_first(cluster: Cluster):
 
 
 def test_where_nothing_is_up_down_is_content_and_run_says_what_to_do(other: Cluster):
-    down, run = other.stop(), other.run("true")
+    down = other.stop()
+    run = other.run("true")
     assert (down.returncode, run.returncode) == (0, 1)
     assert "no Slurm is up" in down.stdout
     assert "scripts/slurm_dev.sh up" in run.stderr

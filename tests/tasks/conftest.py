@@ -19,6 +19,7 @@ def make_tiny_model() -> ModuleType:
 def tiny(make_tiny_model, tmp_path_factory) -> tuple[Path, Path]:
     """A tiny model folder and 60 problems for it."""
     folder = tmp_path_factory.mktemp("tiny")
-    model, data = folder / "model", folder / "problems.jsonl"
+    model = folder / "model"
+    data = folder / "problems.jsonl"
     make_tiny_model.main(["--model-dir", str(model), "--data", str(data), "--lines", "60"])
     return model, data

@@ -100,7 +100,8 @@ def test_the_right_number_earns_one_and_anything_else_nothing(tiny):
 
 
 def test_a_reward_worker_scores_without_reading_the_data(tiny):
-    config, model = Gsm8kJsonl.Config(path="/nowhere/x.jsonl"), ModelConfig(hf_path=str(tiny[0]))
+    config = Gsm8kJsonl.Config(path="/nowhere/x.jsonl")
+    model = ModelConfig(hf_path=str(tiny[0]))
     prompt = build(tiny).prompt(0)
     scorer = config.build_scorer(seed=0, model=model)
     assert scorer.score(prompt, f"#### {prompt.answer}", SILENT).exact
@@ -125,14 +126,16 @@ class ScoresByItsPrompts(Gsm8kJsonl):
 
 
 def test_a_task_of_the_users_own_is_built_whole_for_its_reward_worker(tiny):
-    config, model = ScoresByItsPrompts.Config(path=str(tiny[1])), ModelConfig(hf_path=str(tiny[0]))
+    config = ScoresByItsPrompts.Config(path=str(tiny[1]))
+    model = ModelConfig(hf_path=str(tiny[0]))
     assert config.build_scorer(seed=0, model=model).known == config.build(seed=0, model=model).known
     mixed: Task = Mixture.Config(tasks={"own": config}).build_scorer(seed=0, model=model)
     assert mixed.tasks["own"].known
 
 
 def test_progress_is_told_while_a_file_is_read_and_tokenised(tiny, tmp_path):
-    path, told = write(tmp_path / "long.jsonl", *[problem(number) for number in range(10_000)]), []
+    path = write(tmp_path / "long.jsonl", *[problem(number) for number in range(10_000)])
+    told = []
     with showing_progress(told.append):
         build(tiny, path=path)
     assert told[0] == f"read 10,000 lines of {path}"
@@ -223,7 +226,8 @@ def test_a_model_folder_without_its_tokenizer_files_is_refused(tiny, tmp_path, n
 
 
 def test_the_tiny_model_is_a_function_of_its_seed_and_one_we_train(make_tiny_model, tiny, tmp_path):
-    model, data = tmp_path / "model", tmp_path / "problems.jsonl"
+    model = tmp_path / "model"
+    data = tmp_path / "problems.jsonl"
     make_tiny_model.main(["--model-dir", str(model), "--data", str(data), "--lines", "60"])
     assert data.read_bytes() == tiny[1].read_bytes()
     for file in tiny[0].iterdir():

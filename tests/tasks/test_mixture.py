@@ -83,7 +83,8 @@ def test_each_task_goes_through_its_own_prompts_in_order_whatever_the_stages(
         Stage(first_ordinal=start, weights=w) for start, w in zip(starts, stages[1:], strict=True)
     ]
     config = {"tasks": numbers("a", "b", "c"), "weights": stages[0], "stages": later}
-    task, shown = build(**config), Counter()
+    task = build(**config)
+    shown = Counter()
     stream = [task.prompt(ordinal) for ordinal in range(250)]
     for prompt in stream:
         assert prompt.answer == str(1000 * "abc".index(prompt.task) + shown[prompt.task])
@@ -191,10 +192,8 @@ class Listed(Numbers):
     def __init__(self, config, *, seed, model):
         super().__init__(config, seed=seed, model=model)
         numbers = range(config.first, config.last + 1)
-        self.held_out, self.train = (
-            numbers[::10],
-            [number for number in numbers if number not in numbers[::10]],
-        )
+        self.held_out = numbers[::10]
+        self.train = [number for number in numbers if number not in numbers[::10]]
 
     def prompt(self, ordinal):
         number = self.train[epoch_index(self.seed, ordinal, len(self.train))]

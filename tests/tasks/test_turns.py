@@ -28,7 +28,8 @@ def off(weights: dict[str, float], counts: dict[str, int], turns: int) -> float:
 @settings(max_examples=60, deadline=None)
 @given(WEIGHTS)
 def test_in_every_beginning_each_has_its_share(weights):
-    turns, counts = Turns(weights), Counter()
+    turns = Turns(weights)
+    counts = Counter()
     for place in range(150):
         name, before = turns.turn(place)
         assert before == counts[name]
@@ -40,7 +41,8 @@ def test_in_every_beginning_each_has_its_share(weights):
 @given(WEIGHTS, st.integers(0, 10**15))
 def test_far_places_are_as_even_and_agree_with_their_counts(weights, place):
     turns = Turns(weights)
-    before, after = Counter(turns.counts(place)), Counter(turns.counts(place + 1))
+    before = Counter(turns.counts(place))
+    after = Counter(turns.counts(place + 1))
     assert before.total() == place
     assert off(weights, before, place) < BOUND
     name, shown = turns.turn(place)

@@ -90,7 +90,8 @@ def held_writes(name: str) -> Iterator[Callable[[], None]]:
     """DCP writes no data into the folder of that name before the end of the block, or before the
     call of the result.
     """
-    end, write = threading.Event(), FileSystemWriter.write_data
+    end = threading.Event()
+    write = FileSystemWriter.write_data
 
     def write_later(writer: FileSystemWriter, *args: Any) -> Any:
         assert writer.path.name != name or end.wait(60)
@@ -130,7 +131,8 @@ class CountedFile(contextlib.AbstractContextManager):
     """A safetensors file that gives slices alone, and counts their elements."""
 
     def __init__(self, file: Any, read: list[int]):
-        self._file, self._read = file, read
+        self._file = file
+        self._read = read
 
     def __exit__(self, *args: Any) -> None:
         self._file.__exit__(*args)
@@ -146,7 +148,9 @@ class CountedSlice:
     """A slice of such a file."""
 
     def __init__(self, stored: Any, read: list[int]):
-        self.get_shape, self._stored, self._read = stored.get_shape, stored, read
+        self.get_shape = stored.get_shape
+        self._stored = stored
+        self._read = read
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         values = self._stored[index]

@@ -30,7 +30,8 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 GONE = object()
 """In place of a value: the key is left out."""
 

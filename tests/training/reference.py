@@ -28,13 +28,11 @@ class Qwen3:
         top_k: int = 2,
     ):
         self.weights = {name: tensor.double().requires_grad_() for name, tensor in weights.items()}
-        self.n_layers, self.n_heads, self.head_dim, self.theta, self.top_k = (
-            n_layers,
-            n_heads,
-            head_dim,
-            theta,
-            top_k,
-        )
+        self.n_layers = n_layers
+        self.n_heads = n_heads
+        self.head_dim = head_dim
+        self.theta = theta
+        self.top_k = top_k
 
     def __call__(self, tokens: list[int]) -> torch.Tensor:
         """Logits [len(tokens), vocabulary]."""
@@ -57,16 +55,15 @@ class Qwen3:
         )
 
     def _attend(self, w: dict[str, torch.Tensor], h: torch.Tensor) -> torch.Tensor:
-        length, size = len(h), self.head_dim
+        length = len(h)
+        size = self.head_dim
         if "attention.qkv_linear.wqkv.weight" in w:  # by kv group: its queries, its key, its value
             groups = (h @ w["attention.qkv_linear.wqkv.weight"].T).view(length, -1, size)
             per_group = self.n_heads // ((groups.shape[1] - self.n_heads) // 2) + 2
             groups = groups.view(length, -1, per_group, size)
-            q, k, v = (
-                groups[:, :, :-2].reshape(length, -1, size),
-                groups[:, :, -2],
-                groups[:, :, -1],
-            )
+            q = groups[:, :, :-2].reshape(length, -1, size)
+            k = groups[:, :, -2]
+            v = groups[:, :, -1]
         else:
             q, k, v = (
                 (h @ w[f"attention.qkv_linear.w{n}.weight"].T).view(length, -1, size) for n in "qkv"
@@ -102,7 +99,8 @@ class Qwen3:
         half = self.head_dim // 2
         frequency = self.theta ** -(torch.arange(half, dtype=torch.float64) / half)
         angle = (torch.arange(len(x), dtype=torch.float64).unsqueeze(1) * frequency).unsqueeze(1)
-        a, b = x[..., :half], x[..., half:]
+        a = x[..., :half]
+        b = x[..., half:]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
@@ -135,7 +133,9 @@ def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
 
     GSPO's ratio is that of the sequence's tokens of weight above 0.
     """
-    total, low, high = torch.tensor(0.0, dtype=torch.float64), 1 - loss.clip_low, 1 + loss.clip_high
+    total = torch.tensor(0.0, dtype=torch.float64)
+    low = 1 - loss.clip_low
+    high = 1 + loss.clip_high
     sizes = batch.lengths.tolist()
     names = ("advantages", "behaviour_logprobs", "reference_logprobs")
     columns = [batch.tokens, batch.weights, *(batch.columns[name] for name in names)]
@@ -158,11 +158,9 @@ def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
 
 def loss_sum_by_tokens(model: Qwen3, batch, loss, *, temperature: float):
     """The same of any loss, which is called with one sequence at a time, in float64."""
-    total, call, sizes = (
-        torch.tensor(0.0, dtype=torch.float64),
-        loss.build(),
-        batch.lengths.tolist(),
-    )
+    total = torch.tensor(0.0, dtype=torch.float64)
+    call = loss.build()
+    sizes = batch.lengths.tolist()
     columns = {name: values.split(sizes) for name, values in batch.columns.items()}
     for row, (tokens, weights) in enumerate(
         zip(batch.tokens.split(sizes), batch.weights.split(sizes), strict=True)

@@ -253,11 +253,9 @@ def cut_by(
     engine: TrainingEngine, *, micro_batch_size=2, micro_batch_tokens=None, packing=True
 ) -> None:
     config = engine.config
-    config.micro_batch_size, config.micro_batch_tokens, config.packing = (
-        micro_batch_size,
-        micro_batch_tokens,
-        packing,
-    )
+    config.micro_batch_size = micro_batch_size
+    config.micro_batch_tokens = micro_batch_tokens
+    config.packing = packing
 
 
 def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:

@@ -316,7 +316,9 @@ def test_a_checkpoint_is_on_disk_before_what_it_replaces_is_deleted(one, monkeyp
     _, checkpointer, checkpoints = one
     for step in (1, 2):
         checkpointer.save(step, {})
-    synced, sync, rmtree = [], os.fsync, shutil.rmtree
+    synced = []
+    sync = os.fsync
+    rmtree = shutil.rmtree
 
     def fsync(descriptor):
         synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
@@ -342,7 +344,8 @@ def test_a_checkpoint_is_on_disk_before_what_it_replaces_is_deleted(one, monkeyp
 
 def test_kept_weights_are_on_disk_before_they_take_the_place_of_others(one, monkeypatch, tmp_path):
     _, checkpointer, _ = one
-    synced, sync = [], os.fsync
+    synced = []
+    sync = os.fsync
 
     def fsync(descriptor):
         synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))

@@ -34,7 +34,8 @@ LOSS = ValueLoss.Config(clip=0.5)
 
 def judged_batch(seed: int = 0) -> Batch:
     """With returns, and old values of which some are far from what the critic says now."""
-    batch, draw = ragged_batch(seed=seed), torch.Generator().manual_seed(seed + 1)
+    batch = ragged_batch(seed=seed)
+    draw = torch.Generator().manual_seed(seed + 1)
     columns = {
         name: torch.randn(len(batch.tokens), generator=draw) for name in ("returns", "old_values")
     }
@@ -57,10 +58,8 @@ def learn(engine: TrainingEngine, *batches: Batch) -> dict[str, float]:
 
 def judged(layout: str, folder: str) -> dict[str, Any]:
     """What a critic in this layout computes; it saves after the first step and takes a second."""
-    model, place = (
-        MODELS["tied_fused"],
-        {"folder": folder, "layout": LAYOUTS[layout], "head": "values"},
-    )
+    model = MODELS["tied_fused"]
+    place = {"folder": folder, "layout": LAYOUTS[layout], "head": "values"}
     still = engine_of(model, lr=0.0, **place)
     assert not still.model.enable_weight_tying
     result: dict[str, Any] = {

@@ -99,7 +99,8 @@ def test_tokens_without_weight_teach_neither_router_nor_experts(folder):
 
 def test_no_choice_of_experts_is_a_matter_of_rounding(folder):
     """Or the tests of gradients could fail without a fault."""
-    engine, gaps = engine_of(EXPERTS, folder=folder), []
+    engine = engine_of(EXPERTS, folder=folder)
+    gaps = []
 
     def measure(_router, _args, out):
         ranked = out[2].sort(descending=True).values
@@ -149,7 +150,8 @@ def write_folder(folder: Path, *, tied: bool) -> Path:
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_folder_of_transformers_says_the_same_here_and_comes_out_as_it_went_in(tmp_path, tied):
-    source, out = write_folder(tmp_path / "in", tied=tied), tmp_path / "out"
+    source = write_folder(tmp_path / "in", tied=tied)
+    out = tmp_path / "out"
     model = ModelConfig(hf_path=str(source))
     engine = engine_of(model, folder=str(tmp_path))
     checkpointer = Checkpointer(engine, model, folder=str(tmp_path))

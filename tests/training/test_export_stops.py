@@ -12,7 +12,9 @@ from rl.training.checkpoint import Checkpointer
 from tests.training.model_folders import Folder
 from tests.training.scenes import SIZES, engine_of
 
-EOS, PAD, BOS = TOKEN["<eos>"], TOKEN["<pad>"], TOKEN["<bos>"]
+EOS = TOKEN["<eos>"]
+PAD = TOKEN["<pad>"]
+BOS = TOKEN["<bos>"]
 
 
 def exported(tmp_path: Path, model: ModelConfig) -> Path:
@@ -57,7 +59,8 @@ def test_an_export_with_tokenizer_files_gains_only_the_generation_config_it_lack
     (source / "generation_config.json").unlink()
     (source / "tokenizer_config.json").write_text("{}")
     model = ModelConfig(hf_path=str(source))
-    export, task = exported(tmp_path, model), CopyDigits.Config().build(seed=0, model=model)
+    export = exported(tmp_path, model)
+    task = CopyDigits.Config().build(seed=0, model=model)
     task.describe(export)
     assert GenerationConfig.from_pretrained(export).eos_token_id == EOS
     assert (export / "config.json").read_bytes() == (source / "config.json").read_bytes()

@@ -93,8 +93,11 @@ def test_the_metrics_of_a_step_are_those_of_all_its_calls_together(alone, cut):
 
 
 def test_token_metrics_are_over_the_tokens_that_have_weight(alone):
-    batch, model = ragged_batch(), of_scene(alone["weights"])
-    ratios, entropies, sizes = [], [], batch.lengths.tolist()
+    batch = ragged_batch()
+    model = of_scene(alone["weights"])
+    ratios = []
+    entropies = []
+    sizes = batch.lengths.tolist()
     rows = zip(
         *(
             c.split(sizes)
@@ -106,7 +109,8 @@ def test_token_metrics_are_over_the_tokens_that_have_weight(alone):
         logprobs, entropy = per_token(model, tokens.tolist(), TEMPERATURE)
         ratios.append((logprobs - behaviour[1:]).exp()[weights[1:] > 0])
         entropies.append(entropy[weights[1:] > 0])
-    ratio, entropy = torch.cat(ratios), torch.cat(entropies)
+    ratio = torch.cat(ratios)
+    entropy = torch.cat(entropies)
     for cut in ("one by one", "all at once"):
         (metrics,) = alone["cuts"][cut]["metrics"]
         assert metrics["ratio/max"] == pytest.approx(ratio.max().item(), rel=1e-5)
@@ -166,7 +170,9 @@ LOSSES = {
 @pytest.mark.parametrize("corrected", [False, True], ids=["plain", "corrected"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_has_the_gradient_of_one_sequence_at_a_time(engine, loss, corrected):
-    (engine, weights), batch, config = engine, ragged_batch(seed=4), LOSSES[loss]
+    (engine, weights) = engine
+    batch = ragged_batch(seed=4)
+    config = LOSSES[loss]
     draw = torch.Generator().manual_seed(5)
     near = batch.columns["behaviour_logprobs"] + 0.1 * torch.randn(
         len(batch.tokens), generator=draw

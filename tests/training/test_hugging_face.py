@@ -84,7 +84,8 @@ def open_folder(source: Path, out: Path, **fields):
 
 
 def same_tensors(one: Path, other: Path) -> None:
-    before, after = tensors_of(one), tensors_of(other)
+    before = tensors_of(one)
+    after = tensors_of(other)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype, name
@@ -93,7 +94,8 @@ def same_tensors(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_folder_comes_out_as_it_went_in(tmp_path, form):
-    source, out = write_folder(tmp_path / "in", **FORMS[form]), tmp_path / "out"
+    source = write_folder(tmp_path / "in", **FORMS[form])
+    out = tmp_path / "out"
     assert len(list(source.glob("*.safetensors"))) > 1 or "several" not in form
     _, checkpointer = open_folder(source, tmp_path)
     checkpointer.export_hf(str(out))
@@ -122,7 +124,8 @@ def test_logits_are_those_of_transformers(tmp_path, form, fuse_qkv):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_policy_from_random_weights_is_one_that_transformers_loads(tmp_path, tied):
     model = ModelConfig(**SIZES, max_seq_len=64, tie_embeddings=tied, rope_theta=1e4)
-    engine, out = engine_of(model, folder=str(tmp_path)), tmp_path / "out"
+    engine = engine_of(model, folder=str(tmp_path))
+    out = tmp_path / "out"
     checkpointer = Checkpointer(engine, model, folder=str(tmp_path))
     checkpointer.export_hf(str(out))
     checkpointer.close()
@@ -151,11 +154,9 @@ def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
     )
 
 
-NORM, HEAD, FREQUENCIES = (
-    "model.norm.weight",
-    "lm_head.weight",
-    "model.layers.1.self_attn.rotary_emb.inv_freq",
-)
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+FREQUENCIES = "model.layers.1.self_attn.rotary_emb.inv_freq"
 MISFITS = {
     "missing": ({NORM: None}, rf"lacks {NORM}; its config.json asks for it"),
     "missing head": ({HEAD: None}, rf"lacks {HEAD}; its config.json asks for it"),
@@ -208,7 +209,8 @@ def test_a_checkpoint_of_the_run_goes_before_the_folder_it_started_from(tmp_path
 def test_large_weights_are_split_over_files_as_hugging_face_does(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.training.hugging_face.FILE_BYTES", 20_000)
     model = ModelConfig(**SIZES, max_seq_len=64)
-    engine, out = engine_of(model, folder=str(tmp_path)), tmp_path / "out"
+    engine = engine_of(model, folder=str(tmp_path))
+    out = tmp_path / "out"
     checkpointer = Checkpointer(engine, model, folder=str(tmp_path))
     checkpointer.export_hf(str(out))
     checkpointer.close()
@@ -222,7 +224,8 @@ def test_large_weights_are_split_over_files_as_hugging_face_does(tmp_path, monke
 
 
 def test_an_export_that_fails_leaves_the_one_before_and_the_next_replaces_it(tmp_path):
-    source, out = write_folder(tmp_path / "in"), tmp_path / "out"
+    source = write_folder(tmp_path / "in")
+    out = tmp_path / "out"
     engine, checkpointer = open_folder(source, tmp_path)
     checkpointer.export_hf(str(out))
     with torch.no_grad():
@@ -241,7 +244,8 @@ def test_an_export_that_fails_leaves_the_one_before_and_the_next_replaces_it(tmp
 
 @pytest.mark.parametrize("form", ["untied", "several files"])
 def test_an_export_outlives_the_folder_that_the_run_started_from(tmp_path, form):
-    source, out = write_folder(tmp_path / "in", **FORMS[form]), tmp_path / "out"
+    source = write_folder(tmp_path / "in", **FORMS[form])
+    out = tmp_path / "out"
     kept = Path(shutil.copytree(source, tmp_path / "kept"))
     _, checkpointer = open_folder(source, tmp_path)
     shutil.rmtree(source)
@@ -269,7 +273,8 @@ def test_an_export_does_not_replace_what_is_no_model(tmp_path):
 def test_tensor_parallel_ranks_take_their_parts_and_export_the_whole(tmp_path):
     source = write_folder(tmp_path / "in", tied=True, max_shard_size="20KB")
     out = tmp_path / "out"
-    reference, batch = transformers_model(source), ragged_batch()
+    reference = transformers_model(source)
+    batch = ragged_batch()
     for answer in on_ranks(LAYOUTS["tp2"].ranks, adopt, str(source), "tp2", str(out)):
         assert (answer["run_state"], answer["version"]) == ({}, 0)
         sizes = batch.lengths.tolist()
@@ -285,11 +290,13 @@ def test_tensor_parallel_ranks_take_their_parts_and_export_the_whole(tmp_path):
 
 def test_four_ranks_export_the_weights_they_hold(played):
     answers, folder = played("untied_split", "hsdp4")
-    exported, final = tensors_of(Path(folder) / "export"), answers[0]["final"]
+    exported = tensors_of(Path(folder) / "export")
+    final = answers[0]["final"]
     assert len(exported) == len(final)
     assert torch.equal(exported["lm_head.weight"], final["lm_head.weight"])
     for layer in range(SIZES["n_layers"]):
-        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        ours = f"layers.{layer}"
+        theirs = f"model.layers.{layer}"
         for one, other in (
             ("attention.qkv_linear.wk", "self_attn.k_proj"),
             ("feed_forward.w2", "mlp.down_proj"),
@@ -300,7 +307,8 @@ def test_four_ranks_export_the_weights_they_hold(played):
 
 @pytest.mark.parametrize("layout", ["fsdp2_tp2", "hsdp4"])
 def test_a_rank_reads_and_writes_its_own_parts_piece_by_piece(tmp_path, layout):
-    source, out = write_folder(tmp_path / "in", tied=False), tmp_path / "out"
+    source = write_folder(tmp_path / "in", tied=False)
+    out = tmp_path / "out"
     answers = on_ranks(LAYOUTS[layout].ranks, adopt_and_count, str(source), layout, str(out))
     same_tensors(source, out)
     for answer in answers:

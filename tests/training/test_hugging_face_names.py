@@ -64,7 +64,8 @@ def parameters_of(config: Qwen3Model.Config) -> dict[str, torch.Tensor]:
     """All parameters, with a value of its own in each element."""
     with torch.device("meta"):
         model = config.build()
-    first, parameters = 0, {}
+    first = 0
+    parameters = {}
     for name, parameter in model.named_parameters():
         parameters[name] = torch.arange(first, first + parameter.numel()).view(parameter.shape)
         first += parameter.numel()
@@ -103,7 +104,8 @@ some_cuts = st.lists(st.integers(0, 400), max_size=3)
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.tuples(some_cuts, some_cuts, some_cuts))
 def test_the_pieces_of_any_boxes_are_what_the_adapter_makes_of_the_whole(name, cuts):
-    names, parameters = HuggingFaceNames(CONFIGS[name]), parameters_of(CONFIGS[name])
+    names = HuggingFaceNames(CONFIGS[name])
+    parameters = parameters_of(CONFIGS[name])
     wanted = by_the_adapter(CONFIGS[name], parameters)
     shapes = names.tensors({name: tuple(whole.shape) for name, whole in parameters.items()})
     assert shapes == {tensor: tuple(values.shape) for tensor, values in wanted.items()}

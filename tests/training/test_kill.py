@@ -40,7 +40,8 @@ def live_and_die(plan: Plan, folder: str, kills: list[Kill]) -> tuple[dict[str, 
     Each life must begin at the newest checkpoint that was complete, and name those that were not.
     """
     folders = StepFolders(Path(folder) / "checkpoints")
-    found, broken = [], []
+    found = []
+    broken = []
     for life, kill in enumerate([*kills, None]):
         found.append(
             (

@@ -75,7 +75,8 @@ def test_metrics_do_not_depend_on_the_layout_and_all_ranks_know_them(pair, cut):
 
 def test_outputs_are_those_of_one_rank_on_every_rank_that_has_the_sequence(pair):
     alone, answers, _ = pair
-    batch, seen = ragged_batch(), []
+    batch = ragged_batch()
+    seen = []
     for answer in answers:
         index = batch.token_index(answer["share"])
         seen += answer["share"]

@@ -12,7 +12,9 @@ from rl.training.logprobs import linear_logprobs
 from tests.training.ranks import on_ranks
 from tests.training.scenes import sharded_logprobs, weigh
 
-TOKENS, WIDTH, VOCABULARY = 10, 6, 13
+TOKENS = 10
+WIDTH = 6
+VOCABULARY = 13
 CHUNKS = [1, 3, 10, 64]
 
 
@@ -25,15 +27,11 @@ def random_head(dtype=torch.float32, scale=2.0):
 
 def plain(hidden, weight, targets, temperature, weigh=weigh):
     """Values and gradients in float64, from logits in the dtype of the weights."""
-    hidden, weight = (
-        hidden.detach().double().requires_grad_(),
-        weight.detach().double().requires_grad_(),
-    )
+    hidden = hidden.detach().double().requires_grad_()
+    weight = weight.detach().double().requires_grad_()
     every = torch.log_softmax(hidden @ weight.T / temperature, -1)
-    logprobs, entropy = (
-        every.gather(-1, targets.unsqueeze(-1)).squeeze(-1),
-        -(every.exp() * every).sum(-1),
-    )
+    logprobs = every.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    entropy = -(every.exp() * every).sum(-1)
     weigh(logprobs, entropy).backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
@@ -122,10 +120,8 @@ class Largest(TorchDispatchMode):
 def test_no_more_logits_exist_at_once_than_a_chunk_has():
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(512, 2, generator=draw).requires_grad_()
-    weight, targets = (
-        torch.randn(1000, 2, generator=draw),
-        torch.randint(1000, (512,), generator=draw),
-    )
+    weight = torch.randn(1000, 2, generator=draw)
+    targets = torch.randint(1000, (512,), generator=draw)
     with Largest() as seen:
         logprobs, entropy = linear_logprobs(hidden, weight, targets, chunk_tokens=16)
         (logprobs + entropy).sum().backward()
@@ -136,10 +132,8 @@ def test_no_more_logits_exist_at_once_than_a_chunk_has():
 def test_no_more_memory_is_held_than_twice_the_logits_of_a_chunk(chunk):
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(512, 2, generator=draw).requires_grad_()
-    weight, targets = (
-        torch.randn(5000, 2, generator=draw),
-        torch.randint(5000, (512,), generator=draw),
-    )
+    weight = torch.randn(5000, 2, generator=draw)
+    targets = torch.randint(5000, (512,), generator=draw)
     with profile(profile_memory=True) as seen:
         logprobs, entropy = linear_logprobs(hidden, weight, targets, chunk_tokens=chunk)
         (logprobs + entropy).sum().backward()

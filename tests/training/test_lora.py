@@ -279,10 +279,8 @@ def test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits(tmp_path, fo
     ours = logits_of(engine, tokens)
     base = Qwen3ForCausalLM.from_pretrained(source)
     with torch.no_grad():
-        untouched, of_export = (
-            base(tokens).logits,
-            transformers_model(tmp_path / "out")(tokens).logits,
-        )
+        untouched = base(tokens).logits
+        of_export = transformers_model(tmp_path / "out")(tokens).logits
         loaded = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
         of_peft = loaded(tokens).logits
     assert (ours - untouched).abs().max() > 0.1
@@ -302,9 +300,11 @@ def test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits(tmp_path, fo
 def test_four_ranks_export_what_one_does(plays):
     (alone,), _ = plays("tied_fused", "alone")
     answers, folder = plays("tied_fused", "fsdp2_tp2")
-    exported, whole = tensors_of(folder / "export"), merged(answers[0]["trained"])
+    exported = tensors_of(folder / "export")
+    whole = merged(answers[0]["trained"])
     for layer in range(SIZES["n_layers"]):
-        ours, theirs = f"layers.{layer}.feed_forward.w2", f"model.layers.{layer}.mlp.down_proj"
+        ours = f"layers.{layer}.feed_forward.w2"
+        theirs = f"model.layers.{layer}.mlp.down_proj"
         torch.testing.assert_close(
             exported[f"{theirs}.weight"], whole[f"{ours}.weight"], atol=1e-6, rtol=0
         )

@@ -41,7 +41,8 @@ def micro_batches(batch, cutting):
 
 @given(LENGTHS, CUTTINGS)
 def test_every_token_is_predicted_once_from_the_one_before_it(lengths, cutting):
-    batch, seen = batch_of(lengths), []
+    batch = batch_of(lengths)
+    seen = []
     for micro in micro_batches(batch, cutting):
         predicted = ~micro.first
         places = micro.index[predicted]

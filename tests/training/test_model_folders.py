@@ -47,7 +47,8 @@ def test_the_corpus_is_as_large_as_it_must_be():
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_log_probs_and_export_are_those_of_transformers(tmp_path, name):
-    folder, out = EQUAL[name].write(tmp_path / "in"), tmp_path / "out"
+    folder = EQUAL[name].write(tmp_path / "in")
+    out = tmp_path / "out"
     validate(config_of(folder))
     tokens = torch.randint(40, (2, 24), generator=torch.Generator().manual_seed(1))
     wanted = transformers_logits(folder, tokens).log_softmax(-1)
@@ -114,8 +115,10 @@ def test_folders_of_roles_are_read_before_a_process_starts(pair):
 def test_an_initial_hugging_face_folder_is_read_before_a_process_starts(pair):
     good, bad = pair
     config = config_of(good)
-    checkpoint, field = config.trainer.checkpoint, "trainer.checkpoint.initial_load_path"
-    checkpoint.initial_load_path, checkpoint.initial_load_in_hf = str(bad), True
+    checkpoint = config.trainer.checkpoint
+    field = "trainer.checkpoint.initial_load_path"
+    checkpoint.initial_load_path = str(bad)
+    checkpoint.initial_load_in_hf = True
     validate(config)
     truncate(bad)
     with pytest.raises(ConfigError, match=f"^{field}: .*other/model.safetensors cannot be read"):

@@ -26,7 +26,8 @@ def worst_errors() -> tuple[set[str], set[str], float, float]:
     left to others.
     """
     before = operations()
-    exact, coarse = product(torch.float64), product(torch.bfloat16)
+    exact = product(torch.float64)
+    coarse = product(torch.bfloat16)
     use_onednn()
     use_onednn()  # once more changes nothing
     errors = [distance(got, want) for got, want in zip(product(torch.float32), exact, strict=True)]
@@ -49,13 +50,15 @@ def product(dtype: torch.dtype) -> list[torch.Tensor]:
     """Products of each shape with matrices that lie by rows and by columns, with gradients, and
     into a given result.
     """
-    draw, found = torch.Generator().manual_seed(0), []
+    draw = torch.Generator().manual_seed(0)
+    found = []
     for rows, inner, columns in SHAPES:
         a = torch.randn(rows, inner, generator=draw).to(dtype)
         b = torch.randn(inner, columns, generator=draw).to(dtype)
         for left in (a, a.T.contiguous().T):
             for right in (b, b.T.contiguous().T):
-                x, y = left.clone().requires_grad_(), right.clone().requires_grad_()
+                x = left.clone().requires_grad_()
+                y = right.clone().requires_grad_()
                 result = x @ y
                 result.backward(torch.ones_like(result))
                 found += [

@@ -49,7 +49,8 @@ def test_gradients_longer_than_max_norm_are_shortened_to_it(build, max_norm):
 @pytest.mark.parametrize("row", [0, 4])
 def test_a_skipped_step_leaves_no_trace(build, row):
     """Weights, optimizer state, schedule and accumulated gradient are those of a run without it."""
-    with_it, without = build(warmup=4), build(warmup=4)
+    with_it = build(warmup=4)
+    without = build(warmup=4)
     for engine in (with_it, without):
         learn(engine, ragged_batch(seed=1))
     with_it.forward_backward(ragged_batch(seed=9), LOSS.build(), temperature=TEMPERATURE)
@@ -73,7 +74,8 @@ def test_the_learning_rate_follows_its_schedule_by_policy_version(build):
 
 def test_a_given_denominator_takes_the_place_of_the_accumulated_weight(build):
     """So that training can begin before the batch is complete."""
-    at_once, in_parts = build(max_norm=1e6), build(max_norm=1e6)
+    at_once = build(max_norm=1e6)
+    in_parts = build(max_norm=1e6)
     batch = ragged_batch()
     norm = learn(at_once, batch)["trainer/grad_norm"]
     for rows in ([0, 1], [2, 3, 4]):
@@ -83,7 +85,8 @@ def test_a_given_denominator_takes_the_place_of_the_accumulated_weight(build):
 
 
 def test_a_weight_scales_the_gradient_and_not_the_denominator(build):
-    plain, scaled = build(), build()
+    plain = build()
+    scaled = build()
     plain.forward_backward(ragged_batch(), LOSS.build())
     scaled.forward_backward(ragged_batch(), LOSS.build(), weight=0.25)
     scaled.forward_backward(ragged_batch(), LOSS.build(), weight=2.0)
@@ -97,7 +100,8 @@ def test_a_weight_scales_the_gradient_and_not_the_denominator(build):
 
 
 def test_a_steps_own_options_hold_for_that_step_alone(build):
-    engine, usual = build(warmup=4), build(warmup=4)
+    engine = build(warmup=4)
+    usual = build(warmup=4)
     for each, options in (
         (engine, {"lr": 0.0, "betas": (0.0, 0.0), "max_norm": 1e-3}),
         (usual, {}),
@@ -142,7 +146,8 @@ def test_more_skipped_steps_in_a_row_than_allowed_end_the_run(build):
 
 def test_a_forward_between_the_gradient_and_its_step_does_not_keep_old_weights(build):
     """FSDP leaves weights gathered after a forward pass that no backward follows."""
-    with_it, without = build(lr=0.1), build(lr=0.1)
+    with_it = build(lr=0.1)
+    without = build(lr=0.1)
     for engine in (with_it, without):
         engine.forward_backward(ragged_batch(), LOSS.build())
         if engine is with_it:

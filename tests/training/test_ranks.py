@@ -49,7 +49,8 @@ def test_answers_come_back_in_the_order_of_ranks():
     ],
 )
 def test_what_went_wrong_is_said_and_no_process_is_left(function, message):
-    begin, others = time.monotonic(), set(multiprocessing.active_children())
+    begin = time.monotonic()
+    others = set(multiprocessing.active_children())
     with pytest.raises(AssertionError, match=message):
         on_ranks(2, function, deadline=1.5)
     assert time.monotonic() - begin < 30

@@ -53,7 +53,8 @@ def test_the_device_has_its_memory_back_meanwhile(model_name, folder):
     engine = engine_of(MODELS[model_name], folder=folder)
     learn(engine, ragged_batch())
     engine.forward_backward(ragged_batch(), LOSS.build())
-    weights, state = list(engine.model.parameters()), moments(engine)
+    weights = list(engine.model.parameters())
+    state = moments(engine)
     gradients = [parameter.grad for parameter in weights]
     before = resident(weights), resident(state), resident(gradients)
     assert min(before) > 0

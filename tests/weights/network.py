@@ -84,8 +84,10 @@ def _part(name: str, whole: torch.Tensor, dim: int | None, rank: int) -> Part:
     box = Box.whole(whole.shape)
     if dim is not None:
         size = whole.shape[dim] // RANKS
-        offset, shape = list(box.offset), list(box.shape)
-        offset[dim], shape[dim] = rank * size, size
+        offset = list(box.offset)
+        shape = list(box.shape)
+        offset[dim] = rank * size
+        shape[dim] = size
         box = Box(tuple(offset), tuple(shape))
     return Part(Region(name, tuple(whole.shape), box), whole[box.slices_in(Box.whole(whole.shape))])
 
@@ -121,7 +123,8 @@ class MemoryPublisher(PackedPublisher):
 
     def __init__(self, weights: Weights, rank: int, **options: Any):
         super().__init__(trainer_parts(weights, rank), transfer(**options), rank=rank)
-        self.gates, self.loop = Gates(), None
+        self.gates = Gates()
+        self.loop = None
         self.acknowledged = [0] * self._readers
 
     async def _acknowledged(self) -> list[int]:
@@ -132,7 +135,8 @@ class MemoryPublisher(PackedPublisher):
         await self.gates.wait()
 
     def _pack(self, slot: int) -> None:
-        copies, self._copies[slot] = self._copies[slot], self._copies[slot][:1]
+        copies = self._copies[slot]
+        self._copies[slot] = self._copies[slot][:1]
         super()._pack(slot)
         self._copies[slot] = copies
         if self.gates.closed:
@@ -148,7 +152,9 @@ class MemorySubscriber(PackedSubscriber):
         super().__init__(self.parts, transfer(**options), rank=rank)
         self.read_takes = 0.0
         """Seconds for each blob."""
-        self.publishers, self.reader, self.gates = publishers, replica * RANKS + rank, Gates()
+        self.publishers = publishers
+        self.reader = replica * RANKS + rank
+        self.gates = Gates()
         self.reads: list[Read] = []
         self.late: Callable[[], None] = lambda: None
 

@@ -36,7 +36,8 @@ def module(transport: str) -> Any:
 
 class TrainerRank(Actor):
     def __init__(self, transport: str, patience: float):
-        self.weights, rank = weights_of(0), current_rank().rank
+        self.weights = weights_of(0)
+        rank = current_rank().rank
         self.make = lambda: module(transport).Publisher(
             trainer_parts(self.weights, rank),
             transfer(SHAPES, delta=True, patience=patience),
@@ -61,7 +62,8 @@ class TrainerRank(Actor):
 
 class GeneratorRank(Actor):
     def __init__(self, transport: str):
-        self.transport, self.rank = module(transport), current_rank().rank
+        self.transport = module(transport)
+        self.rank = current_rank().rank
 
     @endpoint
     async def connect(self, addresses: list[Any]) -> None:
@@ -75,7 +77,8 @@ class GeneratorRank(Actor):
         """Whether the parameters are those of ``version``, and how many deltas were read
         for that.
         """
-        deltas, read = [], self.subscriber._read
+        deltas = []
+        read = self.subscriber._read
 
         async def noted(reads: list[Any]) -> None:
             deltas.extend(r for r in reads if r.delta)

@@ -23,8 +23,14 @@ SHAPES = {"rows": (256, 512), "stack": (4, 64, 128), "norm": (1000,)}
 DTYPE = torch.bfloat16
 DEADLINE_S = 90.0
 
-ANNOUNCED, COPYING, READY = 0, 1, 2  # places on the board; from READY on, one of each reader
-ALL_READY_BY, RESPAWNED_BY, DIES_AT = 10, 250, 100  # versions
+# places on the board; from READY on, one of each reader
+ANNOUNCED = 0
+COPYING = 1
+READY = 2
+# versions
+ALL_READY_BY = 10
+RESPAWNED_BY = 250
+DIES_AT = 100
 
 
 def open_board(path: str) -> torch.Tensor:
@@ -86,7 +92,8 @@ def read(
     """
     board, pulled, subscriber = open_reader(board_path, segments, number)
     shared_memory.copy_all = partial(copy_with_pauses, pause_s)
-    held, pulls = -1, 0
+    held = -1
+    pulls = 0
     while held < VERSIONS - 1:
         wait_until(lambda held=held: int(board[ANNOUNCED]) > held)
         asked = max(held + 1, int(board[ANNOUNCED]) - late)
@@ -95,7 +102,8 @@ def read(
         for name, values in weights_of(brought).items():
             wrong = int((pulled[name] != values).sum())
             assert not wrong, f"{wrong} elements of {name} are not those of version {brought}"
-        held, pulls = brought, pulls + 1
+        held = brought
+        pulls = pulls + 1
     answers.send(pulls)
 
 
@@ -122,10 +130,8 @@ def hang(board_path: str, segments: list[Segment], number: int) -> None:
 def open_reader(
     board_path: str, segments: list[Segment], number: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Subscriber]:
-    board, pulled = (
-        open_board(board_path),
-        {name: torch.zeros(shape, dtype=DTYPE) for name, shape in SHAPES.items()},
-    )
+    board = open_board(board_path)
+    pulled = {name: torch.zeros(shape, dtype=DTYPE) for name, shape in SHAPES.items()}
     subscriber = Subscriber(
         segments, [part(name, tensor, None) for name, tensor in pulled.items()], reader=number
     )

@@ -43,7 +43,8 @@ def with_one_bit(whole: torch.Tensor) -> torch.Tensor:
 
 def with_swapped_elements(whole: torch.Tensor) -> torch.Tensor:
     changed = whole.clone()
-    changed[1, 2], changed[7, 9] = whole[7, 9], whole[1, 2]
+    changed[1, 2] = whole[7, 9]
+    changed[7, 9] = whole[1, 2]
     return changed
 
 

@@ -39,7 +39,8 @@ def test_a_push_crosses_hosts_bit_for_bit_and_nothing_is_left():
         cannot_run(
             "no right to make network namespaces; be root (in a container, with CAP_SYS_ADMIN)"
         )
-    mark, links = uuid.uuid4().hex, os.listdir("/sys/class/net")
+    mark = uuid.uuid4().hex
+    links = os.listdir("/sys/class/net")
     script = [*UNSHARE, sys.executable, "-m", "tests.weights.two_hosts"]
     result = subprocess.run(
         script,

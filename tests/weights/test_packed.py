@@ -160,7 +160,8 @@ def test_a_slot_waits_for_its_readers_but_not_twice_for_a_dead_one():
         await publishers[1].publish(2)
         await push(publishers, 3)
         await here.fetch(3)
-        publishers[0]._patience, start = 0.2, time.monotonic()
+        publishers[0]._patience = 0.2
+        start = time.monotonic()
         await publishers[0].publish(4)
         assert time.monotonic() - start >= 0.2
         publishers[1]._patience = 0.2
@@ -241,7 +242,8 @@ def test_a_publish_that_was_cancelled_does_not_write_into_the_next_one():
             await asyncio.sleep(0.01)
         cancelled.cancel()
         await asyncio.wait([cancelled])
-        gates.closed, stuck = False, gates.waiting
+        gates.closed = False
+        stuck = gates.waiting
         change(weights, 1.0, seed=0)
         expected = copied(weights)
         again = asyncio.create_task(publishers[0].publish(1))

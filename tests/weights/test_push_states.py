@@ -36,8 +36,13 @@ class Pushes(RuleBasedStateMachine):
         self.patch.setattr(delta, "BLOCK", 32)
         self.loop = asyncio.new_event_loop()
         self.options = {"delta": use_delta, "patience": 0.0, "generators": REPLICAS}
-        self.weights, self.version, self.history = initial(), 0, {}
-        self.tasks, self.readers, self.publishers, self.late = {}, {}, [], []
+        self.weights = initial()
+        self.version = 0
+        self.history = {}
+        self.tasks = {}
+        self.readers = {}
+        self.publishers = []
+        self.late = []
         self.restart_trainer()
 
     @rule()
@@ -192,7 +197,8 @@ class Pushes(RuleBasedStateMachine):
 
     def settle(self, key):
         """Run until the task stands at a gate or is done; a refused fetch is done too."""
-        task, gates = self.tasks[key], self.gates(key)
+        task = self.tasks[key]
+        gates = self.gates(key)
 
         async def still():
             at_gate = asyncio.create_task(gates.reached.wait())

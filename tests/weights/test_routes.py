@@ -14,7 +14,8 @@ def cut(shape: tuple[int, ...], dim: int | None, parts: int, index: int) -> Box:
     if dim is None:
         return Box((0,) * len(shape), shape)
     size = -(-shape[dim] // parts)
-    low, high = min(index * size, shape[dim]), min((index + 1) * size, shape[dim])
+    low = min(index * size, shape[dim])
+    high = min((index + 1) * size, shape[dim])
     offset = tuple(low if d == dim else 0 for d in range(len(shape)))
     return Box(offset, tuple(high - low if d == dim else n for d, n in enumerate(shape)))
 

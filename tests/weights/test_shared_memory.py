@@ -98,7 +98,8 @@ def test_a_slot_that_was_written_again_before_its_lock_was_had_is_not_taken_for_
     trained.add_(1.0)
     publishers[0].write(1)
     expected = trained[2:5].to(torch.bfloat16)
-    lock, last = shared_memory._Slot.lock, subscriber._sources[1]
+    lock = shared_memory._Slot.lock
+    last = subscriber._sources[1]
 
     def lock_late(slot, kind):
         if slot in last:
@@ -117,7 +118,8 @@ def test_a_reader_always_finds_a_version_while_the_writer_goes_on(
     monkeypatch,
 ):
     """The reader looks at each slot just while it is written, which in between it is not."""
-    weights, pulled = torch.ones(SHAPE), torch.zeros(SHAPE)
+    weights = torch.ones(SHAPE)
+    pulled = torch.zeros(SHAPE)
     publisher = Publisher([rows(weights, 0, 6)], torch.float32)
     subscriber = Subscriber([publisher.address], [rows(pulled, 0, 6)], reader=0)
 
@@ -358,7 +360,8 @@ class Protocol(RuleBasedStateMachine):
     def death_of_a_reader(self, number, chance):
         if chance == 0 and not self.dead:
             self.end_reader(number)
-            self.readers[number], self.reading[number] = self.fresh_reader(number), None
+            self.readers[number] = self.fresh_reader(number)
+            self.reading[number] = None
 
     @rule(chance=st.integers(0, 19))
     def death_of_the_trainer(self, chance):
@@ -388,7 +391,8 @@ class Protocol(RuleBasedStateMachine):
                 self.writing[rank][0].__exit__(None, None, None)
             if not self.dead:
                 writer.close()
-        self.writing, self.dead = [None, None], True
+        self.writing = [None, None]
+        self.dead = True
 
     def teardown(self):
         if hasattr(self, "writers"):

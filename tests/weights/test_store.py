@@ -32,7 +32,8 @@ def with_store(with_procs):
 
 def test_every_version_arrives_bit_for_bit_and_nothing_piles_up(with_store):
     async def work(spawn):
-        trainer, generator = spawn("trainer"), spawn("generator")
+        trainer = spawn("trainer")
+        generator = spawn("generator")
         await check_pushes(trainer, generator, "store", range(4))
         await check_pushes(
             trainer, generator, "store", range(4, 10)

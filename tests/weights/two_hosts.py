@@ -18,7 +18,10 @@ from monarch.actor import attach_to_workers, enable_transport, run_worker_loop_f
 
 from tests.weights.ranks import check_pushes
 
-HERE, THERE, PORT, LINK = "10.78.0.1", "10.78.0.2", 23700, "tiller0"
+HERE = "10.78.0.1"
+THERE = "10.78.0.2"
+PORT = 23700
+LINK = "tiller0"
 RANKS = {"ranks": 2}
 
 

@@ -1,1 +1,1 @@
-"""Configs that ship with Tiller: functions that return a RunConfig."""
+"""Configs that ship with Tiller: functions that return a RLConfig."""

@@ -1,19 +1,19 @@
-"""Your own Qwen3 on your own word problems: --model.hf_path DIR --data.path FILE."""
+"""Your own Qwen3 on your own word problems: --model.hf_path DIR --task.path FILE."""
 
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from rl.algorithms.losses import dapo
-from rl.config import AlgorithmConfig, EvaluationConfig, RolloutConfig, RunConfig
+from rl.config import AlgorithmConfig, EvaluationConfig, RLConfig, RolloutConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.training.config import TrainerConfig
 
 
-def gsm8k_jsonl() -> RunConfig:
+def gsm8k_jsonl() -> RLConfig:
     """A Hugging Face Qwen3 learns to answer a JSONL file of GSM8K's form by DAPO's loss."""
-    return RunConfig(
+    return RLConfig(
         steps=200,
-        data=Gsm8kJsonl.Config(max_prompt_tokens=512),
+        task=Gsm8kJsonl.Config(max_prompt_tokens=512),
         model=ModelConfig(max_seq_len=1024),
         rollout=RolloutConfig(prompts_per_step=32, samples_per_prompt=8, max_tokens=512),
         algorithm=AlgorithmConfig(loss=dapo()),

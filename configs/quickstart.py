@@ -3,19 +3,19 @@
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from rl.algorithms.losses import grpo
-from rl.config import AlgorithmConfig, EvaluationConfig, RolloutConfig, RunConfig
+from rl.config import AlgorithmConfig, EvaluationConfig, RLConfig, RolloutConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import CopyDigits
 from rl.training.config import TrainerConfig
 
 
-def quickstart() -> RunConfig:
+def quickstart() -> RLConfig:
     """A Qwen3 of 100 thousand parameters learns to copy three digits by GRPO with an
     entropy bonus.
     """
-    return RunConfig(
+    return RLConfig(
         steps=200,
-        data=CopyDigits.Config(digits=3, max_prompt_tokens=16),
+        task=CopyDigits.Config(digits=3, max_prompt_tokens=16),
         model=ModelConfig(
             vocab_size=16,
             dim=64,

@@ -1,4 +1,4 @@
-"""Qwen3 in the sizes that people train, for nodes of eight H100s: --model.hf_path DIR --data.path
+"""Qwen3 in the sizes that people train, for nodes of eight H100s: --model.hf_path DIR --task.path
 FILE.
 """
 
@@ -12,7 +12,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.algorithms.losses import dapo
 from rl.cluster import HardwareConfig
-from rl.config import AlgorithmConfig, EvaluationConfig, RolloutConfig, RunConfig
+from rl.config import AlgorithmConfig, EvaluationConfig, RLConfig, RolloutConfig
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
@@ -22,44 +22,44 @@ PROMPT = 1024
 COMPLETION = 3072
 
 
-def qwen3_0_6b() -> RunConfig:
+def qwen3_0_6b() -> RLConfig:
     """Qwen3-0.6B on one node: two GPUs train, six generate."""
     model = _qwen3(dim=1024, n_layers=28, n_heads=16, hidden_dim=3072, tie_embeddings=True)
     return _recipe(model, shard=2, replicas=6, own_nodes=0)
 
 
-def qwen3_1_7b() -> RunConfig:
+def qwen3_1_7b() -> RLConfig:
     """Qwen3-1.7B on one node: four GPUs train, four generate."""
     model = _qwen3(dim=2048, n_layers=28, n_heads=16, hidden_dim=6144, tie_embeddings=True)
     return _recipe(model, shard=4, replicas=4, own_nodes=0)
 
 
-def qwen3_8b() -> RunConfig:
+def qwen3_8b() -> RLConfig:
     """Qwen3-8B on one node: four GPUs train, four generate."""
     return _recipe(_qwen3_8b(), shard=4, replicas=4, own_nodes=0)
 
 
-def qwen3_8b_2_nodes() -> RunConfig:
+def qwen3_8b_2_nodes() -> RLConfig:
     """Qwen3-8B on two nodes: one trains, one generates."""
     return _recipe(_qwen3_8b(), shard=8, replicas=8, own_nodes=1)
 
 
-def qwen3_14b() -> RunConfig:
+def qwen3_14b() -> RLConfig:
     """Qwen3-14B on two nodes: one trains, one generates."""
     return _recipe(_qwen3_14b(), shard=8, replicas=8, own_nodes=1)
 
 
-def qwen3_14b_4_nodes() -> RunConfig:
+def qwen3_14b_4_nodes() -> RLConfig:
     """Qwen3-14B on four nodes: two train, two generate."""
     return _recipe(_qwen3_14b(), nodes=2, shard=16, replicas=16, own_nodes=2)
 
 
-def qwen3_30b_a3b() -> RunConfig:
+def qwen3_30b_a3b() -> RLConfig:
     """Qwen3-30B-A3B on four nodes: two train, with experts divided within a node, two generate."""
     return _recipe(_qwen3_30b_a3b(), nodes=2, shard=16, experts=8, replicas=8, tp=2, own_nodes=2)
 
 
-def qwen3_30b_a3b_8_nodes() -> RunConfig:
+def qwen3_30b_a3b_8_nodes() -> RLConfig:
     """Qwen3-30B-A3B on eight nodes: two train, with experts divided within a node, six generate."""
     return _recipe(_qwen3_30b_a3b(), nodes=2, shard=16, experts=8, replicas=24, tp=2, own_nodes=6)
 
@@ -98,13 +98,13 @@ def _recipe(
     nodes: int = 1,
     experts: int = 1,
     tp: int = 1,
-) -> RunConfig:
+) -> RLConfig:
     """DAPO's loss one step off policy, in bfloat16: ``shard`` GPUs train, ``replicas * tp``
     generate.
     """
-    return RunConfig(
+    return RLConfig(
         steps=500,
-        data=Gsm8kJsonl.Config(max_prompt_tokens=PROMPT),
+        task=Gsm8kJsonl.Config(max_prompt_tokens=PROMPT),
         model=model,
         rollout=RolloutConfig(
             prompts_per_step=128,

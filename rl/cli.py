@@ -1,4 +1,4 @@
-"""From a config's name and dotted overrides to a validated RunConfig."""
+"""From a config's name and dotted overrides to a validated RLConfig."""
 
 import dataclasses
 import difflib
@@ -17,10 +17,11 @@ import tyro
 from torchtitan.config import ConfigManager
 from torchtitan.config.manager import custom_registry
 
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.errors import ConfigError, require, shown
 from rl.frames import users_code, users_error
 from rl.frozen import thawed
+from rl.renamed import new_name
 from rl.validation import validate
 from rl.validation.values import validate_types
 
@@ -38,7 +39,7 @@ trainer.activation-checkpoint:full or trainer.float8:linear.
 configs: {configs}"""
 
 
-def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
+def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RLConfig]:
     """The config's name and the resolved config.
 
     Raises ConfigError; ``--help`` prints and exits.
@@ -49,7 +50,7 @@ def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunCon
     ConfigManager.register_tyro_rules(custom_registry)
     try:
         config = tyro.cli(
-            RunConfig,
+            RLConfig,
             default=base,
             args=overrides,
             prog=f"{program} --config {name}",
@@ -65,7 +66,7 @@ def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunCon
     return name, config
 
 
-def load_config(name: str) -> tuple[str, RunConfig]:
+def load_config(name: str) -> tuple[str, RLConfig]:
     """Return the config of the given name, without overrides, and the name of the run it makes.
 
     Raises ConfigError if there is none of that name, or if the user's code or file that holds it is
@@ -77,14 +78,14 @@ def load_config(name: str) -> tuple[str, RunConfig]:
     with users_code(f"--config {name}"):
         config = function()
     require(
-        isinstance(config, RunConfig),
+        isinstance(config, RLConfig),
         f"--config {name}: {function.__name__} in {inspect.getfile(function)} returned "
-        f"{shown(config)}; it must return a RunConfig",
+        f"{shown(config)}; it must return a RLConfig",
     )
     return name, config
 
 
-def read_frozen(path: Path) -> tuple[str, RunConfig]:
+def read_frozen(path: Path) -> tuple[str, RLConfig]:
     """Return the name of a run and the config that it wrote to ``path``.
 
     Raises ConfigError for any other file.
@@ -115,7 +116,7 @@ def read_config_file(path: Path, title: str) -> dict[str, Any]:
     return content
 
 
-def find_config(name: str) -> Callable[[], RunConfig]:
+def find_config(name: str) -> Callable[[], RLConfig]:
     """Return the function that makes config ``name``.
 
     Raises ConfigError listing the nearest and all that exist.
@@ -137,12 +138,12 @@ def find_config(name: str) -> Callable[[], RunConfig]:
 
 
 @cache
-def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
+def shipped_configs() -> dict[str, Callable[[], RLConfig]]:
     """Return every config function of Tiller's own ``configs`` folder, by name.
 
     The modules are found by their place: another package may have the name ``configs``.
     """
-    found: dict[str, Callable[[], RunConfig]] = {}
+    found: dict[str, Callable[[], RLConfig]] = {}
     for path in sorted(SHIPPED.glob("[!_]*.py")):
         spec = spec_from_file_location(f"tiller_configs.{path.stem}", path)
         assert spec is not None and spec.loader is not None
@@ -152,8 +153,8 @@ def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
     return found
 
 
-def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
-    """Public functions that ``module`` defines and annotates as returning a RunConfig."""
+def config_functions(module: ModuleType) -> dict[str, Callable[[], RLConfig]]:
+    """Public functions that ``module`` defines and annotates as returning a RLConfig."""
     functions = inspect.getmembers(module, inspect.isfunction)
     own = {
         name: each
@@ -165,7 +166,7 @@ def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
 
 def _returns_config(function: Callable[..., Any]) -> bool:
     kind = function.__annotations__.get("return")
-    return kind is RunConfig or (isinstance(kind, str) and kind.rpartition(".")[2] == "RunConfig")
+    return kind is RLConfig or (isinstance(kind, str) and kind.rpartition(".")[2] == "RLConfig")
 
 
 def _import(module_name: str, name: str) -> ModuleType:
@@ -194,7 +195,7 @@ def _take_name(arguments: list[str], program: str) -> tuple[str, list[str]]:
     raise ConfigError(f"--config NAME is missing\n{usage}")
 
 
-def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
+def _check_field_names(config: RLConfig, overrides: list[str]) -> None:
     known = set(_field_names(config))
     chosen = {
         argument.partition(":")[0].replace("-", "_") for argument in overrides
@@ -210,6 +211,8 @@ def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
             section in known and (section in chosen or not _has_fields(config, section))
         ):
             continue  # below a field without fields of its own, such as a dict, tyro knows better
+        if new := new_name(given):
+            raise ConfigError(f"--{given}: this field is now called --{new}")
         while section and not any(name.startswith(f"{section}.") for name in known):
             section = section.rpartition(".")[0]
         prefix = f"{section}." if section else ""
@@ -228,7 +231,7 @@ def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
         )
 
 
-def _has_fields(config: RunConfig, name: str) -> bool:
+def _has_fields(config: RLConfig, name: str) -> bool:
     value: Any = config
     for part in name.split("."):
         value = (

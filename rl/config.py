@@ -1,4 +1,4 @@
-"""RunConfig: everything a run is a function of."""
+"""RLConfig: everything a run is a function of."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -61,11 +61,11 @@ class RolloutConfig:
       on as they finish, long ones passed over for as long as the bound allows.
     """
 
-    parts_per_step: Annotated[int, at_least(1, 10**6)] = 1
+    stream_chunks: Annotated[int, at_least(1, 10**6)] = 1
     """Into how many parts a step's groups are cut, each trained on as soon as its groups have
     finished. The gradient is the same. Above 1 only where the pipeline is asynchronous."""
 
-    max_replacements: Annotated[int, at_least(0, 10**6)] = 0
+    max_resampled_groups: Annotated[int, at_least(0, 10**6)] = 0
     """Groups per step that are put aside because all their rewards are equal, which teaches
     nothing, with the next prompts in their place (DAPO's dynamic sampling, arXiv:2503.14476,
     section 3.2)."""
@@ -125,7 +125,7 @@ class AlgorithmConfig:
     update_epochs: Annotated[int, at_least(1, 10**4)] = 1
     """How often a step's rollouts are gone through."""
 
-    mini_batch: Annotated[int, at_least(0, 10**6)] = 0
+    prompts_per_minibatch: Annotated[int, at_least(0, 10**6)] = 0
     """Prompts per optimizer step, by whose samples' number the rollouts of a step are cut, in an
     order that seed, step and epoch give; 0 for all of a step's."""
 
@@ -259,8 +259,8 @@ class WatchdogConfig:
     stalled_s: Annotated[float, SECONDS] = 1800.0
     """Seconds without a finished step, not counting evaluations."""
 
-    flat: Action = "warn"
-    flat_steps: Annotated[int, at_least(1)] = 10
+    zero_std: Action = "warn"
+    zero_std_steps: Annotated[int, at_least(1)] = 10
     """Steps in a row in which no group had an advantage."""
 
     starving: Action = "warn"
@@ -286,10 +286,10 @@ class WatchdogConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RunConfig:
+class RLConfig:
     """One training run."""
 
-    data: Task.Config
+    task: Task.Config
     """What to train on: the config of a Task."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -325,7 +325,7 @@ class RunConfig:
 
     steps: Annotated[int, at_least(1)] = 100
     """Steps, each on rollout.prompts_per_step prompts: one optimizer step, or as many as
-    algorithm.update_epochs and algorithm.mini_batch make of it."""
+    algorithm.update_epochs and algorithm.prompts_per_minibatch make of it."""
 
     seed: Annotated[int, at_least(0, 2**63 - 1)] = 0
     """Of the initial weights, the order of prompts and every completion."""
@@ -349,4 +349,4 @@ class RunConfig:
         """Optimizer steps of each step."""
         prompts = self.rollout.prompts_per_step
         algorithm = self.algorithm
-        return algorithm.update_epochs * (prompts // (algorithm.mini_batch or prompts))
+        return algorithm.update_epochs * (prompts // (algorithm.prompts_per_minibatch or prompts))

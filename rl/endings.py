@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.controller.loop import Controller
 from rl.errors import (
     EXIT_AGAIN,
@@ -30,7 +30,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 class GoingOn:
     """The command that goes on with a run."""
 
-    def __init__(self, config: RunConfig, folder: Path, command: str):
+    def __init__(self, config: RLConfig, folder: Path, command: str):
         given = "" if config.output_dir else f" --output-dir {folder}"
         self.command = f"{command}{given}{'' if config.resume else ' --resume'}"
         self._checkpoints = StepFolders(folder / config.trainer.checkpoint.folder)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rl.errors import ConfigError
+from rl.renamed import hint
 
 _FOREIGN = (
     *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -38,7 +39,7 @@ def users_error(what: str, error: BaseException) -> ConfigError:
     """Return the ConfigError that says where the user's code raised ``error``, and what."""
     text = (error.msg if isinstance(error, SyntaxError) else _text(error)) or "no message"
     return ConfigError(
-        f"{what}: {place_of(error)}: {type(error).__name__}: {text}; correct it there"
+        f"{what}: {place_of(error)}: {type(error).__name__}: {text}{hint(text)}; correct it there"
     )
 
 

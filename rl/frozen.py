@@ -12,9 +12,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from torchtitan.config import Configurable
 
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.errors import ConfigError, require
 from rl.frames import users_code
+from rl.renamed import new_name
 
 
 def frozen(value: Any) -> Any:
@@ -36,7 +37,7 @@ def frozen(value: Any) -> Any:
     )
 
 
-def thawed(data: Any, kind: Any = RunConfig, name: str = "config") -> Any:
+def thawed(data: Any, kind: Any = RLConfig, name: str = "config") -> Any:
     """Return the value of type ``kind`` that ``frozen`` made ``data`` of.
 
     Raises ConfigError, naming the field, for what has no form in JSON and for data of another
@@ -72,19 +73,25 @@ def _thawed_dataclass(data: Any, kind: type, name: str) -> Any:
         isinstance(data, dict),
         f"{name} is {data!r}; it must be an object with the fields of {kind.__qualname__}",
     )
-    # type: ignore[arg-type]
     types = get_type_hints(kind)
     fields = dataclasses.fields(kind)
     unknown = sorted(data.keys() - {field.name for field in fields})
     require(
         not unknown,
-        f"{name} has the fields {unknown}, which {kind.__qualname__} has not: another version's?",
+        f"{name} has the fields {unknown}, which {kind.__qualname__} has not: another version's?"
+        f"{_renamed(name, unknown)}",
     )
     values = {
         field: thawed(value, types[field], f"{name}.{field}") for field, value in data.items()
     }
     with users_code(f"{name} cannot be made"):
         return kind(**values)
+
+
+def _renamed(name: str, unknown: list[str]) -> str:
+    section = name.partition(".")[2]
+    known = {field: new_name(f"{section}.{field}".removeprefix(".")) for field in unknown}
+    return "".join(f" {old} is now called {new}." for old, new in known.items() if new)
 
 
 def find_part(path: str, kinds: tuple[type, ...], name: str) -> type:
@@ -107,10 +114,8 @@ def find_part(path: str, kinds: tuple[type, ...], name: str) -> type:
     allowed = " or ".join(kind.__qualname__ for kind in kinds)
     require(
         isinstance(found, type) and issubclass(found, kinds),
-        (
-            f"{name}.type is {path!r}; it must name a {allowed}, or a subclass in a module on "
-            "PYTHONPATH"
-        ),
+        f"{name}.type is {path!r}; it must name a {allowed}, or a subclass in a module on "
+        "PYTHONPATH",
     )
     return found
 

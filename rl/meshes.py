@@ -10,7 +10,7 @@ from rl.actors.reward import RewardWorkers
 from rl.actors.supervisor import Supervisor
 from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import WorkerGroup
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.placement import Placement
 from rl.roles import roles_of
 
@@ -18,7 +18,7 @@ from rl.roles import roles_of
 class Meshes:
     """Everything that a run starts; nothing is started yet."""
 
-    def __init__(self, config: RunConfig, hosts: Hosts, folder: Path, say: Callable[[str], None]):
+    def __init__(self, config: RLConfig, hosts: Hosts, folder: Path, say: Callable[[str], None]):
         self._config = config
         self._supervisor = Supervisor(hosts)
         self._placement = Placement(config, config.hardware.gpus)
@@ -41,7 +41,7 @@ class Meshes:
                 place=self._placement.models[name],
             )
         self.rewards = RewardWorkers(
-            config.data,
+            config.task,
             config.model,
             self._supervisor,
             count=config.rollout.reward_workers,

@@ -2,7 +2,7 @@
 
 import math
 
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.roles import roles_of
 from rl.types import Place
 
@@ -15,7 +15,7 @@ class Placement:
     in any case. Hosts without GPUs are shared.
     """
 
-    def __init__(self, config: RunConfig, gpus: int):
+    def __init__(self, config: RLConfig, gpus: int):
         self._generator = config.generator
         self._gpus = gpus
         self._trainer_nodes = config.trainer.nodes

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.model.shape import ModelConfig
 from rl.training.config import TrainerConfig
 from rl.types import Head
@@ -15,7 +15,7 @@ class Role:
     """A model with a mesh of its own."""
 
     field: str
-    """Where in the RunConfig it stands."""
+    """Where in the RLConfig it stands."""
     trainer: TrainerConfig
     model: ModelConfig
     head: Head = "logprobs"
@@ -31,7 +31,7 @@ class Role:
         return f"{self.field}.model" if self.field.startswith("roles.") else "model"
 
 
-def roles_of(config: RunConfig) -> dict[str, Role]:
+def roles_of(config: RLConfig) -> dict[str, Role]:
     """By name, in the order in which they take devices; the first is the policy."""
     roles = {"policy": Role("trainer", config.trainer, config.model)}
     if config.algorithm.kl_coef:
@@ -43,7 +43,7 @@ def roles_of(config: RunConfig) -> dict[str, Role]:
     return roles
 
 
-def _reference_config(config: RunConfig) -> TrainerConfig:
+def _reference_config(config: RLConfig) -> TrainerConfig:
     """The trainer's, in the reference's layout, and with no checkpoint of its own to go on from."""
     checkpoint = dataclasses.replace(config.trainer.checkpoint, folder="reference", enable=False)
     return dataclasses.replace(
@@ -51,7 +51,7 @@ def _reference_config(config: RunConfig) -> TrainerConfig:
     )
 
 
-def _role_config(config: RunConfig, name: str) -> TrainerConfig:
+def _role_config(config: RLConfig, name: str) -> TrainerConfig:
     """The trainer's, in the role's layout, with the role's weights."""
     role = config.roles[name]
     checkpoint = dataclasses.replace(
@@ -67,7 +67,7 @@ def _role_config(config: RunConfig, name: str) -> TrainerConfig:
     )
 
 
-def _critic_config(config: RunConfig) -> TrainerConfig:
+def _critic_config(config: RLConfig) -> TrainerConfig:
     """The trainer's, but for what the critic has of its own."""
     trainer = config.trainer
     critic = config.critic

@@ -11,11 +11,11 @@ from rl.actors.hosts import Hosts
 from rl.actors.nodes import Nodes
 from rl.actors.processes import start_runtime, stop_runtime
 from rl.cli import parse_config, read_config_file
-from rl.config import RunConfig
+from rl.config import RLConfig
+from rl.controller.concurrency import background
 from rl.controller.dispatch import Dispatch
 from rl.controller.loop import Controller
 from rl.controller.start import build_task, check_algorithm
-from rl.controller.together import beside
 from rl.endings import GoingOn, Interrupts, fail
 from rl.errors import ConfigError, NodeLost, RunError, end_program, require, said_by
 from rl.frozen import changed_fields, frozen
@@ -28,7 +28,7 @@ from rl.tasks.base import Task
 
 NOTHING_LEARNED = (
     "every gradient was 0 or not finite, or the learning rate was 0; see trainer/grad_norm, "
-    "trainer/skipped_steps and reward/flat_groups in metrics.jsonl"
+    "trainer/skipped_steps and reward/zero_std_groups in metrics.jsonl"
 )
 
 
@@ -49,7 +49,7 @@ def run(arguments: list[str], *, program: str) -> int:
         return _run(name, config, task, owner, f"{program} {shlex.join(arguments)}")
 
 
-def _run(name: str, config: RunConfig, task: Task, owner: FolderOwner, command: str) -> int:
+def _run(name: str, config: RLConfig, task: Task, owner: FolderOwner, command: str) -> int:
     record = RunRecord(owner.folder, os.environ.get("TILLER_LOGS", ""), check=owner.check)
     progress = Progress(config.steps, quiet=config.quiet, log=record.run_log)
     going_on = GoingOn(config, record.folder, command)
@@ -97,7 +97,7 @@ def _config_before(folder: Path) -> dict[str, object]:
 
 
 async def _supervised(
-    config: RunConfig,
+    config: RLConfig,
     task: Task,
     hosts: Hosts,
     node_lost: Coroutine[None, None, None],
@@ -119,7 +119,7 @@ async def _supervised(
     interrupts = Interrupts(controller, progress, going_on)
     try:
         progress.stage(meshes.describe())
-        async with beside(node_lost):
+        async with background(node_lost):
             summary = await controller.run()
         await meshes.close()  # which waits for a save that is still being written
         if summary is not None:
@@ -140,7 +140,7 @@ async def _supervised(
     return interrupts.exit_code
 
 
-def _check_hosts(config: RunConfig, there: int) -> None:
+def _check_hosts(config: RLConfig, there: int) -> None:
     """Raise ConfigError unless this, with so many nodes, is where the config is to run."""
     config.hardware.require_here()
     require(

@@ -34,12 +34,12 @@ class Place:
 class Prompt:
     """One question put to the policy.
 
-    ``ordinal`` is its place in the stream of prompts of the run; every seed derives from it.
+    ``prompt_id`` is its place in the stream of prompts of the run; every seed derives from it.
     ``answer`` is the reference that the task scores against. ``task`` is the name of the task
     that a mixture took it from, empty without one.
     """
 
-    ordinal: int
+    prompt_id: int
     tokens: list[int]
     text: str
     answer: str
@@ -101,14 +101,14 @@ class Rollout:
 class Batch:
     """Sequences of unequal length, end to end, with per-token columns.
 
-    ``tokens`` int64 [T], ``lengths`` int64 [N] with sum T, ``weights`` float32 [T] and every
+    ``tokens`` int64 [T], ``lengths`` int64 [N] with sum T, ``loss_weights`` float32 [T] and every
     column float32 [T]. Entry ``t`` of a column speaks of *predicting* token ``t``, so the first
     token of each sequence always has weight 0, and so have prompt tokens.
     """
 
     tokens: torch.Tensor
     lengths: torch.Tensor
-    weights: torch.Tensor
+    loss_weights: torch.Tensor
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -123,16 +123,16 @@ class Batch:
         return torch.arange(len(owner)) + (starts - (lengths.cumsum(0) - lengths))[owner]
 
     @property
-    def counted(self) -> torch.Tensor:
+    def loss_mask(self) -> torch.Tensor:
         """Which tokens have weight above 0, bool [T]."""
-        return self.weights > 0
+        return self.loss_weights > 0
 
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
+    def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """A column that has ``values`` where tokens have weight above 0, one for each of these, and
         0 elsewhere.
         """
         column = torch.zeros(len(self.tokens))
-        column[self.counted] = values
+        column[self.loss_mask] = values
         return column
 
     def select(self, rows: Sequence[int]) -> "Batch":
@@ -141,6 +141,6 @@ class Batch:
         return Batch(
             tokens=self.tokens[index],
             lengths=self.lengths[torch.tensor(rows, dtype=torch.int64)],
-            weights=self.weights[index],
+            loss_weights=self.loss_weights[index],
             columns={name: values[index] for name, values in self.columns.items()},
         )

@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{args.data}: {len(problems)} problems")
     size = f"{model.num_parameters():,} random parameters, {model.config.vocab_size} tokens"
     print(f"{args.model_dir}: {type(model).__name__}, {size}")
-    inputs = f"--model.hf_path {args.model_dir} --data.path {args.data}"
+    inputs = f"--model.hf_path {args.model_dir} --task.path {args.data}"
     small = "--steps 20 --rollout.max_tokens 64 --rollout.prompts_per_step 8"
     print(f"\nTrain on them:\n  python -m rl.train --config gsm8k_jsonl {inputs} {small}")
 

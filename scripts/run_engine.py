@@ -20,7 +20,7 @@ from torch.profiler import profile
 
 from rl.algorithms.losses import token_weights
 from rl.cli import parse_config
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.errors import EXIT_CONFIG, ConfigError
 from rl.model.shape import shape_of
 from rl.platform import device_type
@@ -80,7 +80,7 @@ def main() -> int:
     return 0
 
 
-def random_batch(config: RunConfig, seed: int) -> Batch:
+def random_batch(config: RLConfig, seed: int) -> Batch:
     """The sequences of one step of ``config``: random tokens, prompts and completions of random
     lengths.
     """
@@ -88,19 +88,21 @@ def random_batch(config: RunConfig, seed: int) -> Batch:
     vocab_size = shape_of(config.model).vocab_size
     count = config.rollout.prompts_per_step
     count *= config.rollout.samples_per_prompt
-    prompts = torch.randint(1, config.data.max_prompt_tokens + 1, (count,), generator=draw)
+    prompts = torch.randint(1, config.task.max_prompt_tokens + 1, (count,), generator=draw)
     completions = torch.randint(1, config.rollout.max_tokens + 1, (count,), generator=draw)
     owner = torch.repeat_interleave(torch.arange(count), prompts + completions)
-    spoken = torch.cat([torch.arange(int(n)) for n in prompts + completions]) >= prompts[owner]
+    completion_mask = (
+        torch.cat([torch.arange(int(n)) for n in prompts + completions]) >= prompts[owner]
+    )
     uniform = torch.full(owner.shape, -math.log(vocab_size))
     advantages = torch.randn(count, generator=draw)[owner]
     return Batch(
         tokens=torch.randint(vocab_size, owner.shape, generator=draw),
         lengths=prompts + completions,
-        weights=token_weights(
+        loss_weights=token_weights(
             completions, config.algorithm.loss.reduction, config.rollout.max_tokens
         )[owner]
-        * spoken,
+        * completion_mask,
         columns={
             "advantages": advantages,
             "behaviour_logprobs": uniform,
@@ -109,7 +111,7 @@ def random_batch(config: RunConfig, seed: int) -> Batch:
     )
 
 
-def train(engine: TrainingEngine, batch: Batch, config: RunConfig) -> dict[str, float]:
+def train(engine: TrainingEngine, batch: Batch, config: RLConfig) -> dict[str, float]:
     """One optimizer step on this rank's share of the batch, all of which every rank knows."""
     mine = batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
     loss = config.algorithm.loss.build()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rl.cli import SHIPPED, find_config, load_config, parse_config, shipped_configs
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.errors import ConfigError
 from rl.frozen import frozen
 from rl.run import run
@@ -16,7 +16,7 @@ from rl.train import main
 PROGRAM = "python -m rl.train"
 HEAD = """\
 from dataclasses import dataclass
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.tasks.copy_digits import CopyDigits
 """
 
@@ -46,24 +46,24 @@ def error_of(config: str) -> str:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("def mine( -> RunConfig:\n", "line 4: SyntaxError: invalid syntax; correct it there"),
+        ("def mine( -> RLConfig:\n", "line 4: SyntaxError: invalid syntax; correct it there"),
         ("x = 1 / 0\n", "line 4, in <module>: ZeroDivisionError: division by zero; correct it"),
         ("import no_such_package\n", "line 4, in <module>: ModuleNotFoundError: No module named"),
         ("raise SystemExit(3)\n", "line 4, in <module>: SystemExit: 3; correct it there"),
         (
-            "def mine() -> RunConfig:\n    return RunConfig(dta=3)\n",
-            "line 5, in mine: TypeError: RunConfig.__init__() got an unexpected keyword argument",
+            "def mine() -> RLConfig:\n    return RLConfig(dta=3)\n",
+            "line 5, in mine: TypeError: RLConfig.__init__() got an unexpected keyword argument",
         ),
         (
-            "def mine() -> RunConfig:\n    import json\n    return json.loads('{')\n",
+            "def mine() -> RLConfig:\n    import json\n    return json.loads('{')\n",
             "line 6, in mine: JSONDecodeError: Expecting property name",
         ),
         (
             "from torchtitan.components.checkpoint import CheckpointManager\n"
-            "def mine() -> RunConfig:\n    return CheckpointManager.Config(keep_latest_k=1)\n",
+            "def mine() -> RLConfig:\n    return CheckpointManager.Config(keep_latest_k=1)\n",
             "line 6, in mine: ValueError: We need to maintain at least 2",
         ),
-        ("def mine(size: int) -> RunConfig:\n    pass\n", "TypeError: mine() missing 1 required"),
+        ("def mine(size: int) -> RLConfig:\n    pass\n", "TypeError: mine() missing 1 required"),
     ],
 )
 def test_an_exception_in_a_config_module_names_the_users_line(module, tmp_path, source, said):
@@ -77,16 +77,16 @@ def test_an_exception_in_a_config_module_names_the_users_line(module, tmp_path, 
 
 @pytest.mark.parametrize("returned", ["None", "3", "CopyDigits.Config()"])
 def test_a_function_that_returns_no_run_config_is_named(module, returned):
-    name = module(f"def mine() -> RunConfig:\n    return {returned}\n")
+    name = module(f"def mine() -> RLConfig:\n    return {returned}\n")
     text = error_of(f"{name}.mine")
     assert text.startswith(f"--config {name}.mine: mine in ")
     assert f"returned {returned[:9]}" in text
-    assert text.endswith("it must return a RunConfig")
+    assert text.endswith("it must return a RLConfig")
 
 
 def test_a_config_of_wrong_types_is_refused_by_field(module):
     source = (
-        "def mine() -> RunConfig:\n    return RunConfig(data=CopyDigits.Config(), "
+        "def mine() -> RLConfig:\n    return RLConfig(task=CopyDigits.Config(), "
         "rollout={content})\n"
     )
     name = module(source.format(content="None"))
@@ -104,7 +104,7 @@ def test_a_config_of_wrong_types_is_refused_by_field(module):
         ('{"config": {}}', "it has no 'name'; it must be the config.json of a run"),
         ('{"name": "x"}', "it has no 'config'; it must be the config.json of a run"),
         ('{"name": "x", "config": []}', "it has no 'config'"),
-        ('{"name": "x", "config": {}}', "TypeError: RunConfig.__init__() missing 1 required"),
+        ('{"name": "x", "config": {}}', "TypeError: RLConfig.__init__() missing 1 required"),
     ],
 )
 def test_a_config_json_that_is_broken_is_named(tmp_path, content, said):
@@ -130,7 +130,7 @@ def test_a_config_json_that_cannot_be_read_is_named(tmp_path):
             5,
             "config.rollout is 5; it must be an object with the fields of RolloutConfig",
         ),
-        ("data", {"digits": 3}, "config.data"),
+        ("task", {"digits": 3}, "config.task"),
         ("steps", "many", "steps is 'many'; it must be a whole number"),
         ("steps", float("nan"), "steps is nan; it must be a whole number"),
         ("colocate", "some", "colocate is 'some'; it must be 'none' or 'models' or 'all'"),
@@ -154,9 +154,9 @@ class Mine(CopyDigits):
         super().__init__(config, seed=seed, model=model)
         self.words = open("/no/such/words.txt").read()
 
-def mine() -> RunConfig:
+def mine() -> RLConfig:
     config = find_config("quickstart")()
-    config.data = Mine.Config()
+    config.task = Mine.Config()
     return config
 """
 
@@ -169,7 +169,7 @@ class Loss(ClippedLoss):
         super().__init__(config)
         self.table = {}["missing"]
 
-def mine() -> RunConfig:
+def mine() -> RLConfig:
     config = find_config("quickstart")()
     config.algorithm.loss = Loss.Config()
     return config
@@ -180,7 +180,7 @@ IMPORTS = "from rl.cli import find_config\nfrom rl.algorithms.losses import Clip
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (TASK, "data: building Mine: .*, line 13, in __init__: FileNotFoundError: .*words"),
+        (TASK, "task: building Mine: .*, line 13, in __init__: FileNotFoundError: .*words"),
         (LOSS, "algorithm: .*, line 13, in __init__: KeyError: 'missing'"),
     ],
 )
@@ -219,7 +219,7 @@ def test_configs_of_tiller_are_found_beside_a_package_of_the_same_name(tmp_path,
 def test_every_function_of_the_configs_folder_is_shipped():
     assert (SHIPPED / "quickstart.py").is_file()
     assert {"quickstart", "gsm8k_jsonl", "qwen3_8b"} <= shipped_configs().keys()
-    assert all(isinstance(make(), RunConfig) for make in shipped_configs().values())
+    assert all(isinstance(make(), RLConfig) for make in shipped_configs().values())
 
 
 PICKY = """
@@ -229,8 +229,8 @@ class Mine(CopyDigits):
         unit: str = "m"
         def __post_init__(self):
             {"m": 1.0}[self.unit]
-def mine() -> RunConfig:
-    return RunConfig(data=Mine.Config())
+def mine() -> RLConfig:
+    return RLConfig(task=Mine.Config())
 """
 
 
@@ -239,9 +239,9 @@ def test_an_exception_in_a_users_config_class_names_the_line(module):
     with pytest.raises(
         ConfigError, match="line 10, in __post_init__: KeyError: 'mile'; correct it"
     ):
-        parse_config(["--config", f"{name}.mine", "--data.unit", "mile"], program=PROGRAM)
+        parse_config(["--config", f"{name}.mine", "--task.unit", "mile"], program=PROGRAM)
 
 
 def test_a_return_annotation_may_name_the_module_of_run_config(module):
-    source = "import rl.config as c\ndef mine() -> 'c.RunConfig':\n    return None\n"
-    assert error_of(f"{module(source)}.mine").endswith("it must return a RunConfig")
+    source = "import rl.config as c\ndef mine() -> 'c.RLConfig':\n    return None\n"
+    assert error_of(f"{module(source)}.mine").endswith("it must return a RLConfig")

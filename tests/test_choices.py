@@ -13,7 +13,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 from rl.algorithms.advantages import GAE
 from rl.algorithms.losses import ClippedLoss, DistillationLoss
 from rl.cli import find_config
-from rl.config import RoleConfig, RunConfig
+from rl.config import RLConfig, RoleConfig
 from rl.errors import ConfigError
 from rl.training.config import ranks_of
 from rl.validation import validate
@@ -22,7 +22,7 @@ from tests.test_config import parse
 FRUGAL = f"{__name__}.frugal"
 
 
-def frugal() -> RunConfig:
+def frugal() -> RLConfig:
     """A config with choices of its own."""
     config = find_config("quickstart")()
     config.trainer.activation_checkpoint = FullAC.Config()
@@ -108,7 +108,7 @@ EP, DP, TP = (
 )
 
 
-def parse_fields(fields: dict) -> RunConfig:
+def parse_fields(fields: dict) -> RLConfig:
     return parse(
         *(f"--{name}" if value is None else f"--{name}={value}" for name, value in fields.items())
     )
@@ -238,7 +238,7 @@ def test_a_gpu_of_the_right_kind_computes_in_float8_itself(monkeypatch):
 # Models beside the policy.
 
 
-def beside() -> RunConfig:
+def background() -> RLConfig:
     """A policy with a teacher and a judge, a reference and a critic."""
     config = find_config("quickstart")()
     config.roles["teacher"] = RoleConfig(
@@ -271,7 +271,7 @@ def test_models_beside_the_policy_have_layouts_of_their_own():
             "2",
         ),
         *("--roles.teacher.parallelism.tensor_parallel_degree", "2"),
-        config=f"{__name__}.beside",
+        config=f"{__name__}.background",
     )
     assert (
         ranks_of(parsed.reference.parallelism) == ranks_of(parsed.roles["teacher"].parallelism) == 2
@@ -335,10 +335,10 @@ def test_models_beside_the_policy_have_layouts_of_their_own():
         (
             lambda c: (
                 setattr(c.rollout, "pipeline", "asynchronous")
-                or setattr(c.rollout, "parts_per_step", 2)
+                or setattr(c.rollout, "stream_chunks", 2)
             ),
             (
-                "rollout.parts_per_step is 2; it must be 1 where a step has several updates or its "
+                "rollout.stream_chunks is 2; it must be 1 where a step has several updates or its "
                 "advantages"
             ),
         ),
@@ -346,7 +346,7 @@ def test_models_beside_the_policy_have_layouts_of_their_own():
 )
 @pytest.mark.usefixtures("checkpoints")
 def test_a_model_beside_the_policy_that_cannot_work_is_refused_by_name(edit, message):
-    config = beside()
+    config = background()
     edit(config)
     with pytest.raises(ConfigError, match=re.escape(message)):
         validate(config)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rl.cli import find_config, parse_config
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.errors import ConfigError
 from rl.frozen import frozen
 from rl.tasks.copy_digits import CopyDigits
@@ -14,7 +14,7 @@ from rl.validation import validate
 PROGRAM = "python -m rl.train"
 
 
-def parse(*overrides: str, config: str = "quickstart") -> RunConfig:
+def parse(*overrides: str, config: str = "quickstart") -> RLConfig:
     return parse_config(["--config", config, *overrides], program=PROGRAM)[1]
 
 
@@ -36,7 +36,7 @@ def test_overrides_reach_nested_fields_as_their_own_type():
             "0.28",
             "--algorithm.loss.reduction",
             "token_mean",
-            "--data.digits",
+            "--task.digits",
             "4",
         ),
         *(
@@ -55,9 +55,9 @@ def test_overrides_reach_nested_fields_as_their_own_type():
         0.28,
         "token_mean",
     )
-    assert (config.data.digits, config.model.hf_path) == (4, None)
+    assert (config.task.digits, config.model.hf_path) == (4, None)
     assert config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] == 0.01
-    assert isinstance(config.data, CopyDigits.Config)
+    assert isinstance(config.task, CopyDigits.Config)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_is_not_given_is_the_configs_own():
             "All in trainer.parallelism: trainer.parallelism.context_parallel_degree",
         ),
         ("--rollot.max_tokens", "--rollout.max_tokens", "All in the config: algorithm"),
-        ("--data.digit", "--data.digits", "All in data: data.digits, data.max_prompt_tokens"),
+        ("--task.digit", "--task.digits", "All in task: task.digits, task.max_prompt_tokens"),
     ],
 )
 def test_an_unknown_field_is_answered_with_the_nearest_and_its_siblings(written, near, siblings):
@@ -157,14 +157,14 @@ def package(tmp_path, monkeypatch):
     (tmp_path / "shouting").mkdir()
     (tmp_path / "shouting" / "__init__.py").write_text(
         "from dataclasses import dataclass\n"
-        "from rl.config import RunConfig\n"
+        "from rl.config import RLConfig\n"
         "from rl.tasks.copy_digits import CopyDigits\n"
         "class Shout(CopyDigits):\n"
         "    @dataclass(kw_only=True, slots=True)\n"
         "    class Config(CopyDigits.Config):\n"
         "        loudness: float = 1.0\n"
-        "def loud() -> RunConfig:\n"
-        "    return RunConfig(data=Shout.Config(loudness=2.0))\n"
+        "def loud() -> RLConfig:\n"
+        "    return RLConfig(task=Shout.Config(loudness=2.0))\n"
         "def helper():\n"
         "    return None\n"
     )
@@ -173,14 +173,14 @@ def package(tmp_path, monkeypatch):
 
 
 def test_a_config_of_another_package_is_found_by_module_and_name(package):
-    config = parse("--data.loudness", "3", config=f"{package}.loud")
-    assert config.data.loudness == 3.0
-    assert frozen(config)["data"]["type"] == "shouting.Shout.Config"
-    with pytest.raises(ConfigError, match="--data.loudnes: .*did you mean --data.loudness"):
-        parse("--data.loudnes", "3", config=f"{package}.loud")
+    config = parse("--task.loudness", "3", config=f"{package}.loud")
+    assert config.task.loudness == 3.0
+    assert frozen(config)["task"]["type"] == "shouting.Shout.Config"
+    with pytest.raises(ConfigError, match="--task.loudnes: .*did you mean --task.loudness"):
+        parse("--task.loudnes", "3", config=f"{package}.loud")
 
 
-@pytest.mark.parametrize("name", ["loudd", "helper", "RunConfig", "Shout"])
+@pytest.mark.parametrize("name", ["loudd", "helper", "RLConfig", "Shout"])
 def test_only_functions_that_return_a_run_config_are_configs(package, name):
     with pytest.raises(
         ConfigError,
@@ -209,7 +209,7 @@ def test_help_lists_nested_fields_and_ends_well(capsys):
         "--seed",
         "--rollout.max-tokens",
         "--trainer.parallelism.tensor-parallel-degree",
-        "--data.digits",
+        "--task.digits",
     ):
         assert field in text
     assert "Of the initial weights" in text
@@ -274,9 +274,9 @@ REFUSED = [
     ("trainer.max_skipped_steps", -1, "trainer.max_skipped_steps is -1; it must be at least 0"),
     ("rollout.max_staleness", -1, "rollout.max_staleness is -1; it must be at least 0"),
     (
-        "rollout.parts_per_step",
+        "rollout.stream_chunks",
         2,
-        "rollout.parts_per_step is 2; it must be 1 unless rollout.pipeline is 'asynch",
+        "rollout.stream_chunks is 2; it must be 1 unless rollout.pipeline is 'asynch",
     ),
     ("rollout.max_lost", 1.5, "rollout.max_lost is 1.5; it must be at most 1"),
     ("generator.replicas", 0, "generator.replicas is 0; it must be at least 1"),
@@ -299,9 +299,9 @@ REFUSED = [
     ),
     ("algorithm.update_epochs", 0, "algorithm.update_epochs is 0; it must be at least 1"),
     (
-        "algorithm.mini_batch",
+        "algorithm.prompts_per_minibatch",
         7,
-        "algorithm.mini_batch is 7; it must divide rollout.prompts_per_step=",
+        "algorithm.prompts_per_minibatch is 7; it must divide rollout.prompts_per_step=",
     ),
     (
         "algorithm.overlong_buffer",
@@ -310,7 +310,7 @@ REFUSED = [
     ),
     ("reference.refresh_every", -1, "reference.refresh_every is -1; it must be at least 0"),
     ("watchdog.stalled_s", 0.0, "watchdog.stalled_s is 0.0; it must be above 0"),
-    ("watchdog.flat_steps", 0, "watchdog.flat_steps is 0; it must be at least 1"),
+    ("watchdog.zero_std_steps", 0, "watchdog.zero_std_steps is 0; it must be at least 1"),
     ("watchdog.starving_steps", 0, "watchdog.starving_steps is 0; it must be at least 1"),
     ("watchdog.starving_share", 1.0, "watchdog.starving_share is 1.0; it must be below 1"),
     ("watchdog.entropy_min", -1.0, "watchdog.entropy_min is -1.0; it must be at least 0"),
@@ -319,9 +319,9 @@ REFUSED = [
     ("evaluation.prompts", -1, "evaluation.prompts is -1; it must be at least 0"),
     ("evaluation.samples", -1, "evaluation.samples is -1; it must be at least 0"),
     (
-        "data.max_prompt_tokens",
+        "task.max_prompt_tokens",
         27,
-        "data.max_prompt_tokens=27 .*rollout.max_tokens=6 is 33; .*at most model.max_seq_len=32",
+        "task.max_prompt_tokens=27 .*rollout.max_tokens=6 is 33; .*at most model.max_seq_len=32",
     ),
     ("model.n_layers", 0, "model.n_layers is 0; it must be at least 1"),
     ("model.num_experts", -1, "model.num_experts is -1; it must be at least 0"),

@@ -10,7 +10,7 @@ from rl.algorithms.advantages import GAE
 from rl.algorithms.corrections import TruncatedIS
 from rl.algorithms.losses import dapo
 from rl.cli import find_config, parse_config, shipped_configs
-from rl.config import AlgorithmConfig, RoleConfig, RunConfig
+from rl.config import AlgorithmConfig, RLConfig, RoleConfig
 from rl.errors import ConfigError
 from rl.frozen import frozen, thawed
 from rl.model.shape import ModelConfig
@@ -20,7 +20,7 @@ from rl.tasks.mixture import Mixture, Stage
 PROGRAM = "python -m rl.train"
 
 
-def parse(*overrides: str) -> RunConfig:
+def parse(*overrides: str) -> RLConfig:
     return parse_config(["--config", "quickstart", *overrides], program=PROGRAM)[1]
 
 
@@ -35,26 +35,26 @@ def test_the_frozen_copy_is_json_with_every_value_in_its_place():
     )
     copy = json.loads(json.dumps(frozen(config)))
     assert copy == frozen(config)
-    assert set(copy) == {field.name for field in dataclasses.fields(RunConfig)}
+    assert set(copy) == {field.name for field in dataclasses.fields(RLConfig)}
     assert copy["trainer"]["parallelism"]["tensor_parallel_degree"] == 2
     assert (copy["rollout"]["temperature"], copy["output_dir"], copy["model"]["hf_path"]) == (
         0.7,
         "x",
         None,
     )
-    assert copy["data"] == {
+    assert copy["task"] == {
         "type": "rl.tasks.copy_digits.CopyDigits.Config",
         "digits": 3,
         "max_prompt_tokens": 16,
     }
     assert (
-        CopyDigits.Config(**{k: v for k, v in copy["data"].items() if k != "type"}) == config.data
+        CopyDigits.Config(**{k: v for k, v in copy["task"].items() if k != "type"}) == config.task
     )
     kwargs = copy["trainer"]["optimizer"]["param_groups"][0]["optimizer_kwargs"]
     assert kwargs == {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}
 
 
-def every_kind_of_part() -> RunConfig:
+def every_kind_of_part() -> RLConfig:
     """A config with parts of other kinds than its fields name, within lists, tuples and
     dicts too.
     """
@@ -65,10 +65,10 @@ def every_kind_of_part() -> RunConfig:
         advantage=GAE.Config(), loss=dapo(), corrections=(TruncatedIS.Config(),)
     )
     config.roles["teacher"] = RoleConfig(model=ModelConfig(dim=128), column="teacher_logprobs")
-    config.data = Mixture.Config(
+    config.task = Mixture.Config(
         tasks={"short": CopyDigits.Config(digits=1)},
         weights={"short": 1.0},
-        stages=[Stage(first_ordinal=3, weights={"short": 2.0})],
+        stages=[Stage(first_prompt_id=3, weights={"short": 2.0})],
         max_prompt_tokens=16,
     )
     config.slurm.environment["NCCL_DEBUG"] = "WARN"
@@ -81,7 +81,7 @@ def test_a_frozen_config_becomes_the_config_again(make):
     again = thawed(json.loads(json.dumps(frozen(config))))
     assert frozen(again) == frozen(config)
     assert type(again.algorithm.loss) is type(config.algorithm.loss)
-    assert (again.data, again.roles, again.model) == (config.data, config.roles, config.model)
+    assert (again.task, again.roles, again.model) == (config.task, config.roles, config.model)
     assert (again.trainer.lora, again.trainer.activation_checkpoint) == (
         config.trainer.lora,
         config.trainer.activation_checkpoint,
@@ -93,9 +93,9 @@ def test_a_frozen_config_becomes_the_config_again(make):
     [
         ("seed", {"repr": "<a lock>"}, "<a lock> cannot be read from a frozen config"),
         (
-            "data",
+            "task",
             {"type": "no.such.Task", "digits": 3},
-            "config.data: there is no config class 'no.such.Task'; is",
+            "config.task: there is no config class 'no.such.Task'; is",
         ),
         (
             "rollout",
@@ -163,8 +163,8 @@ def parts(tmp_path, monkeypatch):
     ],
 )
 def test_no_module_is_imported_that_defines_no_such_config_class(parts, inner, said):
-    data = frozen(find_config("quickstart")()) | {"data": {"type": parts.stem + inner}}
-    with pytest.raises(ConfigError, match=f"config.data: {said}"):
+    data = frozen(find_config("quickstart")()) | {"task": {"type": parts.stem + inner}}
+    with pytest.raises(ConfigError, match=f"config.task: {said}"):
         thawed(data)
     assert not parts.with_suffix(".imported").exists()
 
@@ -174,22 +174,22 @@ def test_no_module_is_imported_that_defines_no_such_config_class(parts, inner, s
 )
 def test_names_of_other_things_are_refused_without_importing_them(path, monkeypatch):
     monkeypatch.delitem(sys.modules, "this", raising=False)
-    with pytest.raises(ConfigError, match=r"config\.data"):
-        thawed(frozen(find_config("quickstart")()) | {"data": {"type": path}})
+    with pytest.raises(ConfigError, match=r"config\.task"):
+        thawed(frozen(find_config("quickstart")()) | {"task": {"type": path}})
     assert not {"this", "antigravity"} & sys.modules.keys()
 
 
 def test_only_a_part_of_the_kind_that_the_field_takes_is_made(parts):
     data = frozen(find_config("quickstart")())
-    with pytest.raises(ConfigError, match="config.data.type is .*; it must name a Task.Config"):
-        thawed(data | {"data": {"type": f"{parts.stem}.Other.Config"}})
+    with pytest.raises(ConfigError, match="config.task.type is .*; it must name a Task.Config"):
+        thawed(data | {"task": {"type": f"{parts.stem}.Other.Config"}})
     with pytest.raises(
-        ConfigError, match="config.data.type is .*GAE.Config'; it must name a Task.Config"
+        ConfigError, match="config.task.type is .*GAE.Config'; it must name a Task.Config"
     ):
-        thawed(data | {"data": frozen(GAE.Config())})
-    mine = thawed(data | {"data": {"type": f"{parts.stem}.Mine.Config", "digits": 2}})
-    assert type(mine.data).__qualname__ == "Mine.Config"
-    assert mine.data.digits == 2
+        thawed(data | {"task": frozen(GAE.Config())})
+    mine = thawed(data | {"task": {"type": f"{parts.stem}.Mine.Config", "digits": 2}})
+    assert type(mine.task).__qualname__ == "Mine.Config"
+    assert mine.task.digits == 2
 
 
 def test_a_variable_with_the_name_type_is_only_a_variable():

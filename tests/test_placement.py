@@ -1,12 +1,12 @@
 """Which ranks go to which hosts and GPUs."""
 
 from rl.cli import find_config
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.placement import Placement
 from rl.types import Place
 
 
-def config_of(*, dp: int, nodes: int, generators: int = 0, tp: int = 1) -> RunConfig:
+def config_of(*, dp: int, nodes: int, generators: int = 0, tp: int = 1) -> RLConfig:
     """``dp`` trainer ranks on ``nodes`` nodes, and ``generators`` nodes of generators of ``tp``
     ranks.
     """

@@ -10,7 +10,7 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl.algorithms.advantages import Advantages, GroupAdvantage
-from rl.config import AlgorithmConfig, RunConfig
+from rl.config import AlgorithmConfig, RLConfig
 from rl.observe.owner import FolderOwner
 from rl.tasks.base import Task
 from rl.tasks.copy_digits import CopyDigits
@@ -47,7 +47,7 @@ def test_hosts_that_are_not_those_of_the_config(arguments, message, tmp_path, ca
         ),
         (
             lambda digits: 1 / 0,
-            "data: CopyDigits.eval_prompts(256) raised ZeroDivisionError: division by zero",
+            "task: CopyDigits.eval_prompts(256) raised ZeroDivisionError: division by zero",
         ),
     ],
     ids=["empty", "raises"],
@@ -85,19 +85,19 @@ class Moody(CopyDigits):
         elif config.fails != "no super":
             super().__init__(config, seed=seed, model=model)
 
-    def prompt(self, ordinal):
-        if self.config.fails == "prompt" and ordinal == 7:
+    def prompt(self, prompt_id):
+        if self.config.fails == "prompt" and prompt_id == 7:
             return None
         if self.config.fails == "Ctrl-C":
             raise KeyboardInterrupt
-        return super().prompt(ordinal)
+        return super().prompt(prompt_id)
 
 
-def moody() -> RunConfig:
-    return replace(quickstart(), data=Moody.Config())
+def moody() -> RLConfig:
+    return replace(quickstart(), task=Moody.Config())
 
 
-def misshapen() -> RunConfig:
+def misshapen() -> RLConfig:
     return replace(quickstart(), algorithm=AlgorithmConfig(advantage=Misshapen.Config()))
 
 
@@ -115,29 +115,29 @@ def misshapen() -> RunConfig:
         ),
         (
             "moody",
-            ["--data.fails", "constructor"],
+            ["--task.fails", "constructor"],
             2,
             "in __init__: SystemExit: no data today; correct it there",
         ),
         (
             "moody",
-            ["--data.fails", "no super"],
+            ["--task.fails", "no super"],
             2,
-            "data: Moody has no shape; its constructor must call super()",
+            "task: Moody has no shape; its constructor must call super()",
         ),
         (
             "moody",
-            ["--data.fails", "no tokenizer"],
+            ["--task.fails", "no tokenizer"],
             2,
             "its constructor must call self.set_tokenizer(tokenizer",
         ),
         (
             "moody",
-            ["--data.fails", "prompt"],
+            ["--task.fails", "prompt"],
             2,
-            "data: Moody.prompt(7) is None; expected is a Prompt",
+            "task: Moody.prompt(7) is None; expected is a Prompt",
         ),
-        ("moody", ["--data.fails", "Ctrl-C"], 130, "interrupted before the run started"),
+        ("moody", ["--task.fails", "Ctrl-C"], 130, "interrupted before the run started"),
     ],
 )
 def test_code_of_the_users_own_is_tried_before_anything_starts(

@@ -9,11 +9,11 @@ from rl.actors.group import ActorGroup, Deadlines, Mesh, outlasting
 from rl.actors.supervisor import Supervisor
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig, environment, shared_memory
-from rl.model.parts import Layout, Part, layout_of
 from rl.model.shape import ModelConfig
+from rl.model.shards import Layout, Shard, layout_of
 from rl.platform import memory_domain
 from rl.types import Completion, GenerationRequest, Place
-from rl.weights.digest import PartDigests, digests
+from rl.weights.digest import ShardDigests, digests
 from rl.weights.open import open_subscriber
 from rl.weights.transport import Subscriber, Transfer
 
@@ -66,9 +66,9 @@ class Generator(Actor):
     async def connect(self, transfer: Transfer, addresses: list[Any], generator: int) -> None:
         if self._rank == 0:
             await self._loop.abort()
-        parts = await self._loop.run_between_steps(self._disconnected)
+        shards = await self._loop.run_between_steps(self._disconnected)
         self._subscriber = open_subscriber(
-            transfer, addresses, parts, generator=generator, rank=self._rank
+            transfer, addresses, shards, generator=generator, rank=self._rank
         )
 
     @concurrent_endpoint
@@ -104,14 +104,14 @@ class Generator(Actor):
         await self._loop.run_between_steps(lambda engine: engine.onload())
 
     @concurrent_endpoint
-    async def weight_digests(self) -> PartDigests:
+    async def weight_digests(self) -> ShardDigests:
         return await self._loop.run_between_steps(lambda engine: digests(engine.parameters()))
 
     @concurrent_endpoint
     async def close(self) -> None:
         await self._loop.close()
 
-    def _disconnected(self, engine: "GenerationEngine") -> list[Part]:
+    def _disconnected(self, engine: "GenerationEngine") -> list[Shard]:
         if self._subscriber is not None:  # between steps, so that no pull uses it
             self._subscriber.close()
             self._subscriber = None
@@ -223,7 +223,7 @@ class GeneratorMesh(Mesh):
             await self._group.call("generate", requests, rank=0, deadline=self._deadlines.call)
         )[0]
 
-    async def weight_digests(self) -> list[PartDigests]:
+    async def weight_digests(self) -> list[ShardDigests]:
         """Digests of every rank's parameters."""
         return await self._group.call("weight_digests", deadline=self._deadlines.call)
 

@@ -19,7 +19,7 @@ from rl.errors import ActorFailure, RunError
 from rl.platform import memory_domain
 from rl.types import Place
 
-SIGN_OF_LIFE_S = (
+CHECK_ALIVE_S = (
     30.0  # what raises may do so because a peer died: of one on another host nobody tells sooner
 )
 STOP_S = 5.0  # for Monarch and the kernel to see that killed processes have ended
@@ -47,7 +47,7 @@ def outlasting(deadlines: Deadlines) -> float:
     return deadlines.start + deadlines.call
 
 
-class Pulse(Actor):
+class Heartbeat(Actor):
     """Lives beside each rank's actor, and answers also while that one is being built or is busy."""
 
     @concurrent_endpoint
@@ -127,7 +127,7 @@ class ActorGroup:
         everyone: PerRank = dict.fromkeys(range(place.ranks), ())
         self._supervisor.register(self._mesh, self._died)
         self._procs = self._hosts.spawn(self.name, place, env=env or {})
-        self._pulse = self._procs.spawn(self._mesh, Pulse)
+        self._pulse = self._procs.spawn(self._mesh, Heartbeat)
         for rank, (domain, pid) in enumerate(
             await self._answers(self._pulse, "heartbeat", everyone, deadline)
         ):
@@ -180,12 +180,12 @@ class ActorGroup:
 
         self._background.append(asyncio.create_task(watched()))
 
-    async def sign_of_life(self, within_s: float | None = None) -> None:
+    async def check_alive(self, within_s: float | None = None) -> None:
         """Return when every rank has given one.
 
         Raises the group's failure, which it is too if one gives none.
         """
-        deadline = within_s or max(SIGN_OF_LIFE_S, self._heartbeat)
+        deadline = within_s or max(CHECK_ALIVE_S, self._heartbeat)
         await self._answers(
             self._pulse, "heartbeat", dict.fromkeys(range(self.ranks), ()), deadline
         )
@@ -259,7 +259,7 @@ class ActorGroup:
         with contextlib.suppress(ActorFailure):  # whoever waits for the group is told
             while True:
                 await asyncio.sleep(self._heartbeat / 3)
-                await self.sign_of_life(self._heartbeat)
+                await self.check_alive(self._heartbeat)
 
     async def _answers(
         self, actor: Any, endpoint: str, args: PerRank, deadline: float
@@ -293,7 +293,7 @@ class ActorGroup:
                 raised = [answer for answer in answers if isinstance(answer, ActorFailure)]
                 if raised and self.ranks > 1 and actor is not self._pulse:
                     with contextlib.suppress(ActorFailure):  # which is then the group's
-                        await self.sign_of_life()
+                        await self.check_alive()
                 if self._over.done():
                     raise self._over.result().with_traceback(None)
                 if raised:
@@ -341,13 +341,13 @@ class Mesh:
         """
         return await self._group.failed()
 
-    async def sign_of_life(self) -> None:
+    async def check_alive(self) -> None:
         """Return if every rank gives one soon; raises the failure if one has died."""
-        await self._group.sign_of_life()
+        await self._group.check_alive()
 
 
 class Startable(Protocol):
-    """What ``start_anew`` takes."""
+    """What ``ensure_running`` takes."""
 
     @property
     def is_running(self) -> bool: ...
@@ -357,7 +357,7 @@ class Startable(Protocol):
     async def stop(self) -> None: ...
 
 
-async def start_anew(mesh: Startable) -> None:
+async def ensure_running(mesh: Startable) -> None:
     """Start ``mesh`` unless it is at work; what is left of one that was lost ends first."""
     if not mesh.is_running:
         await mesh.stop()

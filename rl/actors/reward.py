@@ -80,7 +80,7 @@ class RewardWorkers:
     """``count`` workers, each started again when it dies or hangs; with 0, a thread of this
     process. ::
 
-        workers = RewardWorkers(config.data, config.seed, config.model, supervisor, count=2, ...)
+        workers = RewardWorkers(config.task, config.seed, config.model, supervisor, count=2, ...)
         await workers.start()
         rollouts = await workers.score(prompt, completions)
         await workers.stop()
@@ -228,7 +228,7 @@ class RewardWorkers:
             return None
         how = "died" if error.kind == "died" else "hung"
         whose = f"the reward of {type(self._config).__qualname__.removesuffix('.Config')}"
-        return GroupLost(f"reward {how}", f"{whose} {how}; prompt {job.prompt.ordinal}; {error}")
+        return GroupLost(f"reward {how}", f"{whose} {how}; prompt {job.prompt.prompt_id}; {error}")
 
     def _give_up(self, error: RunError) -> None:
         self._broken = error

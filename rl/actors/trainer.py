@@ -8,7 +8,7 @@ from monarch.actor import concurrent_endpoint
 
 from rl.actors.store import StoreProcess
 from rl.actors.worker import ModelWorker, WorkerGroup
-from rl.model.parts import Layout, layout_of
+from rl.model.shards import Layout, layout_of
 from rl.platform import memory_domain
 from rl.weights.open import open_publisher
 from rl.weights.transport import Publisher, Sent, Transfer
@@ -24,13 +24,13 @@ class PolicyTrainer(ModelWorker):
 
     @concurrent_endpoint
     async def layout(self) -> tuple[str, Layout]:
-        return memory_domain(), layout_of((await self._in_engine(self.engine.parts)).values())
+        return memory_domain(), layout_of((await self._in_engine(self.engine.shards)).values())
 
     @concurrent_endpoint
     async def open_publisher(self, transfer: Transfer, rank: int) -> Any:
-        parts = list((await self._in_engine(self.engine.parts)).values())
+        shards = list((await self._in_engine(self.engine.shards)).values())
         await self._close_publisher()
-        self.publisher = open_publisher(transfer, parts, rank=rank)
+        self.publisher = open_publisher(transfer, shards, rank=rank)
         return self.publisher.address
 
     @concurrent_endpoint

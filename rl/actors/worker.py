@@ -20,7 +20,7 @@ from rl.observe.metrics import Metrics
 from rl.training.config import TrainerConfig
 from rl.training.micro_batches import balanced
 from rl.types import Batch, Head, Place
-from rl.weights.digest import PartDigests, digests
+from rl.weights.digest import ShardDigests, digests
 
 T = TypeVar("T")
 
@@ -114,8 +114,8 @@ class ModelWorker(Actor):
         await self._in_engine(self.engine.onload, model=model, optimizer=optimizer)
 
     @concurrent_endpoint
-    async def weight_digests(self, dtype: torch.dtype | None) -> PartDigests:
-        return await self._in_engine(lambda: digests(self.engine.parts().values(), dtype=dtype))
+    async def weight_digests(self, dtype: torch.dtype | None) -> ShardDigests:
+        return await self._in_engine(lambda: digests(self.engine.shards().values(), dtype=dtype))
 
     @concurrent_endpoint
     async def save_checkpoint(self, step: int, run_state: dict[str, Any]) -> None:
@@ -280,7 +280,7 @@ class WorkerGroup(Mesh):
         """Bring them back, bit for bit."""
         await self._call("onload", model, optimizer)
 
-    async def weight_digests(self, dtype: torch.dtype | None = None) -> list[PartDigests]:
+    async def weight_digests(self, dtype: torch.dtype | None = None) -> list[ShardDigests]:
         """Digests of every rank's shards, cast to ``dtype`` if given."""
         return await self._call("weight_digests", dtype)
 

@@ -62,9 +62,9 @@ class Scored:
         too.
         """
         earned = self.token_rewards.double()
-        spoken = self.lengths > 0
+        nonempty = self.lengths > 0
         return earned.index_add(
-            0, self.lengths.cumsum(0)[spoken] - 1, self.rewards[spoken].double()
+            0, self.lengths.cumsum(0)[nonempty] - 1, self.rewards[nonempty].double()
         )
 
 

@@ -355,7 +355,8 @@ def grpo(**fields: float) -> ClippedLoss.Config:
 
 def dapo(**fields: float) -> ClippedLoss.Config:
     """DAPO's loss: clip-higher and the mean over tokens; any field may be given."""
-    return grpo(**{"clip_high": 0.28, "reduction": "token_mean", **fields})  # type: ignore[arg-type]
+    defaults: dict[str, Any] = {"clip_high": 0.28, "reduction": "token_mean"}
+    return grpo(**(defaults | fields))
 
 
 def token_weights(lengths: torch.Tensor, reduction: str, max_tokens: int = 0) -> torch.Tensor:

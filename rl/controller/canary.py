@@ -3,7 +3,7 @@
 import torch
 
 from rl.actors.generator import GeneratorMesh
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.controller.dispatch import Dispatch
 from rl.model.shape import shape_of
 from rl.types import Batch, Completion, GenerationRequest, Sampling
@@ -15,13 +15,13 @@ BLOCK = 128  # largest of vLLM's own block sizes of the KV cache
 class Canary:
     """Asks a generator for a few tokens and the trainer for their log-probs."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RLConfig):
         tolerance = config.weights.canary_tolerance
         if tolerance is None:
             tolerance = 1e-3 if config.generator.dtype == "float32" else 0.5
         self.tolerance = tolerance
         """Largest difference of a log-prob that passes; 0 for no canary."""
-        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+        longest = config.task.max_prompt_tokens + config.rollout.max_tokens
         more_than_a_block = (
             config.generator.block_size or BLOCK
         ) + 64  # a stale one would be found there
@@ -50,7 +50,7 @@ class Canary:
         """
         tokens = torch.tensor(self._prompt + answer.tokens)
         batch = Batch(
-            tokens=tokens, lengths=torch.tensor([len(tokens)]), weights=torch.ones(len(tokens))
+            tokens=tokens, lengths=torch.tensor([len(tokens)]), loss_weights=torch.ones(len(tokens))
         )
         scored = await dispatch.forward("policy", batch, temperature=self._sampling.temperature)
         own = scored["logprobs"][len(self._prompt) :]

@@ -10,12 +10,12 @@ from torchtitan.config import Configurable
 
 from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import Outputs, WorkerGroup
-from rl.controller.together import beside
+from rl.controller.concurrency import background
 from rl.errors import ActorFailure
 from rl.observe.metrics import Metrics
 from rl.types import Batch
 
-Part = Literal["model", "optimizer"]
+Component = Literal["model", "optimizer"]
 
 
 class Guest(Protocol):
@@ -45,7 +45,7 @@ class Dispatch:
         self._guests: dict[str, Guest] = {}
         self._switching = asyncio.Lock()  # fair: who waits for another role is not overtaken
         self._idle = asyncio.Event()
-        self._there: dict[str, set[Part]] = {}
+        self._there: dict[str, set[Component]] = {}
         self._rates: dict[str, dict[str, float | None]] = {}
         self._changed: set[str] = set()  # whose weights are others than they started with
         self._callers = 0
@@ -63,7 +63,7 @@ class Dispatch:
         """Start every group that is not at work; those that share devices one after another."""
         lost = [role for role, group in self._groups.items() if not group.is_running]
         self._there = {role: parts for role, parts in self._there.items() if role not in lost}
-        async with beside() as work:
+        async with background() as work:
             for role in lost:
                 work.create_task(self._start(role))
 
@@ -174,8 +174,8 @@ class Dispatch:
         self._guests[role] = guest
 
     @asynccontextmanager
-    async def resident(self, role: str, *parts: Part) -> AsyncIterator[None]:
-        """``parts`` of ``role`` stay on its devices while the block runs.
+    async def resident(self, role: str, *parts: Component) -> AsyncIterator[None]:
+        """``shards`` of ``role`` stay on its devices while the block runs.
 
         Not to be nested: others may wait.
         """
@@ -197,7 +197,7 @@ class Dispatch:
             self._callers -= 1
             self._idle.set()
 
-    async def _bring_back(self, role: str, missing: set[Part]) -> None:
+    async def _bring_back(self, role: str, missing: set[Component]) -> None:
         if role in self._guests:
             await self._guests[role].onload()
         else:

@@ -6,12 +6,12 @@ import math
 import shutil
 from pathlib import Path
 
-from rl.config import EvaluationConfig, RunConfig
+from rl.config import EvaluationConfig, RLConfig
+from rl.controller.concurrency import background
 from rl.controller.dispatch import Dispatch
 from rl.controller.ledger import Group
 from rl.controller.router import Router
 from rl.controller.sampler import sampling_of
-from rl.controller.together import beside
 from rl.errors import GroupLost, RunError
 from rl.rollout.prompts import eval_prompts
 from rl.rollout.rollouter import Rollouter
@@ -34,7 +34,7 @@ class Evaluation:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: RLConfig,
         task: Task,
         rollouter: Rollouter,
         router: Router,
@@ -138,7 +138,7 @@ class Evaluation:
     async def _ask(self, sampling: Sampling, samples: int, stream: str) -> list[Group]:
         """Scored samples of each prompt, in order, without prompts whose reward failed."""
         size = min(-(-len(self._prompts) // self._replicas), max(1, self._at_once // samples))
-        async with beside() as work:
+        async with background() as work:
             shares = [
                 work.create_task(
                     self._rollouter.collect(
@@ -176,4 +176,4 @@ def held_out_prompts(config: EvaluationConfig, task: Task) -> list[Prompt]:
 
 
 def _solved(groups: list[Group]) -> int:
-    return sum(any(rollout.metrics["exact"] for rollout in group) for group in groups)
+    return sum(any(rollout.metrics["correct"] for rollout in group) for group in groups)

@@ -6,11 +6,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from rl.actors.generator import GeneratorMesh
-from rl.actors.group import start_anew
-from rl.config import RunConfig
+from rl.actors.group import ensure_running
+from rl.config import RLConfig
+from rl.controller.concurrency import background
 from rl.controller.push import WeightPush
 from rl.controller.router import Router, Turn
-from rl.controller.together import beside
 from rl.errors import ActorFailure, RunError
 
 LOOK_EVERY_S = 1.0
@@ -23,7 +23,7 @@ class Fleet:
         fleet = Fleet(config, make, router, push, folder / "replicas", print)
         await fleet.start()                     # processes and engines, without weights
         await fleet.connect(step)               # they hold the trainer's weights and are asked
-        async with beside(fleet.run()): ...     # lost ones come back, others join and leave
+        async with background(fleet.run()): ...     # lost ones come back, others join and leave
 
     ``make(number)`` gives the mesh of generator ``number``. Whoever writes a number to the file
     ``asked`` changes how many there are. A generator that is lost more than ``max_restarts`` times
@@ -32,7 +32,7 @@ class Fleet:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: RLConfig,
         make: Callable[[int], GeneratorMesh],
         router: Router,
         push: WeightPush,
@@ -63,9 +63,9 @@ class Fleet:
         """
         while self._leaving:
             await self._stop(self._leaving[0])
-        async with self._turn(), beside() as work:
+        async with self._turn(), background() as work:
             for mesh in self.meshes:
-                work.create_task(start_anew(mesh))
+                work.create_task(ensure_running(mesh))
 
     async def abort(self) -> None:
         """Abort all requests in flight, also those whose caller was cancelled."""
@@ -107,7 +107,7 @@ class Fleet:
         """Keep every generator at work, and as many as are asked for; raises what cannot be
         mended.
         """
-        async with beside() as work:
+        async with background() as work:
             keepers = {
                 number: work.create_task(self._keep(mesh)) for number, mesh in self._meshes.items()
             }
@@ -132,7 +132,7 @@ class Fleet:
             failure = await self._work(mesh)
             lost = 1 if self._router.served.pop(mesh, 0) else lost + 1
             self._router.leave(mesh)
-            self._push.part(mesh)
+            self._push.remove(mesh)
             if not failure.is_lost:
                 raise failure
             if lost > self._max_restarts:
@@ -147,7 +147,7 @@ class Fleet:
         try:
             if mesh not in self._router.replicas:
                 async with self._turn():
-                    await start_anew(mesh)
+                    await ensure_running(mesh)
                 await self._push.join(mesh)
                 self._router.join(mesh)
                 self._say(f"{mesh.name} has joined")
@@ -165,7 +165,7 @@ class Fleet:
         ended.
         """
         self._router.leave(mesh)
-        self._push.part(mesh)
+        self._push.remove(mesh)
         await mesh.stop()
         self._leaving.remove(mesh)
 

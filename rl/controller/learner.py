@@ -14,7 +14,7 @@ from rl.algorithms.advantages import Scored, advantages_of, overlong_penalty
 from rl.algorithms.corrections import correction_weights
 from rl.algorithms.kl import kl
 from rl.algorithms.losses import batch_denominator
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.controller.dispatch import Dispatch
 from rl.controller.ledger import Group
 from rl.observe.metrics import Metrics, Value
@@ -27,7 +27,7 @@ class Learner:
     """Has the policy learn from groups; how often it steps on them is the config's. ::
 
         batch = await learner.prepare(groups)           # with what advantages and loss need to know
-        for mini in learner.mini_batches(batch, step):
+        for mini in learner.minibatches(batch, step):
             await learner.accumulate(mini)
             metrics = await learner.update()            # one optimizer step
 
@@ -37,7 +37,7 @@ class Learner:
     """
 
     def __init__(
-        self, config: RunConfig, dispatch: Dispatch, folder: Path, checkpoints: StepFolders
+        self, config: RLConfig, dispatch: Dispatch, folder: Path, checkpoints: StepFolders
     ):
         algorithm = config.algorithm
         self._config = config
@@ -112,17 +112,17 @@ class Learner:
             metrics = metrics | {f"{role}/score": float(scores.mean())}
         scored = Scored(
             rewards=rewards,
-            groups=torch.tensor([rollout.prompt.ordinal for rollout in rollouts]),
+            groups=torch.tensor([rollout.prompt.prompt_id for rollout in rollouts]),
             lengths=lengths,
             token_rewards=token_rewards,
-            values=batch.columns["old_values"][batch.counted]
+            values=batch.columns["old_values"][batch.loss_mask]
             if "old_values" in batch.columns
             else None,
         )
         found = advantages_of(self._advantage, scored, with_returns="critic" in self._learning)
-        batch.columns["advantages"] = batch.spread(found.advantages)
+        batch.columns["advantages"] = batch.scatter(found.advantages)
         if found.returns is not None:
-            batch.columns["returns"] = batch.spread(found.returns)
+            batch.columns["returns"] = batch.scatter(found.returns)
         if self._corrections:
             metrics |= self._correct(batch, scored.sequence)
         weight = len(scored.sequence)
@@ -131,7 +131,7 @@ class Learner:
         )
         return batch
 
-    def mini_batches(self, batch: Batch, step: int) -> list[Batch]:
+    def minibatches(self, batch: Batch, step: int) -> list[Batch]:
         """What each optimizer step of ``step`` is on: the whole batch, or in each epoch a new cut
         of it.
         """
@@ -203,13 +203,13 @@ class Learner:
         """Metrics of the distance to the reference, and the reward of each completion token for it,
         [C].
         """
-        spoken = batch.counted
+        mask = batch.loss_mask
         columns = batch.columns
-        nothing = torch.zeros(int(spoken.sum()))
+        nothing = torch.zeros(int(mask.sum()))
         if "reference_logprobs" not in columns:
             return {}, nothing
-        policy = columns[self._algorithm.proximal_column][spoken]
-        reference = columns["reference_logprobs"][spoken]
+        policy = columns[self._algorithm.proximal_column][mask]
+        reference = columns["reference_logprobs"][mask]
         metrics = {
             "kl/reference": float(kl(policy, reference, "k3").mean()),
             "kl/coef": self._kl_coef,
@@ -220,16 +220,16 @@ class Learner:
 
     def _correct(self, batch: Batch, sequence: torch.Tensor) -> dict[str, float]:
         """The column that weighs what was not drawn from the weights it trains; its metrics."""
-        spoken = batch.counted
+        mask = batch.loss_mask
         columns = batch.columns
         weights, metrics = correction_weights(
             self._corrections,
-            columns["proximal_logprobs"][spoken],
-            columns["behaviour_logprobs"][spoken],
-            self._dispatch.policy.version - columns["versions"][spoken],
+            columns["proximal_logprobs"][mask],
+            columns["behaviour_logprobs"][mask],
+            self._dispatch.policy.version - columns["versions"][mask],
             sequence,
         )
-        columns["correction"] = batch.spread(weights)
+        columns["correction"] = batch.scatter(weights)
         return metrics
 
     async def _refresh(self, step: int) -> None:
@@ -258,7 +258,7 @@ class Learner:
         return {int(name[1]): folder for name, folder in named if name}
 
 
-def columns_of(config: RunConfig) -> dict[str, tuple[str, str]]:
+def columns_of(config: RLConfig) -> dict[str, tuple[str, str]]:
     """By role, which of a model's outputs becomes which column of a batch."""
     algorithm = config.algorithm
     columns = dict[str, tuple[str, str]]()

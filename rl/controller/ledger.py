@@ -14,19 +14,19 @@ Group = list[Rollout]
 
 @dataclass(slots=True)
 class _Entry:
-    ordinal: int
+    prompt_id: int
     due: int
     group: Group | None = None
 
 
 class Ledger:
-    """Every ordinal handed out is in one place: submitted = waiting + running + finished + trained
-    + dropped. ::
+    """Every prompt_id handed out is in one place: submitted = waiting + running + finished +
+    trained + dropped. ::
 
         ledger = Ledger(groups_per_step=32, max_staleness=2)
         if ledger.admits(held):                     # generators hold version ``held`` or newer
-            ordinal = ledger.admit(held)            # running
-        ledger.finish(ordinal, group)               # finished; or drop(ordinal, reason)
+            prompt_id = ledger.admit(held)            # running
+        ledger.finish(prompt_id, group)               # finished; or drop(prompt_id, reason)
         groups = ledger.take(32)                    # trained on next; [] if that broke the bound
         ledger.stepped(trainer.version)             # trained
 
@@ -56,7 +56,7 @@ class Ledger:
         self._updates = updates_per_step
         self._staleness = max_staleness * updates_per_step
         self.submitted = self.trained = 0
-        """How many ordinals were handed out, and trained on."""
+        """How many prompt_ids were handed out, and trained on."""
         self.dropped: Counter[str] = Counter()
         """How many will never be trained on, by reason."""
         self._entries: dict[int, _Entry] = {}
@@ -77,28 +77,28 @@ class Ledger:
         return self._turn(len(self._entries), self._room) <= held + self._staleness
 
     def admit(self, held: int) -> int:
-        """The next ordinal, from now on running: one that has to be put again, or else a
+        """The next prompt_id, from now on running: one that has to be put again, or else a
         new one.
         """
         if self._waiting:
-            ordinal = self._waiting.popleft()
+            prompt_id = self._waiting.popleft()
         else:
-            ordinal = self.submitted
+            prompt_id = self.submitted
             self.submitted = self.submitted + 1
-        self._entries[ordinal] = _Entry(ordinal, held + self._staleness)
-        return ordinal
+        self._entries[prompt_id] = _Entry(prompt_id, held + self._staleness)
+        return prompt_id
 
-    def finish(self, ordinal: int, group: Group) -> None:
-        """The rollouts of a running ordinal are there."""
-        entry = self._entries[ordinal]
-        assert entry.group is None, f"ordinal {ordinal} finished twice"
+    def finish(self, prompt_id: int, group: Group) -> None:
+        """The rollouts of a running prompt_id are there."""
+        entry = self._entries[prompt_id]
+        assert entry.group is None, f"prompt_id {prompt_id} finished twice"
         entry.group = group
 
-    def drop(self, ordinal: int, reason: str) -> None:
-        """A running ordinal will never be trained on."""
-        assert self._entries.pop(ordinal).group is None, f"ordinal {ordinal} was finished"
+    def drop(self, prompt_id: int, reason: str) -> None:
+        """A running prompt_id will never be trained on."""
+        assert self._entries.pop(prompt_id).group is None, f"prompt_id {prompt_id} was finished"
         self.dropped[reason] += 1
-        self._dropped_now.setdefault(reason, []).append(ordinal)
+        self._dropped_now.setdefault(reason, []).append(prompt_id)
 
     def take(self, count: int) -> list[Group]:
         """The ``count`` finished groups longest here, or what the batch still lacks, that make no
@@ -125,8 +125,8 @@ class Ledger:
         if len(chosen) < count:
             return []
         for entry in chosen:
-            del self._entries[entry.ordinal]
-            self._taken.append(entry.ordinal)
+            del self._entries[entry.prompt_id]
+            self._taken.append(entry.prompt_id)
         self._room -= count
         return [entry.group for entry in chosen if entry.group is not None]
 
@@ -136,8 +136,8 @@ class Ledger:
         return self._room
 
     def stepped(self, version: int) -> dict[str, Any]:
-        """The batch is trained, the trainer at ``version``; what became of ordinals since the step
-        before.
+        """The batch is trained, the trainer at ``version``; what became of prompt_ids since the
+        step before.
 
         Raises RunError where the counts do not add up.
         """
@@ -171,21 +171,23 @@ class Ledger:
         the making.
         """
         assert not self._taken, "a batch is in the making"
-        running = [entry.ordinal for entry in self._entries.values() if entry.group is None]
+        running = [entry.prompt_id for entry in self._entries.values() if entry.group is None]
         return {
             "submitted": self.submitted,
             "trained": self.trained,
             "dropped": dict(self.dropped),
-            "dropped_now": {reason: [*ordinals] for reason, ordinals in self._dropped_now.items()},
+            "dropped_now": {
+                reason: [*prompt_ids] for reason, prompt_ids in self._dropped_now.items()
+            },
             "waiting": sorted([*self._waiting, *running]),
         }
 
     def finished(self) -> dict[int, Group]:
-        """Groups that wait to be trained on, by ordinal, longest here first; the other half of the
-        state.
+        """Groups that wait to be trained on, by prompt_id, longest here first; the other half of
+        the state.
         """
         return {
-            entry.ordinal: entry.group
+            entry.prompt_id: entry.group
             for entry in self._entries.values()
             if entry.group is not None
         }
@@ -202,8 +204,8 @@ class Ledger:
         a version above ``version``: they stay.
         """
         since = {
-            ordinal: group
-            for ordinal, group in self.finished().items()
+            prompt_id: group
+            for prompt_id, group in self.finished().items()
             if keep and _newest(group) <= version
         }
         finished = finished | since
@@ -217,12 +219,12 @@ class Ledger:
         self._entries = {}
         self._taken = []
         self._dropped_now = {
-            reason: [*ordinals] for reason, ordinals in state.get("dropped_now", {}).items()
+            reason: [*prompt_ids] for reason, prompt_ids in state.get("dropped_now", {}).items()
         }
-        for ordinal, group in finished.items():
-            entry = _Entry(ordinal, _oldest(group) + self._staleness, group)
+        for prompt_id, group in finished.items():
+            entry = _Entry(prompt_id, _oldest(group) + self._staleness, group)
             if self._turn(len(self._entries), self._room) <= entry.due:
-                self._entries[ordinal] = entry
+                self._entries[prompt_id] = entry
         self._waiting = deque(sorted(again - self._entries.keys()))
 
     def _turn(self, place: int, room: int) -> int:

@@ -9,9 +9,10 @@ from functools import partial
 from itertools import chain
 
 from rl.actors.generator import GeneratorMesh
-from rl.actors.group import start_anew
+from rl.actors.group import ensure_running
 from rl.actors.reward import RewardWorkers
-from rl.config import RunConfig
+from rl.config import RLConfig
+from rl.controller.concurrency import Signal, background
 from rl.controller.dispatch import Dispatch
 from rl.controller.evaluation import Evaluation
 from rl.controller.fleet import Fleet
@@ -22,7 +23,6 @@ from rl.controller.report import Report
 from rl.controller.router import Router
 from rl.controller.sampler import Sampler
 from rl.controller.saved_groups import read_groups, write_groups
-from rl.controller.together import Signal, beside
 from rl.errors import ActorFailure, RunError
 from rl.observe.metrics import Metrics
 from rl.observe.progress import Progress
@@ -48,7 +48,7 @@ class Controller:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: RLConfig,
         task: Task,
         dispatch: Dispatch,
         make_generator: Callable[[int], GeneratorMesh],
@@ -108,7 +108,7 @@ class Controller:
             try:
                 await self.start()
                 sampling = self.sampler.run(self.ledger, self.step)
-                async with beside(
+                async with background(
                     self.fleet.run(), self.push.run(), sampling, self.look_after_models()
                 ):
                     await self.train()
@@ -120,9 +120,9 @@ class Controller:
         """Start what is not running, and go back to the newest checkpoint."""
         self.is_training = False  # nothing is lost by leaving at once
         async with (
-            beside() as work
+            background() as work
         ):  # one that fails ends the others, so that all can be started anew
-            for start in (self.dispatch.start(), start_anew(self.rewards), self.fleet.start()):
+            for start in (self.dispatch.start(), ensure_running(self.rewards), self.fleet.start()):
                 work.create_task(start)
         state, ignored = await self.dispatch.load_checkpoint("policy")
         for name in ignored:
@@ -205,7 +205,7 @@ class Controller:
         """Step after step on what the ledger gives, until all are done or the run is to be left."""
         self.is_training = True
         self.watch.lap()
-        async with beside(self.report.look_for_stalls()):
+        async with background(self.report.look_for_stalls()):
             while self.step < self.config.steps and (part := await self.take()):
                 await self.learn(part)
                 await self.keep_if_due()
@@ -226,7 +226,7 @@ class Controller:
             staleness += self.staleness(part)
             with self.watch.span("train"):
                 batch = await self.learner.prepare(part)
-            *earlier, last = self.learner.mini_batches(batch, self.step)
+            *earlier, last = self.learner.minibatches(batch, self.step)
             for mini in earlier:
                 await self.accumulate(mini)
                 updates.append(await self.update())
@@ -268,7 +268,7 @@ class Controller:
         def taken() -> bool:
             if self.leaving and self.ledger.lacks == rollout.prompts_per_step:
                 return True
-            part[:] = self.ledger.take(-(-rollout.prompts_per_step // rollout.parts_per_step))
+            part[:] = self.ledger.take(-(-rollout.prompts_per_step // rollout.stream_chunks))
             return bool(part)
 
         with self.watch.span(
@@ -355,7 +355,7 @@ class Controller:
         for step in left:
             await self.evaluation.bring_back(step, self.report.version_after(step))
             await self.fleet.connect(step)
-            async with beside(self.fleet.run(), self.push.run(), self.look_after_models()):
+            async with background(self.fleet.run(), self.push.run(), self.look_after_models()):
                 await self.evaluate_if_due(step)
             await self.fleet.start()  # one may have been lost meanwhile
         if left:

@@ -7,14 +7,14 @@ from itertools import chain
 from typing import Any
 
 from rl.actors.generator import GeneratorMesh
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.controller.canary import Canary
+from rl.controller.concurrency import Signal, background
 from rl.controller.dispatch import Dispatch
-from rl.controller.together import Signal, beside
 from rl.errors import ActorFailure, NodeLost, RunError
 from rl.observe.spans import Stopwatch
 from rl.types import Completion
-from rl.weights.digest import PartDigests, merge_digests
+from rl.weights.digest import ShardDigests, merge_digests
 from rl.weights.open import choose_transport
 from rl.weights.transport import Transfer, TransferFailed, VersionGone
 
@@ -28,7 +28,7 @@ class WeightPush:
 
         push = WeightPush(config, dispatch, watch, changed, print)
         await push.connect(generators, step)    # they hold the trainer's weights after ``step``
-        async with beside(push.run()):
+        async with background(push.run()):
             push.begin(step)        # publish the new weights, behind what the trainer does next
             await push.arrive(step) # every generator holds them
             await push.settle()     # before the weights change again: nothing reads them any more
@@ -49,7 +49,7 @@ class WeightPush:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: RLConfig,
         dispatch: Dispatch,
         watch: Stopwatch,
         changed: Signal,
@@ -124,7 +124,7 @@ class WeightPush:
                 generator, self._versions[self._arrived if self._on_demand else self._published]
             )
 
-    def part(self, generator: GeneratorMesh) -> None:
+    def remove(self, generator: GeneratorMesh) -> None:
         """Leave a generator out until it joins again."""
         if generator in self._numbers:
             self._gone.append(self._numbers.pop(generator))
@@ -134,7 +134,7 @@ class WeightPush:
         """Publish what is begun, check what has arrived, and in an asynchronous pipeline pull what
         is published.
         """
-        async with beside(self._publish_each(), self._check_each(), self._excuse_each()):
+        async with background(self._publish_each(), self._check_each(), self._excuse_each()):
             while True:
                 await self._changed.until(
                     lambda: self._published > self._arrived and not self._on_demand
@@ -285,7 +285,7 @@ class WeightPush:
                 if failure.is_lost:
                     raise
                 await (
-                    self._trainer.sign_of_life()
+                    self._trainer.check_alive()
                 )  # reads from a trainer that died may fail before its death is known
                 newest = version if self._on_demand else self._versions[self._published]
                 if isinstance(failure.__cause__, TransferFailed):
@@ -349,7 +349,7 @@ class WeightPush:
             )
 
 
-def _merged(digests: list[PartDigests], owner: str) -> dict[str, str]:
+def _merged(digests: list[ShardDigests], owner: str) -> dict[str, str]:
     try:
         return merge_digests(digests)
     except ValueError as error:  # names the parameter, but neither side nor version

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.controller.ledger import Group
 from rl.controller.watchdog import Alarm, Watchdog
 from rl.observe.metrics import Metrics
@@ -18,7 +18,7 @@ from rl.rollout.batch import rollout_metrics
 class Report:
     """The run folder, the screen and the watchdog of a run."""
 
-    def __init__(self, config: RunConfig, record: RunRecord, progress: Progress, watch: Stopwatch):
+    def __init__(self, config: RLConfig, record: RunRecord, progress: Progress, watch: Stopwatch):
         self._config = config
         self._record = record
         self._progress = progress

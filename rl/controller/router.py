@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from rl.controller.together import Signal
+from rl.controller.concurrency import Signal
 from rl.errors import ActorFailure
 from rl.types import Completion, GenerationRequest
 

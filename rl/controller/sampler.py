@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from rl.config import RolloutConfig, RunConfig
+from rl.config import RLConfig, RolloutConfig
+from rl.controller.concurrency import Signal, background
 from rl.controller.ledger import Group, Ledger
 from rl.controller.push import WeightPush
 from rl.controller.router import Router
-from rl.controller.together import Signal, beside
 from rl.errors import GroupLost, RunError
 from rl.rollout.prompts import training_prompt
 from rl.rollout.rollouter import Generate, Rollouter
@@ -38,7 +38,7 @@ class Sampler:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: RLConfig,
         task: Task,
         rollouter: Rollouter,
         router: Router,
@@ -127,44 +127,48 @@ class Sampler:
         dropped: dict[int, str] = {}
         self._replaced = 0
         while missing := self._size - len(done):
-            ordinals = [ledger.admit(self._push.held) for _ in range(missing)]
-            shares = [ordinals[share :: self._replicas] for share in range(self._replicas)]
+            prompt_ids = [ledger.admit(self._push.held) for _ in range(missing)]
+            shares = [prompt_ids[share :: self._replicas] for share in range(self._replicas)]
             async with (
-                beside() as work
+                background() as work
             ):  # one that fails ends the others, which a new attempt would ask again
                 answers = [
                     work.create_task(self._sample(share, self._router.generate_alone))
                     for share in shares
                 ]
             outcomes = {
-                ordinal: group for answer in answers for ordinal, group in answer.result().items()
+                prompt_id: group
+                for answer in answers
+                for prompt_id, group in answer.result().items()
             }
-            for ordinal in ordinals:
-                verdict = self._judge(outcomes[ordinal])
+            for prompt_id in prompt_ids:
+                verdict = self._judge(outcomes[prompt_id])
                 if isinstance(verdict, str):
-                    dropped[ordinal] = verdict
+                    dropped[prompt_id] = verdict
                 else:
-                    done[ordinal] = verdict
+                    done[prompt_id] = verdict
         for (
-            ordinal,
+            prompt_id,
             reason,
         ) in dropped.items():  # all at once: a checkpoint has the whole batch, or puts it again
-            ledger.drop(ordinal, reason)
-        for ordinal, group in sorted(done.items()):
-            ledger.finish(ordinal, group)
+            ledger.drop(prompt_id, reason)
+        for prompt_id, group in sorted(done.items()):
+            ledger.finish(prompt_id, group)
         self._before_batch = [*self._recent]
 
     async def _run_free(self, ledger: Ledger, step: int) -> None:
         """Admit prompt after prompt, as many as the bound and the rest of the run allow."""
         last = ledger.trained + (self._config.steps - step) * self._size
 
-        async def sample(ordinal: int) -> None:
-            answer = await self._sample([ordinal], partial(self._router.generate, session=ordinal))
-            verdict = self._judge(answer[ordinal])
+        async def sample(prompt_id: int) -> None:
+            answer = await self._sample(
+                [prompt_id], partial(self._router.generate, session=prompt_id)
+            )
+            verdict = self._judge(answer[prompt_id])
             if isinstance(verdict, str):
-                ledger.drop(ordinal, verdict)
+                ledger.drop(prompt_id, verdict)
             else:
-                ledger.finish(ordinal, verdict)
+                ledger.finish(prompt_id, verdict)
             self._changed.notify()
 
         async def evaluate_newest() -> None:
@@ -175,7 +179,7 @@ class Sampler:
                 await self._evaluate(self._push.arrived)
             self._finish()
 
-        async with beside(evaluate_newest()) as work:
+        async with background(evaluate_newest()) as work:
             while True:
                 await self._changed.until(
                     lambda: ledger.admits(self._push.held) and ledger.trained + len(ledger) < last
@@ -183,14 +187,14 @@ class Sampler:
                 work.create_task(sample(ledger.admit(self._push.held)))
 
     async def _sample(
-        self, ordinals: list[int], generate: Generate
+        self, prompt_ids: list[int], generate: Generate
     ) -> dict[int, Group | GroupLost]:
-        prompts = [training_prompt(self._task, ordinal) for ordinal in ordinals]
+        prompts = [training_prompt(self._task, prompt_id) for prompt_id in prompt_ids]
         samples = self._config.rollout.samples_per_prompt
         groups = await self._rollouter.collect(
             prompts, self._sampling, samples=samples, generate=generate
         )
-        return dict(zip(ordinals, groups, strict=True))
+        return dict(zip(prompt_ids, groups, strict=True))
 
     def _judge(self, outcome: Group | GroupLost) -> Group | str:
         """The group, or why it is not trained on.
@@ -209,7 +213,7 @@ class Sampler:
             return outcome.reason
         if (
             len({rollout.reward for rollout in outcome}) == 1
-            and self._replaced < self._config.rollout.max_replacements
+            and self._replaced < self._config.rollout.max_resampled_groups
         ):
             self._replaced += 1
             return "rewards all equal"

@@ -22,7 +22,7 @@ COLUMNS: dict[str, DTypeLike] = {"tokens": np.int32, "logprobs": np.float64, "ve
 
 
 def write_groups(path: Path, groups: dict[int, Group]) -> None:
-    """Write ``groups``, by ordinal. Complete on disk on return.
+    """Write ``groups``, by prompt_id. Complete on disk on return.
 
     The file is a numpy archive. ``groups`` is UTF-8, one line of JSON per group. ``prompt_tokens``
     [P] has the prompts of all groups end to end and ``prompt_lengths`` [G] says where to cut.
@@ -51,7 +51,7 @@ def read_groups(path: Path) -> dict[int, Group]:
 def _arrays(groups: dict[int, Group]) -> Arrays:
     completions = [rollout.completion for group in groups.values() for rollout in group]
     prompts = [group[0].prompt.tokens for group in groups.values()]
-    lines = "\n".join(json.dumps(_line(ordinal, group)) for ordinal, group in groups.items())
+    lines = "\n".join(json.dumps(_line(prompt_id, group)) for prompt_id, group in groups.items())
     return {
         "groups": np.frombuffer(lines.encode(), dtype=np.uint8),
         "prompt_lengths": np.array([len(tokens) for tokens in prompts], dtype=np.int64),
@@ -72,16 +72,16 @@ def _groups(arrays: Arrays) -> dict[int, Group]:
     for line in arrays["groups"].tobytes().decode().splitlines():
         group = json.loads(line)
         prompt = Prompt(tokens=next(prompts), **group["prompt"])
-        groups[group["ordinal"]] = [
+        groups[group["prompt_id"]] = [
             Rollout(prompt=prompt, completion=Completion(**next(tokens), **completion), **rollout)
             for rollout, completion in group["rollouts"]
         ]
     return groups
 
 
-def _line(ordinal: int, group: Group) -> dict[str, Any]:
+def _line(prompt_id: int, group: Group) -> dict[str, Any]:
     return {
-        "ordinal": ordinal,
+        "prompt_id": prompt_id,
         "prompt": _fields(group[0].prompt, but=["tokens"]),
         "rollouts": [
             (

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rl.algorithms.advantages import Scored, advantages_of
 from rl.algorithms.corrections import correction_weights
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.controller.evaluation import held_out_prompts
 from rl.errors import ConfigError, RunError, require
 from rl.frames import users_code
@@ -21,42 +21,42 @@ LINE_EVERY_S = 5.0
 MOST_TRIED = 1000  # prompts, and groups of completions
 
 
-def build_task(config: RunConfig) -> Task:
+def build_task(config: RLConfig) -> Task:
     """Build the task of a run and look at its first prompts, with progress on the console if that
     takes long.
 
     Raises ConfigError, also for what the task's own code raises.
     """
-    name = type(config.data).__qualname__.removesuffix(".Config")
+    name = type(config.task).__qualname__.removesuffix(".Config")
     with (
         _showing(Console(quiet=config.quiet, highlight=False)) as show,
         showing_progress(show),
         _before_start(),
     ):
-        with users_code(f"data: building {name}"):
-            task: Task = config.data.build(seed=config.seed, model=config.model)
+        with users_code(f"task: building {name}"):
+            task: Task = config.task.build(seed=config.seed, model=config.model)
         for attribute, call in (
             ("shape", "super().__init__(config, seed=seed, model=model)"),
             ("stop_token_ids", "self.set_tokenizer(tokenizer, stop_token_ids)"),
         ):
             require(
                 hasattr(task, attribute),
-                f"data: {name} has no {attribute}; its constructor must call {call}",
+                f"task: {name} has no {attribute}; its constructor must call {call}",
             )
         held_out_prompts(config.evaluation, task)
-        for ordinal in range(min(config.rollout.prompts_per_step, MOST_TRIED)):
-            training_prompt(task, ordinal)
+        for prompt_id in range(min(config.rollout.prompts_per_step, MOST_TRIED)):
+            training_prompt(task, prompt_id)
     return task
 
 
-def check_algorithm(config: RunConfig) -> None:
+def check_algorithm(config: RLConfig) -> None:
     """Call advantage and corrections on made-up completions.
 
     Raises ConfigError if one does not keep its contract.
     """
     algorithm = config.algorithm
     rollout = config.rollout
-    groups = min(math.ceil(rollout.prompts_per_step / rollout.parts_per_step), MOST_TRIED)
+    groups = min(math.ceil(rollout.prompts_per_step / rollout.stream_chunks), MOST_TRIED)
     completions = torch.arange(groups * rollout.samples_per_prompt)
     lengths = 1 + completions % 3
     tokens = int(lengths.sum())

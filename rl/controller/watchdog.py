@@ -56,10 +56,10 @@ def _entropy(config: WatchdogConfig, row: Row) -> str:
     return ""
 
 
-def _flat(config: WatchdogConfig, row: Row) -> str:
+def _zero_std(config: WatchdogConfig, row: Row) -> str:
     return (
-        "reward/flat_groups is 1, so no group had an advantage"
-        if row.get("reward/flat_groups") == 1
+        "reward/zero_std_groups is 1, so no group had an advantage"
+        if row.get("reward/zero_std_groups") == 1
         else ""
     )
 
@@ -80,7 +80,7 @@ CONDITIONS = (  # causes before what follows from them
     Condition("non_finite", _non_finite),
     Condition("drift", _drift),
     Condition("entropy", _entropy),
-    Condition("flat", _flat, "flat_steps"),
+    Condition("zero_std", _zero_std, "zero_std_steps"),
     Condition("starving", _starving, "starving_steps"),
 )
 

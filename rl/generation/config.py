@@ -23,7 +23,7 @@ class GeneratorConfig:
     """Nodes of their own, after the trainer's, to which replicas are dealt one by one. 0 has them
     on the trainer's."""
 
-    update: Literal["together", "rolling"] = "together"
+    update: Literal["simultaneous", "rolling"] = "simultaneous"
     """How replicas pull new weights in an asynchronous pipeline: all at once, or one after another,
     so that some always generate."""
 
@@ -62,7 +62,7 @@ class GeneratorConfig:
     prefix_caching: bool = True
     """Share the KV cache of equal prompt prefixes, as of the samples of one group."""
 
-    swap: Literal["drain", "recompute", "continue"] = "recompute"
+    inflight_policy: Literal["drain", "recompute", "continue"] = "recompute"
     """What becomes of the requests in flight when newer weights are pulled.
 
     - ``drain``: the pull waits until they have finished; requests that arrive meanwhile wait for

@@ -16,8 +16,8 @@ from rl.errors import RunError
 from rl.generation import prefix_cache
 from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
 from rl.model.host_memory import HostMemory
-from rl.model.parts import Part, local_parts
 from rl.model.shape import ModelConfig, ModelShape, hf_config, shape_of
+from rl.model.shards import Shard, local_shards
 from rl.model.tp_plan import check_generator, generator_layout
 from rl.platform import device_type
 from rl.types import Completion, GenerationRequest
@@ -31,8 +31,8 @@ class GenerationEngine:
     With tensor parallelism every rank owns one and must make the same calls in the same order::
 
         engine = GenerationEngine(config, model, seed=0)
-        for part in engine.parameters():
-            part.tensor.copy_(...)
+        for shard in engine.parameters():
+            shard.tensor.copy_(...)
         engine.weights_changed(version=0)
         engine.add(request)
         while engine.busy:
@@ -58,7 +58,7 @@ class GenerationEngine:
         check_generator(
             config.tensor_parallel_degree, self.shape, expert_parallel=config.expert_parallel
         )
-        self.swap = config.swap
+        self.inflight_policy = config.inflight_policy
         self.version: int | None = None
         self._engine = _start(
             config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed, timeout_s=timeout_s
@@ -74,13 +74,13 @@ class GenerationEngine:
             expert_parallel=config.expert_parallel,
         )[self._group.rank_in_group]
 
-    def parameters(self) -> list[Part]:
-        """Live local parts of torchtitan's parameters: where the weight push writes, with
+    def parameters(self) -> list[Shard]:
+        """Live local shards of torchtitan's parameters: where the weight push writes, with
         ``copy_``.
 
         A tied weight appears once, as ``tok_embeddings.weight``.
         """
-        return local_parts(
+        return local_shards(
             {name: parameter.data for name, parameter in self._model.titan.named_parameters()},
             self._layout,
         )
@@ -88,15 +88,15 @@ class GenerationEngine:
     def weights_changed(self, version: int) -> None:
         """Tell the engine that its parameters now hold policy ``version``.
 
-        Requests in flight go on as ``GeneratorConfig.swap`` says; all others see no key or value of
-        older weights. Raises RunError if the cache survived, as it does where ``drain`` left a
-        request running.
+        Requests in flight go on as ``GeneratorConfig.inflight_policy`` says; all others see no key
+        or value of older weights. Raises RunError if the cache survived, as it does where ``drain``
+        left a request running.
         """
-        if self.swap == "continue":
+        if self.inflight_policy == "continue":
             forgotten = prefix_cache.forget(self._engine)
         else:
             forgotten = self._engine.reset_prefix_cache(
-                reset_running_requests=self.swap == "recompute"
+                reset_running_requests=self.inflight_policy == "recompute"
             )
         if not forgotten:
             raise RunError(f"vLLM did not reset its prefix cache for policy version {version}")

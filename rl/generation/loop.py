@@ -147,7 +147,7 @@ class EngineLoop:
 
     async def pull(self, version: int) -> Pulled:
         """Have every rank pull policy ``version`` before the same step; what is in flight follows
-        ``engine.swap``.
+        ``engine.inflight_policy``.
 
         One that has not begun is dropped for a newer one: both return when the newer is in. Returns
         at once where the generator holds ``version`` or a newer one.
@@ -290,7 +290,7 @@ class EngineLoop:
             self._visits = []
             commands = self._commands
             self._commands = []
-            if self._pulls and engine.swap == "drain" and engine.busy:
+            if self._pulls and engine.inflight_policy == "drain" and engine.busy:
                 self._commands = [command for command in commands if isinstance(command, Add)]
                 commands = [command for command in commands if not isinstance(command, Add)]
             elif self._pulls:

@@ -32,9 +32,9 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.registry import ModelRegistry
 
 from rl.generation.kernels import can_pack, pack, unpack, use_kernels
-from rl.model.parts import Layout, local_parts, local_shapes
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelShape
+from rl.model.shards import Layout, local_shapes, local_shards
 from rl.model.tp_plan import generator_layout
 
 ARCHITECTURE = "TillerQwen3ForCausalLM"
@@ -104,7 +104,7 @@ class OwnExperts(LocalTokenDispatcher):
 
 
 def local_model(vllm_config: VllmConfig) -> Qwen3Model:
-    """This rank's part of the model that ``vllm_config.additional_config`` describes.
+    """This rank's shard of the model that ``vllm_config.additional_config`` describes.
 
     Parameters are NaN until weights are pushed, so that nothing generated without them can pass for
     real.
@@ -151,14 +151,14 @@ def _device(vllm_config: VllmConfig) -> torch.device:
 def _make_parameters(
     model: Qwen3Model, layouts: tuple[Layout, ...], *, rank: int, dtype: Any
 ) -> None:
-    """Replace every meta parameter by this rank's part of it, filled with NaN."""
+    """Replace every meta parameter by this rank's shard of it, filled with NaN."""
     # All ranks' tensors have the shapes of the first's, as collectives want: what a rank does not
     # own of them is zero.
     tensors = {
         name: torch.zeros(shape, dtype=dtype) for name, shape in local_shapes(layouts[0]).items()
     }
-    for part in local_parts(tensors, layouts[rank]):
-        part.tensor.fill_(torch.nan)
+    for shard in local_shards(tensors, layouts[rank]):
+        shard.tensor.fill_(torch.nan)
     for name, _ in list(model.named_parameters()):
         module, _, leaf = name.rpartition(".")
         model.get_submodule(module).register_parameter(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from rl.cli import parse_config
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.errors import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -77,7 +77,7 @@ def _launch(arguments: list[str]) -> int:
     return start(launch, wait)
 
 
-def _check_local(config: RunConfig, wait: bool) -> None:
+def _check_local(config: RLConfig, wait: bool) -> None:
     needed = config.nodes
     require(
         needed == 1,
@@ -112,7 +112,7 @@ def _local(launch: Launch, wait: bool) -> int:
     return 0
 
 
-def _check_slurm(config: RunConfig, wait: bool) -> None:
+def _check_slurm(config: RLConfig, wait: bool) -> None:
     """Raise ConfigError if the plan says that the run cannot work, before it waits in a queue."""
     errors = Plan(config).errors
     require(not errors, "\n".join(errors))
@@ -128,7 +128,7 @@ def _slurm(launch: Launch, wait: bool) -> int:
     return slurm.follow(launch, job) if wait else 0
 
 
-def _check_kubernetes(config: RunConfig, wait: bool) -> None:
+def _check_kubernetes(config: RLConfig, wait: bool) -> None:
     require(not wait, "--wait: not for kubernetes; follow the run by kubectl logs -f")
     _check_slurm(config, wait)
 

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.frozen import frozen
 from rl.observe.record import failing_loudly
 
@@ -23,7 +23,7 @@ class Launch:
     """One run, on its way."""
 
     name: str
-    config: RunConfig
+    config: RLConfig
     folder: Path
     """Absolute: of the run."""
     command: str

@@ -29,10 +29,8 @@ def manifests(launch: Launch) -> str:
     inside = launch.folder.is_relative_to(kubernetes.mount)
     require(
         inside,
-        (
-            f"output_dir is {str(launch.folder)!r}; it must be below "
-            f"kubernetes.mount={kubernetes.mount!r}, a volume"
-        ),
+        f"output_dir is {str(launch.folder)!r}; it must be below "
+        f"kubernetes.mount={kubernetes.mount!r}, a volume",
     )
     return (
         json.dumps(

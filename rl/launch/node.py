@@ -38,10 +38,8 @@ def main(folder: Path) -> int:
     if address.startswith("127."):
         write(
             end,
-            (
-                f"found no way to it: on the node, {name} is {address}, which others cannot reach; "
-                "see to /etc/hosts"
-            ),
+            f"found no way to it: on the node, {name} is {address}, which others cannot reach; see "
+            "to /etc/hosts",
         )
         return 1
     worker = os.fork()

@@ -131,10 +131,8 @@ def _check_exists(field: str, folder: Path) -> None:
     name = repr(str(folder))
     require(
         folder.is_dir(),
-        (
-            f"{field}: there is no folder {name}; name one with config.json, *.safetensors and a "
-            "tokenizer"
-        ),
+        f"{field}: there is no folder {name}; name one with config.json, *.safetensors and a "
+        "tokenizer",
     )
     require(
         (folder / "config.json").is_file(),

@@ -12,9 +12,9 @@ import re
 from enum import Enum
 
 from rl.errors import ConfigError
-from rl.model.parts import Box, Layout, Region
 from rl.model.qwen3 import parameter_shapes
 from rl.model.shape import ModelShape
+from rl.model.shards import Box, Layout, Region
 
 
 class Cut(Enum):

@@ -15,7 +15,7 @@ DOTS = (
 )  # braille: four rows of two dots a cell
 COLORS = {
     "reward": "#0f766e",
-    "exact": "#d97706",
+    "correct": "#d97706",
     "entropy": "#4338ca",
     "gradient": "#be123c",
     "staleness": "#7e22ce",
@@ -185,14 +185,14 @@ def write_curves_png(path: str | Path, rows: list[dict], evaluations: Sequence[d
             "o",
             color=COLORS["held out"],
             markersize=4,
-            label="held out, exact",
+            label="held out, correct",
             zorder=3,
         )
     _plot_lines(
         reward,
         rows,
         "Reward",
-        {"mean": ("reward/mean", "reward"), "exact": ("reward/exact", "exact")},
+        {"mean": ("reward/mean", "reward"), "correct": ("reward/correct", "correct")},
     )
     _plot_lines(entropy, rows, "Entropy, nats per token", {"entropy": ("entropy/mean", "entropy")})
     _plot_lines(

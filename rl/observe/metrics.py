@@ -44,7 +44,7 @@ class Metrics(Mapping[str, float]):
 
     @classmethod
     def merged(cls, parts: Iterable["Metrics"]) -> "Metrics":
-        """Metrics over all ``parts``, which are in the order of time."""
+        """Metrics over all ``shards``, which are in the order of time."""
         entries: dict[str, Value] = {}
         for part in parts:
             for name, entry in part._entries.items():

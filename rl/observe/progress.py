@@ -167,7 +167,7 @@ class Progress:
     def _numbers(self) -> list[str]:
         shown = [
             ("reward/mean", "reward {:.3f}"),
-            ("reward/exact", "exact {:.0%}"),
+            ("reward/correct", "correct {:.0%}"),
             ("tokens_per_s", "{:,.0f} tok/s"),
         ]
         return [form.format(self._metrics[name]) for name, form in shown if name in self._metrics]

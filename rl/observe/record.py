@@ -27,17 +27,13 @@ def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
     holds_run = (folder / "config.json").exists()
     require(
         resume or not holds_run,
-        (
-            f"output_dir: {folder} already holds a run; add --resume to go on with it, or name "
-            "another folder"
-        ),
+        f"output_dir: {folder} already holds a run; add --resume to go on with it, or name another "
+        "folder",
     )
     require(
         holds_run or not resume,
-        (
-            f"--resume: output_dir {str(folder)!r} holds no run; name the folder of the run to go "
-            "on with"
-        ),
+        f"--resume: output_dir {str(folder)!r} holds no run; name the folder of the run to go on "
+        "with",
     )
     return folder
 
@@ -54,7 +50,7 @@ class RunRecord:
     ``config.json``        the frozen config
     ``metrics.jsonl``      one object per step
     ``rollouts.jsonl``     one object per recorded rollout, with its tokens and log-probs
-    ``ledger.jsonl``       one object per step: which ordinals it trained on and which were
+    ``ledger.jsonl``       one object per step: which prompt_ids it trained on and which were
                            dropped, by reason, and how many are where
     ``evaluations.jsonl``  one object per evaluation, with the step whose weights it is of
     ``checkpoints/``       written by the trainer
@@ -106,7 +102,7 @@ class RunRecord:
         self._append(self.metrics_path, [_step_first(row)])
 
     def append_ledger(self, row: dict) -> None:
-        """One line for what became of the ordinals in the step ``row["step"]``."""
+        """One line for what became of the prompt_ids in the step ``row["step"]``."""
         self._append(self.ledger_path, [_step_first(row)])
 
     def append_evaluation(self, row: dict) -> None:
@@ -174,7 +170,7 @@ class RunRecord:
 def _rollout_row(step: int, rollout: Rollout) -> dict:
     return {
         "step": step,
-        "ordinal": rollout.prompt.ordinal,
+        "prompt_id": rollout.prompt.prompt_id,
         "sample": rollout.sample,
         "task": rollout.prompt.task,
         "reward": rollout.reward,

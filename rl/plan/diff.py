@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.frozen import changed_fields, frozen
 
 Mark = Literal["numerics", "performance", "cosmetic"]
@@ -15,17 +15,17 @@ rounding; neither."""
 # Of the patterns that a field matches the longest counts. A section has one only where all its
 # fields are of one kind.
 _NUMERICS = """
-    data.* model.* algorithm.* steps seed roles* reference.refresh_every critic.loss.*
+    task.* model.* algorithm.* steps seed roles* reference.refresh_every critic.loss.*
     *.optimizer.* *.lr_scheduler.* rollout.prompts_per_step rollout.samples_per_prompt
     rollout.max_tokens rollout.temperature rollout.top_p rollout.top_k rollout.max_staleness
-    rollout.pipeline rollout.max_replacements trainer.training.dtype
+    rollout.pipeline rollout.max_resampled_groups trainer.training.dtype
     trainer.training.mixed_precision_* trainer.training.max_norm trainer.float8* trainer.lora*
     trainer.checkpoint.initial_load_* trainer.checkpoint.exclude_from_loading
     trainer.checkpoint.load_step trainer.debug.seed trainer.debug.moe_force_load_balance
-    generator.dtype generator.swap generator.update deadlines.reward
+    generator.dtype generator.inflight_policy generator.update deadlines.reward
 """
 _PERFORMANCE = """
-    model.attention model.max_seq_len rollout.parts_per_step rollout.reward_workers *.parallelism.*
+    model.attention model.max_seq_len rollout.stream_chunks rollout.reward_workers *.parallelism.*
     trainer.nodes trainer.training.enable_cpu_offload trainer.training.disable_cuda_graphs
     trainer.training.gc_* trainer.activation_checkpoint* trainer.compile.*
     trainer.checkpoint.async_mode trainer.micro_batch_size trainer.micro_batch_tokens
@@ -67,7 +67,7 @@ def mark_of(field: str) -> Mark:
     return MARKS[max(matching, key=len)]
 
 
-def changes(before: RunConfig, after: RunConfig) -> list[Change]:
+def changes(before: RLConfig, after: RLConfig) -> list[Change]:
     """What differs, by what it means."""
     found = [
         Change(mark_of(text.partition(": ")[0]), text)

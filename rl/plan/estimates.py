@@ -10,8 +10,8 @@ import math
 
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 
-from rl.model.parts import Layout
 from rl.model.shape import ModelShape, shape_of
+from rl.model.shards import Layout
 from rl.plan.setting import DTYPE_BYTES, LEARNING, Setting
 from rl.roles import Role
 from rl.training.config import TrainerConfig

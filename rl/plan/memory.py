@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rl.generation.config import kv_blocks, kv_bytes_per_block
-from rl.model.parts import Layout, local_shapes
+from rl.model.shards import Layout, local_shapes
 from rl.plan import estimates
 from rl.plan.setting import DTYPE_BYTES, LEARNING, Setting, seat_of, title_of
 from rl.training.config import TrainerConfig

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.plan.fit import complaints, memories
 from rl.plan.memory import all_ranks, kv_bytes, kv_sequences
 from rl.plan.push import push_of
@@ -19,7 +19,7 @@ class Plan:
     Raises ConfigError where its models cannot be had.
     """
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RLConfig):
         self.setting = Setting(config)
         self.ranks = all_ranks(self.setting)
         self.memories = memories(self.setting, self.ranks)

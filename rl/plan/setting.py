@@ -6,9 +6,9 @@ import dataclasses
 
 from torchtitan.config import CompileConfig
 
-from rl.config import RunConfig
-from rl.model.parts import Layout
+from rl.config import RLConfig
 from rl.model.shape import ModelShape, shape_of
+from rl.model.shards import Layout
 from rl.model.tp_plan import generator_layout
 from rl.placement import Placement
 from rl.roles import Role, roles_of
@@ -28,7 +28,7 @@ class Setting:
     Raises ConfigError where the run's models cannot be had.
     """
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RLConfig):
         self.config = config
         self.hardware = config.hardware
         self.device = config.hardware.figures
@@ -67,7 +67,7 @@ class Setting:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt and completion."""
-        return self.config.data.max_prompt_tokens + self.config.rollout.max_tokens
+        return self.config.task.max_prompt_tokens + self.config.rollout.max_tokens
 
     @property
     def sequences(self) -> int:

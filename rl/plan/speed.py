@@ -92,7 +92,7 @@ def step_of(setting: Setting, push: Push) -> Step:
 def _lengths(setting: Setting) -> tuple[float, float]:
     """Mean tokens of a prompt and a completion."""
     return (
-        setting.config.data.max_prompt_tokens * PROMPT_SHARE,
+        setting.config.task.max_prompt_tokens * PROMPT_SHARE,
         setting.config.rollout.max_tokens * COMPLETION_SHARE,
     )
 
@@ -183,7 +183,7 @@ def _assumptions(
     hardware = setting.hardware
     device = setting.device
     return (
-        f"mean prompt {prompt:g} tokens, half of data.max_prompt_tokens; mean completion "
+        f"mean prompt {prompt:g} tokens, half of task.max_prompt_tokens; mean completion "
         f"{completion:g}, half of rollout.max_tokens",
         f"a device does {device.tflops:g} TFLOP/s at {hardware.training_efficiency:.0%} "
         "(hardware.training_efficiency), generators too",

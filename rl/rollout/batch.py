@@ -31,7 +31,9 @@ def make_batch(rollouts: Sequence[Rollout], *, reduction: str, max_tokens: int) 
     return Batch(
         tokens=_end_to_end("q", [r.prompt.tokens + r.completion.tokens for r in rollouts]),
         lengths=prompts + lengths,
-        weights=torch.where(completed, token_weights(lengths, reduction, max_tokens)[owner], 0.0),
+        loss_weights=torch.where(
+            completed, token_weights(lengths, reduction, max_tokens)[owner], 0.0
+        ),
         columns={
             "behaviour_logprobs": column([r.completion.logprobs for r in rollouts], 0.0),
             "versions": column([r.completion.versions for r in rollouts], -1.0),
@@ -49,9 +51,9 @@ def whole_texts(rollouts: Sequence[Rollout]) -> tuple[Batch, torch.Tensor]:
     rows = [[*rollout.prompt.tokens, *rollout.completion.tokens, 0] for rollout in rollouts]
     lengths = torch.tensor([len(row) for row in rows])
     tokens = _end_to_end("q", rows)
-    return Batch(tokens=tokens, lengths=lengths, weights=torch.zeros(len(tokens))), lengths.cumsum(
-        0
-    ) - 1
+    return Batch(
+        tokens=tokens, lengths=lengths, loss_weights=torch.zeros(len(tokens))
+    ), lengths.cumsum(0) - 1
 
 
 def _end_to_end(code: Literal["f", "q"], rows: Sequence[Sequence[float]]) -> torch.Tensor:
@@ -89,7 +91,7 @@ def _reward_metrics(prefix: str, groups: list[list[Rollout]]) -> dict[str, float
     flat = sum(len({r.reward for r in group}) == 1 for group in groups)
     metrics = {
         f"{prefix}/mean": sum(r.reward for r in rollouts) / len(rollouts),
-        f"{prefix}/flat_groups": flat / len(groups),
+        f"{prefix}/zero_std_groups": flat / len(groups),
     }
     for name in sorted({name for r in rollouts for name in r.metrics}):
         values = [r.metrics[name] for r in rollouts if name in r.metrics]

@@ -7,45 +7,49 @@ from rl.tasks.base import Task
 from rl.types import Prompt
 
 
-def training_prompt(task: Task, ordinal: int) -> Prompt:
-    """Prompt ``ordinal``.
+def training_prompt(task: Task, prompt_id: int) -> Prompt:
+    """Prompt ``prompt_id``.
 
     Raises RunError that names task, prompt and what was expected if it cannot be used.
     """
-    call = f"{type(task).__name__}.prompt({ordinal})"
-    with naming(f"data: {call}"):
-        prompt = task.prompt(ordinal)
-    _check(task, prompt, ordinal, call)
+    call = f"{type(task).__name__}.prompt({prompt_id})"
+    with naming(f"task: {call}"):
+        prompt = task.prompt(prompt_id)
+    _check(task, prompt, prompt_id, call)
     return prompt
 
 
 def eval_prompts(task: Task, count: int) -> list[Prompt]:
     """At most ``count`` prompts for evaluation. Raises RunError, as ``training_prompt`` does."""
     call = f"{type(task).__name__}.eval_prompts({count})"
-    with naming(f"data: {call}"):
+    with naming(f"task: {call}"):
         prompts = task.eval_prompts(count)
     if not isinstance(prompts, list) or len(prompts) > count:
         raise RunError(
-            f"data: {call} returned {shown(prompts)}; expected is a list of at most {count} prompts"
+            f"task: {call} returned {shown(prompts)}; expected is a list of at most {count} prompts"
         )
     for place, prompt in enumerate(prompts):
         _check(task, prompt, place, f"{call}[{place}]")
     return prompts
 
 
-def _check(task: Task, prompt: object, ordinal: int, call: str) -> None:
+def _check(task: Task, prompt: object, prompt_id: int, call: str) -> None:
     if not isinstance(prompt, Prompt):
-        raise RunError(f"data: {call} is {shown(prompt)}; expected is a Prompt")
-    for field, is_right, expected in _rules(task, prompt, ordinal):
+        raise RunError(f"task: {call} is {shown(prompt)}; expected is a Prompt")
+    for field, is_right, expected in _rules(task, prompt, prompt_id):
         if not is_right:
             raise RunError(
-                f"data: {call} has {field}={shown(getattr(prompt, field))}; expected is {expected}"
+                f"task: {call} has {field}={shown(getattr(prompt, field))}; expected is {expected}"
             )
 
 
-def _rules(task: Task, prompt: Prompt, ordinal: int) -> Iterator[tuple[str, bool, str]]:
+def _rules(task: Task, prompt: Prompt, prompt_id: int) -> Iterator[tuple[str, bool, str]]:
     """Name of a field, whether its value is right, and what is expected."""
-    yield "ordinal", type(prompt.ordinal) is int and prompt.ordinal == ordinal, f"{ordinal}"
+    yield (
+        "prompt_id",
+        type(prompt.prompt_id) is int and prompt.prompt_id == prompt_id,
+        f"{prompt_id}",
+    )
     tokens = prompt.tokens
     words = task.shape.vocab_size
     is_list = isinstance(tokens, list) and set(map(type, tokens)) == {int}

@@ -15,7 +15,7 @@ Score = Callable[[Prompt, Sequence[Completion]], Awaitable[list[Rollout]]]
 
 
 class Rollouter:
-    """Turns prompts into groups of rollouts; what is sampled depends on ordinals alone.
+    """Turns prompts into groups of rollouts; what is sampled depends on prompt_ids alone.
 
     The first lost group of each kind is told to ``warn``, with the user's traceback if there is
     one.
@@ -51,9 +51,9 @@ class Rollouter:
         """
         requests = [
             GenerationRequest(
-                request_id=f"{stream}/{prompt.ordinal}/{sample}",
+                request_id=f"{stream}/{prompt.prompt_id}/{sample}",
                 prompt_tokens=prompt.tokens,
-                seed=derive_seed(self._seed, prompt.ordinal, sample, stream=stream),
+                seed=derive_seed(self._seed, prompt.prompt_id, sample, stream=stream),
                 sampling=sampling,
             )
             for prompt in prompts

@@ -13,9 +13,9 @@ from rl.types import Completion, Prompt, Rollout
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 RESERVED_METRICS = (
-    "exact",
+    "correct",
     "mean",
-    "flat_groups",
+    "zero_std_groups",
 )  # metrics are reported as reward/NAME, as these are
 
 
@@ -47,7 +47,7 @@ def rollouts_of(
             completion=completion,
             text=text,
             reward=score.reward,
-            metrics={"exact": float(score.exact), **score.metrics},
+            metrics={"correct": float(score.correct), **score.metrics},
         )
         for sample, (completion, (text, score)) in enumerate(zip(completions, scored, strict=True))
     ]
@@ -69,7 +69,7 @@ def _scored(task: Task, prompt: Prompt, sample: int, completion: Completion) -> 
         kind = type(error).__name__
         what = f"raised {said_by(error)}"
         trace = f"\n{trace_of(error)}"
-    where = f"prompt {prompt.ordinal}, sample {sample}, completion {text!r}"
+    where = f"prompt {prompt.prompt_id}, sample {sample}, completion {text!r}"
     raise GroupLost(reason, f"{whose} {what}; {where}{trace}", kind)
 
 
@@ -83,14 +83,14 @@ def _plain_score(score: object) -> Score:
     if not isinstance(score, Score):
         raise _SenselessError(f"{shown(score)}, which is no Score")
     reward = _plain_number("reward", score.reward)
-    if not isinstance(score.exact, bool | np.bool_):
-        raise _SenselessError(f"exact={shown(score.exact)}, which is no bool")
+    if not isinstance(score.correct, bool | np.bool_):
+        raise _SenselessError(f"correct={shown(score.correct)}, which is no bool")
     if not isinstance(score.metrics, dict):
         raise _SenselessError(f"metrics={shown(score.metrics)}, which is no dict")
     metrics = {
         _plain_name(name): _plain_number(name, value) for name, value in score.metrics.items()
     }
-    return Score(reward=reward, exact=bool(score.exact), metrics=metrics)
+    return Score(reward=reward, correct=bool(score.correct), metrics=metrics)
 
 
 def _plain_name(name: object) -> str:

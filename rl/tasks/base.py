@@ -33,12 +33,12 @@ class Score:
     reward: float
     """Number that the policy learns from."""
 
-    exact: bool
+    correct: bool
     """Whether the completion is right, which evaluation counts; Python's or numpy's bool."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers averaged over the rollouts of a step and reported as ``reward/NAME``. The names
-    ``exact``, ``mean`` and ``flat_groups`` are taken."""
+    ``correct``, ``mean`` and ``zero_std_groups`` are taken."""
 
 
 class Task(Configurable, ABC):
@@ -88,16 +88,16 @@ class Task(Configurable, ABC):
         self.shape = shape_of(model)
 
     @abstractmethod
-    def prompt(self, ordinal: int) -> Prompt:
-        """Prompt ``ordinal`` (from 0, without end) of the training stream: a function of (seed,
-        ordinal) alone.
+    def prompt(self, prompt_id: int) -> Prompt:
+        """Prompt ``prompt_id`` (from 0, without end) of the training stream: a function of (seed,
+        prompt_id) alone.
         """
 
     @abstractmethod
     def eval_prompts(self, count: int) -> list[Prompt]:
         """The first ``count`` prompts that training never sees; all of them where there are fewer.
 
-        They are the same for every seed, and their ordinals are a numbering of their own, from 0.
+        They are the same for every seed, and their prompt_ids are a numbering of their own, from 0.
         """
 
     @abstractmethod
@@ -137,7 +137,7 @@ class Task(Configurable, ABC):
             self.stop_token_ids = (-1,)
         if not all(0 <= token < self.shape.vocab_size for token in self.stop_token_ids):
             raise ConfigError(
-                f"data: {type(self).__name__} names the stop tokens {shown(stop_token_ids)}; they "
+                f"task: {type(self).__name__} names the stop tokens {shown(stop_token_ids)}; they "
                 f"must be token ids below {self.shape.vocab_size}: does the tokenizer have an "
                 "eos_token?"
             )
@@ -164,7 +164,7 @@ class Task(Configurable, ABC):
         limits = [
             (
                 self.config.max_prompt_tokens,
-                f"data.max_prompt_tokens={self.config.max_prompt_tokens}",
+                f"task.max_prompt_tokens={self.config.max_prompt_tokens}",
             ),
             (
                 self.shape.max_seq_len - 1,
@@ -195,11 +195,11 @@ def showing_progress(listener: Callable[[str], None]) -> Iterator[None]:
         _listener.reset(token)
 
 
-def epoch_index(seed: int, ordinal: int, size: int) -> int:
-    """Which of ``size`` examples prompt ``ordinal`` shows: every epoch shows each once, in an order
-    of its own.
+def epoch_index(seed: int, prompt_id: int, size: int) -> int:
+    """Which of ``size`` examples prompt ``prompt_id`` shows: every epoch shows each once, in an
+    order of its own.
     """
-    epoch, place = divmod(ordinal, size)
+    epoch, place = divmod(prompt_id, size)
     return _epoch_order(seed, epoch, size)[place]
 
 

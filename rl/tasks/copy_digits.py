@@ -39,27 +39,27 @@ class CopyDigits(Task):
     def __init__(self, config: Config, *, seed: int, model: ModelConfig):
         super().__init__(config, seed=seed, model=model)
         if config.digits < 1:
-            raise ConfigError(f"data.digits: {config.digits} leaves nothing to copy; set 1 or more")
+            raise ConfigError(f"task.digits: {config.digits} leaves nothing to copy; set 1 or more")
         limit, field = self.prompt_limit()
         if config.digits + 2 > limit:
             raise ConfigError(
-                f"data.digits: {config.digits} digits make prompts of {config.digits + 2} tokens, "
-                f"longer than {field} allows; lower data.digits or raise the limit"
+                f"task.digits: {config.digits} digits make prompts of {config.digits + 2} tokens, "
+                f"longer than {field} allows; lower task.digits or raise the limit"
             )
         self.set_tokenizer(word_tokenizer(), stop_token_ids=(TOKEN["<eos>"],))
 
-    def prompt(self, ordinal: int) -> Prompt:
-        draws = random.Random(f"copy digits/{self.seed}/{ordinal}")
+    def prompt(self, prompt_id: int) -> Prompt:
+        draws = random.Random(f"copy digits/{self.seed}/{prompt_id}")
         while is_held_out(digits := "".join(draws.choices("0123456789", k=self.config.digits))):
             pass
-        return make_prompt(ordinal, digits)
+        return make_prompt(prompt_id, digits)
 
     def eval_prompts(self, count: int) -> list[Prompt]:
         size = 10**self.config.digits
         # A stride coprime to 10 visits every number once, in an order that shows no pattern.
         numbers = (f"{place * 618033988749 % size:0{self.config.digits}}" for place in range(size))
         held_out = islice(filter(is_held_out, numbers), count)
-        return [make_prompt(ordinal, digits) for ordinal, digits in enumerate(held_out)]
+        return [make_prompt(prompt_id, digits) for prompt_id, digits in enumerate(held_out)]
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """Reward in [0, 1]: tokens in their right place, over the length of answer or completion,
@@ -70,14 +70,14 @@ class CopyDigits(Task):
         wanted = [*(TOKEN[digit] for digit in prompt.answer.split()), TOKEN["<eos>"]]
         right = sum(given == want for given, want in zip(completion.tokens, wanted, strict=False))
         reward = right / max(len(wanted), len(completion.tokens))
-        return Score(reward=reward, exact=completion.tokens == wanted)
+        return Score(reward=reward, correct=completion.tokens == wanted)
 
 
-def make_prompt(ordinal: int, digits: str) -> Prompt:
+def make_prompt(prompt_id: int, digits: str) -> Prompt:
     """The prompt that asks for ``digits``, e.g. ``"317"``."""
     words = ["copy", *digits, "="]
     tokens = [TOKEN[word] for word in words]
-    return Prompt(ordinal=ordinal, tokens=tokens, text=" ".join(words), answer=" ".join(digits))
+    return Prompt(prompt_id=prompt_id, tokens=tokens, text=" ".join(words), answer=" ".join(digits))
 
 
 def is_held_out(digits: str) -> bool:

@@ -41,9 +41,9 @@ class _Question:
     tokens: array
     answer: str
 
-    def prompt(self, ordinal: int) -> Prompt:
+    def prompt(self, prompt_id: int) -> Prompt:
         return Prompt(
-            ordinal=ordinal, tokens=self.tokens.tolist(), text=self.text, answer=self.answer
+            prompt_id=prompt_id, tokens=self.tokens.tolist(), text=self.text, answer=self.answer
         )
 
 
@@ -100,8 +100,8 @@ class Gsm8kJsonl(Task):
             question for question, held in zip(questions, held_out, strict=True) if not held
         ]
 
-    def prompt(self, ordinal: int) -> Prompt:
-        return self.train[epoch_index(self.seed, ordinal, len(self.train))].prompt(ordinal)
+    def prompt(self, prompt_id: int) -> Prompt:
+        return self.train[epoch_index(self.seed, prompt_id, len(self.train))].prompt(prompt_id)
 
     def eval_prompts(self, count: int) -> list[Prompt]:
         return [question.prompt(place) for place, question in enumerate(self.held_out[:count])]
@@ -109,9 +109,9 @@ class Gsm8kJsonl(Task):
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """``answered``: a value was found; ``format``: it was marked by ``####`` or ``\\boxed``."""
         answer, marked = final_answer(text)
-        exact = answer is not None and same_value(answer, prompt.answer)
+        correct = answer is not None and same_value(answer, prompt.answer)
         metrics = {"answered": float(answer is not None), "format": float(marked)}
-        return Score(reward=float(exact), exact=exact, metrics=metrics)
+        return Score(reward=float(correct), correct=correct, metrics=metrics)
 
     def _make_questions(self, problems: list[Problem]) -> list[_Question]:
         questions = list[_Question]()
@@ -162,7 +162,7 @@ class Gsm8kJsonl(Task):
                 else ""
             )
             raise ConfigError(
-                f"data.path: {self.config.path} line {line}: its prompt has {length} tokens, more "
+                f"task.path: {self.config.path} line {line}: its prompt has {length} tokens, more "
                 f"than {field} allows{others}; raise the limit or leave such lines out"
             )
 
@@ -171,17 +171,17 @@ def read_problems(path: str) -> list[Problem]:
     """All problems of a JSONL file. Raises ConfigError that names the first line it cannot use."""
     if not path:
         raise ConfigError(
-            "data.path: not set; name a JSONL file with fields 'question' and 'answer'"
+            "task.path: not set; name a JSONL file with fields 'question' and 'answer'"
         )
     try:
         problems = list(_parse_lines(path))
     except FileNotFoundError:
-        raise ConfigError(f"data.path: there is no file {path!r}") from None
+        raise ConfigError(f"task.path: there is no file {path!r}") from None
     except OSError as error:  # a folder, no permission, a broken disk
-        raise ConfigError(f"data.path: {path!r} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"task.path: {path!r} cannot be read: {error.strerror}") from None
     if not problems:
         raise ConfigError(
-            f"data.path: {path} is empty; each line should be a JSON object with 'question' and "
+            f"task.path: {path} is empty; each line should be a JSON object with 'question' and "
             "'answer'"
         )
     return problems
@@ -194,7 +194,7 @@ def _parse_lines(path: str) -> Iterator[Problem]:
                 tell_progress(f"read {number:,} lines of {path}")
             if not raw.strip():
                 continue
-            where = f"data.path: {path} line {number}"
+            where = f"task.path: {path} line {number}"
             try:
                 row = json.loads(raw)
             except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deep
@@ -226,12 +226,12 @@ def choose_held_out(questions: list[str], fraction: float, path: str) -> list[bo
     never part.
     """
     if not 0 < fraction < 1:
-        raise ConfigError(f"data.held_out_fraction: {fraction} is not between 0 and 1")
+        raise ConfigError(f"task.held_out_fraction: {fraction} is not between 0 and 1")
     hashes = [blake2b(question.encode(), digest_size=8).digest() for question in questions]
     different = sorted(set(hashes))
     if len(different) < 2:
         raise ConfigError(
-            f"data.path: {path} has {len(different)} different question; at least 2 are needed, "
+            f"task.path: {path} has {len(different)} different question; at least 2 are needed, "
             "one to train on and one held out"
         )
     count = min(math.ceil(len(different) * fraction), len(different) - 1)

@@ -25,7 +25,7 @@ MOST_REPLACED = 100  # in a row
 class Stage:
     """From which prompt on other weights hold."""
 
-    first_ordinal: Annotated[int, at_least(0)]
+    first_prompt_id: Annotated[int, at_least(0)]
     """A prompt's place in the stream of the run; each step takes prompts_per_step of them."""
 
     weights: dict[str, Annotated[float, at_least(0)]]
@@ -35,19 +35,19 @@ class Stage:
 class Mixture(Task):
     """Prompts of several tasks, each in exact proportion to its weight; each task scores its own.
 
-    Which task's prompt comes at an ordinal, and which of its own prompts, follows from the weights
-    alone: in every stretch of a stage the counts are as even as :class:`Turns` makes them, and a
-    task goes on where it was when it is shown again. ``Prompt.task`` says whose a prompt is. Its
-    ordinal is the mixture's, so tasks score by its answer. A prompt that another task holds out
-    (one of its first 10,000) is replaced by one from far ahead in the same task's stream, so that
-    files may overlap.
+    Which task's prompt comes at an prompt_id, and which of its own prompts, follows from the
+    weights alone: in every stretch of a stage the counts are as even as :class:`Turns` makes them,
+    and a task goes on where it was when it is shown again. ``Prompt.task`` says whose a prompt is.
+    Its prompt_id is the mixture's, so tasks score by its answer. A prompt that another task holds
+    out (one of its first 10,000) is replaced by one from far ahead in the same task's stream, so
+    that files may overlap.
 
     A curriculum::
 
         Mixture.Config(
             tasks={"short": CopyDigits.Config(digits=1), "long": CopyDigits.Config(digits=3)},
             weights={"short": 1.0},
-            stages=[Stage(first_ordinal=1600, weights={"short": 1.0, "long": 3.0})],
+            stages=[Stage(first_prompt_id=1600, weights={"short": 1.0, "long": 3.0})],
             max_prompt_tokens=16,
         )
     """
@@ -70,7 +70,7 @@ class Mixture(Task):
     def __init__(self, config: Config, *, seed: int, model: ModelConfig, only_scores: bool = False):
         super().__init__(config, seed=seed, model=model)
         stages = [
-            Stage(first_ordinal=0, weights=config.weights or dict.fromkeys(config.tasks, 1.0)),
+            Stage(first_prompt_id=0, weights=config.weights or dict.fromkeys(config.tasks, 1.0)),
             *config.stages,
         ]
         _check(config, stages)
@@ -81,7 +81,7 @@ class Mixture(Task):
         _check_tokenizers(self.tasks)
         first = next(iter(self.tasks.values()))
         self.set_tokenizer(first.tokenizer, first.stop_token_ids)
-        self._starts = [stage.first_ordinal for stage in stages]
+        self._starts = [stage.first_prompt_id for stage in stages]
         self._turns = [Turns(stage.weights) for stage in stages]
         self._before = [Counter[str]()]  # how often each task was shown before each stage
         for turns, (start, end) in zip(self._turns, pairwise(self._starts), strict=False):
@@ -92,17 +92,17 @@ class Mixture(Task):
                 for prompt in task.eval_prompts(HELD_OUT):
                     self._held_out_by.setdefault(_key(prompt), set()).add(name)
 
-    def prompt(self, ordinal: int) -> Prompt:
-        stage = bisect_right(self._starts, ordinal) - 1
-        name, place = self._turns[stage].turn(ordinal - self._starts[stage])
+    def prompt(self, prompt_id: int) -> Prompt:
+        stage = bisect_right(self._starts, prompt_id) - 1
+        name, place = self._turns[stage].turn(prompt_id - self._starts[stage])
         place += self._before[stage][name]
         for jump in range(MOST_REPLACED):
             prompt = self.tasks[name].prompt(place + jump * FAR)
             others = self._held_out_by.get(_key(prompt), set()) - {name}
             if not others:
-                return _named(name, prompt, ordinal)
+                return _named(name, prompt, prompt_id)
         raise RunError(
-            f"data.tasks: {' and '.join(sorted(others))} holds out for evaluation what {name} "
+            f"task.tasks: {' and '.join(sorted(others))} holds out for evaluation what {name} "
             f"would train on: {MOST_REPLACED} prompts in a row, the last {prompt.text!r}; give "
             "them data that overlaps less"
         )
@@ -118,7 +118,8 @@ class Mixture(Task):
         ]
         due.sort(key=lambda entry: entry[0])
         return [
-            _named(name, prompt, ordinal) for ordinal, (_, name, prompt) in enumerate(due[:count])
+            _named(name, prompt, prompt_id)
+            for prompt_id, (_, name, prompt) in enumerate(due[:count])
         ]
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
@@ -139,8 +140,10 @@ def _key(prompt: Prompt) -> bytes:
     return blake2b(repr((prompt.text, prompt.tokens)).encode(), digest_size=16).digest()
 
 
-def _named(name: str, prompt: Prompt, ordinal: int) -> Prompt:
-    return replace(prompt, ordinal=ordinal, task=f"{name}/{prompt.task}" if prompt.task else name)
+def _named(name: str, prompt: Prompt, prompt_id: int) -> Prompt:
+    return replace(
+        prompt, prompt_id=prompt_id, task=f"{name}/{prompt.task}" if prompt.task else name
+    )
 
 
 def _build(
@@ -149,7 +152,7 @@ def _build(
     try:
         return (config.build_scorer if only_scores else config.build)(seed=seed, model=model)
     except ConfigError as error:
-        raise ConfigError(f"data.tasks.{name}: {error}") from error
+        raise ConfigError(f"task.tasks.{name}: {error}") from error
 
 
 def _check_tokenizers(tasks: Mapping[str, Task]) -> None:
@@ -160,32 +163,32 @@ def _check_tokenizers(tasks: Mapping[str, Task]) -> None:
             or task.stop_token_ids != first.stop_token_ids
         ):
             raise ConfigError(
-                f"data.tasks: {name} and {other} have different tokenizers; use one for all"
+                f"task.tasks: {name} and {other} have different tokenizers; use one for all"
             )
 
 
 def _check(config: Mixture.Config, stages: list[Stage]) -> None:
     """Raise ConfigError, naming field, value and what is allowed."""
     if not config.tasks:
-        raise ConfigError("data.tasks is empty; name at least one task")
+        raise ConfigError("task.tasks is empty; name at least one task")
     for name, inner in config.tasks.items():
         if not name.isidentifier():
             raise ConfigError(
-                f"data.tasks has the name {name!r}; it must be letters, digits and underscores"
+                f"task.tasks has the name {name!r}; it must be letters, digits and underscores"
             )
         if inner.max_prompt_tokens > config.max_prompt_tokens:
             raise ConfigError(
-                f"data.tasks.{name}.max_prompt_tokens is {inner.max_prompt_tokens}; it must be at "
-                f"most data.max_prompt_tokens={config.max_prompt_tokens}"
+                f"task.tasks.{name}.max_prompt_tokens is {inner.max_prompt_tokens}; it must be at "
+                f"most task.max_prompt_tokens={config.max_prompt_tokens}"
             )
-    _check_weights("data.weights", stages[0].weights, config.tasks)
+    _check_weights("task.weights", stages[0].weights, config.tasks)
     for place, (before, stage) in enumerate(pairwise(stages)):
-        if stage.first_ordinal <= before.first_ordinal:
+        if stage.first_prompt_id <= before.first_prompt_id:
             raise ConfigError(
-                f"data.stages.{place}.first_ordinal is {stage.first_ordinal}; it must be above "
-                f"{before.first_ordinal}, where the weights before it begin"
+                f"task.stages.{place}.first_prompt_id is {stage.first_prompt_id}; it must be above "
+                f"{before.first_prompt_id}, where the weights before it begin"
             )
-        _check_weights(f"data.stages.{place}.weights", stage.weights, config.tasks)
+        _check_weights(f"task.stages.{place}.weights", stage.weights, config.tasks)
 
 
 def _check_weights(

@@ -23,12 +23,12 @@ from rl.errors import RunError
 from rl.model.shape import ModelConfig, shape_of
 from rl.platform import device_type
 from rl.step_folders import StepFolders
+from rl.training.all_ranks import failures_as_run_error, on_first_rank
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face import HuggingFaceFolders
 from rl.training.hugging_face_names import Shapes
 from rl.training.model import is_adapter
 from rl.training.safe_reading import load, read_metadata
-from rl.training.together import failures_as_run_error, on_first_rank
 
 
 class Checkpointer:

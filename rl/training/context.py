@@ -41,7 +41,6 @@ class SequenceShard:
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Values of all cells [B, L], from this rank's [B, L / ranks] and the others'."""
-        # type: ignore[no-any-return]
         return _Gather.apply(values, self._own, self._all, self._group)
 
 

@@ -15,8 +15,8 @@ from rl.algorithms.losses import PerToken, require_per_token
 from rl.algorithms.tokens import Tokens
 from rl.errors import RunError
 from rl.model.host_memory import HostMemory
-from rl.model.parts import Parts
 from rl.model.shape import ModelConfig
+from rl.model.shards import Shards
 from rl.observe.metrics import Metrics, Value
 from rl.platform import device_type
 from rl.training.attention import attention_masks, shares_rows
@@ -120,12 +120,12 @@ class TrainingEngine:
         batch's order.
         """
         self.require_resident("forward", "model")
-        outputs = _Outputs()
+        collected = _Outputs()
         for micro in self._micro_batches(batch):
             with self._context():
-                outputs.put(micro, self._run(micro, temperature))
+                collected.put(micro, self._run(micro, temperature))
         reshard(self.model)
-        return outputs.of(batch)
+        return collected.of(batch)
 
     def forward_backward(
         self, batch: Batch, loss: Loss, *, temperature: float = 1.0, weight: float = 1.0
@@ -139,20 +139,20 @@ class TrainingEngine:
         :data:`PerToken`.
         """
         self.require_resident("forward_backward", "model", "optimizer")
-        outputs = _Outputs()
+        collected = _Outputs()
         totals = MetricTotals(self.device, self._batch_group)
         for micro in self._micro_batches(batch):
             with self._context():
-                said = self._run(micro, temperature)
-                own = {name: values[micro.counted] for name, values in said.items()}
+                outputs = self._run(micro, temperature)
+                own = {name: values[micro.loss_index] for name, values in outputs.items()}
                 result = loss(Tokens(micro.columns | own, sequence=micro.sequence))
-                per_token, metrics = require_per_token(loss, result, len(micro.counted))
-                (weight * (per_token * micro.weights).sum()).backward()
-            totals.add(per_token, metrics, micro.weights)
-            outputs.put(micro, {name: values.detach() for name, values in said.items()})
-        self._weight += float(batch.weights.sum(dtype=torch.float64))
+                per_token, metrics = require_per_token(loss, result, len(micro.loss_index))
+                (weight * (per_token * micro.loss_weights).sum()).backward()
+            totals.add(per_token, metrics, micro.loss_weights)
+            collected.put(micro, {name: values.detach() for name, values in outputs.items()})
+        self._weight += float(batch.loss_weights.sum(dtype=torch.float64))
         self._totals.merge(totals)
-        return outputs.of(batch), totals.reduce()
+        return collected.of(batch), totals.reduce()
 
     @torch.no_grad()
     def optim_step(
@@ -241,12 +241,12 @@ class TrainingEngine:
         self.version += 1
         self.skipped_in_a_row = 0
 
-    def parts(self) -> Parts:
+    def shards(self) -> Shards:
         """This rank's live shards of the weights that the policy acts by: adapters are merged into
         them.
         """
-        self.require_resident("parts", "model")
-        return self._merged.parts()
+        self.require_resident("shards", "model")
+        return self._merged.shards()
 
     def weights_loaded(self) -> None:
         """To be called by whoever has written into the parameters; what was accumulated is of
@@ -329,12 +329,12 @@ class TrainingEngine:
         if self._sequence is not None:
             cells, masks = self._sequence.shard(*cells, masks=masks)
         tokens, targets, positions = cells
-        said = self.model(
+        outputs = self.model(
             tokens, targets, positions=positions, attention_masks=masks, temperature=temperature
         )
         if self._sequence is not None:
-            said = {name: self._sequence.gather(values) for name, values in said.items()}
-        return {name: micro.per_token(values) for name, values in said.items()}
+            outputs = {name: self._sequence.gather(values) for name, values in outputs.items()}
+        return {name: micro.per_token(values) for name, values in outputs.items()}
 
     def _over_batch(self, value: float, reduction: Any) -> float:
         if self._batch_group is None:

@@ -1,4 +1,4 @@
-"""Hugging Face safetensors in and out: each rank reads and writes exactly its own parts of the
+"""Hugging Face safetensors in and out: each rank reads and writes exactly its own shards of the
 weights.
 """
 
@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from rl.errors import RunError
-from rl.model.parts import Box, Parts
 from rl.model.shape import ModelShape, hf_config
+from rl.model.shards import Box, Shards
+from rl.training.all_ranks import on_every_rank, on_first_rank
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_files import INDEX, ONE_FILE, check_tensors, files_of, stored_tensors
 from rl.training.hugging_face_names import HuggingFaceNames, Piece, Shapes
-from rl.training.model import named_weights, parts_of
+from rl.training.model import named_weights, shards_of
 from rl.training.peft import adapter_tensors, write_adapter
-from rl.training.together import on_every_rank, on_first_rank
 from rl.training.values import ValueHead
 
 DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -40,7 +40,7 @@ class HuggingFaceFolders:
     """Reads a model's weights from Hugging Face folders and writes them as such; all ranks call
     alike.
 
-    Nothing is gathered: beside its own parts a rank holds one piece of a tensor at a time. Where
+    Nothing is gathered: beside its own shards a rank holds one piece of a tensor at a time. Where
     one rank fails, all of them raise RunError with its rank and cause.
     """
 
@@ -71,34 +71,34 @@ class HuggingFaceFolders:
         whole = Path(folder)
         partial = whole.with_name(f"{whole.name}.partial")
         dtype = TORCH_DTYPE_MAP.get(self._shape.dtype, torch.float32)
-        parts = self._engine.parts()
+        shards = self._engine.shards()
         adapters = adapter_tensors(self._model, self._names)
         layouts = on_first_rank("export", lambda: self._create(whole, partial, dtype))
         written = on_every_rank(
-            "export", lambda: self._write(partial, self._own(parts), layouts, dtype)
+            "export", lambda: self._write(partial, self._own(shards), layouts, dtype)
         )
         on_first_rank(
             "export", lambda: self._finish(whole, partial, layouts, sum(written), adapters)
         )
 
     def _tensors(self) -> Shapes:
-        return self._names.tensors({name: part.shape for name, part in self._parts().items()})
+        return self._names.tensors({name: shard.shape for name, shard in self._shards().items()})
 
-    def _parts(self) -> Parts:
+    def _shards(self) -> Shards:
         """What a Hugging Face folder has of the model: all but a critic's head."""
-        parts = parts_of(self._model)
+        shards = shards_of(self._model)
         if isinstance(self._model.lm_head, ValueHead):
-            del parts["lm_head.weight"]
-        return parts
+            del shards["lm_head.weight"]
+        return shards
 
     def _by_file(
-        self, parts: Parts, files: dict[str, str]
+        self, shards: Shards, files: dict[str, str]
     ) -> Iterator[tuple[str, list[tuple[Piece, torch.Tensor]]]]:
-        """The pieces of ``parts``, each with the part it indexes, file by file."""
+        """The pieces of ``shards``, each with the part it indexes, file by file."""
         pieces = [
-            (files[piece.tensor], (piece, part.tensor))
-            for name, part in parts.items()
-            for piece in self._names.pieces(name, part.shape, part.box)
+            (files[piece.tensor], (piece, shard.tensor))
+            for name, shard in shards.items()
+            for piece in self._names.pieces(name, shard.shape, shard.box)
         ]
         for file, group in groupby(sorted(pieces, key=itemgetter(0)), key=itemgetter(0)):
             yield file, [entry for _, entry in group]
@@ -107,11 +107,11 @@ class HuggingFaceFolders:
         stored = stored_tensors(folder)
         check_tensors(folder, stored, self._tensors())
         files = {name: tensor.file for name, tensor in stored.items()}
-        for file, pieces in self._by_file(self._parts(), files):
+        for file, pieces in self._by_file(self._shards(), files):
             with safe_open(folder / file, framework="pt") as tensors:
-                for piece, part in pieces:
+                for piece, shard in pieces:
                     there = piece.there.slices_in(Box.whole(piece.shape))
-                    part[piece.here].copy_(tensors.get_slice(piece.tensor)[there])
+                    shard[piece.here].copy_(tensors.get_slice(piece.tensor)[there])
 
     def _create(self, whole: Path, partial: Path, dtype: torch.dtype) -> dict[str, "_FileLayout"]:
         if whole.exists() and any(whole.iterdir()) and not any(whole.glob("*.safetensors")):
@@ -131,21 +131,21 @@ class HuggingFaceFolders:
                 out.truncate(layout.size)
         return layouts
 
-    def _own(self, parts: Parts) -> Parts:
+    def _own(self, shards: Shards) -> Shards:
         """The parts that this rank writes: not those that a rank before it holds as well."""
         weights = named_weights(self._model)
-        return {name: part for name, part in parts.items() if _is_first_replica(weights[name])}
+        return {name: shard for name, shard in shards.items() if _is_first_replica(weights[name])}
 
     def _write(
-        self, folder: Path, parts: Parts, layouts: dict[str, "_FileLayout"], dtype: torch.dtype
+        self, folder: Path, shards: Shards, layouts: dict[str, "_FileLayout"], dtype: torch.dtype
     ) -> int:
         files = {tensor: file for file, layout in layouts.items() for tensor in layout.starts}
         written = 0
-        for file, pieces in self._by_file(parts, files):
+        for file, pieces in self._by_file(shards, files):
             with (folder / file).open("r+b", buffering=0) as out:
-                for piece, part in pieces:
+                for piece, shard in pieces:
                     # A copy: memory that numpy has seen cannot be moved to the host any more.
-                    values = part[piece.here].to("cpu", dtype, copy=True).contiguous()
+                    values = shard[piece.here].to("cpu", dtype, copy=True).contiguous()
                     _write_piece(out.fileno(), piece, layouts[file].starts[piece.tensor], values)
                     written += values.nbytes
                 os.fsync(out)
@@ -162,7 +162,7 @@ class HuggingFaceFolders:
         total = sum(layout.size - len(layout.header) for layout in layouts.values())
         if written != total:
             raise RunError(
-                f"the ranks wrote {written} of {total} bytes: their parts do not tile the model"
+                f"the ranks wrote {written} of {total} bytes: their shards do not tile the model"
             )
         if [*layouts] != [ONE_FILE]:
             index = {tensor: file for file, layout in layouts.items() for tensor in layout.starts}

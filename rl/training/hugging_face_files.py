@@ -39,20 +39,16 @@ def check_folder(folder: Path, shape: ModelShape) -> None:
     """
     require(
         not (folder / ADAPTER).exists(),
-        (
-            f"{folder} has an {ADAPTER}: transformers would add the adapter to the weights; merge "
-            "it, or move it away"
-        ),
+        f"{folder} has an {ADAPTER}: transformers would add the adapter to the weights; merge it, "
+        "or move it away",
     )
     stored = stored_tensors(folder)
     layers = shape.n_layers
     experts = shape.num_experts or 1
     require(  # before the names of that many are listed
         layers * experts <= len(stored),
-        (
-            f"{folder} holds {len(stored)} tensors, fewer than num_hidden_layers={layers} times "
-            f"num_experts={experts}"
-        ),
+        f"{folder} holds {len(stored)} tensors, fewer than num_hidden_layers={layers} times "
+        f"num_experts={experts}",
     )
     check_tensors(folder, stored, hugging_face_tensors(shape))
     if shape.tie_embeddings and HEAD in stored:
@@ -69,19 +65,15 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if not index.is_file():
         require(
             one_file.is_file(),
-            (
-                f"{folder} has neither {ONE_FILE} nor {INDEX}; save the model with transformers' "
-                "save_pretrained"
-            ),
+            f"{folder} has neither {ONE_FILE} nor {INDEX}; save the model with transformers' "
+            "save_pretrained",
         )
         return dict(_read_header(one_file))
     files = _read_index(index)
     require(
         not one_file.is_file() or set(files.values()) == {ONE_FILE},
-        (
-            f"{folder} holds both {ONE_FILE} and {INDEX} of other files; remove the one that is "
-            "out of date"
-        ),
+        f"{folder} holds both {ONE_FILE} and {INDEX} of other files; remove the one that is out of "
+        "date",
     )
     stored: dict[str, StoredTensor] = {}
     for file in sorted(set(files.values())):
@@ -125,10 +117,8 @@ def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes)
         require(there == shape, f"{folder / file}: {name} is {[*there]}, the model's is {[*shape]}")
         require(
             dtype in READABLE,
-            (
-                f"{folder / file}: {name} is {dtype}; it must be one of {', '.join(READABLE)}: "
-                "dequantise the model first"
-            ),
+            f"{folder / file}: {name} is {dtype}; it must be one of {', '.join(READABLE)}: "
+            "dequantise the model first",
         )
 
 

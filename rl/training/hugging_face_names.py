@@ -10,9 +10,9 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
 
 from rl.errors import RunError
-from rl.model.parts import Box
 from rl.model.qwen3 import parameter_shapes, qwen3_config
 from rl.model.shape import ModelShape
+from rl.model.shards import Box
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of whole tensors, by name."""
@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one rank's part of a parameter and a Hugging Face tensor have in common."""
+    """What one rank's shard of a parameter and a Hugging Face tensor have in common."""
 
     tensor: str
     shape: tuple[int, ...]

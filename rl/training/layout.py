@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torchtitan.distributed import ParallelDims
 
-from rl.model.parts import Box, Layout, Region
 from rl.model.shape import ModelConfig
+from rl.model.shards import Box, Layout, Region
 from rl.training.config import TrainerConfig
 from rl.training.model import named_adapters, named_weights, sharded_model
 from rl.types import Head

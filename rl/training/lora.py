@@ -9,8 +9,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
-from rl.model.parts import Box, Parts
-from rl.training.model import parts_of
+from rl.model.shards import Box, Shards
+from rl.training.model import shards_of
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -37,13 +37,13 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class MergedWeights:
-    """This rank's parts of the weights that the policy acts by: W + alpha / rank * B @ A where
+    """This rank's shards of the weights that the policy acts by: W + alpha / rank * B @ A where
     there is an adapter.
 
     Layers without one are the live parameters themselves. The others have memory of their own from
-    the first call of ``parts`` on, into which ``refresh`` merges anew; all ranks call both alike. A
-    rank merges its own shard alone, in float32. CUDA takes the same lines and is not covered by the
-    tests.
+    the first call of ``shards`` on, into which ``refresh`` merges anew; all ranks call both alike.
+    A rank merges its own shard alone, in float32. CUDA takes the same lines and is not covered by
+    the tests.
     """
 
     def __init__(self, model: nn.Module):
@@ -52,24 +52,24 @@ class MergedWeights:
         self.buffers: dict[str, torch.Tensor] = {}
         """The memory of its own, by parameter."""
 
-    def parts(self) -> Parts:
-        """The parts by torchtitan's names, in its order; the same tensors each time."""
-        parts = parts_of(self._model)
+    def shards(self) -> Shards:
+        """The shards by torchtitan's names, in its order; the same tensors each time."""
+        shards = shards_of(self._model)
         if not self.buffers:
-            self.buffers = {name: torch.empty_like(parts[name].tensor) for name in self._adapted}
+            self.buffers = {name: torch.empty_like(shards[name].tensor) for name in self._adapted}
             self.refresh()
         return {
-            name: part._replace(tensor=self.buffers.get(name, part.tensor))
-            for name, part in parts.items()
+            name: shard._replace(tensor=self.buffers.get(name, shard.tensor))
+            for name, shard in shards.items()
         }
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Follow the parameters, which have changed."""
-        parts = parts_of(self._model)
+        shards = shards_of(self._model)
         for name, merged in self.buffers.items():
             layer = self._adapted[name]
-            part = parts[name]
+            shard = shards[name]
             (a, b) = whole_adapter(layer)
-            (rows, columns) = part.box.slices_in(Box.whole(part.shape))
-            merged.copy_(part.tensor + layer._lora_scaling * (b[rows] @ a[:, columns]))
+            (rows, columns) = shard.box.slices_in(Box.whole(shard.shape))
+            merged.copy_(shard.tensor + layer._lora_scaling * (b[rows] @ a[:, columns]))

@@ -28,9 +28,9 @@ class MetricTotals:
         has one.
         """
         self._add_sum("loss/mean", loss, weights)
-        counted = weights > 0
+        mask = weights > 0
         for name, (values, reduction, where) in metrics.items():
-            chosen = counted if where is None else counted & where
+            chosen = mask if where is None else mask & where
             if reduction == "mean":
                 self._add_sum(name, values, chosen)
                 continue

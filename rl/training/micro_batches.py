@@ -36,9 +36,9 @@ class MicroBatch:
     ``tokens``, ``targets``, ``positions`` int64 [B, L]; a document starts where ``positions`` is 0.
     Of the T tokens of its sequences, end to end, token t has place ``index[t]`` in the batch that
     was cut, and is predicted in cell ``cells[t]`` of the flattened rectangle, unless ``first[t]``
-    says that nothing predicts it. ``counted`` int64 [C] are the t of weight above 0; ``sequence``
-    int64 [C], which of the micro-batch's sequences each is of, ``weights`` and columns [C] are
-    theirs.
+    says that nothing predicts it. ``loss_index`` int64 [C] are the t of weight above 0;
+    ``sequence`` int64 [C], which of the micro-batch's sequences each is of, ``loss_weights`` and
+    columns [C] are theirs.
     """
 
     index: torch.Tensor
@@ -47,9 +47,9 @@ class MicroBatch:
     positions: torch.Tensor
     cells: torch.Tensor
     first: torch.Tensor
-    counted: torch.Tensor
+    loss_index: torch.Tensor
     sequence: torch.Tensor
-    weights: torch.Tensor
+    loss_weights: torch.Tensor
     columns: dict[str, torch.Tensor]
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -116,7 +116,7 @@ def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
     padding = (
         (~filled).cumsum(1).sub(1).clamp(max=longest - 1)
     )  # may outgrow the model's longest sequence
-    counted = (part.weights > 0).nonzero().squeeze(1)
+    loss_index = (part.loss_weights > 0).nonzero().squeeze(1)
     return MicroBatch(
         index=batch.token_index(sequences),
         tokens=rectangle(part.tokens[inputs]),
@@ -124,15 +124,15 @@ def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
         positions=torch.where(filled, rectangle(place[inputs]), padding),
         cells=cells.masked_fill(first, 0),
         first=first,
-        counted=counted,
-        sequence=owner[counted],
-        weights=part.weights[counted],
-        columns={name: values[counted] for name, values in part.columns.items()},
+        loss_index=loss_index,
+        sequence=owner[loss_index],
+        loss_weights=part.loss_weights[loss_index],
+        columns={name: values[loss_index] for name, values in part.columns.items()},
     )
 
 
 def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Sequences of each of ``parts`` ranks: like numbers of sequences (to one), and of tokens.
+    """Sequences of each of ``shards`` ranks: like numbers of sequences (to one), and of tokens.
 
     The longest first, each to the rank with the fewest tokens so far that has room (Graham, 1969).
     """

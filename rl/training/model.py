@@ -26,9 +26,9 @@ from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.tools.utils import set_default_dtype
 
 from rl.model.host_memory import local_tensor
-from rl.model.parts import Box, Part, Parts, Region
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, shape_of
+from rl.model.shards import Box, Region, Shard, Shards
 from rl.platform import device_type
 from rl.training.attention import attention_config
 from rl.training.config import TrainerConfig, adaptable_layers
@@ -276,13 +276,13 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora_a.weight", ".lora_b.weight"))
 
 
-def parts_of(model: nn.Module) -> Parts:
+def shards_of(model: nn.Module) -> Shards:
     """This rank's live weights, without adapters; they change as the optimizer steps."""
-    return {name: part_of(name, parameter) for name, parameter in named_weights(model).items()}
+    return {name: shard_of(name, parameter) for name, parameter in named_weights(model).items()}
 
 
-def part_of(name: str, parameter: torch.Tensor) -> Part:
-    """This rank's part of one tensor."""
-    return Part(
+def shard_of(name: str, parameter: torch.Tensor) -> Shard:
+    """This rank's shard of one tensor."""
+    return Shard(
         Region(name, tuple(parameter.shape), local_box(parameter)), local_tensor(parameter).detach()
     )

@@ -9,7 +9,7 @@ import torch.nn as nn
 from safetensors.torch import save_file
 from torchtitan.components.lora import LoRAConverter
 
-from rl.model.parts import Box
+from rl.model.shards import Box
 from rl.training.hugging_face_names import HuggingFaceNames
 from rl.training.lora import adapted_layers, whole_adapter
 

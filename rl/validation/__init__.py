@@ -7,7 +7,7 @@ from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from rl.algorithms.corrections import MaskedIS
 from rl.cluster import HardwareConfig, SlurmConfig
-from rl.config import RolloutConfig, RunConfig, WatchdogConfig
+from rl.config import RLConfig, RolloutConfig, WatchdogConfig
 from rl.errors import ConfigError, require
 from rl.model.shape import shape_of
 from rl.training.config import TrainerConfig, adaptable_layers
@@ -20,7 +20,7 @@ RESERVED = ("critic", "export", "launch", "lock", "logs", "reference", "replicas
 """Names in a run folder that have a use."""
 
 
-def validate(config: RunConfig) -> None:
+def validate(config: RLConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
     validate_types(config)
     validate_numbers(config)
@@ -44,14 +44,12 @@ def _validate_sampling(rollout: RolloutConfig) -> None:
     for name, value, allowed in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         require(
             value == allowed,
-            (
-                f"rollout.{name} is {value}; it must be {allowed}: the trainer knows no log-probs "
-                "of a cut distribution"
-            ),
+            f"rollout.{name} is {value}; it must be {allowed}: the trainer knows no log-probs of a "
+            "cut distribution",
         )
 
 
-def _validate_checkpoint(config: RunConfig) -> None:
+def _validate_checkpoint(config: RLConfig) -> None:
     checkpoint = config.trainer.checkpoint
     folder = checkpoint.folder
     step = checkpoint.load_step
@@ -69,17 +67,13 @@ def _validate_checkpoint(config: RunConfig) -> None:
     )
     require(
         step == -1,
-        (
-            f"trainer.checkpoint.load_step is {step}; it must be -1: --resume goes on from the "
-            "newest, losing no work"
-        ),
+        f"trainer.checkpoint.load_step is {step}; it must be -1: --resume goes on from the newest, "
+        "losing no work",
     )
     require(
         mode != "async_with_pinned_mem" or config.hardware.kind == "cuda",
-        (
-            f"trainer.checkpoint.async_mode is {mode!r}, which needs CUDA; on CPU 'disabled' and "
-            "'async' are allowed"
-        ),
+        f"trainer.checkpoint.async_mode is {mode!r}, which needs CUDA; on CPU 'disabled' and "
+        "'async' are allowed",
     )
 
 
@@ -105,7 +99,7 @@ def _validate_training_modes(trainer: TrainerConfig, hardware: HardwareConfig) -
     )
 
 
-def _validate_lora(config: RunConfig) -> None:
+def _validate_lora(config: RLConfig) -> None:
     lora = config.trainer.lora
     shape = shape_of(config.model)
     if lora is None:
@@ -119,17 +113,13 @@ def _validate_lora(config: RunConfig) -> None:
     )
     require(
         shape.num_experts == 0,
-        (
-            f"trainer.lora is on; it must be none with the model's {shape.num_experts} experts, "
-            "which have no adapters"
-        ),
+        f"trainer.lora is on; it must be none with the model's {shape.num_experts} experts, which "
+        "have no adapters",
     )
     require(
         config.trainer.float8 is None,
-        (
-            "trainer.lora is on; it must be none with trainer.float8: the two are not supported "
-            "together"
-        ),
+        "trainer.lora is on; it must be none with trainer.float8: the two are not supported "
+        "together",
     )
 
 
@@ -148,28 +138,26 @@ def _validate_slurm(slurm: SlurmConfig) -> None:
     )
 
 
-def _validate_lengths(config: RunConfig) -> None:
+def _validate_lengths(config: RLConfig) -> None:
     """Of prompts and completions, in tokens."""
     shape = shape_of(config.model)
-    prompt = config.data.max_prompt_tokens
+    prompt = config.task.max_prompt_tokens
     completion = config.rollout.max_tokens
     longest = prompt + completion
     require(
         longest <= shape.max_seq_len,
-        f"data.max_prompt_tokens={prompt} + rollout.max_tokens={completion} is {longest}; it must "
+        f"task.max_prompt_tokens={prompt} + rollout.max_tokens={completion} is {longest}; it must "
         f"be at most model.max_seq_len={shape.max_seq_len}",
     )
     budget = config.trainer.micro_batch_tokens
     require(
         budget is None or budget >= longest,
-        (
-            f"trainer.micro_batch_tokens is {budget}; it must be at least {longest}, the longest "
-            "prompt and completion"
-        ),
+        f"trainer.micro_batch_tokens is {budget}; it must be at least {longest}, the longest "
+        "prompt and completion",
     )
 
 
-def _validate_push(config: RunConfig) -> None:
+def _validate_push(config: RLConfig) -> None:
     push = config.weights
     require(
         push.transport != "cuda_ipc" or config.hardware.kind == "cuda",
@@ -184,8 +172,8 @@ def _validate_push(config: RunConfig) -> None:
 
 
 def _validate_pipeline(rollout: RolloutConfig) -> None:
-    parts = rollout.parts_per_step
-    field_name = "rollout.parts_per_step"
+    parts = rollout.stream_chunks
+    field_name = "rollout.stream_chunks"
     require(
         parts == 1 or rollout.pipeline == "asynchronous",
         f"{field_name} is {parts}; it must be 1 unless rollout.pipeline is 'asynchronous': the "
@@ -193,26 +181,22 @@ def _validate_pipeline(rollout: RolloutConfig) -> None:
     )
     require(
         parts <= rollout.prompts_per_step,
-        (
-            f"{field_name} is {parts}; it must be at most "
-            f"rollout.prompts_per_step={rollout.prompts_per_step}"
-        ),
+        f"{field_name} is {parts}; it must be at most "
+        f"rollout.prompts_per_step={rollout.prompts_per_step}",
     )
 
 
-def _validate_algorithm(config: RunConfig) -> None:
+def _validate_algorithm(config: RLConfig) -> None:
     algorithm = config.algorithm
     prompts = config.rollout.prompts_per_step
     require(
-        algorithm.mini_batch == 0 or prompts % algorithm.mini_batch == 0,
-        (
-            f"algorithm.mini_batch is {algorithm.mini_batch}; it must divide "
-            f"rollout.prompts_per_step={prompts}"
-        ),
+        algorithm.prompts_per_minibatch == 0 or prompts % algorithm.prompts_per_minibatch == 0,
+        f"algorithm.prompts_per_minibatch is {algorithm.prompts_per_minibatch}; it must divide "
+        f"rollout.prompts_per_step={prompts}",
     )
     whole = config.updates_per_step > 1 or not algorithm.advantage.by_group
-    parts = config.rollout.parts_per_step
-    field_name = "rollout.parts_per_step"
+    parts = config.rollout.stream_chunks
+    field_name = "rollout.stream_chunks"
     require(
         parts == 1 or not whole,
         f"{field_name} is {parts}; it must be 1 where a step has several updates or its advantages "
@@ -260,32 +244,26 @@ def _validate_algorithm(config: RunConfig) -> None:
     longest = config.rollout.max_tokens
     require(
         algorithm.overlong_buffer <= longest,
-        (
-            f"algorithm.overlong_buffer is {algorithm.overlong_buffer}; it must be at most "
-            f"rollout.max_tokens={longest}"
-        ),
+        f"algorithm.overlong_buffer is {algorithm.overlong_buffer}; it must be at most "
+        f"rollout.max_tokens={longest}",
     )
 
 
-def _validate_roles(config: RunConfig) -> None:
+def _validate_roles(config: RLConfig) -> None:
     words = shape_of(config.model).vocab_size
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    longest = config.task.max_prompt_tokens + config.rollout.max_tokens
     for name, role in config.roles.items():
         taken = (*RESERVED, "checkpoints", "generator", "policy", "reward", "trainer")
         require(
             name.isidentifier() and name not in taken,
-            (
-                f"roles: {name!r} cannot be the name of a role; it must be an identifier other "
-                f"than {list(taken)}"
-            ),
+            f"roles: {name!r} cannot be the name of a role; it must be an identifier other than "
+            f"{list(taken)}",
         )
         shape = shape_of(role.model)
         require(
             shape.vocab_size == words,
-            (
-                f"roles.{name}.model.vocab_size is {shape.vocab_size}; it must be that of the "
-                f"policy, {words}"
-            ),
+            f"roles.{name}.model.vocab_size is {shape.vocab_size}; it must be that of the policy, "
+            f"{words}",
         )
         require(
             shape.max_seq_len >= longest,
@@ -304,10 +282,8 @@ def _validate_roles(config: RunConfig) -> None:
         )
         require(
             role.reward_weight == 0 or role.head == "values",
-            (
-                f"roles.{name}.reward_weight is {role.reward_weight}; it must be 0 unless "
-                f"roles.{name}.head is 'values'"
-            ),
+            f"roles.{name}.reward_weight is {role.reward_weight}; it must be 0 unless "
+            f"roles.{name}.head is 'values'",
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.errors import require
 from rl.generation.config import kv_bytes_at_least
 from rl.model.shape import shape_of
@@ -14,7 +14,7 @@ OPTIMIZERS = ("Adam", "AdamW", "DistMuon")
 MAX_CUDA_HEAD_DIM = 256
 
 
-def validate_engines(config: RunConfig) -> None:
+def validate_engines(config: RLConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, where an engine could not start
     or would be wrong.
     """
@@ -34,10 +34,8 @@ def _validate_optimizer(role: Role) -> None:
         place = f"{field}.param_groups.{number}"
         require(
             name in OPTIMIZERS,
-            (
-                f"{place}.optimizer_name is {name!r}; torchtitan has "
-                f"{', '.join(map(repr, OPTIMIZERS))}"
-            ),
+            f"{place}.optimizer_name is {name!r}; torchtitan has "
+            f"{', '.join(map(repr, OPTIMIZERS))}",
         )
     require(
         bool(optimizer.param_groups),
@@ -53,12 +51,12 @@ def _validate_training(trainer: TrainerConfig) -> None:
     )
 
 
-def _validate_generator(config: RunConfig, *, cuda: bool) -> None:
+def _validate_generator(config: RLConfig, *, cuda: bool) -> None:
     for name, value, allowed, holds in _generator_rules(config, cuda=cuda):
         require(holds, f"generator.{name} is {value}; {allowed}")
 
 
-def _generator_rules(config: RunConfig, *, cuda: bool) -> Iterator[tuple[str, Any, str, bool]]:
+def _generator_rules(config: RLConfig, *, cuda: bool) -> Iterator[tuple[str, Any, str, bool]]:
     """Field, value, what is allowed, and whether it is so."""
     generator = config.generator
     shape = shape_of(config.model)
@@ -81,10 +79,8 @@ def _generator_rules(config: RunConfig, *, cuda: bool) -> Iterator[tuple[str, An
         head_dim = shape.head_dim
         require(
             head_dim % 8 == 0 and head_dim <= MAX_CUDA_HEAD_DIM,
-            (
-                f"model.head_dim is {head_dim}; vLLM's attention on CUDA allows multiples of 8 up "
-                f"to {MAX_CUDA_HEAD_DIM}"
-            ),
+            f"model.head_dim is {head_dim}; vLLM's attention on CUDA allows multiples of 8 up to "
+            f"{MAX_CUDA_HEAD_DIM}",
         )
         return
     least_gib = kv_bytes_at_least(generator, shape, cuda=False) / 2**30

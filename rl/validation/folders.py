@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.errors import ConfigError, require
 from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.training.hugging_face_files import check_folder
@@ -12,7 +12,7 @@ OWN_FIELDS = ("max_seq_len", "dtype")
 """Fields of a ModelShape in which a folder that gives weights alone may differ from the model."""
 
 
-def validate_folders(config: RunConfig) -> None:
+def validate_folders(config: RLConfig) -> None:
     """Raise ConfigError, naming field, file and tensor, if a folder does not hold the weights that
     a model needs.
     """
@@ -26,7 +26,7 @@ def validate_folders(config: RunConfig) -> None:
     _validate_initial_load(config)
 
 
-def _validate_initial_load(config: RunConfig) -> None:
+def _validate_initial_load(config: RLConfig) -> None:
     checkpoint = config.trainer.checkpoint
     field = "trainer.checkpoint.initial_load_path"
     path = checkpoint.initial_load_path

@@ -4,7 +4,7 @@ are.
 
 from torchtitan.config import ParallelismConfig
 
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.errors import require
 from rl.model.shape import ModelShape, shape_of
 from rl.model.tp_plan import check_divides, check_generator, divisors
@@ -18,7 +18,7 @@ LEAST_PROCESS_GIB = 0.2
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
-def validate_layouts(config: RunConfig) -> None:
+def validate_layouts(config: RLConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, where a model or the generators
     cannot be cut so.
     """
@@ -54,10 +54,8 @@ def _validate_role(role: Role, *, cuda: bool) -> None:
     _validate_context_parallel(role, cuda=cuda)
     require(
         cuda or attention in ("auto", "dense"),
-        (
-            f"{model}.attention is {attention!r}, which needs CUDA; on CPU 'auto' and 'dense' are "
-            "allowed"
-        ),
+        f"{model}.attention is {attention!r}, which needs CUDA; on CPU 'auto' and 'dense' are "
+        "allowed",
     )
     _validate_experts(role, shape)
     check_divides(f"{name}.tensor_parallel_degree", parallelism.tensor_parallel_degree, shape)
@@ -67,25 +65,21 @@ def _validate_role(role: Role, *, cuda: bool) -> None:
     )
 
 
-def _validate_nodes(config: RunConfig, roles: dict[str, Role]) -> None:
+def _validate_nodes(config: RLConfig, roles: dict[str, Role]) -> None:
     """On which nodes the ranks are, and whether these have devices for them."""
     nodes = config.trainer.nodes
     ranks = config.trainer.ranks
     allowed = divisors(ranks)
     require(
         nodes in allowed,
-        (
-            f"trainer.nodes is {nodes}; it must divide the trainer's {ranks} ranks: allowed are "
-            f"{allowed}"
-        ),
+        f"trainer.nodes is {nodes}; it must divide the trainer's {ranks} ranks: allowed are "
+        f"{allowed}",
     )
     own = config.generator.nodes
     require(
         own == 0 or config.colocate != "all",
-        (
-            f"generator.nodes is {own}; it must be 0 with colocate='all': the generators share the "
-            "trainer's devices"
-        ),
+        f"generator.nodes is {own}; it must be 0 with colocate='all': the generators share the "
+        "trainer's devices",
     )
     transport = config.weights.transport
     require(
@@ -96,10 +90,8 @@ def _validate_nodes(config: RunConfig, roles: dict[str, Role]) -> None:
     spare = config.slurm.nodes
     require(
         spare == 0 or spare >= config.nodes,
-        (
-            f"slurm.nodes is {spare}; it must be 0 or at least {config.nodes}, which trainer and "
-            "generators need"
-        ),
+        f"slurm.nodes is {spare}; it must be 0 or at least {config.nodes}, which trainer and "
+        "generators need",
     )
     gpus = config.hardware.gpus
     places = Placement(config, gpus).models
@@ -111,7 +103,7 @@ def _validate_nodes(config: RunConfig, roles: dict[str, Role]) -> None:
     _require_gpus("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, gpus)
 
 
-def _validate_host_memory(config: RunConfig, model_ranks: int) -> None:
+def _validate_host_memory(config: RLConfig, model_ranks: int) -> None:
     """Refuse more processes on a node than its memory holds, given the ranks of all models
     there.
     """
@@ -156,10 +148,8 @@ def _validate_mesh(field_name: str, parallelism: ParallelismConfig) -> None:
     )
     require(
         parallelism.spmd_backend == "partial_dtensor",
-        (
-            f"{field_name}.spmd_backend is {parallelism.spmd_backend!r}; with this torch only "
-            "'partial_dtensor' works"
-        ),
+        f"{field_name}.spmd_backend is {parallelism.spmd_backend!r}; with this torch only "
+        "'partial_dtensor' works",
     )
 
 

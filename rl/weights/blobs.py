@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from rl.model.parts import Box, Layout
+from rl.model.shards import Box, Layout
 from rl.weights.routes import plan_push
 from rl.weights.transport import starts_of
 

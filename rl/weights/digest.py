@@ -6,35 +6,38 @@ from collections.abc import Iterable
 
 import torch
 
-from rl.model.parts import Box, Part
+from rl.model.shards import Box, Shard
 
 _CHUNK = {"cpu": 1 << 18}  # elements at once: their int64 products stay in the cache
 _CHUNK_ON_DEVICE = 1 << 24  # so that kernels take longer than their launch
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ZERO = 0x9E3779B9  # added to all bits, so that zeros count
 
-PartDigests = dict[tuple[str, Box], int]
-"""What one rank says of its parts, by name and box."""
+ShardDigests = dict[tuple[str, Box], int]
+"""What one rank reports of its shards, by name and box."""
 
 
-def digests(parts: Iterable[Part], *, dtype: torch.dtype | None = None) -> PartDigests:
-    """Digests of one rank's parts, cast to ``dtype`` first if given."""
-    return {(part.name, part.box): part_digest(part, dtype or part.tensor.dtype) for part in parts}
+def digests(shards: Iterable[Shard], *, dtype: torch.dtype | None = None) -> ShardDigests:
+    """Digests of one rank's shards, cast to ``dtype`` first if given."""
+    return {
+        (shard.name, shard.box): shard_digest(shard, dtype or shard.tensor.dtype)
+        for shard in shards
+    }
 
 
 @torch.no_grad()
-def part_digest(part: Part, dtype: torch.dtype) -> int:
-    """Return an int64: the sum over the part's elements of their bits times a weight of their
+def shard_digest(shard: Shard, dtype: torch.dtype) -> int:
+    """Return an int64: the sum over the shard's elements of their bits times a weight of their
     position in the whole.
 
-    The digest of a tensor is the sum, modulo 2^64, of those of any parts that tile it. The weight
+    The digest of a tensor is the sum, modulo 2^64, of those of any shards that tile it. The weight
     of a position is the product of an odd number for its place in each dimension. The bits are
     those of the elements in ``dtype``.
     """
-    tensor = part.tensor.detach()
+    tensor = shard.tensor.detach()
     if not tensor.numel():
         return 0
-    rows, columns = _weights(part, tensor.device)
+    rows, columns = _weights(shard, tensor.device)
     values = tensor.reshape(len(rows), len(columns))
     sums = torch.empty_like(rows)
     step = max(1, _CHUNK.get(tensor.device.type, _CHUNK_ON_DEVICE) // len(columns))
@@ -54,9 +57,9 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-def _weights(part: Part, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of the part's places in all dimensions but the last together, and in the last."""
-    ranges = zip(part.box.offset, part.box.shape, strict=True)
+def _weights(shard: Shard, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of the shard's places in all dimensions but the last together, and in the last."""
+    ranges = zip(shard.box.offset, shard.box.shape, strict=True)
     places = [torch.arange(offset, offset + size, device=device) for offset, size in ranges]
     weights = [_mix(place + (dimension << 56)) for dimension, place in enumerate(places)]
     rows = torch.ones(1, dtype=torch.int64, device=device)
@@ -76,21 +79,21 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return (x ^ (x >> 31)) | 1
 
 
-def merge_digests(ranks: Iterable[PartDigests]) -> dict[str, str]:
+def merge_digests(ranks: Iterable[ShardDigests]) -> dict[str, str]:
     """Digest of each whole parameter from all ranks' parts, as 16 hex digits.
 
     Raises ValueError, naming the parameter, where two ranks hold the same part with different
     values.
     """
-    parts: dict[tuple[str, Box], int] = {}
+    shards: dict[tuple[str, Box], int] = {}
     for rank in ranks:
         for (name, box), digest in rank.items():
-            if parts.setdefault((name, box), digest) != digest:
+            if shards.setdefault((name, box), digest) != digest:
                 raise ValueError(
-                    f"parameter {name}: two ranks hold different values of the same part {box}"
+                    f"parameter {name}: two ranks hold different values of the same shard {box}"
                 )
     totals: dict[str, int] = {}
-    for (name, _), digest in parts.items():
+    for (name, _), digest in shards.items():
         totals[name] = totals.get(name, 0) + digest
     return {name: f"{total % (1 << 64):016x}" for name, total in totals.items()}
 

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from rl.model.parts import Part
+from rl.model.shards import Shard
 from rl.weights import shared_memory
 from rl.weights.config import TransportName
 from rl.weights.transport import Publisher, Subscriber, Transfer
@@ -17,21 +17,21 @@ def choose_transport(wish: str, domains: Collection[str]) -> TransportName:
     return "shared_memory" if len(set(domains)) == 1 else "rdma"
 
 
-def open_publisher(transfer: Transfer, parts: Sequence[Part], *, rank: int) -> Publisher:
+def open_publisher(transfer: Transfer, shards: Sequence[Shard], *, rank: int) -> Publisher:
     """The trainer rank's end, opened within its actor."""
     if transfer.transport in ("shared_memory", "cuda_ipc"):
         on_device = transfer.transport == "cuda_ipc"
         return shared_memory.Publisher(
-            parts, transfer.dtype, on_device=on_device, patience=transfer.patience
+            shards, transfer.dtype, on_device=on_device, patience=transfer.patience
         )
     network = _network(transfer.transport)
-    return network.Publisher(parts, transfer, rank=rank)
+    return network.Publisher(shards, transfer, rank=rank)
 
 
 def open_subscriber(
     transfer: Transfer,
     addresses: Sequence[Any],
-    parts: Sequence[Part],
+    shards: Sequence[Shard],
     *,
     generator: int,
     rank: int,
@@ -39,9 +39,11 @@ def open_subscriber(
     """The end of rank ``rank`` of generator number ``generator``."""
     if transfer.transport in ("shared_memory", "cuda_ipc"):
         reader = generator * len(transfer.wanted) + rank
-        return shared_memory.Subscriber(addresses, parts, reader=reader, patience=transfer.patience)
+        return shared_memory.Subscriber(
+            addresses, shards, reader=reader, patience=transfer.patience
+        )
     network = _network(transfer.transport)
-    return network.Subscriber(addresses, parts, transfer, rank=rank, generator=generator)
+    return network.Subscriber(addresses, shards, transfer, rank=rank, generator=generator)
 
 
 def _network(transport: TransportName) -> Any:

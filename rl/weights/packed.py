@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from rl.errors import RunError
-from rl.model.parts import Part, layout_of
+from rl.model.shards import Shard, layout_of
 from rl.weights import delta as deltas
 from rl.weights.blobs import host_memory, plan_blobs
 from rl.weights.transport import Sent, Transfer, TransferFailed, VersionGone, check_dtype
@@ -34,8 +34,8 @@ class PackedPublisher:
     nothing torn gets as far as a parameter. Then it acknowledges the sequence number to all
     publishers, and ``pull`` copies from its own memory, whatever the publishers do meanwhile. ::
 
-        publisher = ...(parts, transfer, rank=)     # trainer rank, in an endpoint of its actor
-        subscriber = ...(addresses, parts, transfer, rank=)     # generator rank
+        publisher = ...(shards, transfer, rank=)     # trainer rank, in an endpoint of its actor
+        subscriber = ...(addresses, shards, transfer, rank=)     # generator rank
         sent = await publisher.publish(v)           # when all trainer ranks have returned:
         await subscriber.fetch(v)                                     # generation goes on
         subscriber.pull(v)                                            # generation stands still
@@ -53,14 +53,14 @@ class PackedPublisher:
     memory of the host.
     """
 
-    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int):
-        """``parts`` of trainer rank ``rank``."""
+    def __init__(self, shards: Sequence[Shard], transfer: Transfer, *, rank: int):
+        """``shards`` of trainer rank ``rank``."""
         dtype = transfer.dtype
         self.blobs = plan_blobs(transfer.sources, transfer.wanted)[rank]
         self._ranks = len(transfer.wanted)
         self._readers = transfer.generators * self._ranks
         self._patience = transfer.patience
-        self._device = device = parts[0].tensor.device
+        self._device = device = shards[0].tensor.device
         self._header = torch.zeros(SLOTS, _DELTAS + len(self.blobs), dtype=torch.int64)
         self._slots = [
             [host_memory(blob.numel, dtype, device) for blob in self.blobs] for _ in range(SLOTS)
@@ -74,7 +74,7 @@ class PackedPublisher:
         ]
         self._copies = [
             [
-                (view, parts[piece.held].tensor[piece.box.slices_in(parts[piece.held].box)])
+                (view, shards[piece.held].tensor[piece.box.slices_in(shards[piece.held].box)])
                 for blob, whole in zip(self.blobs, slot, strict=True)
                 for piece, view in zip(blob.pieces, blob.views(whole), strict=True)
             ]
@@ -186,17 +186,19 @@ class PackedSubscriber:
     Its own memory is as large as its parameters, and half of that again with ``delta``.
     """
 
-    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int, generator: int = 0):
-        """``parts`` of rank ``rank`` of generator number ``generator`` are overwritten in place by
+    def __init__(
+        self, shards: Sequence[Shard], transfer: Transfer, *, rank: int, generator: int = 0
+    ):
+        """``shards`` of rank ``rank`` of generator number ``generator`` are overwritten in place by
         each pull.
         """
-        if layout_of(parts) != transfer.wanted[rank]:
+        if layout_of(shards) != transfer.wanted[rank]:
             raise ValueError(
-                f"the parts of generator rank {rank} are not those of the layouts that were "
+                f"the shards of generator rank {rank} are not those of the layouts that were "
                 "planned with"
             )
-        check_dtype(parts, transfer.dtype)
-        self._parts = parts
+        check_dtype(shards, transfer.dtype)
+        self._shards = shards
         self._dtype = transfer.dtype
         self._rank = rank
         self._delta = transfer.delta
@@ -208,7 +210,7 @@ class PackedSubscriber:
         self._make_staging()
 
     def _make_staging(self) -> None:
-        device = self._parts[0].tensor.device
+        device = self._shards[0].tensor.device
         self._held: list[int] = [0] * len(self._blobs)
         self._fetched: int | None = None
         self._staged: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -221,7 +223,7 @@ class PackedSubscriber:
                 code = host_memory(whole.nbytes // 2 if self._delta else 0, torch.uint8, device)
                 self._staged[source, index] = whole, code
                 self._copies += [
-                    (self._parts[place].tensor[piece.box.slices_in(self._parts[place].box)], view)
+                    (self._shards[place].tensor[piece.box.slices_in(self._shards[place].box)], view)
                     for piece, view in zip(blob.pieces, blob.views(whole), strict=True)
                     for reader, place in piece.places
                     if reader == self._rank
@@ -277,8 +279,8 @@ class PackedSubscriber:
                 )
             for live, staged in self._copies:
                 live.copy_(staged, non_blocking=True)
-            if self._parts[0].tensor.is_cuda:
-                torch.cuda.synchronize(self._parts[0].tensor.device)
+            if self._shards[0].tensor.is_cuda:
+                torch.cuda.synchronize(self._shards[0].tensor.device)
         return version
 
     def close(self) -> None:

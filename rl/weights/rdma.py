@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from monarch.rdma import RDMAAction, RDMABuffer
 
-from rl.model.parts import Part
+from rl.model.shards import Shard
 from rl.weights.packed import SLOTS, PackedPublisher, PackedSubscriber, Read
 from rl.weights.transport import Transfer, TransferFailed
 
@@ -37,9 +37,9 @@ class Publisher(PackedPublisher):
     To be created in an endpoint of a Monarch actor, as all buffers are.
     """
 
-    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int):
-        """``parts`` of trainer rank ``rank``."""
-        super().__init__(parts, transfer, rank=rank)
+    def __init__(self, shards: Sequence[Shard], transfer: Transfer, *, rank: int):
+        """``shards`` of trainer rank ``rank``."""
+        super().__init__(shards, transfer, rank=rank)
         self._acknowledgements = torch.zeros(self._readers, dtype=torch.int64)
         self.address = Address(
             _buffer(self._header.view(-1)),
@@ -68,12 +68,12 @@ class Subscriber(PackedSubscriber):
     def __init__(
         self,
         addresses: Sequence[Address],
-        parts: Sequence[Part],
+        shards: Sequence[Shard],
         transfer: Transfer,
         **options: Any,
     ):
         """``options`` are those of PackedSubscriber."""
-        super().__init__(parts, transfer, **options)
+        super().__init__(shards, transfer, **options)
         self._addresses = addresses
 
     async def _headers(self) -> list[torch.Tensor]:

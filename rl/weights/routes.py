@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from rl.model.parts import Box, Layout
+from rl.model.shards import Box, Layout
 
 SHOWN = 4  # trainer ranks that a line of a plan's table names
 
@@ -134,21 +134,21 @@ def _routes(offers: _Offers, wanted: Layout, reader: int) -> list[Route]:
             )
         boxes = tuple(holders)
         _check_partition(name, boxes, box, "trainer")
-        for held, part in _pieces(boxes, box):
+        for held, shard in _pieces(boxes, box):
             replicas = holders[held]
             first = (reader + index) % len(replicas)
             source, at = min(
                 replicas[first:] + replicas[:first], key=lambda replica: asked[replica[0]]
             )
-            asked[source] += part.numel
-            routes.append(Route(source, at, index, part))
+            asked[source] += shard.numel
+            routes.append(Route(source, at, index, shard))
     return routes
 
 
 def _check_partition(name: str, boxes: tuple[Box, ...], whole: Box, owner: str) -> None:
     if (overlap := _overlap(boxes)) is not None:
         raise ValueError(f"parameter {name}: the {owner}'s shards overlap at {overlap}")
-    covered = sum(part.numel for _, part in _pieces(boxes, whole))
+    covered = sum(shard.numel for _, shard in _pieces(boxes, whole))
     if covered != whole.numel:
         raise ValueError(
             f"parameter {name}: {covered} of {whole.numel} elements are covered by the {owner}'s "
@@ -168,4 +168,4 @@ def _overlap(boxes: tuple[Box, ...]) -> Box | None:
 @cache
 def _pieces(boxes: tuple[Box, ...], whole: Box) -> list[tuple[Box, Box]]:
     """The boxes that have a part in ``whole``, each with that part."""
-    return [(box, part) for box in boxes if (part := box.intersect(whole)) is not None]
+    return [(box, shard) for box in boxes if (shard := box.intersect(whole)) is not None]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rl.errors import RunError
-from rl.model.parts import Layout, Part, layout_of
+from rl.model.shards import Layout, Shard, layout_of
 from rl.platform import memory_domain
 from rl.weights.cuda_memory import DeviceMemory, pin, unpin
 from rl.weights.routes import plan_routes
@@ -57,8 +57,8 @@ class Publisher:
     uses a slot holds a lock on it, the writer alone, readers together; ending a copy's lock is the
     reader's acknowledgement. ::
 
-        publisher = Publisher(parts, dtype)                     # trainer rank
-        subscriber = Subscriber(segments, parts, reader=0)      # generator rank, all segments
+        publisher = Publisher(shards, dtype)                     # trainer rank
+        subscriber = Subscriber(segments, shards, reader=0)      # generator rank, all segments
         await publisher.publish(v)                              # v is readable
         held = subscriber.pull(v)                               # the parameters are those of held
 
@@ -83,7 +83,7 @@ class Publisher:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        shards: Sequence[Shard],
         dtype: torch.dtype,
         *,
         on_device: bool = False,
@@ -91,10 +91,10 @@ class Publisher:
     ):
         """Takes two slots of memory, each the size of the rank's shards in ``dtype``."""
         self._patience = patience
-        self._tensors = [part.tensor for part in parts]
+        self._tensors = [shard.tensor for shard in shards]
         fds = tuple(os.memfd_create("tiller-weights") for _ in range(SLOTS))
         segment = Segment(
-            memory_domain(), os.getpid(), fds, secrets.randbits(62), dtype, layout_of(parts)
+            memory_domain(), os.getpid(), fds, secrets.randbits(62), dtype, layout_of(shards)
         )
         if on_device:
             device = [
@@ -160,12 +160,12 @@ class Subscriber:
     def __init__(
         self,
         segments: Sequence[Segment],
-        parts: Sequence[Part],
+        shards: Sequence[Shard],
         *,
         reader: int,
         patience: float = PATIENCE_S,
     ):
-        """``segments`` of all trainer ranks; the tensors of ``parts`` are overwritten in place by
+        """``segments`` of all trainer ranks; the tensors of ``shards`` are overwritten in place by
         each pull.
 
         Equal shards of several trainer ranks are read from one of them, another for the next
@@ -177,11 +177,11 @@ class Subscriber:
                 "shared memory needs one host and one PID namespace; set weights.transport to "
                 "'rdma' or 'auto'"
             )
-        check_dtype(parts, segments[0].dtype)
+        check_dtype(shards, segments[0].dtype)
         routes = plan_routes(
-            [segment.layout for segment in segments], layout_of(parts), reader=reader
+            [segment.layout for segment in segments], layout_of(shards), reader=reader
         )
-        self._like = parts[0].tensor
+        self._like = shards[0].tensor
         self._patience = patience
         self._sources = [_open(rank, segment) for rank, segment in enumerate(segments)]
         self._copies: dict[_Slot, list[tuple[torch.Tensor, torch.Tensor]]] = {
@@ -189,7 +189,7 @@ class Subscriber:
         }
         for route in routes:
             box = segments[route.source].layout[route.held].box
-            wanted = parts[route.wanted]
+            wanted = shards[route.wanted]
             destination = wanted.tensor[route.box.slices_in(wanted.box)]
             for slot in self._sources[route.source]:
                 self._copies[slot].append(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from monarch.actor import ProcMesh
 
-from rl.model.parts import Part
+from rl.model.shards import Shard
 from rl.weights.packed import SLOTS, PackedPublisher, PackedSubscriber, Read
 from rl.weights.torchstore_compat import torchstore
 from rl.weights.transport import Transfer
@@ -41,14 +41,14 @@ class Address:
 
     rank: int
 
-    def key(self, *parts: object) -> str:
-        return ".".join(map(str, ("trainer", self.rank, *parts)))
+    def key(self, *shards: object) -> str:
+        return ".".join(map(str, ("trainer", self.rank, *shards)))
 
-    async def put(self, value: torch.Tensor, *parts: object) -> None:
-        await torchstore.put(self.key(*parts), value, STORE)
+    async def put(self, value: torch.Tensor, *shards: object) -> None:
+        await torchstore.put(self.key(*shards), value, STORE)
 
-    async def get(self, *parts: object) -> torch.Tensor:
-        return await torchstore.get(self.key(*parts), store_name=STORE)
+    async def get(self, *shards: object) -> torch.Tensor:
+        return await torchstore.get(self.key(*shards), store_name=STORE)
 
 
 class Publisher(PackedPublisher):
@@ -57,9 +57,9 @@ class Publisher(PackedPublisher):
     What it put stays there when it is closed.
     """
 
-    def __init__(self, parts: Sequence[Part], transfer: Transfer, *, rank: int):
-        """``parts`` of trainer rank ``rank``."""
-        super().__init__(parts, transfer, rank=rank)
+    def __init__(self, shards: Sequence[Shard], transfer: Transfer, *, rank: int):
+        """``shards`` of trainer rank ``rank``."""
+        super().__init__(shards, transfer, rank=rank)
         torchstore.reset_client(STORE)
         self.address = Address(rank)
         self._opened = False
@@ -92,12 +92,12 @@ class Subscriber(PackedSubscriber):
     def __init__(
         self,
         addresses: Sequence[Address],
-        parts: Sequence[Part],
+        shards: Sequence[Shard],
         transfer: Transfer,
         **options: Any,
     ):
         """``options`` are those of PackedSubscriber."""
-        super().__init__(parts, transfer, **options)
+        super().__init__(shards, transfer, **options)
         torchstore.reset_client(STORE)
         self._addresses = addresses
 

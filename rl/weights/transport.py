@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from rl.errors import RunError
-from rl.model.parts import Layout, Part
+from rl.model.shards import Layout, Shard
 from rl.weights.config import TransportName
 from rl.weights.routes import plan_push
 
@@ -109,14 +109,14 @@ class Subscriber(Protocol):
         """Give back what it holds."""
 
 
-def check_dtype(parts: Sequence[Part], dtype: torch.dtype) -> None:
-    """Raise RunError, naming the parameter, unless a generator's ``parts`` are of the dtype that is
-    pushed.
+def check_dtype(shards: Sequence[Shard], dtype: torch.dtype) -> None:
+    """Raise RunError, naming the parameter, unless a generator's ``shards`` are of the dtype that
+    is pushed.
     """
-    for part in parts:
-        if part.tensor.dtype != dtype:
+    for shard in shards:
+        if shard.tensor.dtype != dtype:
             raise RunError(
-                f"{part.name} is {part.tensor.dtype} in the generator and pushed as {dtype}"
+                f"{shard.name} is {shard.tensor.dtype} in the generator and pushed as {dtype}"
             )
 
 

@@ -8,12 +8,12 @@ from configs.quickstart import quickstart
 from rl.algorithms.advantages import GAE, LeaveOneOut, ReinforcePlusPlus
 from rl.algorithms.corrections import Correction, MaskedIS, StalenessDecay, TruncatedIS
 from rl.algorithms.losses import CISPOLoss, ClippedLoss, DPPOLoss, GSPOLoss, PolicyLoss, dapo
-from rl.config import RunConfig
+from rl.config import RLConfig
 
 ENTROPY = 0.02
 
 
-def ppo() -> RunConfig:
+def ppo() -> RLConfig:
     """PPO with a critic of the policy's size."""
     config = quickstart()
     config.algorithm.advantage = GAE.Config(lam=1.0)
@@ -22,66 +22,66 @@ def ppo() -> RunConfig:
     return config
 
 
-def grpo_kl() -> RunConfig:
+def grpo_kl() -> RLConfig:
     """GRPO that is held to its reference policy, the random one that it begins as."""
     config = quickstart()
     config.algorithm.loss = ClippedLoss.Config(entropy_coef=ENTROPY, kl_coef=0.005)
     return config
 
 
-def dapo_loss() -> RunConfig:
+def dapo_loss() -> RLConfig:
     """DAPO's clip-higher and mean over tokens, and other groups for those that teach nothing."""
     config = quickstart()
     config.algorithm.loss = dapo(entropy_coef=ENTROPY)
-    config.rollout.max_replacements = 8
+    config.rollout.max_resampled_groups = 8
     return config
 
 
-def rloo() -> RunConfig:
+def rloo() -> RLConfig:
     """REINFORCE with a leave-one-out baseline."""
     config = quickstart()
     config.algorithm.advantage = LeaveOneOut.Config()
     return config
 
 
-def reinforce_plus_plus() -> RunConfig:
+def reinforce_plus_plus() -> RLConfig:
     """REINFORCE++ with its group's mean as baseline."""
     config = quickstart()
     config.algorithm.advantage = ReinforcePlusPlus.Config(baseline="group_mean")
     return config
 
 
-def _twice(loss: PolicyLoss.Config) -> RunConfig:
+def _twice(loss: PolicyLoss.Config) -> RLConfig:
     """Two updates a step, so that ratios are not 1 in the second."""
     config = quickstart()
     config.algorithm.loss = loss
-    config.algorithm.mini_batch = 16
+    config.algorithm.prompts_per_minibatch = 16
     return config
 
 
-def gspo() -> RunConfig:
+def gspo() -> RLConfig:
     """One clipped ratio per sequence."""
     return _twice(GSPOLoss.Config(entropy_coef=ENTROPY))
 
 
-def cispo() -> RunConfig:
+def cispo() -> RLConfig:
     """Clipped weights, unclipped gradients."""
     return _twice(CISPOLoss.Config(entropy_coef=ENTROPY))
 
 
-def dppo() -> RunConfig:
+def dppo() -> RLConfig:
     """A trust region of probabilities."""
     return _twice(DPPOLoss.Config(entropy_coef=ENTROPY))
 
 
-def stale() -> RunConfig:
+def stale() -> RLConfig:
     """PPO's clipped loss, which takes the generators' log-probs for the old policy's."""
     config = quickstart()
     config.rollout.max_staleness = 4
     return config
 
 
-def stale_recomputed() -> RunConfig:
+def stale_recomputed() -> RLConfig:
     """The ratio is against the trainer's weights before the step, and no weight makes up for
     staleness.
     """
@@ -90,27 +90,27 @@ def stale_recomputed() -> RunConfig:
     return config
 
 
-def _corrected(*corrections: Correction.Config) -> RunConfig:
+def _corrected(*corrections: Correction.Config) -> RLConfig:
     config = stale()
     config.algorithm.corrections = corrections
     return config
 
 
-def stale_truncated() -> RunConfig:
+def stale_truncated() -> RLConfig:
     """Recomputed, weighed by truncated importance ratios: decoupled PPO with a cap."""
     return _corrected(TruncatedIS.Config())
 
 
-def stale_masked_tokens() -> RunConfig:
+def stale_masked_tokens() -> RLConfig:
     """Recomputed, without the tokens whose ratios are out of range."""
     return _corrected(MaskedIS.Config())
 
 
-def stale_masked_sequences() -> RunConfig:
+def stale_masked_sequences() -> RLConfig:
     """Recomputed, without the sequences whose ratios are out of range."""
     return _corrected(MaskedIS.Config(level="sequence"))
 
 
-def stale_decayed() -> RunConfig:
+def stale_decayed() -> RLConfig:
     """Recomputed, truncated, older tokens counting for less."""
     return _corrected(TruncatedIS.Config(), StalenessDecay.Config())

@@ -121,7 +121,9 @@ def batch_of(seed: int) -> Batch:
     weights = (torch.arange(count) % 64 > 16).float()
     columns = {name: torch.randn(count, generator=draw) for name in ("advantages", "returns")}
     tokens = torch.randint(MODEL.vocab_size, (count,), generator=draw)
-    return Batch(tokens=tokens, lengths=torch.tensor(lengths), weights=weights, columns=columns)
+    return Batch(
+        tokens=tokens, lengths=torch.tensor(lengths), loss_weights=weights, columns=columns
+    )
 
 
 def train(shared: list[str], steps: int, folder: str) -> tuple[list[int], str]:
@@ -154,7 +156,7 @@ async def _train(shared: list[str], steps: int, folder: str) -> tuple[list[int],
             await dispatch.optim_step(role)
     for group in groups.values():
         group.engine.onload()
-    found = [merge_digests([digests(group.engine.parts().values())]) for group in groups.values()]
+    found = [merge_digests([digests(group.engine.shards().values())]) for group in groups.values()]
     return usage.bytes, "".join(map(policy_digest, found))
 
 

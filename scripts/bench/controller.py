@@ -34,11 +34,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 from rl.cli import find_config
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.controller.dispatch import Dispatch
 from rl.controller.loop import Controller
 from rl.errors import ActorFailure
-from rl.model.parts import Box, Region
+from rl.model.shards import Box, Region
 from rl.observe.metrics import Metrics, Value
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
@@ -199,16 +199,15 @@ class Rewards(Mesh):
                 completion=each,
                 text="1 2 3",
                 reward=i,
-                metrics={"exact": 0.0},
+                metrics={"correct": 0.0},
             )
             for i, each in enumerate(said)
         ]
 
 
-def configured(pipeline: str, bound: int, rollouts: int) -> RunConfig:
+def configured(pipeline: str, bound: int, rollouts: int) -> RLConfig:
     """About ``rollouts`` rollouts in all, in whole steps."""
     config = find_config("quickstart")()
-    # type: ignore[assignment]
     config.rollout.pipeline = pipeline
     config.rollout.max_staleness = bound
     config.rollout.max_tokens = TOKENS
@@ -222,15 +221,15 @@ def configured(pipeline: str, bound: int, rollouts: int) -> RunConfig:
     return config
 
 
-def controller_in(folder: str, config: RunConfig, marks: Marks) -> Controller:
+def controller_in(folder: str, config: RLConfig, marks: Marks) -> Controller:
     """The controller over meshes that take no time."""
-    task = config.data.build(seed=0, model=config.model)
+    task = config.task.build(seed=0, model=config.model)
     trainer: Any = Trainer(marks)
     meshes: Any = (Dispatch({"policy": trainer}), lambda number: Generator(marks), Rewards())
     return Controller(config, task, *meshes, RunRecord(folder), Progress(config.steps, quiet=True))
 
 
-def run(config: RunConfig) -> tuple[Marks, float]:
+def run(config: RLConfig) -> tuple[Marks, float]:
     """Run the controller from start to end in a folder of its own; also the largest staleness of a
     token.
     """
@@ -244,7 +243,7 @@ def run(config: RunConfig) -> tuple[Marks, float]:
         return marks, max(row["rollout/staleness_max"] for row in record.read_metrics())
 
 
-def costs(config: RunConfig, marks: Marks) -> tuple[float, float]:
+def costs(config: RLConfig, marks: Marks) -> tuple[float, float]:
     """CPU and wall time of one rollout, in s."""
     assert marks.began is not None
     count = config.steps * config.rollout.prompts_per_step * config.rollout.samples_per_prompt
@@ -288,9 +287,9 @@ def fill(controller: Controller, tokens: int) -> None:
     ledger = controller.ledger
     samples = SAVED // (2 * controller.config.rollout.prompts_per_step)
     while ledger.admits(0):
-        ordinal = ledger.admit(0)
+        prompt_id = ledger.admit(0)
         prompt = Prompt(
-            ordinal=ordinal, tokens=[*range(1000, 1256)], text="prompt " * 64, answer="1"
+            prompt_id=prompt_id, tokens=[*range(1000, 1256)], text="prompt " * 64, answer="1"
         )
         group = [
             Rollout(
@@ -304,11 +303,11 @@ def fill(controller: Controller, tokens: int) -> None:
                 ),
                 text="abc " * tokens,
                 reward=float(sample),
-                metrics={"exact": 0.0},
+                metrics={"correct": 0.0},
             )
             for sample in range(samples)
         ]
-        ledger.finish(ordinal, group)
+        ledger.finish(prompt_id, group)
     if sum(map(len, ledger.finished().values())) != SAVED:
         raise RuntimeError("the ledger does not hold what was to be measured")
 

@@ -40,9 +40,9 @@ from rl.actors.supervisor import Supervisor
 from rl.config import DeadlineConfig
 from rl.controller.router import Router
 from rl.generation.config import GeneratorConfig
-from rl.model.parts import Box, Part, Region, layout_of
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, shape_of
+from rl.model.shards import Box, Region, Shard, layout_of
 from rl.types import GenerationRequest, Sampling
 from rl.weights.open import open_publisher
 from rl.weights.transport import Transfer
@@ -133,12 +133,12 @@ class Ours:
         )
         await self._mesh.start()
         wanted = tuple(layout for _, layout in await self._mesh.layouts())
-        parts = [
-            Part(Region(name, whole.shape, Box.whole(whole.shape)), whole)
+        shards = [
+            Shard(Region(name, whole.shape, Box.whole(whole.shape)), whole)
             for name, whole in weights.items()
         ]
-        transfer = Transfer("shared_memory", torch.float32, (layout_of(parts),), wanted)
-        publisher = open_publisher(transfer, parts, rank=0)
+        transfer = Transfer("shared_memory", torch.float32, (layout_of(shards),), wanted)
+        publisher = open_publisher(transfer, shards, rank=0)
         await publisher.publish(0)
         await self._mesh.connect(transfer, [publisher.address])
         await self._mesh.pull_weights(0)
@@ -223,7 +223,6 @@ def run(case: Case, rounds: int, modes: tuple[str, ...], folder: Path) -> dict[s
             options = GeneratorConfig(
                 kv_cache_gib=config.kv_cache_gib, enforce_eager=mode == "eager"
             )
-            # type: ignore[arg-type]
             engines[f"{kind}_{mode}"] = BareEngine(kind, options, case.model, folder)
     ours = Ours(config, case.model, weights, folder)
     print(": actor", end="", flush=True)

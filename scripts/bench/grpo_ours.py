@@ -20,7 +20,7 @@ from torchtitan.config import TrainingConfig
 from transformers import PreTrainedTokenizerFast
 
 from rl.algorithms.losses import dapo
-from rl.config import AlgorithmConfig, EvaluationConfig, RolloutConfig, RunConfig
+from rl.config import AlgorithmConfig, EvaluationConfig, RLConfig, RolloutConfig
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.base import Score, Task
@@ -40,25 +40,25 @@ class EvenTokens(Task):
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(cast(str, model.hf_path))
         self.stop_token_ids = ()
 
-    def prompt(self, ordinal: int) -> Prompt:
-        text = prompt_text(ordinal)
+    def prompt(self, prompt_id: int) -> Prompt:
+        text = prompt_text(prompt_id)
         return Prompt(
-            ordinal=ordinal, tokens=self.tokenizer(text)["input_ids"], text=text, answer=""
+            prompt_id=prompt_id, tokens=self.tokenizer(text)["input_ids"], text=text, answer=""
         )
 
     def eval_prompts(self, count: int) -> list[Prompt]:
         return []
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
-        return Score(reward=even_share(completion.tokens), exact=False)
+        return Score(reward=even_share(completion.tokens), correct=False)
 
 
-def even_tokens() -> RunConfig:
+def even_tokens() -> RLConfig:
     """What grpo_trl.py asks of TRL: DAPO's loss over tokens with GRPO's clip range, in fp32, one
     batch a step.
     """
-    return RunConfig(
-        data=EvenTokens.Config(),
+    return RLConfig(
+        task=EvenTokens.Config(),
         model=ModelConfig(max_seq_len=MODEL["max_seq_len"]),
         rollout=RolloutConfig(
             prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_tokens=NEW_TOKENS

@@ -81,7 +81,7 @@ def main(model_dir: str, steps: int) -> None:
             reward_funcs=score,
             args=config,
             train_dataset=Dataset.from_list(
-                [{"prompt": prompt_text(ordinal)} for ordinal in range(steps * PROMPTS)]
+                [{"prompt": prompt_text(prompt_id)} for prompt_id in range(steps * PROMPTS)]
             ),
             processing_class=tokenizer,
             callbacks=[clock],

@@ -25,9 +25,9 @@ MODEL = {
 """3.3 million parameters, as fields of rl.model.shape.ModelConfig."""
 
 
-def prompt_text(ordinal: int) -> str:
+def prompt_text(prompt_id: int) -> str:
     """Words of the tokenizer that against_trl.py writes."""
-    draw = random.Random(f"prompt/{ordinal}")
+    draw = random.Random(f"prompt/{prompt_id}")
     return " ".join(f"w{draw.randrange(MODEL['vocab_size'])}" for _ in range(PROMPT_TOKENS))
 
 

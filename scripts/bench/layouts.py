@@ -300,7 +300,7 @@ def ragged_batch(seed: int, vocab_size: int) -> Batch:
     return Batch(
         tokens=torch.randint(vocab_size, (total,), generator=draw),
         lengths=lengths,
-        weights=(place >= lengths[owner] // 3 + 1).float(),
+        loss_weights=(place >= lengths[owner] // 3 + 1).float(),
         columns={
             "advantages": torch.randn(SEQUENCES, generator=draw)[owner],
             "behaviour_logprobs": uniform + 0.3 * torch.randn(total, generator=draw),

@@ -38,7 +38,7 @@ from rl.actors.reward import RewardWorkers
 from rl.actors.supervisor import Supervisor
 from rl.actors.trainer import TrainerMesh
 from rl.cli import find_config
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.controller.dispatch import Dispatch
 from rl.controller.loop import Controller
 from rl.model.shape import ModelConfig
@@ -71,7 +71,7 @@ Times = dict[str, float]
 """Seconds that a step takes, and those of its "generate" and "train"."""
 
 
-def configured(tiny: bool) -> RunConfig:
+def configured(tiny: bool) -> RLConfig:
     """Random weights that stay so: of so many words hardly one ends a completion, so that all have
     one length.
     """
@@ -103,7 +103,7 @@ def configured(tiny: bool) -> RunConfig:
 class Processes:
     """One controller after another goes on with the same run on them."""
 
-    def __init__(self, config: RunConfig, folder: Path):
+    def __init__(self, config: RLConfig, folder: Path):
         self.config = config
         self.record = RunRecord(folder)
         self.steps = 0
@@ -118,9 +118,9 @@ class Processes:
             config.generator, config.model, supervisor, name="generator-0", **common
         )
         self.rewards = RewardWorkers(
-            config.data, config.model, supervisor, count=workers, say=print, **common
+            config.task, config.model, supervisor, count=workers, say=print, **common
         )
-        self.task = config.data.build(seed=0, model=config.model)
+        self.task = config.task.build(seed=0, model=config.model)
 
     async def run(self, mode: Mode, steps: int) -> tuple[list[dict], list[dict]]:
         """``steps`` more steps: their rows of metrics.jsonl and ledger.jsonl."""
@@ -129,7 +129,7 @@ class Processes:
         before = self.steps
         rollout.pipeline = mode.pipeline
         rollout.max_staleness = mode.max_staleness
-        rollout.parts_per_step = mode.parts
+        rollout.stream_chunks = mode.parts
         config.steps = self.steps = before + steps
         meshes = Dispatch({"policy": self.trainer}), lambda number: self.generator, self.rewards
         await Controller(
@@ -142,7 +142,7 @@ class Processes:
         await asyncio.gather(self.trainer.stop(), self.generator.stop(), self.rewards.stop())
 
 
-async def measure(config: RunConfig, *, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
+async def measure(config: RLConfig, *, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
     """Every mode in every round, once there has been a step."""
     processes = Processes(config, folder)
     cores = []

@@ -76,7 +76,7 @@ def make_batch(case: Case) -> Batch:
     return Batch(
         tokens=torch.randint(case.model.vocab_size, (case.tokens,), generator=draw),
         lengths=torch.full((count,), length),
-        weights=(torch.arange(length) >= length // 4).float().repeat(count),
+        loss_weights=(torch.arange(length) >= length // 4).float().repeat(count),
         columns={
             "advantages": torch.randn(count, generator=draw).repeat_interleave(length),
             "behaviour_logprobs": noise - math.log(case.model.vocab_size),
@@ -169,22 +169,22 @@ def by_hand(
     clip: Callable[[list[torch.nn.Parameter], float], Any],
 ) -> Step:
     """What the engine does, as one would write it for sequences of one length."""
-    columns = {"tokens": batch.tokens, "weights": batch.weights, **batch.columns}
+    columns = {"tokens": batch.tokens, "weights": batch.loss_weights, **batch.columns}
     device = parameters[0].device
     rows = {name: values.view(case.sequences, -1).to(device) for name, values in columns.items()}
-    parts = [
+    shards = [
         {name: values[first : first + case.micro_batch_size] for name, values in rows.items()}
         for first in range(0, case.sequences, case.micro_batch_size)
     ]
-    total_weight = float(batch.weights.sum())
+    total_weight = float(batch.loss_weights.sum())
 
     def step() -> float:
         total = torch.zeros((), device=device)
-        for part in parts:
-            inputs = part["tokens"][:, :-1]
-            targets = part["tokens"][:, 1:]
+        for shard in shards:
+            inputs = shard["tokens"][:, :-1]
+            targets = shard["tokens"][:, 1:]
             weights, advantages, behaviour = (
-                part[name][:, 1:] for name in ("weights", "advantages", "behaviour_logprobs")
+                shard[name][:, 1:] for name in ("weights", "advantages", "behaviour_logprobs")
             )
             logprobs, _ = compute_logprobs(logits(inputs), targets, return_entropy=True)
             ratio = (logprobs - behaviour).exp()

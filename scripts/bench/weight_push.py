@@ -38,13 +38,13 @@ import rl  # noqa: F401  # before anything imports torchtitan, which asks it for
 from rl.actors.hosts import Hosts
 from rl.actors.processes import start_runtime, stop_runtime
 from rl.actors.store import StoreProcess
-from rl.model.parts import Layout, Part, Region
 from rl.model.shape import ModelConfig, shape_of
+from rl.model.shards import Layout, Region, Shard
 from rl.model.tp_plan import generator_layout
 from rl.training.config import TrainerConfig
 from rl.training.layout import trainer_layout
 from rl.types import Place
-from rl.weights.digest import PartDigests, digests, merge_digests
+from rl.weights.digest import ShardDigests, digests, merge_digests
 from rl.weights.open import open_publisher, open_subscriber
 from rl.weights.transport import Transfer
 
@@ -79,9 +79,9 @@ class Rank(Actor):
         torch.set_num_threads(1)
         self.rank = current_rank().rank
         layout = layouts[self.rank]
-        self.parts = [Part(region, random_values(region, dtype)) for region in layout]
+        self.shards = [Shard(region, random_values(region, dtype)) for region in layout]
         self.generator = generator
-        self.bytes = sum(part.tensor.nbytes for part in self.parts)
+        self.bytes = sum(shard.tensor.nbytes for shard in self.shards)
         self.source, self.scratch = (
             torch.ones(min(self.bytes, MEMCPY_BYTES), dtype=torch.uint8) for _ in range(2)
         )
@@ -90,16 +90,16 @@ class Rank(Actor):
     @concurrent_endpoint
     async def open_publisher(self, transfer: Transfer) -> tuple[Any, float]:
         before = _resident()
-        publisher = self.end = open_publisher(transfer, self.parts, rank=self.rank)
+        publisher = self.end = open_publisher(transfer, self.shards, rank=self.rank)
         grew = _resident() - before
         return publisher.address, grew / sum(
-            part.box.numel * transfer.dtype.itemsize for part in self.parts
+            shard.box.numel * transfer.dtype.itemsize for shard in self.shards
         )
 
     @concurrent_endpoint
     async def open_subscriber(self, transfer: Transfer, addresses: list[Any]) -> None:
         self.end = open_subscriber(
-            transfer, addresses, self.parts, generator=self.generator, rank=self.rank
+            transfer, addresses, self.shards, generator=self.generator, rank=self.rank
         )
 
     @concurrent_endpoint
@@ -121,12 +121,12 @@ class Rank(Actor):
             left -= size
 
     @concurrent_endpoint
-    async def digests(self) -> tuple[PartDigests, float]:
+    async def digests(self) -> tuple[ShardDigests, float]:
         """Digests in bfloat16, as the check of a push asks for them, and the CPU time that they
         took, in s.
         """
         begun = time.process_time()
-        return digests(self.parts, dtype=torch.bfloat16), time.process_time() - begun
+        return digests(self.shards, dtype=torch.bfloat16), time.process_time() - begun
 
     @concurrent_endpoint
     async def close(self) -> None:

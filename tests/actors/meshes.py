@@ -24,8 +24,8 @@ from rl.actors.trainer import PolicyTrainer, TrainerMesh
 from rl.actors.worker import WorkerGroup
 from rl.config import DeadlineConfig
 from rl.generation.config import GeneratorConfig
-from rl.model.parts import Box, Part
 from rl.model.shape import ModelConfig
+from rl.model.shards import Box, Shard
 from rl.training.config import TrainerConfig, default_adamw
 from rl.types import Batch
 from rl.weights.config import TransportName
@@ -37,9 +37,9 @@ DEADLINES = DeadlineConfig(start=DEADLINE, call=DEADLINE + 1, heartbeat=0.0)
 
 class OpenTrainer(PolicyTrainer):
     @concurrent_endpoint
-    async def parts(self) -> list[Part]:
-        parts = (await self._in_engine(self.engine.parts)).values()
-        return [part._replace(tensor=part.tensor.clone()) for part in parts]
+    async def shards(self) -> list[Shard]:
+        shards = (await self._in_engine(self.engine.shards)).values()
+        return [shard._replace(tensor=shard.tensor.clone()) for shard in shards]
 
     @concurrent_endpoint
     async def collective_timeout(self) -> float:
@@ -119,9 +119,9 @@ class OpenTrainer(PolicyTrainer):
 
 class OpenGenerator(Generator):
     @concurrent_endpoint
-    async def parts(self) -> list[Part]:
-        parts = await self._loop.run_between_steps(lambda engine: engine.parameters())
-        return [part._replace(tensor=part.tensor.clone()) for part in parts]
+    async def shards(self) -> list[Shard]:
+        shards = await self._loop.run_between_steps(lambda engine: engine.parameters())
+        return [shard._replace(tensor=shard.tensor.clone()) for shard in shards]
 
     @concurrent_endpoint
     async def collective_timeout(self) -> float:
@@ -133,8 +133,8 @@ class OpenGenerator(Generator):
     @concurrent_endpoint
     async def cross(self, one: str, other: str) -> None:
         """From now on, pull into each of two parameters the slices of the other."""
-        parts = await self._loop.run_between_steps(lambda engine: engine.parameters())
-        names = {part.tensor.untyped_storage().data_ptr(): part.name for part in parts}
+        shards = await self._loop.run_between_steps(lambda engine: engine.parameters())
+        names = {shard.tensor.untyped_storage().data_ptr(): shard.name for shard in shards}
         for copies in self._subscriber._copies.values():
             places = {
                 names[destination.untyped_storage().data_ptr()]: i
@@ -277,29 +277,29 @@ async def connect(
         await generator.connect(own, addresses, generator=number)
 
 
-async def parts_of(mesh: Any) -> list[list[Part]]:
+async def shards_of(mesh: Any) -> list[list[Shard]]:
     """Every rank's parameters, by value."""
     return await mesh._group.call("parts", deadline=DEADLINE)
 
 
-def whole(ranks: list[list[Part]]) -> dict[str, torch.Tensor]:
+def whole(ranks: list[list[Shard]]) -> dict[str, torch.Tensor]:
     """The parameters that the ranks' parts make up; every element must be held by someone."""
     tensors: dict[str, torch.Tensor] = {}
-    for parts in ranks:
-        for part in parts:
-            name = part.name
+    for shards in ranks:
+        for shard in shards:
+            name = shard.name
             tensor = tensors.setdefault(
-                name, torch.full(part.shape, torch.nan, dtype=part.tensor.dtype)
+                name, torch.full(shard.shape, torch.nan, dtype=shard.tensor.dtype)
             )
-            place = part.box.slices_in(Box.whole(part.shape))
-            assert_same_or_unset(name, tensor[place], part)
-            tensor[place] = part.tensor
+            place = shard.box.slices_in(Box.whole(shard.shape))
+            assert_same_or_unset(name, tensor[place], shard)
+            tensor[place] = shard.tensor
     assert not any(tensor.isnan().any() for tensor in tensors.values())
     return tensors
 
 
-def assert_same_or_unset(name: str, known: torch.Tensor, part: Part) -> None:
+def assert_same_or_unset(name: str, known: torch.Tensor, shard: Shard) -> None:
     unset = known.isnan()
-    assert torch.equal(known.masked_fill(unset, 0), part.tensor.masked_fill(unset, 0)), (
+    assert torch.equal(known.masked_fill(unset, 0), shard.tensor.masked_fill(unset, 0)), (
         f"{name}: ranks disagree"
     )

@@ -1,4 +1,4 @@
-"""A task that does what the prompt's ordinal says: a worker finds it by import, as it finds a
+"""A task that does what the prompt's prompt_id says: a worker finds it by import, as it finds a
 user's own.
 """
 
@@ -39,8 +39,8 @@ class Moody(Task):
 
     config: Config
 
-    def prompt(self, ordinal: int) -> Prompt:
-        return Prompt(ordinal=ordinal, tokens=[1], text="", answer="")
+    def prompt(self, prompt_id: int) -> Prompt:
+        return Prompt(prompt_id=prompt_id, tokens=[1], text="", answer="")
 
     def eval_prompts(self, count: int) -> list[Prompt]:
         return []
@@ -50,25 +50,25 @@ class Moody(Task):
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score | None:
         flag = f"{self.config.folder}/died"
-        match prompt.ordinal:
-            case _ if prompt.ordinal == RAISES:
+        match prompt.prompt_id:
+            case _ if prompt.prompt_id == RAISES:
                 raise ZeroDivisionError("no reward today")
-            case _ if prompt.ordinal == MAKES_NO_SENSE:
+            case _ if prompt.prompt_id == MAKES_NO_SENSE:
                 return None
-            case _ if prompt.ordinal == EXITS:
+            case _ if prompt.prompt_id == EXITS:
                 raise SystemExit("no reward, no worker")
-            case _ if prompt.ordinal == FORKS:
+            case _ if prompt.prompt_id == FORKS:
                 fork(self.config.folder)
-            case _ if prompt.ordinal == DIES:
+            case _ if prompt.prompt_id == DIES:
                 os.kill(os.getpid(), signal.SIGKILL)
-            case _ if prompt.ordinal == HANGS:
+            case _ if prompt.prompt_id == HANGS:
                 time.sleep(3600)
-            case _ if prompt.ordinal == SLOW:
+            case _ if prompt.prompt_id == SLOW:
                 time.sleep(0.05)
-            case _ if prompt.ordinal == DIES_ONCE and not os.path.exists(flag):
+            case _ if prompt.prompt_id == DIES_ONCE and not os.path.exists(flag):
                 open(flag, "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
-        return Score(reward=float(prompt.ordinal), exact=True)
+        return Score(reward=float(prompt.prompt_id), correct=True)
 
 
 def fork(folder: str) -> None:

@@ -31,12 +31,15 @@ def test_groups_of_two_and_of_four_agree_on_any_number_of_sequences_in_their_ord
 ):
     async def check():
         for count in range(1, len(batch()) + 1):
-            part = batch().select(list(range(count)))
+            shard = batch().select(list(range(count)))
             two, four = await asyncio.gather(
-                *(dispatch.forward(role, part, temperature=0.7) for role in ("policy", "reference"))
+                *(
+                    dispatch.forward(role, shard, temperature=0.7)
+                    for role in ("policy", "reference")
+                )
             )
             for name, values in two.items():
-                assert len(values) == len(part.tokens)
+                assert len(values) == len(shard.tokens)
                 torch.testing.assert_close(values, four[name], atol=1e-5, rtol=0)
 
     meshes.run(check())

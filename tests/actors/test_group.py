@@ -266,7 +266,7 @@ def test_stopping_fails_what_is_pending_and_later_calls_but_is_no_failure(in_gro
 def test_a_rank_that_is_silent_for_less_than_its_heartbeat_is_not_taken_for_dead(
     in_group, monkeypatch
 ):
-    monkeypatch.setattr("rl.actors.group.SIGN_OF_LIFE_S", 0.5)
+    monkeypatch.setattr("rl.actors.group.CHECK_ALIVE_S", 0.5)
 
     async def work(group, pids):
         os.kill(pids[0], signal.SIGSTOP)

@@ -13,7 +13,7 @@ from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.types import Batch, GenerationRequest, Sampling
 from rl.weights.digest import merge_digests, policy_digest
-from tests.actors.meshes import connect, parts_of, trainer_config, whole
+from tests.actors.meshes import connect, shards_of, trainer_config, whole
 
 LAYOUTS = {
     "1": {},
@@ -88,7 +88,7 @@ def batch() -> Batch:
     return Batch(
         tokens=torch.randint(0, 64, (total,), generator=generator),
         lengths=lengths,
-        weights=weights,
+        loss_weights=weights,
         columns={
             "advantages": torch.randn(total, generator=generator),
             "behaviour_logprobs": torch.full((total,), -4.0),
@@ -104,10 +104,10 @@ async def push(trainer, generators) -> None:
 
 async def assert_equal_weights(trainer, generators) -> None:
     dtype = generators[0].dtype
-    trained = whole(await parts_of(trainer))
+    trained = whole(await shards_of(trainer))
     digests = merge_digests(await trainer.weight_digests(dtype))
     for generator in generators:
-        pushed = whole(await parts_of(generator))
+        pushed = whole(await shards_of(generator))
         assert pushed.keys() == trained.keys()
         for name, tensor in pushed.items():
             assert tensor.dtype == dtype
@@ -132,7 +132,7 @@ async def assert_equal_logprobs(trainer, generators, temperature: float, toleran
         tokens = torch.tensor([token for row in rows for token in row])
         lengths = torch.tensor([len(row) for row in rows])
         scored = await trainer.forward(
-            Batch(tokens=tokens, lengths=lengths, weights=torch.ones(len(tokens))),
+            Batch(tokens=tokens, lengths=lengths, loss_weights=torch.ones(len(tokens))),
             temperature=temperature,
         )
         logprobs = scored["logprobs"].split(lengths.tolist())

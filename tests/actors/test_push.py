@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rl.algorithms.losses import grpo
-from rl.config import RolloutConfig, RunConfig
+from rl.config import RLConfig, RolloutConfig
+from rl.controller.concurrency import Signal, background
 from rl.controller.dispatch import Dispatch
 from rl.controller.push import WeightPush
-from rl.controller.together import Signal, beside
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig
 from rl.observe.spans import Stopwatch
@@ -48,8 +48,8 @@ def pair(meshes):
 
 
 def make_push(trainer, generator, weights: dict, dtype: str = "float32") -> WeightPush:
-    config = RunConfig(
-        data=CopyDigits.Config(max_prompt_tokens=64),
+    config = RLConfig(
+        task=CopyDigits.Config(max_prompt_tokens=64),
         model=model_config(tied=True),
         rollout=RolloutConfig(max_tokens=8),
         generator=GeneratorConfig(block_size=32, dtype=dtype),
@@ -60,7 +60,7 @@ def make_push(trainer, generator, weights: dict, dtype: str = "float32") -> Weig
 
 async def pushed(push: WeightPush, trainer) -> None:
     """Bring what the trainer has; its version does for the step."""
-    async with beside(push.run()):
+    async with background(push.run()):
         push.begin(trainer.version)
         await push.arrive(trainer.version)
         await push.settle()

@@ -49,7 +49,7 @@ def in_workers(tmp_path):
             try:
                 await workers.start()
                 return await work(
-                    lambda ordinal: workers.score(task.prompt(ordinal), COMPLETIONS), workers
+                    lambda prompt_id: workers.score(task.prompt(prompt_id), COMPLETIONS), workers
                 )
             finally:
                 pids = pids_of(workers)
@@ -147,7 +147,7 @@ def test_a_worker_that_dies_or_is_stopped_is_started_again_while_another_goes_on
 
 def test_whoever_waits_is_told_when_the_workers_are_stopped(in_workers):
     async def work(score, workers):
-        pending = [asyncio.ensure_future(score(ordinal)) for ordinal in (HANGS, 1, 2)]
+        pending = [asyncio.ensure_future(score(prompt_id)) for prompt_id in (HANGS, 1, 2)]
         await asyncio.sleep(0.3)
         await workers.stop()
         for each in pending:

@@ -31,7 +31,7 @@ def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path):
         ],
         program="test",
     )
-    task = config.data.build(seed=0, model=config.model)
+    task = config.task.build(seed=0, model=config.model)
     prompt = task.prompt(3)
     assert len(prompt.tokens) == 16
     assert prompt.text == " ".join(f"w{token}" for token in prompt.tokens)

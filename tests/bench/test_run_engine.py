@@ -72,7 +72,7 @@ def test_batches_are_of_the_configs_sizes(monkeypatch):
     batch = script.random_batch(config, seed=1)
     assert len(batch) == config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     assert batch.lengths.min() >= 2
-    assert batch.lengths.max() <= config.data.max_prompt_tokens + config.rollout.max_tokens
+    assert batch.lengths.max() <= config.task.max_prompt_tokens + config.rollout.max_tokens
     assert len(set(batch.lengths.tolist())) > 10
     assert int(batch.lengths.sum()) == len(batch.tokens) == len(batch.weights)
     assert 0 <= batch.tokens.min() <= batch.tokens.max() < config.model.vocab_size

@@ -61,7 +61,7 @@ def run(tmp_path):
             run.generators = generators
             run.rewards = rewards
             prepare(trainer, *generators)
-            task = config.data.build(seed=0, model=config.model)
+            task = config.task.build(seed=0, model=config.model)
 
             def make(number):
                 while len(generators) <= number:

@@ -18,20 +18,20 @@ def ledger_of(record: RunRecord) -> list[dict]:
 
 
 def whereabouts(record: RunRecord) -> tuple[list[list[int]], list[tuple[str, int]]]:
-    """The ordinals of each step, and those that were dropped."""
+    """The prompt_ids of each step, and those that were dropped."""
     rows = ledger_of(record)
     dropped = [
         (reason, o)
         for row in rows
-        for reason, ordinals in row["dropped_now"].items()
-        for o in ordinals
+        for reason, prompt_ids in row["dropped_now"].items()
+        for o in prompt_ids
     ]
     return [row["trained_now"] for row in rows], sorted(dropped)
 
 
 def without_times(rows: list[dict]) -> list[dict]:
-    """What a run computed, without what it measured of time, and of where ordinals and weights are
-    at that time.
+    """What a run computed, without what it measured of time, and of where prompt_ids and weights
+    are at that time.
     """
     measured = ("timing/", "tokens_per_s", "ledger/", "push/", "restarts/")
     return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rl.errors import ActorFailure, GroupLost
-from rl.model.parts import Box, Region
+from rl.model.shards import Box, Region
 from rl.observe.metrics import Metrics, Value
 from rl.step_folders import StepFolders
 from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
@@ -47,7 +47,7 @@ class Mesh:
     async def failed(self) -> ActorFailure:
         return await asyncio.shield(self._failure)
 
-    async def sign_of_life(self) -> None:
+    async def check_alive(self) -> None:
         """None comes of one that has died, though nobody knows yet."""
         if self.is_dead:
             raise await asyncio.wait_for(self.failed(), WAIT_S)
@@ -374,10 +374,10 @@ class Rewards(Mesh):
 
     async def score(self, prompt: Prompt, said: Sequence[Completion]) -> list[Rollout]:
         await asyncio.sleep(0)
-        if prompt.ordinal in self.lost:
-            raise GroupLost("reward raised", f"no reward for {prompt.ordinal}")
+        if prompt.prompt_id in self.lost:
+            raise GroupLost("reward raised", f"no reward for {prompt.prompt_id}")
         rewards = [
-            0.0 if prompt.ordinal in self.flat else float(sample) for sample in range(len(said))
+            0.0 if prompt.prompt_id in self.flat else float(sample) for sample in range(len(said))
         ]
         return [
             Rollout(
@@ -386,7 +386,7 @@ class Rewards(Mesh):
                 completion=each,
                 text="",
                 reward=rewards[i],
-                metrics={"exact": 0.0},
+                metrics={"correct": 0.0},
             )
             for i, each in enumerate(said)
         ]

@@ -22,11 +22,11 @@ def with_reference(log):
     return {"reference": Reference(log)}
 
 
-def updates(epochs: int, mini_batch: int, prompts: int = 64):
+def updates(epochs: int, prompts_per_minibatch: int, prompts: int = 64):
     def edit(config):
         config.rollout.prompts_per_step = prompts
         config.algorithm.update_epochs = epochs
-        config.algorithm.mini_batch = mini_batch
+        config.algorithm.prompts_per_minibatch = prompts_per_minibatch
 
     return edit
 
@@ -89,7 +89,7 @@ def test_the_watchdog_looks_at_every_update_of_a_step(run, bad):
 def test_the_loss_is_told_how_stale_each_token_is_at_its_own_update(run):
     run(steps=2, staleness=1, edit=updates(2, 1, prompts=2))
     stale = [
-        batch.columns["staleness"][batch.weights > 0].unique().tolist()
+        batch.columns["staleness"][batch.loss_weights > 0].unique().tolist()
         for batch in run.trainer.batches
     ]
     assert stale == [[0.0], [1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0]]
@@ -134,7 +134,7 @@ def test_corrections_weigh_tokens_by_how_far_the_trainer_is_from_who_drew_them(r
     )
     ratio = torch.tensor(-1.0).exp()
     for batch, decay in zip(run.trainer.batches, (1.0, 0.5, 0.5), strict=True):
-        spoken = batch.weights > 0
+        spoken = batch.loss_weights > 0
         torch.testing.assert_close(
             batch.columns["correction"][spoken],
             (ratio * decay).expand(int(spoken.sum())),
@@ -317,7 +317,7 @@ def test_a_critic_says_what_it_expected_and_learns_what_came_in_step_with_the_po
     (critic,) = critics
     assert critic.steps == 8
     for step, batch in enumerate(critic.batches):
-        spoken = batch.weights > 0
+        spoken = batch.loss_weights > 0
         old = float(4 * (step // 4))
         assert torch.equal(batch.columns["old_values"], torch.full(batch.tokens.shape, old))
         assert torch.equal(
@@ -415,7 +415,7 @@ class Now(TruncatedIS):
 def test_a_metric_that_a_part_lacks_is_averaged_over_the_others(run):
     def edit(config):
         free(config)
-        config.rollout.parts_per_step = 2
+        config.rollout.stream_chunks = 2
         config.algorithm.corrections = (Now.Config(),)
 
     _, rows = run(steps=1, edit=edit)

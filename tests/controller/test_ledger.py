@@ -13,8 +13,8 @@ from rl.errors import RunError
 from rl.types import Completion, Prompt, Rollout
 
 
-def group_of(ordinal: int, *versions: int) -> Group:
-    prompt = Prompt(ordinal=ordinal, tokens=[4, 9, 5], text="copy 3 =", answer="3")
+def group_of(prompt_id: int, *versions: int) -> Group:
+    prompt = Prompt(prompt_id=prompt_id, tokens=[4, 9, 5], text="copy 3 =", answer="3")
     completion = Completion(
         tokens=[9] * len(versions),
         logprobs=[-0.1 / 3] * len(versions),
@@ -28,13 +28,13 @@ def group_of(ordinal: int, *versions: int) -> Group:
             completion=completion,
             text="3",
             reward=1 / 3,
-            metrics={"exact": 0.1},
+            metrics={"correct": 0.1},
         )
     ]
 
 
-def ordinals(groups: list[Group]) -> list[int]:
-    return [group[0].prompt.ordinal for group in groups]
+def prompt_ids(groups: list[Group]) -> list[int]:
+    return [group[0].prompt.prompt_id for group in groups]
 
 
 class Run(RuleBasedStateMachine):
@@ -67,25 +67,25 @@ class Run(RuleBasedStateMachine):
     @rule(count=st.integers(1, 20))
     def admit(self, count):
         while count and self.ledger.admits(self.held):
-            ordinal = self.ledger.admit(self.held)
-            assert ordinal not in self.running.keys() | self.trained | self.dropped
-            self.running[ordinal] = self.held
+            prompt_id = self.ledger.admit(self.held)
+            assert prompt_id not in self.running.keys() | self.trained | self.dropped
+            self.running[prompt_id] = self.held
             count -= 1
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def finish(self, data):
-        ordinal = data.draw(st.sampled_from(sorted(self.running)))
+        prompt_id = data.draw(st.sampled_from(sorted(self.running)))
         versions = data.draw(
-            st.lists(st.integers(self.running.pop(ordinal), self.held), min_size=1, max_size=3)
+            st.lists(st.integers(self.running.pop(prompt_id), self.held), min_size=1, max_size=3)
         )
-        self.ledger.finish(ordinal, group_of(ordinal, *versions))
+        self.ledger.finish(prompt_id, group_of(prompt_id, *versions))
 
     @rule()
     def one_rollout_is_longer_than_a_step(self):
         self.admit(100)
-        for ordinal in sorted(self.running)[1:]:
-            self.ledger.finish(ordinal, group_of(ordinal, self.running.pop(ordinal)))
+        for prompt_id in sorted(self.running)[1:]:
+            self.ledger.finish(prompt_id, group_of(prompt_id, self.running.pop(prompt_id)))
         self.take(self.size)
         if len(self.taken) == self.size:
             self.step(0)
@@ -94,10 +94,10 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def drop(self, data):
-        ordinal = data.draw(st.sampled_from(sorted(self.running)))
-        del self.running[ordinal]
-        self.ledger.drop(ordinal, "unlucky")
-        self.dropped.add(ordinal)
+        prompt_id = data.draw(st.sampled_from(sorted(self.running)))
+        del self.running[prompt_id]
+        self.ledger.drop(prompt_id, "unlucky")
+        self.dropped.add(prompt_id)
 
     @rule(count=st.integers(1, 5))
     def take(self, count):
@@ -105,8 +105,8 @@ class Run(RuleBasedStateMachine):
         assert len(groups) in (0, min(count, self.size - len(self.taken)))
         for group in groups:
             assert self.version - self.oldest(group) <= self.staleness * self.updates
-            assert group[0].prompt.ordinal not in self.trained
-        self.taken += ordinals(groups)
+            assert group[0].prompt.prompt_id not in self.trained
+        self.taken += prompt_ids(groups)
 
     @precondition(lambda self: len(self.taken) == self.size)
     @rule(skipped=st.integers(0, 3))
@@ -152,7 +152,7 @@ class Run(RuleBasedStateMachine):
             assert counts["dropped"] == len(self.dropped)
 
     def teardown(self):
-        """From anywhere a run comes to its end: every ordinal is trained once or dropped, and
+        """From anywhere a run comes to its end: every prompt_id is trained once or dropped, and
         nothing is stuck.
         """
         if not hasattr(self, "ledger"):
@@ -161,8 +161,8 @@ class Run(RuleBasedStateMachine):
             self.held = self.version
             while len(self.taken) < self.size:
                 self.admit(100)
-                for ordinal in list(self.running):
-                    self.ledger.finish(ordinal, group_of(ordinal, self.running.pop(ordinal)))
+                for prompt_id in list(self.running):
+                    self.ledger.finish(prompt_id, group_of(prompt_id, self.running.pop(prompt_id)))
                 before = len(self.taken)
                 self.take(5)
                 assert len(self.taken) > before, "nothing can be taken, and nothing more comes"
@@ -178,8 +178,8 @@ def filled(size: int, staleness: int, *finished: int) -> Ledger:
     ledger = Ledger(groups_per_step=size, max_staleness=staleness)
     while ledger.admits(0):
         ledger.admit(0)
-    for ordinal in finished:
-        ledger.finish(ordinal, group_of(ordinal, 0))
+    for prompt_id in finished:
+        ledger.finish(prompt_id, group_of(prompt_id, 0))
     return ledger
 
 
@@ -189,21 +189,21 @@ def test_as_many_are_admitted_as_can_be_trained_on_in_time():
 
 def test_a_long_rollout_does_not_hold_the_step_while_its_bound_leaves_time():
     ledger = filled(2, 1, 1, 2)
-    assert ordinals(ledger.take(2)) == [1, 2]
+    assert prompt_ids(ledger.take(2)) == [1, 2]
     ledger.stepped(1)
     ledger.finish(3, group_of(3, 0))
-    assert not ledger.take(2)  # ordinal 0 is due now
-    assert ordinals(ledger.take(1)) == [3]
+    assert not ledger.take(2)  # prompt_id 0 is due now
+    assert prompt_ids(ledger.take(1)) == [3]
     ledger.finish(0, group_of(0, 0))
-    assert ordinals(ledger.take(1)) == [0]
+    assert prompt_ids(ledger.take(1)) == [0]
 
 
 def test_one_that_is_due_is_waited_for():
-    assert ordinals(filled(2, 1, 2, 3).take(2)) == [2, 3]
-    assert ordinals(filled(2, 0, 1).take(1)) == [1]
+    assert prompt_ids(filled(2, 1, 2, 3).take(2)) == [2, 3]
+    assert prompt_ids(filled(2, 0, 1).take(1)) == [1]
     assert not filled(2, 0, 1).take(2)
     ledger = filled(1, 1, 1)
-    assert ordinals(ledger.take(1)) == [1]
+    assert prompt_ids(ledger.take(1)) == [1]
     ledger.stepped(1)
     ledger.finish(ledger.admit(1), group_of(2, 1))
     assert not ledger.take(1)
@@ -211,12 +211,12 @@ def test_one_that_is_due_is_waited_for():
 
 def test_in_lockstep_the_order_is_first_in_first_out():
     ledger = filled(3, 0, 2, 0, 1)
-    assert ordinals(ledger.take(3)) == [0, 1, 2]
+    assert prompt_ids(ledger.take(3)) == [0, 1, 2]
 
 
 def test_what_is_saved_comes_back_from_json_and_the_rest_is_put_again():
     ledger = filled(2, 2, 1, 0, 4)
-    assert ordinals(ledger.take(2)) == [0, 1]
+    assert prompt_ids(ledger.take(2)) == [0, 1]
     ledger.stepped(1)
     again = Ledger(groups_per_step=2, max_staleness=2)
     again.restore(json.loads(json.dumps(ledger.to_dict())), ledger.finished(), 1)

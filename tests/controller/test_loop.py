@@ -10,7 +10,7 @@ import pytest
 
 from rl.controller.saved_groups import read_groups
 from rl.errors import RunError
-from rl.model.parts import Box
+from rl.model.shards import Box
 from rl.step_folders import ROLLOUTS
 from tests.controller.loops import calls, whereabouts, without_times
 
@@ -239,7 +239,7 @@ def test_a_batch_comes_from_the_weights_of_as_many_steps_before_it_as_the_stalen
     assert calls(run.log, "generate") == [f"generate {max(0, k - staleness)}" for k in range(7)]
     assert [row["rollout/staleness_mean"] for row in rows] == [min(k, staleness) for k in range(7)]
     assert run.generators[0].asked == [
-        f"train/{ordinal}/{sample}" for ordinal in range(14) for sample in range(2)
+        f"train/{prompt_id}/{sample}" for prompt_id in range(14) for sample in range(2)
     ]
 
 
@@ -249,7 +249,7 @@ def test_stopped_anywhere_and_resumed_a_run_trains_on_the_same(run, staleness, k
     """With groups that are replaced or lost on the way, and evaluations."""
 
     def edit(config):
-        config.rollout.max_replacements = 2
+        config.rollout.max_resampled_groups = 2
         config.evaluation.every = 2
         config.evaluation.prompts = 2
 

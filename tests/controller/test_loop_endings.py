@@ -18,7 +18,7 @@ def test_the_summary_counts_the_steps_that_changed_weights(run, skipped):
 
 
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-@pytest.mark.parametrize("update", ["together", "rolling"])
+@pytest.mark.parametrize("update", ["simultaneous", "rolling"])
 @pytest.mark.parametrize("during", ["generate", "pull"])
 def test_a_lost_generator_comes_back_and_what_it_had_is_asked_again(run, edit, during, update):
     def rolling(config):
@@ -50,7 +50,7 @@ def test_a_lost_generator_comes_back_and_what_it_had_is_asked_again(run, edit, d
     assert run.generators[0].starts == 2
     assert rows[-1]["restarts/generators"] == 1
     ledger = ledger_of(run.record)
-    assert sorted(ordinal for row in ledger for ordinal in row["trained_now"]) == [*range(16)]
+    assert sorted(prompt_id for row in ledger for prompt_id in row["trained_now"]) == [*range(16)]
     assert max(row["rollout/staleness_max"] for row in rows) <= 1
 
 
@@ -173,7 +173,7 @@ def test_with_a_lost_trainer_the_run_goes_back_to_the_newest_checkpoint(run, edi
     assert rows[-1]["restarts/trainer"] == 1
     assert [row["step"] for row in rows] == [*range(1, 9)]
     ledger = ledger_of(run.record)
-    assert sorted(ordinal for row in ledger for ordinal in row["trained_now"]) == [*range(16)]
+    assert sorted(prompt_id for row in ledger for prompt_id in row["trained_now"]) == [*range(16)]
     if edit is not free:
         assert without_times(rows) == without_times(whole)
 
@@ -181,7 +181,7 @@ def test_with_a_lost_trainer_the_run_goes_back_to_the_newest_checkpoint(run, edi
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_trainers_death_leaves_no_trace_in_a_deterministic_ledger(run, staleness):
     def edit(config):
-        config.rollout.max_replacements = 2
+        config.rollout.max_resampled_groups = 2
 
     def flat(*_):
         run.rewards.flat = (1, 4, 5, 13)
@@ -222,9 +222,9 @@ def test_a_checkpoint_that_the_trainer_dies_over_does_not_count(run, edit, stale
     assert run.trainer.starts == 2
     assert calls(log, "save") == ["save 2", "save 4", "save 4", "save 6"]
     assert run.controller.checkpoints.complete() == [2, 4, 6]
-    assert sorted(ordinal for row in ledger_of(run.record) for ordinal in row["trained_now"]) == [
-        *range(12)
-    ]
+    assert sorted(
+        prompt_id for row in ledger_of(run.record) for prompt_id in row["trained_now"]
+    ) == [*range(12)]
     if edit is not free:
         assert without_times(rows) == without_times(whole)
 
@@ -372,7 +372,7 @@ def test_a_run_that_is_left_finishes_its_step_saves_and_can_go_on(run, edit, sta
     _, rows = run(steps=6, staleness=staleness, edit=edit, saved=run.saved)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     ledger = ledger_of(run.record)
-    assert sorted(ordinal for row in ledger for ordinal in row["trained_now"]) == [*range(12)]
+    assert sorted(prompt_id for row in ledger for prompt_id in row["trained_now"]) == [*range(12)]
 
 
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
@@ -397,12 +397,12 @@ def test_an_alarm_that_is_to_fail_ends_the_run_with_its_step_in_the_metrics(run)
         run.rewards.flat = range(4, 100)
 
     def edit(config):
-        config.watchdog.flat = "fail"
-        config.watchdog.flat_steps = 2
+        config.watchdog.zero_std = "fail"
+        config.watchdog.zero_std_steps = 2
 
-    with pytest.raises(RunError, match="step 4: flat: "):
+    with pytest.raises(RunError, match="step 4: zero_std: "):
         run(prepare, steps=9, edit=edit)
-    assert [row["watchdog/flat"] for row in run.record.read_metrics()] == [0, 0, 0, 1]
+    assert [row["watchdog/zero_std"] for row in run.record.read_metrics()] == [0, 0, 0, 1]
 
 
 def test_a_run_that_stands_still_is_ended_by_the_watchdog(run):

@@ -363,7 +363,7 @@ def test_prompts_whose_reward_failed_are_counted(run):
         score = run.rewards.score
 
         async def score_or_lose(prompt, said):
-            if len(said) == 1 and prompt.ordinal in (1, 2):
+            if len(said) == 1 and prompt.prompt_id in (1, 2):
                 raise GroupLost("reward raised", "no reward today")
             return await score(prompt, said)
 

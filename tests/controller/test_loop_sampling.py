@@ -27,7 +27,7 @@ def test_groups_whose_rewards_are_equal_are_replaced_up_to_a_limit(run):
         run.rewards.flat = range(1, 100)
 
     def edit(config):
-        config.rollout.max_replacements = 3
+        config.rollout.max_resampled_groups = 3
 
     _, rows = run(prepare, steps=2, edit=edit)
     ledger = ledger_of(run.record)
@@ -46,7 +46,7 @@ def test_steps_that_are_trained_while_a_batch_is_sampled_lift_no_limit_of_it(run
         trainer.during["forward_backward"] = lambda: asyncio.sleep(0.015)
 
     def edit(config):
-        config.rollout.max_replacements = 1
+        config.rollout.max_resampled_groups = 1
 
     run(prepare, steps=6, staleness=2, edit=edit)
     assert [row["trained_now"] for row in ledger_of(run.record)] == [
@@ -97,17 +97,17 @@ class Ending(CopyDigits):
     class Config(CopyDigits.Config):
         pass
 
-    def prompt(self, ordinal):
-        return super().prompt(ordinal) if ordinal < 5 else None
+    def prompt(self, prompt_id):
+        return super().prompt(prompt_id) if prompt_id < 5 else None
 
 
 @pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
 def test_a_prompt_that_cannot_be_used_ends_the_run_by_name(run, pipeline):
     def edit(config):
-        config.data = Ending.Config()
+        config.task = Ending.Config()
         config.rollout.pipeline = pipeline
 
-    with pytest.raises(RunError, match=r"data: Ending.prompt\(5\) is None; expected is a Prompt"):
+    with pytest.raises(RunError, match=r"task: Ending.prompt\(5\) is None; expected is a Prompt"):
         run(edit=edit)
 
 
@@ -116,7 +116,7 @@ def test_a_prompt_that_cannot_be_used_ends_the_run_by_name(run, pipeline):
 def test_an_asynchronous_run_trains_every_ordinal_once_within_the_bound(run, staleness, parts):
     def edit(config):
         free(config)
-        config.rollout.parts_per_step = parts
+        config.rollout.stream_chunks = parts
 
     def prepare(trainer, *generators):
         async def slowly(request):
@@ -128,7 +128,7 @@ def test_an_asynchronous_run_trains_every_ordinal_once_within_the_bound(run, sta
     _, rows = run(prepare, steps=12, staleness=staleness, replicas=2, edit=edit)
     assert max(row["rollout/staleness_max"] for row in rows) <= staleness
     ledger = ledger_of(run.record)
-    assert sorted(ordinal for row in ledger for ordinal in row["trained_now"]) == [*range(24)]
+    assert sorted(prompt_id for row in ledger for prompt_id in row["trained_now"]) == [*range(24)]
     assert all(len(row["trained_now"]) == 2 for row in ledger)
     assert len(calls(run.log, "train")) == 12 * parts
     assert all(len(generator.asked) > 8 for generator in run.generators)
@@ -137,7 +137,7 @@ def test_an_asynchronous_run_trains_every_ordinal_once_within_the_bound(run, sta
 def test_training_begins_while_the_rest_of_the_batch_is_generated(run):
     def edit(config):
         free(config)
-        config.rollout.parts_per_step = 2
+        config.rollout.stream_chunks = 2
 
     def prepare(trainer, generator):
         begun = asyncio.Event()
@@ -188,8 +188,8 @@ def test_nothing_goes_on_with_a_batch_after_the_run_went_back(run):
         score = run.rewards.score
 
         async def score_once_back(prompt, said):
-            scored.append(prompt.ordinal)
-            if prompt.ordinal == 0 and not back.is_set():
+            scored.append(prompt.prompt_id)
+            if prompt.prompt_id == 0 and not back.is_set():
                 back.set()
                 raise ActorFailure(
                     "reward-0: gone", actor="reward-0", rank=0, call="start", kind="died"

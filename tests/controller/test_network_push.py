@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.config import RolloutConfig, RunConfig
+from rl.config import RLConfig, RolloutConfig
+from rl.controller.concurrency import Signal, background
 from rl.controller.dispatch import Dispatch
 from rl.controller.push import WeightPush
-from rl.controller.together import Signal, beside
 from rl.errors import ActorFailure, NodeLost
-from rl.model.parts import Box, Region
+from rl.model.shards import Box, Region
 from rl.observe.spans import Stopwatch
 from rl.step_folders import StepFolders
 from rl.tasks.copy_digits import CopyDigits
@@ -38,8 +38,8 @@ class Scene:
         self.trainer = Trainer([], StepFolders(Path("none")))
         self.warnings = []
         self.generators = [Generator(self.trainer.log, number) for number in range(replicas)]
-        config = RunConfig(
-            data=CopyDigits.Config(),
+        config = RLConfig(
+            task=CopyDigits.Config(),
             rollout=RolloutConfig(pipeline=pipeline, max_staleness=1),
             weights=WeightPushConfig(
                 transport="rdma", canary_tolerance=0.0, digests=False, **weights
@@ -64,7 +64,7 @@ class Scene:
         self.push.begin(self.trainer.version)
 
     async def arrived(self, step: int) -> None:
-        async with asyncio.timeout(WAIT_S), beside(self.push.run()):
+        async with asyncio.timeout(WAIT_S), background(self.push.run()):
             await self.push.arrive(step)
 
 
@@ -175,7 +175,7 @@ def test_a_generator_that_joins_a_deterministic_pipeline_has_the_same_version_ag
             if left:
                 raise left.pop()
 
-        async with asyncio.timeout(WAIT_S), beside(scene.push.run()):
+        async with asyncio.timeout(WAIT_S), background(scene.push.run()):
             scene.step()
             await scene.changed.until(lambda: scene.push._published == 1)
             scene.generators[1].pulling = slow
@@ -208,7 +208,7 @@ def test_a_publish_is_told_of_a_generator_that_has_gone():
         await scene.connect()
 
         async def until_excused():
-            scene.push.part(scene.generators[1])
+            scene.push.remove(scene.generators[1])
             while not scene.trainer.excused:
                 await asyncio.sleep(0.001)
 

@@ -18,7 +18,7 @@ def rollout(prompt: Prompt, sample: int, length: int) -> Rollout:
         versions=[7 + i for i in range(length)],
         finish_reason="stop",
     )
-    metrics = {"exact": 0.1 + sample, "odd": math.inf}
+    metrics = {"correct": 0.1 + sample, "odd": math.inf}
     return Rollout(
         prompt=prompt,
         sample=sample,
@@ -31,11 +31,11 @@ def rollout(prompt: Prompt, sample: int, length: int) -> Rollout:
 
 def groups():
     prompts = [
-        Prompt(ordinal=ordinal, tokens=[4] * ordinal, text="q\n", answer="", task="t")
-        for ordinal in (9, 2)
+        Prompt(prompt_id=prompt_id, tokens=[4] * prompt_id, text="q\n", answer="", task="t")
+        for prompt_id in (9, 2)
     ]
     return {
-        prompt.ordinal: [rollout(prompt, sample, 3 - sample) for sample in range(3)]
+        prompt.prompt_id: [rollout(prompt, sample, 3 - sample) for sample in range(3)]
         for prompt in prompts
     }
 

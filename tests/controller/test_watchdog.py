@@ -10,7 +10,7 @@ from rl.controller.watchdog import Watchdog
 from rl.errors import RunError
 
 GOOD = {
-    "reward/flat_groups": 0.5,
+    "reward/zero_std_groups": 0.5,
     "timing/starved": 0.1,
     "timing/step": 1.0,
     "entropy/mean": 1.0,
@@ -19,7 +19,7 @@ GOOD = {
     "trainer/grad_norm": 0.3,
 }
 LIMITS = {
-    "flat_steps": 3,
+    "zero_std_steps": 3,
     "starving_steps": 2,
     "entropy_min": 0.1,
     "entropy_max": 2.0,
@@ -29,10 +29,10 @@ LIMITS = {
 # says
 CASES = [
     (
-        "flat",
-        {"reward/flat_groups": 1.0},
+        "zero_std",
+        {"reward/zero_std_groups": 1.0},
         3,
-        "reward/flat_groups is 1, .* 3 steps in a row, watchdog.flat_steps=3",
+        "reward/zero_std_groups is 1, .* 3 steps in a row, watchdog.zero_std_steps=3",
     ),
     (
         "starving",
@@ -49,7 +49,7 @@ CASES = [
     ("non_finite", {"loss/mean": math.nan}, 1, "loss/mean is nan"),
     ("non_finite", {"trainer/grad_norm": math.inf}, 1, "trainer/grad_norm is inf"),
 ]
-NAMES = {"stalled", "flat", "starving", "entropy", "drift", "non_finite"}
+NAMES = {"stalled", "zero_std", "starving", "entropy", "drift", "non_finite"}
 each_case = pytest.mark.parametrize(("name", "bad", "steps", "says"), CASES)
 
 
@@ -120,19 +120,19 @@ def test_limits_that_are_not_set_and_metrics_that_are_not_there_raise_no_alarm()
 
 def test_every_condition_of_a_step_is_counted_and_told_and_the_cause_fails_first():
     bad = {name: value for _, row, _, _ in CASES for name, value in row.items()}
-    watchdog = watch(flat_steps=1, starving_steps=1)
+    watchdog = watch(zero_std_steps=1, starving_steps=1)
     [told] = go(watchdog, 1, bad)
     assert [text.split(": ")[1] for text in told] == [
         "non_finite",
         "drift",
         "entropy",
-        "flat",
+        "zero_std",
         "starving",
     ]
-    failing = watch(flat_steps=1, flat="fail", non_finite="fail")
+    failing = watch(zero_std_steps=1, zero_std="fail", non_finite="fail")
     with pytest.raises(RunError, match="step 1: non_finite"):
         go(failing, 1, bad)
-    assert counts(failing) == {"non_finite": 1, "drift": 1, "entropy": 1, "flat": 1}
+    assert counts(failing) == {"non_finite": 1, "drift": 1, "entropy": 1, "zero_std": 1}
 
 
 def test_a_stall_is_told_and_counted_once_until_a_step_is_done():
@@ -159,12 +159,18 @@ def test_a_stall_ends_the_run_or_is_only_counted():
 
 def test_after_a_resume_counts_and_rows_of_bad_steps_go_on():
     watchdog = watch(drift="ignore")
-    go(watchdog, 1, {"kl/behaviour": 1.0}, {"reward/flat_groups": 1.0}, {"reward/flat_groups": 1.0})
+    go(
+        watchdog,
+        1,
+        {"kl/behaviour": 1.0},
+        {"reward/zero_std_groups": 1.0},
+        {"reward/zero_std_groups": 1.0},
+    )
     state = json.loads(json.dumps(watchdog.to_dict()))
-    go(watchdog, 4, {"reward/flat_groups": 1.0})
-    config = WatchdogConfig(**LIMITS, flat="fail")
+    go(watchdog, 4, {"reward/zero_std_groups": 1.0})
+    config = WatchdogConfig(**LIMITS, zero_std="fail")
     resumed = Watchdog.from_dict(config, state)
     assert counts(resumed) == {"drift": 1}
-    with pytest.raises(RunError, match="step 4: flat: .* in 3 steps in a row"):
-        go(resumed, 4, {"reward/flat_groups": 1.0})
+    with pytest.raises(RunError, match="step 4: zero_std: .* in 3 steps in a row"):
+        go(resumed, 4, {"reward/zero_std_groups": 1.0})
     assert counts(Watchdog.from_dict(config, {})) == {}

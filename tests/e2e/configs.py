@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from configs.quickstart import quickstart
 from rl.algorithms.advantages import GAE
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.tasks.copy_digits import WORDS, CopyDigits
 from rl.types import Prompt
 
@@ -22,8 +22,8 @@ class CopyAfterPreamble(CopyDigits):
     class Config(CopyDigits.Config):
         pass
 
-    def prompt(self, ordinal: int) -> Prompt:
-        return _after_preamble(super().prompt(ordinal))
+    def prompt(self, prompt_id: int) -> Prompt:
+        return _after_preamble(super().prompt(prompt_id))
 
     def eval_prompts(self, count: int) -> list[Prompt]:
         return [_after_preamble(prompt) for prompt in super().eval_prompts(count)]
@@ -33,16 +33,16 @@ def _after_preamble(prompt: Prompt) -> Prompt:
     return dataclasses.replace(prompt, tokens=PREAMBLE + prompt.tokens)
 
 
-def long_prompts() -> RunConfig:
+def long_prompts() -> RLConfig:
     """Return a config whose prompts fill several blocks of the KV cache."""
     config = quickstart()
-    config.data = CopyAfterPreamble.Config(max_prompt_tokens=len(PREAMBLE) + 5)
+    config.task = CopyAfterPreamble.Config(max_prompt_tokens=len(PREAMBLE) + 5)
     config.model.max_seq_len = 3 * BLOCK
     config.generator.block_size = BLOCK
     return config
 
 
-def many_models() -> RunConfig:
+def many_models() -> RLConfig:
     """PPO with a critic, held to a reference that follows, with four updates a step."""
     config = long_prompts()
     config.algorithm.advantage = GAE.Config()
@@ -50,6 +50,6 @@ def many_models() -> RunConfig:
     config.algorithm.adaptive_kl.target = 0.01
     config.algorithm.proximal = "recomputed"
     config.algorithm.update_epochs = 2
-    config.algorithm.mini_batch = 2
+    config.algorithm.prompts_per_minibatch = 2
     config.reference.refresh_every = 2
     return config

@@ -23,7 +23,7 @@ LONG_PROMPTS = ("--config", "tests.e2e.configs.long_prompts", *TINY[2:])
 COMMON = (*LONG_PROMPTS, "--steps", str(STEPS), "--trainer.checkpoint.interval", "3", *DEADLINES)
 TWO_AHEAD = (
     *(*COMMON, "--rollout.max_staleness", "2", "--generator.replicas", "2"),
-    *("--rollout.max_replacements", "2", "--evaluation.every", "5"),
+    *("--rollout.max_resampled_groups", "2", "--evaluation.every", "5"),
 )
 ASYNCHRONOUS = (
     *(
@@ -35,7 +35,7 @@ ASYNCHRONOUS = (
         "--generator.update",
         "rolling",
     ),
-    *("--rollout.pipeline", "asynchronous", "--rollout.parts_per_step", "2"),
+    *("--rollout.pipeline", "asynchronous", "--rollout.stream_chunks", "2"),
 )
-LOCKSTEP = (*COMMON, "--rollout.max_replacements", "2", "--evaluation.every", "5")
+LOCKSTEP = (*COMMON, "--rollout.max_resampled_groups", "2", "--evaluation.every", "5")
 ONE_AHEAD = (*COMMON, "--rollout.max_staleness", "1", "--weights.digests")

@@ -193,10 +193,10 @@ def dropped(run: Run) -> list[tuple[int, str]]:
     """Ordinals that were dropped, each with the reason."""
     rows = run.lines("ledger.jsonl")
     return sorted(
-        (ordinal, reason)
+        (prompt_id, reason)
         for row in rows
-        for reason, ordinals in row["dropped_now"].items()
-        for ordinal in ordinals
+        for reason, prompt_ids in row["dropped_now"].items()
+        for prompt_id in prompt_ids
     )
 
 

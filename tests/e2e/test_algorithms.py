@@ -51,11 +51,11 @@ def test_the_loss_that_the_readme_shows_trains(tmp_path):
     (tmp_path / "my_configs.py").write_text(
         "from configs.quickstart import quickstart\n"
         "from my_losses import SoftClipLoss\n"
-        "from rl.config import RunConfig\n\n\n"
-        "def soft() -> RunConfig:\n"
+        "from rl.config import RLConfig\n\n\n"
+        "def soft() -> RLConfig:\n"
         "    config = quickstart()\n"
         "    config.algorithm.loss = SoftClipLoss.Config(width=0.3, entropy_coef=0.02)\n"
-        "    config.algorithm.mini_batch = 2\n"
+        "    config.algorithm.prompts_per_minibatch = 2\n"
         "    return config\n"
     )
     run = Run(

@@ -88,8 +88,8 @@ def test_whatever_dies_or_hangs_no_group_is_lost_or_counted_twice(tmp_path, fini
 
 
 def check_ledger(run: Run, bound: int) -> None:
-    """Each ordinal was trained on once, or dropped with a reason; what was begun and not needed is
-    waiting still.
+    """Each prompt_id was trained on once, or dropped with a reason; what was begun and not needed
+    is waiting still.
     """
     rows = run.lines("ledger.jsonl")
     assert (
@@ -98,9 +98,12 @@ def check_ledger(run: Run, bound: int) -> None:
         == [*range(1, STEPS + 1)]
     )
     assert all(len(row["trained_now"]) == GROUPS for row in rows)
-    trained = [ordinal for row in rows for ordinal in row["trained_now"]]
+    trained = [prompt_id for row in rows for prompt_id in row["trained_now"]]
     dropped = [
-        ordinal for row in rows for ordinals in row["dropped_now"].values() for ordinal in ordinals
+        prompt_id
+        for row in rows
+        for prompt_ids in row["dropped_now"].values()
+        for prompt_id in prompt_ids
     ]
     assert len({*trained, *dropped}) == len(trained) + len(dropped)
     reasons = {reason for row in rows for reason in row["dropped_now"]}

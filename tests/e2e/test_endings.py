@@ -73,7 +73,7 @@ def test_a_raising_reward_costs_its_group_and_too_many_are_the_named_cause(tmp_p
             """
             from dataclasses import dataclass
             from configs.quickstart import quickstart
-            from rl.config import RunConfig
+            from rl.config import RLConfig
             from rl.tasks.copy_digits import CopyDigits
 
             class Moody(CopyDigits):
@@ -82,13 +82,13 @@ def test_a_raising_reward_costs_its_group_and_too_many_are_the_named_cause(tmp_p
                     pass
 
                 def score(self, prompt, text, completion):
-                    if prompt.ordinal == 9 or prompt.ordinal >= 20:
+                    if prompt.prompt_id == 9 or prompt.prompt_id >= 20:
                         raise ZeroDivisionError("no reward today")
                     return super().score(prompt, text, completion)
 
-            def moody() -> RunConfig:
+            def moody() -> RLConfig:
                 config = quickstart()
-                config.data = Moody.Config(max_prompt_tokens=16)
+                config.task = Moody.Config(max_prompt_tokens=16)
                 return config
             """
         )
@@ -120,7 +120,7 @@ CRACKED = """
     from dataclasses import dataclass
     from configs.quickstart import quickstart
     from rl.algorithms.losses import ClippedLoss
-    from rl.config import RunConfig
+    from rl.config import RLConfig
 
     class Cracked(ClippedLoss):
         @dataclass(kw_only=True, slots=True)
@@ -131,7 +131,7 @@ CRACKED = """
             loss, metrics = super().__call__(tokens)
             return loss * float("nan"), metrics
 
-    def cracked() -> RunConfig:
+    def cracked() -> RLConfig:
         config = quickstart()
         config.algorithm.loss = Cracked.Config()
         return config

@@ -45,7 +45,7 @@ def test_a_folder_and_a_file_train_and_the_export_generates(tmp_path, inputs):
         "gsm8k_jsonl",
         "--model.hf_path",
         str(model),
-        "--data.path",
+        "--task.path",
         str(data),
         *SMALL,
     ]
@@ -85,7 +85,7 @@ def test_an_unreadable_line_is_refused_by_number(tmp_path, inputs, capsys):
         "gsm8k_jsonl",
         "--model.hf_path",
         str(model),
-        "--data.path",
+        "--task.path",
         str(broken),
     ]
     assert main([*arguments, "--output-dir", str(tmp_path / "run")]) == 2

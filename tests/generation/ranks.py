@@ -16,8 +16,8 @@ import torch
 from torch.distributed import TCPStore
 
 from rl.generation.config import GeneratorConfig, environment
-from rl.model.parts import Box
 from rl.model.shape import ModelConfig
+from rl.model.shards import Box
 from rl.types import Completion, GenerationRequest, Sampling
 
 DEADLINE_S = 180
@@ -148,7 +148,7 @@ def unpushed(engine) -> dict:
     except Exception as error:
         refusal = f"{type(error).__name__}: {error}"
     return {
-        "all_nan": all(bool(part.tensor.isnan().all()) for part in engine.parameters()),
+        "all_nan": all(bool(shard.tensor.isnan().all()) for shard in engine.parameters()),
         "refusal": refusal,
     }
 
@@ -169,10 +169,10 @@ def names_left(engine) -> list[str]:
 
 def write(engine, weights: dict[str, torch.Tensor]) -> None:
     """Copy this rank's part of full ``weights`` into the engine's parameters, and tell nobody."""
-    parts = engine.parameters()
-    assert {part.name for part in parts} == weights.keys()
-    for part in parts:
-        part.tensor.copy_(weights[part.name][part.box.slices_in(Box.whole(part.shape))])
+    shards = engine.parameters()
+    assert {shard.name for shard in shards} == weights.keys()
+    for shard in shards:
+        shard.tensor.copy_(weights[shard.name][shard.box.slices_in(Box.whole(shard.shape))])
 
 
 def push(engine, weights: dict[str, torch.Tensor], version: int) -> None:

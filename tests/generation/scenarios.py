@@ -55,8 +55,9 @@ def played(engine, scenario, *args, pull=("raise", None), swap="recompute", keep
 @contextmanager
 def swapping(engine, swap):
     """The engine swaps in this mode meanwhile."""
-    engine.swap, usual = swap, engine.swap
+    usual = engine.inflight_policy
+    engine.inflight_policy = swap
     try:
         yield
     finally:
-        engine.swap = usual
+        engine.inflight_policy = usual

@@ -191,7 +191,7 @@ def test_importing_the_config_or_the_engine_imports_no_vllm(one_rank):
 
 
 def parameter_shapes(engine):
-    return {part.name: tuple(part.tensor.shape) for part in engine.parameters()}
+    return {shard.name: tuple(shard.tensor.shape) for shard in engine.parameters()}
 
 
 def rope_caches(engine):
@@ -233,7 +233,7 @@ def away_and_back(engine) -> dict[str, Any]:
     """
     caches = engine._engine.model_executor.driver_worker.model_runner.kv_caches
 
-    live = [part.tensor for part in engine.parameters()]
+    live = [shard.tensor for shard in engine.parameters()]
 
     def held(tensors) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -132,8 +132,8 @@ def logits_width(engine):
 def owned_by_none(engine):
     """Largest value of each row of a parameter that no part covers."""
     rows = Counter()
-    for part in engine.parameters():
-        rows[part.name] += len(part.tensor)
+    for shard in engine.parameters():
+        rows[shard.name] += len(shard.tensor)
     left = {
         name: parameter[rows[name] :] for name, parameter in engine._model.titan.named_parameters()
     }

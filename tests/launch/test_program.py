@@ -151,7 +151,7 @@ def test_a_run_that_is_launched_here_goes_on_alone_and_saves_when_told_to_end(tm
 
 
 def test_who_waits_gets_what_the_run_says_and_its_exit_code(tmp_path):
-    missing = ["--config", "gsm8k_jsonl", "--data.path", str(tmp_path / "none.jsonl")]
+    missing = ["--config", "gsm8k_jsonl", "--task.path", str(tmp_path / "none.jsonl")]
     command = [
         sys.executable,
         "-m",

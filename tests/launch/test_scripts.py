@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl.cli import find_config
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.errors import ConfigError
 from rl.launch import kubernetes, slurm
 from rl.launch.freeze import SOURCE, Launch
@@ -18,18 +18,18 @@ from rl.launch.freeze import SOURCE, Launch
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def launch_of(config: RunConfig, folder: Path = Path("/runs/first")) -> Launch:
+def launch_of(config: RLConfig, folder: Path = Path("/runs/first")) -> Launch:
     return Launch("quickstart", config, folder, "unused")
 
 
-def on_three_nodes() -> RunConfig:
+def on_three_nodes() -> RLConfig:
     config = find_config("quickstart")()
     config.trainer.parallelism.data_parallel_shard_degree = config.trainer.nodes = 2
     config.generator.nodes = 1
     return config
 
 
-def with_everything() -> RunConfig:
+def with_everything() -> RLConfig:
     """Every field of SlurmConfig is set, with characters that a shell would take for its own."""
     config = on_three_nodes()
     config.hardware.device = "h100"
@@ -56,7 +56,7 @@ def with_everything() -> RunConfig:
     return config
 
 
-def on_kubernetes() -> RunConfig:
+def on_kubernetes() -> RLConfig:
     config = on_three_nodes()
     config.hardware.device = "h100"
     config.hardware.gpus_per_node = 8

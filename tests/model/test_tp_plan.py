@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rl.errors import ConfigError
-from rl.model.parts import Box, Layout, local_parts, local_shapes
 from rl.model.qwen3 import parameter_shapes
 from rl.model.shape import ModelConfig, ModelShape, shape_of
+from rl.model.shards import Box, Layout, local_shapes, local_shards
 from rl.model.tp_plan import Cut, check_divides, check_generator, cut_of, divisors, generator_layout
 
 SIZES = {
@@ -138,9 +138,9 @@ def test_parts_are_views_that_fill_a_tensor_from_above(fused):
             name: torch.zeros(shape, dtype=torch.int)
             for name, shape in local_shapes(layouts[0]).items()
         }
-        for part in local_parts(tensors, layout):
-            assert part.tensor.shape == part.box.shape
-            part.tensor.add_(1)
+        for shard in local_shards(tensors, layout):
+            assert shard.tensor.shape == shard.box.shape
+            shard.tensor.add_(1)
         padding = {
             name: int((tensor == 0).sum())
             for name, tensor in tensors.items()

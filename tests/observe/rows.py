@@ -4,7 +4,7 @@ def make_rows(count: int) -> list[dict]:
         {
             "step": step,
             "reward/mean": (step - 1) / max(count - 1, 1),
-            "reward/exact": 0.5,
+            "reward/correct": 0.5,
             "entropy/mean": 1.0 / step,
             "trainer/grad_norm": 0.3,
             "tokens_per_s": 1234.0,

@@ -47,7 +47,7 @@ def test_a_plain_line_says_what_matters():
     assert "starting trainer on 4 ranks…" in output
     assert "run folder: runs/x" in output
     line = next(line for line in output.splitlines() if line.startswith("step 5/10"))
-    assert "reward 0.444 · exact 50% · 1,234 tok/s · generate 50% train 30%" in line
+    assert "reward 0.444 · correct 50% · 1,234 tok/s · generate 50% train 30%" in line
     assert "push" not in line
     assert re.search(r"(9|10)s left", line)
 

@@ -11,9 +11,9 @@ from rl.observe.record import RunRecord, failing_loudly
 from rl.types import Completion, Prompt, Rollout
 
 
-def make_rollout(ordinal):
+def make_rollout(prompt_id):
     return Rollout(
-        prompt=Prompt(ordinal=ordinal, tokens=[4, 9], text="copy 3", answer="3"),
+        prompt=Prompt(prompt_id=prompt_id, tokens=[4, 9], text="copy 3", answer="3"),
         sample=1,
         completion=Completion(
             tokens=[9, 2], logprobs=[-0.5, float("-inf")], versions=[6, 7], finish_reason="stop"
@@ -67,7 +67,7 @@ def test_metrics_read_back_as_written(record):
 def test_a_rollout_keeps_all_that_is_needed_to_replay_it(record):
     record.append_rollouts(5, [make_rollout(17)])
     [row] = lines(record.rollouts_path)
-    assert (row["step"], row["ordinal"], row["sample"], row["completion"], row["reward"]) == (
+    assert (row["step"], row["prompt_id"], row["sample"], row["completion"], row["reward"]) == (
         5,
         17,
         1,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.model.host_memory import local_tensor
 from rl.roles import roles_of
 from rl.training.engine import TrainingEngine
@@ -28,24 +28,24 @@ def batch_of(vocab_size: int) -> Batch:
     return Batch(
         tokens=torch.randint(vocab_size, (tokens,)),
         lengths=torch.tensor([LENGTH] * ROWS),
-        weights=weights,
+        loss_weights=weights,
         columns={name: torch.zeros(tokens) for name in names},
     )
 
 
-def engine_of(config: RunConfig, role: str, folder: str) -> TrainingEngine:
+def engine_of(config: RLConfig, role: str, folder: str) -> TrainingEngine:
     found = roles_of(config)[role]
     return TrainingEngine(
         found.trainer, found.model, head=found.head, seed=0, steps=5, folder=folder
     )
 
 
-def accumulate(engine: TrainingEngine, config: RunConfig, role: str) -> None:
+def accumulate(engine: TrainingEngine, config: RLConfig, role: str) -> None:
     loss = config.critic.loss if role == "critic" else config.algorithm.loss
     engine.forward_backward(share(engine, batch_of(config.model.vocab_size)), loss.build())
 
 
-def held(config: RunConfig, role: str, folder: str) -> dict[str, int]:
+def held(config: RLConfig, role: str, folder: str) -> dict[str, int]:
     """Bytes that a rank's tensors have after a step, by the names that a plan has for them."""
     engine = engine_of(config, role, folder)
     accumulate(engine, config, role)
@@ -69,7 +69,7 @@ def held(config: RunConfig, role: str, folder: str) -> dict[str, int]:
     ]
     sizes["optimizer states"] = storages(value for value in states if value.dim())
     if role == "policy":
-        parts = engine.parts().values()
+        parts = engine.shards().values()
         sizes["merged weights"] = storages(engine._merged.buffers.values())
         publisher = Publisher([*parts], getattr(torch, config.generator.dtype))
         sizes["push slots"] = sum(os.fstat(fd).st_size for fd in publisher.address.fds)
@@ -87,7 +87,7 @@ def storages(tensors: Any) -> int:
     return sum(found.values())
 
 
-def grown(config: RunConfig, folder: str) -> dict[str, int]:
+def grown(config: RLConfig, folder: str) -> dict[str, int]:
     """By how many bytes a process grew, of memory of its own, after backward, after a step, and by
     a publisher.
     """
@@ -98,14 +98,14 @@ def grown(config: RunConfig, folder: str) -> dict[str, int]:
     engine.optim_step()
     sizes["with states"] = resident("RssAnon") - before
     shared = resident("RssShmem")
-    publisher = Publisher([*engine.parts().values()], getattr(torch, config.generator.dtype))
+    publisher = Publisher([*engine.shards().values()], getattr(torch, config.generator.dtype))
     sizes["push slots"] = resident("RssShmem") - shared
     publisher.close()
     engine.close()
     return sizes
 
 
-def saved(config: RunConfig, folder: str) -> int:
+def saved(config: RLConfig, folder: str) -> int:
     """Bytes that autograd saves for the backward pass of one micro-batch, parameters left out."""
     engine = engine_of(config, "policy", folder)
     accumulate(engine, config, "policy")

@@ -8,13 +8,13 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 from rl.cli import find_config, shipped_configs
-from rl.config import RoleConfig, RunConfig
+from rl.config import RLConfig, RoleConfig
 from rl.frozen import frozen
 from rl.plan.__main__ import main
 from rl.plan.diff import changes, leaves, mark_of
 
 
-def with_everything() -> RunConfig:
+def with_everything() -> RLConfig:
     """A config in which all that can be left out is there."""
     config = find_config("quickstart")()
     config.trainer.lora = LoRAConverter.Config()

@@ -9,9 +9,9 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.algorithms.advantages import GAE
 from rl.cli import find_config
-from rl.config import RunConfig
-from rl.model.parts import Layout, Part
+from rl.config import RLConfig
 from rl.model.shape import ModelConfig
+from rl.model.shards import Layout, Shard
 from rl.plan import estimates
 from rl.plan.memory import all_ranks, transfer_of
 from rl.plan.setting import Setting
@@ -38,25 +38,25 @@ LARGE = replace(
 )  # what else a process grows by is small against it
 
 
-def config_of(model: ModelConfig, layout: str = "alone") -> RunConfig:
+def config_of(model: ModelConfig, layout: str = "alone") -> RLConfig:
     config = find_config("quickstart")()
     config.model = model
     config.rollout.prompts_per_step = 1
     config.rollout.samples_per_prompt = ROWS
-    config.data.max_prompt_tokens = config.rollout.max_tokens = LENGTH // 2
+    config.task.max_prompt_tokens = config.rollout.max_tokens = LENGTH // 2
     config.trainer.parallelism = LAYOUTS[layout].parallelism
     config.generator.dtype = "bfloat16"
     return config
 
 
-def critic(layout: str) -> RunConfig:
+def critic(layout: str) -> RLConfig:
     config = config_of(TIED)
     config.algorithm.advantage = GAE.Config()
     config.critic.parallelism = LAYOUTS[layout].parallelism
     return config
 
 
-def adapted(layout: str) -> RunConfig:
+def adapted(layout: str) -> RLConfig:
     config = config_of(TIED, layout)
     config.trainer.lora = LoRAConverter.Config(rank=8, alpha=16.0)
     return config
@@ -99,9 +99,9 @@ def test_both_ends_of_a_push_over_the_network_hold_what_was_planned(delta):
     transfer = transfer_of(setting)
     ranks = all_ranks(setting)
 
-    def parts(layout: Layout) -> list[Part]:
+    def parts(layout: Layout) -> list[Shard]:
         return [
-            Part(region, torch.zeros(region.box.shape, dtype=transfer.dtype)) for region in layout
+            Shard(region, torch.zeros(region.box.shape, dtype=transfer.dtype)) for region in layout
         ]
 
     for rank, layout in enumerate(setting.pushed):

@@ -49,13 +49,13 @@ RULES = [
     ),
     (
         "quickstart",
-        ("--data.max_prompt_tokens", "27"),
+        ("--task.max_prompt_tokens", "27"),
         "max_prompt_tokens=27 .* is 33; .* at most model.max_seq_len=32",
     ),
     (
         "quickstart",
-        ("--data.max_prompt_tokens", "0"),
-        "data.max_prompt_tokens is 0; it must be at least 1",
+        ("--task.max_prompt_tokens", "0"),
+        "task.max_prompt_tokens is 0; it must be at least 1",
     ),
     (
         "quickstart",
@@ -64,13 +64,13 @@ RULES = [
     ),
     (
         "quickstart",
-        ("--algorithm.mini_batch", "7"),
-        "mini_batch is 7; it must divide rollout.prompts_per_step=32",
+        ("--algorithm.prompts_per_minibatch", "7"),
+        "prompts_per_minibatch is 7; it must divide rollout.prompts_per_step=32",
     ),
     (
         "quickstart",
-        ("--rollout.parts_per_step", "2"),
-        "parts_per_step is 2; it must be 1 unless rollout.pipeline is",
+        ("--rollout.stream_chunks", "2"),
+        "stream_chunks is 2; it must be 1 unless rollout.pipeline is",
     ),
     ("quickstart", ("--trainer.training.max_norm", "0"), "max_norm is 0.0; it must be above 0"),
     (

@@ -18,14 +18,14 @@ def rollout():
             versions=list(range(3, 3 + len(tokens))),
             finish_reason=finish_reason,
         )
-        question = Prompt(ordinal=0, tokens=prompt, text="", answer="", task=task)
+        question = Prompt(prompt_id=0, tokens=prompt, text="", answer="", task=task)
         return Rollout(
             prompt=question,
             sample=sample,
             completion=completion,
             text="",
             reward=reward,
-            metrics={"exact": 0.0, **metrics},
+            metrics={"correct": 0.0, **metrics},
         )
 
     return make

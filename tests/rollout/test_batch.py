@@ -25,7 +25,7 @@ def test_columns_are_aligned_with_tokens(groups):
     batch = batch_of(groups)
     assert batch.lengths.tolist() == [5, 3, 3, 5]
     assert batch.tokens.tolist() == [1, 2, 7, 8, 9, 1, 2, 6, 4, 5, 5, 4, 3, 2, 1, 9]
-    assert batch.weights.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1, 1]
+    assert batch.loss_weights.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1, 1]
     columns = {name: values.tolist() for name, values in batch.columns.items()}
     assert columns["behaviour_logprobs"] == [
         0,
@@ -51,22 +51,24 @@ def test_columns_are_aligned_with_tokens(groups):
 def test_dtypes_are_those_that_the_trainer_takes(groups):
     batch = batch_of(groups, "sequence_mean")
     assert (batch.tokens.dtype, batch.lengths.dtype) == (torch.int64, torch.int64)
-    assert {values.dtype for values in [batch.weights, *batch.columns.values()]} == {torch.float32}
+    assert {values.dtype for values in [batch.loss_weights, *batch.columns.values()]} == {
+        torch.float32
+    }
 
 
 def test_sequence_mean_gives_every_completion_the_weight_of_one(groups):
     batch = batch_of(groups, "sequence_mean")
-    sums = [weights.sum().item() for weights in batch.weights.split(batch.lengths.tolist())]
+    sums = [weights.sum().item() for weights in batch.loss_weights.split(batch.lengths.tolist())]
     assert sums == pytest.approx([1.0, 1.0, 1.0, 1.0])
 
 
 def test_a_column_is_spread_over_the_tokens_that_count(groups):
-    column = batch_of(groups).spread(torch.arange(1.0, 11.0))
+    column = batch_of(groups).scatter(torch.arange(1.0, 11.0))
     assert column.tolist() == [0, 0, 1, 2, 3, 0, 0, 4, 0, 5, 6, 0, 7, 8, 9, 10]
 
 
 def test_a_fixed_length_gives_every_token_its_share_of_it(groups):
-    weights = batch_of(groups, "fixed_length").weights
+    weights = batch_of(groups, "fixed_length").loss_weights
     assert weights.tolist() == [0, 0, *[1 / 8] * 3, 0, 0, 1 / 8, 0, *[1 / 8] * 2, 0, *[1 / 8] * 4]
 
 
@@ -80,7 +82,7 @@ def test_selected_rows_take_their_columns_along(groups):
 
 def test_metrics_say_what_the_step_came_to(rollout):
     flat = [
-        rollout([1], [2, 3], reward=1.0, exact=1.0, words=4.0),
+        rollout([1], [2, 3], reward=1.0, correct=1.0, words=4.0),
         rollout([1], [2], reward=1.0, words=0.0),
     ]
     mixed = [
@@ -90,8 +92,8 @@ def test_metrics_say_what_the_step_came_to(rollout):
     metrics = rollout_metrics([flat, mixed])
     assert metrics == {
         "reward/mean": 0.75,
-        "reward/flat_groups": 0.5,
-        "reward/exact": 0.25,
+        "reward/zero_std_groups": 0.5,
+        "reward/correct": 0.25,
         "reward/words": 2.0,
         "completion/length_mean": 2.0,
         "completion/length_max": 5.0,
@@ -102,22 +104,26 @@ def test_metrics_say_what_the_step_came_to(rollout):
 def test_metrics_of_a_mixture_are_of_all_and_of_each_task(rollout):
     sort = [rollout([1], [2], reward=r, task="sort", words=4.0) for r in (1.0, 0.0)]
     copy = [
-        [rollout([1], [2], reward=r, task="copy", exact=r) for r in pair]
+        [rollout([1], [2], reward=r, task="copy", correct=r) for r in pair]
         for pair in ((1.0, 1.0), (0.0, 1.0))
     ]
     metrics = rollout_metrics([sort, *copy])
     assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
         **{
             "reward/mean": 4 / 6,
-            "reward/flat_groups": 1 / 3,
-            "reward/exact": 0.5,
+            "reward/zero_std_groups": 1 / 3,
+            "reward/correct": 0.5,
             "reward/words": 4.0,
         },
         **{
             "reward/sort/mean": 0.5,
-            "reward/sort/flat_groups": 0.0,
-            "reward/sort/exact": 0.0,
+            "reward/sort/zero_std_groups": 0.0,
+            "reward/sort/correct": 0.0,
             "reward/sort/words": 4.0,
         },
-        **{"reward/copy/mean": 0.75, "reward/copy/flat_groups": 0.5, "reward/copy/exact": 0.75},
+        **{
+            "reward/copy/mean": 0.75,
+            "reward/copy/zero_std_groups": 0.5,
+            "reward/copy/correct": 0.75,
+        },
     }

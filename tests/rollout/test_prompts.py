@@ -19,8 +19,8 @@ class Digits(CopyDigits):
 
     answer: object
 
-    def prompt(self, ordinal):
-        return self._given(super().prompt(ordinal))
+    def prompt(self, prompt_id):
+        return self._given(super().prompt(prompt_id))
 
     def eval_prompts(self, count):
         if not callable(self.answer):
@@ -75,11 +75,11 @@ WRONG = [
         {"tokens": [4] * 7},
         (
             "has tokens=[4, 4, 4, 4, 4, 4, 4]; expected is at most 6 tokens, not 7, by "
-            "data.max_prompt_tokens=6"
+            "task.max_prompt_tokens=6"
         ),
     ),
-    ({"ordinal": 5}, "has ordinal=5; expected is 3"),
-    ({"ordinal": None}, "has ordinal=None; expected is 3"),
+    ({"prompt_id": 5}, "has prompt_id=5; expected is 3"),
+    ({"prompt_id": None}, "has prompt_id=None; expected is 3"),
     ({"text": None}, "has text=None; expected is text"),
     ({"answer": 42}, "has answer=42; expected is text"),
     ({"task": None}, "has task=None; expected is text"),
@@ -100,7 +100,7 @@ def changed(answer):
 def test_a_training_prompt_that_cannot_be_used_is_named(answer, message):
     with pytest.raises(RunError) as error:
         training_prompt(task(changed(answer)), 3)
-    assert str(error.value).startswith(f"data: Digits.prompt(3) {message}")
+    assert str(error.value).startswith(f"task: Digits.prompt(3) {message}")
 
 
 @pytest.mark.parametrize(("answer", "message"), WRONG, ids=[message for _, message in WRONG])
@@ -109,7 +109,7 @@ def test_an_evaluation_prompt_that_cannot_be_used_is_named(answer, message):
         eval_prompts(task(changed(answer)), 4)
     place = "" if isinstance(answer, BaseException) else "[0]"
     expected = message.replace("is 3", "is 0")
-    assert str(error.value).startswith(f"data: Digits.eval_prompts(4){place} {expected}")
+    assert str(error.value).startswith(f"task: Digits.eval_prompts(4){place} {expected}")
 
 
 @pytest.mark.parametrize("answer", [None, (), {}, "abc", [None] * 5])

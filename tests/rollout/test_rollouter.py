@@ -1,4 +1,4 @@
-"""What is asked for depends on ordinals alone; what comes back keeps its place."""
+"""What is asked for depends on prompt_ids alone; what comes back keeps its place."""
 
 import asyncio
 import random
@@ -16,7 +16,8 @@ from rl.types import Completion, Prompt, Sampling
 
 SAMPLING = Sampling(max_tokens=4, temperature=0.7, stop_token_ids=(2,))
 PROMPTS = [
-    Prompt(ordinal=ordinal, tokens=[1, ordinal], text="", answer="") for ordinal in (5, 6, 7)
+    Prompt(prompt_id=prompt_id, tokens=[1, prompt_id], text="", answer="")
+    for prompt_id in (5, 6, 7)
 ]
 
 
@@ -28,20 +29,20 @@ class Echo:
 
     def score(self, prompt, text, completion):
         return Score(
-            reward=float(text.split()[0]), exact=prompt.ordinal == 6, metrics={"tokens": 1.0}
+            reward=float(text.split()[0]), correct=prompt.prompt_id == 6, metrics={"tokens": 1.0}
         )
 
 
 async def score(prompt, completions):
-    if prompt.ordinal == 9:
+    if prompt.prompt_id == 9:
         raise GroupLost("reward raised", "nine has no reward")
-    await asyncio.sleep(0.001 * (7 - prompt.ordinal))  # the first prompt's group is scored last
+    await asyncio.sleep(0.001 * (7 - prompt.prompt_id))  # the first prompt's group is scored last
     return rollouts_of(prompt, completions, score_group(Echo(), prompt, completions))
 
 
 class Recorder:
-    """A generator: each completion is ten times the prompt's ordinal plus the sample, in requests'
-    order.
+    """A generator: each completion is ten times the prompt's prompt_id plus the sample, in
+    requests' order.
     """
 
     def __init__(self):
@@ -53,20 +54,20 @@ class Recorder:
         places = [tuple(map(int, request.request_id.split("/")[-2:])) for request in requests]
         return [
             Completion(
-                tokens=[10 * ordinal + sample], logprobs=[0.0], versions=[0], finish_reason="stop"
+                tokens=[10 * prompt_id + sample], logprobs=[0.0], versions=[0], finish_reason="stop"
             )
-            for ordinal, sample in places
+            for prompt_id, sample in places
         ]
 
 
 def test_the_first_lost_group_of_each_kind_is_shown_and_all_are_counted():
     async def fail(prompt, completions):
-        error = ZeroDivisionError("none today") if prompt.ordinal % 2 else KeyError("seven")
-        return score_group(Moody(error if prompt.ordinal < 20 else None), prompt, completions)
+        error = ZeroDivisionError("none today") if prompt.prompt_id % 2 else KeyError("seven")
+        return score_group(Moody(error if prompt.prompt_id < 20 else None), prompt, completions)
 
     shown = []
     rollouter = Rollouter(fail, seed=0, watch=Stopwatch(), warn=shown.append)
-    prompts = [replace(PROMPTS[0], ordinal=ordinal) for ordinal in range(24)]
+    prompts = [replace(PROMPTS[0], prompt_id=prompt_id) for prompt_id in range(24)]
     groups = asyncio.run(rollouter.collect(prompts, SAMPLING, samples=1, generate=Recorder()))
     assert all(isinstance(group, GroupLost) for group in groups)
     assert rollouter.lost == {
@@ -106,13 +107,13 @@ def collect(generate, prompts=PROMPTS, *, seed=0, samples=2, **options):
 def test_groups_and_samples_come_in_the_order_of_the_prompts():
     groups = collect(Recorder())
     assert [[r.reward for r in group] for group in groups] == [[50, 51], [60, 61], [70, 71]]
-    assert [[(r.prompt.ordinal, r.sample) for r in group] for group in groups][1] == [
+    assert [[(r.prompt.prompt_id, r.sample) for r in group] for group in groups][1] == [
         (6, 0),
         (6, 1),
     ]
     assert [group[0].text for group in groups] == ["50", "60", "70"]
-    assert groups[1][0].metrics == {"exact": 1.0, "tokens": 1.0}
-    assert groups[0][0].metrics["exact"] == 0.0
+    assert groups[1][0].metrics == {"correct": 1.0, "tokens": 1.0}
+    assert groups[0][0].metrics["correct"] == 0.0
 
 
 def test_a_request_is_a_function_of_ordinal_and_sample_alone():
@@ -152,7 +153,7 @@ def test_a_generator_that_loses_a_completion_is_found_out():
 
 
 def test_prompts_may_repeat_with_other_ordinals():
-    again = [replace(PROMPTS[0], ordinal=8), PROMPTS[0]]
+    again = [replace(PROMPTS[0], prompt_id=8), PROMPTS[0]]
     assert [[r.reward for r in group] for group in collect(Recorder(), again, samples=1)] == [
         [80],
         [50],
@@ -161,7 +162,7 @@ def test_prompts_may_repeat_with_other_ordinals():
 
 def test_a_group_that_is_lost_leaves_its_reason_in_its_place():
     before, lost, after = collect(
-        Recorder(), [PROMPTS[0], replace(PROMPTS[0], ordinal=9), PROMPTS[1]]
+        Recorder(), [PROMPTS[0], replace(PROMPTS[0], prompt_id=9), PROMPTS[1]]
     )
     assert isinstance(lost, GroupLost)
     assert (lost.reason, str(lost)) == ("reward raised", "nine has no reward")

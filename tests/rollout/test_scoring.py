@@ -13,7 +13,7 @@ from rl.rollout.scoring import rollouts_of, score_group
 from rl.tasks.base import Score
 from rl.types import Completion, Prompt
 
-PROMPT = Prompt(ordinal=9, tokens=[1], text="", answer="")
+PROMPT = Prompt(prompt_id=9, tokens=[1], text="", answer="")
 COMPLETIONS = [
     Completion(tokens=[n], logprobs=[0.0], versions=[0], finish_reason="stop") for n in (4, 5)
 ]
@@ -30,7 +30,7 @@ class Moody:
 
     def score(self, prompt, text, completion):
         if completion is COMPLETIONS[0]:
-            return Score(reward=1, exact=True, metrics={"words": 3.0})
+            return Score(reward=1, correct=True, metrics={"words": 3.0})
         if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
@@ -49,19 +49,19 @@ class Unspeakable(Exception):
 
 
 def test_rollouts_are_made_of_texts_and_scores():
-    good = Score(reward=0.5, exact=False)
+    good = Score(reward=0.5, correct=False)
     first, second = rollouts_of(PROMPT, COMPLETIONS, score_group(Moody(good), PROMPT, COMPLETIONS))
     assert (first.sample, first.text, first.reward, first.metrics) == (
         0,
         "<4>",
         1,
-        {"exact": 1.0, "words": 3.0},
+        {"correct": 1.0, "words": 3.0},
     )
     assert (second.sample, second.text, second.reward, second.metrics) == (
         1,
         "<5>",
         0.5,
-        {"exact": 0.0},
+        {"correct": 0.0},
     )
     assert (second.prompt, second.completion) == (PROMPT, COMPLETIONS[1])
 
@@ -83,52 +83,52 @@ def test_a_reward_that_raises_is_named_with_its_input_and_its_traceback():
     [
         (None, "None, which is no Score"),
         (1.0, "1.0, which is no Score"),
-        (Score(reward=float("nan"), exact=False), "reward=nan, which is no finite number"),
-        (Score(reward="1.0", exact=False), "reward='1.0', which is no finite number"),
-        (Score(reward=None, exact=False), "reward=None, which is no finite number"),
-        (Score(reward=1j, exact=False), "reward=1j, which is no finite number"),
+        (Score(reward=float("nan"), correct=False), "reward=nan, which is no finite number"),
+        (Score(reward="1.0", correct=False), "reward='1.0', which is no finite number"),
+        (Score(reward=None, correct=False), "reward=None, which is no finite number"),
+        (Score(reward=1j, correct=False), "reward=1j, which is no finite number"),
         (
-            Score(reward=torch.tensor(1.0), exact=False),
+            Score(reward=torch.tensor(1.0), correct=False),
             "reward=tensor(1.), which is no finite number",
         ),
         (
-            Score(reward=10**400, exact=False),
+            Score(reward=10**400, correct=False),
             f"reward={'1' + '0' * 199}…, which is no finite number",
         ),
         (
-            Score(reward=10**5000, exact=False),
+            Score(reward=10**5000, correct=False),
             "reward=an int that cannot be shown, which is no finite number",
         ),
-        (Score(reward=-1e39, exact=False), "reward=-1e+39, which is no finite number in float32"),
+        (Score(reward=-1e39, correct=False), "reward=-1e+39, which is no finite number in float32"),
         (
-            Score(reward=np.float64("nan"), exact=False),
+            Score(reward=np.float64("nan"), correct=False),
             "reward=np.float64(nan), which is no finite number",
         ),
         (
-            Score(reward=Unprintable(), exact=False),
+            Score(reward=Unprintable(), correct=False),
             "reward=an Unprintable that cannot be shown, which is no finite",
         ),
-        (Score(reward=1.0, exact=None), "exact=None, which is no bool"),
-        (Score(reward=1.0, exact="yes"), "exact='yes', which is no bool"),
-        (Score(reward=1.0, exact=1), "exact=1, which is no bool"),
-        (Score(reward=1.0, exact=True, metrics=None), "metrics=None, which is no dict"),
-        (Score(reward=1.0, exact=True, metrics={3: 1.0}), "a metric named 3; names are text"),
-        (Score(reward=1.0, exact=True, metrics={"": 1.0}), "a metric named ''; names are text"),
+        (Score(reward=1.0, correct=None), "correct=None, which is no bool"),
+        (Score(reward=1.0, correct="yes"), "correct='yes', which is no bool"),
+        (Score(reward=1.0, correct=1), "correct=1, which is no bool"),
+        (Score(reward=1.0, correct=True, metrics=None), "metrics=None, which is no dict"),
+        (Score(reward=1.0, correct=True, metrics={3: 1.0}), "a metric named 3; names are text"),
+        (Score(reward=1.0, correct=True, metrics={"": 1.0}), "a metric named ''; names are text"),
         (
-            Score(reward=1.0, exact=True, metrics={"exact": 1.0}),
-            "a metric named 'exact'; names are text",
+            Score(reward=1.0, correct=True, metrics={"correct": 1.0}),
+            "a metric named 'correct'; names are text",
         ),
         (
-            Score(reward=1.0, exact=True, metrics={"mean": 1.0}),
+            Score(reward=1.0, correct=True, metrics={"mean": 1.0}),
             "a metric named 'mean'; names are text",
         ),
         (
-            Score(reward=1.0, exact=True, metrics={"words": "many"}),
+            Score(reward=1.0, correct=True, metrics={"words": "many"}),
             "words='many', which is no finite number",
         ),
-        (Score(reward=1.0, exact=True, metrics={"words": 10**400}), "words=1000"),
+        (Score(reward=1.0, correct=True, metrics={"words": 10**400}), "words=1000"),
         (
-            Score(reward=1.0, exact=False, metrics={"words": 2.0, "length": float("inf")}),
+            Score(reward=1.0, correct=False, metrics={"words": 2.0, "length": float("inf")}),
             "length=inf, which is no finite number",
         ),
     ],
@@ -148,13 +148,13 @@ def test_a_reward_that_makes_no_sense_is_named_with_what_it_returned(answer, nam
 def test_numbers_of_any_library_become_plain_ones(number, yes):
     score = Score(
         reward=number,
-        exact=yes,
+        correct=yes,
         metrics={np.str_("words"): number, "all": np.int64(3), "some": yes},
     )
     _, rollout = rollouts_of(PROMPT, COMPLETIONS, score_group(Moody(score), PROMPT, COMPLETIONS))
     assert (rollout.reward, rollout.metrics) == (
         0.5,
-        {"exact": 1.0, "words": 0.5, "all": 3.0, "some": 1.0},
+        {"correct": 1.0, "words": 0.5, "all": 3.0, "some": 1.0},
     )
     assert {type(value) for value in [rollout.reward, *rollout.metrics.values()]} == {float}
     assert {type(name) for name in rollout.metrics} == {str}
@@ -193,7 +193,7 @@ def test_a_decode_that_fails_costs_its_group(decoded):
             return decoded
 
     with pytest.raises(GroupLost, match=r"Mute.*; prompt 9, sample 0"):
-        score_group(Mute(Score(reward=1.0, exact=True)), PROMPT, COMPLETIONS)
+        score_group(Mute(Score(reward=1.0, correct=True)), PROMPT, COMPLETIONS)
 
 
 def test_why_a_group_was_lost_crosses_processes():

@@ -7,8 +7,8 @@ def test_every_turn_of_every_sample_has_a_seed_of_its_own():
     streams = ["train", "eval/greedy", "eval/sampled"]
     places = list(product(streams, range(3), range(12), range(12), range(3)))
     seeds = {
-        derive_seed(run, ordinal, sample, turn, stream=stream)
-        for stream, run, ordinal, sample, turn in places
+        derive_seed(run, prompt_id, sample, turn, stream=stream)
+        for stream, run, prompt_id, sample, turn in places
     }
     assert len(seeds) == len(places)
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -19,14 +19,14 @@ class Reverse(Task):
         super().__init__(config, seed=seed, model=model)
         self.set_tokenizer(word_tokenizer(), config.stop)
 
-    def prompt(self, ordinal):
+    def prompt(self, prompt_id):
         raise NotImplementedError
 
     def eval_prompts(self, count):
         raise NotImplementedError
 
     def score(self, prompt, text, completion):
-        return Score(reward=1.0, exact=True)
+        return Score(reward=1.0, correct=True)
 
 
 def test_a_task_of_the_users_own_is_built_from_its_config():

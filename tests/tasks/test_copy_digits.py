@@ -23,15 +23,15 @@ def score(task, prompt, tokens):
 
 
 def test_prompts_are_a_function_of_seed_and_ordinal():
-    forward = [build(seed=1).prompt(ordinal) for ordinal in range(50)]
+    forward = [build(seed=1).prompt(prompt_id) for prompt_id in range(50)]
     task = build(seed=1)
-    assert [task.prompt(ordinal) for ordinal in reversed(range(50))] == forward[::-1]
-    assert [build(seed=2).prompt(ordinal) for ordinal in range(50)] != forward
+    assert [task.prompt(prompt_id) for prompt_id in reversed(range(50))] == forward[::-1]
+    assert [build(seed=2).prompt(prompt_id) for prompt_id in range(50)] != forward
 
 
 def test_training_never_sees_held_out_digits():
     trained = {
-        build(seed=seed).prompt(ordinal).answer for seed in range(3) for ordinal in range(3000)
+        build(seed=seed).prompt(prompt_id).answer for seed in range(3) for prompt_id in range(3000)
     }
     held_out = {prompt.answer for prompt in build().eval_prompts(1000)}
     assert not trained & held_out
@@ -74,9 +74,9 @@ def test_reward_counts_right_places_and_exact_wants_all_of_them():
         ([one, two, three, wrong, wrong, wrong], 0.5, False),
         ([], 0.0, False),
     ]
-    for tokens, reward, exact in cases:
+    for tokens, reward, correct in cases:
         result = score(task, prompt, tokens)
-        assert (result.reward, result.exact) == (pytest.approx(reward), exact), tokens
+        assert (result.reward, result.correct) == (pytest.approx(reward), correct), tokens
 
 
 def test_the_tokenizer_survives_being_saved(tmp_path):
@@ -92,8 +92,8 @@ def test_the_tokenizer_survives_being_saved(tmp_path):
 @pytest.mark.parametrize(
     ("config", "model", "message"),
     [
-        ({"digits": 0}, {}, "data.digits: 0"),
-        ({"digits": 20}, {}, "22 tokens, longer than data.max_prompt_tokens=16"),
+        ({"digits": 0}, {}, "task.digits: 0"),
+        ({"digits": 20}, {}, "22 tokens, longer than task.max_prompt_tokens=16"),
         ({"digits": 8}, {"max_seq_len": 10}, "model.max_seq_len=10"),
         ({}, {"vocab_size": 14}, "model.vocab_size: 14"),
     ],

@@ -57,19 +57,19 @@ def test_training_and_evaluation_share_no_question_and_lose_none(tiny, tmp_path)
     lines = [problem(number) for number in range(40)]
     task = build(tiny, path=write(tmp_path / "twice.jsonl", *lines, *lines), held_out_fraction=0.2)
     held_out = {prompt.text for prompt in task.eval_prompts(100)}
-    trained = {task.prompt(ordinal).text for ordinal in range(200)}
+    trained = {task.prompt(prompt_id).text for prompt_id in range(200)}
     assert len(held_out) == 8
     assert not held_out & trained
     assert len(held_out | trained) == 40
 
 
 def test_prompts_are_a_function_of_seed_and_ordinal(tiny):
-    forward = [build(tiny).prompt(ordinal) for ordinal in range(130)]
+    forward = [build(tiny).prompt(prompt_id) for prompt_id in range(130)]
     task = build(tiny)
-    assert [task.prompt(ordinal) for ordinal in reversed(range(130))] == forward[::-1]
-    assert [prompt.ordinal for prompt in forward] == list(range(130))
+    assert [task.prompt(prompt_id) for prompt_id in reversed(range(130))] == forward[::-1]
+    assert [prompt.prompt_id for prompt in forward] == list(range(130))
     other = build(tiny, seed=1)
-    assert [other.prompt(ordinal).text for ordinal in range(130)] != [
+    assert [other.prompt(prompt_id).text for prompt_id in range(130)] != [
         prompt.text for prompt in forward
     ]
     assert other.eval_prompts(3) == task.eval_prompts(3)
@@ -77,7 +77,7 @@ def test_prompts_are_a_function_of_seed_and_ordinal(tiny):
 
 def test_eval_prompts_are_at_most_those_held_out(tiny):
     task = build(tiny)
-    assert [prompt.ordinal for prompt in task.eval_prompts(4)] == [0, 1, 2, 3]
+    assert [prompt.prompt_id for prompt in task.eval_prompts(4)] == [0, 1, 2, 3]
     assert len(task.eval_prompts(1000)) == 6
 
 
@@ -85,13 +85,13 @@ def test_the_right_number_earns_one_and_anything_else_nothing(tiny):
     task = build(tiny)
     prompt = task.prompt(0)
     right = task.score(prompt, f"so it is\n#### {prompt.answer}.0", SILENT)
-    assert (right.reward, right.exact, right.metrics) == (
+    assert (right.reward, right.correct, right.metrics) == (
         1.0,
         True,
         {"answered": 1.0, "format": 1.0},
     )
     wrong = task.score(prompt, f"{prompt.answer}1", SILENT)
-    assert (wrong.reward, wrong.exact, wrong.metrics) == (
+    assert (wrong.reward, wrong.correct, wrong.metrics) == (
         0.0,
         False,
         {"answered": 1.0, "format": 0.0},
@@ -104,12 +104,14 @@ def test_a_reward_worker_scores_without_reading_the_data(tiny):
     model = ModelConfig(hf_path=str(tiny[0]))
     prompt = build(tiny).prompt(0)
     scorer = config.build_scorer(seed=0, model=model)
-    assert scorer.score(prompt, f"#### {prompt.answer}", SILENT).exact
+    assert scorer.score(prompt, f"#### {prompt.answer}", SILENT).correct
     assert scorer.decode(prompt.tokens) == build(tiny).decode(prompt.tokens)
     mixed = Mixture.Config(tasks={"one": config, "two": Mixture.Config(tasks={"three": config})})
     named = replace(prompt, task="two/three")
     assert (
-        mixed.build_scorer(seed=0, model=model).score(named, f"#### {prompt.answer}", SILENT).exact
+        mixed.build_scorer(seed=0, model=model)
+        .score(named, f"#### {prompt.answer}", SILENT)
+        .correct
     )
 
 
@@ -168,7 +170,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_its_line(tiny, tmp_path, lin
     path = write(tmp_path / "bad.jsonl", *lines)
     with pytest.raises(ConfigError, match=message) as error:
         build(tiny, path=path)
-    assert str(error.value).startswith(f"data.path: {path}")
+    assert str(error.value).startswith(f"task.path: {path}")
 
 
 def test_bytes_that_are_not_text_are_refused(tiny, tmp_path):
@@ -193,15 +195,15 @@ def test_prompts_too_long_are_refused_with_line_and_lengths(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"path": ""}, "data.path: not set"),
-        ({"path": "/nowhere/x.jsonl"}, "data.path: there is no file '/nowhere/x.jsonl'"),
-        ({"path": "/proc"}, "data.path: '/proc' cannot be read: Is a directory"),
+        ({"path": ""}, "task.path: not set"),
+        ({"path": "/nowhere/x.jsonl"}, "task.path: there is no file '/nowhere/x.jsonl'"),
+        ({"path": "/proc"}, "task.path: '/proc' cannot be read: Is a directory"),
         (
             {"path": "/proc/self/mem"},
-            "data.path: '/proc/self/mem' cannot be read: Input/output error",
+            "task.path: '/proc/self/mem' cannot be read: Input/output error",
         ),
         ({"path": "/" + "x" * 300}, "cannot be read: File name too long"),
-        ({"held_out_fraction": 0.0}, "data.held_out_fraction: 0.0"),
+        ({"held_out_fraction": 0.0}, "task.held_out_fraction: 0.0"),
         ({"model": ModelConfig()}, "model.hf_path: not set"),
         (
             {"model": ModelConfig(hf_path="/nowhere")},

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.cli import parse_config
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.errors import ConfigError, RunError
 from rl.frozen import frozen
 from rl.model.shape import ModelConfig
@@ -21,7 +21,7 @@ from rl.types import Completion, Prompt
 
 
 class Numbers(Task):
-    """Prompt after prompt says its own ordinal, from ``first`` on; ``held_out`` ones are for
+    """Prompt after prompt says its own prompt_id, from ``first`` on; ``held_out`` ones are for
     evaluation.
     """
 
@@ -39,8 +39,10 @@ class Numbers(Task):
         tokenizer.add_tokens(list(config.words))
         self.set_tokenizer(tokenizer, (config.stop,))
 
-    def prompt(self, ordinal):
-        return Prompt(ordinal=ordinal, tokens=[0], text="", answer=str(self.config.first + ordinal))
+    def prompt(self, prompt_id):
+        return Prompt(
+            prompt_id=prompt_id, tokens=[0], text="", answer=str(self.config.first + prompt_id)
+        )
 
     def eval_prompts(self, count):
         return [
@@ -51,7 +53,7 @@ class Numbers(Task):
     def score(self, prompt, text, completion):
         return Score(
             reward=self.config.first + float(text),
-            exact=text == prompt.answer,
+            correct=text == prompt.answer,
             metrics={"seen": 1.0},
         )
 
@@ -80,16 +82,16 @@ def test_each_task_goes_through_its_own_prompts_in_order_whatever_the_stages(
 ):
     starts = [sum(lengths[:place]) for place in range(1, len(stages))]
     later = [
-        Stage(first_ordinal=start, weights=w) for start, w in zip(starts, stages[1:], strict=True)
+        Stage(first_prompt_id=start, weights=w) for start, w in zip(starts, stages[1:], strict=True)
     ]
     config = {"tasks": numbers("a", "b", "c"), "weights": stages[0], "stages": later}
     task = build(**config)
     shown = Counter()
-    stream = [task.prompt(ordinal) for ordinal in range(250)]
+    stream = [task.prompt(prompt_id) for prompt_id in range(250)]
     for prompt in stream:
         assert prompt.answer == str(1000 * "abc".index(prompt.task) + shown[prompt.task])
         shown[prompt.task] += 1
-    assert [prompt.ordinal for prompt in stream] == list(range(250))
+    assert [prompt.prompt_id for prompt in stream] == list(range(250))
     for start, end, w in zip([0, *starts], [*starts, 250], stages, strict=True):
         counts = Counter(prompt.task for prompt in stream[start:end])
         assert all(
@@ -97,13 +99,13 @@ def test_each_task_goes_through_its_own_prompts_in_order_whatever_the_stages(
             for name in "abc"
         )
     fresh = build(**config)  # as after a resume: no memory of what was shown
-    assert [fresh.prompt(ordinal) for ordinal in jumps if ordinal < 250] == [
+    assert [fresh.prompt(prompt_id) for prompt_id in jumps if prompt_id < 250] == [
         stream[o] for o in jumps if o < 250
     ]
 
 
 def test_a_far_ordinal_is_known_without_those_before_it():
-    stages = [Stage(first_ordinal=10**7, weights={"b": 1.0})]
+    stages = [Stage(first_prompt_id=10**7, weights={"b": 1.0})]
     task = build(tasks=numbers("a", "b"), weights={"a": 0.75, "b": 0.25}, stages=stages)
     assert task.prompt(10**7).answer == str(1000 + 2_500_000)
     assert task.prompt(10**9).answer == str(1000 + 2_500_000 + 990_000_000)
@@ -118,12 +120,12 @@ def test_a_curriculum_of_digits_goes_from_one_to_three():
         },
         weights={"one": 1.0},
         stages=[
-            Stage(first_ordinal=30, weights={"one": 1, "two": 3}),
-            Stage(first_ordinal=70, weights={"three": 1}),
+            Stage(first_prompt_id=30, weights={"one": 1, "two": 3}),
+            Stage(first_prompt_id=70, weights={"three": 1}),
         ],
         max_prompt_tokens=16,
     )
-    digits = [len(task.prompt(ordinal).answer.split()) for ordinal in range(100)]
+    digits = [len(task.prompt(prompt_id).answer.split()) for prompt_id in range(100)]
     assert digits[:30] == [1] * 30
     assert Counter(digits[30:70]) == {1: 10, 2: 30}
     assert digits[70:] == [3] * 30
@@ -135,7 +137,7 @@ def test_a_curriculum_of_digits_goes_from_one_to_three():
 
 def test_without_weights_all_are_shown_alike():
     task = build(tasks=numbers("a", "b", "c"))
-    assert Counter(task.prompt(ordinal).task for ordinal in range(30)) == {
+    assert Counter(task.prompt(prompt_id).task for prompt_id in range(30)) == {
         "a": 10,
         "b": 10,
         "c": 10,
@@ -152,7 +154,7 @@ def test_every_task_scores_its_own_also_in_a_mixture_of_mixtures():
     assert set(prompts) == {"outer/b", "c"}
     silent = Completion(tokens=[], logprobs=[], versions=[], finish_reason="stop")
     scores = {name: task.score(prompt, "1000", silent) for name, prompt in prompts.items()}
-    assert {name: (score.reward, score.exact) for name, score in scores.items()} == {
+    assert {name: (score.reward, score.correct) for name, score in scores.items()} == {
         "outer/b": (2000.0, True),
         "c": (6000.0, False),
     }
@@ -162,11 +164,11 @@ def test_held_out_prompts_are_of_all_tasks_in_proportion_to_their_shares_of_the_
     config = {
         "tasks": numbers("a", "b", "c", "never"),
         "weights": {"a": 1.0},
-        "stages": [Stage(first_ordinal=9, weights={"b": 3.0, "c": 1.0})],
+        "stages": [Stage(first_prompt_id=9, weights={"b": 3.0, "c": 1.0})],
     }
     prompts = build(**config).eval_prompts(80)
     assert Counter(prompt.task for prompt in prompts) == {"a": 40, "b": 30, "c": 10}
-    assert [prompt.ordinal for prompt in prompts] == list(range(80))
+    assert [prompt.prompt_id for prompt in prompts] == list(range(80))
     assert {prompt.text for prompt in prompts} == {"held out"}
     assert build(seed=3, **config).eval_prompts(20) == prompts[:20]
 
@@ -195,14 +197,14 @@ class Listed(Numbers):
         self.held_out = numbers[::10]
         self.train = [number for number in numbers if number not in numbers[::10]]
 
-    def prompt(self, ordinal):
-        number = self.train[epoch_index(self.seed, ordinal, len(self.train))]
-        return Prompt(ordinal=ordinal, tokens=[number], text=str(number), answer="")
+    def prompt(self, prompt_id):
+        number = self.train[epoch_index(self.seed, prompt_id, len(self.train))]
+        return Prompt(prompt_id=prompt_id, tokens=[number], text=str(number), answer="")
 
     def eval_prompts(self, count):
         numbers = enumerate(self.held_out[:count])
         return [
-            Prompt(ordinal=place, tokens=[number], text=str(number), answer="")
+            Prompt(prompt_id=place, tokens=[number], text=str(number), answer="")
             for place, number in numbers
         ]
 
@@ -214,13 +216,13 @@ def test_no_task_trains_on_what_another_holds_out():
         {"a": tasks["a"], "inner": Mixture.Config(tasks={"b": tasks["b"]}, max_prompt_tokens=16)},
     ):
         task = build(tasks=config)
-        stream = [task.prompt(ordinal) for ordinal in range(1000)]
+        stream = [task.prompt(prompt_id) for prompt_id in range(1000)]
         held_out = {prompt.text for prompt in task.eval_prompts(1000)}
         assert len(held_out) == 20
         assert not held_out & {prompt.text for prompt in stream}
         assert Counter(prompt.task[0] for prompt in stream) == {"a": 500, stream[1].task[0]: 500}
-        assert [prompt.ordinal for prompt in stream] == list(range(1000))
-        assert [task.prompt(ordinal) for ordinal in reversed(range(1000))] == stream[::-1]
+        assert [prompt.prompt_id for prompt in stream] == list(range(1000))
+        assert [task.prompt(prompt_id) for prompt_id in reversed(range(1000))] == stream[::-1]
         assert len({prompt.text for prompt in stream}) == 85
 
 
@@ -228,7 +230,7 @@ def test_a_task_that_another_holds_out_entirely_is_refused_by_name():
     task = build(tasks={"a": Listed.Config(), "b": Listed.Config(last=9)})
     task.tasks["b"].train = [0]
     with pytest.raises(
-        RunError, match="data.tasks: a holds out for evaluation what b would train on: 100 prompts"
+        RunError, match="task.tasks: a holds out for evaluation what b would train on: 100 prompts"
     ):
         task.prompt(1)
 
@@ -236,48 +238,48 @@ def test_a_task_that_another_holds_out_entirely_is_refused_by_name():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"tasks": {}}, "data.tasks is empty; name at least one"),
+        ({"tasks": {}}, "task.tasks is empty; name at least one"),
         (
             {"tasks": numbers("a b")},
-            "data.tasks has the name 'a b'; it must be letters, digits and underscores",
+            "task.tasks has the name 'a b'; it must be letters, digits and underscores",
         ),
         (
             {"tasks": numbers("a"), "max_prompt_tokens": 8},
-            "data.tasks.a.max_prompt_tokens is 16; it must be at most data.max_prompt_tokens=8",
+            "task.tasks.a.max_prompt_tokens is 16; it must be at most task.max_prompt_tokens=8",
         ),
         (
             {"tasks": {"a": CopyDigits.Config(digits=0)}},
-            "data.tasks.a: data.digits: 0 leaves nothing to copy",
+            "task.tasks.a: task.digits: 0 leaves nothing to copy",
         ),
-        ({"weights": {"c": 1.0}}, "data.weights names 'c'; the tasks are a, b"),
-        ({"weights": {"a": -1.0}}, "data.weights.a is -1.0; it must be 0 or above, and finite"),
-        ({"weights": {"a": float("nan")}}, "data.weights.a is nan; it must be 0 or above"),
-        ({"weights": {"a": float("inf")}}, "data.weights.a is inf; it must be 0 or above"),
-        ({"weights": {"a": 0.0}}, "data.weights is {'a': 0.0}; at least one must be above 0"),
+        ({"weights": {"c": 1.0}}, "task.weights names 'c'; the tasks are a, b"),
+        ({"weights": {"a": -1.0}}, "task.weights.a is -1.0; it must be 0 or above, and finite"),
+        ({"weights": {"a": float("nan")}}, "task.weights.a is nan; it must be 0 or above"),
+        ({"weights": {"a": float("inf")}}, "task.weights.a is inf; it must be 0 or above"),
+        ({"weights": {"a": 0.0}}, "task.weights is {'a': 0.0}; at least one must be above 0"),
         (
-            {"stages": [Stage(first_ordinal=5, weights={})]},
-            "data.stages.0.weights is {}; at least one",
+            {"stages": [Stage(first_prompt_id=5, weights={})]},
+            "task.stages.0.weights is {}; at least one",
         ),
         (
-            {"stages": [Stage(first_ordinal=0, weights={"a": 1})]},
-            "data.stages.0.first_ordinal is 0; it must be above 0",
+            {"stages": [Stage(first_prompt_id=0, weights={"a": 1})]},
+            "task.stages.0.first_prompt_id is 0; it must be above 0",
         ),
         (
             {
                 "stages": [
-                    Stage(first_ordinal=7, weights={"a": 1}),
-                    Stage(first_ordinal=7, weights={"b": 1}),
+                    Stage(first_prompt_id=7, weights={"a": 1}),
+                    Stage(first_prompt_id=7, weights={"b": 1}),
                 ]
             },
-            "data.stages.1.first_ordinal is 7; it must be above 7",
+            "task.stages.1.first_prompt_id is 7; it must be above 7",
         ),
         (
-            {"stages": [Stage(first_ordinal=7, weights={"z": 1})]},
-            "data.stages.0.weights names 'z'; the tasks are a, b",
+            {"stages": [Stage(first_prompt_id=7, weights={"z": 1})]},
+            "task.stages.0.weights names 'z'; the tasks are a, b",
         ),
         (
             {"tasks": {"a": CopyDigits.Config(), "b": Numbers.Config(words=("more",))}},
-            "data.tasks: a and b have different tokenizers",
+            "task.tasks: a and b have different tokenizers",
         ),
         (
             {"tasks": {"a": CopyDigits.Config(), "b": Numbers.Config(stop=3)}},
@@ -290,38 +292,38 @@ def test_a_mixture_that_cannot_work_is_refused(config, message):
         build(**{"tasks": numbers("a", "b"), **config})
 
 
-def mixed() -> RunConfig:
+def mixed() -> RLConfig:
     """A config with a mixture."""
     tasks = {"one": CopyDigits.Config(digits=1), "two": CopyDigits.Config(digits=2)}
-    stages = [Stage(first_ordinal=5, weights={"two": 1.0})]
-    return RunConfig(
-        data=Mixture.Config(tasks=tasks, weights={"one": 1.0, "two": 2.0}, stages=stages)
+    stages = [Stage(first_prompt_id=5, weights={"two": 1.0})]
+    return RLConfig(
+        task=Mixture.Config(tasks=tasks, weights={"one": 1.0, "two": 2.0}, stages=stages)
     )
 
 
 def test_fields_of_inner_tasks_weights_and_stages_are_given_on_the_command_line():
     written = {
-        "data.tasks.one.digits": "4",
-        "data.weights.two": "0.5",
-        "data.stages.0.first_ordinal": "7",
-        "data.stages.0.weights.two": "3",
+        "task.tasks.one.digits": "4",
+        "task.weights.two": "0.5",
+        "task.stages.0.first_prompt_id": "7",
+        "task.stages.0.weights.two": "3",
     }
     arguments = [word for name, value in written.items() for word in (f"--{name}", value)]
     _, config = parse_config(["--config", f"{__name__}.mixed", *arguments], program="train")
-    data = frozen(config)["data"]
+    data = frozen(config)["task"]
     assert data["tasks"]["one"] == {
         "type": "rl.tasks.copy_digits.CopyDigits.Config",
         "max_prompt_tokens": 16,
         "digits": 4,
     }
     assert (data["tasks"]["two"]["digits"], data["weights"]) == (2, {"one": 1.0, "two": 0.5})
-    assert data["stages"] == [{"first_ordinal": 7, "weights": {"two": 3.0}}]
+    assert data["stages"] == [{"first_prompt_id": 7, "weights": {"two": 3.0}}]
 
 
 def test_an_unknown_field_of_an_inner_task_is_answered_with_the_nearest():
     with pytest.raises(
-        ConfigError, match=r"--data.tasks.one.digit: .*did you mean --data.tasks.one.digits.*All in"
+        ConfigError, match=r"--task.tasks.one.digit: .*did you mean --task.tasks.one.digits.*All in"
     ):
         parse_config(
-            ["--config", f"{__name__}.mixed", "--data.tasks.one.digit", "4"], program="train"
+            ["--config", f"{__name__}.mixed", "--task.tasks.one.digit", "4"], program="train"
         )

@@ -7,7 +7,7 @@ import torch
 from torchtitan.components.lora import LoRAConverter
 
 from rl.model.host_memory import local_tensor
-from rl.model.parts import Box
+from rl.model.shards import Box
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.model import is_adapter, local_box
@@ -62,11 +62,12 @@ def merged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def merge_error(engine: TrainingEngine) -> float:
     """Largest difference of this rank's parts from those of whole weights that are merged here."""
     whole = merged(weights_of(engine))
-    parts = engine.parts()
-    assert [*parts] == [*whole]
-    boxes = {name: part.box.slices_in(Box.whole(part.shape)) for name, part in parts.items()}
+    shards = engine.shards()
+    assert [*shards] == [*whole]
+    boxes = {name: shard.box.slices_in(Box.whole(shard.shape)) for name, shard in shards.items()}
     return max(
-        float((part.tensor - whole[name][boxes[name]]).abs().max()) for name, part in parts.items()
+        float((shard.tensor - whole[name][boxes[name]]).abs().max())
+        for name, shard in shards.items()
     )
 
 
@@ -74,8 +75,8 @@ def play_adapted(model: str, layout: str, folder: str) -> dict[str, Any]:
     """All that the tests of adapters compare of a layout."""
     engine = adapted(model, layout, folder)
     result: dict[str, Any] = {"fresh": weights_of(engine)}
-    parts = engine.parts()  # before the first forward, as a publisher takes them
-    result["digests"] = [digests(parts.values())]
+    shards = engine.shards()  # before the first forward, as a publisher takes them
+    result["digests"] = [digests(shards.values())]
     wake(engine)
     result["forward"] = engine.forward(share(engine, ragged_batch()), temperature=TEMPERATURE)
     result["first"] = accumulate(engine, ragged_batch())
@@ -86,13 +87,13 @@ def play_adapted(model: str, layout: str, folder: str) -> dict[str, Any]:
     checkpointer = Checkpointer(engine, MODELS[model], folder=folder)
     checkpointer.save(1, {"step": 1})
     checkpointer.export_hf(f"{folder}/export")
-    result["digests"].append(digests(parts.values()))
+    result["digests"].append(digests(shards.values()))
     engine.offload()
     engine.onload()
     result["next"] = learn(engine, ragged_batch(seed=2))
-    now = engine.parts()
+    now = engine.shards()
     result["stale_parts"] = [
-        name for name, part in parts.items() if not torch.equal(part.tensor, now[name].tensor)
+        name for name, shard in shards.items() if not torch.equal(shard.tensor, now[name].tensor)
     ]
     checkpointer.close()
     return result

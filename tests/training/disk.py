@@ -16,14 +16,14 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemWriter
 
 from rl.errors import RunError
-from rl.model.parts import Parts
 from rl.model.shape import ModelConfig
+from rl.model.shards import Shards
 from rl.step_folders import StepFolders
 from rl.training import hugging_face
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_names import Piece
-from rl.training.model import part_of
+from rl.training.model import shard_of
 from rl.weights.digest import digests
 from tests.training.scenes import LAYOUTS, TIED_FUSED, adopted, engine_of, learn, ragged_batch
 
@@ -123,8 +123,8 @@ def adopt_and_count(folder: str, layout: str, export: str) -> dict[str, list[int
         mock.patch.object(hugging_face, "safe_open", open_counted),
         mock.patch.object(hugging_face, "_write_piece", write_counted),
     ):
-        parts = adopted(folder, LAYOUTS[layout], export)["parts"]
-    return {"parts": parts, "read": read, "written": written}
+        shards = adopted(folder, LAYOUTS[layout], export)["parts"]
+    return {"parts": shards, "read": read, "written": written}
 
 
 class CountedFile(contextlib.AbstractContextManager):
@@ -158,12 +158,12 @@ class CountedSlice:
         return values
 
 
-def everything(engine: TrainingEngine) -> Parts:
+def everything(engine: TrainingEngine) -> Shards:
     """This rank's parts of the weights and of the optimizer's moments."""
     state = {
         name: t
         for name, t in engine.optimizers.state_dict().items()
         if name.endswith(("exp_avg", "exp_avg_sq"))
     }
-    moments = {name: part_of(name, t) for name, t in state.items()}
-    return engine.parts() | moments
+    moments = {name: shard_of(name, t) for name, t in state.items()}
+    return engine.shards() | moments

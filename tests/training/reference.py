@@ -138,7 +138,7 @@ def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
     high = 1 + loss.clip_high
     sizes = batch.lengths.tolist()
     names = ("advantages", "behaviour_logprobs", "reference_logprobs")
-    columns = [batch.tokens, batch.weights, *(batch.columns[name] for name in names)]
+    columns = [batch.tokens, batch.loss_weights, *(batch.columns[name] for name in names)]
     for tokens, weights, advantages, behaviour, prior in zip(
         *(c.split(sizes) for c in columns), strict=True
     ):
@@ -163,7 +163,7 @@ def loss_sum_by_tokens(model: Qwen3, batch, loss, *, temperature: float):
     sizes = batch.lengths.tolist()
     columns = {name: values.split(sizes) for name, values in batch.columns.items()}
     for row, (tokens, weights) in enumerate(
-        zip(batch.tokens.split(sizes), batch.weights.split(sizes), strict=True)
+        zip(batch.tokens.split(sizes), batch.loss_weights.split(sizes), strict=True)
     ):
         counted = weights[1:] > 0
         if not counted.any():

@@ -141,7 +141,7 @@ def ragged_batch(lengths: tuple[int, ...] = (4, 15, 1, 7, 11), seed: int = 0) ->
     return Batch(
         tokens=torch.randint(SIZES["vocab_size"], (total,), generator=draw),
         lengths=torch.tensor(lengths),
-        weights=weights.masked_fill(silent, 0.0),
+        loss_weights=weights.masked_fill(silent, 0.0),
         columns={
             "advantages": torch.randn(total, generator=draw),
             "behaviour_logprobs": (torch.randn(total, generator=draw) * 0.3 - 3.4).masked_fill(
@@ -192,7 +192,7 @@ def logits_of(engine: TrainingEngine, tokens: torch.Tensor) -> torch.Tensor:
     lengths = torch.full((len(tokens),), tokens.shape[1] + 1)
     padded = torch.cat([tokens, tokens[:, :1]], dim=1).flatten()
     engine.config.micro_batch_size = len(tokens)
-    engine.forward(Batch(tokens=padded, lengths=lengths, weights=torch.ones(len(padded))))
+    engine.forward(Batch(tokens=padded, lengths=lengths, loss_weights=torch.ones(len(padded))))
     handle.remove()
     return kept[0][:, : tokens.shape[1]] @ whole(engine.model.lm_head.weight).T
 
@@ -267,18 +267,18 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
         "leader": still.is_leader,
         "cuts": {},
     }
-    boxes = {name: part.box for name, part in still.parts().items()}
+    boxes = {name: shard.box for name, shard in still.shards().items()}
     result["share"] = balanced(ragged_batch().lengths.tolist(), still.dp_degree)[still.dp_rank]
     result["forward"] = still.forward(share(still, ragged_batch()), temperature=TEMPERATURE)
     result["moved_parts"] = [
-        name for name, part in still.parts().items() if part.box != boxes[name]
+        name for name, shard in still.shards().items() if shard.box != boxes[name]
     ]
     for name, cut in CUTS.items():
         cut_by(still, **cut.fields)
         result["cuts"][name] = accumulate(still, *cut.batches, loss=cut.loss)
 
     engine = engine_of(model, folder=folder, layout=layout, warmup=4)
-    parts = engine.parts()  # before the first forward, as a publisher takes them
+    shards = engine.shards()  # before the first forward, as a publisher takes them
     steps = [learn(engine, ragged_batch(seed=1))]
     before = weights_of(engine)
     steps.append(learn(engine, broken(ragged_batch(), row=1)))
@@ -290,12 +290,12 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
 
     checkpointer = Checkpointer(engine, model, folder=folder)
     checkpointer.save(2, RUN_STATE)
-    result |= {"saved": digests(engine.parts().values()), "drawn": torch.rand(4)}
+    result |= {"saved": digests(engine.shards().values()), "drawn": torch.rand(4)}
     steps.append(learn(engine, ragged_batch(seed=3)))
     checkpointer.export_hf(f"{folder}/export")
-    now = engine.parts()
+    now = engine.shards()
     result["stale_parts"] = [
-        name for name, part in parts.items() if not torch.equal(part.tensor, now[name].tensor)
+        name for name, shard in shards.items() if not torch.equal(shard.tensor, now[name].tensor)
     ]
     result |= {"steps": steps, "final": weights_of(engine)}
     checkpointer.close()
@@ -307,7 +307,7 @@ def held(model: ModelConfig, layout: Layout, folder: str, **trainer: Any) -> dic
     more.
     """
     engine = engine_of(model, folder=folder, layout=layout, **trainer)
-    of_parts = digests(engine.parts().values())
+    of_parts = digests(engine.shards().values())
     return {"digests": of_parts} | accumulate(engine, ragged_batch(), ragged_batch().select([3]))
 
 
@@ -327,7 +327,7 @@ def resumed(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
         "loaded": (engine.version, engine.skipped_steps),
     }
     checkpointer.close()
-    result |= {"weights": digests(engine.parts().values()), "drawn": torch.rand(4)}
+    result |= {"weights": digests(engine.shards().values()), "drawn": torch.rand(4)}
     return result | {"step": learn(engine, ragged_batch(seed=3))}
 
 
@@ -339,7 +339,7 @@ def handed_over(model: str, layout: str, folder: str, weights: str) -> dict[str,
     for _ in range(2):  # the second in place of the first
         checkpointer.save_weights(Path(weights))
     checkpointer.close()
-    return digests(engine.parts().values())
+    return digests(engine.shards().values())
 
 
 def adopted(folder: str, layout: Layout, export: str) -> dict[str, Any]:
@@ -351,8 +351,8 @@ def adopted(folder: str, layout: Layout, export: str) -> dict[str, Any]:
     outputs = engine.forward(share(engine, ragged_batch()))
     checkpointer.export_hf(export)
     checkpointer.close()
-    parts = [part.box.numel for part in engine.parts().values()]
-    return {"run_state": state, "outputs": outputs, "version": engine.version, "parts": parts}
+    shards = [shard.box.numel for shard in engine.shards().values()]
+    return {"run_state": state, "outputs": outputs, "version": engine.version, "parts": shards}
 
 
 def adopt(folder: str, layout: str, export: str) -> dict[str, Any]:
@@ -374,10 +374,10 @@ def sharded_logprobs(
     )
     weigh(*values).backward()
     dist.all_reduce(hidden.grad)
-    parts = [None, None]
-    dist.all_gather_object(parts, mine.grad)
+    shards = [None, None]
+    dist.all_gather_object(shards, mine.grad)
     dist.destroy_process_group()
-    return [value.detach() for value in values] + [hidden.grad, torch.cat(parts)]
+    return [value.detach() for value in values] + [hidden.grad, torch.cat(shards)]
 
 
 def weigh(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ def test_weights_are_saved_as_they_are_held(folder):
     engine.model.register_buffer("load_count", torch.tensor([3.0]), persistent=False)
     checkpointer = checkpointer_of(engine, folder)
     weights = checkpointer._manager.states["model"].state_dict()
-    assert weights.keys() == {"load_bias", *engine.parts()}
+    assert weights.keys() == {"load_bias", *engine.shards()}
     held = {tensor.data_ptr() for tensor in (engine.model.load_bias, *engine.model.parameters())}
     assert {tensor.data_ptr() for tensor in weights.values()} == held
 
@@ -101,9 +101,9 @@ def test_weights_alone_go_from_any_layout_to_any_other_and_nothing_else_comes_al
     assert [*Path(folder).glob("weights*")] == [weights]
     engine = engine_of(TIED_FUSED, folder=folder)
     checkpointer = checkpointer_of(engine, folder)
-    assert merge_digests([digests(engine.parts().values())]) != merge_digests(saved)
+    assert merge_digests([digests(engine.shards().values())]) != merge_digests(saved)
     checkpointer.load_weights(weights)
-    assert merge_digests([digests(engine.parts().values())]) == merge_digests(saved)
+    assert merge_digests([digests(engine.shards().values())]) == merge_digests(saved)
     assert engine.version == 0
     assert not any(optimizer.state for optimizer in engine.optimizers)
     with pytest.raises(RunError, match="loading .*/absent"):
@@ -132,7 +132,7 @@ def test_a_run_can_start_from_another_runs_checkpoint(one, tmp_path_factory, mod
     assert starter.load() == ({} if model_only else {"step": 1})
     assert starter.loaded == (None if model_only else checkpoints / "step-1")
     starter.close()
-    assert digests(other.parts().values()) == digests(engine.parts().values())
+    assert digests(other.shards().values()) == digests(engine.shards().values())
     assert other.version == (0 if model_only else 1)
 
 

@@ -80,7 +80,7 @@ def judged(layout: str, folder: str) -> dict[str, Any]:
     checkpointer.save(1, {})
     checkpointer.close()
     result |= {
-        "saved": digests(engine.parts().values()),
+        "saved": digests(engine.shards().values()),
         "second": learn(engine, judged_batch(seed=3)),
     }
     return result | {
@@ -95,7 +95,7 @@ def resumed(layout: str, folder: str) -> dict[str, Any]:
     checkpointer.load()
     checkpointer.close()
     return {
-        "loaded": digests(engine.parts().values()),
+        "loaded": digests(engine.shards().values()),
         "second": learn(engine, judged_batch(seed=3)),
     }
 
@@ -150,7 +150,7 @@ def test_a_critic_starts_from_the_trunk_of_a_hugging_face_folder(tmp_path):
     checkpointer.load()
     checkpointer.close()
     trunk = {
-        name: part for name, part in weights_of(policy).items() if not name.startswith("lm_head")
+        name: shard for name, shard in weights_of(policy).items() if not name.startswith("lm_head")
     }
     held = weights_of(critic)
     # The folder's q, k and v are three tensors; the critic has them as its config says.

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rl.model.parts import Box, Region
 from rl.model.shape import ModelConfig, ModelShape, shape_of
+from rl.model.shards import Box, Region
 from rl.model.tp_plan import generator_layout
 from rl.training.checkpoint import Checkpointer
 from rl.weights.digest import merge_digests
@@ -91,7 +91,7 @@ def test_tokens_without_weight_teach_neither_router_nor_experts(folder):
     """Padding and dummy rows go through experts too."""
     engine = engine_of(EXPERTS, folder=folder, micro_batch_size=5)
     batch = ragged_batch()
-    batch.weights.zero_()
+    batch.loss_weights.zero_()
     engine.forward_backward(batch, LOSS.build())
     for name, parameter in engine.model.named_parameters():
         assert not parameter.grad.full_tensor().any(), name

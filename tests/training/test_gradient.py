@@ -50,7 +50,7 @@ def reference_gradient(weights, loss, *batches):
     model = of_scene(weights)
     total = sum(loss_sum(model, batch, loss, temperature=TEMPERATURE) for batch in batches)
     total.backward()
-    weight = sum(batch.weights.double().sum().item() for batch in batches)
+    weight = sum(batch.loss_weights.double().sum().item() for batch in batches)
     return {name: weight.grad for name, weight in model.weights.items()}, total.item(), weight
 
 
@@ -101,7 +101,7 @@ def test_token_metrics_are_over_the_tokens_that_have_weight(alone):
     rows = zip(
         *(
             c.split(sizes)
-            for c in (batch.tokens, batch.weights, batch.columns["behaviour_logprobs"])
+            for c in (batch.tokens, batch.loss_weights, batch.columns["behaviour_logprobs"])
         ),
         strict=True,
     )

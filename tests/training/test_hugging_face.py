@@ -186,21 +186,21 @@ def test_what_a_model_computes_or_shares_may_be_in_the_folder(tmp_path):
     rewrite(source, {HEAD: embedding.clone(), FREQUENCIES: torch.ones(4)})
     engine, checkpointer = open_folder(source, tmp_path)
     checkpointer.close()
-    assert torch.equal(engine.parts()["tok_embeddings.weight"].tensor, embedding)
+    assert torch.equal(engine.shards()["tok_embeddings.weight"].tensor, embedding)
 
 
 def test_a_checkpoint_of_the_run_goes_before_the_folder_it_started_from(tmp_path):
     source = write_folder(tmp_path / "in")
     engine, checkpointer = open_folder(source, tmp_path)
     with torch.no_grad():
-        engine.parts()["norm.weight"].tensor.fill_(7.0)
+        engine.shards()["norm.weight"].tensor.fill_(7.0)
     checkpointer.save(1, {"step": 1})
     checkpointer.close()
     engine = engine_of(ModelConfig(hf_path=str(source)), folder=str(tmp_path))
     checkpointer = Checkpointer(engine, ModelConfig(hf_path=str(source)), folder=str(tmp_path))
     assert checkpointer.load() == {"step": 1}
     checkpointer.close()
-    assert (engine.parts()["norm.weight"].tensor == 7.0).all()
+    assert (engine.shards()["norm.weight"].tensor == 7.0).all()
 
 
 # Exports.
@@ -229,7 +229,7 @@ def test_an_export_that_fails_leaves_the_one_before_and_the_next_replaces_it(tmp
     engine, checkpointer = open_folder(source, tmp_path)
     checkpointer.export_hf(str(out))
     with torch.no_grad():
-        engine.parts()["norm.weight"].tensor.fill_(7.0)
+        engine.shards()["norm.weight"].tensor.fill_(7.0)
     with (
         pytest.raises(RunError, match="export failed on rank 0: OSError: .*File too large"),
         full_disk(),

@@ -19,9 +19,9 @@ from torchtitan.models.qwen3 import (
 )
 
 from rl.errors import RunError
-from rl.model.parts import Box
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, shape_of
+from rl.model.shards import Box
 from rl.training.attention import DenseAttention
 from rl.training.hugging_face_names import HuggingFaceNames
 
@@ -113,13 +113,13 @@ def test_the_pieces_of_any_boxes_are_what_the_adapter_makes_of_the_whole(name, c
     gathered = {tensor: torch.full(shape, -1) for tensor, shape in shapes.items()}
     for parameter, whole in parameters.items():
         for box in boxes_of(tuple(whole.shape), cuts):
-            part = whole[box.slices_in(Box.whole(whole.shape))]
+            shard = whole[box.slices_in(Box.whole(whole.shape))]
             pieces = list(names.pieces(parameter, tuple(whole.shape), box))
-            assert sum(piece.there.numel for piece in pieces) == part.numel()
+            assert sum(piece.there.numel for piece in pieces) == shard.numel()
             for piece in pieces:
                 target = gathered[piece.tensor][piece.there.slices_in(Box.whole(piece.shape))]
                 assert (target == -1).all()  # no other box had this place
-                target.copy_(part[piece.here])
+                target.copy_(shard[piece.here])
     assert all(torch.equal(gathered[tensor], values) for tensor, values in wanted.items())
 
 

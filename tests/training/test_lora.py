@@ -103,7 +103,7 @@ def test_the_optimizer_has_adapters_alone(folder):
 def test_a_policy_with_fresh_adapters_is_the_one_without(plays, folder, model):
     (answer,), _ = plays(model, "alone")
     engine = engine_of(MODELS[model], folder=folder)
-    assert answer["digests"][0] == digests(engine.parts().values())
+    assert answer["digests"][0] == digests(engine.shards().values())
     assert all(
         torch.equal(answer["fresh"][name], weight) for name, weight in weights_of(engine).items()
     )
@@ -125,17 +125,17 @@ def test_layers_that_the_user_names_are_adapted(folder):
 def test_without_adapters_parts_are_the_parameters_themselves(folder):
     engine = engine_of(TIED_FUSED, folder=folder)
     held = {local_tensor(parameter).data_ptr() for parameter in engine.model.parameters()}
-    assert {part.tensor.data_ptr() for part in engine.parts().values()} == held
+    assert {shard.tensor.data_ptr() for shard in engine.shards().values()} == held
 
 
 def test_merged_weights_leave_the_device_with_the_model(folder):
     engine = adapted("tied_fused", "alone", folder)
-    parts = [part.tensor for part in engine.parts().values()]
-    held = [resident(parts)]
+    shards = [shard.tensor for shard in engine.shards().values()]
+    held = [resident(shards)]
     engine.offload()
-    held.append(resident(parts))
+    held.append(resident(shards))
     engine.onload()
-    assert held == [resident(parts), 0]
+    assert held == [resident(shards), 0]
 
 
 # Every layout.
@@ -184,7 +184,7 @@ def test_a_checkpoint_of_any_layout_goes_on_on_one_rank(pair, request, folder):
     _, answers, origin = pair
     shutil.copytree(origin / "checkpoints", Path(folder) / "checkpoints")
     engine = adapted(request.node.callspec.params["pair"][0], "alone", folder)
-    engine.parts()
+    engine.shards()
     checkpointer = checkpointer_of(engine, folder)
     assert checkpointer.load() == {"step": 1}
     checkpointer.close()
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_any_layout_goes_on_on_one_rank(pair, request, folder):
         for name, weight in weights_of(engine).items()
     )
     for name, weight in merged(weights_of(engine)).items():
-        assert torch.equal(engine.parts()[name].tensor, weight)
+        assert torch.equal(engine.shards()[name].tensor, weight)
     assert learn(engine, ragged_batch(seed=2)) == pytest.approx(answers[0]["next"], rel=1e-6)
 
 
@@ -212,7 +212,7 @@ def test_a_checkpoint_without_adapters_is_a_base_and_nothing_else(folder):
     fresh = weights_of(other)
     starter = checkpointer_of(other, f"{folder}/other", **source, initial_load_model_only=True)
     assert starter.load() == {}
-    assert digests(other.parts().values()) == digests(engine.parts().values())
+    assert digests(other.shards().values()) == digests(engine.shards().values())
     now = weights_of(other)
     assert all(torch.equal(weight, now[name]) for name, weight in fresh.items() if is_adapter(name))
     starter.close()
@@ -237,7 +237,7 @@ def test_a_checkpoint_with_adapters_goes_to_a_run_that_has_them(plays, folder, m
     starter = checkpointer_of(engine, folder, **source)
     starter.load()
     starter.close()
-    assert digests(engine.parts().values()) == answer["digests"][1]
+    assert digests(engine.shards().values()) == answer["digests"][1]
 
     without = checkpointer_of(engine_of(TIED_FUSED, folder=folder), folder, **source)
     with pytest.raises(RunError, match="step-1 was saved with trainer.lora; load it with that"):
@@ -250,10 +250,10 @@ def test_weights_of_one_policy_make_another_with_its_adapters(folder):
     engine, other = (adapted("tied_fused", "alone", folder) for _ in range(2))
     wake(engine)
     checkpointers = [Checkpointer(each, TIED_FUSED, folder=folder) for each in (engine, other)]
-    assert digests(other.parts().values()) != digests(engine.parts().values())
+    assert digests(other.shards().values()) != digests(engine.shards().values())
     checkpointers[0].save_weights(Path(folder) / "weights")
     checkpointers[1].load_weights(Path(folder) / "weights")
-    assert digests(other.parts().values()) == digests(engine.parts().values())
+    assert digests(other.shards().values()) == digests(engine.shards().values())
     for checkpointer in checkpointers:
         checkpointer.close()
 

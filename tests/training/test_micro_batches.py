@@ -30,7 +30,7 @@ def batch_of(lengths: list[int]) -> Batch:
     return Batch(
         tokens=places,
         lengths=torch.tensor(lengths),
-        weights=places.float().masked_fill(first, 0.0),
+        loss_weights=places.float().masked_fill(first, 0.0),
         columns={"place": places.float()},
     )
 
@@ -82,8 +82,8 @@ def test_sequences_are_documents_that_count_from_zero_and_padding_is_none_of_the
 @given(LENGTHS, CUTTINGS)
 def test_weights_and_columns_are_those_of_the_tokens_that_count(lengths, cutting):
     for micro in micro_batches(batch_of(lengths), cutting):
-        places = micro.index[micro.counted]
-        assert torch.equal(micro.weights, places.float())
+        places = micro.index[micro.loss_index]
+        assert torch.equal(micro.loss_weights, places.float())
         assert torch.equal(micro.columns["place"], places.float())
         assert (torch.isin(micro.index, places) | micro.first).all()
 
@@ -93,7 +93,7 @@ def test_tokens_that_count_know_which_of_them_are_of_one_sequence(lengths, cutti
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     for micro in micro_batches(batch_of(lengths), cutting):
         pairs = set(
-            zip(micro.sequence.tolist(), owner[micro.index[micro.counted]].tolist(), strict=True)
+            zip(micro.sequence.tolist(), owner[micro.index[micro.loss_index]].tolist(), strict=True)
         )
         assert len({number for number, _ in pairs}) == len({own for _, own in pairs}) == len(pairs)
         assert all(0 <= number < len(lengths) for number, _ in pairs)
@@ -132,7 +132,7 @@ def test_without_rows_a_dummy_holds_nothing():
     assert dummy.tokens.shape == (1, 8)
     assert (
         dummy.per_token(torch.ones(1, 8)).shape
-        == dummy.weights.shape
+        == dummy.loss_weights.shape
         == dummy.columns["place"].shape
         == (0,)
     )

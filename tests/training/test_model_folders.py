@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.quickstart import quickstart
-from rl.config import RoleConfig, RunConfig
+from rl.config import RLConfig, RoleConfig
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig, hf_config, shape_of
 from rl.validation import validate
@@ -29,7 +29,7 @@ FORWARD = (
 """Fields of a transformers config that are no size."""
 
 
-def config_of(folder) -> RunConfig:
+def config_of(folder) -> RLConfig:
     """A run that starts from ``folder``."""
     config = quickstart()
     config.model = ModelConfig(hf_path=str(folder))

@@ -80,7 +80,7 @@ def test_a_given_denominator_takes_the_place_of_the_accumulated_weight(build):
     norm = learn(at_once, batch)["trainer/grad_norm"]
     for rows in ([0, 1], [2, 3, 4]):
         in_parts.forward_backward(batch.select(rows), LOSS.build(), temperature=TEMPERATURE)
-    step = in_parts.optim_step(denominator=2 * float(batch.weights.sum()))
+    step = in_parts.optim_step(denominator=2 * float(batch.loss_weights.sum()))
     assert step["trainer/grad_norm"] == pytest.approx(norm / 2, rel=1e-6)
 
 
@@ -179,7 +179,7 @@ def test_no_step_is_taken_past_the_end_of_the_schedule(build):
 def test_a_step_without_weight_is_refused(build):
     engine = build()
     batch = ragged_batch()
-    nothing = dataclasses.replace(batch, weights=torch.zeros_like(batch.weights))
+    nothing = dataclasses.replace(batch, loss_weights=torch.zeros_like(batch.loss_weights))
     with pytest.raises(RuntimeError, match="no weight was accumulated; call forward_backward"):
         engine.optim_step()
     _, metrics = engine.forward_backward(nothing, LOSS.build())
@@ -253,7 +253,7 @@ def test_an_extreme_of_no_token_is_left_out(build):
 
 def test_an_empty_batch_is_refused(build):
     empty = Batch(
-        tokens=torch.zeros(0).long(), lengths=torch.zeros(0).long(), weights=torch.zeros(0)
+        tokens=torch.zeros(0).long(), lengths=torch.zeros(0).long(), loss_weights=torch.zeros(0)
     )
     with pytest.raises(ValueError, match="the batch is empty"):
         build().forward(empty)

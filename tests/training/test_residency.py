@@ -71,12 +71,12 @@ def test_the_device_has_its_memory_back_meanwhile(model_name, folder):
 def test_live_parts_show_the_weights_again_after_a_round_trip(folder):
     """A publisher holds views of the parameters."""
     engine = engine_of(MODELS["tied_fused"], folder=folder)
-    parts = engine.parts()
+    shards = engine.shards()
     engine.offload()
     engine.onload()
     learn(engine, ragged_batch())
     assert all(
-        torch.equal(parts[name].tensor, part.tensor) for name, part in engine.parts().items()
+        torch.equal(shards[name].tensor, shard.tensor) for name, shard in engine.shards().items()
     )
 
 
@@ -93,7 +93,7 @@ def test_what_is_away_is_not_used(folder):
         "forward": lambda: engine.forward(ragged_batch()),
         "forward_backward": lambda: engine.forward_backward(ragged_batch(), LOSS.build()),
         "optim_step": engine.optim_step,
-        "parts": engine.parts,
+        "parts": engine.shards,
     }
     for name, call in calls.items():
         with pytest.raises(RuntimeError, match=f"{name}: the model is offloaded; call onload"):

@@ -10,10 +10,10 @@ from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from rl.algorithms.advantages import GAE
 from rl.algorithms.corrections import MaskedIS, StalenessDecay, TruncatedIS
 from rl.cli import find_config
-from rl.config import RoleConfig, RunConfig
+from rl.config import RLConfig, RoleConfig
 
 
-def full_config(checkpoint: Path) -> RunConfig:
+def full_config(checkpoint: Path) -> RLConfig:
     """Return the quickstart with critic, reference, roles and corrections; valid as it is."""
     config = find_config("quickstart")()
     algorithm = config.algorithm
@@ -29,7 +29,7 @@ def full_config(checkpoint: Path) -> RunConfig:
     return config
 
 
-def with_converters(config: RunConfig) -> RunConfig:
+def with_converters(config: RLConfig) -> RLConfig:
     """Add the parts of the trainer that no run can have together."""
     config.trainer.lora = LoRAConverter.Config()
     config.trainer.float8 = Float8LinearConverter.Config()

@@ -9,7 +9,7 @@ from torchtitan.config import Configurable
 from rl.algorithms.corrections import MaskedIS, TruncatedIS
 from rl.algorithms.kl import AdaptiveKL
 from rl.algorithms.losses import CISPOLoss, ClippedLoss
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.errors import ConfigError
 from rl.validation import validate
 from rl.validation.values import bounds_of, fields_of, is_number_field, validate_types, values
@@ -19,12 +19,12 @@ ABSURD = (-1, 0, math.nan, math.inf, -math.inf, 1e30, -0.5, 999_999_999_999)
 
 
 @pytest.fixture
-def config(tmp_path) -> RunConfig:
+def config(tmp_path) -> RLConfig:
     (tmp_path / ".metadata").touch()
     return full_config(tmp_path)
 
 
-def put(config: RunConfig, name: str, content: Any) -> RunConfig:
+def put(config: RLConfig, name: str, content: Any) -> RLConfig:
     """Set field ``name`` of ``config`` to ``content``, and return ``config``."""
     *path, last = name.split(".")
     holder: Any = config
@@ -45,7 +45,7 @@ def key_of(holder: Any, key: str) -> Any:
     return key if isinstance(holder, dict) else int(key)
 
 
-def numbers(config: RunConfig) -> dict[str, Any]:
+def numbers(config: RLConfig) -> dict[str, Any]:
     """Return every numeric value of ``config``, and every one that may be numeric, by name."""
     return {value.name: value for value in values(config) if value.is_numeric}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rl.model.parts import Box, Layout, Part, Region, layout_of
+from rl.model.shards import Box, Layout, Region, Shard, layout_of
 from rl.weights.packed import PackedPublisher, PackedSubscriber, Read
 from rl.weights.transport import Transfer
 
@@ -32,26 +32,26 @@ def copied(weights: Weights) -> Weights:
     return {name: tensor.clone() for name, tensor in weights.items()}
 
 
-def trainer_parts(weights: Weights, rank: int) -> list[Part]:
+def trainer_parts(weights: Weights, rank: int) -> list[Shard]:
     """Rows of everything but the scale, which both ranks hold."""
     return [
         _part(name, whole, None if name == "scale" else 0, rank) for name, whole in weights.items()
     ]
 
 
-def generator_parts(weights: Weights, rank: int) -> list[Part]:
+def generator_parts(weights: Weights, rank: int) -> list[Shard]:
     """Rows of one, columns of another, all of the rest; each rank in an order of its own."""
     cuts = {"rows": 0, "columns": 1}
-    parts = [_part(name, whole, cuts.get(name), rank) for name, whole in weights.items()]
-    return parts[rank:] + parts[:rank]
+    shards = [_part(name, whole, cuts.get(name), rank) for name, whole in weights.items()]
+    return shards[rank:] + shards[:rank]
 
 
 def layouts(shapes: Shapes = SHAPES) -> tuple[list[Layout], list[Layout]]:
     """Of the trainer's ranks and the generator's."""
     weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     sources, wanted = (
-        [layout_of(parts(weights, rank)) for rank in range(RANKS)]
-        for parts in (trainer_parts, generator_parts)
+        [layout_of(shards(weights, rank)) for rank in range(RANKS)]
+        for shards in (trainer_parts, generator_parts)
     )
     return sources, wanted
 
@@ -62,25 +62,25 @@ def transfer(shapes: Shapes = SHAPES, **options: Any) -> Transfer:
     return Transfer("rdma", DTYPE, sources, wanted, **options)
 
 
-def live_parts(rank: int, shapes: Shapes = SHAPES) -> list[Part]:
+def live_parts(rank: int, shapes: Shapes = SHAPES) -> list[Shard]:
     """Parameters of a generator rank before its first pull: NaN."""
     return generator_parts(
         {name: torch.full(s, torch.nan, dtype=DTYPE) for name, s in shapes.items()}, rank
     )
 
 
-def same(parts: list[Part], weights: Weights, rank: int) -> bool:
+def same(shards: list[Shard], weights: Weights, rank: int) -> bool:
     """Whether ``parts`` of a generator rank are the cast ``weights``, bit for bit."""
     wanted = generator_parts({name: whole.to(DTYPE) for name, whole in weights.items()}, rank)
     return all(
         torch.equal(
             a.tensor.contiguous().view(torch.int16), b.tensor.contiguous().view(torch.int16)
         )
-        for a, b in zip(parts, wanted, strict=True)
+        for a, b in zip(shards, wanted, strict=True)
     )
 
 
-def _part(name: str, whole: torch.Tensor, dim: int | None, rank: int) -> Part:
+def _part(name: str, whole: torch.Tensor, dim: int | None, rank: int) -> Shard:
     box = Box.whole(whole.shape)
     if dim is not None:
         size = whole.shape[dim] // RANKS
@@ -89,7 +89,9 @@ def _part(name: str, whole: torch.Tensor, dim: int | None, rank: int) -> Part:
         offset[dim] = rank * size
         shape[dim] = size
         box = Box(tuple(offset), tuple(shape))
-    return Part(Region(name, tuple(whole.shape), box), whole[box.slices_in(Box.whole(whole.shape))])
+    return Shard(
+        Region(name, tuple(whole.shape), box), whole[box.slices_in(Box.whole(whole.shape))]
+    )
 
 
 class Gates:
@@ -148,8 +150,8 @@ class MemorySubscriber(PackedSubscriber):
     def __init__(
         self, publishers: list[MemoryPublisher], rank: int, *, replica: int = 0, **options: Any
     ):
-        self.parts = live_parts(rank)
-        super().__init__(self.parts, transfer(**options), rank=rank)
+        self.shards = live_parts(rank)
+        super().__init__(self.shards, transfer(**options), rank=rank)
         self.read_takes = 0.0
         """Seconds for each blob."""
         self.publishers = publishers

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 import tests.training.scenes as scenes
-from rl.model.parts import Box, Layout, layout_of, local_parts, local_shapes
 from rl.model.shape import ModelConfig, shape_of
+from rl.model.shards import Box, Layout, layout_of, local_shapes, local_shards
 from rl.model.tp_plan import generator_layout
-from rl.weights.digest import PartDigests, digests, merge_digests
+from rl.weights.digest import ShardDigests, digests, merge_digests
 from rl.weights.shared_memory import Publisher, Segment, Subscriber
 
 DTYPE = torch.bfloat16
@@ -57,23 +57,23 @@ class Reader:
             name: torch.zeros(shape, dtype=DTYPE)
             for name, shape in local_shapes(layouts[0]).items()
         }
-        self._parts = local_parts(self._tensors, layouts[rank])
-        self._subscriber = Subscriber(segments, self._parts, reader=number)
+        self._shards = local_shards(self._tensors, layouts[rank])
+        self._subscriber = Subscriber(segments, self._shards, reader=number)
 
-    def pull(self, version: int, weights: dict[str, torch.Tensor]) -> PartDigests:
+    def pull(self, version: int, weights: dict[str, torch.Tensor]) -> ShardDigests:
         """Digests of what it pulled, which must be its parts of the whole ``weights`` and nothing
         else.
         """
         self._subscriber.pull(version)
         written = dict.fromkeys(self._tensors, 0)
-        for part in self._parts:
-            whole = weights[part.name]
+        for shard in self._shards:
+            whole = weights[shard.name]
             assert torch.equal(
-                part.tensor, whole[part.box.slices_in(Box.whole(tuple(whole.shape)))]
-            ), part.region
-            written[part.name] += part.box.shape[0]
+                shard.tensor, whole[shard.box.slices_in(Box.whole(tuple(whole.shape)))]
+            ), shard.region
+            written[shard.name] += shard.box.shape[0]
         assert not any(tensor[written[name] :].any() for name, tensor in self._tensors.items())
-        return digests(self._parts)
+        return digests(self._shards)
 
 
 def push_all(cases: list[tuple[str, str]], folder: str) -> list[Layout]:
@@ -86,7 +86,7 @@ def push(model: ModelConfig, layout: scenes.Layout, folder: str) -> Layout:
     rank held.
     """
     engine = scenes.engine_of(model, folder=folder, layout=layout)
-    held = list(engine.parts().values())
+    held = list(engine.shards().values())
     places = [(layouts, rank) for layouts in generators(model) for rank in range(len(layouts))]
     publisher = Publisher(held, DTYPE)
     segments = gathered(publisher.address)
@@ -106,8 +106,8 @@ def push(model: ModelConfig, layout: scenes.Layout, folder: str) -> Layout:
             own = [by_number[number] for number, place in enumerate(places) if place[0] == layouts]
             assert merge_digests(own) == trained
         with torch.no_grad():
-            for part in held:
-                part.tensor.mul_(1.5)
+            for shard in held:
+                shard.tensor.mul_(1.5)
     return layout_of(held)
 
 

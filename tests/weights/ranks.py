@@ -67,9 +67,9 @@ class GeneratorRank(Actor):
 
     @endpoint
     async def connect(self, addresses: list[Any]) -> None:
-        self.parts = live_parts(self.rank, SHAPES)
+        self.shards = live_parts(self.rank, SHAPES)
         self.subscriber = self.transport.Subscriber(
-            addresses, self.parts, transfer(SHAPES, delta=True), rank=self.rank
+            addresses, self.shards, transfer(SHAPES, delta=True), rank=self.rank
         )
 
     @endpoint
@@ -90,7 +90,7 @@ class GeneratorRank(Actor):
         finally:
             self.subscriber._read = read
         held = self.subscriber.pull(version)
-        return same(self.parts, weights_of(held), self.rank), len(deltas)
+        return same(self.shards, weights_of(held), self.rank), len(deltas)
 
     @endpoint
     async def be_patient(self, seconds: float) -> None:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from rl.model.parts import Box, Part, Region
+from rl.model.shards import Box, Region, Shard
 from rl.weights import shared_memory
 from rl.weights.shared_memory import Publisher, Segment, Subscriber
 
@@ -47,12 +47,12 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
     }
 
 
-def part(name: str, tensor: torch.Tensor, rank: int | None) -> Part:
+def shard(name: str, tensor: torch.Tensor, rank: int | None) -> Shard:
     """Rank ``rank``'s share of the first dimension, or all of it."""
     whole = Box.whole(SHAPES[name])
     size = SHAPES[name][0] // RANKS
     box = whole if rank is None else whole.slab(0, rank * size, size)
-    return Part(Region(name, SHAPES[name], box), tensor[box.slices_in(whole)])
+    return Shard(Region(name, SHAPES[name], box), tensor[box.slices_in(whole)])
 
 
 def write(board_path: str, addresses: Connection) -> None:
@@ -63,9 +63,9 @@ def write(board_path: str, addresses: Connection) -> None:
 async def _write(board: torch.Tensor, addresses: Connection) -> None:
     weights = weights_of(-1)
     shares = [
-        [part(name, tensor, rank) for name, tensor in weights.items()] for rank in range(RANKS)
+        [shard(name, tensor, rank) for name, tensor in weights.items()] for rank in range(RANKS)
     ]
-    publishers = [Publisher(parts, DTYPE) for parts in shares]
+    publishers = [Publisher(shards, DTYPE) for shards in shares]
     addresses.send([publisher.address for publisher in publishers])
     for version in range(VERSIONS):
         if version in (ALL_READY_BY, RESPAWNED_BY):
@@ -133,7 +133,7 @@ def open_reader(
     board = open_board(board_path)
     pulled = {name: torch.zeros(shape, dtype=DTYPE) for name, shape in SHAPES.items()}
     subscriber = Subscriber(
-        segments, [part(name, tensor, None) for name, tensor in pulled.items()], reader=number
+        segments, [shard(name, tensor, None) for name, tensor in pulled.items()], reader=number
     )
     board[READY + number] = 1
     return board, pulled, subscriber

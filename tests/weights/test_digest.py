@@ -5,17 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.model.parts import Box, Part, Region
+from rl.model.shards import Box, Region, Shard
 from rl.weights.digest import digests, merge_digests
 
 
-def part_of(whole: torch.Tensor, box: Box) -> Part:
+def shard_of(whole: torch.Tensor, box: Box) -> Shard:
     shape = tuple(whole.shape)
-    return Part(Region("w", shape, box), whole[box.slices_in(Box.whole(shape))])
+    return Shard(Region("w", shape, box), whole[box.slices_in(Box.whole(shape))])
 
 
 def digest_of(whole: torch.Tensor) -> str:
-    return merge_digests([digests([part_of(whole, Box.whole(tuple(whole.shape)))])])["w"]
+    return merge_digests([digests([shard_of(whole, Box.whole(tuple(whole.shape)))])])["w"]
 
 
 @settings(max_examples=50, deadline=None)
@@ -26,12 +26,12 @@ def test_a_digest_does_not_depend_on_the_cut(data):
     for dim, size in enumerate(shape):
         cut = data.draw(st.integers(0, size))
         boxes = [
-            part
+            shard
             for box in boxes
-            for part in (box.slab(dim, 0, cut), box.slab(dim, cut, size - cut))
+            for shard in (box.slab(dim, 0, cut), box.slab(dim, cut, size - cut))
         ]
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    ranks = [digests([part_of(whole, box)]) for box in boxes]
+    ranks = [digests([shard_of(whole, box)]) for box in boxes]
     assert merge_digests(ranks)["w"] == digest_of(whole)
 
 
@@ -67,7 +67,7 @@ def test_other_values_have_another_digest(change):
 
 def test_a_missing_part_is_seen_even_if_it_is_zero():
     whole = torch.zeros(4, 3)
-    assert merge_digests([digests([part_of(whole, Box((0, 0), (3, 3)))])])["w"] != digest_of(whole)
+    assert merge_digests([digests([shard_of(whole, Box((0, 0), (3, 3)))])])["w"] != digest_of(whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])

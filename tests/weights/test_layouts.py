@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 from torchtitan.components.lora import LoRAConverter
 
-from rl.model.parts import Layout
 from rl.model.shape import ModelConfig, shape_of
+from rl.model.shards import Layout
 from rl.model.tp_plan import generator_layout
 from rl.training.config import TrainerConfig
 from rl.training.layout import trainer_layout

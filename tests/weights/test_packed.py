@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rl.errors import RunError
-from rl.model.parts import Box, Part, Region
+from rl.model.shards import Box, Region, Shard
 from rl.weights.blobs import plan_blobs
 from rl.weights.packed import PackedSubscriber
 from rl.weights.transport import Sent, TransferFailed, VersionGone, starts_of
@@ -47,16 +47,18 @@ async def pull(subscribers, version) -> None:
 
 
 def holds(subscribers, weights) -> bool:
-    return all(same(subscriber.parts, weights, rank) for rank, subscriber in enumerate(subscribers))
+    return all(
+        same(subscriber.shards, weights, rank) for rank, subscriber in enumerate(subscribers)
+    )
 
 
 def test_nothing_lies_in_two_blobs_and_a_blob_has_one_set_of_readers():
     sources, wanted = layouts()
     for layout, blobs in zip(sources, plan_blobs(sources, wanted), strict=True):
         assert len({blob.readers for blob in blobs}) == len(blobs)
-        parts = [(piece.held, piece.box) for blob in blobs for piece in blob.pieces]
-        assert len(set(parts)) == len(parts)
-        assert sum(box.numel for _, box in parts) <= sum(region.box.numel for region in layout)
+        shards = [(piece.held, piece.box) for blob in blobs for piece in blob.pieces]
+        assert len(set(shards)) == len(shards)
+        assert sum(box.numel for _, box in shards) <= sum(region.box.numel for region in layout)
     everyone = frozenset(range(RANKS))
     region = Region("w", (4, 2), Box.whole((4, 2)))
     assert [
@@ -225,7 +227,7 @@ def test_a_fetch_over_a_slow_link_lasts_as_long_as_its_patience():
             subscriber.pull(0)
         subscriber._patience = 60.0
         await pull([subscriber], 0)
-        assert same(subscriber.parts, weights, 0)
+        assert same(subscriber.shards, weights, 0)
 
     asyncio.run(work())
 
@@ -255,7 +257,7 @@ def test_a_publish_that_was_cancelled_does_not_write_into_the_next_one():
         publishers[0].close()
         await asyncio.wait_for(publishers[1].publish(1), 30)
         await pull(subscribers[:1], 1)
-        assert same(subscribers[0].parts, expected, 0)
+        assert same(subscribers[0].shards, expected, 0)
 
     asyncio.run(work())
 
@@ -278,7 +280,7 @@ def test_a_publish_that_was_cancelled_at_its_end_is_not_taken_for_the_next_one()
         change(weights, 1.0, seed=0)
         await push(publishers, 1)
         await pull([subscriber], 1)
-        assert same(subscriber.parts, weights, 0)
+        assert same(subscriber.shards, weights, 0)
 
     asyncio.run(work())
 
@@ -294,7 +296,7 @@ def test_a_publisher_that_was_restarted_is_not_taken_for_the_one_before():
         for version in (0, 1):
             await push(subscriber.publishers, version)
             await pull([subscriber], version)
-            assert same(subscriber.parts, weights, 0)
+            assert same(subscriber.shards, weights, 0)
             change(weights, 0.01, seed=1)
 
     asyncio.run(work())
@@ -315,23 +317,23 @@ def test_a_pull_in_the_middle_of_a_fetch_is_refused():
             await asyncio.sleep(0.01)
         with pytest.raises(RunError, match="pull of version 0: fetched is None"):
             subscriber.pull(0)
-        assert all(part.tensor.isnan().all() for part in subscriber.parts)
+        assert all(shard.tensor.isnan().all() for shard in subscriber.shards)
         subscriber.gates.closed = False
         subscriber.gates.let_on()
         await fetching
         assert subscriber.pull(1) == 1
-        assert same(subscriber.parts, weights, 0)
+        assert same(subscriber.shards, weights, 0)
 
     asyncio.run(work())
 
 
 def test_a_generator_of_another_dtype_or_layout_is_refused():
-    parts = [Part(part.region, part.tensor.float()) for part in live_parts(0)]
+    shards = [Shard(shard.region, shard.tensor.float()) for shard in live_parts(0)]
     with pytest.raises(
         RunError, match=r"rows is torch.float32 in the generator and pushed as torch.bfloat16"
     ):
-        PackedSubscriber(parts, transfer(), rank=0)
+        PackedSubscriber(shards, transfer(), rank=0)
     with pytest.raises(
-        ValueError, match="the parts of generator rank 0 are not those of the layouts"
+        ValueError, match="the shards of generator rank 0 are not those of the layouts"
     ):
         PackedSubscriber(live_parts(1), transfer(), rank=0)

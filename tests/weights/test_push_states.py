@@ -146,9 +146,9 @@ class Pushes(RuleBasedStateMachine):
     def parameters_are_those_of_one_version(self):
         for reader, (subscriber, version) in getattr(self, "readers", {}).items():
             if version is None:
-                assert all(part.tensor.isnan().all() for part in subscriber.parts)
+                assert all(shard.tensor.isnan().all() for shard in subscriber.shards)
             else:
-                assert same(subscriber.parts, self.history[version], reader % RANKS), (
+                assert same(subscriber.shards, self.history[version], reader % RANKS), (
                     f"{reader}: not {version}"
                 )
 

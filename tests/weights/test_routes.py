@@ -5,15 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.model.parts import Box, Layout, Part, Region
+from rl.model.shards import Box, Layout, Region, Shard
 from rl.weights.digest import digests, merge_digests
 from rl.weights.routes import plan_push, plan_routes
 
 
-def cut(shape: tuple[int, ...], dim: int | None, parts: int, index: int) -> Box:
+def cut(shape: tuple[int, ...], dim: int | None, shards: int, index: int) -> Box:
     if dim is None:
         return Box((0,) * len(shape), shape)
-    size = -(-shape[dim] // parts)
+    size = -(-shape[dim] // shards)
     low = min(index * size, shape[dim])
     high = min((index + 1) * size, shape[dim])
     offset = tuple(low if d == dim else 0 for d in range(len(shape)))
@@ -39,8 +39,8 @@ def test_routes_carry_every_element_to_its_place(rows, columns, source_dim, sour
         out = torch.full(box.shape, -1)
         for route in plan_routes(held, (Region("w", shape, box),), reader=reader):
             source = boxes[route.source]
-            part = whole[source.slices_in(full)][route.box.slices_in(source)]
-            out[route.box.slices_in(box)] = part
+            shard = whole[source.slices_in(full)][route.box.slices_in(source)]
+            out[route.box.slices_in(box)] = shard
         assert torch.equal(out, whole[box.slices_in(full)])
 
 
@@ -120,10 +120,10 @@ def test_digest_does_not_depend_on_the_cut_and_sees_every_bit_and_swap(dtype):
     shape = tuple(whole.shape)
     full = Box.whole(shape)
 
-    def digest(tensor: torch.Tensor, dim: int, parts: int) -> dict[str, str]:
-        boxes = [cut(shape, dim, parts, i) for i in range(parts)]
+    def digest(tensor: torch.Tensor, dim: int, shards: int) -> dict[str, str]:
+        boxes = [cut(shape, dim, shards, i) for i in range(shards)]
         return merge_digests(
-            digests([Part(Region("w", shape, b), tensor[b.slices_in(full)])]) for b in boxes
+            digests([Shard(Region("w", shape, b), tensor[b.slices_in(full)])]) for b in boxes
         )
 
     expected = digest(whole, 0, 1)

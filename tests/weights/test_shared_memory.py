@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from rl.errors import RunError
-from rl.model.parts import Box, Part, Region
+from rl.model.shards import Box, Region, Shard
 from rl.weights import shared_memory
 from rl.weights.shared_memory import Publisher, Subscriber
 
 SHAPE = (6, 4)
 
 
-def rows(tensor: torch.Tensor, start: int, stop: int) -> Part:
-    return Part(Region("w", SHAPE, Box((start, 0), (stop - start, SHAPE[1]))), tensor[start:stop])
+def rows(tensor: torch.Tensor, start: int, stop: int) -> Shard:
+    return Shard(Region("w", SHAPE, Box((start, 0), (stop - start, SHAPE[1]))), tensor[start:stop])
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@
 #SBATCH --reservation=mine
 #SBATCH --comment='two words'
 
-told=  # why the run has to leave: its limit is near, of which Slurm tells this shell alone, or TERM
+told=  # why the run has to leave: its time limit, which Slurm tells this shell, or TERM
 trap 'told="the time limit is near"' USR1
 trap 'told="told to end"' TERM
 run=/runs/first

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rl.controller.together import Signal, beside
+from rl.controller.concurrency import Signal, background
 
 
 async def forever(ended: list[str]) -> None:
@@ -22,7 +22,7 @@ async def fail(error: Exception, *, after: float = 0.0) -> None:
 def test_work_ends_with_the_block():
     async def main():
         ended: list[str] = []
-        async with beside(forever(ended)):
+        async with background(forever(ended)):
             await asyncio.sleep(0)
         return ended
 
@@ -35,7 +35,9 @@ def test_what_fails_first_ends_the_block_and_the_other_work_and_keeps_its_cause(
         first = ValueError("first")
         first.__cause__ = KeyError("before it")
         with pytest.raises(ValueError, match="first") as error:
-            async with beside(forever(ended), fail(first), fail(TypeError("second"), after=0.1)):
+            async with background(
+                forever(ended), fail(first), fail(TypeError("second"), after=0.1)
+            ):
                 await asyncio.sleep(60)
         return ended, error.value.__cause__
 
@@ -48,7 +50,7 @@ def test_what_the_block_raises_ends_the_work():
     async def main():
         ended: list[str] = []
         with pytest.raises(ZeroDivisionError):
-            async with beside(forever(ended)):
+            async with background(forever(ended)):
                 await asyncio.sleep(0)
                 raise ZeroDivisionError
         return ended
@@ -59,7 +61,7 @@ def test_what_the_block_raises_ends_the_work():
 def test_work_that_is_added_ends_the_rest_when_it_fails():
     async def main():
         with pytest.raises(ValueError, match="late"):
-            async with beside() as work:
+            async with background() as work:
                 work.create_task(fail(ValueError("late")))
                 await asyncio.sleep(60)
 
@@ -68,7 +70,7 @@ def test_work_that_is_added_ends_the_rest_when_it_fails():
 
 def test_being_cancelled_from_outside_is_being_cancelled():
     async def block(ended):
-        async with beside(forever(ended)):
+        async with background(forever(ended)):
             await asyncio.sleep(60)
 
     async def main():

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.TaskGroup]:
+async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.TaskGroup]:
     """Run ``work`` while the block runs, and no longer; the block may add to it.
 
     What fails first, of the block or the work, ends all of it, and is raised as it is.

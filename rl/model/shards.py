@@ -1,4 +1,4 @@
-"""Rectangular parts of tensors: the language of sharding, routing and digests."""
+"""Rectangular shards of tensors: the language of sharding, routing and digests."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -58,7 +58,7 @@ Layout = tuple[Region, ...]
 """All that one rank holds, in the rank's own order."""
 
 
-class Part(NamedTuple):
+class Shard(NamedTuple):
     """A region with the tensor, of the box's shape, that holds it."""
 
     region: Region
@@ -77,8 +77,8 @@ class Part(NamedTuple):
         return self.region.box
 
 
-Parts = dict[str, Part]
-"""One rank's parts by name, where it holds one of each parameter."""
+Shards = dict[str, Shard]
+"""One rank's shards by name, where it holds one of each parameter."""
 
 
 def local_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
@@ -92,20 +92,20 @@ def local_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def local_parts(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list[Part]:
+def local_shards(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list[Shard]:
     """Views of ``tensors`` for the regions of ``layout``; rows below the last region belong to
     none.
     """
-    parts = []
+    shards = []
     ends = dict.fromkeys(tensors, 0)
     for region in layout:
         start = ends[region.name]
         rows = region.box.shape[0]
-        parts.append(Part(region, tensors[region.name][start : start + rows]))
+        shards.append(Shard(region, tensors[region.name][start : start + rows]))
         ends[region.name] += rows
-    return parts
+    return shards
 
 
-def layout_of(parts: Iterable[Part]) -> Layout:
-    """The regions of ``parts``, in their order."""
-    return tuple(part.region for part in parts)
+def layout_of(shards: Iterable[Shard]) -> Layout:
+    """The regions of ``shards``, in their order."""
+    return tuple(shard.region for shard in shards)

@@ -17,7 +17,17 @@ from rl.algorithms.losses import ClippedLoss, PolicyLoss, ValueLoss
 from rl.cluster import HardwareConfig, KubernetesConfig, SlurmConfig
 from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
 from rl.model.shape import ModelConfig
-from rl.rules import SECONDS, SHARE, SIGNED, YEAR_S, at_least, between
+from rl.rules import (
+    COSMETIC,
+    NUMERICS,
+    PERFORMANCE,
+    SECONDS,
+    SHARE,
+    SIGNED,
+    YEAR_S,
+    at_least,
+    between,
+)
 from rl.tasks.base import Task
 from rl.training.config import TrainerConfig, one_rank
 from rl.types import Head
@@ -61,7 +71,7 @@ class RolloutConfig:
       on as they finish, long ones passed over for as long as the bound allows.
     """
 
-    stream_chunks: Annotated[int, at_least(1, 10**6)] = 1
+    stream_chunks: Annotated[int, at_least(1, 10**6), PERFORMANCE] = 1
     """Into how many parts a step's groups are cut, each trained on as soon as its groups have
     finished. The gradient is the same. Above 1 only where the pipeline is asynchronous."""
 
@@ -70,16 +80,16 @@ class RolloutConfig:
     nothing, with the next prompts in their place (DAPO's dynamic sampling, arXiv:2503.14476,
     section 3.2)."""
 
-    reward_workers: Annotated[int, at_least(0, 10**4)] = 1
+    reward_workers: Annotated[int, at_least(0, 10**4), PERFORMANCE] = 1
     """Processes that score completions; what a reward starts ends with its process. 0 scores in the
     controller's own, where a reward that hangs or crashes takes the run with it, and what it starts
     is not ended."""
 
-    max_lost: Annotated[float, SHARE] = 0.1
+    max_lost: Annotated[float, SHARE, COSMETIC] = 0.1
     """Share of the last 100 groups, or of one step's where these are more, that may be lost because
     their reward raised, hung or made no sense. Above it the run fails."""
 
-    recorded_per_step: Annotated[int, at_least(0)] = 4
+    recorded_per_step: Annotated[int, at_least(0), COSMETIC] = 4
     """Rollouts of each step that are written to rollouts.jsonl."""
 
 
@@ -154,7 +164,7 @@ class ReferenceConfig:
     parallelism: ParallelismConfig = field(default_factory=one_rank)
     """Any; its ranks are the product of the degrees."""
 
-    refresh_every: Annotated[int, at_least(0)] = 0
+    refresh_every: Annotated[int, at_least(0), NUMERICS] = 0
     """Steps after which it becomes what the policy is then; 0 for never."""
 
 
@@ -168,12 +178,14 @@ class CriticConfig:
     parallelism: ParallelismConfig = field(default_factory=one_rank)
     """Any; its ranks are the product of the degrees."""
 
-    optimizer: OptimizersContainer.Config = field(default_factory=lambda: default_adamw(lr=1e-5))
-    lr_scheduler: LRSchedulersContainer.Config = field(
+    optimizer: Annotated[OptimizersContainer.Config, NUMERICS] = field(
+        default_factory=lambda: default_adamw(lr=1e-5)
+    )
+    lr_scheduler: Annotated[LRSchedulersContainer.Config, NUMERICS] = field(
         default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
     )
 
-    loss: ValueLoss.Config = field(default_factory=ValueLoss.Config)
+    loss: Annotated[ValueLoss.Config, NUMERICS] = field(default_factory=ValueLoss.Config)
     """Of a token's value. Tokens weigh as in algorithm.loss."""
 
 
@@ -239,7 +251,7 @@ class DeadlineConfig:
     """For a policy version to reach the generators, on top of the time of its bytes at
     weights.min_gb_s."""
 
-    reward: Annotated[float, SECONDS] = 60.0
+    reward: Annotated[float, SECONDS, NUMERICS] = 60.0
     """For the rewards of one group."""
 
 
@@ -289,28 +301,28 @@ class WatchdogConfig:
 class RLConfig:
     """One training run."""
 
-    task: Task.Config
+    task: Annotated[Task.Config, NUMERICS]
     """What to train on: the config of a Task."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    model: Annotated[ModelConfig, NUMERICS] = field(default_factory=ModelConfig)
+    rollout: Annotated[RolloutConfig, NUMERICS] = field(default_factory=RolloutConfig)
+    algorithm: Annotated[AlgorithmConfig, NUMERICS] = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    roles: dict[str, RoleConfig] = field(default_factory=dict)
+    roles: Annotated[dict[str, RoleConfig], NUMERICS] = field(default_factory=dict)
     """Other models, by names of your own."""
 
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weights: WeightPushConfig = field(default_factory=WeightPushConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
-    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    hardware: HardwareConfig = field(default_factory=HardwareConfig)
-    slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    evaluation: Annotated[EvaluationConfig, COSMETIC] = field(default_factory=EvaluationConfig)
+    deadlines: Annotated[DeadlineConfig, COSMETIC] = field(default_factory=DeadlineConfig)
+    watchdog: Annotated[WatchdogConfig, COSMETIC] = field(default_factory=WatchdogConfig)
+    hardware: Annotated[HardwareConfig, PERFORMANCE] = field(default_factory=HardwareConfig)
+    slurm: Annotated[SlurmConfig, PERFORMANCE] = field(default_factory=SlurmConfig)
+    kubernetes: Annotated[KubernetesConfig, PERFORMANCE] = field(default_factory=KubernetesConfig)
 
-    colocate: Literal["none", "models", "all"] = "none"
+    colocate: Annotated[Literal["none", "models", "all"], PERFORMANCE] = "none"
     """Which meshes share devices: one at a time has memory there, the others wait in the host's.
 
     - ``none``: each has devices of its own, where there are enough.
@@ -318,25 +330,25 @@ class RLConfig:
     - ``all``: the generators too, which forget keys and values meanwhile. Only in lockstep.
     """
 
-    max_restarts: Annotated[int, at_least(0, 10**6)] = 3
+    max_restarts: Annotated[int, at_least(0, 10**6), COSMETIC] = 3
     """Times that a dead mesh, trainer or generator, is started again without progress in between;
     one more ends the run. Progress is a new checkpoint of the trainer's, a completion of the
     generator's."""
 
-    steps: Annotated[int, at_least(1)] = 100
+    steps: Annotated[int, at_least(1), NUMERICS] = 100
     """Steps, each on rollout.prompts_per_step prompts: one optimizer step, or as many as
     algorithm.update_epochs and algorithm.prompts_per_minibatch make of it."""
 
-    seed: Annotated[int, at_least(0, 2**63 - 1)] = 0
+    seed: Annotated[int, at_least(0, 2**63 - 1), NUMERICS] = 0
     """Of the initial weights, the order of prompts and every completion."""
 
-    output_dir: str = ""
+    output_dir: Annotated[str, COSMETIC] = ""
     """The run folder; empty for runs/NAME-TIME."""
 
-    resume: bool = False
+    resume: Annotated[bool, COSMETIC] = False
     """Go on from the newest complete checkpoint in output_dir."""
 
-    quiet: bool = False
+    quiet: Annotated[bool, COSMETIC] = False
     """Print nothing but errors."""
 
     @property

@@ -1,9 +1,33 @@
 """Rules that config fields carry as ``Annotated`` metadata."""
 
 from dataclasses import dataclass
+from enum import StrEnum
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+Rule = TypeVar("Rule")
 
 MAX_NODES = 10_000
 YEAR_S = 366 * 24 * 3600
+
+
+class Effect(StrEnum):
+    """Kind of effect that a change of a field has on a run.
+
+    A section's effect is that of the fields inside it that declare none.
+    """
+
+    NUMERICS = "numerics"
+    """Changes what is computed."""
+    PERFORMANCE = "performance"
+    """Changes only where and how fast: samples and gradients are the same up to rounding."""
+    COSMETIC = "cosmetic"
+    """Changes neither."""
+
+
+NUMERICS = Effect.NUMERICS
+PERFORMANCE = Effect.PERFORMANCE
+COSMETIC = Effect.COSMETIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +77,13 @@ def between(least: float, most: float) -> Bounds:
 SHARE = at_least(0, 1)
 SIGNED = at_least(-1e6, 1e6)
 SECONDS = above(0, YEAR_S)
+
+
+def rule_of(hint: Any, kind: type[Rule]) -> Rule | None:
+    """Return the rule of the given kind among the metadata of a field's type."""
+    parts = get_args(hint) if get_origin(hint) in (Annotated, Union, UnionType) else ()
+    for part in parts:
+        found = part if isinstance(part, kind) else rule_of(part, kind)
+        if found:
+            return found
+    return None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rl.model.shape import ModelShape
-from rl.rules import MAX_NODES, above, at_least
+from rl.rules import MAX_NODES, NUMERICS, PERFORMANCE, above, at_least
 
 # vLLM silently raises smaller ones to this, and the log-probs would be another distribution's
 MIN_TEMPERATURE = 0.01
@@ -15,54 +15,54 @@ MIN_TEMPERATURE = 0.01
 class GeneratorConfig:
     """The generators: ``replicas`` vLLM engines, each on ``tensor_parallel_degree`` ranks."""
 
-    replicas: Annotated[int, at_least(1, 10**4)] = 1
+    replicas: Annotated[int, at_least(1, 10**4), PERFORMANCE] = 1
     """Engines at the start, each with the whole policy. A number written to the run folder's
     ``replicas`` file changes how many there are while the run goes on."""
 
-    nodes: Annotated[int, at_least(0, MAX_NODES)] = 0
+    nodes: Annotated[int, at_least(0, MAX_NODES), PERFORMANCE] = 0
     """Nodes of their own, after the trainer's, to which replicas are dealt one by one. 0 has them
     on the trainer's."""
 
-    update: Literal["simultaneous", "rolling"] = "simultaneous"
+    update: Annotated[Literal["simultaneous", "rolling"], NUMERICS] = "simultaneous"
     """How replicas pull new weights in an asynchronous pipeline: all at once, or one after another,
     so that some always generate."""
 
-    tensor_parallel_degree: Annotated[int, at_least(1, 1024)] = 1
+    tensor_parallel_degree: Annotated[int, at_least(1, 1024), PERFORMANCE] = 1
     """Ranks among which one copy of the policy is cut. Must divide heads and hidden size, and
     divide the kv heads or be a multiple of them."""
 
-    expert_parallel: bool = False
+    expert_parallel: Annotated[bool, PERFORMANCE] = False
     """Whether these ranks divide whole experts among them, which they must divide, in place of each
     one's features."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], NUMERICS] = "float32"
     """Of the generator's parameters, activations and KV cache. RoPE, logits and log-probs are
     float32."""
 
-    max_running_requests: Annotated[int, at_least(1, 10**6)] = 256
+    max_running_requests: Annotated[int, at_least(1, 10**6), PERFORMANCE] = 256
     """Requests decoded together; more wait in the engine's queue."""
 
-    max_batched_tokens: Annotated[int, at_least(1)] = 8192
+    max_batched_tokens: Annotated[int, at_least(1), PERFORMANCE] = 8192
     """Most tokens in one engine step. Longer prompts are prefilled in chunks; on CPU, where they
     cannot be, a step takes at least one whole sequence."""
 
-    kv_cache_gib: Annotated[float, above(0, 1e6)] = 1.0
+    kv_cache_gib: Annotated[float, above(0, 1e6), PERFORMANCE] = 1.0
     """KV cache of each rank in GiB, on CPU."""
 
-    gpu_memory_utilization: Annotated[float, above(0, 1)] = 0.5
+    gpu_memory_utilization: Annotated[float, above(0, 1), PERFORMANCE] = 0.5
     """Share of a GPU's memory for this generator, KV cache included, on CUDA."""
 
-    enforce_eager: bool = True
+    enforce_eager: Annotated[bool, PERFORMANCE] = True
     """Run the model as written. False compiles it: faster tokens, tens of seconds more to start."""
 
-    block_size: Annotated[int | None, at_least(1, 2**20)] = None
+    block_size: Annotated[int | None, at_least(1, 2**20), PERFORMANCE] = None
     """Tokens in one block of the KV cache, the unit of prefix caching. None: the platform's own
     (128 on CPU). On CPU a multiple of 32."""
 
-    prefix_caching: bool = True
+    prefix_caching: Annotated[bool, PERFORMANCE] = True
     """Share the KV cache of equal prompt prefixes, as of the samples of one group."""
 
-    inflight_policy: Literal["drain", "recompute", "continue"] = "recompute"
+    inflight_policy: Annotated[Literal["drain", "recompute", "continue"], NUMERICS] = "recompute"
     """What becomes of the requests in flight when newer weights are pulled.
 
     - ``drain``: the pull waits until they have finished; requests that arrive meanwhile wait for

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from rl.errors import require
 from rl.model.hugging_face import ARCHITECTURES, QWEN3_NORM_EPS, read_config
-from rl.rules import above, at_least
+from rl.rules import PERFORMANCE, above, at_least
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,13 +50,13 @@ class ModelConfig:
 
     rope_theta: Annotated[float, above(0, 1e15)] = 1e6
 
-    max_seq_len: Annotated[int, at_least(1, 10**8)] = 2048
+    max_seq_len: Annotated[int, at_least(1, 10**8), PERFORMANCE] = 2048
     """Longest prompt plus completion, in tokens."""
 
     fuse_qkv: bool = True
     """One weight for the q, k and v projections."""
 
-    attention: Literal["auto", "dense", "varlen", "flex"] = "auto"
+    attention: Annotated[Literal["auto", "dense", "varlen", "flex"], PERFORMANCE] = "auto"
     """Trainer's attention. auto: dense on CPU; varlen on CUDA, or flex under context
     parallelism."""
 

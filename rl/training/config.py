@@ -22,7 +22,7 @@ from torchtitan.config import (
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 
 from rl.model.shape import ModelConfig
-from rl.rules import MAX_NODES, at_least
+from rl.rules import COSMETIC, MAX_NODES, NUMERICS, PERFORMANCE, at_least
 
 Float8Config = (
     Annotated[Float8LinearConverter.Config, tyro.conf.subcommand("linear")]
@@ -57,7 +57,7 @@ class TrainerConfig:
     """The PolicyTrainer mesh. Its number of ranks is the product of the parallelism degrees."""
 
     parallelism: ParallelismConfig = field(default_factory=one_rank)
-    nodes: Annotated[int, at_least(1, MAX_NODES)] = 1
+    nodes: Annotated[int, at_least(1, MAX_NODES), PERFORMANCE] = 1
     """Nodes that the ranks are divided among, which must divide them. Reference, critic and other
     roles are on the same nodes: on as many of the first as divide their own ranks."""
 
@@ -66,25 +66,27 @@ class TrainerConfig:
     )
     """dtype, mixed precision and max_norm (gradient clipping) are read; batch sizes are not."""
 
-    optimizer: OptimizersContainer.Config = field(default_factory=lambda: default_adamw(lr=1e-6))
-    lr_scheduler: LRSchedulersContainer.Config = field(
+    optimizer: Annotated[OptimizersContainer.Config, NUMERICS] = field(
+        default_factory=lambda: default_adamw(lr=1e-6)
+    )
+    lr_scheduler: Annotated[LRSchedulersContainer.Config, NUMERICS] = field(
         default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
     )
-    activation_checkpoint: ActivationCheckpointingConfig = None
+    activation_checkpoint: Annotated[ActivationCheckpointingConfig, PERFORMANCE] = None
     """What the backward pass computes again; trainer.activation-checkpoint:full on the command
     line."""
 
-    float8: Float8Config = None
+    float8: Annotated[Float8Config, NUMERICS] = None
     """Linear layers in float8, all but the output head; trainer.float8:linear on the command
     line."""
 
-    lora: LoRAConfig = None
+    lora: Annotated[LoRAConfig, NUMERICS] = None
     """Low-rank adapters, which alone are trained; trainer.lora:on on the command line.
     target_modules are of wqkv (or wq and wkv, where model.fuse_qkv is off), wo, w1, w2 and w3, and
     all of these by default."""
 
     compile: CompileConfig = field(default_factory=CompileConfig)
-    checkpoint: CheckpointManager.Config = field(
+    checkpoint: Annotated[CheckpointManager.Config, COSMETIC] = field(
         default_factory=lambda: CheckpointManager.Config(
             enable=True,
             folder="checkpoints",
@@ -103,23 +105,23 @@ class TrainerConfig:
     comm: CommConfig = field(default_factory=lambda: CommConfig(trace_buf_size=0))
     debug: DebugConfig = field(default_factory=DebugConfig)
 
-    micro_batch_size: Annotated[int, at_least(1, 10**6)] = 32
+    micro_batch_size: Annotated[int, at_least(1, 10**6), PERFORMANCE] = 32
     """Most sequences per forward pass of a data-parallel rank, where micro_batch_tokens is
     unset."""
 
-    micro_batch_tokens: Annotated[int | None, at_least(1)] = None
+    micro_batch_tokens: Annotated[int | None, at_least(1), PERFORMANCE] = None
     """Most tokens per forward pass of a data-parallel rank, padding included; at least the longest
     sequence."""
 
-    packing: bool = True
+    packing: Annotated[bool, PERFORMANCE] = True
     """Whether a row may hold several sequences, each with a mask of its own; else every row is
     padded."""
 
-    logits_mib: Annotated[int, at_least(1, 10**7)] = 1024
+    logits_mib: Annotated[int, at_least(1, 10**7), PERFORMANCE] = 1024
     """Float32 logits that exist at once on a rank, in MiB; more of them are computed in chunks, and
     twice."""
 
-    max_skipped_steps: Annotated[int, at_least(0)] = 3
+    max_skipped_steps: Annotated[int, at_least(0), COSMETIC] = 3
     """Optimizer steps in a row that may be skipped for a non-finite gradient; one more ends the
     run."""
 

@@ -10,8 +10,8 @@ from rl.model.shape import ModelShape, shape_of
 from rl.model.tp_plan import check_divides, check_generator, divisors
 from rl.placement import Placement
 from rl.roles import Role, roles_of
-from rl.training.bounds import MAX_RANKS
 from rl.training.config import ranks_of
+from rl.training.titan_fields import MAX_RANKS
 
 LEAST_PROCESS_GIB = 0.2
 """Memory of its own that the smallest process of a run takes: a reward worker's imports."""

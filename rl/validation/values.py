@@ -2,15 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rl.errors import require, shown
-from rl.rules import Bounds
-from rl.training.bounds import TORCHTITAN_BOUNDS
+from rl.rules import Bounds, Effect, rule_of
+from rl.training.titan_fields import titan_rules
 
 FINITE = Bounds(-math.inf, math.inf, above=True, below=True)
 _NAMES = {
@@ -32,6 +32,7 @@ class ConfigValue:
     hint: Any
     """Declared type, ``Annotated`` metadata included."""
     bounds: Bounds | None
+    effect: Effect | None
 
     @property
     def is_numeric(self) -> bool:
@@ -61,7 +62,7 @@ def validate_numbers(config: Any) -> None:
 
 def values(config: Any) -> Iterator[ConfigValue]:
     """Yield every value of a config dataclass, sections before what they hold."""
-    return _walk(config, type(config), "", {}, "")
+    return _walk(config, type(config), "", None, None)
 
 
 def is_number_field(hint: Any) -> bool:
@@ -70,42 +71,38 @@ def is_number_field(hint: Any) -> bool:
 
 
 def _walk(
-    content: Any, hint: Any, name: str, foreign: Mapping[str, Bounds], place: str
+    content: Any, hint: Any, name: str, effect: Effect | None, bounds: Bounds | None
 ) -> Iterator[ConfigValue]:
-    """Yield ``content`` and all below.
-
-    ``place`` is its key in ``foreign``, the dataclass's bounds.
-    """
-    yield ConfigValue(name, content, hint, bounds_of(hint) or foreign.get(place))
+    """Yield ``content`` and all below; ``effect`` and ``bounds`` hold if ``hint`` has none."""
+    effect = rule_of(hint, Effect) or effect
+    bounds = rule_of(hint, Bounds) or bounds
+    yield ConfigValue(name, content, hint, bounds, effect)
     prefix = f"{name}." if name else ""
     if dataclasses.is_dataclass(content) and not isinstance(content, type):
-        inner = _foreign_bounds(type(content))
         for field, kind in fields_of(type(content)):
-            yield from _walk(getattr(content, field), kind, prefix + field, inner, field)
+            yield from _walk(getattr(content, field), kind, prefix + field, effect, None)
     elif isinstance(content, dict):
+        by_key = rule_of(hint, dict) or {}
         for key, item in content.items():
-            yield from _walk(item, _element(hint, 1), f"{prefix}{key}", foreign, f"{place}.{key}")
+            yield from _walk(item, _element(hint, 1), f"{prefix}{key}", effect, by_key.get(key))
     elif isinstance(content, (list, tuple)):
         for index, item in enumerate(content):
-            yield from _walk(item, _element(hint, 0), f"{prefix}{index}", foreign, place)
+            yield from _walk(item, _element(hint, 0), f"{prefix}{index}", effect, bounds)
 
 
 @cache
 def fields_of(kind: type) -> list[tuple[str, Any]]:
-    """Names and types of a dataclass's fields.
+    """Return names and types of a dataclass's fields, with the rules of torchtitan's.
 
     A default of None allows None, whatever the annotation says.
     """
     hints = get_type_hints(kind, include_extras=True)
+    for name, rules in titan_rules(kind).items():
+        hints[name] = Annotated[(hints[name], *rules)]
     return [
         (field.name, hints[field.name] | None if field.default is None else hints[field.name])
         for field in dataclasses.fields(kind)
     ]
-
-
-@cache
-def _foreign_bounds(kind: type) -> dict[str, Bounds]:
-    return next((TORCHTITAN_BOUNDS[each] for each in kind.__mro__ if each in TORCHTITAN_BOUNDS), {})
 
 
 def _members(hint: Any) -> list[Any]:
@@ -115,16 +112,6 @@ def _members(hint: Any) -> list[Any]:
     if get_origin(hint) in (Union, UnionType):
         return [member for part in get_args(hint) for member in _members(part)]
     return [hint]
-
-
-def bounds_of(hint: Any) -> Bounds | None:
-    """Return the bounds among the metadata of a field's type."""
-    parts = get_args(hint) if get_origin(hint) in (Annotated, Union, UnionType) else ()
-    for part in parts:
-        found = part if isinstance(part, Bounds) else bounds_of(part)
-        if found:
-            return found
-    return None
 
 
 def _element(hint: Any, place: int) -> Any:

@@ -1,69 +1,93 @@
-"""Which fields two configs differ in, and whether a run's numbers change with them."""
+"""Fields in which two configs differ, and whether a run's numbers change with them."""
 
 import json
+from fnmatch import fnmatchcase
 
 import pytest
-from torchtitan.components.lora import LoRAConverter
-from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
+from rl.algorithms.losses import CISPOLoss
 from rl.cli import find_config, shipped_configs
-from rl.config import RLConfig, RoleConfig
-from rl.frozen import frozen
+from rl.config import RLConfig
 from rl.plan.__main__ import main
-from rl.plan.diff import changes, leaves, mark_of
+from rl.plan.diff import changes
+from rl.validation.values import values
+from tests.validation.full_config import full_config, with_converters
+
+PERFORMANCE = """
+    model.attention model.max_seq_len rollout.stream_chunks rollout.reward_workers
+    trainer.parallelism.* reference.parallelism.* critic.parallelism.* roles.teacher.parallelism.*
+    trainer.compile.* trainer.activation_checkpoint* trainer.checkpoint.async_mode
+    trainer.training.enable_cpu_offload trainer.training.disable_cuda_graphs trainer.training.gc_*
+    trainer.debug.detect_anomaly trainer.debug.batch_invariant trainer.debug.deterministic*
+    trainer.nodes trainer.micro_batch_* trainer.packing trainer.logits_mib
+    generator.replicas generator.nodes generator.tensor_parallel_degree generator.expert_parallel
+    generator.max_* generator.kv_cache_gib generator.gpu_memory_utilization generator.enforce_eager
+    generator.block_size generator.prefix_caching weights.transport weights.delta
+    hardware* slurm* kubernetes* colocate
+    roles.teacher.model.attention roles.teacher.model.max_seq_len
+"""
+COSMETIC = """
+    rollout.max_lost rollout.recorded_per_step trainer.max_skipped_steps trainer.comm.*
+    trainer.checkpoint trainer.checkpoint.enable* trainer.checkpoint.folder
+    trainer.checkpoint.interval trainer.checkpoint.last_save_* trainer.checkpoint.export_dtype
+    trainer.checkpoint.keep_latest_k trainer.checkpoint.create_seed_checkpoint
+    trainer.checkpoint.load_only trainer.debug.spmd_typechecking trainer.debug.print_config
+    trainer.debug.save_config_file trainer.debug.enable_structured_logging
+    trainer.training.local_batch_size trainer.training.global_batch_size trainer.training.seq_len
+    trainer.training.steps weights.digests weights.min_gb_s weights.canary_tolerance
+    evaluation* watchdog* deadlines deadlines.start deadlines.call deadlines.heartbeat
+    deadlines.push max_restarts output_dir resume quiet
+"""
+MIXED = [
+    "",
+    "trainer",
+    *(f"trainer.{name}" for name in ("parallelism", "training", "compile", "comm", "debug")),
+    *("reference", "reference.parallelism", "critic", "critic.parallelism", "generator", "weights"),
+    "roles.teacher.parallelism",
+]
+"""Sections that declare no effect: each of their fields does."""
 
 
-def with_everything() -> RLConfig:
+@pytest.fixture(params=[None, FullAC.Config, SelectiveAC.Config, MemoryBudgetAC.Config])
+def complete(request, tmp_path) -> RLConfig:
     """A config in which all that can be left out is there."""
-    config = find_config("quickstart")()
-    config.trainer.lora = LoRAConverter.Config()
-    config.trainer.float8 = Float8LinearConverter.Config()
-    config.roles["teacher"] = RoleConfig(model=config.model)
+    config = with_converters(full_config(tmp_path))
+    config.trainer.activation_checkpoint = request.param and request.param()
+    config.roles["teacher"] = config.roles.pop("judge")
     return config
 
 
-@pytest.mark.parametrize(
-    "checkpointing", [None, FullAC.Config(), SelectiveAC.Config(), MemoryBudgetAC.Config()]
-)
-def test_every_field_has_a_mark(checkpointing):
-    config = with_everything()
-    config.trainer.activation_checkpoint = checkpointing
-    configs = [config, *(make() for make in shipped_configs().values())]
-    assert {mark_of(field) for each in configs for field in leaves(frozen(each))} == {
-        "numerics",
-        "performance",
-        "cosmetic",
+def expected(name: str) -> str:
+    """Return the effect of a field: the pinned ones, and "numerics" for all others."""
+    for effect, patterns in (("performance", PERFORMANCE), ("cosmetic", COSMETIC)):
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+            return effect
+    return "numerics"
+
+
+def test_every_field_has_the_effect_that_it_had_in_the_versions_before(complete):
+    found = {value.name: value.effect for value in values(complete)}
+    assert {name: effect for name, effect in found.items() if name not in MIXED} == {
+        name: expected(name) for name in found if name not in MIXED
     }
 
 
-def test_a_field_without_a_mark_is_named():
-    with pytest.raises(KeyError, match="rollout.something_new: rl.plan.diff has no mark for it"):
-        mark_of("rollout.something_new")
+def test_every_field_of_the_shipped_configs_has_an_effect():
+    for make in shipped_configs().values():
+        bare = {value.name for value in values(make()) if value.effect is None}
+        assert bare <= {*MIXED}, f"declare an effect at the fields {bare - {*MIXED}}"
 
 
-@pytest.mark.parametrize(
-    ("field", "mark"),
-    [
-        ("seed", "numerics"),
-        ("rollout.max_staleness", "numerics"),
-        ("trainer.training.mixed_precision_param", "numerics"),
-        ("critic.optimizer.param_groups", "numerics"),
-        ("model.dim", "numerics"),
-        ("trainer.debug.seed", "numerics"),
-        ("model.attention", "performance"),
-        ("trainer.parallelism.tensor_parallel_degree", "performance"),
-        ("roles.teacher.parallelism.tensor_parallel_degree", "performance"),
-        ("trainer.activation_checkpoint", "performance"),
-        ("trainer.checkpoint.async_mode", "performance"),
-        ("generator.replicas", "performance"),
-        ("trainer.checkpoint.interval", "cosmetic"),
-        ("trainer.debug.print_config", "cosmetic"),
-        ("output_dir", "cosmetic"),
-    ],
-)
-def test_marks_say_what_a_change_does(field, mark):
-    assert mark_of(field) == mark
+def test_a_part_that_is_exchanged_is_marked_with_its_fields():
+    before = find_config("quickstart")()
+    after = find_config("quickstart")()
+    after.algorithm.loss = CISPOLoss.Config()
+    after.trainer.activation_checkpoint = FullAC.Config()
+    found = {change.change.partition(":")[0]: change.mark for change in changes(before, after)}
+    assert found.pop("trainer.activation_checkpoint") == "performance"
+    assert {"algorithm.loss.type", "algorithm.loss.dual_clip"} <= found.keys()
+    assert {*found.values()} == {"numerics"}
 
 
 def test_what_changes_the_numbers_comes_first():

@@ -11,8 +11,9 @@ from rl.algorithms.kl import AdaptiveKL
 from rl.algorithms.losses import CISPOLoss, ClippedLoss
 from rl.config import RLConfig
 from rl.errors import ConfigError
+from rl.rules import Bounds, rule_of
 from rl.validation import validate
-from rl.validation.values import bounds_of, fields_of, is_number_field, validate_types, values
+from rl.validation.values import fields_of, is_number_field, validate_types, values
 from tests.validation.full_config import full_config, with_converters
 
 ABSURD = (-1, 0, math.nan, math.inf, -math.inf, 1e30, -0.5, 999_999_999_999)
@@ -81,7 +82,7 @@ def test_every_numeric_field_of_tillers_own_parts_has_a_rule():
         f"{part.__qualname__}.{name}"
         for part in parts
         for name, hint in fields_of(part)
-        if is_number_field(hint) and bounds_of(hint) is None
+        if is_number_field(hint) and rule_of(hint, Bounds) is None
     ]
     assert bare == []
 

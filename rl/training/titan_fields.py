@@ -31,9 +31,8 @@ Rules = dict[str, tuple[Any, ...]]
 
 def _rules(effect: Effect, unbounded: str = "", **bounded: Bounds | dict[str, Bounds]) -> Rules:
     """Return the rules of fields that have the same effect."""
-    return {name: (effect,) for name in unbounded.split()} | {
-        name: (effect, bounds) for name, bounds in bounded.items()
-    }
+    rules: Rules = dict.fromkeys(unbounded.split(), (effect,))
+    return rules | {name: (effect, bounds) for name, bounds in bounded.items()}
 
 
 TITAN_FIELDS: dict[type, Rules] = {

@@ -11,6 +11,5 @@ from rl.platform import select_device
 
 select_device()  # must precede every other torchtitan import
 for name in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(name).setLevel(
-        logging.ERROR
-    )  # importing torchao warns of CUDA libraries, wanted or not
+    # importing torchao warns of CUDA libraries, wanted or not
+    logging.getLogger(name).setLevel(logging.ERROR)

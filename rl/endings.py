@@ -61,9 +61,8 @@ class Interrupts:
         self._task = asyncio.current_task()
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup(1)
-                signal.signal(
-                    number, self._receive
-                )  # the loop's own handlers wait for a step that blocks the loop
+                # the loop's own handlers wait for a step that blocks the loop
+                signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.name and number == signal.SIGINT:

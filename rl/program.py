@@ -22,9 +22,8 @@ def is_starting() -> bool:
 
 def begin() -> None:
     """Have Ctrl-C end the program, whatever is being imported, and no output fail it."""
-    signal.signal(
-        signal.SIGINT, _interrupt
-    )  # no import can catch it, as it could a KeyboardInterrupt
+    # no import can catch it, as it could a KeyboardInterrupt
+    signal.signal(signal.SIGINT, _interrupt)
     codecs.register_error("plain", _plain)
     for number in range(3):
         try:

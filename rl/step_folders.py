@@ -80,9 +80,8 @@ class StepFolders:
         if metadata.exists():
             metadata.unlink()
             sync_folder(self.path(step))
-        shutil.rmtree(
-            self.path(step), ignore_errors=True
-        )  # what resists is incomplete: the next purge tries again
+        # what resists is incomplete: the next purge tries again
+        shutil.rmtree(self.path(step), ignore_errors=True)
 
     def _is_complete(self, step: int) -> bool:
         return (self.path(step) / ".metadata").is_file()

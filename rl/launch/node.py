@@ -22,9 +22,8 @@ POLL_S = 0.2
 
 def main(folder: Path) -> int:
     """Serve until the run shuts the worker down; the exit code of the worker."""
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # preemption sends it to every step, and the run has to save first
+    # preemption sends it to every step, and the run has to save first
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     name = (
         os.environ.get("SLURMD_NODENAME") or os.environ.get("TILLER_NODE") or socket.gethostname()
     )

@@ -96,9 +96,8 @@ def _boxes(name: str, whole: tuple[int, ...], shape: ModelShape, tp: int, rank: 
             sharers = tp // shape.n_kv_heads
             group = _even(name, whole, 0, shape.n_kv_heads, rank // sharers)
             rows = group.shape[0]
-            keys = min(
-                rows, 2 * shape.head_dim
-            )  # fused, a group's rows are its queries, then its key and value
+            # fused, a group's rows are its queries, then its key and value
+            keys = min(rows, 2 * shape.head_dim)
             queries = (rows - keys) // sharers
             shared = group.slab(0, rows - keys, keys)
             return (

@@ -84,9 +84,8 @@ class FolderOwner:
 
     def _keep(self) -> None:
         while not self._released.wait(RENEW_S):
-            with contextlib.suppress(
-                OSError
-            ):  # the storage is away; ``check`` holds the writes back
+            # the storage is away; ``check`` holds the writes back
+            with contextlib.suppress(OSError):
                 self._renew()
 
     def _renew(self) -> None:
@@ -144,7 +143,8 @@ class FolderOwner:
         except (
             FileExistsError,
             FileNotFoundError,
-        ):  # the latter if an owner removed the empty folder just now
+        ):
+            # the latter if an owner removed the empty folder just now
             return None
         _lock(descriptor, wait=True)
         self._write(descriptor)

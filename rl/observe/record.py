@@ -142,9 +142,8 @@ class RunRecord:
                 keep = end
             if path.exists():
                 with failing_loudly(path):
-                    os.truncate(
-                        path, keep
-                    )  # one system call: done or not done, whenever we are killed
+                    # one system call: done or not done, whenever we are killed
+                    os.truncate(path, keep)
         for name in ("summary.json", "failure.json"):
             (self.folder / name).unlink(missing_ok=True)
 

@@ -5,13 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-STAGES = (
-    "generate",
-    "score",
-    "train",
-    "push",
-    "checkpoint",
-)  # the spans that progress and curves show
+STAGES = ("generate", "score", "train", "push", "checkpoint")
+"""Spans that progress and curves show."""
 
 
 class Stopwatch:

@@ -150,7 +150,6 @@ def engine_step(setting: Setting) -> int:
         else max(generator.max_batched_tokens, shape.max_seq_len)
     )
     running = min(generator.max_running_requests, math.ceil(setting.sequences / generator.replicas))
-    sampled = (
-        generator.max_running_requests if setting.cuda else running
-    )  # a GPU's are measured at the start
+    # a GPU's are measured at the start
+    sampled = generator.max_running_requests if setting.cuda else running
     return tokens * wide * p + 3 * 4 * sampled * shape.vocab_size

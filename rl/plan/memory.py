@@ -236,6 +236,5 @@ def kv_sequences(setting: Setting, tokens: int) -> int:
     """How many sequences of so many tokens a generator's KV cache holds at once."""
     generator = setting.config.generator
     blocks = kv_bytes(setting) // kv_bytes_per_block(generator, setting.shape, cuda=setting.cuda)
-    return max(0, blocks - 1) // kv_blocks(
-        generator, tokens, cuda=setting.cuda
-    )  # vLLM keeps one for itself
+    # vLLM keeps one for itself
+    return max(0, blocks - 1) // kv_blocks(generator, tokens, cuda=setting.cuda)

@@ -106,9 +106,8 @@ def _flop(setting: Setting, name: str, tokens: float, length: float, *, train: b
     active = sizes_of(shape, fuse_qkv=role.model.fuse_qkv).active
     if role.head == "values":
         active -= shape.vocab_size * shape.dim
-    attention = (
-        2 * shape.n_layers * shape.n_heads * shape.head_dim * length
-    )  # causal: a token sees half of the others
+    # causal: a token sees half of the others
+    attention = 2 * shape.n_layers * shape.n_heads * shape.head_dim * length
     forward = tokens * (2 * active + attention)
     policy = role.trainer.activation_checkpoint
     again = (

@@ -13,12 +13,12 @@ from rl.errors import ConfigError, RunError
 from rl.model.shape import ModelConfig
 from rl.rules import at_least
 from rl.tasks.base import Score, Task
-from rl.tasks.turns import Turns
+from rl.tasks.interleave import StrideSchedule
 from rl.types import Completion, Prompt
 
 HELD_OUT = 10_000  # prompts of each task's evaluation that the other tasks do not train on
 FAR = 10**9  # prompts ahead in a task's stream, to replace one that another task holds out
-MOST_REPLACED = 100  # in a row
+MAX_REPLACED = 100  # in a row
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,8 +35,8 @@ class Stage:
 class Mixture(Task):
     """Prompts of several tasks, each in exact proportion to its weight; each task scores its own.
 
-    Which task's prompt comes at an prompt_id, and which of its own prompts, follows from the
-    weights alone: in every stretch of a stage the counts are as even as :class:`Turns` makes them,
+    Which task's prompt comes at a prompt_id, and which of its own prompts, follows from the weights
+    alone: in every stretch of a stage the counts are as even as :class:`StrideSchedule` makes them,
     and a task goes on where it was when it is shown again. ``Prompt.task`` says whose a prompt is.
     Its prompt_id is the mixture's, so tasks score by its answer. A prompt that another task holds
     out (one of its first 10,000) is replaced by one from far ahead in the same task's stream, so
@@ -82,10 +82,10 @@ class Mixture(Task):
         first = next(iter(self.tasks.values()))
         self.set_tokenizer(first.tokenizer, first.stop_token_ids)
         self._starts = [stage.first_prompt_id for stage in stages]
-        self._turns = [Turns(stage.weights) for stage in stages]
+        self._schedules = [StrideSchedule(stage.weights) for stage in stages]
         self._before = [Counter[str]()]  # how often each task was shown before each stage
-        for turns, (start, end) in zip(self._turns, pairwise(self._starts), strict=False):
-            self._before.append(self._before[-1] + Counter(turns.counts(end - start)))
+        for schedule, (start, end) in zip(self._schedules, pairwise(self._starts), strict=False):
+            self._before.append(self._before[-1] + Counter(schedule.counts(end - start)))
         self._held_out_by: dict[bytes, set[str]] = {}
         if not only_scores and len(self.tasks) > 1:
             for name, task in self.tasks.items():
@@ -94,16 +94,16 @@ class Mixture(Task):
 
     def prompt(self, prompt_id: int) -> Prompt:
         stage = bisect_right(self._starts, prompt_id) - 1
-        name, place = self._turns[stage].turn(prompt_id - self._starts[stage])
+        name, place = self._schedules[stage].at(prompt_id - self._starts[stage])
         place += self._before[stage][name]
-        for jump in range(MOST_REPLACED):
+        for jump in range(MAX_REPLACED):
             prompt = self.tasks[name].prompt(place + jump * FAR)
             others = self._held_out_by.get(_key(prompt), set()) - {name}
             if not others:
                 return _named(name, prompt, prompt_id)
         raise RunError(
             f"task.tasks: {' and '.join(sorted(others))} holds out for evaluation what {name} "
-            f"would train on: {MOST_REPLACED} prompts in a row, the last {prompt.text!r}; give "
+            f"would train on: {MAX_REPLACED} prompts in a row, the last {prompt.text!r}; give "
             "them data that overlaps less"
         )
 
@@ -128,11 +128,12 @@ class Mixture(Task):
 
     def _mean_shares(self) -> dict[str, float]:
         """By task, of those that any stage shows."""
-        shares = {
-            name: float(sum(turns.shares.get(name, 0) for turns in self._turns) / len(self._turns))
-            for name in self.tasks
+        shares = Counter[str]()
+        for schedule in self._schedules:
+            shares.update(schedule.shares)
+        return {
+            name: float(shares[name] / len(self._schedules)) for name in self.tasks if shares[name]
         }
-        return {name: share for name, share in shares.items() if share}
 
 
 def _key(prompt: Prompt) -> bytes:

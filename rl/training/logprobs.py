@@ -44,9 +44,8 @@ class LogProbHead(Linear):
             group = weight.device_mesh.get_group()
             weight = weight.to_local()
         if isinstance(hidden, DTensor):
-            hidden = hidden.to_local(
-                grad_placements=[Partial()]
-            )  # each rank's part of the vocabulary adds its own
+            # each rank's part of the vocabulary adds its own
+            hidden = hidden.to_local(grad_placements=[Partial()])
         return linear_logprobs(
             hidden,
             weight,
@@ -135,9 +134,8 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, targets, entropy, log_total = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         trained = ctx.needs_input_grad[1]
-        grad_weight = (
-            torch.zeros_like(weight, dtype=torch.float32) if trained else None
-        )  # chunks add up in full
+        # chunks add up in full
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         for chunk in _chunks(len(hidden), ctx.chunk_tokens):
             logp = ctx.kept
             ctx.kept = None

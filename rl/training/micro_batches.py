@@ -113,9 +113,8 @@ def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
         return out.view(shape)
 
     filled = rectangle(torch.ones_like(predicted)).bool()
-    padding = (
-        (~filled).cumsum(1).sub(1).clamp(max=longest - 1)
-    )  # may outgrow the model's longest sequence
+    # may outgrow the model's longest sequence
+    padding = (~filled).cumsum(1).sub(1).clamp(max=longest - 1)
     loss_index = (part.loss_weights > 0).nonzero().squeeze(1)
     return MicroBatch(
         index=batch.token_index(sequences),

@@ -205,9 +205,8 @@ def _keep_gradients_of_experts(model: Qwen3Model) -> None:
     def mend(_experts: nn.Module, args: tuple) -> tuple:
         x, scores, *routing = args
         if isinstance(x._local_tensor, AsyncCollectiveTensor):
-            x._local_tensor = (
-                x._local_tensor.trigger_wait()
-            )  # torch's local_map waits too, but drops the gradient
+            # torch's local_map waits too, but drops the gradient
+            x._local_tensor = x._local_tensor.trigger_wait()
         # Each rank has a part of a score's gradient: unless added up here, DTensor scatters them
         # over uneven rows.
         return x, scores.redistribute(placements=scores.placements), *routing

@@ -24,8 +24,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if not (a.dtype == b.dtype == torch.float32 and a.numel() and b.numel()):
         return torch.addmm(a.new_zeros(()), a, b, beta=0)
     times = torch.ops.mkldnn._linear_pointwise.default  # x @ weight.T
-    if (
-        not a.is_contiguous() and b.numel() < a.numel()
-    ):  # oneDNN's left side is copied: let that be the smaller
+    # oneDNN's left side is copied: let that be the smaller
+    if not a.is_contiguous() and b.numel() < a.numel():
         return times(b.T, a, None, "none", [], "").T  # type: ignore[no-any-return]
     return times(a, b.T, None, "none", [], "")  # type: ignore[no-any-return]

@@ -25,9 +25,8 @@ def adapter_tensors(model: nn.Module, names: HuggingFaceNames) -> dict[str, torc
         a, b = (tensor.cpu() for tensor in whole_adapter(layer))
         for block in names.blocks(name, tuple(b.shape)):
             module = f"base_model.model.{block.tensor.removesuffix('.weight')}"
-            tensors[f"{module}.lora_A.weight"] = (
-                a.clone()
-            )  # safetensors refuses to write shared memory
+            # safetensors refuses to write shared memory
+            tensors[f"{module}.lora_A.weight"] = a.clone()
             rows = tensors.setdefault(f"{module}.lora_B.weight", torch.empty(block.shape))
             there = Box(block.offset, block.box.shape).slices_in(Box.whole(block.shape))
             rows[there] = b[block.box.slices_in(Box.whole(tuple(b.shape)))]

@@ -80,14 +80,12 @@ class PackedPublisher:
             ]
             for slot in self._slots
         ]
-        self._push = (
-            time.time_ns()
-        )  # no two publishers' pushes are taken for one another, not even after a restart
+        # no two publishers' pushes are taken for one another, not even after a restart
+        self._push = time.time_ns()
         self._given_up: dict[int, int] = {}
         self._excused: set[int] = set()
-        self._packer = ThreadPoolExecutor(
-            1
-        )  # one: a publish that was cancelled ends before the next one packs
+        # one: a publish that was cancelled ends before the next one packs
+        self._packer = ThreadPoolExecutor(1)
 
     async def publish(self, version: int) -> Sent:
         """Make the current weights readable as ``version``.

@@ -115,9 +115,8 @@ class Subscriber(PackedSubscriber):
 
     async def _submit(self, action: RDMAAction) -> None:
         try:
-            await action.submit(
-                timeout=math.ceil(self._patience) + 1
-            )  # later than ``fetch`` gives up
+            # later than ``fetch`` gives up
+            await action.submit(timeout=math.ceil(self._patience) + 1)
         except Exception as error:  # Monarch raises no other type
             raise TransferFailed(f"the trainer's memory cannot be reached: {error}") from None
 

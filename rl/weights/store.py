@@ -81,9 +81,8 @@ class Publisher(PackedPublisher):
         ):
             await self.address.put(whole, "blob", slot, b)
             if size:
-                await self.address.put(
-                    code[:size].clone(), "delta", slot, b
-                )  # of a view, all the memory would go
+                # of a view, all the memory would go
+                await self.address.put(code[:size].clone(), "delta", slot, b)
 
 
 class Subscriber(PackedSubscriber):
@@ -111,9 +110,8 @@ class Subscriber(PackedSubscriber):
         value = await self._addresses[read.source].get(
             "delta" if read.delta else "blob", read.slot, read.blob
         )
-        size = min(
-            len(value), read.delta or len(value)
-        )  # one that was overwritten meanwhile may be shorter
+        # one that was overwritten meanwhile may be shorter
+        size = min(len(value), read.delta or len(value))
         read.into[:size] = value[:size]
 
     async def _acknowledge(self, sequences: list[int]) -> None:

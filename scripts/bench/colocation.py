@@ -109,9 +109,8 @@ def device_bytes(engine: TrainingEngine) -> int:
         *(s for s in states if s.dim()),
     ]
     storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
-    return sum(
-        {storage.data_ptr(): storage.nbytes() for storage in storages}.values()
-    )  # FSDP's gradients share some
+    # FSDP's gradients share some
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def batch_of(seed: int) -> Batch:

@@ -51,9 +51,8 @@ def main(model_dir: str, steps: int) -> None:
         return scores
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    tokenizer.add_special_tokens(
-        {"eos_token": "<never>"}
-    )  # beyond the model's vocabulary: nothing ends early
+    # beyond the model's vocabulary: nothing ends early
+    tokenizer.add_special_tokens({"eos_token": "<never>"})
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(

@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.update(
-    OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
-)  # ranks share the cores, and use no card
+# ranks share the cores, and use no card
+os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 
 import torch
 import torch.distributed as dist
@@ -95,9 +94,8 @@ class Layout:
     @property
     def ranks(self) -> int:
         degrees = {name: value for name, value in self.degrees.items() if name.endswith("_degree")}
-        return math.prod(degrees.values()) // degrees.get(
-            "expert_parallel_degree", 1
-        )  # experts add no ranks
+        # experts add no ranks
+        return math.prod(degrees.values()) // degrees.get("expert_parallel_degree", 1)
 
 
 ONE_BY_ONE = {"micro_batch_size": 1, "packing": False}

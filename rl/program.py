@@ -10,7 +10,7 @@ from typing import TextIO
 
 from rl.errors import EXIT_INTERRUPTED, end_program
 
-_PLAIN = dict(zip("▁▂▃▄▅▆▇█━─│┤└·•→…", [*"_.,-=+*#--||+-*", "->", "..."], strict=True))
+_PLAIN = dict(zip("▁▂▃▄▅▆▇█━─│·•→…", [*"_.,-=+*#--|-*", "->", "..."], strict=True))
 
 
 def is_starting() -> bool:

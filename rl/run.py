@@ -20,7 +20,7 @@ from rl.endings import GoingOn, Interrupts, fail
 from rl.errors import ConfigError, NodeLost, RunError, end_program, require, said_by
 from rl.frozen import changed_fields, frozen
 from rl.meshes import Meshes
-from rl.observe.curves import reward_curve_text, write_curves_png
+from rl.observe.curves import write_curves_png
 from rl.observe.owner import FolderOwner, claim
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
@@ -158,6 +158,5 @@ def _conclude(record: RunRecord, summary: dict[str, object], progress: Progress)
         write_curves_png(record.folder / "curves.png", rows, record.read_evaluations())
     except Exception as error:  # a picture is no reason to fail a finished run
         progress.warn(f"no curves.png: {said_by(error)}")
-    progress.note(reward_curve_text(rows))
     progress.note("\n".join(f"{name:>18}  {value}" for name, value in summary.items()))
     progress.note(f"run folder: {record.folder}")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.generation.config import kv_bytes_at_least
-from rl.plan.memory import GIB, Item, Rank, kv_bytes
+from rl.plan.memory import GIB, Item, RankMemory, kv_bytes
 from rl.plan.setting import Setting
 
 LEAST_SHARE = 0.1
@@ -20,7 +20,7 @@ class Memory:
 
     name: str
     kind: Literal["device", "host"]
-    ranks: tuple[Rank, ...]
+    ranks: tuple[RankMemory, ...]
     limit: int
     on_host: bool
     """Which of the ranks' items count."""
@@ -31,7 +31,7 @@ class Memory:
         return sum(rank.total(on_host=self.on_host) for rank in self.ranks)
 
 
-def memories(setting: Setting, ranks: list[Rank]) -> list[Memory]:
+def memories(setting: Setting, ranks: list[RankMemory]) -> list[Memory]:
     """Every device and every host of the run; on CPU each rank is a device of its own."""
     limit = int(setting.device.memory_gib * GIB)
     host_limit = int(setting.hardware.host_gib * GIB)
@@ -55,7 +55,7 @@ def memories(setting: Setting, ranks: list[Rank]) -> list[Memory]:
     return found
 
 
-def _at_once(ranks: list[Rank], shared: frozenset[str]) -> tuple[Rank, ...]:
+def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemory, ...]:
     """What a device's ranks hold together: of those that take turns one has all of it, the others
     what cannot move.
     """
@@ -101,7 +101,7 @@ def _complaint(setting: Setting, memory: Memory) -> str:
     )
 
 
-def _remedy(setting: Setting, memory: Memory, item: Item, rank: Rank) -> str:
+def _remedy(setting: Setting, memory: Memory, item: Item, rank: RankMemory) -> str:
     """What to change, by the largest item."""
     if item.name == "process":
         return (
@@ -138,7 +138,7 @@ def _generator_remedy(setting: Setting, memory: Memory, item: Item) -> str:
     return f"set generator.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
 
 
-def _model_remedy(setting: Setting, item: Item, rank: Rank) -> str:
+def _model_remedy(setting: Setting, item: Item, rank: RankMemory) -> str:
     trainer = setting.roles[rank.role].trainer
     if item.name == "activations":
         if not isinstance(trainer.activation_checkpoint, FullAC.Config):

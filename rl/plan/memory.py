@@ -38,7 +38,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankMemory:
     """A rank and what it holds."""
 
     mesh: str
@@ -62,7 +62,7 @@ class Rank:
         return {"trainer": "policy"}.get(self.mesh, self.mesh.partition("-")[0])
 
 
-def all_ranks(setting: Setting) -> list[Rank]:
+def all_ranks(setting: Setting) -> list[RankMemory]:
     """Every rank of the run."""
     slots, staging = _push_sizes(setting)
     ranks = []
@@ -84,18 +84,18 @@ def all_ranks(setting: Setting) -> list[Rank]:
 
 def _seated(
     setting: Setting, mesh: str, rank: int, seat: tuple[int, int], items: list[Item]
-) -> Rank:
+) -> RankMemory:
     host, gpu = seat
     if setting.cuda:
         items += [
             Item("CUDA context", CUDA_CONTEXT, estimate=True),
             Item("process", CUDA_PROCESS, on_host=True, estimate=True),
         ]
-        return Rank(mesh, rank, host, gpu, tuple(item for item in items if item.bytes))
+        return RankMemory(mesh, rank, host, gpu, tuple(item for item in items if item.bytes))
     process = PROCESS["generator" if mesh.startswith("generator-") else "trainer"]
     items.append(Item("process", process, estimate=True))
     own = (Item(item.name, item.bytes, estimate=item.estimate) for item in items if item.bytes)
-    return Rank(mesh, rank, host, None, tuple(own))
+    return RankMemory(mesh, rank, host, None, tuple(own))
 
 
 def _model_items(setting: Setting, name: str, layout: Layout) -> list[Item]:

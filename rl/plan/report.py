@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from rl.plan.diff import Change
-from rl.plan.memory import GIB, Rank, kv_bytes, kv_sequences
+from rl.plan.memory import GIB, RankMemory, kv_bytes, kv_sequences
 from rl.plan.plan import Plan, degrees_of
 from rl.plan.setting import Setting, hosts_of, title_of
 from rl.plan.speed import sizes_of
@@ -132,8 +132,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield f"  {cache} of KV cache hold {fit:,} sequences of the longest {setting.longest:,} tokens"
 
 
-def _fullest(ranks: Sequence[Rank]) -> list[Rank]:
-    by_role: dict[str, Rank] = {}
+def _fullest(ranks: Sequence[RankMemory]) -> list[RankMemory]:
+    by_role: dict[str, RankMemory] = {}
     for rank in ranks:
         known = by_role.setdefault(rank.role, rank)
         if rank.total(on_host=False) > known.total(on_host=False):

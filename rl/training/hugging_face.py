@@ -24,7 +24,7 @@ from rl.model.shards import Box, Shards
 from rl.training.all_ranks import on_every_rank, on_first_rank
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_files import INDEX, ONE_FILE, check_tensors, files_of, stored_tensors
-from rl.training.hugging_face_names import HuggingFaceNames, Piece, Shapes
+from rl.training.hugging_face_names import HuggingFaceNames, Shapes, TensorPiece
 from rl.training.model import named_weights, shards_of
 from rl.training.peft import adapter_tensors, write_adapter
 from rl.training.values import ValueHead
@@ -93,7 +93,7 @@ class HuggingFaceFolders:
 
     def _by_file(
         self, shards: Shards, files: dict[str, str]
-    ) -> Iterator[tuple[str, list[tuple[Piece, torch.Tensor]]]]:
+    ) -> Iterator[tuple[str, list[tuple[TensorPiece, torch.Tensor]]]]:
         """The pieces of ``shards``, each with the part it indexes, file by file."""
         pieces = [
             (files[piece.tensor], (piece, shard.tensor))
@@ -110,8 +110,8 @@ class HuggingFaceFolders:
         for file, pieces in self._by_file(self._shards(), files):
             with safe_open(folder / file, framework="pt") as tensors:
                 for piece, shard in pieces:
-                    there = piece.there.slices_in(Box.whole(piece.shape))
-                    shard[piece.here].copy_(tensors.get_slice(piece.tensor)[there])
+                    there = piece.in_tensor.slices_in(Box.whole(piece.shape))
+                    shard[piece.in_shard].copy_(tensors.get_slice(piece.tensor)[there])
 
     def _create(self, whole: Path, partial: Path, dtype: torch.dtype) -> dict[str, "_FileLayout"]:
         if whole.exists() and any(whole.iterdir()) and not any(whole.glob("*.safetensors")):
@@ -145,7 +145,7 @@ class HuggingFaceFolders:
             with (folder / file).open("r+b", buffering=0) as out:
                 for piece, shard in pieces:
                     # A copy: memory that numpy has seen cannot be moved to the host any more.
-                    values = shard[piece.here].to("cpu", dtype, copy=True).contiguous()
+                    values = shard[piece.in_shard].to("cpu", dtype, copy=True).contiguous()
                     _write_piece(out.fileno(), piece, layouts[file].starts[piece.tensor], values)
                     written += values.nbytes
                 os.fsync(out)
@@ -254,7 +254,7 @@ def _is_first_replica(parameter: torch.Tensor) -> bool:
     return all(coordinate == 0 for coordinate, placement in place if placement.is_replicate())
 
 
-def _write_piece(file: int, piece: Piece, start: int, values: torch.Tensor) -> None:
+def _write_piece(file: int, piece: TensorPiece, start: int, values: torch.Tensor) -> None:
     """Write ``values`` into the tensor that begins at byte ``start``, whole rows at once where it
     can.
 
@@ -264,12 +264,12 @@ def _write_piece(file: int, piece: Piece, start: int, values: torch.Tensor) -> N
     row_bytes = math.prod(piece.shape[1:]) * values.element_size()
     first = (
         start
-        + piece.there.offset[0] * row_bytes
-        + sum(piece.there.offset[1:]) * values.element_size()
+        + piece.in_tensor.offset[0] * row_bytes
+        + sum(piece.in_tensor.offset[1:]) * values.element_size()
     )
     rows = values.view(torch.uint8).numpy()
     for index, run in enumerate(
-        rows.reshape(1, -1) if piece.there.shape[1:] == piece.shape[1:] else rows
+        rows.reshape(1, -1) if piece.in_tensor.shape[1:] == piece.shape[1:] else rows
     ):
         _write_all(file, memoryview(run), first + index * row_bytes)
 

@@ -30,16 +30,16 @@ class Block(NamedTuple):
     """Where the rectangle begins in the tensor."""
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """What one rank's shard of a parameter and a Hugging Face tensor have in common."""
 
     tensor: str
     shape: tuple[int, ...]
     """Of the whole tensor."""
-    there: Box
-    """Within the tensor."""
-    here: tuple[int | slice, ...]
-    """Index into the part."""
+    in_tensor: Box
+    """Its rectangle within the tensor."""
+    in_shard: tuple[int | slice, ...]
+    """Its index within the shard."""
 
 
 class HuggingFaceNames:
@@ -67,7 +67,7 @@ class HuggingFaceNames:
             block.tensor: block.shape for item in parameters.items() for block in self.blocks(*item)
         }
 
-    def pieces(self, name: str, shape: tuple[int, ...], box: Box) -> Iterator[Piece]:
+    def pieces(self, name: str, shape: tuple[int, ...], box: Box) -> Iterator[TensorPiece]:
         """The pieces that tile ``box`` of parameter ``name`` of ``shape``."""
         for block in self.blocks(name, shape):
             common = block.box.intersect(box)
@@ -79,7 +79,7 @@ class HuggingFaceNames:
                 tuple(ours - begin + theirs for ours, begin, theirs in starts), common.shape[lacks:]
             )
             here = common.slices_in(box)
-            yield Piece(
+            yield TensorPiece(
                 block.tensor, block.shape, there, (*(s.start for s in here[:lacks]), *here[lacks:])
             )
 

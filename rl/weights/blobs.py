@@ -13,7 +13,7 @@ from rl.weights.routes import plan_push
 from rl.weights.transport import starts_of
 
 
-class Piece(NamedTuple):
+class BlobPiece(NamedTuple):
     """A part of a trainer rank's region ``held``, and the regions of generator ranks that it goes
     to.
     """
@@ -29,7 +29,7 @@ class Blob:
     """All that the same generator ranks want of a trainer rank: one transfer for each of them."""
 
     readers: frozenset[int]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BlobPiece, ...]
 
     @property
     def numel(self) -> int:
@@ -58,10 +58,10 @@ def plan_blobs(sources: Sequence[Layout], wanted: Sequence[Layout]) -> list[list
             places.setdefault((route.source, route.held, route.box), []).append(
                 (reader, route.wanted)
             )
-    pieces: list[dict[frozenset[int], list[Piece]]] = [{} for _ in sources]
+    pieces: list[dict[frozenset[int], list[BlobPiece]]] = [{} for _ in sources]
     for (source, held, box), to in places.items():
         readers = frozenset(reader for reader, _ in to)
-        pieces[source].setdefault(readers, []).append(Piece(held, box, tuple(to)))
+        pieces[source].setdefault(readers, []).append(BlobPiece(held, box, tuple(to)))
     return [[Blob(readers, tuple(own)) for readers, own in blobs.items()] for blobs in pieces]
 
 

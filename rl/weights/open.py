@@ -5,27 +5,31 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from rl.model.shards import Shard
-from rl.weights import shared_memory
 from rl.weights.config import TransportName
+from rl.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from rl.weights.transport import Publisher, Subscriber, Transfer
 
+NETWORKS = {"rdma": ("rl.weights.rdma", "Rdma"), "torchstore": ("rl.weights.store", "Store")}
+"""Module and prefix of the classes' names."""
 
-def choose_transport(wish: str, domains: Collection[str]) -> TransportName:
-    """The transport wished for, or the quickest for ranks in these memory domains."""
-    if wish != "auto":
-        return wish  # type: ignore[return-value]
+
+def choose_transport(requested: str, domains: Collection[str]) -> TransportName:
+    """Return the requested transport, or with ``auto`` the quickest for ranks in these memory
+    domains.
+    """
+    if requested != "auto":
+        return requested  # type: ignore[return-value]
     return "shared_memory" if len(set(domains)) == 1 else "rdma"
 
 
 def open_publisher(transfer: Transfer, shards: Sequence[Shard], *, rank: int) -> Publisher:
-    """The trainer rank's end, opened within its actor."""
-    if transfer.transport in ("shared_memory", "cuda_ipc"):
-        on_device = transfer.transport == "cuda_ipc"
-        return shared_memory.Publisher(
-            shards, transfer.dtype, on_device=on_device, patience=transfer.patience
-        )
-    network = _network(transfer.transport)
-    return network.Publisher(shards, transfer, rank=rank)
+    """Return the trainer rank's end; to be opened within its actor."""
+    if transfer.transport in NETWORKS:
+        return _network_end(transfer, "Publisher")(shards, transfer, rank=rank)
+    on_device = transfer.transport == "cuda_ipc"
+    return SharedMemoryPublisher(
+        shards, transfer.dtype, on_device=on_device, patience=transfer.patience
+    )
 
 
 def open_subscriber(
@@ -36,18 +40,15 @@ def open_subscriber(
     generator: int,
     rank: int,
 ) -> Subscriber:
-    """The end of rank ``rank`` of generator number ``generator``."""
-    if transfer.transport in ("shared_memory", "cuda_ipc"):
-        reader = generator * len(transfer.wanted) + rank
-        return shared_memory.Subscriber(
-            addresses, shards, reader=reader, patience=transfer.patience
-        )
-    network = _network(transfer.transport)
-    return network.Subscriber(addresses, shards, transfer, rank=rank, generator=generator)
+    """Return the end of rank ``rank`` of generator number ``generator``."""
+    if transfer.transport in NETWORKS:
+        subscriber = _network_end(transfer, "Subscriber")
+        return subscriber(addresses, shards, transfer, rank=rank, generator=generator)
+    reader = generator * len(transfer.wanted) + rank
+    return SharedMemorySubscriber(addresses, shards, reader=reader, patience=transfer.patience)
 
 
-def _network(transport: TransportName) -> Any:
-    """The transport's module; imported only where it is used, since it takes seconds."""
-    return importlib.import_module(
-        {"rdma": "rl.weights.rdma", "torchstore": "rl.weights.store"}[transport]
-    )
+def _network_end(transfer: Transfer, end: str) -> Any:
+    """Return a network's class; its module is imported only if used, since that takes seconds."""
+    module, prefix = NETWORKS[transfer.transport]
+    return getattr(importlib.import_module(module), prefix + end)

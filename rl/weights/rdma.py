@@ -18,7 +18,7 @@ FIRST_CHUNK = 1 << 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class RdmaAddress:
     """A trainer rank's memory, as a process elsewhere reaches it."""
 
     header: RDMABuffer
@@ -30,7 +30,7 @@ class Address:
     """By slot and blob, in chunks: only whole buffers can be read."""
 
 
-class Publisher(PackedPublisher):
+class RdmaPublisher(PackedPublisher):
     """Serves its memory to readers, which take it without a word from this rank: see
     PackedPublisher.
 
@@ -41,7 +41,7 @@ class Publisher(PackedPublisher):
         """``shards`` of trainer rank ``rank``."""
         super().__init__(shards, transfer, rank=rank)
         self._acknowledgements = torch.zeros(self._readers, dtype=torch.int64)
-        self.address = Address(
+        self.address = RdmaAddress(
             _buffer(self._header.view(-1)),
             [_buffer(word) for word in self._acknowledgements.split(1)],
             [[_buffer(blob) for blob in slot] for slot in self._slots],
@@ -62,12 +62,12 @@ class Publisher(PackedPublisher):
         return self._acknowledgements.tolist()
 
 
-class Subscriber(PackedSubscriber):
+class RdmaSubscriber(PackedSubscriber):
     """Reads all it needs of all trainer ranks in one batch: see PackedPublisher."""
 
     def __init__(
         self,
-        addresses: Sequence[Address],
+        addresses: Sequence[RdmaAddress],
         shards: Sequence[Shard],
         transfer: Transfer,
         **options: Any,

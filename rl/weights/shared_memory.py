@@ -49,7 +49,7 @@ class Segment:
         return -(-count * self.dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class Publisher:
+class SharedMemoryPublisher:
     """A trainer rank's side of the push.
 
     Two slots hold the rank's shards of two versions, cast to the generator's dtype. Each slot is a
@@ -57,10 +57,10 @@ class Publisher:
     uses a slot holds a lock on it, the writer alone, readers together; ending a copy's lock is the
     reader's acknowledgement. ::
 
-        publisher = Publisher(shards, dtype)                     # trainer rank
-        subscriber = Subscriber(segments, shards, reader=0)      # generator rank, all segments
-        await publisher.publish(v)                              # v is readable
-        held = subscriber.pull(v)                               # the parameters are those of held
+        publisher = SharedMemoryPublisher(shards, dtype)    # trainer rank
+        subscriber = SharedMemorySubscriber(segments, shards, reader=0)    # generator rank
+        await publisher.publish(v)    # v is readable
+        held = subscriber.pull(v)     # the parameters are those of held
 
     - publish(v) takes the slots by turns: lock, unset the header, cast and copy, set the header to
       v, unlock.
@@ -154,8 +154,8 @@ class Publisher:
             memory.free()
 
 
-class Subscriber:
-    """A generator rank's side of the push: see Publisher for the protocol."""
+class SharedMemorySubscriber:
+    """A generator rank's side of the push: see SharedMemoryPublisher."""
 
     def __init__(
         self,

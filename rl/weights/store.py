@@ -34,7 +34,7 @@ async def close_store() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class StoreAddress:
     """Under which names a trainer rank puts what it publishes: few, and the same for every
     version.
     """
@@ -51,7 +51,7 @@ class Address:
         return await torchstore.get(self.key(*shards), store_name=STORE)
 
 
-class Publisher(PackedPublisher):
+class StorePublisher(PackedPublisher):
     """Puts its slots into the store: see PackedPublisher.
 
     What it put stays there when it is closed.
@@ -61,7 +61,7 @@ class Publisher(PackedPublisher):
         """``shards`` of trainer rank ``rank``."""
         super().__init__(shards, transfer, rank=rank)
         torchstore.reset_client(STORE)
-        self.address = Address(rank)
+        self.address = StoreAddress(rank)
         self._opened = False
 
     async def _acknowledged(self) -> list[int]:
@@ -85,12 +85,12 @@ class Publisher(PackedPublisher):
                 await self.address.put(code[:size].clone(), "delta", slot, b)
 
 
-class Subscriber(PackedSubscriber):
+class StoreSubscriber(PackedSubscriber):
     """Gets what it wants from the store: see PackedPublisher."""
 
     def __init__(
         self,
-        addresses: Sequence[Address],
+        addresses: Sequence[StoreAddress],
         shards: Sequence[Shard],
         transfer: Transfer,
         **options: Any,
@@ -120,7 +120,7 @@ class Subscriber(PackedSubscriber):
             await address.put(word.clone(), "acknowledged", self._reader)
 
 
-async def _header(address: Address) -> torch.Tensor:
+async def _header(address: StoreAddress) -> torch.Tensor:
     if not await torchstore.exists(address.key("header"), STORE):
         return torch.zeros(SLOTS, 1, dtype=torch.int64)
     return await address.get("header")

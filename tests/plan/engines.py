@@ -11,7 +11,7 @@ from rl.roles import roles_of
 from rl.training.engine import TrainingEngine
 from rl.training.model import named_adapters, named_weights
 from rl.types import Batch
-from rl.weights.shared_memory import Publisher
+from rl.weights.shared_memory import SharedMemoryPublisher
 from tests.plan.resident import resident
 from tests.training.scenes import share
 
@@ -71,7 +71,7 @@ def held(config: RLConfig, role: str, folder: str) -> dict[str, int]:
     if role == "policy":
         parts = engine.shards().values()
         sizes["merged weights"] = storages(engine._merged.buffers.values())
-        publisher = Publisher([*parts], getattr(torch, config.generator.dtype))
+        publisher = SharedMemoryPublisher([*parts], getattr(torch, config.generator.dtype))
         sizes["push slots"] = sum(os.fstat(fd).st_size for fd in publisher.address.fds)
         publisher.close()
     engine.close()
@@ -98,7 +98,9 @@ def grown(config: RLConfig, folder: str) -> dict[str, int]:
     engine.optim_step()
     sizes["with states"] = resident("RssAnon") - before
     shared = resident("RssShmem")
-    publisher = Publisher([*engine.shards().values()], getattr(torch, config.generator.dtype))
+    publisher = SharedMemoryPublisher(
+        [*engine.shards().values()], getattr(torch, config.generator.dtype)
+    )
     sizes["push slots"] = resident("RssShmem") - shared
     publisher.close()
     engine.close()

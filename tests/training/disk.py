@@ -22,7 +22,7 @@ from rl.step_folders import StepFolders
 from rl.training import hugging_face
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
-from rl.training.hugging_face_names import Piece
+from rl.training.hugging_face_names import TensorPiece
 from rl.training.model import shard_of
 from rl.weights.digest import digests
 from tests.training.scenes import LAYOUTS, TIED_FUSED, adopted, engine_of, learn, ragged_batch
@@ -114,7 +114,7 @@ def adopt_and_count(folder: str, layout: str, export: str) -> dict[str, list[int
     def open_counted(*args: Any, **kwargs: Any) -> CountedFile:
         return CountedFile(safe_open(*args, **kwargs), read)
 
-    def write_counted(file: int, piece: Piece, start: int, values: torch.Tensor) -> None:
+    def write_counted(file: int, piece: TensorPiece, start: int, values: torch.Tensor) -> None:
         written.append(values.numel())
         write_piece(file, piece, start, values)
 

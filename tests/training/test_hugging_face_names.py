@@ -115,11 +115,11 @@ def test_the_pieces_of_any_boxes_are_what_the_adapter_makes_of_the_whole(name, c
         for box in boxes_of(tuple(whole.shape), cuts):
             shard = whole[box.slices_in(Box.whole(whole.shape))]
             pieces = list(names.pieces(parameter, tuple(whole.shape), box))
-            assert sum(piece.there.numel for piece in pieces) == shard.numel()
+            assert sum(piece.in_tensor.numel for piece in pieces) == shard.numel()
             for piece in pieces:
-                target = gathered[piece.tensor][piece.there.slices_in(Box.whole(piece.shape))]
+                target = gathered[piece.tensor][piece.in_tensor.slices_in(Box.whole(piece.shape))]
                 assert (target == -1).all()  # no other box had this place
-                target.copy_(shard[piece.here])
+                target.copy_(shard[piece.in_shard])
     assert all(torch.equal(gathered[tensor], values) for tensor, values in wanted.items())
 
 

@@ -13,7 +13,7 @@ from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box, Layout, layout_of, local_shapes, local_shards
 from rl.model.tp_plan import generator_layout
 from rl.weights.digest import ShardDigests, digests, merge_digests
-from rl.weights.shared_memory import Publisher, Segment, Subscriber
+from rl.weights.shared_memory import Segment, SharedMemoryPublisher, SharedMemorySubscriber
 
 DTYPE = torch.bfloat16
 # Half a kv head for each of four readers, and of the vocabulary 8, 8, 8 and 6 rows.
@@ -58,7 +58,7 @@ class Reader:
             for name, shape in local_shapes(layouts[0]).items()
         }
         self._shards = local_shards(self._tensors, layouts[rank])
-        self._subscriber = Subscriber(segments, self._shards, reader=number)
+        self._subscriber = SharedMemorySubscriber(segments, self._shards, reader=number)
 
     def pull(self, version: int, weights: dict[str, torch.Tensor]) -> ShardDigests:
         """Digests of what it pulled, which must be its parts of the whole ``weights`` and nothing
@@ -88,7 +88,7 @@ def push(model: ModelConfig, layout: scenes.Layout, folder: str) -> Layout:
     engine = scenes.engine_of(model, folder=folder, layout=layout)
     held = list(engine.shards().values())
     places = [(layouts, rank) for layouts in generators(model) for rank in range(len(layouts))]
-    publisher = Publisher(held, DTYPE)
+    publisher = SharedMemoryPublisher(held, DTYPE)
     segments = gathered(publisher.address)
     readers = {
         number: Reader(*place, segments, number)

@@ -30,15 +30,17 @@ def weights_of(version: int) -> Weights:
     return weights
 
 
-def module(transport: str) -> Any:
-    return importlib.import_module(f"rl.weights.{transport}")
+def of_transport(transport: str, end: str) -> Any:
+    """Return the class of an end of the push: "Publisher" or "Subscriber"."""
+    module = importlib.import_module(f"rl.weights.{transport}")
+    return getattr(module, f"{transport.title()}{end}")
 
 
 class TrainerRank(Actor):
     def __init__(self, transport: str, patience: float):
         self.weights = weights_of(0)
         rank = current_rank().rank
-        self.make = lambda: module(transport).Publisher(
+        self.make = lambda: of_transport(transport, "Publisher")(
             trainer_parts(self.weights, rank),
             transfer(SHAPES, delta=True, patience=patience),
             rank=rank,
@@ -62,13 +64,13 @@ class TrainerRank(Actor):
 
 class GeneratorRank(Actor):
     def __init__(self, transport: str):
-        self.transport = module(transport)
+        self.transport = transport
         self.rank = current_rank().rank
 
     @endpoint
     async def connect(self, addresses: list[Any]) -> None:
         self.shards = live_parts(self.rank, SHAPES)
-        self.subscriber = self.transport.Subscriber(
+        self.subscriber = of_transport(self.transport, "Subscriber")(
             addresses, self.shards, transfer(SHAPES, delta=True), rank=self.rank
         )
 

@@ -15,7 +15,7 @@ import torch
 
 from rl.model.shards import Box, Region, Shard
 from rl.weights import shared_memory
-from rl.weights.shared_memory import Publisher, Segment, Subscriber
+from rl.weights.shared_memory import Segment, SharedMemoryPublisher, SharedMemorySubscriber
 
 VERSIONS = 500
 RANKS = 2
@@ -65,7 +65,7 @@ async def _write(board: torch.Tensor, addresses: Connection) -> None:
     shares = [
         [shard(name, tensor, rank) for name, tensor in weights.items()] for rank in range(RANKS)
     ]
-    publishers = [Publisher(shards, DTYPE) for shards in shares]
+    publishers = [SharedMemoryPublisher(shards, DTYPE) for shards in shares]
     addresses.send([publisher.address for publisher in publishers])
     for version in range(VERSIONS):
         if version in (ALL_READY_BY, RESPAWNED_BY):
@@ -129,10 +129,10 @@ def hang(board_path: str, segments: list[Segment], number: int) -> None:
 
 def open_reader(
     board_path: str, segments: list[Segment], number: int
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], Subscriber]:
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], SharedMemorySubscriber]:
     board = open_board(board_path)
     pulled = {name: torch.zeros(shape, dtype=DTYPE) for name, shape in SHAPES.items()}
-    subscriber = Subscriber(
+    subscriber = SharedMemorySubscriber(
         segments, [shard(name, tensor, None) for name, tensor in pulled.items()], reader=number
     )
     board[READY + number] = 1

@@ -21,13 +21,19 @@ def test_one_host_shares_memory_and_several_need_a_network(wish, domains, transp
 
 
 def test_shared_memory_of_another_host_is_refused_and_the_way_out_is_named(monkeypatch):
-    from tests.weights.test_shared_memory import SHAPE, Publisher, Subscriber, rows, torch
+    from tests.weights.test_shared_memory import (
+        SHAPE,
+        SharedMemoryPublisher,
+        SharedMemorySubscriber,
+        rows,
+        torch,
+    )
 
-    publisher = Publisher([rows(torch.zeros(SHAPE), 0, 6)], torch.float32)
+    publisher = SharedMemoryPublisher([rows(torch.zeros(SHAPE), 0, 6)], torch.float32)
     monkeypatch.setattr(shared_memory, "memory_domain", lambda: "elsewhere")
     with pytest.raises(
         RuntimeError,
         match=rf"{memory_domain()}.*'elsewhere|elsewhere.*set weights.transport to 'rdma'",
     ):
-        Subscriber([publisher.address], [rows(torch.zeros(SHAPE), 0, 6)], reader=0)
+        SharedMemorySubscriber([publisher.address], [rows(torch.zeros(SHAPE), 0, 6)], reader=0)
     publisher.close()

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from rl.errors import RunError
 from rl.model.shards import Box, Region, Shard
 from rl.weights import shared_memory
-from rl.weights.shared_memory import Publisher, Subscriber
+from rl.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 
 SHAPE = (6, 4)
 
@@ -29,13 +29,15 @@ def rows(tensor: torch.Tensor, start: int, stop: int) -> Shard:
 def pair():
     """Two trainer ranks with three rows each, one reader that wants rows 2 to 4 in bfloat16."""
     trained = torch.randn(SHAPE)
-    publishers = [Publisher([rows(trained, s, s + 3)], torch.bfloat16) for s in (0, 3)]
+    publishers = [SharedMemoryPublisher([rows(trained, s, s + 3)], torch.bfloat16) for s in (0, 3)]
     pulled = torch.zeros(SHAPE, dtype=torch.bfloat16)
-    subscriber = Subscriber([p.address for p in publishers], [rows(pulled, 2, 5)], reader=0)
+    subscriber = SharedMemorySubscriber(
+        [p.address for p in publishers], [rows(pulled, 2, 5)], reader=0
+    )
     return trained, publishers, pulled, subscriber
 
 
-def publish(publishers: list[Publisher], version: int) -> None:
+def publish(publishers: list[SharedMemoryPublisher], version: int) -> None:
     for publisher in publishers:
         publisher.write(version)
 
@@ -120,8 +122,8 @@ def test_a_reader_always_finds_a_version_while_the_writer_goes_on(
     """The reader looks at each slot just while it is written, which in between it is not."""
     weights = torch.ones(SHAPE)
     pulled = torch.zeros(SHAPE)
-    publisher = Publisher([rows(weights, 0, 6)], torch.float32)
-    subscriber = Subscriber([publisher.address], [rows(pulled, 0, 6)], reader=0)
+    publisher = SharedMemoryPublisher([rows(weights, 0, 6)], torch.float32)
+    subscriber = SharedMemorySubscriber([publisher.address], [rows(pulled, 0, 6)], reader=0)
 
     def writing():
         """Version 2, and then version 3: each pause is within a write, or after the last."""
@@ -204,17 +206,19 @@ def test_a_generator_in_another_dtype_is_refused(pair):
     with pytest.raises(
         RunError, match=r"w is torch.float32 in the generator and pushed as torch.bfloat16"
     ):
-        Subscriber([p.address for p in publishers], [rows(torch.zeros(SHAPE), 0, 6)], reader=0)
+        SharedMemorySubscriber(
+            [p.address for p in publishers], [rows(torch.zeros(SHAPE), 0, 6)], reader=0
+        )
 
 
 READER = textwrap.dedent(
     """
     import sys, time, torch
-    from tests.weights.test_shared_memory import SHAPE, rows, Subscriber
+    from tests.weights.test_shared_memory import SHAPE, rows, SharedMemorySubscriber
     segments = torch.load(sys.argv[1], weights_only=False)
     version, answer = int(sys.argv[2]), sys.argv[3]
     pulled = torch.zeros(SHAPE, dtype=torch.bfloat16)
-    subscriber = Subscriber(segments, [rows(pulled, 0, 6)], reader=0)
+    subscriber = SharedMemorySubscriber(segments, [rows(pulled, 0, 6)], reader=0)
     if answer == "hang":
         subscriber.claim(version)
         print("copying", flush=True)
@@ -264,8 +268,8 @@ def test_the_memory_of_a_trainer_that_ended_is_refused(tmp_path):
     script = textwrap.dedent(
         """
         import sys, torch
-        from tests.weights.test_shared_memory import SHAPE, rows, Publisher
-        publisher = Publisher([rows(torch.zeros(SHAPE), 0, 6)], torch.bfloat16)
+        from tests.weights.test_shared_memory import SHAPE, rows, SharedMemoryPublisher
+        publisher = SharedMemoryPublisher([rows(torch.zeros(SHAPE), 0, 6)], torch.bfloat16)
         torch.save(publisher.address, sys.argv[1])
         """
     )
@@ -274,7 +278,9 @@ def test_the_memory_of_a_trainer_that_ended_is_refused(tmp_path):
     )
     segment = torch.load(tmp_path / "segment.pt", weights_only=False)
     with pytest.raises(RunError, match=f"trainer rank 0, process {segment.pid}, has ended"):
-        Subscriber([segment], [rows(torch.zeros(SHAPE, dtype=torch.bfloat16), 0, 6)], reader=0)
+        SharedMemorySubscriber(
+            [segment], [rows(torch.zeros(SHAPE, dtype=torch.bfloat16), 0, 6)], reader=0
+        )
 
 
 class Protocol(RuleBasedStateMachine):
@@ -292,7 +298,7 @@ class Protocol(RuleBasedStateMachine):
     def start_trainer(self):
         """Both ranks, with two versions published, and readers that hold nothing."""
         self.writers = [
-            Publisher([rows(torch.zeros(SHAPE), s, s + 3)], torch.float32, patience=0.0)
+            SharedMemoryPublisher([rows(torch.zeros(SHAPE), s, s + 3)], torch.float32, patience=0.0)
             for s in (0, 3)
         ]
         self.writing: list = [None, None]
@@ -305,10 +311,12 @@ class Protocol(RuleBasedStateMachine):
         self.readers = [self.fresh_reader(number) for number in (0, 1)]
         self.reading: list = [None, None]
 
-    def fresh_reader(self, number: int) -> tuple[Subscriber, torch.Tensor]:
+    def fresh_reader(self, number: int) -> tuple[SharedMemorySubscriber, torch.Tensor]:
         pulled = torch.zeros(SHAPE)
         segments = [writer.address for writer in self.writers]
-        return Subscriber(segments, [rows(pulled, 1, 5)], reader=number, patience=0.0), pulled
+        return SharedMemorySubscriber(
+            segments, [rows(pulled, 1, 5)], reader=number, patience=0.0
+        ), pulled
 
     @rule(rank=st.sampled_from([0, 1]))
     def step_of_a_writer(self, rank):

@@ -4,23 +4,21 @@ host.
 
 import os
 import socket
-import sys
 from pathlib import Path
 
 import torch
 import torchtitan.tools.utils as titan
 
+from rl.compat.titan import tell_device
+
 
 def select_device() -> None:
     """Point torchtitan at the CPU on hosts without CUDA: it assumes CUDA there.
 
-    Its modules keep copies of the choice, so those that were imported before are told as well.
+    Modules of torchtitan that were imported before are told as well.
     """
-    if torch.cuda.is_available():
-        return
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torchtitan.") and hasattr(module, "device_type"):
-            vars(module).update(device_type="cpu", device_module=torch.cpu)
+    if not torch.cuda.is_available():
+        tell_device("cpu", torch.cpu)
 
 
 def device_type() -> str:

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 
 from rl.actors.processes import Process, stop_procs
 from rl.actors.supervisor import Supervisor
+from rl.compat.torch_rendezvous import EXISTING_STORE
 from rl.errors import ActorFailure, RunError
 from rl.platform import memory_domain
 from rl.types import Place
@@ -72,7 +73,7 @@ class Heartbeat(Actor):
 
         It would open one by itself, at a port that may be taken.
         """
-        os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.environ |= {"MASTER_PORT": str(port), **EXISTING_STORE}
 
 
 class ActorGroup:

@@ -10,13 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from monarch._rust_bindings.monarch_hyperactor.host_mesh import (
-    BootstrapCommand,
-)  # not re-exported by monarch.actor
 from monarch.actor import Point, ProcMesh, attach_to_workers, default_bootstrap_cmd, this_host
 from monarch.config import configure
 
 from rl.actors.nodes import Node
+from rl.compat.monarch_internals import BootstrapCommand
 from rl.platform import device_type
 from rl.types import Place
 

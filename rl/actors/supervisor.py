@@ -1,13 +1,13 @@
 """What Monarch says of actors that died: seconds late, but of any host."""
 
 import asyncio
-import re
 from collections.abc import Callable
 
 import monarch.actor
 from monarch.actor import MeshFailure
 
 from rl.actors.hosts import Hosts
+from rl.compat.monarch_internals import failed_rank
 
 
 class Supervisor:
@@ -34,8 +34,4 @@ class Supervisor:
         # after a stop.
         died = self._died.get(failure.mesh_name.rpartition("-")[0])
         if died is not None:
-            parts = re.fullmatch(
-                r"MeshFailure\(.*crashed_ranks=\[(\d+).*?event=(.*)\)", str(failure), re.DOTALL
-            )
-            rank, event = (int(parts[1]), parts[2]) if parts else (0, str(failure))
-            self._loop.call_soon_threadsafe(died, rank, event)
+            self._loop.call_soon_threadsafe(died, *failed_rank(failure))

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rl.compat import vllm_internals
 from rl.errors import RunError
-from rl.generation import prefix_cache
 from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
 from rl.model.host_memory import HostMemory
 from rl.model.shape import ModelConfig, ModelShape, hf_config, shape_of
@@ -63,7 +63,7 @@ class GenerationEngine:
         self._engine = _start(
             config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed, timeout_s=timeout_s
         )
-        self._model = self._engine.model_executor.driver_worker.get_model()
+        self._model = vllm_internals.model_of(self._engine)
         self._group = _tp_group()
         self._host = HostMemory()
         self._caches = dict[torch.UntypedStorage, int]()
@@ -93,7 +93,7 @@ class GenerationEngine:
         left a request running.
         """
         if self.inflight_policy == "continue":
-            forgotten = prefix_cache.forget(self._engine)
+            forgotten = vllm_internals.forget_prefixes(self._engine)
         else:
             forgotten = self._engine.reset_prefix_cache(
                 reset_running_requests=self.inflight_policy == "recompute"
@@ -101,7 +101,7 @@ class GenerationEngine:
         if not forgotten:
             raise RunError(f"vLLM did not reset its prefix cache for policy version {version}")
         self._model.weights_changed()
-        self._engine.engine_core.set_weight_version(str(version))
+        vllm_internals.set_weight_version(self._engine, str(version))
         self.version = version
 
     def reset_prefix_cache(self) -> None:
@@ -124,10 +124,8 @@ class GenerationEngine:
         self.reset_prefix_cache()
         self._host.take(parameter.data for parameter in self._model.titan.parameters())
         self._model.weights_away()
-        caches = self._engine.model_executor.driver_worker.model_runner.kv_caches
-        self._caches = {
-            cache.untyped_storage(): cache.untyped_storage().nbytes() for cache in caches
-        }
+        storages = [cache.untyped_storage() for cache in vllm_internals.kv_caches(self._engine)]
+        self._caches = {storage: storage.nbytes() for storage in storages}
         for storage in self._caches:
             storage.resize_(0)
 
@@ -253,7 +251,7 @@ class GenerationEngine:
         """Free the model, the KV cache and the process groups; peers still in a collective fail at
         once.
         """
-        self._engine.engine_core.shutdown()
+        vllm_internals.shut_down(self._engine)
         del self._engine, self._model, self._group
         gc.collect()  # vLLM's cycles hold the sockets of the process groups open
 
@@ -264,7 +262,7 @@ def _start(
     """vLLM's ``LLMEngine`` around the torchtitan model of ``shape``, without weights."""
     from vllm import EngineArgs, LLMEngine
 
-    from rl.generation.executor import RankExecutor
+    from rl.compat.vllm_executor import RankExecutor
     from rl.generation.model import ARCHITECTURE, LOAD_FORMAT, register
 
     register()

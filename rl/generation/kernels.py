@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torchtitan.models.common import CosSinRoPE, FeedForward, Linear, RMSNorm
 from torchtitan.models.qwen3 import Qwen3Model
-from vllm import _custom_ops as kernels
 
-KEPT_SHAPES = 32
-"""Numbers of tokens for which a product's kernel is kept, as vLLM has it."""
+from rl.compat.vllm_kernels import PackedWeight, rms_norm, rotary_embedding
 
 JOINED = ("w1", "w3")
 """Layers of a feed-forward that are multiplied in one product, and packed as one."""
@@ -28,23 +26,25 @@ class KernelRMSNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
-        kernels.rms_norm(out, x, self.weight, self.eps)
+        rms_norm(out, x, self.weight, self.eps)
         return out
 
 
 class KernelRoPE(CosSinRoPE):
     """Rotates in float32, whatever the dtype of queries and keys."""
 
+    cache: torch.Tensor
+
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
         pass
 
-    def _precompute_cache(self) -> torch.Tensor:
-        """Cosines, then sines, of a position's angles [max_seq_len, dim]: torchtitan's has each of
-        them twice.
+    def halve_cache(self) -> None:
+        """Keep cosines, then sines, of a position's angles [max_seq_len, dim]: torchtitan has each
+        of them twice.
         """
         half = self.config.dim // 2
-        return super()._precompute_cache()[:, half:-half].contiguous()
+        self.cache = self.cache[:, half:-half].contiguous()
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
@@ -54,7 +54,7 @@ class KernelRoPE(CosSinRoPE):
         q = query.float()
         k = key.float()
         tokens = positions.shape[-1]
-        kernels.rotary_embedding(
+        rotary_embedding(
             positions.view(-1),
             q.view(tokens, -1),
             k.view(tokens, -1),
@@ -63,31 +63,6 @@ class KernelRoPE(CosSinRoPE):
             True,
         )
         return q.type_as(query), k.type_as(key)
-
-
-class PackedWeight(nn.Module):
-    """A copy of a weight [out, in] that oneDNN has laid out for its products; float32, CPU."""
-
-    address: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        # A tensor, since compiled code would keep a number as it was.
-        self.register_buffer(
-            "address", torch.zeros((), dtype=torch.int64, device="cpu"), persistent=False
-        )
-
-    def fill(self, weight: torch.Tensor) -> None:
-        self.handler = kernels.create_onednn_mm(weight.t(), KEPT_SHAPES)
-        self.address.copy_(self.handler.handler_tensor)
-
-    def empty(self) -> None:
-        del self.handler
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(*x.shape[:-1], self.handler.n)
-        torch.ops._C.onednn_mm(out, x.reshape(-1, self.handler.k), None, self.address)
-        return out
 
 
 class PackedLinear(Linear):
@@ -141,13 +116,6 @@ def use_kernels(config: Qwen3Model.Config, *, compiled: bool, packed: bool) -> N
                     place,
                     ours.Config(**{field.name: getattr(old, field.name) for field in fields(old)}),
                 )
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of vLLM packs weights of ``dtype``. torch packs others itself, where the
-    CPU knows them.
-    """
-    return dtype == torch.float32 and hasattr(torch.ops._C, "create_onednn_mm_handler")
 
 
 def pack(model: nn.Module) -> None:

@@ -31,7 +31,9 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.registry import ModelRegistry
 
-from rl.generation.kernels import can_pack, pack, unpack, use_kernels
+from rl.compat import titan
+from rl.compat.vllm_kernels import can_pack
+from rl.generation.kernels import KernelRoPE, pack, unpack, use_kernels
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelShape
 from rl.model.shards import Layout, local_shapes, local_shards
@@ -139,9 +141,8 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     if asked["expert_parallel"]:
         for layer in model.layers.values():
             layer.moe.routed_experts.token_dispatcher = OwnExperts(shape, tp=tp, rank=rank)
-    model._skip_lm_head = True  # vLLM asks for the logits of the last positions only
     pack(model)
-    return model
+    return titan.without_head(model)  # vLLM asks for the logits of the last positions only
 
 
 def _device(vllm_config: VllmConfig) -> torch.device:
@@ -173,7 +174,9 @@ def _make_rope_cache(model: Qwen3Model, device: torch.device) -> None:
     gigabytes.
     """
     ropes = [layer.attention.rope for layer in model.layers.values()]
-    ropes[0]._init_self_buffers(buffer_device=device)
+    ropes[0].init_states(buffer_device=device)
+    if isinstance(ropes[0], KernelRoPE):
+        ropes[0].halve_cache()
     for rope in ropes[1:]:
         rope.cache = ropes[0].cache
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from rl.compat.torch_internals import local_tensor
 
 
 class HostMemory:
@@ -51,11 +52,6 @@ class HostMemory:
     def _synchronize(self) -> None:
         if any(storage.device.type == "cuda" for storage, _ in self._away):
             torch.cuda.synchronize()
-
-
-def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, sharing memory with the parameter."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

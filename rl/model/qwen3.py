@@ -6,19 +6,12 @@ import dataclasses
 from typing import Any
 
 import torch
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.moe import MoE
-from torchtitan.models.qwen3 import (  # the registry's own building blocks, not exported by name
-    _EMBEDDING_INIT,
-    _EMBEDDING_SKIP_INIT,
-    _LINEAR_INIT,
-    Qwen3Model,
-    _build_qwen3_layers,
-    _build_qwen3_moe_layers,
-    _qwen3_norm,
-)
+from torchtitan.models.qwen3 import Qwen3Model
 
+from rl.compat import titan
 from rl.model.experts import Experts
 from rl.model.shape import ModelShape
 
@@ -28,7 +21,7 @@ def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> 
 
     ``inner_attention`` is a torchtitan module config, or a function from layer index to one.
     """
-    common: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "n_layers": shape.n_layers,
         "dim": shape.dim,
         "n_heads": shape.n_heads,
@@ -41,34 +34,25 @@ def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> 
         ),
     }
     if shape.num_experts:
-        layers = _build_qwen3_moe_layers(
-            **common,
-            moe_hidden_dim=shape.moe_hidden_dim,
-            num_experts=shape.num_experts,
-            top_k=shape.experts_per_token,
-            moe_comm_backend="standard",
-        )
+        sizes |= {
+            "moe_hidden_dim": shape.moe_hidden_dim,
+            "num_experts": shape.num_experts,
+            "top_k": shape.experts_per_token,
+            "moe_comm_backend": "standard",
+        }
     else:
-        layers = _build_qwen3_layers(**common, hidden_dim=shape.hidden_dim)
+        sizes["hidden_dim"] = shape.hidden_dim
+    layers = titan.qwen3_layers(**sizes)
     for index, layer in enumerate(layers):
         attention = inner_attention(index) if callable(inner_attention) else inner_attention
         layer.attention = dataclasses.replace(layer.attention, inner_attention=attention)
         if layer.moe is not None:
             layer.moe = _own_experts(layer.moe)
-    return Qwen3Model.Config(
+    return titan.qwen3_config(
+        layers,
         vocab_size=shape.vocab_size,
         dim=shape.dim,
-        norm=_qwen3_norm(shape.dim),
-        enable_weight_tying=shape.tie_embeddings,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=shape.vocab_size,
-            embedding_dim=shape.dim,
-            param_init=_EMBEDDING_SKIP_INIT if shape.tie_embeddings else _EMBEDDING_INIT,
-        ),
-        lm_head=Linear.Config(
-            in_features=shape.dim, out_features=shape.vocab_size, param_init=_LINEAR_INIT
-        ),
-        layers=layers,
+        tie_embeddings=shape.tie_embeddings,
     )
 
 

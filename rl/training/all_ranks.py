@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.utils import _DistWrapper
 
+from rl.compat.torch_checkpoint import first_rank_broadcasts, ranks_gather
 from rl.errors import RunError
 
 T = TypeVar("T")
@@ -15,7 +15,7 @@ T = TypeVar("T")
 def on_first_rank(what: str, step: Callable[[], T], *, advice: str = "") -> T:
     """What ``step`` returns on rank 0, on all ranks. Raises RunError, on all ranks, if it fails."""
     with failures_as_run_error(what, advice=advice):
-        return _DistWrapper(None, True, 0).broadcast(what, step)
+        return first_rank_broadcasts(what, step)
 
 
 def on_every_rank(what: str, step: Callable[[], T]) -> list[T]:
@@ -24,7 +24,7 @@ def on_every_rank(what: str, step: Callable[[], T]) -> list[T]:
     Raises RunError, on all ranks, if it fails on one.
     """
     with failures_as_run_error(what):
-        return _DistWrapper(None, True, 0).all_gather(what, step)
+        return ranks_gather(what, step)
 
 
 @contextlib.contextmanager

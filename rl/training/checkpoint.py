@@ -5,7 +5,7 @@ the world.
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torchtitan.components.checkpointer.base import LR_SCHEDULER, MODEL, OPTIMIZ
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
+from rl.compat.torch_internals import persistent_buffers
 from rl.disk import sync_folder
 from rl.errors import RunError
 from rl.model.shape import ModelConfig, shape_of
@@ -222,18 +223,11 @@ class _Weights(Stateful):
         self._model = model
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        named = [*self._model.named_parameters(), *_persistent_buffers(self._model)]
+        named = [*self._model.named_parameters(), *persistent_buffers(self._model)]
         return {canonical_fqn(name): tensor.detach() for name, tensor in named}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing: DCP has read into the parameters themselves."""
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer
 
 
 class _TrainState(Stateful):

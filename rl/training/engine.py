@@ -71,7 +71,7 @@ class TrainingEngine:
         self.dims.build_mesh()
 
         self.model = build_model(config, model, self.dims, head=head, seed=seed, folder=folder)
-        self._merged = MergedWeights(self.model)
+        self._merged = MergedWeights(self.model, config.lora)
         # After the model, whose initializers draw as much as a rank's shards ask for: from here on
         # all draw alike.
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])

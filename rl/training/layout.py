@@ -6,9 +6,9 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torchtitan.distributed import ParallelDims
 
+from rl.compat.torch_internals import part_at
 from rl.model.shape import ModelConfig
 from rl.model.shards import Box, Layout, Region
 from rl.training.config import TrainerConfig
@@ -59,8 +59,5 @@ def _boxes(
     are alike.
     """
     places = itertools.product(*map(range, mesh))
-    held = (
-        _compute_local_shape_and_global_offset(shape, mesh, list(place), placements)
-        for place in places
-    )
+    held = (part_at(place, shape, mesh, placements) for place in places)
     return [Box(offset, local) for local, offset in held]

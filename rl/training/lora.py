@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.lora import LoRAConverter
 
 from rl.model.shards import Box, Shards
 from rl.training.model import shards_of
@@ -46,9 +47,10 @@ class MergedWeights:
     the tests.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, lora: LoRAConverter.Config | None):
         self._model = model
         self._adapted = adapted_layers(model)
+        self._scaling = lora.alpha / lora.rank if lora is not None else 0.0
         self.buffers: dict[str, torch.Tensor] = {}
         """The memory of its own, by parameter."""
 
@@ -72,4 +74,4 @@ class MergedWeights:
             shard = shards[name]
             (a, b) = whole_adapter(layer)
             (rows, columns) = shard.box.slices_in(Box.whole(shard.shape))
-            merged.copy_(shard.tensor + layer._lora_scaling * (b[rows] @ a[:, columns]))
+            merged.copy_(shard.tensor + self._scaling * (b[rows] @ a[:, columns]))

@@ -8,10 +8,8 @@ from typing import Any
 import spmd_types as spmd
 import torch
 import torch.nn as nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.quantization import Float8LinearConverter
@@ -25,7 +23,8 @@ from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.tools.utils import set_default_dtype
 
-from rl.model.host_memory import local_tensor
+from rl.compat import titan
+from rl.compat.torch_internals import local_part, local_tensor, wait_for_local
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box, Region, Shard, Shards
@@ -38,10 +37,9 @@ from rl.training.values import ValueHead
 from rl.types import Head
 
 
+@titan.without_head
 class HeadedModel(Qwen3Model):
     """torchtitan's Qwen3 with a head of Tiller's; FSDP wants all of it in one forward."""
-
-    _skip_lm_head = True
 
     def forward(  # type: ignore[override]
         self,
@@ -204,9 +202,7 @@ def _keep_gradients_of_experts(model: Qwen3Model) -> None:
 
     def mend(_experts: nn.Module, args: tuple) -> tuple:
         x, scores, *routing = args
-        if isinstance(x._local_tensor, AsyncCollectiveTensor):
-            # torch's local_map waits too, but drops the gradient
-            x._local_tensor = x._local_tensor.trigger_wait()
+        wait_for_local(x)  # torch's local_map waits too, but drops the gradient
         # Each rank has a part of a score's gradient: unless added up here, DTensor scatters them
         # over uneven rows.
         return x, scores.redistribute(placements=scores.placements), *routing
@@ -220,7 +216,7 @@ def _keep_gradients_of_experts(model: Qwen3Model) -> None:
 def _init_parameters(model: nn.Module, seed: int) -> None:
     """torchtitan's initializers, drawn so that every layout starts from the same weights."""
     for prefix, module in model.named_modules():
-        initializers = getattr(module, "_param_init", None) or {}
+        initializers = titan.initializers(module)
         for name, parameter in module.named_parameters(recurse=False):
             init = initializers.get(name, skip_param_init)
             if init is skip_param_init:
@@ -250,9 +246,7 @@ def local_box(parameter: torch.Tensor) -> Box:
     """Which part of the whole parameter this rank holds."""
     if not isinstance(parameter, DTensor):
         return Box.whole(parameter.shape)
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    shape, offset = local_part(parameter)
     return Box(tuple(offset), tuple(shape))
 
 

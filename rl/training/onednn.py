@@ -4,6 +4,8 @@ long on AMD.
 
 import torch
 
+from rl.compat.torch_internals import onednn_linear
+
 _kernels: torch.library.Library | None = None  # they are undone with it
 
 
@@ -23,8 +25,7 @@ def use_onednn() -> None:
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if not (a.dtype == b.dtype == torch.float32 and a.numel() and b.numel()):
         return torch.addmm(a.new_zeros(()), a, b, beta=0)
-    times = torch.ops.mkldnn._linear_pointwise.default  # x @ weight.T
     # oneDNN's left side is copied: let that be the smaller
     if not a.is_contiguous() and b.numel() < a.numel():
-        return times(b.T, a, None, "none", [], "").T  # type: ignore[no-any-return]
-    return times(a, b.T, None, "none", [], "")  # type: ignore[no-any-return]
+        return onednn_linear(b.T, a).T
+    return onednn_linear(a, b.T)

@@ -11,10 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -24,29 +21,23 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.serialization import _get_layout
 
+from rl.compat.torch_checkpoint import METADATA_PARTS, set_element
 from rl.errors import RunError
 
 _ALLOWED = {
     (allowed.__module__, allowed.__qualname__): allowed
     for allowed in (
-        *(
-            Metadata,
-            StorageMeta,
-            MetadataIndex,
-            _StorageInfo,
-            BytesStorageMetadata,
-            TensorStorageMetadata,
-        ),
-        *(
-            ChunkStorageMetadata,
-            TensorProperties,
-            _MEM_FORMAT_ENCODING,
-            torch.Size,
-            _get_layout,
-            PosixPath,
-        ),
+        *METADATA_PARTS,
+        Metadata,
+        StorageMeta,
+        MetadataIndex,
+        BytesStorageMetadata,
+        TensorStorageMetadata,
+        ChunkStorageMetadata,
+        TensorProperties,
+        torch.Size,
+        PosixPath,
     )
 }
 """Classes in the metadata of a checkpoint; data types of torch are allowed too."""

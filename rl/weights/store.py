@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from monarch.actor import ProcMesh
 
+from rl.compat.torchstore_internals import torchstore
 from rl.model.shards import Shard
 from rl.weights.packed import SLOTS, PackedPublisher, PackedSubscriber, Read
-from rl.weights.torchstore_compat import torchstore
 from rl.weights.transport import Transfer
 
 STORE = "tiller"

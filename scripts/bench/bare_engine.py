@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
+from rl.compat.vllm_internals import model_of
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig, environment
 from rl.model.qwen3 import qwen3_config
@@ -151,7 +152,7 @@ def _start(kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path
         )
     )
     if kind == "unified":
-        model = engine.model_executor.driver_worker.get_model()
+        model = model_of(engine)
         weights = torch.load(folder / "weights.pt")
         for name, parameter in model.titan.named_parameters():
             parameter.data.copy_(weights[name])

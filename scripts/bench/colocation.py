@@ -24,8 +24,8 @@ from ranks import on_ranks
 
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
 from rl.algorithms.losses import ClippedLoss, ValueLoss
+from rl.compat.torch_internals import local_tensor
 from rl.controller.dispatch import Dispatch
-from rl.model.host_memory import local_tensor
 from rl.model.shape import ModelConfig
 from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine

@@ -139,10 +139,10 @@ def bare(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
 
 def transformers(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
     """transformers' Qwen3 with PyTorch's AdamW, in the same loop."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config
 
     config = Qwen3Config(**hf_config(shape_of(case.model)))
-    model = Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     weights = Qwen3StateDictAdapter(engine.model.config, None).to_hf(engine.model.state_dict())
     weights = {
         name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in weights.items()

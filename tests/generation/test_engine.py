@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rl.compat.vllm_internals import kv_caches
 from rl.errors import RunError
 from tests.generation.policies import EXPERTS, TIED_FUSED, UNTIED_SPLIT, Policy, error
 from tests.generation.ranks import finish, generate, push, request, write
@@ -231,7 +232,7 @@ def away_and_back(engine) -> dict[str, Any]:
     """Bytes of weights and cache before, meanwhile and afterwards; twice, since the second finds it
     away already.
     """
-    caches = engine._engine.model_executor.driver_worker.model_runner.kv_caches
+    caches = kv_caches(engine._engine)
 
     live = [shard.tensor for shard in engine.parameters()]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl.compat.vllm_internals import model_of
 from rl.errors import ConfigError
 from rl.generation.config import GeneratorConfig
 from tests.generation.policies import (
@@ -125,7 +126,7 @@ def test_a_degree_that_does_not_divide_the_model_is_refused():
 
 
 def logits_width(engine):
-    model = engine._engine.model_executor.driver_worker.get_model()
+    model = model_of(engine._engine)
     return model.compute_logits(torch.ones(1, SIZES["dim"])).shape[1]
 
 

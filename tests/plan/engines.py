@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from rl.compat.torch_internals import local_tensor
 from rl.config import RLConfig
-from rl.model.host_memory import local_tensor
 from rl.roles import roles_of
 from rl.training.engine import TrainingEngine
 from rl.training.model import named_adapters, named_weights

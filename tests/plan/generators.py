@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from rl.compat.vllm_internals import runner_of
 from tests.plan.resident import resident
 
 
 def held(engine: Any) -> dict[str, int]:
     """Bytes of parameters and KV cache."""
-    runner = engine._engine.model_executor.driver_worker.model_runner
+    runner = runner_of(engine._engine)
     caches = {
         cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes()
         for cache in runner.kv_caches

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torchtitan.components.lora import LoRAConverter
 
-from rl.model.host_memory import local_tensor
+from rl.compat.torch_internals import local_tensor
 from rl.model.shards import Box
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine

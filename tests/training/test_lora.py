@@ -11,8 +11,8 @@ from peft import PeftModel
 from torchtitan.components.lora import LoRAConverter
 from transformers import Qwen3ForCausalLM
 
+from rl.compat.torch_internals import local_tensor
 from rl.errors import RunError
-from rl.model.host_memory import local_tensor
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.model import is_adapter

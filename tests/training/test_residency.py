@@ -5,7 +5,7 @@ uses them.
 import pytest
 import torch
 
-from rl.model.host_memory import local_tensor
+from rl.compat.torch_internals import local_tensor
 from rl.training.checkpoint import Checkpointer
 from tests.training.scenes import (
     LOSS,

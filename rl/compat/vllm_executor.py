@@ -1,4 +1,4 @@
-"""How a generator's ranks meet: vLLM's external launcher, with names of the group's own."""
+"""vLLM's external launcher, with names of the group's own for what its ranks share."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,28 @@ from pathlib import Path
 from vllm.distributed import get_tp_group
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
+
+RELIES_ON = {
+    "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher._init_executor()": (
+        "no hook of vLLM's runs once all ranks have opened what they share"
+    ),
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor._distributed_args()": (
+        "no setting names the rendezvous of the external launcher"
+    ),
+    "vllm.distributed.parallel_state:GroupCoordinator.mq_broadcaster": (
+        "vLLM leaves the names of shared memory and sockets in the file system"
+    ),
+    "vllm.distributed.parallel_state:GroupCoordinator.device_communicator": "the same",
+    "vllm.distributed.device_communicators.shm_broadcast:MessageQueue.handle": "the same",
+    "vllm.distributed.device_communicators.shm_broadcast:Handle.local_subscribe_addr": "the same",
+    "vllm.distributed.device_communicators.shm_broadcast:Handle.local_notify_addr": "the same",
+    "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.dist_module": (
+        "the same"
+    ),
+    "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.group_name": (
+        "the same"
+    ),
+}
 
 SHARED_MEMORY = Path("/dev/shm")
 

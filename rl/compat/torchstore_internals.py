@@ -21,6 +21,13 @@ import torchstore.api
 
 __all__ = ["torchstore"]
 
+RELIES_ON = {
+    "torchstore.api:Controller": "torchstore.initialize spawns it and takes no other",
+    "monarch._src.actor.endpoint:EndpointProperty._method": (
+        "an endpoint does not say otherwise whether it is async"
+    ),
+}
+
 
 def _endpoints(actor: type) -> dict[str, Callable[..., Any]]:
     attributes = {name: inspect.getattr_static(actor, name) for name in dir(actor)}

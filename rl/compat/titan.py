@@ -1,0 +1,97 @@
+"""torchtitan's choice of a device, and its Qwen3 in any size, with or without a head.
+
+Imports torchtitan's models in the functions: they read the device when they are imported.
+"""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torchtitan.models.qwen3 import Qwen3Model
+
+T = TypeVar("T")
+
+RELIES_ON = {
+    "torchtitan.tools.utils:device_type": "torchtitan takes no argument for the device",
+    "torchtitan.tools.utils:device_module": "the same",
+    "torchtitan.models.qwen3:_build_qwen3_layers("
+    "n_layers, dim, n_heads, n_kv_heads, head_dim, hidden_dim, fuse_qkv, attn_backend, rope)": (
+        "the registry offers the published sizes alone"
+    ),
+    "torchtitan.models.qwen3:_build_qwen3_moe_layers("
+    "n_layers, dim, n_heads, n_kv_heads, head_dim, moe_hidden_dim, num_experts, top_k, fuse_qkv,"
+    " attn_backend, moe_comm_backend, rope)": "the same",
+    "torchtitan.models.qwen3:_qwen3_norm(dim)": "the same",
+    "torchtitan.models.qwen3:_EMBEDDING_INIT": "the same",
+    "torchtitan.models.qwen3:_EMBEDDING_SKIP_INIT": "the same",
+    "torchtitan.models.qwen3:_LINEAR_INIT": "the same",
+    "torchtitan.models.qwen3:Qwen3Model._skip_lm_head": (
+        "torchtitan's own loss over chunks sets it too; forward has no argument for it"
+    ),
+    "torchtitan.protocols.module:Module._param_init": (
+        "init_states draws numbers that depend on the layout"
+    ),
+    "torchtitan.components.checkpointer.dcp:CheckpointManager.dcp_load("
+    "state_dict, checkpoint_id, from_hf, from_quantized)": (
+        "rl.training.checkpoint overrides it: it unpickles whatever a checkpoint names"
+    ),
+    "torchtitan.components.checkpointer.dcp:CheckpointManager.save_future": (
+        "no public method says whether a save is under way"
+    ),
+}
+
+
+def tell_device(device_type: str, device_module: ModuleType) -> None:
+    """Set the device of all modules of torchtitan that were imported: each keeps a copy of the
+    choice.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan.") and hasattr(module, "device_type"):
+            vars(module).update(device_type=device_type, device_module=device_module)
+
+
+def qwen3_layers(**sizes: Any) -> list[Any]:
+    """Return configs of Qwen3's layers, with experts if ``num_experts`` is among the ``sizes``."""
+    from torchtitan.models import qwen3
+
+    mixture = "num_experts" in sizes
+    build = qwen3._build_qwen3_moe_layers if mixture else qwen3._build_qwen3_layers
+    return build(**sizes)  # type: ignore[no-any-return]
+
+
+def qwen3_config(
+    layers: list[Any], *, vocab_size: int, dim: int, tie_embeddings: bool
+) -> "Qwen3Model.Config":
+    """Return the config of a Qwen3 of these layers, with torchtitan's norm and initializers."""
+    from torchtitan.models import qwen3
+    from torchtitan.models.common import Embedding, Linear
+
+    return qwen3.Qwen3Model.Config(
+        vocab_size=vocab_size,
+        dim=dim,
+        norm=qwen3._qwen3_norm(dim),
+        enable_weight_tying=tie_embeddings,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=vocab_size,
+            embedding_dim=dim,
+            param_init=qwen3._EMBEDDING_SKIP_INIT if tie_embeddings else qwen3._EMBEDDING_INIT,
+        ),
+        lm_head=Linear.Config(
+            in_features=dim, out_features=vocab_size, param_init=qwen3._LINEAR_INIT
+        ),
+        layers=layers,
+    )
+
+
+def without_head(model: T) -> T:
+    """Return ``model``, a decoder or a class of them, whose forward now ends before the head."""
+    model._skip_lm_head = True  # type: ignore[attr-defined]
+    return model
+
+
+def initializers(module: Any) -> "dict[str, Callable[[torch.Tensor], Any]]":
+    """Return the initializers of the module's own parameters, by name."""
+    return getattr(module, "_param_init", None) or {}

@@ -1,0 +1,47 @@
+"""Steps that ranks take together, and parts of a checkpoint's metadata, from torch's DCP."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.serialization import _get_layout
+
+__all__ = ["METADATA_PARTS", "first_rank_broadcasts", "ranks_gather", "set_element"]
+
+T = TypeVar("T")
+
+RELIES_ON = {
+    "torch.distributed.checkpoint._nested_dict:set_element(root_dict, path, value)": (
+        "DefaultLoadPlanner.load_bytes, which reads and sets, allows any pickle"
+    ),
+    "torch.distributed.checkpoint.filesystem:_StorageInfo": "metadata files name it",
+    "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING": "metadata files name it",
+    "torch.serialization:_get_layout": "metadata files name it",
+    "torch.distributed.checkpoint.utils:_DistWrapper(group, use_dist, coordinator_rank)": (
+        "torch.distributed's collectives pass no exceptions on"
+    ),
+    "torch.distributed.checkpoint.utils:_DistWrapper.broadcast(step, map_fun)": "the same",
+    "torch.distributed.checkpoint.utils:_DistWrapper.all_gather(step, map_fun)": "the same",
+}
+
+METADATA_PARTS = (_StorageInfo, _MEM_FORMAT_ENCODING, _get_layout)
+"""Classes and a function that the pickled metadata of a checkpoint names."""
+
+
+def first_rank_broadcasts(what: str, step: Callable[[], T]) -> T:
+    """Return the result of ``step`` on rank 0, on all ranks.
+
+    Raises CheckpointException, on all ranks, if it fails.
+    """
+    return _DistWrapper(None, True, 0).broadcast(what, step)
+
+
+def ranks_gather(what: str, step: Callable[[], T]) -> list[T]:
+    """Return the results of ``step`` on all ranks, on all ranks.
+
+    Raises CheckpointException, on all ranks, if it fails on one.
+    """
+    return _DistWrapper(None, True, 0).all_gather(what, step)

@@ -1,0 +1,77 @@
+"""Local parts of DTensors, persistent buffers, and a product by oneDNN."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn as nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
+
+RELIES_ON = {
+    "torch.distributed.tensor:DTensor._local_tensor": (
+        "DTensor.to_local waits for a collective and returns a view that autograd follows"
+    ),
+    "torch.distributed._functional_collectives:AsyncCollectiveTensor.trigger_wait()": (
+        "DTensor.to_local, the public way to wait, does not change the DTensor"
+    ),
+    "torch.distributed.tensor._utils:"
+    "compute_local_shape_and_global_offset(global_shape, mesh, placements)": (
+        "DTensor has no method that says where its shard begins"
+    ),
+    "torch.distributed.tensor._utils:"
+    "_compute_local_shape_and_global_offset(global_shape, mesh_shape, my_coordinate, placements)": (
+        "the one above answers for this rank alone"
+    ),
+    "torch.nn:Module._non_persistent_buffers_set": (
+        "Module.state_dict would run the hooks of FSDP, which gather"
+    ),
+    "torch:ops.mkldnn._linear_pointwise(X, W, B, attr, scalars, algorithm)": (
+        "torch has no public way to choose oneDNN for a product"
+    ),
+}
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard, which shares memory with the parameter."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def wait_for_local(tensor: DTensor) -> None:
+    """Wait for the collective that makes the local part of ``tensor``, if one is under way."""
+    if isinstance(tensor._local_tensor, AsyncCollectiveTensor):
+        tensor._local_tensor = tensor._local_tensor.trigger_wait()
+
+
+def local_part(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and offset of this rank's shard in the whole tensor."""
+    return compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+
+
+def part_at(
+    place: Sequence[int],
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    placements: tuple[Placement, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and offset of the shard at ``place`` of a mesh of the given shape."""
+    return _compute_local_shape_and_global_offset(shape, mesh, list(place), placements)
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that belong to the state of ``model``, by name."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``x @ weight.T``, computed by oneDNN on the CPU."""
+    times = torch.ops.mkldnn._linear_pointwise.default
+    return times(x, weight, None, "none", [], "")  # type: ignore[no-any-return]

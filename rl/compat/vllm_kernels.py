@@ -1,0 +1,66 @@
+"""vLLM's own kernels, as functions and as a module."""
+
+import torch
+from torch import nn
+from vllm import _custom_ops
+from vllm.platforms import current_platform
+
+RELIES_ON = {
+    "vllm._custom_ops:rms_norm(out, input, weight, epsilon)": (
+        "vLLM's public layer has a parameter of its own"
+    ),
+    "vllm._custom_ops:rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)": (
+        "vLLM's public layer has a cache of its own"
+    ),
+}
+if current_platform.is_cpu():
+    RELIES_ON |= {
+        "vllm._custom_ops:create_onednn_mm(weight, primitive_cache_size)": (
+            "vLLM has no public way to pack a weight"
+        ),
+        "vllm._custom_ops:CPUDNNLGEMMHandler.handler_tensor": "the same",
+        "vllm._custom_ops:CPUDNNLGEMMHandler.n": "the same",
+        "vllm._custom_ops:CPUDNNLGEMMHandler.k": "the same",
+        "vllm._custom_ops:torch.ops._C.create_onednn_mm_handler": "the same",
+        "vllm._custom_ops:torch.ops._C.onednn_mm(c, a, bias, handler_tensor)": (
+            "_custom_ops.onednn_mm cannot take the handler's address from a buffer"
+        ),
+    }
+
+KEPT_SHAPES = 32
+"""Numbers of tokens for which a product's kernel is kept, as vLLM has it."""
+
+rms_norm = _custom_ops.rms_norm
+rotary_embedding = _custom_ops.rotary_embedding
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of vLLM packs weights of ``dtype``. torch packs others itself, where the
+    CPU knows them.
+    """
+    return dtype == torch.float32 and hasattr(torch.ops._C, "create_onednn_mm_handler")
+
+
+class PackedWeight(nn.Module):
+    """A copy of a weight [out, in] that oneDNN has laid out for its products; float32, CPU."""
+
+    address: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A tensor, since compiled code would keep a number as it was.
+        self.register_buffer(
+            "address", torch.zeros((), dtype=torch.int64, device="cpu"), persistent=False
+        )
+
+    def fill(self, weight: torch.Tensor) -> None:
+        self.handler = _custom_ops.create_onednn_mm(weight.t(), KEPT_SHAPES)
+        self.address.copy_(self.handler.handler_tensor)
+
+    def empty(self) -> None:
+        del self.handler
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(*x.shape[:-1], self.handler.n)
+        torch.ops._C.onednn_mm(out, x.reshape(-1, self.handler.k), None, self.address)
+        return out

@@ -1,0 +1,189 @@
+"""The private names that ``rl.compat`` relies on are where they were, and nobody else uses any."""
+
+import ast
+import dis
+import importlib
+import inspect
+import re
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import packages_distributions, version
+from multiprocessing import get_context
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+
+from rl.compat import WRITTEN_FOR
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(path.stem for path in (ROOT / "rl/compat").glob("[!_]*.py"))
+FOREIGN = {*WRITTEN_FOR, "torchao", "transformers"}
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[ProcessPoolExecutor]:
+    """A process that may import vLLM, which changes the environment."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        yield process
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_installed_packages_have_every_name_that_compat_relies_on(elsewhere, module):
+    sentences = elsewhere.submit(moved_from, module).result(timeout=300)
+    assert not sentences, "\n".join(sentences)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.nn:Module._gone",
+        "torch.nn:Module.register_buffer(name, tensor, _gone)",
+        "torch.nn:Module.register_buffer(tensor, name)",
+        "torch.nn._gone:Module",
+        "torch:ops.mkldnn._linear_pointwise(X, _gone)",
+    ],
+)
+def test_a_name_that_is_gone_or_takes_other_parameters_fails_with_a_sentence(name):
+    assert moved("torch_internals", [name]) == [
+        f"torch {version('torch')}: {name} is gone or changed; rl/compat/torch_internals.py was "
+        f"written for {WRITTEN_FOR['torch']}: port it"
+    ]
+
+
+def test_compat_was_written_for_the_versions_that_are_pinned():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    pins = dict(pin.split("==") for group in groups for pin in group if "==" in pin)
+    names = {"monarch": "torchmonarch"}
+    assert {name: pins[names.get(name, name)] for name in WRITTEN_FOR} == WRITTEN_FOR
+
+
+@pytest.mark.parametrize("folder", ["rl", "configs", "scripts"])
+def test_only_compat_uses_private_names_of_other_packages(elsewhere, folder):
+    known = elsewhere.submit(private_names).result(timeout=300)
+    paths = [path for path in (ROOT / folder).rglob("*.py") if path.parent.name != "compat"]
+    uses = [
+        f"{path.relative_to(ROOT)}:{use} is private to another package: move it to rl/compat"
+        for path in paths
+        for use in private_uses(path.read_text(), known)
+    ]
+    assert not uses, "\n".join(uses)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch.nn._x import y",
+        "from torch import _x",
+        "import torch._x",
+        "import torch.nn as nn\nnn.Module._x()",
+        "from torch.nn import Module\nModule._x",
+        "anything._local_tensor",
+        "getattr(anything, '_local_tensor')",
+    ],
+)
+def test_the_search_finds_each_way_to_a_private_name(code):
+    assert len(private_uses(code, {"_local_tensor"})) == 1
+
+
+def moved_from(module: str) -> list[str]:
+    """Return a sentence for each name in the table of ``module`` that is not as it was."""
+    return moved(module, importlib.import_module(f"rl.compat.{module}").RELIES_ON)
+
+
+def moved(module: str, names: Any) -> list[str]:
+    sentences = []
+    for name in names:
+        package = name.partition(":")[0].partition(".")[0]
+        if not is_there(name):
+            installed = version(packages_distributions()[package][0])
+            sentences.append(
+                f"{package} {installed}: {name} is gone or changed; rl/compat/{module}.py was "
+                f"written for {WRITTEN_FOR[package]}: port it"
+            )
+    return sentences
+
+
+def is_there(name: str) -> bool:
+    """Whether "module:path(parameters)" exists and takes the parameters, in this order."""
+    module, path, parameters = re.fullmatch(r"([\w.]+):([\w.]+)(?:\((.*)\))?", name).groups()
+    *owners, last = path.split(".")
+    try:
+        found = importlib.import_module(module)
+        for each in owners:
+            found = getattr(found, each)
+    except (ImportError, AttributeError):
+        return False
+    if not hasattr(found, last):
+        return parameters is None and inspect.isclass(found) and last in attributes(found)
+    asked = (parameters or "").replace(",", " ").split()
+    return not asked or [each for each in taken(getattr(found, last)) if each in asked] == asked
+
+
+def taken(function: Any) -> list[str]:
+    """Return the names of the parameters of a function, a class or an operator of torch."""
+    if hasattr(function, "overloads"):
+        return [argument.name for argument in function.default._schema.arguments]
+    return list(inspect.signature(function).parameters)
+
+
+def attributes(kind: type) -> set[str]:
+    """Return the attributes that instances get by annotation or in a method."""
+    names = set()
+    for each in kind.__mro__:
+        names |= inspect.get_annotations(each).keys()
+        for member in vars(each).values():
+            code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+            names |= stored(code) if code else set()
+    return names
+
+
+def stored(code: CodeType) -> set[str]:
+    return {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
+
+
+def private_names() -> set[str]:
+    """Return the names with an underscore in all tables."""
+    tables = [importlib.import_module(f"rl.compat.{module}").RELIES_ON for module in MODULES]
+    names = {name.partition("(")[0].split(".")[-1] for table in tables for name in table}
+    return {name for name in names if is_private(name)}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_uses(code: str, known: set[str]) -> list[str]:
+    """Return "line: name" of each private name of a foreign package in ``code``, and of each of the
+    ``known`` names.
+    """
+    tree = ast.parse(code)
+    foreign = set()
+    uses = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            targets = [(f"{node.module}.{each.name}", each) for each in node.names]
+        elif isinstance(node, ast.Import):
+            targets = [(each.name, each) for each in node.names]
+        else:
+            continue
+        for target, each in targets:
+            if target.partition(".")[0] in FOREIGN:
+                foreign.add((each.asname or each.name).partition(".")[0])
+                uses += [
+                    f"{node.lineno}: {target}" for part in target.split(".") if is_private(part)
+                ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            is_foreign = isinstance(root, ast.Name) and root.id in foreign
+            if node.attr in known or is_foreign:
+                uses.append(f"{node.lineno}: {node.attr}")
+        elif isinstance(node, ast.Constant) and node.value in known:
+            uses.append(f"{node.lineno}: {node.value!r}")
+    return uses

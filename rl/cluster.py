@@ -85,45 +85,53 @@ def _known(name: str) -> DeviceName:
 
 @dataclass(kw_only=True, slots=True)
 class HardwareConfig:
-    """What a run is to run on; ``plan`` counts with it, and a run refuses to start on something
-    else.
+    """Hardware that a run is planned for. ``python -m rl.plan`` computes with these figures, and a
+    run refuses to start on another kind of device.
     """
 
     device: Literal["auto", DeviceName] = "auto"
-    """``auto``: whatever the host has on which the config is read. Name it where that is another,
-    as a login node."""
+    """Kind of device. ``auto`` takes that of the current host; name it if the run uses another, for
+    example when it is submitted from a login node."""
 
     gpus_per_node: Annotated[int, at_least(0, MAX_GPUS)] = 0
-    """0 for as many as this host has."""
+    """Number of GPUs per node; 0 for as many as the current host has."""
 
     memory_gib: Annotated[float, _FIGURE] = 0.0
-    """Of a device, as the other figures; 0 for what its data sheet says. On CPU, of a rank."""
+    """Memory of a device in GiB; on CPU, of a rank. 0 uses the data sheet's."""
 
     tflops: Annotated[float, _FIGURE] = 0.0
+    """Dense bfloat16 throughput of a device in TFLOP/s. 0 uses the data sheet's."""
+
     memory_gb_s: Annotated[float, _FIGURE] = 0.0
+    """Memory bandwidth of a device in GB/s. 0 uses the data sheet's."""
+
     link_gb_s: Annotated[float, _FIGURE] = 0.0
+    """Bandwidth from a device to the others of its node, in GB/s in one direction. 0 uses the data
+    sheet's."""
+
     network_gb_s: Annotated[float, _FIGURE] = 0.0
+    """Bandwidth from a device to other nodes, in GB/s in one direction. 0 uses the data sheet's."""
 
     host_memory_gib: Annotated[float, _FIGURE] = 0.0
-    """Of a node, for all its ranks; 0 for 2048 where there are GPUs, else for what this host
-    has."""
+    """Memory of a node in GiB, for all its ranks. 0 for 2048 with GPUs, and for that of the current
+    host on CPU."""
 
     training_efficiency: Annotated[float, above(0, 1)] = 0.4
-    """Share of ``tflops`` that training keeps up (MFU): an assumption of ``plan``, to be replaced
-    by what you see."""
+    """Share of ``tflops`` that training achieves (MFU). An assumption of ``rl.plan``, to be
+    replaced by a measured value."""
 
     generation_efficiency: Annotated[float, above(0, 1)] = 0.6
-    """Share of ``memory_gb_s`` that generation keeps up: another."""
+    """Share of ``memory_gb_s`` that generation achieves, an assumption as well."""
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
-        """What the run computes on."""
+        """Kind of backend that the run computes on."""
         if self.device == "auto":
             return "cuda" if device_type() == "cuda" else "cpu"
         return "cpu" if self.device == "cpu" else "cuda"
 
     def require_here(self) -> None:
-        """Raise ConfigError unless this host computes on it."""
+        """Raise ConfigError unless this host has the device."""
         require(
             self.kind == device_type(),
             f"hardware.device is {self.device!r}; this host computes on {device_type()}: start the "
@@ -132,14 +140,14 @@ class HardwareConfig:
 
     @property
     def computes_float8(self) -> bool:
-        """Without emulating it."""
+        """Whether the device computes in float8 without emulation."""
         if self.device == "auto":
             return has_cuda_capability(8, 9) or has_rocm_capability(9, 4)
         return DEVICES[self.device].float8_tflops > 0
 
     @property
     def figures(self) -> Device:
-        """Of its device: those given here, else those of the data sheet."""
+        """Figures of the device: those given here, otherwise those of the data sheet."""
         named = (
             self.device
             if self.device != "auto"
@@ -156,80 +164,94 @@ class HardwareConfig:
 
     @property
     def host_gib(self) -> float:
-        """Memory of a node."""
+        """Memory of a node in GiB."""
         here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         return self.host_memory_gib or (2048.0 if self.kind == "cuda" else here)
 
     @property
     def gpus(self) -> int:
-        """Of each node; 0 on CPU."""
+        """Number of GPUs per node; 0 on CPU."""
         return 0 if self.kind == "cpu" else self.gpus_per_node or device_count()
 
 
 @dataclass(kw_only=True, slots=True)
 class SlurmConfig:
-    """What ``python -m rl.launch slurm`` asks for.
+    """Resources and options of ``python -m rl.launch slurm``.
 
-    What is empty or 0 is left to the site's defaults.
+    Empty fields and 0 leave a setting to the site's defaults.
     """
 
     partition: str = ""
+    """Partition to submit to."""
+
     account: str = ""
+    """Account to charge."""
+
     qos: str = ""
+    """Quality of service to request."""
+
     time: str = ""
-    """Limit, as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS. A run that needs longer goes on
-    after it."""
+    """Time limit of an attempt in Slurm's format: minutes, ``HH:MM:SS`` or ``D-HH:MM:SS``. A run
+    that needs longer resumes in the next attempt."""
 
     nodes: Annotated[int, at_least(0, MAX_NODES)] = 0
-    """0 for as many as trainer and generators need; more are spares for nodes that do not come
-    up."""
+    """Number of nodes; 0 for as many as trainer and generators need. Any more are spares for nodes
+    that do not come up."""
 
     gpus_per_node: Annotated[int | None, at_least(0, MAX_GPUS)] = None
-    """None for hardware.gpus_per_node. 0 asks for none, where ``extra`` has the site's own way to
-    say it."""
+    """Number of GPUs to request per node; None for ``hardware.gpus_per_node``. 0 requests none, for
+    sites whose own option is given in ``extra``."""
 
     cpus_per_node: Annotated[int, at_least(0, 10**5)] = 0
-    """CPUs of each node."""
+    """Number of CPUs to request per node."""
 
     memory: str = ""
-    """Of each node, as ``500G``; ``0`` for all of it."""
+    """Memory to request per node, such as ``500G``; ``0`` for all of it."""
 
     constraint: str = ""
+    """Features that nodes must have."""
+
     nodelist: str = ""
+    """Nodes that the job must get."""
+
     exclude: str = ""
+    """Nodes that the job must not get."""
+
     exclusive: bool = True
-    """Whether to have the nodes alone."""
+    """Whether to share the nodes with no other job."""
 
     extra: list[str] = field(default_factory=list)
-    """More options of sbatch, as ``--reservation=mine``."""
+    """Additional options of sbatch, such as ``--reservation=mine``."""
 
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables for every process. They stand in the script: secrets do not belong here, they are
-    inherited from the shell that submits."""
+    """Environment variables of every process. They are written to the job script, so do not put
+    secrets here: these are inherited from the shell that submits."""
 
     prelude: list[str] = field(default_factory=list)
-    """Lines of bash before anything else on the first node, as ``module load cuda``; all nodes get
-    what they export."""
+    """Lines of bash that run before anything else on the first node, such as ``module load cuda``.
+    All nodes get the variables that they export."""
 
     container_image: str = ""
-    """Run in this image, by Slurm's pyxis, with its ``python``; Tiller lies there, or is mounted,
-    where it is here."""
+    """Image to run in, by Slurm's pyxis, with its ``python``. Tiller must be in the image, or be
+    mounted, at the same path as here."""
 
     container_mounts: list[str] = field(default_factory=list)
-    """``HOST:CONTAINER`` folders; the run folder and the current folder among them."""
+    """Folders to mount, as ``HOST:CONTAINER``. They must include the run folder and the current
+    folder."""
 
     warn_s: Annotated[int, at_least(1, YEAR_S)] = 300
-    """Seconds before the limit at which the run is told to finish its step, save and leave. More
-    than both take."""
+    """Number of seconds before the time limit at which the run is told to finish its step, save and
+    exit. Must be longer than both take."""
 
     max_restarts: Annotated[int, at_least(0, 10**6)] = 20
-    """Attempts after the first, whatever ended it: limit, preemption, a lost node."""
+    """Number of attempts after the first, whatever ended it: the time limit, a preemption or a lost
+    node."""
 
     @property
     def time_s(self) -> int | None:
-        """Seconds of ``time``; None where that is empty.
+        """Number of seconds in ``time``; None if it is empty.
 
-        Raises ValueError for what is no time of Slurm's.
+        Raises ValueError if it is not in Slurm's format.
         """
         if not self.time:
             return None
@@ -244,30 +266,33 @@ class SlurmConfig:
 
 @dataclass(kw_only=True, slots=True)
 class KubernetesConfig:
-    """What ``python -m rl.launch kubernetes`` renders.
+    """Settings of the manifests that ``python -m rl.launch kubernetes`` renders.
 
-    The manifests are tested; no run on a cluster was.
+    The manifests are tested; they have not been run on a cluster.
     """
 
     namespace: str = "default"
+    """Namespace of the objects."""
+
     image: str = ""
-    """With Tiller in it, where it is on this host, and its packages for ``python``."""
+    """Image with Tiller at the same path as on this host, and its packages installed for
+    ``python``."""
 
     claim: str = ""
-    """A PersistentVolumeClaim that many nodes can write; the run folder and what the run reads lie
-    there."""
+    """PersistentVolumeClaim that many nodes can write. It holds the run folder and the files that
+    the run reads."""
 
     mount: str = "/runs"
-    """Where pods have it."""
+    """Path at which pods mount the claim."""
 
     secret: str = ""
-    """A Secret whose entries every process gets as variables."""
+    """Secret whose entries become environment variables of every process; empty for none."""
 
     shared_memory: str = "64Gi"
-    """Most that a node's processes may have in /dev/shm."""
+    """Maximum size of /dev/shm for the processes of a node."""
 
     warn_s: Annotated[int, at_least(1, YEAR_S)] = 300
-    """Seconds that a pod has to save when it is told to end."""
+    """Number of seconds that a pod has for saving when it is told to end."""
 
     max_restarts: Annotated[int, at_least(0, 10**6)] = 20
-    """Attempts after the first."""
+    """Number of attempts after the first."""

@@ -36,273 +36,299 @@ from rl.weights.config import WeightPushConfig
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
-    """What is sampled for each step."""
+    """Sampling of the completions that each step trains on."""
 
     prompts_per_step: Annotated[int, at_least(1, 10**6)] = 32
-    """Prompts whose completions a step trains on."""
+    """Number of prompts whose completions a step trains on."""
 
     samples_per_prompt: Annotated[int, at_least(2, 10**5)] = 8
-    """Completions per prompt: the group that advantages compare."""
+    """Number of completions per prompt. They form the group over which advantages are compared."""
 
     max_tokens: Annotated[int, at_least(1, 10**8)] = 256
-    """Longest completion, in tokens."""
+    """Maximum length of a completion, in tokens."""
 
     temperature: Annotated[float, at_least(MIN_TEMPERATURE, 100)] = 1.0
-    """Above 0. Behaviour and trainer log-probs are both of this distribution."""
+    """Sampling temperature. The log-probs of generator and trainer are both those of the
+    distribution at this temperature."""
 
     top_p: Annotated[float, SHARE] = 1.0
-    """Below 1 is refused: the trainer could not compute the same log-probs."""
+    """Threshold of nucleus sampling. Only 1 is accepted: the trainer cannot compute the log-probs
+    of a truncated distribution."""
 
     top_k: Annotated[int, at_least(0)] = 0
-    """Above 0 is refused, as top_p below 1 is."""
+    """Number of most likely tokens to sample from; 0 for all. Only 0 is accepted, for the same
+    reason as with ``top_p``."""
 
     max_staleness: Annotated[int, at_least(0, 10**4)] = 0
-    """Steps by which the weights that drew any token may be older than those its step begins with.
-    0 is lockstep: one batch is generated, then trained on. Above it, generation, scoring, training
-    and the push run side by side."""
+    """Maximum number of steps by which the weights that drew a token may be older than the weights
+    at the start of the step that trains on it. 0 is lockstep: a batch is generated, then trained
+    on. Above 0, generation, scoring, training and the weight push overlap."""
 
     pipeline: Literal["deterministic", "asynchronous"] = "deterministic"
-    """What decides which weights draw a token.
+    """Rule for which weights draw a token.
 
-    - ``deterministic``: the config. Batch k comes from exactly the weights of step k -
-      max_staleness, in the order of the prompts: the same numbers in every run, and after every
-      restart.
-    - ``asynchronous``: the clock. Weights change under requests in flight, and groups are trained
-      on as they finish, long ones passed over for as long as the bound allows.
+    - ``deterministic``: The config decides. Batch k comes from exactly the weights of step k -
+      max_staleness, in the order of the prompts. The numbers are the same in every run and after
+      every restart.
+    - ``asynchronous``: Timing decides. Weights change while requests are in flight, and groups are
+      trained on in the order in which they finish. Long groups may be passed over for as long as
+      ``max_staleness`` allows.
     """
 
     stream_chunks: Annotated[int, at_least(1, 10**6), PERFORMANCE] = 1
-    """Into how many parts a step's groups are cut, each trained on as soon as its groups have
-    finished. The gradient is the same. Above 1 only where the pipeline is asynchronous."""
+    """Number of chunks that a step's groups are split into. Each chunk is trained on as soon as its
+    groups have finished; the gradient is the same. More than 1 requires the asynchronous
+    pipeline."""
 
     max_resampled_groups: Annotated[int, at_least(0, 10**6)] = 0
-    """Groups per step that are put aside because all their rewards are equal, which teaches
-    nothing, with the next prompts in their place (DAPO's dynamic sampling, arXiv:2503.14476,
-    section 3.2)."""
+    """Maximum number of groups per step that are set aside because all their rewards are equal, and
+    replaced by the next prompts (dynamic sampling of DAPO, arXiv:2503.14476, section 3.2)."""
 
     reward_workers: Annotated[int, at_least(0, 10**4), PERFORMANCE] = 1
-    """Processes that score completions; what a reward starts ends with its process. 0 scores in the
-    controller's own, where a reward that hangs or crashes takes the run with it, and what it starts
-    is not ended."""
+    """Number of processes that score completions. Processes that a reward starts end with its
+    worker. 0 scores in the controller's process, where a reward that hangs or crashes ends the run
+    and the processes that it starts are not ended."""
 
     max_lost: Annotated[float, SHARE, COSMETIC] = 0.1
-    """Share of the last 100 groups, or of one step's where these are more, that may be lost because
-    their reward raised, hung or made no sense. Above it the run fails."""
+    """Maximum share of groups that may be lost because their reward raised an error, hung or
+    returned an invalid value. It is measured over the last 100 groups, or over one step's groups if
+    they are more. Above it the run fails."""
 
     recorded_per_step: Annotated[int, at_least(0), COSMETIC] = 4
-    """Rollouts of each step that are written to rollouts.jsonl."""
+    """Number of rollouts of each step that are written to ``rollouts.jsonl``."""
 
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
-    """What the rollouts teach, and in how many optimizer steps."""
+    """Advantages, loss and number of optimizer steps of a batch."""
 
     advantage: AdvantageEstimator.Config = field(default_factory=GroupAdvantage.Config)
-    """How much better a token was than expected."""
+    """Estimator of each token's advantage."""
 
     loss: PolicyLoss.Config = field(default_factory=ClippedLoss.Config)
-    """What each token costs; ``grpo()``, ``dapo()`` and others of rl.algorithms.losses make
-    some."""
+    """Loss of the policy. ``grpo()``, ``dapo()`` and other functions in ``rl.algorithms.losses``
+    return common ones."""
 
     corrections: tuple[Correction.Config, ...] = ()
-    """Weights for tokens that were not drawn from the weights they train; their product counts.
-    They need the trainer's own log-probs, so that proximal is ``recomputed`` with any."""
+    """Weights of tokens that were not drawn from the weights they train; a token's weight is the
+    product of all. They need the trainer's own log-probs, so any correction implies ``recomputed``
+    for ``proximal``."""
 
     proximal: Literal["behaviour", "recomputed"] = "behaviour"
     """Log-probs in the denominator of the loss's importance ratio.
 
-    - ``behaviour``: those of the generators, which drew the tokens.
-    - ``recomputed``: those of the trainer before the step's first update, one forward pass more.
-      This is not decoupled PPO (arXiv:2110.00641, arXiv:2505.24298), which also weighs each token
-      by the ratio of the trainer's probability to the generator's.
+    - ``behaviour``: Log-probs of the generators, which drew the tokens.
+    - ``recomputed``: Log-probs of the trainer before the step's first update, which takes one more
+      forward pass. This is not decoupled PPO (arXiv:2110.00641, arXiv:2505.24298), which also
+      weights each token by the ratio of the trainer's probability to the generator's.
       ``corrections=(TruncatedIS.Config(),)`` adds that weight, capped.
     """
 
     reward_kl_coef: Annotated[float, at_least(0, 1e6)] = 0.0
-    """Penalty in each token's reward: this times the divergence from the reference policy. Or set
-    loss.kl_coef."""
+    """Coefficient of a KL penalty against the reference policy in each token's reward. Only one of
+    this and ``loss.kl_coef`` may be above 0."""
 
     reward_kl_estimator: Estimator = "k1"
-    """How that divergence is estimated."""
+    """Estimator of the KL divergence in the reward."""
 
     adaptive_kl: AdaptiveKL.Config = field(default_factory=AdaptiveKL.Config)
-    """Steers whichever of these coefficients is above 0."""
+    """Adaptation of the KL coefficient that is above 0, in the loss or in the reward."""
 
     overlong_buffer: Annotated[int, at_least(0, 10**8)] = 0
-    """Tokens before rollout.max_tokens over which a completion's reward falls by up to 1 (DAPO,
-    arXiv:2503.14476, section 3.4); 0 for none."""
+    """Number of tokens before ``rollout.max_tokens`` over which a completion's reward decreases
+    linearly by up to 1 (DAPO, arXiv:2503.14476, section 3.4). 0 disables it."""
 
     update_epochs: Annotated[int, at_least(1, 10**4)] = 1
-    """How often a step's rollouts are gone through."""
+    """Number of passes over the rollouts of a step."""
 
     prompts_per_minibatch: Annotated[int, at_least(0, 10**6)] = 0
-    """Prompts per optimizer step, by whose samples' number the rollouts of a step are cut, in an
-    order that seed, step and epoch give; 0 for all of a step's."""
+    """Number of prompts per optimizer step; must divide ``rollout.prompts_per_step``. The rollouts
+    of a step are split into minibatches of as many rollouts as these prompts have, in an order that
+    follows from seed, step and epoch. 0 for one minibatch."""
 
     @property
     def kl_coef(self) -> float:
-        """Of the penalty, in loss or reward."""
+        """Coefficient of the KL penalty, in loss or reward."""
         return self.loss.kl_coef or self.reward_kl_coef
 
     @property
     def recomputes(self) -> bool:
-        """Whether a step begins with the trainer's log-probs of its rollouts."""
+        """Whether a step starts with the trainer's log-probs of its rollouts."""
         return self.proximal == "recomputed" or bool(self.corrections)
 
     @property
     def proximal_column(self) -> str:
-        """Where the batch has what the importance ratio is against."""
+        """Name of the batch column in the denominator of the importance ratio."""
         return "proximal_logprobs" if self.recomputes else "behaviour_logprobs"
 
 
 @dataclass(kw_only=True, slots=True)
 class ReferenceConfig:
-    """The policy that a KL penalty holds on to: a mesh of its own, there where any coefficient is
-    above 0. It has the trainer's config but for what stands here.
+    """Frozen policy of a KL penalty, on a mesh of its own; present if a KL coefficient is above 0.
+    All other settings are those of the trainer.
     """
 
     parallelism: ParallelismConfig = field(default_factory=one_rank)
-    """Any; its ranks are the product of the degrees."""
+    """Parallelism degrees; the number of ranks is their product."""
 
     refresh_every: Annotated[int, at_least(0), NUMERICS] = 0
-    """Steps after which it becomes what the policy is then; 0 for never."""
+    """Number of steps after which the reference becomes a copy of the current policy; 0 for
+    never."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CriticConfig:
-    """What expects a value before each token: a mesh of its own, there where algorithm.advantage
-    needs values. The policy's trunk with a head of one number; it has the trainer's config but for
-    what stands here.
+    """Model that estimates values, on a mesh of its own; present if ``algorithm.advantage`` needs
+    values. It is the policy's trunk with a value head. All other settings are those of the
+    trainer.
     """
 
     parallelism: ParallelismConfig = field(default_factory=one_rank)
-    """Any; its ranks are the product of the degrees."""
+    """Parallelism degrees; the number of ranks is their product."""
 
     optimizer: Annotated[OptimizersContainer.Config, NUMERICS] = field(
         default_factory=lambda: default_adamw(lr=1e-5)
     )
+    """Optimizer of the critic."""
+
     lr_scheduler: Annotated[LRSchedulersContainer.Config, NUMERICS] = field(
         default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
     )
+    """Learning rate schedule of the critic."""
 
     loss: Annotated[ValueLoss.Config, NUMERICS] = field(default_factory=ValueLoss.Config)
-    """Of a token's value. Tokens weigh as in algorithm.loss."""
+    """Loss of a token's value. Tokens are weighted as in ``algorithm.loss``."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RoleConfig:
-    """A frozen model beside the policy, a mesh of its own: a teacher, a reward model, or what a
-    loss of yours needs. It has the trainer's config but for what stands here.
+    """Frozen model next to the policy, on a mesh of its own: a teacher, a reward model or an input
+    of a custom loss. All other settings are those of the trainer.
     """
 
     model: ModelConfig
-    """Of the policy's vocabulary; its weights are those of ``hf_path`` or, always where it gives
-    values, of ``checkpoint``."""
+    """Model with the policy's vocabulary. Its weights are those of ``checkpoint``, or of
+    ``model.hf_path`` if the head is ``logprobs`` and ``checkpoint`` is not set."""
 
     parallelism: ParallelismConfig = field(default_factory=one_rank)
-    """Any; its ranks are the product of the degrees."""
+    """Parallelism degrees; the number of ranks is their product."""
 
     checkpoint: str | None = None
-    """A step's folder among the checkpoints of a run's trainer or critic."""
+    """Folder of one step among the checkpoints of a run's trainer or critic."""
 
     head: Head = "logprobs"
-    """Whether it gives log-probs of the policy's tokens, or values as a critic does."""
+    """Output of the model: log-probs of the policy's tokens, or values like a critic."""
 
     column: str = ""
-    """Under which name the loss sees these, as ``teacher_logprobs``; empty where it does not."""
+    """Name under which the loss receives the output, such as ``teacher_logprobs``; empty if it does
+    not."""
 
     reward_weight: Annotated[float, SIGNED] = 0.0
-    """For a reward model, which is one with values: this times its value of the whole completion is
-    added to the task's reward before advantages are computed."""
+    """Weight of a reward model, whose head is ``values``. This times its value of the whole
+    completion is added to the task's reward before advantages are computed."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
-    """Held-out prompts, after training and on the way."""
+    """Evaluation on held-out prompts, after training and during it."""
 
     every: Annotated[int, at_least(0)] = 0
-    """Steps between evaluations on the way, which run behind training; 0 for none. They go to
-    evaluations.jsonl."""
+    """Number of steps between evaluations during training; 0 for none. They run while training
+    continues, and their results are written to ``evaluations.jsonl``."""
 
     prompts: Annotated[int, at_least(0, 10**7)] = 256
-    """How many, 0 for no evaluation; fewer where the task holds out fewer. A task that holds out
-    none is refused."""
+    """Number of held-out prompts; 0 disables evaluation. Fewer are used if the task holds out
+    fewer. A task that holds out none is refused."""
 
     samples: Annotated[int, at_least(0, 10**5)] = 4
-    """k of pass@k: completions per prompt at the rollouts' temperature. 0 for greedy alone."""
+    """Number of completions per prompt at the rollouts' temperature, the k of pass@k. 0 for greedy
+    decoding only."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DeadlineConfig:
-    """How long anything is waited for, in seconds, before the run fails and says what was
-    silent.
+    """Maximum waiting times, in seconds. A process that exceeds one is treated as dead, and the
+    error names it.
     """
 
     start: Annotated[float, SECONDS] = 600.0
-    """For a mesh to start, imports and model included."""
+    """Time for a mesh to start, including imports and construction of the model."""
 
     call: Annotated[float, SECONDS] = 600.0
-    """For any call to an actor, such as generating a step's completions."""
+    """Time for a call to an actor, such as generating the completions of a step."""
 
     heartbeat: Annotated[float, at_least(0, YEAR_S)] = 60.0
-    """For any sign of life of a rank; one that gives none is treated as dead. 0 asks for none."""
+    """Time between signs of life of a rank; a rank that gives none is treated as dead. 0 disables
+    the check."""
 
     push: Annotated[float, SECONDS] = 60.0
-    """For a policy version to reach the generators, on top of the time of its bytes at
-    weights.min_gb_s."""
+    """Time for a policy version to reach the generators, on top of the time of its bytes at
+    ``weights.min_gb_s``."""
 
     reward: Annotated[float, SECONDS, NUMERICS] = 60.0
-    """For the rewards of one group."""
+    """Time for the rewards of one group."""
 
 
 Action = Literal["ignore", "warn", "fail"]
-"""What becomes of an alarm: it is counted in any case, a warning is shown, a failure ends the
-run."""
+"""Consequence of an alarm: nothing, a warning, or the end of the run. An alarm is counted in any
+case."""
 
 
 @dataclass(kw_only=True, slots=True)
 class WatchdogConfig:
-    """What is watched, from which value on it is an alarm, and what becomes of it.
+    """Conditions that raise an alarm during a run, and the consequence of each.
 
-    Every alarm is counted in the metrics, as ``watchdog/NAME``.
+    Every alarm is counted in the metrics as ``watchdog/NAME``.
     """
 
     stalled: Action = "fail"
+    """Consequence if no step finishes within ``stalled_s``."""
+
     stalled_s: Annotated[float, SECONDS] = 1800.0
-    """Seconds without a finished step, not counting evaluations."""
+    """Number of seconds without a finished step, not counting evaluations."""
 
     zero_std: Action = "warn"
+    """Consequence if no group has an advantage other than 0."""
+
     zero_std_steps: Annotated[int, at_least(1)] = 10
-    """Steps in a row in which no group had an advantage."""
+    """Number of consecutive steps without such a group before the alarm."""
 
     starving: Action = "warn"
+    """Consequence if the trainer mostly waits for rollouts. Checked only if
+    ``rollout.max_staleness`` is above 0."""
+
     starving_share: Annotated[float, between(0, 1)] = 0.9
-    """Share of a step above which the trainer waits for rollouts, starving_steps in a row; only
-    with max_staleness."""
+    """Share of a step above which the trainer mostly waits."""
+
     starving_steps: Annotated[int, at_least(1)] = 10
+    """Number of consecutive such steps before the alarm."""
 
     entropy: Action = "warn"
+    """Consequence if the mean entropy of a token is out of range."""
+
     entropy_min: Annotated[float, at_least(0, 1000)] = 0.0
-    """Mean entropy of a token, in nats, below which the policy has collapsed; 0 for none."""
+    """Smallest mean entropy of a token, in nats; 0 for no limit."""
+
     entropy_max: Annotated[float, at_least(0, 1000)] = 0.0
-    """Above which it has dissolved; 0 for none."""
+    """Largest mean entropy of a token, in nats; 0 for no limit."""
 
     drift: Action = "warn"
+    """Consequence if trainer and generators disagree."""
+
     drift_max: Annotated[float, at_least(0, 1e6)] = 0.0
-    """``kl/behaviour``, in nats per token, above which trainer and generators disagree; 0 for
-    none."""
+    """Largest value of the metric ``kl/behaviour``, in nats per token; 0 for no limit."""
 
     non_finite: Action = "warn"
-    """A metric that is not finite. An update whose gradient norm is not finite is skipped in any
-    case, and more than trainer.max_skipped_steps in a row end the run."""
+    """Consequence if a metric is not finite. An update whose gradient norm is not finite is skipped
+    in any case, and more than ``trainer.max_skipped_steps`` in a row end the run."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RLConfig:
-    """One training run."""
+    """Config of one training run."""
 
     task: Annotated[Task.Config, NUMERICS]
-    """What to train on: the config of a Task."""
+    """Prompts and reward to train on: the config of a Task."""
 
     model: Annotated[ModelConfig, NUMERICS] = field(default_factory=ModelConfig)
     rollout: Annotated[RolloutConfig, NUMERICS] = field(default_factory=RolloutConfig)
@@ -311,7 +337,7 @@ class RLConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     roles: Annotated[dict[str, RoleConfig], NUMERICS] = field(default_factory=dict)
-    """Other models, by names of your own."""
+    """Additional frozen models, by names of your choice."""
 
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weights: WeightPushConfig = field(default_factory=WeightPushConfig)
@@ -323,42 +349,45 @@ class RLConfig:
     kubernetes: Annotated[KubernetesConfig, PERFORMANCE] = field(default_factory=KubernetesConfig)
 
     colocate: Annotated[Literal["none", "models", "all"], PERFORMANCE] = "none"
-    """Which meshes share devices: one at a time has memory there, the others wait in the host's.
+    """Meshes that share devices. One of them at a time has its state in device memory; the others
+    wait in host memory.
 
-    - ``none``: each has devices of its own, where there are enough.
-    - ``models``: trainer, reference, critic and roles share theirs.
-    - ``all``: the generators too, which forget keys and values meanwhile. Only in lockstep.
+    - ``none``: Each mesh has its own devices, if there are enough.
+    - ``models``: Trainer, reference, critic and roles share devices.
+    - ``all``: The generators share them too, and discard their KV cache in between. Requires
+      lockstep.
     """
 
     max_restarts: Annotated[int, at_least(0, 10**6), COSMETIC] = 3
-    """Times that a dead mesh, trainer or generator, is started again without progress in between;
-    one more ends the run. Progress is a new checkpoint of the trainer's, a completion of the
-    generator's."""
+    """Number of times that a dead mesh, trainer or generator, is restarted without progress in
+    between; one more ends the run. Progress is a new checkpoint for the trainer and a completion
+    for a generator."""
 
     steps: Annotated[int, at_least(1), NUMERICS] = 100
-    """Steps, each on rollout.prompts_per_step prompts: one optimizer step, or as many as
-    algorithm.update_epochs and algorithm.prompts_per_minibatch make of it."""
+    """Number of steps. Each trains on ``rollout.prompts_per_step`` prompts, in one optimizer step
+    or in as many as follow from ``algorithm.update_epochs`` and
+    ``algorithm.prompts_per_minibatch``."""
 
     seed: Annotated[int, at_least(0, 2**63 - 1), NUMERICS] = 0
-    """Of the initial weights, the order of prompts and every completion."""
+    """Seed of the initial weights, of the order of prompts and of every completion."""
 
     output_dir: Annotated[str, COSMETIC] = ""
-    """The run folder; empty for runs/NAME-TIME."""
+    """Run folder; empty for ``runs/NAME-TIME``."""
 
     resume: Annotated[bool, COSMETIC] = False
-    """Go on from the newest complete checkpoint in output_dir."""
+    """Whether to resume from the newest complete checkpoint in ``output_dir``."""
 
     quiet: Annotated[bool, COSMETIC] = False
-    """Print nothing but errors."""
+    """Whether to print errors only."""
 
     @property
     def nodes(self) -> int:
-        """That the run needs, all its meshes together."""
+        """Number of nodes that all meshes need together."""
         return self.trainer.nodes + self.generator.nodes
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of each step."""
+        """Number of optimizer steps per step."""
         prompts = self.rollout.prompts_per_step
         algorithm = self.algorithm
         return algorithm.update_epochs * (prompts // (algorithm.prompts_per_minibatch or prompts))

@@ -212,7 +212,7 @@ def test_help_lists_nested_fields_and_ends_well(capsys):
         "--task.digits",
     ):
         assert field in text
-    assert "Of the initial weights" in text
+    assert "Seed of the initial weights" in text
 
 
 def test_help_without_a_config_lists_the_configs(capsys):

@@ -79,7 +79,7 @@ class Advantages:
 
 
 class AdvantageEstimator(Configurable):
-    """From what was earned to advantages.
+    """Base of all estimators of advantages from rewards.
 
     To write your own, subclass this, with a Config of its own.
     """
@@ -124,16 +124,17 @@ def advantages_of(
 
 
 class GroupAdvantage(AdvantageEstimator):
-    """What a completion earned less its group's mean, over the group's standard deviation if asked.
+    """Reward of a completion minus its group's mean, by default divided by the group's standard
+    deviation.
 
-    With it: GRPO, arXiv:2402.03300, section 4.1.2. Without: Dr. GRPO, arXiv:2503.20783, eq. 2.
-    A group whose completions all earned the same gets advantages of exactly 0.
+    With the division: GRPO, arXiv:2402.03300, section 4.1.2. Without: Dr. GRPO, arXiv:2503.20783,
+    eq. 2. A group whose completions all have the same reward gets advantages of exactly 0.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(AdvantageEstimator.Config):
         normalize_std: bool = True
-        """Whether to divide by the group's standard deviation."""
+        """Whether to divide by the standard deviation of the group."""
 
     config: Config
 
@@ -149,10 +150,10 @@ class GroupAdvantage(AdvantageEstimator):
 
 
 class LeaveOneOut(AdvantageEstimator):
-    """What a completion earned less the mean of the others of its group: RLOO, arXiv:2402.14740,
-    eq. 8.
+    """Reward of a completion minus the mean of the others of its group: RLOO, arXiv:2402.14740, eq.
+    8.
 
-    Raises RunError where a group has one completion only.
+    Raises RunError if a group has one completion only.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -172,7 +173,7 @@ class LeaveOneOut(AdvantageEstimator):
 
 
 class ReinforcePlusPlus(AdvantageEstimator):
-    """What is earned from each token on, whitened over all tokens: REINFORCE++,
+    """Sum of rewards from each token on, whitened over all tokens: REINFORCE++,
     arXiv:2501.03262.
     """
 
@@ -184,7 +185,8 @@ class ReinforcePlusPlus(AdvantageEstimator):
         """Discount per token."""
 
         baseline: Literal["none", "group_mean"] = "none"
-        """group_mean: each reward first less its group's mean, the paper's REINFORCE++-baseline."""
+        """Baseline of each reward. ``group_mean`` subtracts its group's mean first, the paper's
+        REINFORCE++-baseline."""
 
     config: Config
 
@@ -211,10 +213,10 @@ class GAE(AdvantageEstimator):
         """Discount per token."""
 
         lam: Annotated[float, SHARE] = 0.95
-        """Lambda: 0 trusts the critic's next value, 1 only what was earned."""
+        """Lambda. 0 uses the critic's next value alone, 1 uses rewards alone."""
 
         whiten: bool = True
-        """Whether advantages get mean 0 and standard deviation 1 over all tokens."""
+        """Whether to scale advantages to mean 0 and standard deviation 1 over all tokens."""
 
     config: Config
 

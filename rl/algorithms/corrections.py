@@ -21,8 +21,8 @@ Weighed = tuple[torch.Tensor, dict[str, float]]
 
 
 class Correction(Configurable):
-    """What a token's part in the surrogate is multiplied by; fixed for a batch before any update on
-    it.
+    """Base of all weights that multiply a token's part of the surrogate. They are fixed for a batch
+    before any update on it.
 
     To write your own, subclass this, with a Config of its own. Arguments, all [C] of a whole batch:
     log-probs of the policy before the update and of the one that sampled; optimizer steps between
@@ -58,10 +58,11 @@ class TruncatedIS(Correction):
     @dataclass(kw_only=True, slots=True)
     class Config(Correction.Config):
         cap: Annotated[float, above(0, 1e6)] = 2.0
-        """Largest weight."""
+        """Maximum weight."""
 
         level: Level = "token"
-        """sequence: one ratio for all tokens of a sequence, the product of theirs."""
+        """Level of the ratio. ``sequence`` uses one ratio for all tokens of a sequence, the product
+        of theirs."""
 
     config: Config
 
@@ -87,18 +88,18 @@ class MaskedIS(Correction):
     @dataclass(kw_only=True, slots=True)
     class Config(Correction.Config):
         low: Annotated[float, at_least(0, 1e6)] = 0.5
-        """Smallest ratio that is kept."""
+        """Minimum ratio that is kept."""
 
         high: Annotated[float, above(0, 1e6)] = 2.0
-        """Largest ratio that is kept."""
+        """Maximum ratio that is kept."""
 
         level: Level = "token"
-        """sequence: one ratio for all tokens of a sequence, their geometric mean, so that it is
-        kept or dropped as a whole."""
+        """Level of the ratio. ``sequence`` uses one ratio for all tokens of a sequence, their
+        geometric mean, so that it is kept or dropped as a whole."""
 
         weigh: bool = True
-        """Whether what is kept weighs as its ratio; else it weighs 1, for use beside another
-        correction."""
+        """Whether to weight kept tokens by their ratio. False weights them by 1, for use with
+        another correction."""
 
     config: Config
 
@@ -119,12 +120,12 @@ class MaskedIS(Correction):
 
 
 class StalenessDecay(Correction):
-    """A factor for each optimizer step that the weights which drew the token were behind."""
+    """Factor for each optimizer step by which the weights that drew the token were behind."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Correction.Config):
         decay: Annotated[float, above(0, 1)] = 0.9
-        """Weight of a token that is one step old, up to 1."""
+        """Weight of a token that is one step old."""
 
     config: Config
 

@@ -30,20 +30,20 @@ def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Estimator) ->
 
 
 class AdaptiveKL(Configurable):
-    """Steers the coefficient of a KL penalty so that the KL stays near a target; arXiv:1909.08593,
-    section 2.2.
+    """Adaptation of the coefficient of a KL penalty so that the KL stays near a target;
+    arXiv:1909.08593, section 2.2.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         target: Annotated[float, at_least(0, 1e6)] = 0.0
-        """KL to hold, in nats per token; 0 leaves the coefficient as it is."""
+        """KL to hold, in nats per token; 0 keeps the coefficient constant."""
 
         rate: Annotated[float, at_least(0, 1e6)] = 0.1
-        """K of the paper: how fast the coefficient follows."""
+        """Rate at which the coefficient follows, K in the paper."""
 
         clip: Annotated[float, above(0, 1e6)] = 0.2
-        """Largest relative error that is acted on."""
+        """Maximum relative error that is acted on."""
 
     def __init__(self, config: Config):
         self.config = config

@@ -36,7 +36,7 @@ PerToken = tuple[torch.Tensor, dict[str, Metric]]
 
 
 class PolicyLoss(Configurable):
-    """What all losses of a policy share: an entropy bonus and a penalty for leaving a reference
+    """Base of all losses of a policy, with an entropy bonus and a penalty for leaving a reference
     policy.
 
     To write your own, subclass this, with a Config of its own, and define ``surrogate``.
@@ -45,17 +45,24 @@ class PolicyLoss(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         entropy_coef: Annotated[float, SIGNED] = 0.0
-        """Bonus per token: this times the entropy (nats) of the distribution sampled from."""
+        """Coefficient of a bonus per token, times the entropy (nats) of the distribution sampled
+        from."""
 
         kl_coef: Annotated[float, at_least(0, 1e6)] = 0.0
-        """Penalty per token: this times the estimated divergence from the reference policy."""
+        """Coefficient of a penalty per token, times the estimated divergence from the reference
+        policy."""
 
         kl_estimator: Estimator = "k3"
-        """How that is estimated; k1 has no gradient to speak of (rl.algorithms.kl)."""
+        """Estimator of this divergence. ``k1`` is refused: its gradient is 0 on average."""
 
         reduction: Reduction = "sequence_mean"
-        """sequence_mean: every completion counts alike. token_mean: every token counts alike.
-        fixed_length: sums over max_tokens, so that long completions count for more (Dr. GRPO)."""
+        """Reduction of the tokens' losses.
+
+        - ``sequence_mean``: Every completion has the same weight.
+        - ``token_mean``: Every token has the same weight.
+        - ``fixed_length``: Sums are divided by max_tokens, so that long completions have more
+          weight (Dr. GRPO).
+        """
 
     config: Config
 
@@ -129,14 +136,13 @@ class ClippedLoss(PolicyLoss):
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyLoss.Config):
         clip_low: Annotated[float, CLIP] = 0.2
-        """The importance ratio is clipped below at ``1 - clip_low``."""
+        """Distance below 1 at which the importance ratio is clipped."""
 
         clip_high: Annotated[float, CLIP] = 0.2
-        """The importance ratio is clipped above at ``1 + clip_high``."""
+        """Distance above 1 at which the importance ratio is clipped."""
 
         dual_clip: Annotated[float, above(1, 1e6, also=(0,))] = 0.0
-        """Where the advantage is negative, the ratio is clipped above at this; 0 for not at all,
-        else above 1."""
+        """Upper limit of the ratio for negative advantages, above 1; 0 for no limit."""
 
     config: Config
 
@@ -161,14 +167,14 @@ class GSPOLoss(ClippedLoss):
     @dataclass(kw_only=True, slots=True)
     class Config(ClippedLoss.Config):
         clip_low: Annotated[float, CLIP] = 3e-4
-        """The sequence's ratio is clipped below at ``1 - clip_low``."""
+        """Distance below 1 at which the sequence's ratio is clipped."""
 
         clip_high: Annotated[float, CLIP] = 4e-4
-        """The sequence's ratio is clipped above at ``1 + clip_high``."""
+        """Distance above 1 at which the sequence's ratio is clipped."""
 
         token_level: bool = False
-        """GSPO-token, eq. 13 and 14: the sequence's ratio, with each token's own gradient, for
-        advantages that differ within a sequence."""
+        """Whether to use GSPO-token, eq. 13 and 14: the sequence's ratio, with each token's own
+        gradient, for advantages that differ within a sequence."""
 
     config: Config
 
@@ -188,14 +194,14 @@ class CISPOLoss(PolicyLoss):
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyLoss.Config):
         clip_low: Annotated[float, CLIP] = 1.0
-        """The ratio is clipped below at ``1 - clip_low``: by default not at all, as in the
+        """Distance below 1 at which the ratio is clipped. The default does not clip it, as in the
         paper."""
 
         clip_high: Annotated[float, CLIP] = 4.0
-        """The ratio is clipped above at ``1 + clip_high``."""
+        """Distance above 1 at which the ratio is clipped."""
 
         reduction: Reduction = "token_mean"
-        """As in PolicyLoss."""
+        """Reduction of the tokens' losses, as in PolicyLoss."""
 
     config: Config
 
@@ -217,7 +223,7 @@ class DPPOLoss(PolicyLoss):
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyLoss.Config):
         threshold: Annotated[float, SHARE] = 0.15
-        """How far the probability of a token may move."""
+        """Maximum change of a token's probability."""
 
     config: Config
 
@@ -250,14 +256,14 @@ class CrossEntropyLoss(PolicyLoss):
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyLoss.Config):
         reduction: Reduction = "token_mean"
-        """As in PolicyLoss."""
+        """Reduction of the tokens' losses, as in PolicyLoss."""
 
     def surrogate(self, tokens: Tokens) -> PerToken:
         return -tokens["logprobs"], {}
 
 
 class DistillationLoss(PolicyLoss):
-    """Whose gradient on the student's own tokens is that of KL(student || teacher), column
+    """Loss whose gradient on the student's own tokens is that of KL(student || teacher), column
     ``teacher_logprobs``.
 
     The policy gradient with advantages log q - log p for the teacher's q: on-policy distillation,
@@ -267,7 +273,7 @@ class DistillationLoss(PolicyLoss):
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyLoss.Config):
         reduction: Reduction = "token_mean"
-        """As in PolicyLoss."""
+        """Reduction of the tokens' losses, as in PolicyLoss."""
 
     def surrogate(self, tokens: Tokens) -> PerToken:
         apart = kl(tokens["logprobs"].detach(), tokens["teacher_logprobs"], "k1")
@@ -284,8 +290,8 @@ class ValueLoss(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         clip: Annotated[float, at_least(0, 1e6)] = 0.2
-        """How far a value may move from the old one before it stops being pulled; 0 for any
-        distance."""
+        """Distance from the old value up to which a value is trained towards its return; 0 for no
+        limit."""
 
     def __init__(self, config: Config):
         self.config = config

@@ -13,67 +13,69 @@ MIN_TEMPERATURE = 0.01
 
 @dataclass(kw_only=True, slots=True)
 class GeneratorConfig:
-    """The generators: ``replicas`` vLLM engines, each on ``tensor_parallel_degree`` ranks."""
+    """Generators: ``replicas`` vLLM engines, each on ``tensor_parallel_degree`` ranks."""
 
     replicas: Annotated[int, at_least(1, 10**4), PERFORMANCE] = 1
-    """Engines at the start, each with the whole policy. A number written to the run folder's
-    ``replicas`` file changes how many there are while the run goes on."""
+    """Number of engines at the start, each with the whole policy. A number written to the file
+    ``replicas`` in the run folder changes it during the run."""
 
     nodes: Annotated[int, at_least(0, MAX_NODES), PERFORMANCE] = 0
-    """Nodes of their own, after the trainer's, to which replicas are dealt one by one. 0 has them
-    on the trainer's."""
+    """Number of nodes for generators alone, after those of the trainer; replicas are assigned to
+    them in turn. 0 places generators on the nodes of the trainer."""
 
     update: Annotated[Literal["simultaneous", "rolling"], NUMERICS] = "simultaneous"
-    """How replicas pull new weights in an asynchronous pipeline: all at once, or one after another,
-    so that some always generate."""
+    """Order in which replicas pull new weights in an asynchronous pipeline: all at once, or one
+    after another so that some always generate."""
 
     tensor_parallel_degree: Annotated[int, at_least(1, 1024), PERFORMANCE] = 1
-    """Ranks among which one copy of the policy is cut. Must divide heads and hidden size, and
-    divide the kv heads or be a multiple of them."""
+    """Number of ranks that one copy of the policy is split over. Must divide the number of heads
+    and the hidden size, and either divide the number of kv heads or be a multiple of it."""
 
     expert_parallel: Annotated[bool, PERFORMANCE] = False
-    """Whether these ranks divide whole experts among them, which they must divide, in place of each
-    one's features."""
+    """Whether these ranks split the experts as whole experts instead of splitting each expert.
+    Their number must then divide the number of experts."""
 
     dtype: Annotated[Literal["float32", "bfloat16"], NUMERICS] = "float32"
-    """Of the generator's parameters, activations and KV cache. RoPE, logits and log-probs are
+    """Dtype of the generator's parameters, activations and KV cache. RoPE, logits and log-probs are
     float32."""
 
     max_running_requests: Annotated[int, at_least(1, 10**6), PERFORMANCE] = 256
-    """Requests decoded together; more wait in the engine's queue."""
+    """Maximum number of requests that are decoded together; more wait in the engine's queue."""
 
     max_batched_tokens: Annotated[int, at_least(1), PERFORMANCE] = 8192
-    """Most tokens in one engine step. Longer prompts are prefilled in chunks; on CPU, where they
-    cannot be, a step takes at least one whole sequence."""
+    """Maximum number of tokens in one engine step. Longer prompts are prefilled in chunks. On CPU,
+    which cannot do this, a step takes at least one whole sequence."""
 
     kv_cache_gib: Annotated[float, above(0, 1e6), PERFORMANCE] = 1.0
-    """KV cache of each rank in GiB, on CPU."""
+    """Size of the KV cache of each rank in GiB, on CPU."""
 
     gpu_memory_utilization: Annotated[float, above(0, 1), PERFORMANCE] = 0.5
-    """Share of a GPU's memory for this generator, KV cache included, on CUDA."""
+    """Share of a GPU's memory for this generator including its KV cache, on CUDA."""
 
     enforce_eager: Annotated[bool, PERFORMANCE] = True
-    """Run the model as written. False compiles it: faster tokens, tens of seconds more to start."""
+    """Whether to run the model eagerly. False compiles it, which generates faster and takes tens of
+    seconds more to start."""
 
     block_size: Annotated[int | None, at_least(1, 2**20), PERFORMANCE] = None
-    """Tokens in one block of the KV cache, the unit of prefix caching. None: the platform's own
-    (128 on CPU). On CPU a multiple of 32."""
+    """Number of tokens in a block of the KV cache, the unit of prefix caching. None for the default
+    of the platform (128 on CPU). Must be a multiple of 32 on CPU."""
 
     prefix_caching: Annotated[bool, PERFORMANCE] = True
-    """Share the KV cache of equal prompt prefixes, as of the samples of one group."""
+    """Whether to share the KV cache of equal prompt prefixes, such as those of the samples of one
+    group."""
 
     inflight_policy: Annotated[Literal["drain", "recompute", "continue"], NUMERICS] = "recompute"
-    """What becomes of the requests in flight when newer weights are pulled.
+    """Handling of the requests that are in flight when newer weights are pulled.
 
-    - ``drain``: the pull waits until they have finished; requests that arrive meanwhile wait for
+    - ``drain``: The pull waits until they have finished; requests that arrive meanwhile wait for
       the new weights. Every completion is of one version.
-    - ``recompute``: they keep their tokens, and the KV of all of them is computed anew. Earlier
-      tokens are of the versions they were drawn from; later ones are of the new version, with
-      exactly the log-probs that it gives them.
-    - ``continue``: they keep their tokens and their KV: the pause is that of the copy alone. Later
-      tokens are of the new version in name; their log-probs are of the distribution really sampled
-      from, that of the new weights over KV of the older ones, which no forward pass of one policy
-      reproduces. Requests that start later share none of it.
+    - ``recompute``: They keep their tokens, and the KV cache of all of them is recomputed. Earlier
+      tokens are of the versions that drew them; later tokens are of the new version, with exactly
+      the log-probs that it gives them.
+    - ``continue``: They keep their tokens and their KV cache, so that generation pauses for the
+      copy alone. Later tokens count as the new version's, but their log-probs are those of the
+      distribution actually sampled from: new weights on a KV cache of older ones, which no forward
+      pass of a single policy reproduces. Requests that start later share none of this cache.
     """
 
 

@@ -11,36 +11,38 @@ from rl.rules import PERFORMANCE, above, at_least
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """A Qwen3, dense or with experts: random weights of the given sizes, or a Hugging Face
-    folder.
-    """
+    """Qwen3, dense or with experts: sizes for random weights, or a Hugging Face folder."""
 
     hf_path: str | None = None
-    """Folder with config.json, safetensors and tokenizer. Its sizes replace the fields below."""
+    """Folder with config.json, safetensors and tokenizer. Its sizes replace the fields below; of
+    the two values of ``max_seq_len`` the smaller one holds."""
 
     vocab_size: Annotated[int, at_least(1, 10**7)] = 32
-    """Embeddings; at least the tokenizer's size."""
+    """Number of embeddings; at least the tokenizer's size."""
 
     dim: Annotated[int, at_least(1, 2**20)] = 64
     """Width of the residual stream."""
 
     n_layers: Annotated[int, at_least(1, 1024)] = 2
+    """Number of transformer layers."""
+
     n_heads: Annotated[int, at_least(1, 4096)] = 2
-    """Query heads."""
+    """Number of query heads."""
 
     n_kv_heads: Annotated[int, at_least(1, 4096)] = 2
-    """Key and value heads; divides n_heads."""
+    """Number of key and value heads; must divide ``n_heads``."""
 
     head_dim: Annotated[int, at_least(1, 4096)] = 32
+    """Width of an attention head."""
+
     hidden_dim: Annotated[int, at_least(1, 2**24)] = 192
     """Width of the feed-forward layers of a dense model."""
 
     num_experts: Annotated[int, at_least(0, 2**16)] = 0
-    """Experts in place of each feed-forward layer; 0 for a dense model."""
+    """Number of experts that replace each feed-forward layer; 0 for a dense model."""
 
     experts_per_token: Annotated[int, at_least(0, 2**16)] = 0
-    """How many of the experts each token goes through; the router weighs them so that they sum to
-    1."""
+    """Number of experts that each token is routed to. Their router weights sum to 1."""
 
     moe_hidden_dim: Annotated[int, at_least(0, 2**24)] = 0
     """Width of each expert."""
@@ -49,15 +51,16 @@ class ModelConfig:
     """Whether the embedding and the output head share one weight."""
 
     rope_theta: Annotated[float, above(0, 1e15)] = 1e6
+    """Base of the frequencies of the rotary position embedding."""
 
     max_seq_len: Annotated[int, at_least(1, 10**8), PERFORMANCE] = 2048
-    """Longest prompt plus completion, in tokens."""
+    """Maximum length of a prompt plus its completion, in tokens."""
 
     fuse_qkv: bool = True
-    """One weight for the q, k and v projections."""
+    """Whether the q, k and v projections share one weight."""
 
     attention: Annotated[Literal["auto", "dense", "varlen", "flex"], PERFORMANCE] = "auto"
-    """Trainer's attention. auto: dense on CPU; varlen on CUDA, or flex under context
+    """Attention of the trainer. ``auto`` is dense on CPU, and on CUDA varlen, or flex with context
     parallelism."""
 
 

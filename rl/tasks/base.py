@@ -64,7 +64,8 @@ class Task(Configurable, ABC):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         max_prompt_tokens: Annotated[int, at_least(1, 10**8)] = 1024
-        """Longest prompt, in tokens; longer ones are refused before the run starts."""
+        """Maximum length of a prompt, in tokens. Longer prompts are refused before the run
+        starts."""
 
         def build_scorer(self, *, seed: int, model: ModelConfig) -> "Task":
             """Build a task that has to decode and score only, as a reward worker needs it."""

@@ -29,10 +29,10 @@ class CopyDigits(Task):
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         digits: Annotated[int, at_least(1, 4000)] = 3
-        """How many digits to copy; the right completion is one token longer."""
+        """Number of digits to copy; the correct completion is one token longer."""
 
         max_prompt_tokens: Annotated[int, at_least(1, 10**8)] = 16
-        """Longest prompt, in tokens; a prompt is two longer than its digits."""
+        """Maximum length of a prompt, in tokens; a prompt is two longer than its digits."""
 
     config: Config
 

@@ -56,22 +56,22 @@ class Gsm8kJsonl(Task):
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         path: str = ""
-        """JSONL file; each line has ``question`` and ``answer``, the latter ending in ``####
-        NUMBER``."""
+        """JSONL file. Each line has ``question`` and ``answer``, which ends in ``#### NUMBER``."""
 
         held_out_fraction: Annotated[float, SHARE] = 0.1
-        """Share of the questions kept for evaluation, chosen by their hash."""
+        """Share of the questions that are held out for evaluation, chosen by their hash."""
 
         system_prompt: str = ""
-        """The conversation's system message; none if empty."""
+        """System message of the conversation; empty for none."""
 
         instruction: str = (
             "Think step by step, then give the answer on a line of its own, as: #### NUMBER"
         )
-        """Follows each question in the user's message."""
+        """Text that follows each question in the user's message."""
 
         enable_thinking: bool = False
-        """Passed to the chat template; Qwen3's opens a <think> block if it is true."""
+        """Whether to enable thinking in the chat template; Qwen3's then opens a ``<think>``
+        block."""
 
     config: Config
     can_only_score: ClassVar[bool] = True

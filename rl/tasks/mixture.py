@@ -23,13 +23,14 @@ MAX_REPLACED = 100  # in a row
 
 @dataclass(kw_only=True, slots=True)
 class Stage:
-    """From which prompt on other weights hold."""
+    """Weights that hold from a given prompt on."""
 
     first_prompt_id: Annotated[int, at_least(0)]
-    """A prompt's place in the stream of the run; each step takes prompts_per_step of them."""
+    """Index of the stage's first prompt in the stream of the run; each step takes
+    ``rollout.prompts_per_step`` of them."""
 
     weights: dict[str, Annotated[float, at_least(0)]]
-    """By task; one that is not named is not shown."""
+    """Weights by task; a task that is not named is not shown."""
 
 
 class Mixture(Task):
@@ -55,14 +56,14 @@ class Mixture(Task):
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         tasks: dict[str, Task.Config]
-        """By the names that weights and metrics use. Their tokenizers must be equal."""
+        """Tasks by the names that weights and metrics use. Their tokenizers must be equal."""
 
         weights: dict[str, Annotated[float, at_least(0)]] = field(default_factory=dict)
-        """From the first prompt on, by task; one that is not named is not shown. Empty for all
-        alike."""
+        """Weights by task from the first prompt on; a task that is not named is not shown. Empty
+        for equal weights."""
 
         stages: list[Stage] = field(default_factory=list)
-        """Weights that take the place of these, one after another."""
+        """Later stages, whose weights replace ``weights`` one after another."""
 
     config: Config
     can_only_score: ClassVar[bool] = True

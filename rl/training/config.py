@@ -54,38 +54,49 @@ def adaptable_layers(model: ModelConfig) -> list[str]:
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    """The PolicyTrainer mesh. Its number of ranks is the product of the parallelism degrees."""
+    """PolicyTrainer mesh. Its number of ranks is the product of the parallelism degrees."""
 
     parallelism: ParallelismConfig = field(default_factory=one_rank)
+    """Parallelism degrees; the number of ranks is their product. Pipeline parallelism is
+    refused."""
+
     nodes: Annotated[int, at_least(1, MAX_NODES), PERFORMANCE] = 1
-    """Nodes that the ranks are divided among, which must divide them. Reference, critic and other
-    roles are on the same nodes: on as many of the first as divide their own ranks."""
+    """Number of nodes that the ranks are divided over; must divide their number. Reference, critic
+    and other roles run on the first of these nodes, each on the largest number of them that divides
+    its own ranks."""
 
     training: TrainingConfig = field(
         default_factory=lambda: TrainingConfig(mixed_precision_param="float32")
     )
-    """dtype, mixed precision and max_norm (gradient clipping) are read; batch sizes are not."""
+    """Dtype, mixed precision and gradient clipping (``max_norm``). Batch sizes, ``seq_len`` and
+    ``steps`` are not read."""
 
     optimizer: Annotated[OptimizersContainer.Config, NUMERICS] = field(
         default_factory=lambda: default_adamw(lr=1e-6)
     )
+    """Optimizer of the policy."""
+
     lr_scheduler: Annotated[LRSchedulersContainer.Config, NUMERICS] = field(
         default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
     )
+    """Learning rate schedule of the policy."""
+
     activation_checkpoint: Annotated[ActivationCheckpointingConfig, PERFORMANCE] = None
-    """What the backward pass computes again; trainer.activation-checkpoint:full on the command
-    line."""
+    """Activations that the backward pass recomputes; for example
+    ``trainer.activation-checkpoint:full`` on the command line."""
 
     float8: Annotated[Float8Config, NUMERICS] = None
-    """Linear layers in float8, all but the output head; trainer.float8:linear on the command
+    """Float8 for all linear layers but the output head; ``trainer.float8:linear`` on the command
     line."""
 
     lora: Annotated[LoRAConfig, NUMERICS] = None
-    """Low-rank adapters, which alone are trained; trainer.lora:on on the command line.
-    target_modules are of wqkv (or wq and wkv, where model.fuse_qkv is off), wo, w1, w2 and w3, and
-    all of these by default."""
+    """Low-rank adapters, which are then all that is trained; ``trainer.lora:on`` on the command
+    line. ``target_modules`` may name wqkv (or wq and wkv if ``model.fuse_qkv`` is off), wo, w1, w2
+    and w3; by default all of them."""
 
     compile: CompileConfig = field(default_factory=CompileConfig)
+    """Use of torch.compile."""
+
     checkpoint: Annotated[CheckpointManager.Config, COSMETIC] = field(
         default_factory=lambda: CheckpointManager.Config(
             enable=True,
@@ -95,39 +106,42 @@ class TrainerConfig:
             initial_load_model_only=False,
         )
     )
-    """folder is inside the run folder; interval is in optimizer steps; keep_latest_k counts
-    complete checkpoints.
+    """Checkpoints. ``folder`` is inside the run folder, ``interval`` is in optimizer steps, and
+    ``keep_latest_k`` counts complete checkpoints.
 
-    A run ends with a checkpoint in any case. A run without one starts from initial_load_path, where
-    that is set: a checkpoint of another run, of which initial_load_model_only takes the weights
-    alone.
+    A run always ends with a checkpoint. A run that has none starts from ``initial_load_path`` if it
+    is set: a checkpoint of another run, or its weights alone with ``initial_load_model_only``.
     """
+
     comm: CommConfig = field(default_factory=lambda: CommConfig(trace_buf_size=0))
+    """Timeouts and traces of collective communication."""
+
     debug: DebugConfig = field(default_factory=DebugConfig)
+    """Options for debugging and reproducibility."""
 
     micro_batch_size: Annotated[int, at_least(1, 10**6), PERFORMANCE] = 32
-    """Most sequences per forward pass of a data-parallel rank, where micro_batch_tokens is
-    unset."""
+    """Maximum number of sequences per forward pass of a data-parallel rank if
+    ``micro_batch_tokens`` is None."""
 
     micro_batch_tokens: Annotated[int | None, at_least(1), PERFORMANCE] = None
-    """Most tokens per forward pass of a data-parallel rank, padding included; at least the longest
-    sequence."""
+    """Maximum number of tokens per forward pass of a data-parallel rank, including padding; at
+    least the length of the longest prompt and completion."""
 
     packing: Annotated[bool, PERFORMANCE] = True
-    """Whether a row may hold several sequences, each with a mask of its own; else every row is
-    padded."""
+    """Whether a row may hold several sequences, each with a mask of its own. False pads every
+    sequence to a row."""
 
     logits_mib: Annotated[int, at_least(1, 10**7), PERFORMANCE] = 1024
-    """Float32 logits that exist at once on a rank, in MiB; more of them are computed in chunks, and
-    twice."""
+    """Maximum size of the float32 logits that exist at once on a rank, in MiB. Larger logits are
+    computed in chunks, and twice."""
 
     max_skipped_steps: Annotated[int, at_least(0), COSMETIC] = 3
-    """Optimizer steps in a row that may be skipped for a non-finite gradient; one more ends the
-    run."""
+    """Maximum number of consecutive optimizer steps that may be skipped because of a non-finite
+    gradient; one more ends the run."""
 
     @property
     def dp_degree(self) -> int:
-        """Into how many parts a batch is cut."""
+        """Number of parts that a batch is split into."""
         return (
             self.parallelism.data_parallel_replicate_degree
             * self.parallelism.data_parallel_shard_degree
@@ -135,10 +149,10 @@ class TrainerConfig:
 
     @property
     def compiles_model(self) -> bool:
-        """Whether torch.compile is given the model, and not only the loss."""
+        """Whether torch.compile is applied to the model, not to the loss alone."""
         return self.compile.enable and "model" in self.compile.components
 
     @property
     def ranks(self) -> int:
-        """Processes that the mesh needs."""
+        """Number of processes of the mesh."""
         return ranks_of(self.parallelism)

@@ -3,10 +3,11 @@
 from typing import Any
 
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.components.optimizer.optimizer import ParamGroupConfig
-from torchtitan.components.quantization import Float8LinearConverter
+from torchtitan.components.quantization import Float8LinearConverter, QuantizationConverter
 from torchtitan.config import (
     CommConfig,
     CompileConfig,
@@ -83,20 +84,20 @@ TITAN_FIELDS: dict[type, Rules] = {
             "momentum": _BETA,
         },
     ),
-    CheckpointManager.Config: _rules(
+    BaseCheckpointManager.Config: _rules(
         COSMETIC,
         "enable folder last_save_model_only last_save_in_hf export_dtype "
         "enable_first_step_checkpoint create_seed_checkpoint load_only",
         interval=at_least(1),
         keep_latest_k=at_least(2, 10**6, also=(0,)),
     )
-    | _rules(PERFORMANCE, "async_mode")
     | _rules(
         NUMERICS,
         "initial_load_path initial_load_model_only initial_load_in_hf "
         "initial_load_in_hf_quantized exclude_from_loading",
         load_step=at_least(0, also=(-1,)),
     ),
+    CheckpointManager.Config: _rules(PERFORMANCE, "async_mode"),
     CommConfig: _rules(
         COSMETIC,
         "save_traces_folder save_traces_file_prefix mode",
@@ -117,14 +118,13 @@ TITAN_FIELDS: dict[type, Rules] = {
     MemoryBudgetAC.Config: _rules(
         PERFORMANCE, "visualize_memory_budget_pareto", memory_budget=SHARE
     ),
-    Float8LinearConverter.Config: _rules(
-        NUMERICS, "model_compile_enabled recipe_name filter_fqns emulate"
-    ),
+    QuantizationConverter.Config: _rules(NUMERICS, "model_compile_enabled"),
+    Float8LinearConverter.Config: _rules(NUMERICS, "recipe_name filter_fqns emulate"),
     LoRAConverter.Config: _rules(
         NUMERICS, "target_modules", rank=at_least(1, 65_536), alpha=above(0, 1e6)
     ),
 }
-"""Rules by dataclass, then by field: an effect, and bounds if it is a number.
+"""Rules by the dataclass that declares the field: an effect, and bounds if it is a number.
 
 Bounds of a list are those of its elements; a dict has bounds by key.
 """

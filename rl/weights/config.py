@@ -10,29 +10,29 @@ TransportName = Literal["shared_memory", "cuda_ipc", "rdma", "torchstore"]
 
 @dataclass(kw_only=True, slots=True)
 class WeightPushConfig:
-    """The push after each optimizer step."""
+    """Push of the weights from the trainer to the generators after each step."""
 
     transport: Annotated[Literal["auto", TransportName], PERFORMANCE] = "auto"
-    """What carries the weights. ``auto`` takes shared memory where trainer and generators are on
-    one host, RDMA else (over TCP where there is no RDMA). ``cuda_ipc`` goes from GPU to GPU of one
-    host; ``torchstore`` puts a store in between."""
+    """Transport of the weights. ``auto`` uses shared memory if trainer and generators are on one
+    host, otherwise RDMA (over TCP without an RDMA device). ``cuda_ipc`` copies from GPU to GPU of
+    one host; ``torchstore`` goes through a store."""
 
     delta: Annotated[bool, PERFORMANCE] = False
-    """Send only the elements that changed where that is less (``rdma`` and ``torchstore``); bit for
-    bit the same."""
+    """Whether to send only the elements that changed if that is less (``rdma`` and ``torchstore``).
+    The weights are the same bit for bit."""
 
     digests: Annotated[bool, COSMETIC] = True
-    """Compare a digest of every parameter after each push, as every rank of the trainer and the
-    generators has it. In bfloat16 only this finds weights of an older version: they pass the
-    canary. Both sides together take about 1.5 CPU seconds per GB pushed
-    (scripts/bench/weight_push.py)."""
+    """Whether to compare a digest of every parameter on every rank of trainer and generators after
+    each push. In bfloat16 this is the only check that finds weights of an older version, which pass
+    the canary. Both sides together take about 1.5 CPU seconds per GB pushed
+    (``scripts/bench/weight_push.py``)."""
 
     min_gb_s: Annotated[float, above(0, 1e6), COSMETIC] = 0.1
-    """Slowest network that a push works with, in GB/s for the bytes of all generators together. A
-    push has failed when it takes more than deadlines.push and the time of its bytes at this rate;
-    lower it for a slower network."""
+    """Bandwidth of the slowest network that a push works with, in GB/s for the bytes of all
+    generators together. A push fails if it takes longer than ``deadlines.push`` plus the time of
+    its bytes at this rate; lower it for a slower network."""
 
     canary_tolerance: Annotated[float | None, at_least(0, 1e6), COSMETIC] = None
-    """Largest difference between the log-probs of trainer and generators, on a fixed prompt after
-    each push, that the run goes on with. None: 1e-3 where the generators compute in float32, 0.5 in
-    bfloat16. 0 for no canary."""
+    """Maximum difference between the log-probs of trainer and generators on a fixed prompt after
+    each push. None for 1e-3 if the generators compute in float32 and 0.5 in bfloat16; 0 disables
+    the check."""

@@ -1,0 +1,314 @@
+"""Write docs/configuration.md: every config field with its type, default, bounds, effect and
+docstring.
+"""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from torchtitan.config import Configurable
+
+import rl.algorithms
+import rl.tasks
+from rl.config import RLConfig
+from rl.rules import Bounds, Effect, rule_of
+from rl.validation.values import fields_of
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+REQUIRED = object()
+INTRODUCTION = """\
+# Configuration
+
+Every field of a config, by dataclass, starting with [RLConfig](#rlconfig). A field is set in a
+config function or on the command line by its full name, for example `--rollout.max_tokens 512`.
+Dataclasses of torchtitan are shown with torchtitan's own documentation; Tiller may accept less than
+they describe.
+
+Each entry gives the type, the default, the allowed range, and the effect of a change, which
+`python -m rl.plan --diff` reports:
+
+- *numerics*: changes what is computed.
+- *performance*: changes only where and how fast; samples and gradients are the same up to rounding.
+- *cosmetic*: changes neither.
+
+This page is generated: edit the docstrings in the source, then run
+`python scripts/make_configuration_md.py`.
+"""
+
+
+@dataclass
+class Section:
+    """A dataclass, and all places in a config that hold one."""
+
+    kind: type
+    places: dict[str, tuple[Any, Effect | None]] = field(default_factory=dict)
+    """Default and effect by place, such as ``trainer.parallelism``; None without a default."""
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")
+
+
+def page() -> str:
+    """Return the text of the page."""
+    return "\n".join([INTRODUCTION, *map(_section_text, sections().values())])
+
+
+def sections() -> dict[type, Section]:
+    """Return the sections of the page, by dataclass."""
+    for package in (rl.algorithms, rl.tasks):
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+    found: dict[type, Section] = {}
+    _collect(RLConfig, "", None, None, found)
+    return found
+
+
+def _collect(
+    kind: type, place: str, default: Any, effect: Effect | None, found: dict[type, Section]
+) -> None:
+    """Add ``kind``, the classes that can take its place, and all below them to ``found``."""
+    for each in (*_bases(kind), kind, *_choices(kind)):
+        section = found.setdefault(each, Section(each))
+        section.places[place] = (default if isinstance(default, each) else None, effect)
+        for name, hint in own_fields(each):
+            content = _default(each, name, section.places[place][0])
+            inner = rule_of(hint, Effect) or effect
+            for part, suffix in dataclasses_in(hint):
+                if part is not kind:  # a Mixture holds tasks again
+                    full = f"{place}.{name}{suffix}".removeprefix(".")
+                    _collect(part, full, _first(content), inner, found)
+
+
+def _bases(kind: type) -> list[type]:
+    """Return the dataclasses with fields that ``kind`` inherits from, the most general first."""
+    bases = reversed(kind.__mro__[1:])
+    return [base for base in bases if dataclasses.is_dataclass(base) and own_fields(base)]
+
+
+def _choices(kind: type) -> list[type]:
+    """Return Tiller's own subclasses of the config of an exchangeable part, in source order."""
+    if not issubclass(kind, Configurable.Config):
+        return []
+    found = [each for child in kind.__subclasses__() for each in (child, *_choices(child))]
+    shipped = [
+        each for each in found if each.__module__.startswith("rl.") and each._owner.Config is each
+    ]
+    return sorted(
+        dict.fromkeys(shipped), key=lambda each: (each.__module__, inspect.findsource(each)[1])
+    )
+
+
+def own_fields(kind: type) -> list[tuple[str, Any]]:
+    """Return names and types of the fields that ``kind`` itself declares."""
+    own = inspect.get_annotations(kind)
+    return [(name, hint) for name, hint in fields_of(kind) if name in own]
+
+
+def _default(kind: type, name: str, instance: Any) -> Any:
+    if instance is not None:
+        return getattr(instance, name)
+    declared = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    if declared.default_factory is not MISSING:
+        return declared.default_factory()
+    return REQUIRED if declared.default is MISSING else declared.default
+
+
+def _first(content: Any) -> Any:
+    """Return the first element of a list or dict, None if it is empty; else the content."""
+    if isinstance(content, (list, tuple, dict)):
+        items = content.values() if isinstance(content, dict) else content
+        return next(iter(items), None)
+    return content
+
+
+def dataclasses_in(hint: Any) -> Iterator[tuple[type, str]]:
+    """Yield the dataclasses of a type, with what follows the field's name to reach them."""
+    suffixes = {dict: ".NAME", list: ".N", tuple: ".N"}
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        yield hint, ""
+    for argument in get_args(hint):
+        for kind, suffix in dataclasses_in(argument):
+            yield kind, suffixes.get(get_origin(hint), "") + suffix
+
+
+def _section_text(section: Section) -> str:
+    kind = section.kind
+    lines = [f"## {kind.__qualname__}", ""]
+    places = [f"`{place}`" for place in section.places if place]
+    if places:
+        lines += [_wrapped(f"In {', '.join(places)}.{_origin(kind)}"), ""]
+    text = _class_doc(kind)
+    if text:
+        lines += [_markdown(text), ""]
+    for base in _bases(kind)[-1:]:
+        lines += [f"It also has the fields of {_link(base)}.", ""]
+    for name, hint in own_fields(kind):
+        lines += [*_field_text(section, name, hint), ""]
+    return "\n".join(lines)
+
+
+def _origin(kind: type) -> str:
+    titan = kind.__module__.startswith("torchtitan.")
+    return f" From `{kind.__module__}`." if titan else ""
+
+
+def _field_text(section: Section, name: str, hint: Any) -> list[str]:
+    place = next(iter(section.places))
+    effects = [rule_of(hint, Effect) or effect for _, effect in section.places.values()]
+    facts = [
+        _type_text(inspect.get_annotations(section.kind, eval_str=True)[name]),
+        *_default_texts(section, name, hint),
+        *_bounds_texts(hint),
+        *(f"*{effect}*" for effect in dict.fromkeys(effects) if effect),
+    ]
+    lines = [f"- **`{f'{place}.{name}'.removeprefix('.')}`**: {'; '.join(facts)}"]
+    text = docstrings(section.kind).get(name)
+    return [*lines, "", textwrap.indent(_markdown(text), "  ")] if text else lines
+
+
+def _type_text(hint: Any) -> str:
+    kinds = list(dict.fromkeys(kind for kind, _ in dataclasses_in(hint)))
+    if not kinds:
+        return f"`{_type_name(hint)}`"
+    links = [*map(_link, _choices(kinds[0])), *map(_link, kinds)]
+    if _choices(kinds[0]):
+        links[-1] = f"your own {links[-1]}"
+    if NoneType in _members(hint):
+        links.append("`None`")
+    outer = get_origin(_plain(hint))
+    before = {dict: "dict of ", list: "list of ", tuple: "tuple of "}.get(outer, "")
+    return before + " or ".join(filter(None, [", ".join(links[:-1]), links[-1]]))
+
+
+def _type_name(hint: Any) -> str:
+    """Return a type as it is written in source, without metadata."""
+    hint = _plain(hint)
+    if get_origin(hint) is Literal:
+        return " | ".join(map(repr, get_args(hint)))
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join(dict.fromkeys(map(_type_name, _members(hint))))
+    if get_args(hint):
+        inner = ", ".join(map(_type_name, get_args(hint)))
+        return f"{get_origin(hint).__name__}[{inner}]"
+    return "None" if hint is NoneType else getattr(hint, "__name__", str(hint))
+
+
+def _plain(hint: Any) -> Any:
+    return _plain(get_args(hint)[0]) if get_origin(hint) is Annotated else hint
+
+
+def _members(hint: Any) -> list[Any]:
+    hint = _plain(hint)
+    union = get_origin(hint) in (Union, UnionType)
+    return [member for part in get_args(hint) for member in _members(part)] if union else [hint]
+
+
+def _default_texts(section: Section, name: str, hint: Any) -> list[str]:
+    """Return the default at the first place, and those of other places that differ from it."""
+    contents = {
+        place: _shown_default(_default(section.kind, name, instance), hint)
+        for place, (instance, _) in section.places.items()
+    }
+    first, *others = contents.items()
+    differing = [f"in `{place}` {text}" for place, text in others if text != first[1]]
+    return [", ".join([first[1], *differing])] if first[1] else []
+
+
+def _shown_default(content: Any, hint: Any) -> str:
+    if content is REQUIRED:
+        return "required"
+    if dataclasses.is_dataclass(content):
+        kinds = [kind for kind, _ in dataclasses_in(hint)]
+        exchangeable = len(_members(hint)) > 1 or any(_choices(kind) for kind in kinds)
+        return f"default {_link(type(content))}" if exchangeable else ""
+    if dataclasses.is_dataclass(_first(content)):
+        return ""
+    return f"default `{content!r}`"
+
+
+def _bounds_texts(hint: Any) -> list[str]:
+    bounds = rule_of(hint, Bounds)
+    by_key = rule_of(hint, dict) or {}
+    return [
+        *([range_text(bounds)] if bounds else []),
+        *(f"`{key}` {range_text(limits)}" for key, limits in by_key.items()),
+    ]
+
+
+def range_text(bounds: Bounds) -> str:
+    low = f"above {_number(bounds.least)}" if bounds.above else f"from {_number(bounds.least)}"
+    high = f"below {_number(bounds.most)}" if bounds.below else f"to {_number(bounds.most)}"
+    return " ".join([low, high, *(f"or {_number(other)}" for other in bounds.also)])
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+
+
+def _class_doc(kind: type) -> str:
+    """Return the docstring of a dataclass, or that of the part that it configures.
+
+    Of torchtitan's only the first paragraph is about the config.
+    """
+    owner = getattr(kind, "_owner", None)
+    source = owner if owner is not None and owner.Config is kind else kind
+    text = inspect.cleandoc(source.__dict__.get("__doc__") or "")
+    if text.startswith(f"{source.__name__}("):  # written by dataclass
+        return ""
+    return text.partition("\n\n")[0] if kind.__module__.startswith("torchtitan.") else text
+
+
+@cache
+def docstrings(kind: type) -> dict[str, str]:
+    """Return the docstrings of a class's fields, which stand below them in its source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        above.target.id: inspect.cleandoc(below.value.value)
+        for above, below in zip(body.body, body.body[1:], strict=False)
+        if isinstance(above, ast.AnnAssign)
+        and isinstance(above.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }
+
+
+def _link(kind: type) -> str:
+    return f"[{kind.__qualname__}](#{kind.__qualname__.replace('.', '').lower()})"
+
+
+def _markdown(text: str) -> str:
+    """Return a docstring as Markdown: without roles, and without signs that would mean markup."""
+    text = re.sub(r":\w+:(`[^`]+`)", r"\1", text).replace("::\n", ":\n")
+    text = re.sub(r"``([^`]+)``", r"`\1`", text)
+    lines = [
+        line if line.startswith("    ") else re.sub(r"(`+.*?`+)|([*<])", _escaped, line)
+        for line in text.splitlines()
+    ]
+    return "\n".join(lines)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[1] or f"\\{match[2]}"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    main()

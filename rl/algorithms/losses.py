@@ -313,7 +313,7 @@ class ValueLoss(Configurable):
         return loss / 2, metrics
 
 
-def require_per_token(loss: object, result: Any, count: int) -> PerToken:
+def check_loss_result(loss: object, result: Any, count: int) -> PerToken:
     """``result`` of ``loss`` for ``count`` tokens.
 
     Raises RunError, naming the loss, unless ``result`` is a pair: costs, float32 [C] with a

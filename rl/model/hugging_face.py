@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +116,15 @@ def read_config(field: str, folder: Path) -> HuggingFaceConfig:
     return config
 
 
+@dataclass(frozen=True, slots=True)
 class _Check:
     """Raises ConfigError that says where a value stands."""
 
-    def __init__(self, field: str, path: Path):
-        self._field = field
-        self._path = path
+    field: str
+    path: Path
 
     def that(self, holds: bool, key: str, value: Any, allowed: str) -> None:
-        require(holds, f"{self._field}: {key} in {self._path} is {value!r}; {allowed}")
+        require(holds, f"{self.field}: {key} in {self.path} is {value!r}; {allowed}")
 
     def one_of(self, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
         named = [each for each in allowed if each is not None] or ["models without it"]

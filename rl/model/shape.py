@@ -1,6 +1,6 @@
 """How large the policy is, from config fields or from a Hugging Face folder."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -66,7 +66,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes that a ModelConfig comes to."""
+    """Sizes that a ModelConfig comes to, by the names of its fields."""
 
     vocab_size: int
     dim: int
@@ -92,22 +92,8 @@ def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape
     torchtitan has.
     """
     if config.hf_path is None:
-        return ModelShape(
-            vocab_size=config.vocab_size,
-            dim=config.dim,
-            n_layers=config.n_layers,
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.head_dim,
-            hidden_dim=config.hidden_dim,
-            num_experts=config.num_experts,
-            experts_per_token=config.experts_per_token,
-            moe_hidden_dim=config.moe_hidden_dim,
-            tie_embeddings=config.tie_embeddings,
-            rope_theta=config.rope_theta,
-            max_seq_len=config.max_seq_len,
-            dtype="float32",
-        )
+        names = [each.name for each in fields(ModelShape) if each.name != "dtype"]
+        return ModelShape(**{name: getattr(config, name) for name in names}, dtype="float32")
     folder = Path(config.hf_path)
     _check_exists(field, folder)
     hf = read_config(field, folder)

@@ -1,5 +1,6 @@
-"""All of a plan: what is counted, and whether it can work."""
+"""A whole plan: all that is counted, and whether the run can work."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -14,9 +15,9 @@ from rl.types import Place
 
 
 class Plan:
-    """What a run of ``config`` would be; starts nothing.
+    """Plan of a run of ``config``; starts nothing.
 
-    Raises ConfigError where its models cannot be had.
+    Raises ConfigError if its models cannot be had.
     """
 
     def __init__(self, config: RLConfig):
@@ -29,11 +30,11 @@ class Plan:
 
     @property
     def feasible(self) -> bool:
-        """Whether it can work."""
+        """Whether the run can work."""
         return not self.errors
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as JSON-able data; sizes in bytes, times in seconds."""
+        """Return everything as JSON-able data; sizes in bytes, times in seconds."""
         setting = self.setting
         sizes = sizes_of(setting.shape, fuse_qkv=setting.config.model.fuse_qkv)
         return {
@@ -45,18 +46,9 @@ class Plan:
                 "gpus_per_host": setting.hardware.gpus,
                 **asdict(setting.device),
             },
-            "meshes": [*self._model_meshes(), *self._generator_meshes()],
+            "meshes": list(self._meshes()),
             "memory": {
-                "ranks": [
-                    {
-                        "mesh": rank.mesh,
-                        "rank": rank.rank,
-                        "host": rank.host,
-                        "gpu": rank.gpu,
-                        "items": [asdict(item) for item in rank.items],
-                    }
-                    for rank in self.ranks
-                ],
+                "ranks": [asdict(rank) for rank in self.ranks],
                 "devices_and_hosts": [
                     {
                         "name": memory.name,
@@ -76,34 +68,23 @@ class Plan:
             "step": asdict(self.step),
         }
 
-    def _model_meshes(self) -> list[dict[str, Any]]:
-        roles = self.setting.roles
-        cuda = self.setting.cuda
-        return [
-            {
-                "name": title_of(name),
-                "degrees": degrees_of(roles[name]),
-                "seats": seats_of(place, cuda=cuda),
-            }
-            for name, place in self.setting.places.items()
+    def _meshes(self) -> Iterator[dict[str, Any]]:
+        setting = self.setting
+        meshes = [
+            (title_of(name), degrees_of(setting.roles[name]), place)
+            for name, place in setting.places.items()
         ]
-
-    def _generator_meshes(self) -> list[dict[str, Any]]:
-        generator = self.setting.config.generator
+        generator = setting.config.generator
         tp = generator.tensor_parallel_degree
         degrees = {"tp": tp, "ep": tp if generator.expert_parallel else 1}
-        return [
-            {
-                "name": f"generator-{number}",
-                "degrees": degrees,
-                "seats": seats_of(place, cuda=self.setting.cuda),
-            }
-            for number, place in enumerate(self.setting.generators)
-        ]
+        for number, place in enumerate(setting.generators):
+            meshes.append((f"generator-{number}", degrees, place))
+        for name, degrees, place in meshes:
+            yield {"name": name, "degrees": degrees, "seats": seats_of(place, cuda=setting.cuda)}
 
 
 def degrees_of(role: Role) -> dict[str, int]:
-    """Of torchtitan's mesh."""
+    """Return the degrees of torchtitan's mesh."""
     parallelism = role.trainer.parallelism
     return {
         "dp_replicate": parallelism.data_parallel_replicate_degree,
@@ -115,7 +96,7 @@ def degrees_of(role: Role) -> dict[str, int]:
 
 
 def seats_of(place: Place, *, cuda: bool) -> list[dict[str, Any]]:
-    """By host: a mesh's ranks there, and its GPUs."""
+    """Return the ranks and the GPUs of a mesh on each of its hosts."""
     seats = []
     for host in hosts_of(place):
         ranks = [rank for rank in range(place.ranks) if seat_of(place, rank)[0] == host]

@@ -11,7 +11,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
 from torchtitan.tools.utils import get_local_device
 
-from rl.algorithms.losses import PerToken, require_per_token
+from rl.algorithms.losses import PerToken, check_loss_result
 from rl.algorithms.tokens import Tokens
 from rl.errors import RunError
 from rl.model.host_memory import HostMemory
@@ -146,7 +146,7 @@ class TrainingEngine:
                 outputs = self._run(micro, temperature)
                 own = {name: values[micro.loss_index] for name, values in outputs.items()}
                 result = loss(Tokens(micro.columns | own, sequence=micro.sequence))
-                per_token, metrics = require_per_token(loss, result, len(micro.loss_index))
+                per_token, metrics = check_loss_result(loss, result, len(micro.loss_index))
                 (weight * (per_token * micro.loss_weights).sum()).backward()
             totals.add(per_token, metrics, micro.loss_weights)
             collected.put(micro, {name: values.detach() for name, values in outputs.items()})

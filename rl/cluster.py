@@ -72,6 +72,10 @@ DEVICES: dict[DeviceName, Device] = {
 }
 
 
+FIGURES = ("memory_gib", "tflops", "memory_gb_s", "link_gb_s", "network_gb_s")
+"""Figures of a device that a config can give."""
+
+
 def _known(name: str) -> DeviceName:
     """The device whose driver gives it this name."""
     found: list[DeviceName] = [known for known in DEVICES if known in name.lower()]
@@ -148,19 +152,12 @@ class HardwareConfig:
     @property
     def figures(self) -> Device:
         """Figures of the device: those given here, otherwise those of the data sheet."""
-        named = (
-            self.device
-            if self.device != "auto"
-            else _known(device_name())
-            if self.kind == "cuda"
-            else "cpu"
-        )
-        given = {
-            name: getattr(self, name)
-            for name in ("memory_gib", "tflops", "memory_gb_s", "link_gb_s")
-        }
-        given["network_gb_s"] = self.network_gb_s
-        return replace(DEVICES[named], **{name: value for name, value in given.items() if value})
+        if self.device != "auto":
+            named = self.device
+        else:
+            named = _known(device_name()) if self.kind == "cuda" else "cpu"
+        given = {name: getattr(self, name) for name in FIGURES if getattr(self, name)}
+        return replace(DEVICES[named], **given)
 
     @property
     def host_gib(self) -> float:

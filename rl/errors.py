@@ -13,7 +13,7 @@ EXIT_CONFIG = 2
 EXIT_AGAIN = 75
 EXIT_INTERRUPTED = 130
 CLEAN_UP_S = 5
-
+LONGEST_REPR = 200
 
 at_end: list[Callable[[], None]] = []
 """Clean-ups that ``end_program`` calls: they remove what would outlive the process. What they raise
@@ -43,25 +43,23 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def shown(value: object, longest: int = 200) -> str:
-    """``repr(value)``, cut to ``longest`` characters; values of the user's classes may raise in
-    theirs.
-    """
+def shown(value: object) -> str:
+    """Return ``repr(value)``, cut to LONGEST_REPR characters; that of a user's class may raise."""
     try:
         text = repr(value)
     except Exception:
         kind = type(value).__name__
         return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind} that cannot be shown"
-    return _printable(text if len(text) <= longest else f"{text[:longest]}…")
+    return _printable(text if len(text) <= LONGEST_REPR else f"{text[:LONGEST_REPR]}…")
 
 
 def said_by(error: BaseException) -> str:
-    """Type and text of an exception whose ``str()`` may raise."""
+    """Return type and text of an exception whose ``str()`` may raise."""
     return _printable("".join(traceback.format_exception_only(error)).strip())
 
 
 def trace_of(error: BaseException) -> str:
-    """Traceback of an exception of the user's."""
+    """Return the traceback of an exception of the user's code."""
     return _printable("".join(traceback.format_exception(error)).rstrip())
 
 

@@ -140,12 +140,8 @@ class FolderOwner:
             descriptor = os.open(
                 self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
             )
-        except (
-            FileExistsError,
-            FileNotFoundError,
-        ):
-            # the latter if an owner removed the empty folder just now
-            return None
+        except (FileExistsError, FileNotFoundError):
+            return None  # not found: an owner removed the empty folder just now
         _lock(descriptor, wait=True)
         self._write(descriptor)
         return descriptor

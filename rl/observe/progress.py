@@ -8,7 +8,6 @@ import time
 from collections import deque
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
@@ -65,12 +64,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._stage = None
         if self._is_live:
@@ -93,24 +87,16 @@ class Progress:
 
     def evaluation(self, row: dict[str, float]) -> None:
         """Print what the evaluation of the weights after ``row["step"]`` came to."""
-        others = (
-            "step",
-            "eval/prompts",
-            "eval/lost",
-            "eval/version_min",
-            "eval/version_max",
-            "eval/skipped",
-        )
-        shown = [
-            f"{name.removeprefix('eval/')} {row[name]:.3f}" for name in row if name not in others
-        ]
-        if lost := row.get("eval/lost"):
+        numbers = {name.removeprefix("eval/"): value for name, value in row.items()}
+        others = ("step", "prompts", "lost", "version_min", "version_max", "skipped")
+        shown = [f"{name} {value:.3f}" for name, value in numbers.items() if name not in others]
+        if lost := numbers.get("lost"):
             shown.append(f"{lost:.0f} rewards failed")
-        oldest = row.get("eval/version_min", 0)
-        newest = row.get("eval/version_max", 0)
+        oldest = numbers.get("version_min", 0)
+        newest = numbers.get("version_max", 0)
         if oldest < newest:
             shown.append(f"by policy versions {oldest:.0f} to {newest:.0f}")
-        if skipped := row.get("eval/skipped"):
+        if skipped := numbers.get("skipped"):
             shown.append(f"{skipped:.0f} due before it skipped")
         self.note(" · ".join([f"evaluated after step {row['step']:.0f}", *shown]))
 
@@ -151,10 +137,10 @@ class Progress:
     def _is_line_due(self) -> bool:
         if self._printed_step is None or self.step >= self.total_steps:
             return True
-        tenth_now, tenth_then = (
-            step * 10 // max(self.total_steps, 1) for step in (self.step, self._printed_step)
-        )
-        return tenth_now > tenth_then or self._updated - self._printed >= PLAIN_LINE_EVERY_S
+        # The run has steps left here, so there is more than none.
+        tenth = self.step * 10 // self.total_steps
+        is_new_tenth = tenth > self._printed_step * 10 // self.total_steps
+        return is_new_tenth or self._updated - self._printed >= PLAIN_LINE_EVERY_S
 
     def _plain_line(self) -> str:
         parts = [f"step {self.step}/{self.total_steps}", *self._numbers()]
@@ -175,12 +161,12 @@ class Progress:
     def _seconds_left(self) -> float | None:
         if not self._step_seconds:
             return None
+        if self.step >= self.total_steps:
+            return 0.0
         mean = sum(self._step_seconds) / len(self._step_seconds)
         # Counts down between steps, but never past what the steps to come will take.
         since = min(time.monotonic() - self._updated, mean)
-        return max(self.total_steps - self.step, 0) * mean - (
-            since if self.step < self.total_steps else 0.0
-        )
+        return (self.total_steps - self.step) * mean - since
 
     def _render(self) -> Group | Text:
         head = Table.grid(padding=(0, 1))

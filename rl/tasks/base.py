@@ -161,18 +161,12 @@ class Task(Configurable, ABC):
             generation.write_text(json.dumps(ids, indent=2))
 
     def prompt_limit(self) -> tuple[int, str]:
-        """Longest prompt allowed, in tokens, and the config field that sets this limit."""
-        limits = [
-            (
-                self.config.max_prompt_tokens,
-                f"task.max_prompt_tokens={self.config.max_prompt_tokens}",
-            ),
-            (
-                self.shape.max_seq_len - 1,
-                f"model.max_seq_len={self.shape.max_seq_len} with room for one token more",
-            ),
-        ]
-        return min(limits)
+        """Return the longest prompt allowed, in tokens, and the field that sets this limit."""
+        own = self.config.max_prompt_tokens
+        longest = self.shape.max_seq_len
+        if own < longest - 1:
+            return own, f"task.max_prompt_tokens={own}"
+        return longest - 1, f"model.max_seq_len={longest} with room for one token more"
 
 
 _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)

@@ -62,29 +62,24 @@ class PushPlan:
             "reader    routes         MiB  from rank: MiB",
         ]
         for reader, (each, routes) in enumerate(zip(elements, self.routes, strict=True)):
-            most = dict(each.most_common(SHOWN))
-            origins = [f"{rank}: {mib(most[rank])}" for rank in sorted(most)]
-            if others := len(each) - len(most):
-                origins.append(f"{others} others: {mib(each.total() - sum(most.values()))}")
+            largest = dict(each.most_common(SHOWN))
+            origins = [f"{rank}: {mib(largest[rank])}" for rank in sorted(largest)]
+            if others := len(each) - len(largest):
+                origins.append(f"{others} others: {mib(each.total() - sum(largest.values()))}")
             lines.append(
                 f"{reader:6}  {len(routes):8,}  {mib(each.total()):>10}  {', '.join(origins)}"
             )
         return "\n".join(lines)
 
 
-def plan_push(
-    sources: Sequence[Layout], wanted: Sequence[Layout], *, first_reader: int = 0
-) -> PushPlan:
-    """The plan from all trainer ranks' layouts to those of a generator, whose ranks read as
-    ``first_reader`` and on.
+def plan_push(sources: Sequence[Layout], wanted: Sequence[Layout]) -> PushPlan:
+    """Return the plan from all trainer ranks' layouts to those of a generator's ranks.
 
     Raises ValueError, naming the parameter, unless the trainer's shards fill every region exactly
     once and the generator's ranks together have a place for every element.
     """
     offers = _offers(sources)
-    routes = tuple(
-        _routes(offers, layout, first_reader + rank) for rank, layout in enumerate(wanted)
-    )
+    routes = tuple(_routes(offers, layout, rank) for rank, layout in enumerate(wanted))
     for name, (shape, boxes) in _offers(wanted).items():
         _check_partition(name, tuple(boxes), Box.whole(shape), "generator")
     return PushPlan(tuple(sources), tuple(wanted), routes)

@@ -52,8 +52,7 @@ def replicated(sizes: list[int]) -> Layout:
 def test_replicas_are_asked_for_equal_shares(sizes):
     """Also where sizes come in a rhythm that matches the number of replicas."""
     layout = replicated(sizes)
-    for reader in range(3):
-        (counts,) = plan_push([layout] * 2, [layout], first_reader=reader).elements()
+    for counts in plan_push([layout] * 2, [layout] * 3).elements():
         assert counts[0] == counts[1] == sum(sizes) // 2
 
 
@@ -61,8 +60,8 @@ def test_readers_begin_with_different_replicas():
     layout = replicated([4])
     sources = [plan_routes([layout] * 4, layout, reader=reader)[0].source for reader in range(4)]
     assert sorted(sources) == [0, 1, 2, 3]
-    plan = plan_push([layout] * 4, [layout] * 2, first_reader=2)
-    assert [routes[0].source for routes in plan.routes] == sources[2:]
+    plan = plan_push([layout] * 4, [layout] * 4)
+    assert [routes[0].source for routes in plan.routes] == sources
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,8 @@ def fail(
 def _facts(error: BaseException, controller: Controller | None) -> dict[str, object]:
     """Content of ``failure.json``."""
     first = error if isinstance(error, ActorFailure) else error.__cause__
-    said = str(error) if isinstance(error, RunError) else said_by(error)
-    facts: dict[str, object] = {"error": said.splitlines()[0], "place": place_of(error)}
+    detail = str(error) if isinstance(error, RunError) else said_by(error)
+    facts: dict[str, object] = {"error": detail.splitlines()[0], "place": place_of(error)}
     if isinstance(first, ActorFailure):
         facts |= {"actor": first.actor, "rank": first.rank, "call": first.call}
     if controller:
@@ -131,4 +131,4 @@ def _facts(error: BaseException, controller: Controller | None) -> dict[str, obj
             "generator_versions": {mesh.name: mesh.version for mesh in controller.fleet.meshes},
             "ledger": controller.ledger.counts(),
         }
-    return facts | {"detail": said, "traceback": "".join(traceback.format_exception(error))}
+    return facts | {"detail": detail, "traceback": "".join(traceback.format_exception(error))}

@@ -109,7 +109,7 @@ def _plot_lines(axes, rows: Sequence[dict], title: str, lines: dict[str, tuple[s
     if len(labels) > 1:
         axes.legend(frameon=False, loc="best")
     if not labels:
-        _say_empty(axes)
+        _mark_empty(axes)
 
 
 def _plot_times(axes, rows: Sequence[dict]) -> None:
@@ -117,7 +117,7 @@ def _plot_times(axes, rows: Sequence[dict]) -> None:
     _dress(axes, "Step time, s")
     timed = [row for row in rows if "timing/step" in row]
     if not timed:
-        _say_empty(axes)
+        _mark_empty(axes)
         return
     spans = {name: np.array([row.get(f"timing/{name}", 0.0) for row in timed]) for name in STAGES}
     spans = {name: seconds for name, seconds in spans.items() if seconds.any()}
@@ -144,7 +144,7 @@ def _dress(axes, title: str) -> None:
     axes.tick_params(length=0, colors="#475569", labelsize=9)
 
 
-def _say_empty(axes) -> None:
+def _mark_empty(axes) -> None:
     axes.set_yticks([])
     middle = {"ha": "center", "va": "center", "transform": axes.transAxes}
     axes.text(0.5, 0.5, "not recorded", color="#94a3b8", **middle)

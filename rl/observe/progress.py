@@ -146,7 +146,7 @@ class Progress:
         parts = [f"step {self.step}/{self.total_steps}", *self._numbers()]
         if where := time_shares(self._metrics):
             parts.append(where)
-        if (left := self._seconds_left()) is not None and self.step < self.total_steps:
+        if (left := self._seconds_left()) is not None:
             parts.append(f"{duration(left)} left")
         return " · ".join(parts)
 
@@ -159,10 +159,8 @@ class Progress:
         return [form.format(self._metrics[name]) for name, form in shown if name in self._metrics]
 
     def _seconds_left(self) -> float | None:
-        if not self._step_seconds:
+        if not self._step_seconds or self.step >= self.total_steps:
             return None
-        if self.step >= self.total_steps:
-            return 0.0
         mean = sum(self._step_seconds) / len(self._step_seconds)
         # Counts down between steps, but never past what the steps to come will take.
         since = min(time.monotonic() - self._updated, mean)
@@ -179,7 +177,6 @@ class Progress:
         if self._stage is not None:
             return [self._spinner, Text(self._stage, style="cyan")]
         bar_width = min(40, max(10, self.console.width - 40))
-        done = self.step >= self.total_steps
         cells = [
             ProgressBar(
                 total=max(self.total_steps, 1),
@@ -191,8 +188,7 @@ class Progress:
             ),
             Text.assemble("step ", (f"{self.step}", "bold"), f"/{self.total_steps}"),
         ]
-        left = self._seconds_left()
-        if left is not None and not done:
+        if (left := self._seconds_left()) is not None:
             cells.append(Text(f"{duration(left)} left", style="dim"))
         return cells
 

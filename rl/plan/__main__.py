@@ -34,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & {*rest}:
         parser.print_help()
-    said = StringIO()
+    output = StringIO()
     try:
-        with redirect_stderr(said) if own.json else nullcontext():
+        with redirect_stderr(output) if own.json else nullcontext():
             name, config = parse_config(rest, program=PROGRAM)
         if own.diff:
             return _print_changes(name, config, own.diff, as_json=own.json)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse([str(error)], as_json=own.json)
     except SystemExit as end:  # the command line could not be read
         return (
-            _refuse([_unboxed(said.getvalue())], as_json=True)
+            _refuse([_unboxed(output.getvalue())], as_json=True)
             if own.json and end.code
             else int(end.code or 0)
         )
@@ -69,7 +69,7 @@ def _refuse(errors: list[str], *, as_json: bool) -> int:
 
 
 def _unboxed(text: str) -> str:
-    """What tyro said, without the box around it."""
+    """Return tyro's message without the box around it."""
     return " ".join(re.sub(r"[│╭╮╰╯─+]|-{3,}", " ", text).split())
 
 

@@ -27,8 +27,8 @@ def micro_batch_cells(setting: Setting, trainer: TrainerConfig) -> int:
     the longest.
     """
     share = -(-setting.sequences // trainer.dp_degree) * setting.longest
-    most = trainer.micro_batch_tokens or trainer.micro_batch_size * setting.longest
-    return min(most, share)
+    limit = trainer.micro_batch_tokens or trainer.micro_batch_size * setting.longest
+    return min(limit, share)
 
 
 def activations(setting: Setting, name: str) -> int:

@@ -10,8 +10,8 @@ from rl.generation.config import kv_bytes_at_least
 from rl.plan.memory import GIB, Item, RankMemory, kv_bytes
 from rl.plan.setting import Setting
 
-LEAST_SHARE = 0.1
-MOST_SHARE = 0.95
+MIN_SHARE = 0.1
+MAX_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemor
 
 def complaints(setting: Setting, found: list[Memory]) -> list[str]:
     """A sentence for each way in which memory does not suffice; alike ranks are named once."""
-    said: dict[tuple[Any, ...], str] = {}
+    messages: dict[tuple[Any, ...], str] = {}
     for memory in found:
         if memory.used > memory.limit:
             kinds = (memory.kind, *dict.fromkeys(rank.role for rank in memory.ranks))
-            said.setdefault(kinds, _complaint(setting, memory))
-    return [*said.values(), *_kv_complaint(setting)]
+            messages.setdefault(kinds, _complaint(setting, memory))
+    return [*messages.values(), *_kv_complaint(setting)]
 
 
 def _complaint(setting: Setting, memory: Memory) -> str:
@@ -125,7 +125,7 @@ def _generator_remedy(setting: Setting, memory: Memory, item: Item) -> str:
     over = memory.used - memory.limit
     if item.name == "KV cache" and setting.cuda:
         share = generator.gpu_memory_utilization - over / memory.limit
-        if share >= LEAST_SHARE:
+        if share >= MIN_SHARE:
             return f"set generator.gpu_memory_utilization to at most {int(share * 100) / 100}"
         return "set generator.nodes to 1 or more, for the generators to have GPUs of their own"
     if item.name == "KV cache":
@@ -185,7 +185,7 @@ def _kv_complaint(setting: Setting) -> list[str]:
         return []
     enough = share + (needed - room) / (setting.device.memory_gib * GIB)
     remedy = f"set generator.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
-    if room and enough <= MOST_SHARE:
+    if room and enough <= MAX_SHARE:
         remedy = (
             f"set generator.gpu_memory_utilization to {int(enough * 100 + 1) / 100}, or "
             "model.max_seq_len to less"

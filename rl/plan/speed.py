@@ -158,7 +158,7 @@ def _generation(setting: Setting, prompt: float, completion: float) -> tuple[flo
     tp = generator.tensor_parallel_degree
     requests = math.ceil(setting.sequences / generator.replicas)
     fits = kv_sequences(setting, math.ceil(prompt + completion))
-    together = max(1, min(requests, generator.max_running_requests, fits))
+    concurrency = max(1, min(requests, generator.max_running_requests, fits))
     products = 2 * sizes.active / (tp * device.tflops * 1e12 * hardware.training_efficiency)
     prompts = (
         math.ceil(requests / setting.config.rollout.samples_per_prompt)
@@ -168,12 +168,12 @@ def _generation(setting: Setting, prompt: float, completion: float) -> tuple[flo
     weights = generator_weights(setting)
     if sizes.experts:
         shape = setting.shape
-        reached = 1 - (1 - shape.experts_per_token / shape.num_experts) ** together
+        reached = 1 - (1 - shape.experts_per_token / shape.num_experts) ** concurrency
         weights -= round(sizes.experts / tp * setting.transfer_bytes * (1 - reached))
-    cache = together * (prompt + completion / 2) * kv_bytes_per_token(generator, setting.shape)
+    cache = concurrency * (prompt + completion / 2) * kv_bytes_per_token(generator, setting.shape)
     reading = (weights + cache) / (device.memory_gb_s * 1e9 * hardware.generation_efficiency)
-    steps = max(requests * completion / together, completion)
-    return prompts * prompt * products + steps * max(reading, together * products), together
+    steps = max(requests * completion / concurrency, completion)
+    return prompts * prompt * products + steps * max(reading, concurrency * products), concurrency
 
 
 def _assumptions(

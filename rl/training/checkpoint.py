@@ -319,7 +319,7 @@ def _check_model(path: Path, saved: Shapes, ours: Shapes) -> None:
     differing = [name for name in {**ours, **saved} if saved.get(name) != ours.get(name)]
     if differing:
         name = differing[0]
-        there, here = ([*shapes[name]] if name in shapes else "absent" for shapes in (saved, ours))
+        found, own = ([*shapes[name]] if name in shapes else "absent" for shapes in (saved, ours))
         raise RunError(
-            f"{path} is of another model: {name} is {there} in the checkpoint, {here} in this run"
+            f"{path} is of another model: {name} is {found} in the checkpoint, {own} in this run"
         )

@@ -110,8 +110,8 @@ class HuggingFaceFolders:
         for file, pieces in self._by_file(self._shards(), files):
             with safe_open(folder / file, framework="pt") as tensors:
                 for piece, shard in pieces:
-                    there = piece.in_tensor.slices_in(Box.whole(piece.shape))
-                    shard[piece.in_shard].copy_(tensors.get_slice(piece.tensor)[there])
+                    target = piece.in_tensor.slices_in(Box.whole(piece.shape))
+                    shard[piece.in_shard].copy_(tensors.get_slice(piece.tensor)[target])
 
     def _create(self, whole: Path, partial: Path, dtype: torch.dtype) -> dict[str, "_FileLayout"]:
         if whole.exists() and any(whole.iterdir()) and not any(whole.glob("*.safetensors")):

@@ -88,8 +88,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             )
             stored[name] = tensor
     for name, file in files.items():
-        there = stored[name].file if name in stored else "none of the files"
-        require(there == file, f"{index} says that {name} is in {file}; it is in {there}")
+        found = stored[name].file if name in stored else "none of the files"
+        require(found == file, f"{index} says that {name} is in {file}; it is in {found}")
     return stored
 
 
@@ -113,8 +113,8 @@ def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes)
     ]
     require(not surplus, f"{folder} holds {_first_of(surplus)}, for which the model has no place")
     for name, shape in wanted.items():
-        file, there, dtype = stored[name]
-        require(there == shape, f"{folder / file}: {name} is {[*there]}, the model's is {[*shape]}")
+        file, found, dtype = stored[name]
+        require(found == shape, f"{folder / file}: {name} is {[*found]}, the model's is {[*shape]}")
         require(
             dtype in READABLE,
             f"{folder / file}: {name} is {dtype}; it must be one of {', '.join(READABLE)}: "

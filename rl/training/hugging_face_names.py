@@ -75,13 +75,12 @@ class HuggingFaceNames:
                 continue
             lacks = len(shape) - len(block.shape)
             starts = zip(common.offset[lacks:], block.box.offset[lacks:], block.offset, strict=True)
-            there = Box(
+            in_tensor = Box(
                 tuple(ours - begin + theirs for ours, begin, theirs in starts), common.shape[lacks:]
             )
-            here = common.slices_in(box)
-            yield TensorPiece(
-                block.tensor, block.shape, there, (*(s.start for s in here[:lacks]), *here[lacks:])
-            )
+            slices = common.slices_in(box)
+            in_shard = (*(each.start for each in slices[:lacks]), *slices[lacks:])
+            yield TensorPiece(block.tensor, block.shape, in_tensor, in_shard)
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
         """The blocks that tile parameter ``name`` of ``shape``; raises RunError if it has no place

@@ -28,8 +28,8 @@ def adapter_tensors(model: nn.Module, names: HuggingFaceNames) -> dict[str, torc
             # safetensors refuses to write shared memory
             tensors[f"{module}.lora_A.weight"] = a.clone()
             rows = tensors.setdefault(f"{module}.lora_B.weight", torch.empty(block.shape))
-            there = Box(block.offset, block.box.shape).slices_in(Box.whole(block.shape))
-            rows[there] = b[block.box.slices_in(Box.whole(tuple(b.shape)))]
+            target = Box(block.offset, block.box.shape).slices_in(Box.whole(block.shape))
+            rows[target] = b[block.box.slices_in(Box.whole(tuple(b.shape)))]
     return tensors
 
 

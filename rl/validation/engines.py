@@ -63,11 +63,11 @@ def _generator_rules(config: RLConfig, *, cuda: bool) -> Iterator[tuple[str, Any
     running = generator.max_running_requests
     batched = generator.max_batched_tokens
     room = batched if cuda else max(batched, shape.max_seq_len)
-    least = (
+    allowed = (
         f"it must be at least generator.max_running_requests={running}: each has a token in an "
         "engine step"
     )
-    yield "max_batched_tokens", batched, least, room >= running
+    yield "max_batched_tokens", batched, allowed, room >= running
     size = generator.block_size
     unit = 16 if cuda else 32
     allowed = (
@@ -83,9 +83,9 @@ def _generator_rules(config: RLConfig, *, cuda: bool) -> Iterator[tuple[str, Any
             f"{MAX_CUDA_HEAD_DIM}",
         )
         return
-    least_gib = kv_bytes_at_least(generator, shape, cuda=False) / 2**30
+    minimum_gib = kv_bytes_at_least(generator, shape, cuda=False) / 2**30
     allowed = (
-        f"it must be at least {least_gib:.6f}, for one sequence of "
+        f"it must be at least {minimum_gib:.6f}, for one sequence of "
         f"model.max_seq_len={shape.max_seq_len}"
     )
-    yield "kv_cache_gib", generator.kv_cache_gib, allowed, generator.kv_cache_gib >= least_gib
+    yield "kv_cache_gib", generator.kv_cache_gib, allowed, generator.kv_cache_gib >= minimum_gib

@@ -41,14 +41,14 @@ def _validate_initial_load(config: RLConfig) -> None:
         return
     ours = shape_of(config.model)
     theirs = shape_of(ModelConfig(hf_path=path), field=field)
-    for key in (
-        each.name for each in dataclasses.fields(ModelShape) if each.name not in OWN_FIELDS
-    ):
-        there = getattr(theirs, key)
-        here = getattr(ours, key)
+    names = [each.name for each in dataclasses.fields(ModelShape)]
+    for key in (name for name in names if name not in OWN_FIELDS):
+        found = getattr(theirs, key)
+        needed = getattr(ours, key)
         require(
-            there == here,
-            f"{field} is {path!r}, a model whose {key} is {there}; it must be the model's, {here}",
+            found == needed,
+            f"{field} is {path!r}, a model whose {key} is {found}; it must be the model's, "
+            f"{needed}",
         )
     _check(field, path, ours)
 

@@ -13,7 +13,7 @@ from rl.roles import Role, roles_of
 from rl.training.config import ranks_of
 from rl.training.titan_fields import MAX_RANKS
 
-LEAST_PROCESS_GIB = 0.2
+MIN_PROCESS_GIB = 0.2
 """Memory of its own that the smallest process of a run takes: a reward worker's imports."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
@@ -111,11 +111,11 @@ def _validate_host_memory(config: RLConfig, model_ranks: int) -> None:
     hosts = generator.nodes or config.trainer.nodes
     generator_ranks = -(-generator.replicas // hosts) * generator.tensor_parallel_degree
     workers = config.rollout.reward_workers
-    beside = model_ranks if generator.nodes == 0 else 0
-    room = int(config.hardware.host_gib / LEAST_PROCESS_GIB)
+    shared_ranks = model_ranks if generator.nodes == 0 else 0
+    room = int(config.hardware.host_gib / MIN_PROCESS_GIB)
     for name, value, processes in (
         ("the number of model ranks", model_ranks, model_ranks),
-        ("generator.replicas", generator.replicas, beside + generator_ranks),
+        ("generator.replicas", generator.replicas, shared_ranks + generator_ranks),
         ("rollout.reward_workers", workers, model_ranks + workers),
     ):
         require(

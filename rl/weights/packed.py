@@ -326,6 +326,6 @@ def _row(header: torch.Tensor, version: int, rank: int) -> list[int]:
     whole = [row for row in header.tolist() if row[_SEQUENCE] and row[_SEQUENCE] % 2 == 0]
     found = [row for row in whole if row[_VERSION] == version]
     if not found:
-        there = " and ".join(str(row[_VERSION]) for row in sorted(whole)) or "nothing"
-        raise VersionGone(f"fetch of version {version}: trainer rank {rank} holds {there}")
+        held = " and ".join(str(row[_VERSION]) for row in sorted(whole)) or "nothing"
+        raise VersionGone(f"fetch of version {version}: trainer rank {rank} holds {held}")
     return max(found)

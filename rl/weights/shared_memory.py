@@ -213,7 +213,7 @@ class SharedMemorySubscriber:
                 for source in self._sources
             )
             if target < version or time.monotonic() > deadline:
-                raise RunError(f"pull of version {version}: {self._say_held()}")
+                raise RunError(f"pull of version {version}: {self._held_versions()}")
         copy_all((pair for slot in claimed for pair in self._copies[slot]), self._like)
         self.release(claimed)
         return target
@@ -240,7 +240,7 @@ class SharedMemorySubscriber:
             slot.close()
         self._copies = {}
 
-    def _say_held(self) -> str:
+    def _held_versions(self) -> str:
         held = [sorted({slot.version for slot in source} - {_NONE}) for source in self._sources]
         return "; ".join(
             f"trainer rank {rank} holds {versions or 'nothing'}"

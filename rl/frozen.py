@@ -22,19 +22,14 @@ def frozen(value: Any) -> Any:
     """``value`` as JSON-able data; configs of exchangeable parts carry the ``type`` they build."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: frozen(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        owner = type(value)
-        return (
-            {"type": f"{owner.__module__}.{owner.__qualname__}", **fields}
-            if isinstance(value, Configurable.Config)
-            else fields
-        )
+        if not isinstance(value, Configurable.Config):
+            return fields
+        return {"type": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
     if isinstance(value, dict):
         return {str(k): frozen(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [frozen(v) for v in value]
-    return (
-        value if isinstance(value, (str, int, float, bool, type(None))) else {"repr": repr(value)}
-    )
+    return value if isinstance(value, str | int | float | bool | None) else {"repr": repr(value)}
 
 
 def thawed(data: Any, kind: Any = RLConfig, name: str = "config") -> Any:
@@ -144,12 +139,10 @@ def _defines(spec: ModuleSpec | None, names: Sequence[str]) -> bool:
     """Whether the source of a module has a class of the last name, with a base, in classes of the
     names before.
     """
-    source = (
-        spec.loader.get_source(spec.name)
-        if spec and isinstance(spec.loader, InspectLoader)
-        else None
-    )
-    nodes: list[ast.AST] = [ast.parse(source, spec.origin or "")] if spec and source else []
+    if spec is None or not isinstance(spec.loader, InspectLoader):
+        return False
+    source = spec.loader.get_source(spec.name)
+    nodes: list[ast.AST] = [ast.parse(source, spec.origin or "")] if source else []
     for name in names:
         inside = (inner for node in nodes for inner in ast.walk(node))
         nodes = [node for node in inside if isinstance(node, ast.ClassDef) and node.name == name]

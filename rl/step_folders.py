@@ -88,11 +88,5 @@ class StepFolders:
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, complete or not, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        names = (
-            re.fullmatch(r"step-(\d+)", path.name)
-            for path in self.folder.iterdir()
-            if path.is_dir()
-        )
+        names = (re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("*/"))
         return sorted(int(name[1]) for name in names if name)

@@ -16,6 +16,8 @@ from rl.observe.record import failing_loudly
 
 SOURCE = Path(__file__).parents[2]
 """Where rl/ and configs/ are."""
+NODE = SOURCE / "rl" / "launch" / "node.py"
+"""Program of a node's worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,11 @@ class Launch:
         with failing_loudly(self.files):
             self.files.mkdir(parents=True, exist_ok=True)
         copy = {"name": self.name, "command": self.command, "config": frozen(self.config)}
-        written = {"config.json": _json(copy), "environment.json": _json(environment()), **texts}
+        written = {
+            "config.json": as_json(copy),
+            "environment.json": as_json(environment()),
+            **texts,
+        }
         for name, text in written.items():
             with failing_loudly(self.files / name):
                 (self.files / name).write_text(text, encoding="utf-8")
@@ -75,5 +81,6 @@ def _git(*arguments: str) -> str:
     return answer.stdout.strip()
 
 
-def _json(content: object) -> str:
+def as_json(content: object) -> str:
+    """Return ``content`` as the text of a file."""
     return json.dumps(content, indent=2) + "\n"

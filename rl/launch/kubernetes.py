@@ -8,14 +8,13 @@ again as often as it exits with 75, and fails for good with 1 or
 """
 
 import hashlib
-import json
 import re
 import shlex
 import subprocess
 from typing import Any
 
 from rl.errors import EXIT_CONFIG, EXIT_FAILED, RunError, require
-from rl.launch.freeze import SOURCE, Launch
+from rl.launch.freeze import NODE, SOURCE, Launch, as_json
 
 PORT = 26600  # of the operator's service; workers listen where they like
 Manifest = dict[str, Any]
@@ -26,18 +25,13 @@ def manifests(launch: Launch) -> str:
     kubernetes = launch.config.kubernetes
     for name in ("image", "claim"):
         require(bool(getattr(kubernetes, name)), f"kubernetes.{name} is empty; it must be set")
-    inside = launch.folder.is_relative_to(kubernetes.mount)
     require(
-        inside,
+        launch.folder.is_relative_to(kubernetes.mount),
         f"output_dir is {str(launch.folder)!r}; it must be below "
         f"kubernetes.mount={kubernetes.mount!r}, a volume",
     )
-    return (
-        json.dumps(
-            {"apiVersion": "v1", "kind": "List", "items": [_mesh(launch), _job(launch)]}, indent=2
-        )
-        + "\n"
-    )
+    items = [_mesh(launch), _job(launch)]
+    return as_json({"apiVersion": "v1", "kind": "List", "items": items})
 
 
 def submit(launch: Launch) -> None:
@@ -60,14 +54,9 @@ def _mesh(launch: Launch) -> Manifest:
     """The nodes, each with a worker."""
     config = launch.config
     gpus = launch.config.hardware.gpus
-    worker = [
-        "python",
-        str(SOURCE / "rl" / "launch" / "node.py"),
-        str(launch.folder / "logs" / "workers"),
-    ]
-    pod = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    worker = ["python", str(NODE), str(launch.folder / "logs" / "workers")]
     variables: list[Manifest] = [
-        pod,
+        {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "TILLER_NODE", "value": f"$(POD_NAME).{_name(launch)}-svc"},
     ]
     spec = _pod(launch, worker, variables, {"nvidia.com/gpu": str(gpus)} if gpus else {})

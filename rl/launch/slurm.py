@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from rl.errors import RunError
-from rl.launch.freeze import SOURCE, Launch
+from rl.launch.freeze import NODE, Launch
 
 BODY = Path(__file__).with_name("job.sh")
 POLL_S = 2.0
@@ -24,6 +24,8 @@ ENDED = (
     "DEADLINE",
 )
 
+SITE_OPTIONS = ("partition", "account", "qos", "constraint", "nodelist", "exclude")
+
 
 def script(launch: Launch) -> str:
     """The job's script: what differs from run to run, then the body that is the same for all."""
@@ -31,7 +33,7 @@ def script(launch: Launch) -> str:
     python = "python" if slurm.container_image else sys.executable
     values = {
         "run": launch.folder,
-        "node": SOURCE / "rl" / "launch" / "node.py",
+        "node": NODE,
         "python": python,
         "max_restarts": slurm.max_restarts,
     }
@@ -69,24 +71,13 @@ def options(launch: Launch) -> list[str]:
         "cpus-per-task": slurm.cpus_per_node,
         "mem": slurm.memory,
         "time": slurm.time,
-        **{
-            name: getattr(slurm, name)
-            for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude")
-        },
+        **{name: getattr(slurm, name) for name in SITE_OPTIONS},
         "output": launch.folder / "logs" / "slurm-%j.log",
         "signal": f"B:USR1@{slurm.warn_s}",
     }
-    flags = [
-        *(["--exclusive"] if slurm.exclusive else []),
-        "--requeue",
-        "--open-mode=append",
-        "--export=ALL",
-    ]
-    return [
-        *(f"--{name}={shlex.quote(str(value))}" for name, value in asked.items() if value),
-        *flags,
-        *slurm.extra,
-    ]
+    given = [f"--{name}={shlex.quote(str(value))}" for name, value in asked.items() if value]
+    exclusive = ["--exclusive"] if slurm.exclusive else []
+    return [*given, *exclusive, "--requeue", "--open-mode=append", "--export=ALL", *slurm.extra]
 
 
 def submit(launch: Launch) -> str:

@@ -143,29 +143,17 @@ def _check_relations(check: _Check, config: HuggingFaceConfig, has_experts: bool
     """Sizes that depend on each other."""
     heads = config["num_attention_heads"]
     groups = config["num_key_value_heads"]
-    check.that(
-        heads % groups == 0,
-        "num_key_value_heads",
-        groups,
-        f"it must divide num_attention_heads={heads}",
-    )
+    allowed = f"it must divide num_attention_heads={heads}"
+    check.that(heads % groups == 0, "num_key_value_heads", groups, allowed)
     layers = config.get("layer_types")
     is_full = layers is None or layers == ["full_attention"] * config["num_hidden_layers"]
-    check.that(
-        is_full,
-        "layer_types",
-        layers,
-        "it must be null, or 'full_attention' for each of num_hidden_layers",
-    )
+    allowed = "it must be null, or 'full_attention' for each of num_hidden_layers"
+    check.that(is_full, "layer_types", layers, allowed)
     if has_experts:
         chosen = config["num_experts_per_tok"]
         experts = config["num_experts"]
-        check.that(
-            chosen <= experts,
-            "num_experts_per_tok",
-            chosen,
-            f"it must be at most num_experts={experts}",
-        )
+        allowed = f"it must be at most num_experts={experts}"
+        check.that(chosen <= experts, "num_experts_per_tok", chosen, allowed)
 
 
 def _rope_theta(check: _Check, config: HuggingFaceConfig) -> float:

@@ -100,9 +100,8 @@ def _boxes(name: str, whole: tuple[int, ...], shape: ModelShape, tp: int, rank: 
             keys = min(rows, 2 * shape.head_dim)
             queries = (rows - keys) // sharers
             shared = group.slab(0, rows - keys, keys)
-            return (
-                [group.slab(0, rank % sharers * queries, queries), shared] if queries else [shared]
-            )
+            own = group.slab(0, rank % sharers * queries, queries)
+            return [own, shared] if queries else [shared]
         case Cut.KV_GROUPS | Cut.COLUMN:
             dim = 0
         case Cut.ROW | Cut.EXPERTS_COLUMN:
@@ -129,13 +128,7 @@ def check_generator(tp: int, shape: ModelShape, *, expert_parallel: bool) -> Non
         raise ConfigError(
             "generator.expert_parallel is True; it must be False where model.num_experts is 0"
         )
-    width = (
-        "num_experts"
-        if expert_parallel
-        else "moe_hidden_dim"
-        if shape.num_experts
-        else "hidden_dim"
-    )
+    width = "num_experts" if expert_parallel else _width(shape)
     heads = shape.n_heads
     kv_heads = shape.n_kv_heads
     size = getattr(shape, width)
@@ -146,6 +139,11 @@ def check_generator(tp: int, shape: ModelShape, *, expert_parallel: bool) -> Non
             f"and {width}={size}, and divide n_kv_heads={kv_heads} or be a multiple of it: allowed "
             f"are {allowed}"
         )
+
+
+def _width(shape: ModelShape) -> str:
+    """Return the field that is the width of the feed-forward layers."""
+    return "moe_hidden_dim" if shape.num_experts else "hidden_dim"
 
 
 def divisors(*sizes: int) -> list[int]:
@@ -161,16 +159,8 @@ def check_divides(field: str, degree: int, shape: ModelShape) -> None:
     """Raise ConfigError unless ``degree`` divides all that the trainer's tensor parallelism
     cuts.
     """
-    sizes = {
-        "n_heads": shape.n_heads,
-        "n_kv_heads": shape.n_kv_heads,
-        "vocab_size": shape.vocab_size,
-        **(
-            {"moe_hidden_dim": shape.moe_hidden_dim}
-            if shape.num_experts
-            else {"hidden_dim": shape.hidden_dim}
-        ),
-    }
+    names = ("n_heads", "n_kv_heads", "vocab_size", _width(shape))
+    sizes = {name: getattr(shape, name) for name in names}
     allowed = divisors(*sizes.values())
     if degree not in allowed:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())

@@ -44,11 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _refuse([str(error)], as_json=own.json)
     except SystemExit as end:  # the command line could not be read
-        return (
-            _refuse([_unboxed(output.getvalue())], as_json=True)
-            if own.json and end.code
-            else int(end.code or 0)
-        )
+        if own.json and end.code:
+            return _refuse([_unboxed(output.getvalue())], as_json=True)
+        return int(end.code or 0)
     print(json.dumps({"config": name} | plan.as_json()) if own.json else describe(name, plan))
     return 0 if plan.feasible else EXIT_CONFIG
 

@@ -66,9 +66,16 @@ def _layer(trainer: TrainerConfig, shape: ModelShape, p: int, row: int) -> tuple
     q = shape.n_heads * shape.head_dim // tp
     k = shape.n_kv_heads * shape.head_dim // tp
     routed = shape.experts_per_token if shape.num_experts else 0
-    f = (routed * shape.moe_hidden_dim if routed else shape.hidden_dim) // tp
+    f = _feed_forward_width(shape) // tp
     whole = 16 * d + 8 * (q + k) + p * (2 * d + 2 * q + 2 * k + 4 * f + row) + routed * d * (8 + p)
     return whole, p * d, p * (2 * d + 2 * q + 2 * k + f)
+
+
+def _feed_forward_width(shape: ModelShape) -> int:
+    """Return the width of all feed-forward layers that a token goes through in a layer."""
+    if shape.num_experts:
+        return shape.experts_per_token * shape.moe_hidden_dim
+    return shape.hidden_dim
 
 
 def logits(setting: Setting, role: Role) -> int:
@@ -107,20 +114,13 @@ def _groups(layouts: tuple[Layout, ...], role: Role) -> dict[str, int]:
     computes.
     """
     degrees = role.trainer.parallelism
-    alike = (
-        degrees.data_parallel_shard_degree
-        * degrees.context_parallel_degree
-        * degrees.tensor_parallel_degree
-    )
+    alike = role.trainer.ranks // degrees.data_parallel_replicate_degree
     groups: dict[str, int] = {"ends": 0}
     for rank in range(alike):
         for name, _, box in layouts[rank]:
             expert = degrees.expert_parallel_degree > 1 and ".inner_experts." in name
-            if (
-                rank
-                % (degrees.expert_parallel_degree if expert else degrees.tensor_parallel_degree)
-                == 0
-            ):
+            degree = degrees.expert_parallel_degree if expert else degrees.tensor_parallel_degree
+            if rank % degree == 0:
                 key = ".".join(name.split(".")[:2]) if name.startswith("layers.") else "ends"
                 groups[key] = groups.get(key, 0) + box.numel
     return groups
@@ -140,15 +140,10 @@ def engine_step(setting: Setting) -> int:
     shape = setting.shape
     tp = generator.tensor_parallel_degree
     p = setting.transfer_bytes
-    routed = (
-        shape.experts_per_token * shape.moe_hidden_dim if shape.num_experts else shape.hidden_dim
-    )
-    wide = 4 * shape.dim + (2 * routed + shape.n_heads * shape.head_dim) // tp
-    tokens = (
-        generator.max_batched_tokens
-        if setting.cuda
-        else max(generator.max_batched_tokens, shape.max_seq_len)
-    )
+    wide = 4 * shape.dim + (2 * _feed_forward_width(shape) + shape.n_heads * shape.head_dim) // tp
+    tokens = generator.max_batched_tokens
+    if not setting.cuda:
+        tokens = max(tokens, shape.max_seq_len)
     running = min(generator.max_running_requests, math.ceil(setting.sequences / generator.replicas))
     # a GPU's are measured at the start
     sampled = generator.max_running_requests if setting.cuda else running

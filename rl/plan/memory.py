@@ -210,13 +210,10 @@ def packed_weights(setting: Setting) -> int:
     where it is tied.
     """
     shapes = local_shapes(setting.wanted[0])
-    head = {"lm_head.weight": shapes.get("lm_head.weight", shapes["tok_embeddings.weight"])}
-    layers = {
-        name: shape
-        for name, shape in shapes.items()
-        if name.startswith("layers.") and len(shape) == 2
-    }
-    return sum(map(math.prod, (layers | head).values())) * 4
+    head = shapes.get("lm_head.weight", shapes["tok_embeddings.weight"])
+    in_layers = [shape for name, shape in shapes.items() if name.startswith("layers.")]
+    linear = [shape for shape in in_layers if len(shape) == 2]
+    return sum(map(math.prod, [*linear, head])) * 4
 
 
 def kv_bytes(setting: Setting) -> int:

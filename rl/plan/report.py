@@ -81,9 +81,8 @@ def _shared(plan: Plan) -> dict[tuple[str, ...], list[str]]:
     found: dict[tuple[str, ...], list[str]] = {}
     for memory in plan.memories:
         if memory.kind == "device" and len(memory.ranks) > 1:
-            found.setdefault(
-                tuple(dict.fromkeys(title_of(rank.role) for rank in memory.ranks)), []
-            ).append(memory.name)
+            roles = tuple(dict.fromkeys(title_of(rank.role) for rank in memory.ranks))
+            found.setdefault(roles, []).append(memory.name)
     return found
 
 

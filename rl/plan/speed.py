@@ -110,14 +110,11 @@ def _flop(setting: Setting, name: str, tokens: float, length: float, *, train: b
     attention = 2 * shape.n_layers * shape.n_heads * shape.head_dim * length
     forward = tokens * (2 * active + attention)
     policy = role.trainer.activation_checkpoint
-    again = (
-        4 / 3
-        if isinstance(policy, FullAC.Config)
-        else SELECTIVE
-        if isinstance(policy, SelectiveAC.Config)
-        else 1
-    )
-    return forward * 3 * again if train else forward
+    if not train:
+        return forward
+    if isinstance(policy, FullAC.Config):
+        return 4 * forward
+    return 3 * forward * (SELECTIVE if isinstance(policy, SelectiveAC.Config) else 1)
 
 
 def _training(setting: Setting, tokens: float, length: float) -> float:
@@ -131,11 +128,8 @@ def _training(setting: Setting, tokens: float, length: float) -> float:
     def seconds(name: str, *, train: bool) -> float:
         rate = setting.device.tflops * 1e12 * hardware.training_efficiency
         epochs = algorithm.update_epochs if train else 1
-        return (
-            epochs
-            * _flop(setting, name, tokens, length, train=train)
-            / (rate * setting.roles[name].trainer.ranks)
-        )
+        flop = epochs * _flop(setting, name, tokens, length, train=train)
+        return flop / (rate * setting.roles[name].trainer.ranks)
 
     asking = [seconds(name, train=False) for name in asked]
     learning = [seconds(name, train=True) for name in setting.roles if name in LEARNING]
@@ -160,11 +154,8 @@ def _generation(setting: Setting, prompt: float, completion: float) -> tuple[flo
     fits = kv_sequences(setting, math.ceil(prompt + completion))
     concurrency = max(1, min(requests, generator.max_running_requests, fits))
     products = 2 * sizes.active / (tp * device.tflops * 1e12 * hardware.training_efficiency)
-    prompts = (
-        math.ceil(requests / setting.config.rollout.samples_per_prompt)
-        if generator.prefix_caching
-        else requests
-    )
+    sharing = setting.config.rollout.samples_per_prompt if generator.prefix_caching else 1
+    prompts = math.ceil(requests / sharing)
     weights = generator_weights(setting)
     if sizes.experts:
         shape = setting.shape

@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import compress
+from operator import not_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
@@ -93,12 +95,8 @@ class Gsm8kJsonl(Task):
             [problem.question for problem in problems], config.held_out_fraction, config.path
         )
         questions = self._make_questions(problems)
-        self.held_out = [
-            question for question, held in zip(questions, held_out, strict=True) if held
-        ]
-        self.train = [
-            question for question, held in zip(questions, held_out, strict=True) if not held
-        ]
+        self.held_out = list(compress(questions, held_out))
+        self.train = list(compress(questions, map(not_, held_out)))
 
     def prompt(self, prompt_id: int) -> Prompt:
         return self.train[epoch_index(self.seed, prompt_id, len(self.train))].prompt(prompt_id)
@@ -156,11 +154,9 @@ class Gsm8kJsonl(Task):
         ]
         if long:
             length, line = long[0]
-            others = (
-                f" ({len(long)} such lines, the longest of {max(long)[0]} tokens)"
-                if len(long) > 1
-                else ""
-            )
+            others = ""
+            if len(long) > 1:
+                others = f" ({len(long)} such lines, the longest of {max(long)[0]} tokens)"
             raise ConfigError(
                 f"task.path: {self.config.path} line {line}: its prompt has {length} tokens, more "
                 f"than {field} allows{others}; raise the limit or leave such lines out"

@@ -70,10 +70,8 @@ class Mixture(Task):
 
     def __init__(self, config: Config, *, seed: int, model: ModelConfig, only_scores: bool = False):
         super().__init__(config, seed=seed, model=model)
-        stages = [
-            Stage(first_prompt_id=0, weights=config.weights or dict.fromkeys(config.tasks, 1.0)),
-            *config.stages,
-        ]
+        weights = config.weights or dict.fromkeys(config.tasks, 1.0)
+        stages = [Stage(first_prompt_id=0, weights=weights), *config.stages]
         _check(config, stages)
         self.tasks = {
             name: _build(name, inner, seed, model, only_scores=only_scores)

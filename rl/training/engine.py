@@ -181,19 +181,15 @@ class TrainingEngine:
                 f"optim_step: the schedule ends after {self._steps} steps; build the engine with "
                 "more"
             )
-        weight = (
-            self._over_batch(self._weight, dist.ReduceOp.SUM)
-            if denominator is None
-            else denominator
-        )
+        weight = denominator
+        if weight is None:
+            weight = self._over_batch(self._weight, dist.ReduceOp.SUM)
         if weight == 0:
             raise RuntimeError(
                 "optim_step: no weight was accumulated; call forward_backward with a batch of "
                 "weight > 0 first"
             )
-        parameters = [
-            parameter for parameter in self.model.parameters() if parameter.grad is not None
-        ]
+        parameters = [each for each in self.model.parameters() if each.grad is not None]
         for parameter in parameters:
             parameter.grad.mul_(1.0 / weight)
         norm = titan_dist.clip_grad_norm_(
@@ -202,10 +198,9 @@ class TrainingEngine:
             foreach=True,
             ep_enabled=self.dims.ep_enabled,
         ).item()
-        rates = {
-            name: lr if lr is not None else rate
-            for name, rate in self.schedule.get_metrics().items()
-        }
+        rates = self.schedule.get_metrics()
+        if lr is not None:
+            rates = dict.fromkeys(rates, lr)
         self._step_or_skip(norm, lr=lr, betas=betas, weight_decay=weight_decay)
         totals = self._totals.reduce()
         self._forget_gradients()
@@ -269,13 +264,9 @@ class TrainingEngine:
             self._host["model"].take([*self.model.parameters(), *self._merged.buffers.values()])
         if optimizer and not self._host["optimizer"].holds:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            states = [
-                value
-                for each in self.optimizers
-                for state in each.state.values()
-                for value in state.values()
-            ]
-            self._host["optimizer"].take([*gradients, *(value for value in states if value.dim())])
+            states = [state for each in self.optimizers for state in each.state.values()]
+            moments = [value for state in states for value in state.values() if value.dim()]
+            self._host["optimizer"].take([*gradients, *moments])
 
     def onload(self, *, model: bool = True, optimizer: bool = True) -> None:
         """Bring them back, bit for bit; what was never away stays as it is."""

@@ -170,12 +170,8 @@ class HuggingFaceFolders:
             (partial / INDEX).write_text(text)
         self._describe(partial)
         if lora := self._engine.config.lora:
-            write_adapter(
-                partial / "adapter",
-                adapters,
-                lora,
-                base=str(self._source) if self._source else None,
-            )
+            base = str(self._source) if self._source else None
+            write_adapter(partial / "adapter", adapters, lora, base=base)
         if whole.exists():
             shutil.rmtree(whole)
         partial.rename(whole)
@@ -216,7 +212,7 @@ def _file_layout(tensors: Shapes, dtype: torch.dtype) -> _FileLayout:
     end = 0
     for name, shape in tensors.items():
         starts[name] = end
-        end = end + math.prod(shape) * dtype.itemsize
+        end += math.prod(shape) * dtype.itemsize
         entries[name] = {
             "dtype": _DTYPES[dtype],
             "shape": [*shape],
@@ -238,10 +234,10 @@ def _split(tensors: Shapes, dtype: torch.dtype) -> dict[str, str]:
     for name, shape in tensors.items():
         size = math.prod(shape) * dtype.itemsize
         if filled and filled + size > FILE_BYTES:
-            number = number + 1
+            number += 1
             filled = 0
         numbers[name] = number
-        filled = filled + size
+        filled += size
     if number == 1:
         return dict.fromkeys(tensors, ONE_FILE)
     return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}
@@ -262,15 +258,12 @@ def _write_piece(file: int, piece: TensorPiece, start: int, values: torch.Tensor
     other's part of a page that they share on a network file system.
     """
     row_bytes = math.prod(piece.shape[1:]) * values.element_size()
-    first = (
-        start
-        + piece.in_tensor.offset[0] * row_bytes
-        + sum(piece.in_tensor.offset[1:]) * values.element_size()
-    )
+    row, *columns = piece.in_tensor.offset
+    first = start + row * row_bytes + sum(columns) * values.element_size()
     rows = values.view(torch.uint8).numpy()
-    for index, run in enumerate(
-        rows.reshape(1, -1) if piece.in_tensor.shape[1:] == piece.shape[1:] else rows
-    ):
+    if piece.in_tensor.shape[1:] == piece.shape[1:]:
+        rows = rows.reshape(1, -1)
+    for index, run in enumerate(rows):
         _write_all(file, memoryview(run), first + index * row_bytes)
 
 
@@ -278,4 +271,4 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
     while data:
         count = os.pwrite(file, data, offset)
         data = data[count:]
-        offset = offset + count
+        offset += count

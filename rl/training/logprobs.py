@@ -163,14 +163,9 @@ class _LinearLogProbs(torch.autograd.Function):
             elif grad_weight is not None:
                 grad_weight += grad.T @ hidden[chunk]
             del logp, grad
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _chunks(tokens: int, size: int) -> Iterator[slice]:

@@ -54,15 +54,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on ``device``; ``index`` stays where the outputs are put together."""
-        tensors = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name not in ("index", "columns")
-        }
+        names = [each.name for each in fields(self) if each.name not in ("index", "columns")]
+        moved = {name: getattr(self, name).to(device) for name in names}
         columns = {name: values.to(device) for name, values in self.columns.items()}
-        return replace(
-            self, columns=columns, **{name: tensor.to(device) for name, tensor in tensors.items()}
-        )
+        return replace(self, columns=columns, **moved)
 
     def per_token(self, values: torch.Tensor) -> torch.Tensor:
         """Values of the cells [B, L] as values of the tokens [T]; 0 where nothing predicts."""

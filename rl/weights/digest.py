@@ -44,11 +44,8 @@ def shard_digest(shard: Shard, dtype: torch.dtype) -> int:
     products = columns.new_empty(min(step, len(rows)), len(columns))
     for start in range(0, len(rows), step):
         bits = bits_of(values[start : start + step].to(dtype).contiguous())
-        torch.sum(
-            torch.mul(bits, columns, out=products[: len(bits)]),
-            dim=1,
-            out=sums[start : start + step],
-        )
+        weighted = torch.mul(bits, columns, out=products[: len(bits)])
+        torch.sum(weighted, dim=1, out=sums[start : start + step])
     return int((rows * (sums + columns.sum() * _ZERO)).sum())
 
 

@@ -93,7 +93,7 @@ def test_what_is_away_is_not_used(folder):
         "forward": lambda: engine.forward(ragged_batch()),
         "forward_backward": lambda: engine.forward_backward(ragged_batch(), LOSS.build()),
         "optim_step": engine.optim_step,
-        "parts": engine.shards,
+        "shards": engine.shards,
     }
     for name, call in calls.items():
         with pytest.raises(RuntimeError, match=f"{name}: the model is offloaded; call onload"):

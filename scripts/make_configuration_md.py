@@ -242,20 +242,25 @@ def _shown_default(content: Any, hint: Any) -> str:
 def _bounds_texts(hint: Any) -> list[str]:
     bounds = rule_of(hint, Bounds)
     by_key = rule_of(hint, dict) or {}
+    inner = get_args(_plain(hint))[-1] if get_origin(_plain(hint)) in (dict, list) else None
+    of_elements = rule_of(inner, Bounds)
     return [
         *([range_text(bounds)] if bounds else []),
+        *([f"each {range_text(of_elements)}"] if of_elements else []),
         *(f"`{key}` {range_text(limits)}" for key, limits in by_key.items()),
     ]
 
 
 def range_text(bounds: Bounds) -> str:
+    """Return a range in words."""
     low = f"above {_number(bounds.least)}" if bounds.above else f"from {_number(bounds.least)}"
-    high = f"below {_number(bounds.most)}" if bounds.below else f"to {_number(bounds.most)}"
+    high = f"and below {_number(bounds.most)}" if bounds.below else f"to {_number(bounds.most)}"
     return " ".join([low, high, *(f"or {_number(other)}" for other in bounds.also)])
 
 
 def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+    whole = value == int(value) and (isinstance(value, int) or abs(value) < 1e12)
+    return f"{int(value):,}" if whole else f"{value:g}"
 
 
 def _class_doc(kind: type) -> str:

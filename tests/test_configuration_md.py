@@ -47,8 +47,8 @@ def test_every_value_of_a_config_is_of_a_field_on_the_page(script, tmp_path):
     [
         (at_least(1, 10**6), "from 1 to 1,000,000"),
         (at_least(2, 10, also=(0,)), "from 2 to 10 or 0"),
-        (Bounds(0, 1, above=True, below=True), "above 0 below 1"),
-        (at_least(0, 1e15), "from 0 to 1e+15"),
+        (Bounds(0, 1, above=True, below=True), "above 0 and below 1"),
+        (at_least(-1e6, 1e15), "from -1,000,000 to 1e+15"),
     ],
 )
 def test_ranges_are_said_in_words(script, bounds, said):

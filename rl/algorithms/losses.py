@@ -213,7 +213,7 @@ class CISPOLoss(PolicyLoss):
 
 
 class DPPOLoss(PolicyLoss):
-    """-r A, of tokens whose probability p has not yet moved too far: DPPO with Binary-TV,
+    """-r A for tokens whose probability p has not yet moved too far: DPPO with Binary-TV,
     arXiv:2602.04879.
 
     Left out are tokens for which abs(p - p_old), the total variation of "this token or another",

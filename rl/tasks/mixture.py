@@ -36,12 +36,12 @@ class Stage:
 class Mixture(Task):
     """Prompts of several tasks, each in exact proportion to its weight; each task scores its own.
 
-    Which task's prompt comes at a prompt_id, and which of its own prompts, follows from the weights
-    alone: in every stretch of a stage the counts are as even as :class:`StrideSchedule` makes them,
-    and a task goes on where it was when it is shown again. ``Prompt.task`` says whose a prompt is.
-    Its prompt_id is the mixture's, so tasks score by its answer. A prompt that another task holds
-    out (one of its first 10,000) is replaced by one from far ahead in the same task's stream, so
-    that files may overlap.
+    The task of a prompt_id and its place among that task's prompts follow from the weights alone.
+    In every stretch of a stage the counts are as even as :class:`StrideSchedule` makes them, and a
+    task continues from its last prompt when it is shown again. ``Prompt.task`` names the task.
+    ``Prompt.prompt_id`` is the mixture's, so tasks score by the prompt's answer. A prompt that
+    another task holds out (one of its first 10,000) is replaced by one from far ahead in the same
+    task's stream, so that files may overlap.
 
     A curriculum::
 

@@ -76,6 +76,10 @@ class Shard(NamedTuple):
     def box(self) -> Box:
         return self.region.box
 
+    def part(self, box: Box) -> torch.Tensor:
+        """Return a view of the part ``box`` of the whole, which lies within this shard."""
+        return self.tensor[box.slices_in(self.box)]
+
 
 Shards = dict[str, Shard]
 """One rank's shards by name, where it holds one of each parameter."""

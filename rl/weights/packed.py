@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,15 +66,11 @@ class PackedPublisher:
             [host_memory(blob.numel, dtype, device) for blob in self.blobs] for _ in range(SLOTS)
         ]
         self._deltas = [
-            [
-                host_memory(whole.nbytes // 2 if transfer.delta else 0, torch.uint8, device)
-                for whole in slot
-            ]
-            for slot in self._slots
+            [_delta_memory(whole, transfer, device) for whole in slot] for slot in self._slots
         ]
         self._copies = [
             [
-                (view, shards[piece.held].tensor[piece.box.slices_in(shards[piece.held].box)])
+                (view, shards[piece.held].part(piece.box))
                 for blob, whole in zip(self.blobs, slot, strict=True)
                 for piece, view in zip(blob.pieces, blob.views(whole), strict=True)
             ]
@@ -185,10 +181,16 @@ class PackedSubscriber:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], transfer: Transfer, *, rank: int, generator: int = 0
+        self,
+        addresses: Sequence[Any],
+        shards: Sequence[Shard],
+        transfer: Transfer,
+        *,
+        rank: int,
+        generator: int = 0,
     ):
-        """``shards`` of rank ``rank`` of generator number ``generator`` are overwritten in place by
-        each pull.
+        """``addresses`` are those of all publishers; the ``shards`` of rank ``rank`` of generator
+        number ``generator`` are overwritten in place by each pull.
         """
         if layout_of(shards) != transfer.wanted[rank]:
             raise ValueError(
@@ -196,10 +198,10 @@ class PackedSubscriber:
                 "planned with"
             )
         check_dtype(shards, transfer.dtype)
+        self._addresses = addresses
         self._shards = shards
-        self._dtype = transfer.dtype
+        self._transfer = transfer
         self._rank = rank
-        self._delta = transfer.delta
         self._reader = generator * len(transfer.wanted) + rank
         self._blobs = plan_blobs(transfer.sources, transfer.wanted)
         self._patience = transfer.patience
@@ -217,11 +219,10 @@ class PackedSubscriber:
             for index, blob in enumerate(blobs):
                 if self._rank not in blob.readers:
                     continue
-                whole = host_memory(blob.numel, self._dtype, device)
-                code = host_memory(whole.nbytes // 2 if self._delta else 0, torch.uint8, device)
-                self._staged[source, index] = whole, code
+                whole = host_memory(blob.numel, self._transfer.dtype, device)
+                self._staged[source, index] = whole, _delta_memory(whole, self._transfer, device)
                 self._copies += [
-                    (self._shards[place].tensor[piece.box.slices_in(self._shards[place].box)], view)
+                    (self._shards[place].part(piece.box), view)
                     for piece, view in zip(blob.pieces, blob.views(whole), strict=True)
                     for reader, place in piece.places
                     if reader == self._rank
@@ -315,6 +316,11 @@ class PackedSubscriber:
         for source, blob, _, size, into in reads:
             if size:
                 deltas.apply(into[:size], self._staged[source, blob][0])
+
+
+def _delta_memory(whole: torch.Tensor, transfer: Transfer, device: torch.device) -> torch.Tensor:
+    """Return memory for the delta of a blob, uint8; none if deltas are not sent."""
+    return host_memory(whole.nbytes // 2 if transfer.delta else 0, torch.uint8, device)
 
 
 def _slot(row: list[int]) -> int:

@@ -5,7 +5,6 @@ is no RDMA.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from monarch.rdma import RDMAAction, RDMABuffer
@@ -65,25 +64,12 @@ class RdmaPublisher(PackedPublisher):
 class RdmaSubscriber(PackedSubscriber):
     """Reads all it needs of all trainer ranks in one batch: see PackedPublisher."""
 
-    def __init__(
-        self,
-        addresses: Sequence[RdmaAddress],
-        shards: Sequence[Shard],
-        transfer: Transfer,
-        **options: Any,
-    ):
-        """``options`` are those of PackedSubscriber."""
-        super().__init__(shards, transfer, **options)
-        self._addresses = addresses
+    _addresses: Sequence[RdmaAddress]
 
     async def _headers(self) -> list[torch.Tensor]:
-        headers = [
-            torch.zeros(address.header.size() // 8, dtype=torch.int64)
-            for address in self._addresses
-        ]
-        await self._read_all(
-            [(h, address.header) for h, address in zip(headers, self._addresses, strict=True)]
-        )
+        buffers = [address.header for address in self._addresses]
+        headers = [torch.zeros(buffer.size() // 8, dtype=torch.int64) for buffer in buffers]
+        await self._read_all(list(zip(headers, buffers, strict=True)))
         return [header.view(SLOTS, -1) for header in headers]
 
     async def _read(self, reads: list[Read]) -> None:
@@ -93,11 +79,8 @@ class RdmaSubscriber(PackedSubscriber):
         address = self._addresses[read.source]
         if not read.delta:
             return [(read.into, address.slots[read.slot][read.blob])]
-        return list(
-            zip(
-                chunks_of(read.into, read.delta), address.deltas[read.slot][read.blob], strict=False
-            )
-        )
+        chunks = chunks_of(read.into, read.delta)
+        return list(zip(chunks, address.deltas[read.slot][read.blob], strict=False))
 
     async def _read_all(self, pairs: list[tuple[torch.Tensor, RDMABuffer]]) -> None:
         if not pairs:

@@ -178,9 +178,8 @@ class SharedMemorySubscriber:
                 "'rdma' or 'auto'"
             )
         check_dtype(shards, segments[0].dtype)
-        routes = plan_routes(
-            [segment.layout for segment in segments], layout_of(shards), reader=reader
-        )
+        layouts = [segment.layout for segment in segments]
+        routes = plan_routes(layouts, layout_of(shards), reader=reader)
         self._like = shards[0].tensor
         self._patience = patience
         self._sources = [_open(rank, segment) for rank, segment in enumerate(segments)]
@@ -188,13 +187,10 @@ class SharedMemorySubscriber:
             slot: [] for source in self._sources for slot in source
         }
         for route in routes:
-            box = segments[route.source].layout[route.held].box
-            wanted = shards[route.wanted]
-            destination = wanted.tensor[route.box.slices_in(wanted.box)]
+            slices = route.box.slices_in(segments[route.source].layout[route.held].box)
+            destination = shards[route.wanted].part(route.box)
             for slot in self._sources[route.source]:
-                self._copies[slot].append(
-                    (destination, slot.views[route.held][route.box.slices_in(box)])
-                )
+                self._copies[slot].append((destination, slot.views[route.held][slices]))
 
     async def fetch(self, version: int) -> None:
         """Nothing: what a trainer rank has published is near already."""

@@ -88,17 +88,12 @@ class StorePublisher(PackedPublisher):
 class StoreSubscriber(PackedSubscriber):
     """Gets what it wants from the store: see PackedPublisher."""
 
-    def __init__(
-        self,
-        addresses: Sequence[StoreAddress],
-        shards: Sequence[Shard],
-        transfer: Transfer,
-        **options: Any,
-    ):
-        """``options`` are those of PackedSubscriber."""
-        super().__init__(shards, transfer, **options)
+    _addresses: Sequence[StoreAddress]
+
+    def __init__(self, *args: Any, **options: Any):
+        """Takes the arguments of PackedSubscriber."""
+        super().__init__(*args, **options)
         torchstore.reset_client(STORE)
-        self._addresses = addresses
 
     async def _headers(self) -> list[torch.Tensor]:
         return await asyncio.gather(*map(_header, self._addresses))
@@ -107,9 +102,8 @@ class StoreSubscriber(PackedSubscriber):
         await asyncio.gather(*map(self._read_one, reads))
 
     async def _read_one(self, read: Read) -> None:
-        value = await self._addresses[read.source].get(
-            "delta" if read.delta else "blob", read.slot, read.blob
-        )
+        kind = "delta" if read.delta else "blob"
+        value = await self._addresses[read.source].get(kind, read.slot, read.blob)
         # one that was overwritten meanwhile may be shorter
         size = min(len(value), read.delta or len(value))
         read.into[:size] = value[:size]

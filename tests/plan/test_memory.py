@@ -115,7 +115,7 @@ def test_both_ends_of_a_push_over_the_network_hold_what_was_planned(delta):
         assert size == sum(item.bytes for item in ranks[rank].named("push slots"))
         publisher.close()
     for rank, layout in enumerate(setting.wanted):
-        subscriber = PackedSubscriber(parts(layout), transfer, rank=rank)
+        subscriber = PackedSubscriber([], parts(layout), transfer, rank=rank)
         size = storages(memory for pair in subscriber._staged.values() for memory in pair)
         assert size == sum(
             item.bytes for item in ranks[len(setting.pushed) + rank].named("push staging")

@@ -151,7 +151,7 @@ class MemorySubscriber(PackedSubscriber):
         self, publishers: list[MemoryPublisher], rank: int, *, replica: int = 0, **options: Any
     ):
         self.shards = live_parts(rank)
-        super().__init__(self.shards, transfer(**options), rank=rank)
+        super().__init__(publishers, self.shards, transfer(**options), rank=rank)
         self.read_takes = 0.0
         """Seconds for each blob."""
         self.publishers = publishers

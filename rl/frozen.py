@@ -165,12 +165,9 @@ def _takes(kind: Any, data: Any) -> bool:
 def changed_fields(before: Any, after: Any, name: str = "") -> list[str]:
     """``field: old → new`` for every leaf in which two frozen configs differ."""
     if isinstance(before, dict) and isinstance(after, dict):
-        names = [*before, *(key for key in after if key not in before)]
-        return [
-            change
-            for key in names
-            for change in changed_fields(
-                before.get(key), after.get(key), f"{name}.{key}" if name else key
-            )
-        ]
+        prefix = f"{name}." if name else ""
+        changes = list[str]()
+        for key in {**before, **after}:
+            changes += changed_fields(before.get(key), after.get(key), f"{prefix}{key}")
+        return changes
     return [] if before == after else [f"{name}: {before} → {after}"]

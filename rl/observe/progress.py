@@ -54,9 +54,7 @@ class Progress:
         self._updated = self._printed = time.monotonic()
         self._printed_step: int | None = None
         self._spinner = Spinner("dots", style="cyan")
-        self._live = Live(
-            console=self.console, get_renderable=self._render, refresh_per_second=8, transient=False
-        )
+        self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=8)
 
     def __enter__(self) -> Self:
         if self._is_live:

@@ -32,45 +32,40 @@ class Memory:
 
 
 def memories(setting: Setting, ranks: list[RankMemory]) -> list[Memory]:
-    """Every device and every host of the run; on CPU each rank is a device of its own."""
+    """Return every device and every host of the run; on CPU each rank is a device of its own."""
     limit = int(setting.device.memory_gib * GIB)
     host_limit = int(setting.hardware.host_gib * GIB)
-    found = []
-    for seat in dict.fromkeys((rank.host, rank.gpu) for rank in ranks):
-        on_seat = [rank for rank in ranks if (rank.host, rank.gpu) == seat]
-        if setting.cuda:
-            fullest = _at_once(on_seat, setting.shared)
-            found.append(
-                Memory(f"GPU {seat[1]} of host {seat[0]}", "device", fullest, limit, on_host=False)
-            )
-        else:
-            own = [
-                Memory(f"{rank.mesh} rank {rank.rank}", "device", (rank,), limit, on_host=False)
-                for rank in on_seat
-            ]
-            found += own
+    devices: dict[str, list[RankMemory]] = {}
+    for rank in ranks:
+        own = f"{rank.mesh} rank {rank.rank}"
+        name = f"GPU {rank.gpu} of host {rank.host}" if setting.cuda else own
+        devices.setdefault(name, []).append(rank)
+    found = [
+        Memory(name, "device", _at_once(on_device, setting.shared), limit, on_host=False)
+        for name, on_device in devices.items()
+    ]
     for host in range(setting.hosts):
-        here = tuple(rank for rank in ranks if rank.host == host)
-        found.append(Memory(f"host {host}", "host", here, host_limit, on_host=setting.cuda))
+        own_ranks = tuple(rank for rank in ranks if rank.host == host)
+        found.append(Memory(f"host {host}", "host", own_ranks, host_limit, on_host=setting.cuda))
     return found
 
 
 def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemory, ...]:
-    """What a device's ranks hold together: of those that take turns one has all of it, the others
-    what cannot move.
+    """Return what a device's ranks hold at once: one of those that share it has all of its own, the
+    others what cannot move.
     """
-    turns = [rank for rank in ranks if rank.role in shared]
-    largest = max(turns, key=lambda rank: rank.total(on_host=False), default=None)
-    away = {
-        rank: replace(rank, items=rank.named("CUDA context", "RoPE tables"))
-        for rank in turns
-        if rank is not largest
-    }
-    return tuple(away.get(rank, rank) for rank in ranks)
+    sharing = [rank for rank in ranks if rank.role in shared]
+    resident = max(sharing, key=lambda rank: rank.total(on_host=False), default=None)
+    return tuple(
+        replace(rank, items=rank.named("CUDA context", "RoPE tables"))
+        if rank in sharing and rank is not resident
+        else rank
+        for rank in ranks
+    )
 
 
 def complaints(setting: Setting, found: list[Memory]) -> list[str]:
-    """A sentence for each way in which memory does not suffice; alike ranks are named once."""
+    """Return a sentence for each way in which memory does not suffice; alike ranks are named once."""
     messages: dict[tuple[Any, ...], str] = {}
     for memory in found:
         if memory.used > memory.limit:

@@ -38,9 +38,7 @@ class Setting:
         placement = Placement(config, config.hardware.gpus)
         self.hosts = config.nodes
         self.places: dict[str, Place] = placement.models
-        self.generators: list[Place] = [
-            placement.generator(number) for number in range(config.generator.replicas)
-        ]
+        self.generators: list[Place] = [*map(placement.generator, range(config.generator.replicas))]
         self.held: dict[str, tuple[Layout, ...]] = {
             name: _held(role) for name, role in self.roles.items()
         }

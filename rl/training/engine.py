@@ -192,11 +192,9 @@ class TrainingEngine:
         parameters = [each for each in self.model.parameters() if each.grad is not None]
         for parameter in parameters:
             parameter.grad.mul_(1.0 / weight)
+        limit = self.config.training.max_norm if max_norm is None else max_norm
         norm = titan_dist.clip_grad_norm_(
-            parameters,
-            self.config.training.max_norm if max_norm is None else max_norm,
-            foreach=True,
-            ep_enabled=self.dims.ep_enabled,
+            parameters, limit, foreach=True, ep_enabled=self.dims.ep_enabled
         ).item()
         rates = self.schedule.get_metrics()
         if lr is not None:

@@ -213,11 +213,8 @@ def _file_layout(tensors: Shapes, dtype: torch.dtype) -> _FileLayout:
     for name, shape in tensors.items():
         starts[name] = end
         end += math.prod(shape) * dtype.itemsize
-        entries[name] = {
-            "dtype": _DTYPES[dtype],
-            "shape": [*shape],
-            "data_offsets": [starts[name], end],
-        }
+        span = [starts[name], end]
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": [*shape], "data_offsets": span}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     header = len(text).to_bytes(8, "little") + text

@@ -55,11 +55,8 @@ class HuggingFaceNames:
         self._names = {ours: theirs for theirs, ours in table.items() if ours is not None}
         attention = model.first_attention
         head = attention.head_dim
-        self._group_rows = {
-            "wq": attention.n_heads // attention.n_kv_heads * head,
-            "wk": head,
-            "wv": head,
-        }
+        queries = attention.n_heads // attention.n_kv_heads * head
+        self._group_rows = {"wq": queries, "wk": head, "wv": head}
 
     def tensors(self, parameters: Shapes) -> Shapes:
         """The Hugging Face tensors that hold ``parameters``, in the parameters' order."""
@@ -89,14 +86,10 @@ class HuggingFaceNames:
         if "qkv_linear.wqkv." in name:
             yield from self._fused_blocks(name, shape)
         elif ".inner_experts." in name:
+            begin = (0,) * (len(shape) - 1)
             for expert in range(shape[0]):
-                begin = (0,) * (len(shape) - 1)
-                yield Block(
-                    self._translate(name, expert),
-                    shape[1:],
-                    Box((expert, *begin), (1, *shape[1:])),
-                    begin,
-                )
+                box = Box((expert, *begin), (1, *shape[1:]))
+                yield Block(self._translate(name, expert), shape[1:], box, begin)
         else:
             yield Block(self._translate(name), shape, Box.whole(shape), (0,) * len(shape))
 

@@ -98,11 +98,8 @@ def sharded_model(
     shape = shape_of(model)
     if head == "values":
         shape = dataclasses.replace(shape, tie_embeddings=False)
-    model_config = qwen3_config(
-        shape,
-        fuse_qkv=model.fuse_qkv,
-        inner_attention=attention_config(model.attention, context_parallel=dims.cp_enabled),
-    )
+    attention = attention_config(model.attention, context_parallel=dims.cp_enabled)
+    model_config = qwen3_config(shape, fuse_qkv=model.fuse_qkv, inner_attention=attention)
     if config.float8 is not None:
         model_config = _in_float8(model_config, config.float8, compiled=config.compiles_model)
     model_config.update_from_config(config=config)

@@ -21,7 +21,7 @@ class StepFolders:
         self.folder = folder
 
     def path(self, step: int) -> Path:
-        """Where checkpoint ``step`` lies or would lie."""
+        """Return the folder of checkpoint ``step``, whether it exists or not."""
         return self.folder / f"step-{step}"
 
     def name(self, step: int) -> str:

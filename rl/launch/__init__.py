@@ -1,1 +1,1 @@
-"""Where a run is started: on this host, on a cluster of Slurm or Kubernetes."""
+"""Start of a run: on this host, on a cluster of Slurm or Kubernetes."""

@@ -1,4 +1,4 @@
-"""What a launched run keeps of the moment it was launched, in its folder: config, script,
+"""State of the launch that a run keeps in its folder: config, script,
 environment.
 """
 
@@ -15,7 +15,7 @@ from rl.frozen import frozen
 from rl.observe.record import failing_loudly
 
 SOURCE = Path(__file__).parents[2]
-"""Where rl/ and configs/ are."""
+"""Folder of rl/ and configs/."""
 NODE = SOURCE / "rl" / "launch" / "node.py"
 """Program of a node's worker."""
 
@@ -27,9 +27,9 @@ class Launch:
     name: str
     config: RLConfig
     folder: Path
-    """Absolute: of the run."""
+    """Folder of the run, absolute."""
     command: str
-    """That launched it."""
+    """Command line that launched the run."""
 
     @property
     def files(self) -> Path:

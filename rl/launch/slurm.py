@@ -59,7 +59,7 @@ def script(launch: Launch) -> str:
 
 
 def options(launch: Launch) -> list[str]:
-    """Of sbatch."""
+    """Return the options of sbatch."""
     config = launch.config
     slurm = launch.config.slurm
     gpus = config.hardware.gpus if slurm.gpus_per_node is None else slurm.gpus_per_node
@@ -113,7 +113,7 @@ def follow(launch: Launch, job: str) -> int:
 
 
 def state_of(job: str) -> str:
-    """As Slurm names it; GONE where it has forgotten the job."""
+    """Return the state by Slurm's name for it; GONE if it has forgotten the job."""
     try:
         return _ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
     except RunError as error:

@@ -50,7 +50,7 @@ class Region(NamedTuple):
     name: str
     """torchtitan's; a tied parameter goes by one name."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     box: Box
 
 

@@ -18,7 +18,7 @@ from rl.model.shards import Box, Layout, Region
 
 
 class Cut(Enum):
-    """What of a parameter the ranks divide among them."""
+    """Dimension of a parameter that the ranks divide among them."""
 
     COLUMN = "output features: each rank computes some of them"
     ROW = "input features: each rank sums over some of them, an all-reduce adds up"
@@ -65,7 +65,8 @@ def cut_of(name: str) -> Cut:
 def generator_layout(
     shape: ModelShape, *, fuse_qkv: bool, tp: int, expert_parallel: bool = False
 ) -> tuple[Layout, ...]:
-    """What each of a generator's ``tp`` ranks holds of a policy of ``shape``, from rank 0 on.
+    """Return what each of a generator's ``tp`` ranks holds of a policy of ``shape``, from rank 0
+    on.
 
     With ``expert_parallel`` the ranks divide whole experts among them, else the features of each.
     Regions of two ranks are equal or have nothing in common. Raises ValueError, naming the

@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows while it runs: its folder, spans, progress and curves."""
+"""Output of a run: its folder, spans, progress and curves."""

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Progress of a run, for people."""
 
 import contextlib
 import math

@@ -17,9 +17,9 @@ from rl.types import Rollout
 
 
 def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
-    """Where a run of config ``name`` lies.
+    """Return the folder of a run of config ``name``.
 
-    Raises ConfigError where it would go over another, or has none to resume.
+    Raises ConfigError if it would go over another, or has none to resume.
     """
     folder = (
         Path(output_dir) if output_dir else _unused(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Time of a step, by what it was spent on."""
 
 import time
 from collections import Counter

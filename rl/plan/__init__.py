@@ -1,1 +1,1 @@
-"""What a run would be: where its ranks go, what they hold, how long a step takes."""
+"""Plan of a run: its ranks' places and memory, and the time of a step."""

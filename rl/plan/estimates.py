@@ -18,7 +18,7 @@ from rl.training.config import TrainerConfig
 
 
 def computed_bytes(trainer: TrainerConfig) -> int:
-    """Of an element of a forward pass."""
+    """Return the bytes of an element of a forward pass."""
     return DTYPE_BYTES[trainer.training.mixed_precision_param]
 
 
@@ -32,7 +32,7 @@ def micro_batch_cells(setting: Setting, trainer: TrainerConfig) -> int:
 
 
 def activations(setting: Setting, name: str) -> int:
-    """Of one micro-batch, on one rank of role ``name``."""
+    """Return the bytes that autograd saves of one micro-batch on one rank of role ``name``."""
     role = setting.roles[name]
     trainer = role.trainer
     shape = shape_of(role.model)
@@ -79,8 +79,8 @@ def _feed_forward_width(shape: ModelShape) -> int:
 
 
 def logits(setting: Setting, role: Role) -> int:
-    """What exists of them at once on a rank: as computed, in float32, and their exponentials or
-    gradients.
+    """Return the bytes of the logits that exist at once on a rank: as computed, in float32, and
+    their exponentials or gradients.
     """
     if role.head == "values":
         return 0
@@ -93,8 +93,8 @@ def logits(setting: Setting, role: Role) -> int:
 
 
 def gathered(setting: Setting, name: str) -> int:
-    """What FSDP makes whole at once: two layers and the head with its embedding, and gradients of
-    the largest of these.
+    """Return the bytes that FSDP makes whole at once: two layers and the head with its embedding,
+    and gradients of the largest of these.
 
     A gradient is there as computed and in float32, to be reduced; the head's is added up in float32
     as well.
@@ -133,7 +133,7 @@ def rope_tables(setting: Setting, role: Role) -> int:
 
 
 def engine_step(setting: Setting) -> int:
-    """What a generator's rank needs for one engine step: activations of its tokens, and float32
+    """Return the bytes of a generator rank's engine step: activations of its tokens, and float32
     logits, thrice.
     """
     generator = setting.config.generator

@@ -65,7 +65,7 @@ def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemor
 
 
 def complaints(setting: Setting, found: list[Memory]) -> list[str]:
-    """Return a sentence for each way in which memory does not suffice; alike ranks are named once."""
+    """Return a sentence for each lack of memory; alike ranks are named once."""
     messages: dict[tuple[Any, ...], str] = {}
     for memory in found:
         if memory.used > memory.limit:
@@ -97,7 +97,7 @@ def _complaint(setting: Setting, memory: Memory) -> str:
 
 
 def _remedy(setting: Setting, memory: Memory, item: Item, rank: RankMemory) -> str:
-    """What to change, by the largest item."""
+    """Return what to change, by the largest item."""
     if item.name == "process":
         return (
             f"set hardware.memory_gib to {math.ceil(memory.used / GIB * 10) / 10}, if a rank has "

@@ -1,4 +1,4 @@
-"""What each rank holds, item by item: from the layouts where these say it, estimated where none
+"""Memory of each rank, item by item: from the layouts where these say it, estimated where none
 does.
 """
 
@@ -58,7 +58,7 @@ class RankMemory:
 
     @property
     def role(self) -> str:
-        """As ``Setting.shared`` has it."""
+        """Role that the rank belongs to, by its name in ``Setting.shared``."""
         return {"trainer": "policy"}.get(self.mesh, self.mesh.partition("-")[0])
 
 
@@ -99,7 +99,7 @@ def _seated(
 
 
 def _model_items(setting: Setting, name: str, layout: Layout) -> list[Item]:
-    """What a role's rank keeps from step to step."""
+    """Return what a role's rank keeps from step to step."""
     role = setting.roles[name]
     trainer = role.trainer
     size = DTYPE_BYTES[role.trainer.training.dtype]
@@ -132,7 +132,7 @@ def _adapted(adapters: dict[str, int]) -> set[str]:
 
 
 def _state_bytes(trainer: TrainerConfig, name: str) -> int:
-    """Of the optimizer, per element of a parameter."""
+    """Return the bytes of optimizer state per element of a parameter."""
     optimizer = trainer.optimizer
     group = next(
         (group for group in optimizer.param_groups if re.search(group.pattern, name)), None
@@ -145,7 +145,7 @@ def _state_bytes(trainer: TrainerConfig, name: str) -> int:
 
 
 def _passes(setting: Setting, name: str) -> list[Item]:
-    """What a role's ranks need while they compute."""
+    """Return what a role's ranks need while they compute."""
     sizes = {
         "activations": estimates.activations(setting, name),
         "logits": estimates.logits(setting, setting.roles[name]),
@@ -187,7 +187,7 @@ def transfer_of(setting: Setting) -> Transfer:
 
 
 def _generator_items(setting: Setting, staging: int) -> list[Item]:
-    """What a rank of a generator holds; all generators are alike."""
+    """Return what a rank of a generator holds; all generators are alike."""
     generator = setting.config.generator
     weights = generator_weights(setting)
     items = [Item("parameters", weights), Item("push staging", staging, on_host=True)]
@@ -217,8 +217,8 @@ def packed_weights(setting: Setting) -> int:
 
 
 def kv_bytes(setting: Setting) -> int:
-    """Of a generator rank's KV cache: what its share of a GPU leaves, or as much as it is given on
-    CPU.
+    """Return the bytes of a generator rank's KV cache: what its share of a GPU leaves, or as much
+    as it is given on CPU.
     """
     generator = setting.config.generator
     if not setting.cuda:

@@ -1,4 +1,4 @@
-"""What a push moves, and how long that takes at least."""
+"""Bytes that a push moves, and the least time it takes."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ class Push:
     transport: str
     total: int
     per_reader: tuple[int, ...]
-    """By rank of a generator."""
+    """Bytes that each rank of a generator reads."""
     most_from_a_rank: int
-    """Of what all generators read from one trainer rank."""
+    """Largest number of bytes that all generators read from one trainer rank."""
     over_network: bool
     bottleneck: str
     seconds: float
-    """At least: the busiest end at the full rate of its link."""
+    """Least time: that of the busiest end at the full rate of its link."""
 
 
 def push_of(setting: Setting) -> Push:
-    """Of the config's layouts and places.
+    """Return the push between the config's layouts and places.
 
     A device sends or receives at the rate of what carries it: its network adapter between hosts,
     its link by ``cuda_ipc``, the host's memory on CPU. What goes through the host's memory from a

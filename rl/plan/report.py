@@ -27,7 +27,7 @@ def describe(name: str, plan: Plan) -> str:
 
 
 def describe_changes(name: str, other: str, changes: Sequence[Change]) -> str:
-    """What becomes different from config ``name`` to config ``other``."""
+    """Return what becomes different from config ``name`` to config ``other``."""
     if not changes:
         return f"{name} and {other} are the same"
     lines = [f"{name} → {other}"]
@@ -100,7 +100,7 @@ def _seats(setting: Setting, place: Place) -> str:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    """Of each mesh the rank with most; alike generators once."""
+    """Yield the lines on memory: of each mesh the fullest rank, of equal generators one."""
     setting = plan.setting
     columns = _fullest(plan.ranks)
     titles = "".join(f"{title_of(rank.role):>12}" for rank in columns)

@@ -1,5 +1,5 @@
-"""What a plan is counted from: the models, the layouts and places of their ranks, and the machines'
-figures.
+"""Facts that a plan is made from: the models, the layouts and places of their ranks, and the
+machines' figures.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Setting:
         self.held: dict[str, tuple[Layout, ...]] = {
             name: _held(role) for name, role in self.roles.items()
         }
-        """By role and rank, adapters included."""
+        """Layouts by role and rank, adapters included."""
         self.pushed = tuple(
             tuple(region for region in layout if not is_adapter(region.name))
             for layout in self.held["policy"]
@@ -60,7 +60,7 @@ class Setting:
         self.push_crosses_hosts = len(hosts) > 1
         shared = list(self.roles) if config.colocate != "none" else []
         self.shared = frozenset([*shared, "generator"] if config.colocate == "all" else shared)
-        """Of whom one at a time has memory on its device."""
+        """Roles of which one at a time has memory on its device."""
 
     @property
     def longest(self) -> int:
@@ -69,17 +69,17 @@ class Setting:
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
+        """Number of sequences in a step."""
         return self.config.rollout.prompts_per_step * self.config.rollout.samples_per_prompt
 
     @property
     def transfer_bytes(self) -> int:
-        """Of an element that is pushed."""
+        """Bytes of an element that is pushed."""
         return DTYPE_BYTES[self.config.generator.dtype]
 
 
 def title_of(role: str) -> str:
-    """What people call it: the policy's mesh is the trainer."""
+    """Return the name that people use: the policy's mesh is the trainer."""
     return "trainer" if role == "policy" else role
 
 
@@ -95,7 +95,7 @@ def seat_of(place: Place, rank: int) -> tuple[int, int]:
 
 
 def _held(role: Role) -> tuple[Layout, ...]:
-    """What each of a role's ranks holds.
+    """Return the layouts of a role's ranks.
 
     How it computes changes nothing of that, and may need another machine.
     """

@@ -36,11 +36,11 @@ class Step:
     """Shares of a step in which nothing is done."""
     generators_idle: float
     concurrency: int
-    """Sequences that a generator decodes together."""
+    """Sequences that a generator decodes at once."""
     tokens: int
-    """Of all prompts and completions of a step."""
+    """Tokens of all prompts and completions of a step."""
     tflop: float
-    """Of the policy's gradients."""
+    """TFLOP of the policy's gradients."""
     assumptions: tuple[str, ...]
 
 
@@ -50,15 +50,15 @@ class Sizes:
 
     total: int
     active: int
-    """That a token is multiplied with."""
+    """Parameters that a token is multiplied with."""
     experts: int
-    """Of all experts together."""
+    """Parameters of all experts together."""
 
 
 @cache
 def sizes_of(shape: ModelShape, *, fuse_qkv: bool) -> Sizes:
-    """Of a model: a token goes through ``experts_per_token`` of the experts, and looks one
-    embedding up.
+    """Return the sizes of a model: a token goes through ``experts_per_token`` of the experts, and
+    looks one embedding up.
     """
     shapes = parameter_shapes(shape, fuse_qkv=fuse_qkv)
     total = sum(map(math.prod, shapes.values()))
@@ -69,7 +69,7 @@ def sizes_of(shape: ModelShape, *, fuse_qkv: bool) -> Sizes:
 
 
 def step_of(setting: Setting, push: Push) -> Step:
-    """What a step would be."""
+    """Return the estimate of a step."""
     prompt, completion = _lengths(setting)
     tokens = round(setting.sequences * (prompt + completion))
     generation, concurrency = _generation(setting, prompt, completion)
@@ -98,8 +98,8 @@ def _lengths(setting: Setting) -> tuple[float, float]:
 
 
 def _flop(setting: Setting, name: str, tokens: float, length: float, *, train: bool) -> float:
-    """Of one pass over so many tokens of sequences of this mean length, by all ranks of a role
-    together.
+    """Return the operations of one pass over so many tokens of sequences of this mean length, by
+    all ranks of a role together.
     """
     role = setting.roles[name]
     shape = shape_of(role.model)
@@ -139,7 +139,7 @@ def _training(setting: Setting, tokens: float, length: float) -> float:
 
 
 def _generation(setting: Setting, prompt: float, completion: float) -> tuple[float, int]:
-    """Seconds, and how many sequences a generator decodes together.
+    """Return seconds, and the number of sequences that a generator decodes at once.
 
     A prompt's tokens are bound by products, once for each group where prefixes are cached. A
     decoding step reads the weights that its sequences need and their keys and values, or is bound

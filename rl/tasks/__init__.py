@@ -1,1 +1,1 @@
-"""What a run trains on: prompts, their tokenizer and the reward. One task a file."""
+"""Tasks to train on: prompts, their tokenizer and the reward, one task a file."""

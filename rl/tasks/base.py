@@ -191,8 +191,8 @@ def showing_progress(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def epoch_index(seed: int, prompt_id: int, size: int) -> int:
-    """Which of ``size`` examples prompt ``prompt_id`` shows: every epoch shows each once, in an
-    order of its own.
+    """Return which of ``size`` examples prompt ``prompt_id`` shows: every epoch shows each once, in
+    an order of its own.
     """
     epoch, place = divmod(prompt_id, size)
     return _epoch_order(seed, epoch, size)[place]

@@ -107,8 +107,8 @@ class Mixture(Task):
         )
 
     def eval_prompts(self, count: int) -> list[Prompt]:
-        """Of each task in proportion to its mean share over the stages; more of the others where
-        one has too few.
+        """Return prompts of each task in proportion to its mean share over the stages; more of the
+        others where one has too few.
         """
         due = [
             ((place + 0.5) / share, name, prompt)
@@ -126,7 +126,7 @@ class Mixture(Task):
         return self.tasks[name].score(replace(prompt, task=inner), text, completion)
 
     def _mean_shares(self) -> dict[str, float]:
-        """By task, of those that any stage shows."""
+        """Return the mean share over the stages of each task that any of them shows."""
         shares = Counter[str]()
         for schedule in self._schedules:
             shares.update(schedule.shares)

@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 def on_first_rank(what: str, step: Callable[[], T], *, advice: str = "") -> T:
-    """What ``step`` returns on rank 0, on all ranks. Raises RunError, on all ranks, if it fails."""
+    """Return on all ranks what ``step`` returns on rank 0; raise RunError on all if it fails."""
     with failures_as_run_error(what, advice=advice):
         return first_rank_broadcasts(what, step)
 
 
 def on_every_rank(what: str, step: Callable[[], T]) -> list[T]:
-    """What ``step`` returns on each rank, on all ranks.
+    """Return on all ranks what ``step`` returns on each of them.
 
     Raises RunError, on all ranks, if it fails on one.
     """

@@ -56,8 +56,8 @@ def dense_mask(positions: torch.Tensor) -> torch.Tensor:
 
 
 def attention_masks(model: "Qwen3Model", positions: torch.Tensor) -> Any:
-    """What the layers of ``model`` need to attend causally within the documents of ``positions``
-    [B, L].
+    """Return what the layers of ``model`` need to attend causally within the documents of
+    ``positions`` [B, L].
     """
     if isinstance(model.config.first_attention.inner_attention, DenseAttention.Config):
         return dense_mask(positions)

@@ -51,7 +51,8 @@ class Checkpointer:
         self._state = _TrainState(engine)
         self._saving = 0
         self.ignored: list[str] = []
-        """What ``load`` found to be incomplete, as "checkpoints/step-12"."""
+        """Names of the incomplete checkpoints that ``load`` found, such as "checkpoints/step-12".
+        """
         self.loaded: Path | None = None
         """Folder of the checkpoint whose ``run_state`` the last ``load`` returned; None without
         one."""
@@ -231,7 +232,7 @@ class _Weights(Stateful):
 
 
 class _TrainState(Stateful):
-    """What is neither weight nor optimizer: version, counts, random numbers, and the controller's
+    """State besides weights and optimizer: version, counts, random numbers, and the controller's
     own state.
 
     It is written in the same DCP checkpoint, so that both are complete or neither is. All ranks

@@ -83,7 +83,7 @@ class TrainingEngine:
         self.skipped_steps = 0
         """Steps skipped for a non-finite gradient, over the whole run."""
         self.skipped_in_a_row = 0
-        """Of these, the ones since the last step that was taken."""
+        """Number of these since the last step that was taken."""
         self._host = {"model": HostMemory(), "optimizer": HostMemory()}
 
         batch_mesh = self.dims.get_optional_mesh("batch")
@@ -312,7 +312,7 @@ class TrainingEngine:
         )
 
     def _run(self, micro: MicroBatch, temperature: float) -> dict[str, torch.Tensor]:
-        """What the model puts out for the micro-batch's tokens, float32 [T]."""
+        """Return the model's outputs for the micro-batch's tokens, float32 [T]."""
         cells = [micro.tokens, micro.targets, micro.positions]
         masks = attention_masks(self.model, micro.positions)
         if self._sequence is not None:

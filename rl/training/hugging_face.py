@@ -85,7 +85,7 @@ class HuggingFaceFolders:
         return self._names.tensors({name: shard.shape for name, shard in self._shards().items()})
 
     def _shards(self) -> Shards:
-        """What a Hugging Face folder has of the model: all but a critic's head."""
+        """Return the shards that a Hugging Face folder has: all but a critic's head."""
         shards = shards_of(self._model)
         if isinstance(self._model.lm_head, ValueHead):
             del shards["lm_head.weight"]

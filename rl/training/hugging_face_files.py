@@ -28,7 +28,7 @@ class StoredTensor(NamedTuple):
     """Name of its file in the folder."""
     shape: tuple[int, ...]
     dtype: str
-    """In safetensors' words, as "BF16"."""
+    """Name of the dtype in safetensors, such as "BF16"."""
 
 
 def check_folder(folder: Path, shape: ModelShape) -> None:

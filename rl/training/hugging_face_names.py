@@ -1,4 +1,4 @@
-"""Where the parameters of torchtitan's Qwen3 lie in Hugging Face's tensors, rectangle by
+"""Places of the parameters of torchtitan's Qwen3 in Hugging Face's tensors, rectangle by
 rectangle.
 """
 
@@ -23,23 +23,23 @@ class Block(NamedTuple):
 
     tensor: str
     shape: tuple[int, ...]
-    """Of the whole tensor, which may lack leading dimensions of the parameter."""
+    """Shape of the whole tensor, which may lack leading dimensions of the parameter."""
     box: Box
-    """Within the parameter."""
+    """The rectangle within the parameter."""
     offset: tuple[int, ...]
-    """Where the rectangle begins in the tensor."""
+    """Start of the rectangle within the tensor."""
 
 
 class TensorPiece(NamedTuple):
-    """What one rank's shard of a parameter and a Hugging Face tensor have in common."""
+    """Intersection of one rank's shard of a parameter with a Hugging Face tensor."""
 
     tensor: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     in_tensor: Box
-    """Its rectangle within the tensor."""
+    """The rectangle within the tensor."""
     in_shard: tuple[int | slice, ...]
-    """Its index within the shard."""
+    """Index of the rectangle within the shard."""
 
 
 class HuggingFaceNames:

@@ -19,8 +19,8 @@ from rl.types import Head
 def trainer_layout(
     config: TrainerConfig, model: ModelConfig, *, head: Head = "logprobs", adapters: bool = False
 ) -> tuple[Layout, ...]:
-    """What each rank of the trainer holds, from rank 0 on, as torchtitan shards the model; its
-    ``adapters`` too if so.
+    """Return what each rank of the trainer holds, from rank 0 on, as torchtitan shards the model;
+    its ``adapters`` too if so.
 
     Builds rank 0's model without memory, in a process group that is gone afterwards and reaches
     nobody; takes seconds at any size. Raises RuntimeError in a process that is in a group already.
@@ -41,7 +41,7 @@ def trainer_layout(
 
 
 def _regions(name: str, parameter: torch.Tensor, ranks: int) -> list[Region]:
-    """What each of ``ranks`` holds of one parameter."""
+    """Return what each of ``ranks`` holds of one parameter."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return [Region(name, shape, Box.whole(shape))] * ranks

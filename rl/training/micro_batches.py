@@ -26,7 +26,7 @@ class Cutting:
     a dense mask costs the square of a row's length."""
 
     multiple_of: int
-    """What the length of a row must divide by."""
+    """Number that the length of a row must be a multiple of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a run cannot work with, said before any process starts."""
+"""Checks of a config, made before any process starts."""
 
 import re
 from pathlib import Path
@@ -139,7 +139,7 @@ def _validate_slurm(slurm: SlurmConfig) -> None:
 
 
 def _validate_lengths(config: RLConfig) -> None:
-    """Of prompts and completions, in tokens."""
+    """Check the lengths of prompts and completions, in tokens."""
     shape = shape_of(config.model)
     prompt = config.task.max_prompt_tokens
     completion = config.rollout.max_tokens

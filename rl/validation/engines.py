@@ -1,4 +1,4 @@
-"""What vLLM and torchtitan would refuse when their engines start, or would silently do wrong."""
+"""Checks for what vLLM and torchtitan refuse when their engines start, or silently do wrong."""
 
 from collections.abc import Iterator
 from typing import Any

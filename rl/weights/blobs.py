@@ -1,4 +1,4 @@
-"""Which parts of a trainer rank's shards travel together: one contiguous blob for each set of
+"""Parts of a trainer rank's shards that travel together: one contiguous blob for each set of
 generator ranks.
 """
 

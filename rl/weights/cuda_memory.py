@@ -40,7 +40,7 @@ class DeviceMemory:
     handle: bytes
     bytes: int
     address: int
-    """In the owner's process."""
+    """Address in the owner's process."""
 
     @classmethod
     def allocate(cls, bytes: int, device: torch.device) -> "DeviceMemory":
@@ -80,7 +80,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Exported:
-    """What torch reads to make a tensor of foreign GPU memory."""
+    """Description from which torch makes a tensor of foreign GPU memory."""
 
     def __init__(self, address: int, bytes: int):
         self.__cuda_array_interface__ = {

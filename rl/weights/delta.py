@@ -1,4 +1,4 @@
-"""What changed in a buffer since the version before, bit for bit.
+"""Difference of a buffer from the version before, bit for bit.
 
 The code is a table of int32, the number of changed elements in each block, and for each block their
 places in it, uint16, and their new bits.

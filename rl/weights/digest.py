@@ -14,7 +14,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ZERO = 0x9E3779B9  # added to all bits, so that zeros count
 
 ShardDigests = dict[tuple[str, Box], int]
-"""What one rank reports of its shards, by name and box."""
+"""Digests of one rank's shards, by name and box."""
 
 
 def digests(shards: Iterable[Shard], *, dtype: torch.dtype | None = None) -> ShardDigests:

@@ -305,7 +305,7 @@ class PackedSubscriber:
             self._fetched = None
 
     def _missing(self, source: int, blob: int, row: list[int]) -> Read | None:
-        """What brings a blob from what is held of it to the push ``row``."""
+        """Return the read that brings a blob from what is held of it to the push ``row``."""
         whole, code = self._staged[source, blob]
         if self._held[source] == row[_SEQUENCE]:
             return None

@@ -24,9 +24,9 @@ class RdmaAddress:
     acknowledgements: list[RDMABuffer]
     """One of each reader, which writes it."""
     slots: list[list[RDMABuffer]]
-    """By slot and blob."""
+    """Buffers by slot and blob."""
     deltas: list[list[list[RDMABuffer]]]
-    """By slot and blob, in chunks: only whole buffers can be read."""
+    """Buffers by slot, blob and chunk: only whole buffers can be read."""
 
 
 class RdmaPublisher(PackedPublisher):

@@ -1,4 +1,4 @@
-"""Which part of which trainer shard goes where in a generator: from shapes and placements alone."""
+"""Routes from trainer shards to a generator's, from shapes and placements alone."""
 
 import itertools
 from collections import Counter
@@ -21,9 +21,9 @@ class Route:
 
     source: int
     held: int
-    """Which region of the source's layout it lies in."""
+    """Index of the region in the source's layout."""
     wanted: int
-    """Which region of the reader's layout it goes to."""
+    """Index of the region in the reader's layout."""
     box: Box
 
 
@@ -98,7 +98,7 @@ def plan_routes(sources: Sequence[Layout], wanted: Layout, *, reader: int) -> li
 
 
 _Offers = dict[str, tuple[tuple[int, ...], dict[Box, list[tuple[int, int]]]]]
-"""By name: shape of the whole, and by box who holds it, as (rank, index in its layout)."""
+"""Shape of the whole by name, and for each box its holders, as (rank, index in its layout)."""
 
 
 def _offers(layouts: Sequence[Layout]) -> _Offers:
@@ -156,7 +156,7 @@ def _check_partition(name: str, boxes: tuple[Box, ...], whole: Box, owner: str) 
 
 @cache
 def _overlap(boxes: tuple[Box, ...]) -> Box | None:
-    """What two of the boxes have in common, if any do."""
+    """Return the intersection of two of the boxes, if any two have one."""
     return next(filter(None, (a.intersect(b) for a, b in itertools.combinations(boxes, 2))), None)
 
 

@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where a trainer rank's slots are found, and what lies in each."""
+    """Address of a trainer rank's slots, and the layout of each."""
 
     domain: str
     pid: int
@@ -41,7 +41,7 @@ class Segment:
     dtype: torch.dtype
     layout: Layout
     device: tuple[DeviceMemory, ...] = ()
-    """Of each slot, where the weights stay on the GPU."""
+    """GPU memory of each slot, if the weights stay on the GPU."""
 
     @property
     def slot_bytes(self) -> int:

@@ -35,7 +35,7 @@ async def close_store() -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Under which names a trainer rank puts what it publishes: few, and the same for every
+    """Names under which a trainer rank puts what it publishes: few, and the same for every
     version.
     """
 

@@ -1,4 +1,4 @@
-"""What every transport of the push offers, whatever carries the bytes."""
+"""Interface of all transports of the push."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ class TransferFailed(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What every rank at either end must know of the push."""
+    """Facts about the push that every rank at either end needs."""
 
     transport: TransportName
     dtype: torch.dtype
     sources: tuple[Layout, ...]
-    """Of the trainer's ranks."""
+    """Layouts of the trainer's ranks."""
     wanted: tuple[Layout, ...]
-    """Of the ranks of one generator; all generators are alike."""
+    """Layouts of the ranks of one generator; all generators are alike."""
     generators: int = 1
     delta: bool = False
     patience: float = 60.0
@@ -45,7 +45,7 @@ class Transfer:
         return self.generators * self.dtype.itemsize * sum(each.total() for each in elements)
 
     def describe(self) -> str:
-        """What goes where, and how; for people.
+        """Return a table of what goes where, for people.
 
         Raises ValueError, naming the parameter, where something does not.
         """
@@ -60,16 +60,16 @@ class Sent:
     """
 
     bytes_full: int
-    """Where it holds no version yet."""
+    """Bytes if it holds no version yet."""
     bytes_sent: int
-    """Where it holds the version before: less than all where only what changed is sent."""
+    """Bytes if it holds the version before: fewer if only what changed is sent."""
 
 
 class Publisher(Protocol):
     """A trainer rank's side: holds two versions of its shards, cast to the generator's dtype."""
 
     address: Any
-    """Where subscribers find it; can be sent to another process."""
+    """Address for subscribers; can be sent to another process."""
 
     async def publish(self, version: int) -> Sent:
         """Make the current weights readable as ``version``. They must not change before this
@@ -121,7 +121,7 @@ def check_dtype(shards: Sequence[Shard], dtype: torch.dtype) -> None:
 
 
 def starts_of(numels: list[int]) -> tuple[list[int], int]:
-    """Where regions of these sizes begin when they lie end to end, aligned, and the elements of
+    """Return the starts of regions of these sizes that lie end to end, aligned, and the elements of
     all.
     """
     starts = []

@@ -129,6 +129,6 @@ def _metadata(launch: Launch) -> Manifest:
 
 
 def _name(launch: Launch) -> str:
-    """Return a name of lower-case letters and digits, as Monarch wants it, that only this run has."""
+    """Return a name of this run alone, of lower-case letters and digits, as Monarch wants it."""
     letters = re.sub("[^a-z0-9]", "", launch.name.lower())[:40]
     return f"tiller{letters}{hashlib.sha256(str(launch.folder).encode()).hexdigest()[:8]}"

@@ -1,6 +1,7 @@
 """Files that are on disk when the call that wrote them returns."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -29,3 +30,11 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         sync_file(file)
     os.replace(partial, path)
     sync_folder(path.parent)
+
+
+def replace_folder(folder: Path, whole: Path) -> None:
+    """Give ``whole``, whose files are on disk, the name ``folder``, in place of what has it."""
+    sync_folder(whole)
+    shutil.rmtree(folder, ignore_errors=True)
+    whole.rename(folder)
+    sync_folder(folder.parent)

@@ -11,17 +11,24 @@ from rl.errors import ConfigError, require
 QWEN3_NORM_EPS = 1e-6
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 CONFIG_CLASSES = {"qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig"}
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "max_position_embeddings",
-)
-EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+SIZES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "hidden_dim": "intermediate_size",
+}
+"""Keys of sizes in config.json, by the fields of ModelShape."""
+
+EXPERT_SIZES = {
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "moe_hidden_dim": "moe_intermediate_size",
+}
+"""Those of a model with experts."""
+
 LARGEST = {"num_hidden_layers": 1024, "num_experts": 2**16}
 LARGEST_SIZE = 2**31 - 1
 DTYPES = ("float32", "bfloat16", "float16")
@@ -105,7 +112,8 @@ def read_config(field: str, folder: Path) -> HuggingFaceConfig:
         config["num_experts"] = config["num_local_experts"]
     if config["num_key_value_heads"] is None and not has_experts:
         config["num_key_value_heads"] = config["num_attention_heads"]
-    for key in SIZES + (EXPERT_SIZES if has_experts else ()):
+    sizes = SIZES | (EXPERT_SIZES if has_experts else {})
+    for key in (*sizes.values(), "max_position_embeddings"):
         config[key] = check.size(key, config[key])
     _check_relations(check, config, has_experts)
     config["rope_theta"] = _rope_theta(check, config)

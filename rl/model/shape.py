@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rl.errors import require
-from rl.model.hugging_face import ARCHITECTURES, QWEN3_NORM_EPS, read_config
+from rl.model.hugging_face import ARCHITECTURES, EXPERT_SIZES, QWEN3_NORM_EPS, SIZES, read_config
 from rl.rules import PERFORMANCE, above, at_least
 
 
@@ -99,16 +99,8 @@ def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape
     hf = read_config(field, folder)
     has_experts = hf["model_type"] == "qwen3_moe"
     return ModelShape(
-        vocab_size=hf["vocab_size"],
-        dim=hf["hidden_size"],
-        n_layers=hf["num_hidden_layers"],
-        n_heads=hf["num_attention_heads"],
-        n_kv_heads=hf["num_key_value_heads"],
-        head_dim=hf["head_dim"],
-        hidden_dim=hf["intermediate_size"],
-        num_experts=hf["num_experts"] if has_experts else 0,
-        experts_per_token=hf["num_experts_per_tok"] if has_experts else 0,
-        moe_hidden_dim=hf["moe_intermediate_size"] if has_experts else 0,
+        **{name: hf[key] for name, key in SIZES.items()},
+        **{name: hf[key] if has_experts else 0 for name, key in EXPERT_SIZES.items()},
         tie_embeddings=hf["tie_word_embeddings"],
         rope_theta=hf["rope_theta"],
         max_seq_len=min(config.max_seq_len, hf["max_position_embeddings"]),
@@ -141,21 +133,13 @@ def hf_config(shape: ModelShape) -> dict:
     kind: dict[str, Any] = {"architectures": [ARCHITECTURES[name]], "model_type": name}
     if shape.num_experts:
         kind |= {
-            "num_experts": shape.num_experts,
-            "num_experts_per_tok": shape.experts_per_token,
-            "moe_intermediate_size": shape.moe_hidden_dim,
+            **{key: getattr(shape, name) for name, key in EXPERT_SIZES.items()},
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
     return kind | {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.dim,
-        "num_hidden_layers": shape.n_layers,
-        "num_attention_heads": shape.n_heads,
-        "num_key_value_heads": shape.n_kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.hidden_dim,
+        **{key: getattr(shape, name) for name, key in SIZES.items()},
         "tie_word_embeddings": shape.tie_embeddings,
         "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
         "max_position_embeddings": shape.max_seq_len,

@@ -1,6 +1,7 @@
 """A plan and a comparison of configs, for people."""
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from rl.plan.diff import Change
 from rl.plan.memory import GIB, RankMemory, kv_bytes, kv_sequences
@@ -108,15 +109,13 @@ def _memory(plan: Plan) -> Iterator[str]:
     names = dict.fromkeys(
         (item.on_host, item.name, item.estimate) for rank in columns for item in rank.items
     )
-    for on_host in (False, True):
-        for host, name, estimate in names:
-            if host == on_host:
-                label = f"  {'~' if estimate else ' '} {name}{' (host)' if on_host else ''}"
-                cells = (
-                    "".join(_size(i.bytes) for i in rank.named(name) if i.on_host == host)
-                    for rank in columns
-                )
-                yield label.ljust(WIDTH) + "".join(f"{cell:>12}" for cell in cells)
+    for on_host, name, estimate in sorted(names, key=itemgetter(0)):
+        label = f"  {'~' if estimate else ' '} {name}{' (host)' if on_host else ''}"
+        cells = (
+            "".join(_size(item.bytes) for item in rank.named(name) if item.on_host == on_host)
+            for rank in columns
+        )
+        yield label.ljust(WIDTH) + "".join(f"{cell:>12}" for cell in cells)
     for on_host, label in (
         (False, f"of {setting.device.memory_gib:g} GiB on the device"),
         (True, "on the host"),

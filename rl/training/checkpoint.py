@@ -19,7 +19,7 @@ from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from rl.compat.torch_internals import persistent_buffers
-from rl.disk import sync_folder
+from rl.disk import replace_folder
 from rl.errors import RunError
 from rl.model.shape import ModelConfig, shape_of
 from rl.platform import device_type
@@ -126,7 +126,7 @@ class Checkpointer:
         on_first_rank(f"saving {folder}", lambda: shutil.rmtree(partial, ignore_errors=True))
         with failures_as_run_error(f"saving {folder}"):
             dcp.save(self._manager.states[MODEL].state_dict(), checkpoint_id=partial)
-        on_first_rank(f"saving {folder}", lambda: _replace(folder, partial))
+        on_first_rank(f"saving {folder}", lambda: replace_folder(folder, partial))
 
     def load_weights(self, folder: Path) -> None:
         """Take the parameters that ``save_weights`` of any layout wrote.
@@ -258,13 +258,6 @@ class _TrainState(Stateful):
         self._engine.skipped_in_a_row = state["skipped_in_a_row"]
         self.run_state = json.loads(state["run_state"])
         _set_rng_states(json.loads(state["rng"]))
-
-
-def _replace(folder: Path, by: Path) -> None:
-    sync_folder(by)
-    shutil.rmtree(folder, ignore_errors=True)
-    by.rename(folder)
-    sync_folder(folder.parent)
 
 
 def _rng_states() -> dict[str, str]:

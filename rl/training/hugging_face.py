@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from rl.disk import replace_folder
 from rl.errors import RunError
 from rl.model.shape import ModelShape, hf_config
 from rl.model.shards import Box, Shards
@@ -172,9 +173,7 @@ class HuggingFaceFolders:
         if lora := self._engine.config.lora:
             base = str(self._source) if self._source else None
             write_adapter(partial / "adapter", adapters, lora, base=base)
-        if whole.exists():
-            shutil.rmtree(whole)
-        partial.rename(whole)
+        replace_folder(whole, partial)
 
     def _describe(self, folder: Path) -> None:
         """Put config, tokenizer and templates of the source beside the weights; without its config,

@@ -16,10 +16,9 @@ from rl.training.model import shards_of
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that have an adapter, by the names of their weights."""
-    modules = model.named_modules()
     return {
         canonical_fqn(f"{name}.weight"): module
-        for name, module in modules
+        for name, module in model.named_modules()
         if hasattr(module, "lora_a")
     }
 

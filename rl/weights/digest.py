@@ -20,8 +20,7 @@ ShardDigests = dict[tuple[str, Box], int]
 def digests(shards: Iterable[Shard], *, dtype: torch.dtype | None = None) -> ShardDigests:
     """Digests of one rank's shards, cast to ``dtype`` first if given."""
     return {
-        (shard.name, shard.box): shard_digest(shard, dtype or shard.tensor.dtype)
-        for shard in shards
+        (each.name, each.box): shard_digest(each, dtype or each.tensor.dtype) for each in shards
     }
 
 

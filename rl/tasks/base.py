@@ -198,7 +198,7 @@ def epoch_index(seed: int, prompt_id: int, size: int) -> int:
     return _epoch_order(seed, epoch, size)[place]
 
 
-@lru_cache(maxsize=16)  # a mixture asks its tasks by turns
+@lru_cache(maxsize=16)  # a mixture asks its tasks alternately
 def _epoch_order(seed: int, epoch: int, size: int) -> list[int]:
     order = list(range(size))
     # A string seed is hashed by its bytes, so the order is the same in every process.

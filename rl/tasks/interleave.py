@@ -31,7 +31,7 @@ class StrideSchedule:
 
     def counts(self, places: int) -> dict[str, int]:
         """Return how often each name of weight above 0 comes in the first ``places``."""
-        # By this time at most ``places`` showings were due, and at least len(shares) fewer.
+        # By this time at most ``places`` showings are due, and at most len(shares) fewer.
         time = max(places - HALF * len(self.shares), Fraction(0))
         counts = {name: floor(share * time + HALF) for name, share in self.shares.items()}
         for _ in range(places - sum(counts.values())):

@@ -27,7 +27,7 @@ _DELTAS = 2
 class PackedPublisher:
     """A trainer rank's side of a push over a network.
 
-    Blobs are packed in the generator's dtype into two slots by turns. A slot's header has a
+    Blobs are packed in the generator's dtype into two slots alternately. A slot's header has a
     sequence number, odd while the slot is written and 2n + 2 when it holds push n, and the version.
     A reader reads the headers, then the blobs into memory of its own, then the headers again: equal
     ones before and after say that nothing was written between, and if not, the fetch is refused. So

@@ -62,8 +62,8 @@ class SharedMemoryPublisher:
         await publisher.publish(v)    # v is readable
         held = subscriber.pull(v)     # the parameters are those of held
 
-    - publish(v) takes the slots alternately: lock, unset the header, cast and copy, set the header to
-      v, unlock.
+    - publish(v) takes the slots alternately: lock, unset the header, cast and copy, set the header
+      to v, unlock.
     - pull(v) locks a slot that holds v on every trainer rank, copies its slices, unlocks. Where v
       is gone because newer versions came, it takes the newest that all ranks hold. The ranks of one
       generator compare what they got, and those behind pull again.

@@ -1,10 +1,14 @@
 """The nouns that cross process borders."""
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
+
+StopReason = Literal["stop", "length"]
+"""Why sampling ended: a stop token, or ``Sampling.max_tokens``."""
 
 Head = Literal["logprobs", "values"]
 """What a model ends in: a policy in log-probs of given tokens, a critic in what it expects before
@@ -72,29 +76,90 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the policy said: three lists of one length, one entry per token.
+    """Tokens sampled for one request: three lists of one length, one entry per token.
 
-    ``logprobs`` are of the distribution the token was drawn from, temperature included (C2).
+    ``logprobs`` are of the distribution that the token was drawn from, temperature included.
     ``versions`` are the policy versions that each token was drawn from.
-    ``finish_reason`` is ``"stop"`` or ``"length"``.
     """
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
-    finish_reason: str
+    finish_reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sequence:
+    """Tokens as the engine saw them: what it was given, and what was sampled after it.
+
+    Four arrays of one length T. ``sampled`` tells which tokens were sampled; where it is False,
+    ``logprobs`` is 0 and ``versions`` is -1.
+    """
+
+    tokens: np.ndarray
+    """int32 [T]."""
+    sampled: np.ndarray
+    """bool [T]."""
+    logprobs: np.ndarray
+    """float32 [T], of the distribution that the token was drawn from, temperature included."""
+    versions: np.ndarray
+    """int32 [T], the policy version that the token was drawn from."""
+
+    @classmethod
+    def of(cls, given: abc.Sequence[int], completion: Completion) -> "Sequence":
+        """Return the sequence of ``completion`` after the ``given`` tokens."""
+        before = len(given)
+        return cls(
+            tokens=np.array([*given, *completion.tokens], dtype=np.int32),
+            sampled=np.arange(before + len(completion.tokens)) >= before,
+            logprobs=np.array([0.0] * before + completion.logprobs, dtype=np.float32),
+            versions=np.array([-1] * before + completion.versions, dtype=np.int32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A completion with its reward. ``sample`` counts the completions of one prompt from 0."""
+    """One episode of the policy on a prompt, with its reward.
+
+    A single-turn completion is one sequence. Every sampled token is in exactly one sequence.
+    """
 
     prompt: Prompt
     sample: int
-    completion: Completion
+    """Number among the rollouts of its prompt, from 0."""
+    sequences: tuple[Sequence, ...]
     text: str
+    """What was sampled, decoded, to look at."""
+    stop_reason: StopReason
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def single_turn(cls, prompt: Prompt, completion: Completion, **fields: Any) -> "Rollout":
+        """Return the rollout of one completion; ``fields`` are those that neither one has."""
+        sequence = Sequence.of(prompt.tokens, completion)
+        reason = completion.finish_reason
+        return cls(prompt=prompt, sequences=(sequence,), stop_reason=reason, **fields)
+
+    @property
+    def sampled_count(self) -> int:
+        """Number of sampled tokens."""
+        return sum(int(sequence.sampled.sum()) for sequence in self.sequences)
+
+    @property
+    def versions(self) -> np.ndarray:
+        """Policy versions of all sampled tokens, int32 [sampled_count]."""
+        return np.concatenate([each.versions[each.sampled] for each in self.sequences])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +179,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def token_index(self, rows: Sequence[int]) -> torch.Tensor:
+    def token_index(self, rows: abc.Sequence[int]) -> torch.Tensor:
         """Places, int64, of all tokens of the given sequences, in the given order."""
         index = torch.tensor(rows, dtype=torch.int64)
         starts = (self.lengths.cumsum(0) - self.lengths)[index]
@@ -135,7 +200,7 @@ class Batch:
         column[self.loss_mask] = values
         return column
 
-    def select(self, rows: Sequence[int]) -> "Batch":
+    def select(self, rows: abc.Sequence[int]) -> "Batch":
         """The given sequences, in the given order."""
         index = self.token_index(rows)
         return Batch(

@@ -129,7 +129,7 @@ class Evaluation:
             groups += sampled
         scores["eval/lost"] = float(count * (2 if samples else 1) - len(groups))
         versions = {
-            version for group in groups for each in group for version in each.completion.versions
+            version for group in groups for each in group for version in each.versions.tolist()
         }
         scores["eval/version_min"] = min(versions, default=math.nan)
         scores["eval/version_max"] = max(versions, default=math.nan)

@@ -101,7 +101,7 @@ class Learner:
         longest = self._config.rollout.max_tokens
         batch = make_batch(rollouts, reduction=reduction, max_tokens=longest)
         await self._ask_models(batch)
-        lengths = torch.tensor([len(rollout.completion.tokens) for rollout in rollouts])
+        lengths = torch.tensor([rollout.sampled_count for rollout in rollouts])
         rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
         if buffer := self._algorithm.overlong_buffer:
             rewards += overlong_penalty(lengths, max_tokens=longest, buffer=buffer)

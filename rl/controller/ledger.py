@@ -233,7 +233,7 @@ class Ledger:
 
 
 def _versions(group: Group) -> Iterable[int]:
-    return (version for rollout in group for version in rollout.completion.versions)
+    return (version for rollout in group for version in rollout.versions.tolist())
 
 
 def _oldest(group: Group) -> int:

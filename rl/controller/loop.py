@@ -284,7 +284,7 @@ class Controller:
         Raises RunError above ``max_staleness``.
         """
         versions = Counter(
-            chain.from_iterable(each.completion.versions for group in groups for each in group)
+            chain.from_iterable(each.versions.tolist() for group in groups for each in group)
         )
         now = self.version
         oldest = min(versions)

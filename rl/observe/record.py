@@ -177,11 +177,16 @@ def _rollout_row(step: int, rollout: Rollout) -> dict:
         "prompt": rollout.prompt.text,
         "answer": rollout.prompt.answer,
         "completion": rollout.text,
-        "finish_reason": rollout.completion.finish_reason,
-        "prompt_tokens": rollout.prompt.tokens,
-        "tokens": rollout.completion.tokens,
-        "logprobs": rollout.completion.logprobs,
-        "versions": rollout.completion.versions,
+        "stop_reason": rollout.stop_reason,
+        "sequences": [
+            {
+                "tokens": sequence.tokens.tolist(),
+                "sampled": sequence.sampled.astype(int).tolist(),
+                "logprobs": sequence.logprobs.tolist(),
+                "versions": sequence.versions.tolist(),
+            }
+            for sequence in rollout.sequences
+        ],
     }
 
 

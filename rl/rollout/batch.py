@@ -1,68 +1,64 @@
 """From rollouts to the batch that the trainer takes."""
 
-from array import array
 from collections.abc import Sequence
-from itertools import chain
-from typing import Literal
 
+import numpy as np
 import torch
 
-from rl.algorithms.losses import token_weights
+from rl.algorithms.losses import Reduction, token_weights
 from rl.types import Batch, Rollout
 
 
-def make_batch(rollouts: Sequence[Rollout], *, reduction: str, max_tokens: int) -> Batch:
-    """One sequence per rollout, prompt then completion; only completion tokens have weight.
+def make_batch(
+    rollouts: Sequence[Rollout],
+    advantages: torch.Tensor | None = None,
+    *,
+    reduction: Reduction = "token_mean",
+    max_tokens: int = 0,
+) -> Batch:
+    """Return the sequences of ``rollouts``, in which sampled tokens alone have a loss weight.
 
-    Columns: ``behaviour_logprobs`` and ``versions`` (the policy version of each token, -1 on
-    prompts).
+    Columns: ``behaviour_logprobs``, ``versions`` (policy version of each sampled token, else -1)
+    and, if given, ``advantages``, float32 [N] for N rollouts or [C] for their C sampled tokens.
+    The weights are those of :func:`rl.algorithms.losses.token_weights`; a rollout of several
+    sequences has the weights of one.
     """
-    prompts = torch.tensor([len(r.prompt.tokens) for r in rollouts])
-    lengths = torch.tensor([len(r.completion.tokens) for r in rollouts])
-    owner = torch.arange(len(rollouts)).repeat_interleave(prompts + lengths)
-    place = torch.arange(len(owner)) - ((prompts + lengths).cumsum(0) - prompts - lengths)[owner]
-    completed = place >= prompts[owner]
-
-    def column(per_token: Sequence[Sequence[float]], on_prompt: float) -> torch.Tensor:
-        values = torch.full((len(owner),), on_prompt)
-        values[completed] = _end_to_end("f", per_token)
-        return values
-
-    return Batch(
-        tokens=_end_to_end("q", [r.prompt.tokens + r.completion.tokens for r in rollouts]),
-        lengths=prompts + lengths,
-        loss_weights=torch.where(
-            completed, token_weights(lengths, reduction, max_tokens)[owner], 0.0
-        ),
+    sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
+    counts = torch.tensor([rollout.sampled_count for rollout in rollouts])
+    sampled = _joined([sequence.sampled for sequence in sequences])
+    loss_weights = torch.zeros(len(sampled))
+    loss_weights[sampled] = token_weights(counts, reduction, max_tokens).repeat_interleave(counts)
+    batch = Batch(
+        tokens=_joined([sequence.tokens for sequence in sequences]).long(),
+        lengths=torch.tensor([len(sequence) for sequence in sequences]),
+        loss_weights=loss_weights,
         columns={
-            "behaviour_logprobs": column([r.completion.logprobs for r in rollouts], 0.0),
-            "versions": column([r.completion.versions for r in rollouts], -1.0),
+            "behaviour_logprobs": _joined([sequence.logprobs for sequence in sequences]),
+            "versions": _joined([sequence.versions for sequence in sequences]).float(),
         },
     )
+    if advantages is not None:
+        each = len(advantages) == len(rollouts)
+        values = advantages.repeat_interleave(counts) if each else advantages
+        batch.columns["advantages"] = batch.scatter(values)
+    return batch
 
 
 def whole_texts(rollouts: Sequence[Rollout]) -> tuple[Batch, torch.Tensor]:
-    """The same sequences, for what a model says of each as a whole: its output at the places that
-    come with them.
+    """Return the last sequence of each rollout for a model that judges it as a whole, and where.
 
-    Each has one token more, which nobody reads: what is said of it is said after all that come
-    before.
+    The model's value of each rollout, [N], is its output at these places. Each sequence has one
+    more token, which is never read: the value before that token follows all others.
     """
-    rows = [[*rollout.prompt.tokens, *rollout.completion.tokens, 0] for rollout in rollouts]
+    rows = [np.append(rollout.sequences[-1].tokens, 0) for rollout in rollouts]
     lengths = torch.tensor([len(row) for row in rows])
-    tokens = _end_to_end("q", rows)
-    return Batch(
-        tokens=tokens, lengths=lengths, loss_weights=torch.zeros(len(tokens))
-    ), lengths.cumsum(0) - 1
+    tokens = _joined(rows).long()
+    batch = Batch(tokens=tokens, lengths=lengths, loss_weights=torch.zeros(len(tokens)))
+    return batch, lengths.cumsum(0) - 1
 
 
-def _end_to_end(code: Literal["f", "q"], rows: Sequence[Sequence[float]]) -> torch.Tensor:
-    """Float32 or int64; for a batch of a hundred thousand tokens torch.tensor would take eight
-    times as long.
-    """
-    return torch.frombuffer(
-        array(code, chain.from_iterable(rows)), dtype={"f": torch.float32, "q": torch.int64}[code]
-    )
+def _joined(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
 
 
 def rollout_metrics(groups: list[list[Rollout]]) -> dict[str, float]:
@@ -71,13 +67,12 @@ def rollout_metrics(groups: list[list[Rollout]]) -> dict[str, float]:
     Rewards are of all, as ``reward/NAME``, and of each task of a mixture, as ``reward/TASK/NAME``.
     """
     rollouts = [rollout for group in groups for rollout in group]
-    lengths = [len(r.completion.tokens) for r in rollouts]
+    lengths = [rollout.sampled_count for rollout in rollouts]
     metrics = {
         **_reward_metrics("reward", groups),
         "completion/length_mean": sum(lengths) / len(rollouts),
         "completion/length_max": float(max(lengths)),
-        "completion/cut_off": sum(r.completion.finish_reason == "length" for r in rollouts)
-        / len(rollouts),
+        "completion/cut_off": sum(r.stop_reason == "length" for r in rollouts) / len(rollouts),
     }
     for task in sorted({r.prompt.task for r in rollouts} - {""}):
         metrics |= _reward_metrics(

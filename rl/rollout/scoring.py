@@ -1,7 +1,7 @@
 """Scores of one prompt's completions by the user's task, checked and made plain."""
 
 import math
-from collections.abc import Sequence
+from collections import abc
 from numbers import Real
 
 import numpy as np
@@ -24,7 +24,7 @@ class _SenselessError(Exception):
 
 
 def score_group(
-    task: Task, prompt: Prompt, completions: Sequence[Completion]
+    task: Task, prompt: Prompt, completions: abc.Sequence[Completion]
 ) -> list[tuple[str, Score]]:
     """Text and score of each completion; all numbers are plain floats that are finite in float32.
 
@@ -37,14 +37,14 @@ def score_group(
 
 
 def rollouts_of(
-    prompt: Prompt, completions: Sequence[Completion], scored: Sequence[tuple[str, Score]]
+    prompt: Prompt, completions: abc.Sequence[Completion], scored: abc.Sequence[tuple[str, Score]]
 ) -> list[Rollout]:
     """The group's rollouts, in the order of their samples."""
     return [
-        Rollout(
-            prompt=prompt,
+        Rollout.single_turn(
+            prompt,
+            completion,
             sample=sample,
-            completion=completion,
             text=text,
             reward=score.reward,
             metrics={"correct": float(score.correct), **score.metrics},

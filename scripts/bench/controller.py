@@ -193,10 +193,10 @@ class Rewards(Mesh):
     async def score(self, prompt: Prompt, said: Sequence[Completion]) -> list[Rollout]:
         await asyncio.sleep(0)
         return [
-            Rollout(
-                prompt=prompt,
+            Rollout.single_turn(
+                prompt,
+                each,
                 sample=i,
-                completion=each,
                 text="1 2 3",
                 reward=i,
                 metrics={"correct": 0.0},
@@ -292,15 +292,15 @@ def fill(controller: Controller, tokens: int) -> None:
             prompt_id=prompt_id, tokens=[*range(1000, 1256)], text="prompt " * 64, answer="1"
         )
         group = [
-            Rollout(
-                prompt=prompt,
-                sample=sample,
-                completion=Completion(
+            Rollout.single_turn(
+                prompt,
+                Completion(
                     tokens=[*range(1000, 1000 + tokens)],
                     logprobs=[-place / 7 for place in range(tokens)],
                     versions=[0] * tokens,
                     finish_reason="length",
                 ),
+                sample=sample,
                 text="abc " * tokens,
                 reward=float(sample),
                 metrics={"correct": 0.0},

@@ -380,10 +380,10 @@ class Rewards(Mesh):
             0.0 if prompt.prompt_id in self.flat else float(sample) for sample in range(len(said))
         ]
         return [
-            Rollout(
-                prompt=prompt,
+            Rollout.single_turn(
+                prompt,
+                each,
                 sample=i,
-                completion=each,
                 text="",
                 reward=rewards[i],
                 metrics={"correct": 0.0},

@@ -22,10 +22,10 @@ def group_of(prompt_id: int, *versions: int) -> Group:
         finish_reason="stop",
     )
     return [
-        Rollout(
-            prompt=prompt,
+        Rollout.single_turn(
+            prompt,
+            completion,
             sample=0,
-            completion=completion,
             text="3",
             reward=1 / 3,
             metrics={"correct": 0.1},
@@ -62,7 +62,7 @@ class Run(RuleBasedStateMachine):
         self.save()
 
     def oldest(self, group: Group) -> int:
-        return min(version for rollout in group for version in rollout.completion.versions)
+        return min(version for rollout in group for version in rollout.versions)
 
     @rule(count=st.integers(1, 20))
     def admit(self, count):

@@ -19,10 +19,10 @@ def rollout(prompt: Prompt, sample: int, length: int) -> Rollout:
         finish_reason="stop",
     )
     metrics = {"correct": 0.1 + sample, "odd": math.inf}
-    return Rollout(
-        prompt=prompt,
+    return Rollout.single_turn(
+        prompt,
+        completion,
         sample=sample,
-        completion=completion,
         text="é\n\u2028",
         reward=1 / 3,
         metrics=metrics,

@@ -12,12 +12,12 @@ from rl.types import Completion, Prompt, Rollout
 
 
 def make_rollout(prompt_id):
-    return Rollout(
-        prompt=Prompt(prompt_id=prompt_id, tokens=[4, 9], text="copy 3", answer="3"),
-        sample=1,
-        completion=Completion(
+    return Rollout.single_turn(
+        Prompt(prompt_id=prompt_id, tokens=[4, 9], text="copy 3", answer="3"),
+        Completion(
             tokens=[9, 2], logprobs=[-0.5, float("-inf")], versions=[6, 7], finish_reason="stop"
         ),
+        sample=1,
         text="3",
         reward=1.0,
         metrics={"format": 1.0},
@@ -74,8 +74,15 @@ def test_a_rollout_keeps_all_that_is_needed_to_replay_it(record):
         "3",
         1.0,
     )
-    assert (row["prompt_tokens"], row["tokens"], row["versions"]) == ([4, 9], [9, 2], [6, 7])
-    assert row["logprobs"] == [-0.5, None]
+    assert row["stop_reason"] == "stop"
+    assert row["sequences"] == [
+        {
+            "tokens": [4, 9, 9, 2],
+            "sampled": [0, 0, 1, 1],
+            "logprobs": [0.0, 0.0, -0.5, None],
+            "versions": [-1, -1, 6, 7],
+        }
+    ]
 
 
 def test_the_ledger_says_of_each_step_what_became_of_which_ordinals(record):

@@ -19,10 +19,10 @@ def rollout():
             finish_reason=finish_reason,
         )
         question = Prompt(prompt_id=0, tokens=prompt, text="", answer="", task=task)
-        return Rollout(
-            prompt=question,
+        return Rollout.single_turn(
+            question,
+            completion,
             sample=sample,
-            completion=completion,
             text="",
             reward=reward,
             metrics={"correct": 0.0, **metrics},

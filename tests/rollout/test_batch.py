@@ -1,5 +1,8 @@
 """A batch says of each token what was true when it was sampled, and teaches completions only."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +49,33 @@ def test_columns_are_aligned_with_tokens(groups):
         -9,
     ]
     assert columns["versions"] == [-1, -1, 3, 4, 5, -1, -1, 3, -1, 3, 4, -1, 3, 4, 5, 6]
+
+
+def test_a_rollout_of_two_sequences_weighs_as_much_as_one(rollout):
+    single = rollout([1], [7, 8, 9, 5])
+    first, second = rollout([1], [7, 8]).sequences + rollout([1, 2, 3], [9, 5]).sequences
+    forked = dataclasses.replace(single, sequences=(first, second))
+    batch = make_batch([forked, single], reduction="sequence_mean")
+    assert batch.lengths.tolist() == [3, 5, 5]
+    sums = [weights.sum().item() for weights in batch.loss_weights.split([8, 5])]
+    assert sums == pytest.approx([1.0, 1.0])
+
+
+def test_what_was_not_sampled_between_turns_has_no_weight(rollout):
+    (turn,) = rollout([1], [7, 8, 9]).sequences
+    turns = dataclasses.replace(turn, sampled=np.array([False, True, False, True]))
+    batch = make_batch([dataclasses.replace(rollout([1], [7]), sequences=(turns,))])
+    assert batch.loss_mask.tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["of rollouts", "of tokens"])
+def test_advantages_become_a_column_of_sampled_tokens(groups, per_token):
+    rollouts = [rollout for group in groups for rollout in group]
+    each = [1.0, -1.0, 2.0, 3.0]
+    tokens = [1.0] * 3 + [-1.0] + [2.0] * 2 + [3.0] * 4
+    batch = make_batch(rollouts, torch.tensor(tokens if per_token else each))
+    column = batch.columns["advantages"].tolist()
+    assert column == [0, 0, 1, 1, 1, 0, 0, -1, 0, 2, 2, 0, 3, 3, 3, 3]
 
 
 def test_dtypes_are_those_that_the_trainer_takes(groups):

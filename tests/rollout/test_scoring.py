@@ -11,7 +11,7 @@ import torch
 from rl.errors import GroupLost
 from rl.rollout.scoring import rollouts_of, score_group
 from rl.tasks.base import Score
-from rl.types import Completion, Prompt
+from rl.types import Completion, Prompt, Rollout
 
 PROMPT = Prompt(prompt_id=9, tokens=[1], text="", answer="")
 COMPLETIONS = [
@@ -63,7 +63,9 @@ def test_rollouts_are_made_of_texts_and_scores():
         0.5,
         {"correct": 0.0},
     )
-    assert (second.prompt, second.completion) == (PROMPT, COMPLETIONS[1])
+    assert second == Rollout.single_turn(
+        PROMPT, COMPLETIONS[1], sample=1, text="<5>", reward=0.5, metrics={"correct": 0.0}
+    )
 
 
 def test_a_reward_that_raises_is_named_with_its_input_and_its_traceback():

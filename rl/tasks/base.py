@@ -150,8 +150,8 @@ class Task(Configurable, ABC):
         Files that the export took over from the model it began with stay as they are.
         """
         ids = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "pad_token_id")}
-        first, *others = self.stop_token_ids
-        ids["eos_token_id"] = [first, *others] if others else first
+        stops = [*self.stop_token_ids]
+        ids["eos_token_id"] = stops if len(stops) > 1 else next(iter(stops), None)
         config = folder / "config.json"
         generation = folder / "generation_config.json"
         if not (folder / "tokenizer_config.json").exists():

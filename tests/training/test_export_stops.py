@@ -54,6 +54,15 @@ def test_all_stop_tokens_are_written(tmp_path):
     assert GenerationConfig.from_pretrained(export).eos_token_id == [EOS, PAD]
 
 
+def test_a_task_that_nothing_ends_names_no_stop_token(tmp_path):
+    model = ModelConfig(**SIZES, max_seq_len=64)
+    export = exported(tmp_path, model)
+    task = CopyDigits.Config().build(seed=0, model=model)
+    task.stop_token_ids = ()
+    task.describe(export)
+    assert GenerationConfig.from_pretrained(export).eos_token_id is None
+
+
 def test_an_export_with_tokenizer_files_gains_only_the_generation_config_it_lacks(tmp_path):
     source = Folder().write(tmp_path / "in")
     (source / "generation_config.json").unlink()

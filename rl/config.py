@@ -24,10 +24,10 @@ from rl.rules import (
     SECONDS,
     SHARE,
     SIGNED,
-    YEAR_S,
     at_least,
     between,
 )
+from rl.session.config import Colocate, DeadlineConfig
 from rl.tasks.base import Task
 from rl.training.config import TrainerConfig, one_rank
 from rl.types import Head
@@ -245,30 +245,6 @@ class EvaluationConfig:
     decoding only."""
 
 
-@dataclass(kw_only=True, slots=True)
-class DeadlineConfig:
-    """Maximum waiting times, in seconds. A process that exceeds one is treated as dead, and the
-    error names it.
-    """
-
-    start: Annotated[float, SECONDS] = 600.0
-    """Time for a mesh to start, including imports and construction of the model."""
-
-    call: Annotated[float, SECONDS] = 600.0
-    """Time for a call to an actor, such as generating the completions of a step."""
-
-    heartbeat: Annotated[float, at_least(0, YEAR_S)] = 60.0
-    """Time between signs of life of a rank; a rank that gives none is treated as dead. 0 disables
-    the check."""
-
-    push: Annotated[float, SECONDS] = 60.0
-    """Time for a policy version to reach the generators, on top of the time of its bytes at
-    ``weights.min_gb_s``."""
-
-    reward: Annotated[float, SECONDS, NUMERICS] = 60.0
-    """Time for the rewards of one group."""
-
-
 Action = Literal["ignore", "warn", "fail"]
 """Consequence of an alarm: nothing, a warning, or the end of the run. An alarm is counted in any
 case."""
@@ -348,7 +324,7 @@ class RLConfig:
     slurm: Annotated[SlurmConfig, PERFORMANCE] = field(default_factory=SlurmConfig)
     kubernetes: Annotated[KubernetesConfig, PERFORMANCE] = field(default_factory=KubernetesConfig)
 
-    colocate: Annotated[Literal["none", "models", "all"], PERFORMANCE] = "none"
+    colocate: Annotated[Colocate, PERFORMANCE] = "none"
     """Meshes that share devices. One of them at a time has its state in device memory; the others
     wait in host memory.
 

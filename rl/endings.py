@@ -9,7 +9,6 @@ from pathlib import Path
 from types import FrameType
 
 from rl.config import RLConfig
-from rl.controller.loop import Controller
 from rl.errors import (
     EXIT_AGAIN,
     EXIT_FAILED,
@@ -23,6 +22,7 @@ from rl.frames import place_of
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.step_folders import StepFolders
+from rl.trainers.loop import RLTrainer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -51,10 +51,10 @@ class Interrupts:
     program at once.
     """
 
-    def __init__(self, controller: Controller, progress: Progress, going_on: GoingOn):
+    def __init__(self, trainer: RLTrainer, progress: Progress, going_on: GoingOn):
         self.name = ""
         self.exit_code = EXIT_INTERRUPTED
-        self._controller = controller
+        self._trainer = trainer
         self._progress = progress
         self._going_on = going_on
         self._loop = asyncio.get_running_loop()
@@ -80,16 +80,16 @@ class Interrupts:
         self._loop.call_soon_threadsafe(self._leave)
 
     def _leave(self) -> None:
-        controller = self._controller
+        trainer = self._trainer
         first = "leaving"
-        if controller.is_training:
-            step = controller.step
-            per_step = controller.config.rollout.prompts_per_step
-            if controller.ledger.lacks < per_step:
+        if trainer.is_training:
+            step = trainer.step
+            per_step = trainer.config.rollout.prompts_per_step
+            if trainer.ledger.lacks < per_step:
                 first = f"finishing step {step + 1}, then saving"
-            elif 0 < step < controller.config.steps:
+            elif 0 < step < trainer.config.steps:
                 first = f"saving step {step}"
-            controller.leave()
+            trainer.leave()
         elif self._task is not None:
             self._task.cancel()
         self._progress.note(
@@ -99,14 +99,14 @@ class Interrupts:
 
 def fail(
     error: BaseException,
-    controller: Controller | None,
+    trainer: RLTrainer | None,
     record: RunRecord,
     progress: Progress,
     going_on: GoingOn,
 ) -> int:
     """Say what failed, on the screen before ``failure.json``; returns the exit code."""
-    failure = _facts(error, controller)
-    when = f"after step {controller.step}" if controller else "outside the steps"
+    failure = _facts(error, trainer)
+    when = f"after step {trainer.step}" if trainer else "outside the steps"
     progress.error(f"failed {when}: {failure['detail']}\nat {failure['place']}")
     try:
         record.write_failure(failure | {"command": going_on.command})
@@ -117,18 +117,18 @@ def fail(
     return error.exit_code if isinstance(error, RunError) else EXIT_FAILED
 
 
-def _facts(error: BaseException, controller: Controller | None) -> dict[str, object]:
+def _facts(error: BaseException, trainer: RLTrainer | None) -> dict[str, object]:
     """Content of ``failure.json``."""
     first = error if isinstance(error, ActorFailure) else error.__cause__
     detail = str(error) if isinstance(error, RunError) else said_by(error)
     facts: dict[str, object] = {"error": detail.splitlines()[0], "place": place_of(error)}
     if isinstance(first, ActorFailure):
         facts |= {"actor": first.actor, "rank": first.rank, "call": first.call}
-    if controller:
+    if trainer:
         facts |= {
-            "step": controller.step,
-            "policy_version": controller.version,
-            "generator_versions": {mesh.name: mesh.version for mesh in controller.fleet.meshes},
-            "ledger": controller.ledger.counts(),
+            "step": trainer.step,
+            "policy_version": trainer.session.version,
+            "generator_versions": trainer.session.generator_versions,
+            "ledger": trainer.ledger.counts(),
         }
     return facts | {"detail": detail, "traceback": "".join(traceback.format_exception(error))}

@@ -121,10 +121,17 @@ class ActorFailure(RunError):
         self.call = call
         self.kind = kind
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the mesh has to be started again; what raised would raise again."""
-        return self.kind != "raised"
+
+class RankLost(ActorFailure):
+    """A rank died or gave no answer in time, so its mesh has to be started again.
+
+    What a lost mesh means is decided by its keeper alone:
+
+    - a model: :meth:`rl.session.session.Session.recover` goes back to the newest checkpoint;
+    - a generator: :class:`rl.session.pool.GeneratorPool` starts it again, and the router asks
+      another one;
+    - a reward worker: :class:`rl.actors.reward.RewardWorkers` starts it again.
+    """
 
 
 class GroupLost(RunError):

@@ -1,39 +1,16 @@
 """The models of a run: those that its algorithm needs, and no other, each with its own config."""
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 
 from rl.config import RLConfig
-from rl.model.shape import ModelConfig
+from rl.session.config import Role, SessionConfig
 from rl.training.config import TrainerConfig
-from rl.types import Head
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """A model with a mesh of its own."""
-
-    field: str
-    """Where in the RLConfig it stands."""
-    trainer: TrainerConfig
-    model: ModelConfig
-    head: Head = "logprobs"
-
-    @property
-    def parallelism_field(self) -> str:
-        """Of its layout."""
-        return f"{self.field}.parallelism"
-
-    @property
-    def model_field(self) -> str:
-        """Name of the field that the model comes from."""
-        return f"{self.field}.model" if self.field.startswith("roles.") else "model"
 
 
 def roles_of(config: RLConfig) -> dict[str, Role]:
-    """By name, in the order in which they take devices; the first is the policy."""
-    roles = {"policy": Role("trainer", config.trainer, config.model)}
+    """Return the models by role, in the order in which they take devices."""
+    roles = {"trainer": Role("trainer", config.trainer, config.model)}
     if config.algorithm.kl_coef:
         roles["reference"] = Role("reference", _reference_config(config), config.model)
     if config.algorithm.advantage.needs_values:
@@ -41,6 +18,29 @@ def roles_of(config: RLConfig) -> dict[str, Role]:
     for name, role in config.roles.items():
         roles[name] = Role(f"roles.{name}", _role_config(config, name), role.model, role.head)
     return roles
+
+
+def session_config(config: RLConfig) -> SessionConfig:
+    """Return what a run starts."""
+    rollout = config.rollout
+    others = {name: role for name, role in roles_of(config).items() if name != "trainer"}
+    return SessionConfig(
+        model=config.model,
+        trainer=config.trainer,
+        roles=others,
+        generator=config.generator,
+        weights=config.weights,
+        hardware=config.hardware,
+        deadlines=config.deadlines,
+        colocate=config.colocate,
+        reward_workers=rollout.reward_workers,
+        pushes="in_order" if rollout.pipeline == "deterministic" else "newest",
+        compares_all=rollout.max_staleness <= 1,
+        longest=config.task.max_prompt_tokens + rollout.max_tokens,
+        optimizer_steps=config.steps * config.updates_per_step,
+        max_restarts=config.max_restarts,
+        seed=config.seed,
+    )
 
 
 def _reference_config(config: RLConfig) -> TrainerConfig:

@@ -1,4 +1,4 @@
-"""One run: provision the meshes, train, and leave nothing behind."""
+"""One run: open a session, train, and leave nothing behind."""
 
 import asyncio
 import gc
@@ -12,19 +12,19 @@ from rl.actors.nodes import Nodes
 from rl.actors.processes import start_runtime, stop_runtime
 from rl.cli import parse_config, read_config_file
 from rl.config import RLConfig
-from rl.controller.concurrency import background
-from rl.controller.dispatch import Dispatch
-from rl.controller.loop import Controller
-from rl.controller.start import build_task, check_algorithm
 from rl.endings import GoingOn, Interrupts, fail
 from rl.errors import ConfigError, NodeLost, RunError, end_program, require, said_by
 from rl.frozen import changed_fields, frozen
-from rl.meshes import Meshes
 from rl.observe.curves import write_curves_png
 from rl.observe.owner import FolderOwner, claim
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
+from rl.roles import session_config
+from rl.session.concurrency import background
+from rl.session.session import Session
 from rl.tasks.base import Task
+from rl.trainers.loop import RLTrainer
+from rl.trainers.start import build_task, check_algorithm
 
 NOTHING_LEARNED = (
     "every gradient was 0 or not finite, or the learning rate was 0; see trainer/grad_norm, "
@@ -106,37 +106,35 @@ async def _supervised(
     going_on: GoingOn,
 ) -> dict[str, object] | int:
     """Return the summary, or the exit code of a run that ended early; leaves no process behind."""
-    meshes = Meshes(config, hosts, record.folder, progress.warn)
-    controller = Controller(
-        config,
-        task,
-        Dispatch(meshes.models, meshes.shared),
-        meshes.generator,
-        meshes.rewards,
-        record,
-        progress,
+    session = Session(
+        session_config(config),
+        task=config.task,
+        folder=record.folder,
+        hosts=hosts,
+        warn=progress.warn,
     )
-    interrupts = Interrupts(controller, progress, going_on)
+    trainer = RLTrainer(config, task, session, record, progress)
+    interrupts = Interrupts(trainer, progress, going_on)
     try:
-        progress.stage(meshes.describe())
+        progress.stage(session.describe())
         async with background(node_lost):
-            summary = await controller.run()
-        await meshes.close()  # which waits for a save that is still being written
+            summary = await trainer.run()
+        await session.close()  # which waits for a save that is still being written
         if summary is not None:
             return summary
     except asyncio.CancelledError:
         if not interrupts.name:
             raise  # the loop ends, by an exception that is no Exception
     except Exception as error:
-        code = fail(error, controller, record, progress, going_on)
+        code = fail(error, trainer, record, progress, going_on)
         if isinstance(error, NodeLost):
             end_program(code)  # its ranks will not answer; who started the workers ends the others
         return code
     finally:
         progress.stage("stopping")
-        await meshes.stop()
+        await session.stop()
         await hosts.shut_down()
-    progress.error(f"interrupted by {interrupts.name} after step {controller.step}; {going_on}")
+    progress.error(f"interrupted by {interrupts.name} after step {trainer.step}; {going_on}")
     return interrupts.exit_code
 
 

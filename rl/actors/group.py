@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from rl.actors.processes import Process, stop_procs
 from rl.actors.supervisor import Supervisor
 from rl.compat.torch_rendezvous import EXISTING_STORE
-from rl.errors import ActorFailure, RunError
+from rl.errors import ActorFailure, RankLost, RunError
 from rl.platform import memory_domain
 from rl.types import Place
 
@@ -248,7 +248,8 @@ class ActorGroup:
         named = f"ranks {', '.join(map(str, [first, *others]))}" if others else f"rank {first}"
         node = self._hosts.name_of(self._place, first)
         where = f" on {node}" if node else ""
-        return ActorFailure(
+        failure = ActorFailure if kind == "raised" else RankLost
+        return failure(
             f"{self.name} {named}{where}, {call}: {what}",
             actor=self.name,
             rank=first,

@@ -1,6 +1,7 @@
 """Monarch in this process, and the processes that it starts."""
 
 import asyncio
+import atexit
 import contextlib
 import os
 import signal
@@ -12,6 +13,8 @@ from monarch.actor import ProcMesh, enable_transport, shutdown_context, this_hos
 
 from rl.errors import at_end
 
+_started: list[Path] = []
+
 
 def start_runtime(log: Path, node: str = "") -> None:
     """Start Monarch in this process; what it says of itself on standard error goes to ``log``.
@@ -19,6 +22,7 @@ def start_runtime(log: Path, node: str = "") -> None:
     Processes of other hosts reach it by the name ``node``, if one is given. Its sockets lie in a
     folder that ``end_program`` removes.
     """
+    _started.append(log)
     if node:
         enable_transport(f"tcp://{node}:0")
     sockets = tempfile.TemporaryDirectory(prefix="tiller-")
@@ -36,6 +40,14 @@ def start_runtime(log: Path, node: str = "") -> None:
         del os.environ["TMPDIR"]
         if before is not None:
             os.environ["TMPDIR"] = before
+
+
+def ensure_runtime(log: Path) -> None:
+    """Start Monarch in this process unless it runs; it stops when the interpreter ends."""
+    if not _started:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        start_runtime(log)
+        atexit.register(stop_runtime)
 
 
 def stop_runtime() -> None:

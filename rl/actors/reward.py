@@ -16,7 +16,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from rl.actors.group import ActorGroup, Deadlines
 from rl.actors.hosts import GUARDED
 from rl.actors.supervisor import Supervisor
-from rl.errors import ActorFailure, GroupLost, RunError
+from rl.errors import ActorFailure, GroupLost, RankLost, RunError
 from rl.model.shape import ModelConfig
 from rl.rollout.scoring import rollouts_of, score_group
 from rl.tasks.base import Score, Task
@@ -221,7 +221,7 @@ class RewardWorkers:
 
     def _fate(self, job: _Job, error: Exception) -> Exception | None:
         """What ``job`` comes to whose worker gave no answer; None for another try."""
-        if not isinstance(error, ActorFailure) or not error.is_lost:
+        if not isinstance(error, RankLost):
             return error
         if not job.alone:
             job.alone = True

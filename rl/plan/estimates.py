@@ -13,7 +13,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.plan.setting import DTYPE_BYTES, LEARNING, Setting
-from rl.roles import Role
+from rl.session.config import Role
 from rl.training.config import TrainerConfig
 
 

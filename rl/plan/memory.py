@@ -11,7 +11,7 @@ import torch
 from rl.generation.config import kv_blocks, kv_bytes_per_block
 from rl.model.shards import Layout, local_shapes
 from rl.plan import estimates
-from rl.plan.setting import DTYPE_BYTES, LEARNING, Setting, seat_of, title_of
+from rl.plan.setting import DTYPE_BYTES, LEARNING, Setting, seat_of
 from rl.training.config import TrainerConfig
 from rl.training.model import is_adapter
 from rl.weights.blobs import plan_blobs
@@ -59,7 +59,7 @@ class RankMemory:
     @property
     def role(self) -> str:
         """Role that the rank belongs to, by its name in ``Setting.shared``."""
-        return {"trainer": "policy"}.get(self.mesh, self.mesh.partition("-")[0])
+        return self.mesh.partition("-")[0]
 
 
 def all_ranks(setting: Setting) -> list[RankMemory]:
@@ -70,11 +70,11 @@ def all_ranks(setting: Setting) -> list[RankMemory]:
         passes = _passes(setting, name)
         for rank, layout in enumerate(setting.held[name]):
             items = [*_model_items(setting, name, layout), *passes]
-            if name == "policy":
+            if name == "trainer":
                 items.append(
                     Item("push slots", slots[rank], on_host=setting.transport != "cuda_ipc")
                 )
-            ranks.append(_seated(setting, title_of(name), rank, seat_of(place, rank), items))
+            ranks.append(_seated(setting, name, rank, seat_of(place, rank), items))
     for number, place in enumerate(setting.generators):
         for rank in range(place.ranks):
             items = _generator_items(setting, staging[rank])
@@ -109,12 +109,13 @@ def _model_items(setting: Setting, name: str, layout: Layout) -> list[Item]:
     parameters = sum(weights.values()) * size
     gradients = sum(trained.values()) * size
     states = sum(count * _state_bytes(trainer, weight) for weight, count in trained.items())
+    merged = sum(weights[weight] for weight in _adapted(adapters)) * size
     kept = [
         Item("parameters", parameters),
         Item("adapters", sum(adapters.values()) * size),
         Item(
             "merged weights",
-            sum(weights[weight] for weight in _adapted(adapters)) * size if name == "policy" else 0,
+            merged if name == "trainer" else 0,
         ),
         Item("gradients", gradients),
         Item("optimizer states", states),

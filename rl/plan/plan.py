@@ -8,9 +8,9 @@ from rl.config import RLConfig
 from rl.plan.fit import complaints, memories
 from rl.plan.memory import all_ranks, kv_bytes, kv_sequences
 from rl.plan.push import push_of
-from rl.plan.setting import Setting, hosts_of, seat_of, title_of
+from rl.plan.setting import Setting, hosts_of, seat_of
 from rl.plan.speed import sizes_of, step_of
-from rl.roles import Role
+from rl.session.config import Role
 from rl.types import Place
 
 
@@ -71,8 +71,7 @@ class Plan:
     def _meshes(self) -> Iterator[dict[str, Any]]:
         setting = self.setting
         meshes = [
-            (title_of(name), degrees_of(setting.roles[name]), place)
-            for name, place in setting.places.items()
+            (name, degrees_of(setting.roles[name]), place) for name, place in setting.places.items()
         ]
         generator = setting.config.generator
         tp = generator.tensor_parallel_degree

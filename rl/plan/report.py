@@ -6,7 +6,7 @@ from operator import itemgetter
 from rl.plan.diff import Change
 from rl.plan.memory import GIB, RankMemory, kv_bytes, kv_sequences
 from rl.plan.plan import Plan, degrees_of
-from rl.plan.setting import Setting, hosts_of, title_of
+from rl.plan.setting import Setting, hosts_of
 from rl.plan.speed import sizes_of
 from rl.types import Place
 
@@ -61,7 +61,7 @@ def _meshes(plan: Plan) -> Iterator[str]:
             f"{axis} {degree}" for axis, degree in degrees_of(setting.roles[name]).items()
         )
         ranks = f"{place.ranks:3} rank{'s' if place.ranks > 1 else ' '}"
-        yield f"  {title_of(name):12} {ranks}  {degrees:45}  {_seats(setting, place)}"
+        yield f"  {name:12} {ranks}  {degrees:45}  {_seats(setting, place)}"
     generator = setting.config.generator
     tp = f"tp {generator.tensor_parallel_degree}" + (
         "  whole experts" if generator.expert_parallel else ""
@@ -82,13 +82,13 @@ def _shared(plan: Plan) -> dict[tuple[str, ...], list[str]]:
     found: dict[tuple[str, ...], list[str]] = {}
     for memory in plan.memories:
         if memory.kind == "device" and len(memory.ranks) > 1:
-            roles = tuple(dict.fromkeys(title_of(rank.role) for rank in memory.ranks))
+            roles = tuple(dict.fromkeys(rank.role for rank in memory.ranks))
             found.setdefault(roles, []).append(memory.name)
     return found
 
 
 def _turns(setting: Setting) -> list[str]:
-    return [title_of(name) for name in (*setting.roles, "generator") if name in setting.shared]
+    return [name for name in (*setting.roles, "generator") if name in setting.shared]
 
 
 def _seats(setting: Setting, place: Place) -> str:
@@ -104,7 +104,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     """Yield the lines on memory: of each mesh the fullest rank, of equal generators one."""
     setting = plan.setting
     columns = _fullest(plan.ranks)
-    titles = "".join(f"{title_of(rank.role):>12}" for rank in columns)
+    titles = "".join(f"{rank.role:>12}" for rank in columns)
     yield "memory of the fullest rank (~ estimated)".ljust(WIDTH) + titles
     names = dict.fromkeys(
         (item.on_host, item.name, item.estimate) for rank in columns for item in rank.items

@@ -10,14 +10,15 @@ from rl.config import RLConfig
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.model.tp_plan import generator_layout
-from rl.placement import Placement
-from rl.roles import Role, roles_of
+from rl.roles import roles_of, session_config
+from rl.session.config import Role
+from rl.session.placement import Placement
 from rl.training.layout import trainer_layout
 from rl.training.model import is_adapter
 from rl.types import Place
 from rl.weights.open import choose_transport
 
-LEARNING = ("policy", "critic")
+LEARNING = ("trainer", "critic")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -35,7 +36,7 @@ class Setting:
         self.cuda = config.hardware.kind == "cuda"
         self.shape: ModelShape = shape_of(config.model)
         self.roles: dict[str, Role] = roles_of(config)
-        placement = Placement(config, config.hardware.gpus)
+        placement = Placement(session_config(config), config.hardware.gpus)
         self.hosts = config.nodes
         self.places: dict[str, Place] = placement.models
         self.generators: list[Place] = [*map(placement.generator, range(config.generator.replicas))]
@@ -45,7 +46,7 @@ class Setting:
         """Layouts by role and rank, adapters included."""
         self.pushed = tuple(
             tuple(region for region in layout if not is_adapter(region.name))
-            for layout in self.held["policy"]
+            for layout in self.held["trainer"]
         )
         self.wanted = generator_layout(
             self.shape,
@@ -54,7 +55,7 @@ class Setting:
             expert_parallel=config.generator.expert_parallel,
         )
         hosts = {
-            host for place in (self.places["policy"], *self.generators) for host in hosts_of(place)
+            host for place in (self.places["trainer"], *self.generators) for host in hosts_of(place)
         }
         self.transport = choose_transport(config.weights.transport, [str(host) for host in hosts])
         self.push_crosses_hosts = len(hosts) > 1
@@ -76,11 +77,6 @@ class Setting:
     def transfer_bytes(self) -> int:
         """Bytes of an element that is pushed."""
         return DTYPE_BYTES[self.config.generator.dtype]
-
-
-def title_of(role: str) -> str:
-    """Return the name that people use: the policy's mesh is the trainer."""
-    return "trainer" if role == "policy" else role
 
 
 def hosts_of(place: Place) -> range:

@@ -84,7 +84,7 @@ def step_of(setting: Setting, push: Push) -> Step:
         generators_idle=1 - generation / seconds,
         concurrency=concurrency,
         tokens=tokens,
-        tflop=_flop(setting, "policy", tokens, prompt + completion, train=True) / 1e12,
+        tflop=_flop(setting, "trainer", tokens, prompt + completion, train=True) / 1e12,
         assumptions=_assumptions(setting, prompt, completion, lockstep=lockstep),
     )
 
@@ -123,7 +123,7 @@ def _training(setting: Setting, tokens: float, length: float) -> float:
     """
     algorithm = setting.config.algorithm
     hardware = setting.hardware
-    asked = {name for name in setting.roles if name != "policy" or algorithm.recomputes}
+    asked = {name for name in setting.roles if name != "trainer" or algorithm.recomputes}
 
     def seconds(name: str, *, train: bool) -> float:
         rate = setting.device.tflops * 1e12 * hardware.training_efficiency

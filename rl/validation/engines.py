@@ -7,7 +7,8 @@ from rl.config import RLConfig
 from rl.errors import require
 from rl.generation.config import kv_bytes_at_least
 from rl.model.shape import shape_of
-from rl.roles import Role, roles_of
+from rl.roles import roles_of
+from rl.session.config import Role
 from rl.training.config import TrainerConfig
 
 OPTIMIZERS = ("Adam", "AdamW", "DistMuon")

@@ -8,8 +8,9 @@ from rl.config import RLConfig
 from rl.errors import require
 from rl.model.shape import ModelShape, shape_of
 from rl.model.tp_plan import check_divides, check_generator, divisors
-from rl.placement import Placement
-from rl.roles import Role, roles_of
+from rl.roles import roles_of, session_config
+from rl.session.config import Role
+from rl.session.placement import Placement
 from rl.training.config import ranks_of
 from rl.training.titan_fields import MAX_RANKS
 
@@ -94,7 +95,7 @@ def _validate_nodes(config: RLConfig, roles: dict[str, Role]) -> None:
         "generators need",
     )
     gpus = config.hardware.gpus
-    places = Placement(config, gpus).models
+    places = Placement(session_config(config), gpus).models
     _validate_host_memory(config, sum(place.per_host for place in places.values()))
     if config.hardware.kind == "cpu":
         return

@@ -4,7 +4,7 @@ by turns.
 Usage: python scripts/bench/colocation.py [--steps N] [--json]
 
 Three engines of one rank take PPO steps, in the order in which the controller asks them, through
-its Dispatch: log-probs of policy and reference, values, gradients and steps of policy and critic.
+its Models: log-probs of policy and reference, values, gradients and steps of policy and critic.
 Counted are the bytes that parameters, gradients and optimizer states have on the device after every
 call; activations come on top in both cases, those of one model at a time. "peak" is the largest
 sum. Both sides end with the same weights, which is checked.
@@ -25,8 +25,8 @@ from ranks import on_ranks
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
 from rl.algorithms.losses import ClippedLoss, ValueLoss
 from rl.compat.torch_internals import local_tensor
-from rl.controller.dispatch import Dispatch
 from rl.model.shape import ModelConfig
+from rl.session.models import Models
 from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
 from rl.types import Batch, Head
@@ -42,11 +42,11 @@ MODEL = ModelConfig(
     hidden_dim=768,
     max_seq_len=128,
 )
-ROLES: dict[str, Head] = {"policy": "logprobs", "reference": "logprobs", "critic": "values"}
+ROLES: dict[str, Head] = {"trainer": "logprobs", "reference": "logprobs", "critic": "values"}
 
 
 class Local:
-    """An engine of this process as a group that Dispatch can call."""
+    """An engine of this process as a group that Models can call."""
 
     def __init__(self, head: Head, folder: str, usage: "Usage"):
         self._head = head
@@ -133,26 +133,25 @@ def train(shared: list[str], steps: int, folder: str) -> tuple[list[int], str]:
 async def _train(shared: list[str], steps: int, folder: str) -> tuple[list[int], str]:
     usage = Usage()
     groups: dict[str, Any] = {role: Local(head, folder, usage) for role, head in ROLES.items()}
-    dispatch = Dispatch(groups, shared)
-    await dispatch.start()
+    models = Models(groups, shared)
+    await models.start_models()
     losses: dict[str, Any] = {
-        "policy": ClippedLoss.Config(kl_coef=0.1),
+        "trainer": ClippedLoss.Config(kl_coef=0.1),
         "critic": ValueLoss.Config(),
     }
     columns = {
-        "policy": "behaviour_logprobs",
+        "trainer": "behaviour_logprobs",
         "reference": "reference_logprobs",
         "critic": "old_values",
     }
     for step in range(steps):
         batch = batch_of(step)
         for role, head in ROLES.items():
-            batch.columns[columns[role]] = (await dispatch.forward(role, batch, temperature=1.0))[
-                head
-            ]
+            outputs = await models.forward(batch, role=role)
+            batch.columns[columns[role]] = outputs[head]
         for role, loss in losses.items():
-            await dispatch.forward_backward(role, batch, loss, temperature=1.0)
-            await dispatch.optim_step(role)
+            await models.forward_backward(batch, loss, role=role)
+            await models.optim_step(role=role)
     for group in groups.values():
         group.engine.onload()
     found = [merge_digests([digests(group.engine.shards().values())]) for group in groups.values()]

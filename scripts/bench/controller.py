@@ -1,9 +1,9 @@
-"""What the controller itself costs: a run whose generator, rewards and trainer take no time.
+"""What the RL loop itself costs: a run whose generator, rewards and trainer take no time.
 
 Usage: python scripts/bench/controller.py [--repeats N] [--pipelines NAME ...] [--bounds N ...]
 [--json]
 
-The real controller, sampler, router, ledger, push and run folder are driven by meshes that answer
+The real loop, scheduler, session, ledger, push and run folder are driven by meshes that answer
 at once: 32 prompts a step, 8 completions each of 32 tokens. Every pipeline is run with a staleness
 bound of 0 and of 2. In each repeat runs of a thousand rollouts stand before and after one of a
 hundred thousand, so that what else the machine does falls on both. Costs are CPU time from the
@@ -27,6 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -35,13 +36,14 @@ import torch
 
 from rl.cli import find_config
 from rl.config import RLConfig
-from rl.controller.dispatch import Dispatch
-from rl.controller.loop import Controller
 from rl.errors import ActorFailure
 from rl.model.shards import Box, Region
 from rl.observe.metrics import Metrics, Value
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
+from rl.roles import session_config
+from rl.session.session import Session
+from rl.trainers.loop import RLTrainer
 from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
 from rl.weights.transport import Sent
 
@@ -221,12 +223,18 @@ def configured(pipeline: str, bound: int, rollouts: int) -> RLConfig:
     return config
 
 
-def controller_in(folder: str, config: RLConfig, marks: Marks) -> Controller:
-    """The controller over meshes that take no time."""
+def loop_in(folder: str, config: RLConfig, marks: Marks) -> RLTrainer:
+    """The trainer's loop over meshes that take no time."""
     task = config.task.build(seed=0, model=config.model)
     trainer: Any = Trainer(marks)
-    meshes: Any = (Dispatch({"policy": trainer}), lambda number: Generator(marks), Rewards())
-    return Controller(config, task, *meshes, RunRecord(folder), Progress(config.steps, quiet=True))
+    meshes = SimpleNamespace(
+        models=lambda: {"trainer": trainer},
+        generator=lambda number: Generator(marks),
+        rewards=lambda task, warn: Rewards(),
+    )
+    record = RunRecord(folder)
+    session = Session(session_config(config), task=config.task, folder=record.folder, meshes=meshes)
+    return RLTrainer(config, task, session, record, Progress(config.steps, quiet=True))
 
 
 def run(config: RLConfig) -> tuple[Marks, float]:
@@ -235,10 +243,10 @@ def run(config: RLConfig) -> tuple[Marks, float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         marks = Marks()
-        controller = controller_in(folder, config, marks)
-        record = controller.record
-        asyncio.run(controller.run())
-        if controller.ledger.trained != config.steps * config.rollout.prompts_per_step:
+        loop = loop_in(folder, config, marks)
+        record = loop.record
+        asyncio.run(loop.run())
+        if loop.ledger.trained != config.steps * config.rollout.prompts_per_step:
             raise RuntimeError("the run did not train on all it should have: nothing was measured")
         return marks, max(row["rollout/staleness_max"] for row in record.read_metrics())
 
@@ -280,12 +288,12 @@ def measure(pipeline: str, bound: int, *, repeats: int, long: int) -> dict[str, 
     }
 
 
-def fill(controller: Controller, tokens: int) -> None:
+def fill(loop: RLTrainer, tokens: int) -> None:
     """Have ``SAVED`` finished rollouts of ``tokens`` tokens in the ledger; no two share a list, as
     from messages.
     """
-    ledger = controller.ledger
-    samples = SAVED // (2 * controller.config.rollout.prompts_per_step)
+    ledger = loop.ledger
+    samples = SAVED // (2 * loop.config.rollout.prompts_per_step)
     while ledger.admits(0):
         prompt_id = ledger.admit(0)
         prompt = Prompt(
@@ -326,24 +334,24 @@ def checkpoint(*, repeats: int, tokens: int) -> dict[str, float]:
             pauses.append(now - last)
             last = now
 
-    async def save(controller: Controller) -> None:
+    async def save(loop: RLTrainer) -> None:
         ticking = asyncio.create_task(tick())
         await asyncio.sleep(0.01)
         pauses.clear()
         for _ in range(repeats):
-            controller.step += 1
+            loop.step += 1
             began = time.perf_counter()
-            await controller.checkpoint()
+            await loop.checkpoint()
             times.append(time.perf_counter() - began)
             await asyncio.sleep(0.01)
         ticking.cancel()
 
     with tempfile.TemporaryDirectory() as folder:
-        controller = controller_in(folder, config, Marks())
-        fill(controller, tokens)
-        asyncio.run(save(controller))
-        size = sum(path.stat().st_size for path in controller.checkpoints.path(1).iterdir())
-    policy: Any = controller.dispatch.policy
+        loop = loop_in(folder, config, Marks())
+        fill(loop, tokens)
+        asyncio.run(save(loop))
+        size = sum(path.stat().st_size for path in loop.checkpoints.path(1).iterdir())
+    policy: Any = loop.session.trainer
     return {
         "checkpoint_pause_s": max(pauses),
         "checkpoint_s": statistics.median(times),

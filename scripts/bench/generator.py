@@ -38,11 +38,11 @@ from rl.actors.hosts import Hosts
 from rl.actors.processes import start_runtime, stop_runtime
 from rl.actors.supervisor import Supervisor
 from rl.config import DeadlineConfig
-from rl.controller.router import Router
 from rl.generation.config import GeneratorConfig
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box, Region, Shard, layout_of
+from rl.session.router import Router
 from rl.types import GenerationRequest, Sampling
 from rl.weights.open import open_publisher
 from rl.weights.transport import Transfer

@@ -25,25 +25,24 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from torchtitan.components.optimizer import default_adamw
 
-from rl.actors.generator import GeneratorMesh
 from rl.actors.hosts import Hosts
 from rl.actors.processes import start_runtime, stop_runtime
-from rl.actors.reward import RewardWorkers
-from rl.actors.supervisor import Supervisor
-from rl.actors.trainer import TrainerMesh
 from rl.cli import find_config
 from rl.config import RLConfig
-from rl.controller.dispatch import Dispatch
-from rl.controller.loop import Controller
 from rl.model.shape import ModelConfig
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
+from rl.roles import session_config
+from rl.session.meshes import Meshes
+from rl.session.session import Session
+from rl.trainers.loop import RLTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,24 +100,19 @@ def configured(tiny: bool) -> RLConfig:
 
 
 class Processes:
-    """One controller after another goes on with the same run on them."""
+    """One trainer after another goes on with the same run on them."""
 
     def __init__(self, config: RLConfig, folder: Path):
         self.config = config
         self.record = RunRecord(folder)
         self.steps = 0
-        supervisor = Supervisor(Hosts(self.record.logs))
-        workers = config.rollout.reward_workers
-        common: dict[str, Any] = {"seed": 0, "deadlines": config.deadlines}
-        trainer = config.trainer, config.model, supervisor
-        self.trainer = TrainerMesh(
-            *trainer, name="trainer", folder=folder, steps=1_000_000, **common
-        )
-        self.generator = GeneratorMesh(
-            config.generator, config.model, supervisor, name="generator-0", **common
-        )
-        self.rewards = RewardWorkers(
-            config.task, config.model, supervisor, count=workers, say=print, **common
+        hosts = Hosts(self.record.logs)
+        meshes = Meshes(session_config(config), hosts, folder)
+        models = meshes.models()
+        generator = meshes.generator(0)
+        rewards = meshes.rewards(config.task, print)
+        self.meshes = SimpleNamespace(
+            models=lambda: models, generator=lambda number: generator, rewards=lambda *_: rewards
         )
         self.task = config.task.build(seed=0, model=config.model)
 
@@ -131,15 +125,16 @@ class Processes:
         rollout.max_staleness = mode.max_staleness
         rollout.stream_chunks = mode.parts
         config.steps = self.steps = before + steps
-        meshes = Dispatch({"policy": self.trainer}), lambda number: self.generator, self.rewards
-        await Controller(
-            config, self.task, *meshes, self.record, Progress(config.steps, quiet=True)
-        ).run()
+        self.session = Session(
+            session_config(config), task=config.task, folder=self.record.folder, meshes=self.meshes
+        )
+        progress = Progress(config.steps, quiet=True)
+        await RLTrainer(config, self.task, self.session, self.record, progress).run()
         ledger = [json.loads(line) for line in self.record.ledger_path.read_text().splitlines()]
         return self.record.read_metrics()[before:], ledger[before:]
 
     async def stop(self) -> None:
-        await asyncio.gather(self.trainer.stop(), self.generator.stop(), self.rewards.stop())
+        await self.session.stop()
 
 
 async def measure(config: RLConfig, *, rounds: int, steps: int, folder: Path) -> dict[str, Any]:

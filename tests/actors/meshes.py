@@ -279,7 +279,7 @@ async def connect(
 
 async def shards_of(mesh: Any) -> list[list[Shard]]:
     """Every rank's parameters, by value."""
-    return await mesh._group.call("parts", deadline=DEADLINE)
+    return await mesh._group.call("shards", deadline=DEADLINE)
 
 
 def whole(ranks: list[list[Shard]]) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from rl.actors import hosts
 from rl.actors.group import ActorGroup
 from rl.actors.hosts import Hosts
 from rl.actors.supervisor import Supervisor
-from rl.errors import ActorFailure
+from rl.errors import ActorFailure, RankLost
 from rl.types import Place
 from tests.actors.processes import assert_ended
 
@@ -177,7 +177,7 @@ def test_what_an_endpoint_raises_names_it_at_once_and_fails_that_call_alone(in_g
         "fail_on_rank_1",
         "raised",
     )
-    assert not failure.is_lost
+    assert not isinstance(failure, RankLost)
 
 
 def test_what_a_watched_endpoint_raises_is_the_failure_of_the_group(in_group):
@@ -205,7 +205,7 @@ def test_silent_ranks_are_given_up_at_the_deadline_by_name_and_with_them_the_gro
 
     failure, other = in_group(work)
     assert str(failure) == str(other) == "moody rank 0, hang_on_rank_0: no answer within 3 s"
-    assert (failure.kind, failure.is_lost) == ("silent", True)
+    assert (failure.kind, type(failure)) == ("silent", RankLost)
 
 
 def test_a_killed_rank_fails_every_call_at_once_with_its_name_and_last_words(in_group):
@@ -213,7 +213,7 @@ def test_a_killed_rank_fails_every_call_at_once_with_its_name_and_last_words(in_
     assert {str(failure) for failure in failures} == {str(failures[0])}
     assert str(failures[0]).startswith("moody rank 1, speak_and_hang: the process died\nend of ")
     assert str(failures[0]).endswith("last words")
-    assert (failures[0].rank, failures[0].kind, failures[0].is_lost) == (1, "died", True)
+    assert (failures[0].rank, failures[0].kind, type(failures[0])) == (1, "died", RankLost)
 
 
 def test_a_stopped_rank_is_found_by_its_heartbeat_and_ended(in_group):
@@ -333,7 +333,7 @@ def test_a_rank_that_ends_while_its_interpreter_starts_has_died(in_group, monkey
         ActorFailure, match=r"moody rank [01], between calls: the process died"
     ) as info:
         in_group(None)
-    assert info.value.is_lost
+    assert isinstance(info.value, RankLost)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from rl.algorithms.losses import grpo
-from rl.config import RLConfig, RolloutConfig
-from rl.controller.concurrency import Signal, background
-from rl.controller.dispatch import Dispatch
-from rl.controller.push import WeightPush
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig
 from rl.observe.spans import Stopwatch
-from rl.tasks.copy_digits import CopyDigits
+from rl.session.concurrency import background
+from rl.session.config import SessionConfig
+from rl.session.push import WeightPush
+from rl.session.residency import Residency
 from rl.types import GenerationRequest, Sampling
 from rl.weights.config import WeightPushConfig
 from rl.weights.digest import merge_digests
@@ -48,27 +47,25 @@ def pair(meshes):
 
 
 def make_push(trainer, generator, weights: dict, dtype: str = "float32") -> WeightPush:
-    config = RLConfig(
-        task=CopyDigits.Config(max_prompt_tokens=64),
+    config = SessionConfig(
         model=model_config(tied=True),
-        rollout=RolloutConfig(max_tokens=8),
+        longest=72,
         generator=GeneratorConfig(block_size=32, dtype=dtype),
         weights=WeightPushConfig(**weights),
     )
-    return WeightPush(config, Dispatch({"policy": trainer}), Stopwatch(), Signal(), print)
+    return WeightPush(config, trainer, Residency(), Stopwatch(), print)
 
 
 async def pushed(push: WeightPush, trainer) -> None:
-    """Bring what the trainer has; its version does for the step."""
+    """Bring what the trainer has."""
     async with background(push.run()):
-        push.begin(trainer.version)
-        await push.arrive(trainer.version)
+        await push.wait(push.start())
         await push.settle()
 
 
 async def first_push(trainer, generator, weights: dict, dtype: str = "float32") -> WeightPush:
     push = make_push(trainer, generator, weights, dtype)
-    await push.connect([generator], trainer.version)
+    await push.connect([generator])
     await pushed(push, trainer)
     return push
 
@@ -91,7 +88,7 @@ def test_a_push_without_faults_passes_and_tells_what_it_moved(meshes, pair):
 
     async def check():
         push = make_push(trainer, generator, BOTH)
-        await push.connect([generator], trainer.version)
+        await push.connect([generator])
         for _ in range(3):
             await pushed(push, trainer)
             await assert_equal_weights(trainer, [generator])
@@ -171,7 +168,7 @@ def test_ranks_of_a_generator_that_hold_different_copies_are_found_and_the_param
 
     async def check():
         push = make_push(trainer, generator, DIGESTS)
-        await push.connect([generator], trainer.version)
+        await push.connect([generator])
         await ask(generator, "cross", NORM, OTHER_NORM, rank=1)
         await trained(trainer)
         wrong = f"version {trainer.version}: {generator.name}: parameter {NORM}: two ranks hold"
@@ -215,7 +212,7 @@ def test_a_generator_in_another_dtype_is_refused_before_anything_is_pushed(meshe
                 "generator and pushed as "
                 "torch.bfloat16",
             ):
-                await make_push(trainer, generator, BOTH).connect([generator], trainer.version)
+                await make_push(trainer, generator, BOTH).connect([generator])
         finally:
             generator.dtype = torch.float32
 
@@ -305,18 +302,17 @@ def test_another_trainer_with_a_lower_version_takes_over(meshes, pair):
 
     async def check():
         push = make_push(trainer, generator, BOTH)
-        await push.connect([generator], trainer.version)
+        await push.connect([generator])
         await trained(trainer)
         await pushed(push, trainer)
         another = await meshes.trainer(trainer_config(), model_config(tied=True))
         push = make_push(another, generator, BOTH)
-        await push.connect([generator], another.version)
+        await push.connect([generator])
         await pushed(push, another)
         assert trainer.version > another.version == generator.version == 0
         await assert_equal_weights(another, [generator])
-        await push.connect(
-            [generator], another.version
-        )  # as for a trainer that came back with the version pushed last
+        # As for a trainer that came back with the version pushed last.
+        await push.connect([generator])
         await pushed(push, another)
         assert generator.version == 0
         await meshes.stop(another)

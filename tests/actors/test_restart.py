@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rl.algorithms.losses import grpo
-from rl.errors import ActorFailure
+from rl.errors import ActorFailure, RankLost
 from rl.generation.config import GeneratorConfig
 from rl.types import Completion, GenerationRequest, Sampling
 from tests.actors.meshes import connect, trainer_config
@@ -82,7 +82,7 @@ async def lose_both(trainer, generator, signal_number: int) -> tuple[ActorFailur
     )
     for failures in (ours, theirs):
         assert {str(failure) for failure in failures} == {str(failures[0])}
-        assert (failures[0].rank, failures[0].is_lost) == (1, True)
+        assert (failures[0].rank, type(failures[0])) == (1, RankLost)
     await asyncio.gather(trainer.stop(), generator.stop())
     await assert_ended(pids)
     return ours[0], theirs[0]

@@ -68,7 +68,7 @@ def held(config: RLConfig, role: str, folder: str) -> dict[str, int]:
         for value in state.values()
     ]
     sizes["optimizer states"] = storages(value for value in states if value.dim())
-    if role == "policy":
+    if role == "trainer":
         parts = engine.shards().values()
         sizes["merged weights"] = storages(engine._merged.buffers.values())
         publisher = SharedMemoryPublisher([*parts], getattr(torch, config.generator.dtype))
@@ -92,8 +92,8 @@ def grown(config: RLConfig, folder: str) -> dict[str, int]:
     a publisher.
     """
     before = resident("RssAnon")
-    engine = engine_of(config, "policy", folder)
-    accumulate(engine, config, "policy")
+    engine = engine_of(config, "trainer", folder)
+    accumulate(engine, config, "trainer")
     sizes = {"with gradients": resident("RssAnon") - before}
     engine.optim_step()
     sizes["with states"] = resident("RssAnon") - before
@@ -109,8 +109,8 @@ def grown(config: RLConfig, folder: str) -> dict[str, int]:
 
 def saved(config: RLConfig, folder: str) -> int:
     """Bytes that autograd saves for the backward pass of one micro-batch, parameters left out."""
-    engine = engine_of(config, "policy", folder)
-    accumulate(engine, config, "policy")
+    engine = engine_of(config, "trainer", folder)
+    accumulate(engine, config, "trainer")
     shapes = {
         tuple(size) for p in engine.model.parameters() for size in (p.shape, reversed(p.shape))
     }
@@ -122,6 +122,6 @@ def saved(config: RLConfig, folder: str) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        accumulate(engine, config, "policy")
+        accumulate(engine, config, "trainer")
     engine.close()
     return sum(storage.nbytes() for storage in kept.values())

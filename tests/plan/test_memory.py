@@ -63,15 +63,15 @@ def adapted(layout: str) -> RLConfig:
 
 
 CASES = {
-    "one rank, tied": (config_of(TIED), "policy"),
-    "one rank, untied": (config_of(UNTIED), "policy"),
-    "FSDP 2, untied": (config_of(UNTIED, "fsdp2"), "policy"),
-    "TP 2, tied": (config_of(TIED, "tp2"), "policy"),
-    "FSDP 2 x TP 2, tied, uneven": (config_of(UNEVEN, "fsdp2_tp2"), "policy"),
-    "HSDP 2 x 2": (config_of(TIED, "hsdp4"), "policy"),
-    "CP 2": (config_of(UNTIED, "cp2"), "policy"),
-    "experts, EP 2": (config_of(EXPERTS, "ep2"), "policy"),
-    "adapters, FSDP 2": (adapted("fsdp2"), "policy"),
+    "one rank, tied": (config_of(TIED), "trainer"),
+    "one rank, untied": (config_of(UNTIED), "trainer"),
+    "FSDP 2, untied": (config_of(UNTIED, "fsdp2"), "trainer"),
+    "TP 2, tied": (config_of(TIED, "tp2"), "trainer"),
+    "FSDP 2 x TP 2, tied, uneven": (config_of(UNEVEN, "fsdp2_tp2"), "trainer"),
+    "HSDP 2 x 2": (config_of(TIED, "hsdp4"), "trainer"),
+    "CP 2": (config_of(UNTIED, "cp2"), "trainer"),
+    "experts, EP 2": (config_of(EXPERTS, "ep2"), "trainer"),
+    "adapters, FSDP 2": (adapted("fsdp2"), "trainer"),
     "critic, TP 2": (critic("tp2"), "critic"),
 }
 
@@ -149,7 +149,7 @@ def test_activations_are_about_what_autograd_saves(model, dtype, tmp_path):
     config = config_of(model)
     config.trainer.training.mixed_precision_param = dtype
     (size,) = on_ranks(1, saved, config, str(tmp_path))
-    assert estimates.activations(Setting(config), "policy") == pytest.approx(size, rel=0.1)
+    assert estimates.activations(Setting(config), "trainer") == pytest.approx(size, rel=0.1)
 
 
 def test_checkpointing_saves_little_more_than_a_layer(tmp_path):
@@ -158,6 +158,6 @@ def test_checkpointing_saves_little_more_than_a_layer(tmp_path):
     (size,) = on_ranks(1, saved, whole, str(tmp_path))
     assert (
         size
-        < estimates.activations(Setting(whole), "policy")
-        < size + estimates.activations(Setting(config_of(replace(TIED, n_layers=1))), "policy")
+        < estimates.activations(Setting(whole), "trainer")
+        < size + estimates.activations(Setting(config_of(replace(TIED, n_layers=1))), "trainer")
     )

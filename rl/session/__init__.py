@@ -1,0 +1,1 @@
+"""Verbs over models, generators and the push; processes, devices, routing and restarts."""

@@ -1,0 +1,126 @@
+"""What a session starts and how it treats it."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from rl.cluster import HardwareConfig
+from rl.generation.config import GeneratorConfig
+from rl.model.shape import ModelConfig, shape_of
+from rl.rules import NUMERICS, SECONDS, YEAR_S, at_least
+from rl.training.config import TrainerConfig
+from rl.types import Head
+from rl.weights.config import WeightPushConfig
+
+Colocate = Literal["none", "models", "all"]
+"""Which models share devices: one at a time has memory there, the others wait in the host's.
+
+- ``none``: each has devices of its own, if there are enough.
+- ``models``: trainer, reference, critic and other roles share theirs.
+- ``all``: the generators too, which forget keys and values meanwhile. Only in lockstep.
+"""
+
+
+@dataclass(kw_only=True, slots=True)
+class DeadlineConfig:
+    """Maximum waiting times, in seconds. A process that exceeds one is treated as dead, and the
+    error names it.
+    """
+
+    start: Annotated[float, SECONDS] = 600.0
+    """Time for a mesh to start, including imports and construction of the model."""
+
+    call: Annotated[float, SECONDS] = 600.0
+    """Time for a call to an actor, such as generating the completions of a step."""
+
+    heartbeat: Annotated[float, at_least(0, YEAR_S)] = 60.0
+    """Time between signs of life of a rank; a rank that gives none is treated as dead. 0 disables
+    the check."""
+
+    push: Annotated[float, SECONDS] = 60.0
+    """Time for a policy version to reach the generators, on top of the time of its bytes at
+    ``weights.min_gb_s``."""
+
+    reward: Annotated[float, SECONDS, NUMERICS] = 60.0
+    """Time for the rewards of one group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A model with a mesh of its own."""
+
+    field: str
+    """Name of the config field that it comes from, for messages."""
+    trainer: TrainerConfig
+    model: ModelConfig
+    head: Head = "logprobs"
+
+    @property
+    def parallelism_field(self) -> str:
+        """Name of the field of its layout."""
+        return f"{self.field}.parallelism"
+
+    @property
+    def model_field(self) -> str:
+        """Name of the field that the model comes from."""
+        return f"{self.field}.model" if self.field.startswith("roles.") else "model"
+
+
+@dataclass(kw_only=True, slots=True)
+class SessionConfig:
+    """Models, generators and the push between them."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy, which is trained and generated from."""
+
+    trainer: TrainerConfig | None = field(default_factory=TrainerConfig)
+    """How the policy is trained. None trains nothing: one process holds the weights, for the
+    generators to pull."""
+
+    roles: dict[str, Role] = field(default_factory=dict)
+    """Other models by name, such as a reference, a critic or a reward model."""
+
+    generator: GeneratorConfig | None = field(default_factory=GeneratorConfig)
+    """How samples are drawn. None starts no generators."""
+
+    weights: WeightPushConfig = field(default_factory=WeightPushConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+    colocate: Colocate = "none"
+
+    reward_workers: Annotated[int, at_least(0, 10**4)] = 1
+    """Number of processes that score completions; what a reward starts ends with its process. 0
+    scores in this process: a reward that hangs or crashes takes the session with it."""
+
+    pushes: Literal["in_order", "newest"] = "in_order"
+    """Which versions generators hold: each one that is pushed, in order, or the newest when they
+    pull."""
+
+    compares_all: bool = True
+    """Whether the trainer keeps its weights until each generator's copy was compared with them.
+    False, with pushes in order, lets the trainer be several versions ahead; versions that it has
+    left are not compared."""
+
+    longest: Annotated[int, at_least(2)] = 10**9
+    """Number of tokens of the longest sequence, at most model.max_seq_len."""
+
+    optimizer_steps: Annotated[int, at_least(1)] = 10**6
+    """Number of optimizer steps in all, which learning-rate schedules depend on."""
+
+    max_restarts: Annotated[int, at_least(0, 10**6)] = 3
+    """Number of times that a lost mesh is started again without progress in between."""
+
+    seed: Annotated[int, at_least(0, 2**63 - 1)] = 0
+    """Seed of initial weights and of everything that is sampled."""
+
+    @property
+    def models(self) -> dict[str, Role]:
+        """Models by role, in the order in which they take devices."""
+        return {
+            "trainer": Role("trainer", self.trainer or TrainerConfig(), self.model),
+            **self.roles,
+        }
+
+    @property
+    def longest_sequence(self) -> int:
+        """Number of tokens of the longest sequence that the model takes."""
+        return min(self.longest, shape_of(self.model).max_seq_len)

@@ -1,0 +1,180 @@
+"""Verbs over models by their roles."""
+
+import asyncio
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torchtitan.config import Configurable
+
+from rl.actors.trainer import TrainerMesh
+from rl.actors.worker import Outputs, WorkerGroup
+from rl.errors import ActorFailure
+from rl.observe.metrics import Metrics
+from rl.observe.spans import Stopwatch
+from rl.session.concurrency import background
+from rl.session.residency import Residency
+from rl.types import Batch
+from rl.weights.digest import merge_digests, policy_digest
+
+
+class Models:
+    """Worker groups by role; ``trainer`` is the policy, whose weights are pushed. ::
+
+        models = Models({"trainer": trainer, "reference": group}, shared=["trainer", "reference"])
+        await models.start_models()
+        outputs = await models.forward(batch, role="reference")
+
+    A group splits a batch among its ranks and returns outputs in the batch's order. Calls on roles
+    with devices of their own overlap; of ``shared`` roles one at a time is on the device.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, WorkerGroup],
+        shared: Collection[str] = (),
+        watch: Stopwatch | None = None,
+    ):
+        self.watch = watch or Stopwatch()
+        self._groups = groups
+        self._residency = Residency(shared)
+        for role, group in groups.items():
+            self._residency.add(role, group)
+        self._changed: set[str] = set()  # roles whose weights are others than they started with
+
+    @property
+    def trainer(self) -> TrainerMesh:
+        """The group whose weights are pushed."""
+        return cast(TrainerMesh, self._groups["trainer"])
+
+    @property
+    def version(self) -> int:
+        """Policy version of the trainer's weights: optimizer steps that changed them."""
+        return self.trainer.version
+
+    def has(self, role: str) -> bool:
+        """Whether any model has this role."""
+        return role in self._groups
+
+    async def start_models(self) -> None:
+        """Start every model that is not at work; those that share devices one after another."""
+        lost = [role for role, group in self._groups.items() if not group.is_running]
+        for role in lost:
+            self._residency.forget(role)
+        async with background() as work:
+            for role in lost:
+                work.create_task(self._start_model(role))
+
+    async def lost_model(self) -> ActorFailure:
+        """Return how a model was lost, once one is."""
+        watches = [asyncio.ensure_future(group.failed()) for group in self._groups.values()]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+    async def forward(
+        self, batch: Batch, *, role: str = "trainer", temperature: float = 1.0
+    ) -> Outputs:
+        """Return the model's outputs for each token, float32 [T] in the batch's order.
+
+        ``logprobs`` and ``entropy`` of a policy, ``values`` of a critic or a reward model.
+        """
+        async with self._residency.of(role, "model"):
+            return await self._groups[role].forward(batch, temperature=temperature)
+
+    async def forward_backward(
+        self,
+        batch: Batch,
+        loss: Configurable.Config,
+        *,
+        role: str = "trainer",
+        temperature: float = 1.0,
+    ) -> tuple[Outputs, Metrics]:
+        """Add the gradient of ``loss`` on ``batch``; return the outputs and metrics."""
+        async with self._residency.of(role, "model", "optimizer"):
+            with self.watch.span("train"):
+                return await self._groups[role].forward_backward(
+                    batch, loss, temperature=temperature
+                )
+
+    async def optim_step(self, *, role: str = "trainer", **options: Any) -> Metrics:
+        """Take one optimizer step on the gradients that were added.
+
+        ``options`` are those of :meth:`rl.training.engine.TrainingEngine.optim_step`: denominator,
+        lr, betas, weight_decay and max_norm.
+        """
+        self._changed.add(role)
+        async with self._residency.of(role, "model", "optimizer"):
+            with self.watch.span("train"):
+                return await self._groups[role].optim_step(**options)
+
+    async def save(
+        self, step: int, state: dict[str, Any] | None = None, *, role: str = "trainer"
+    ) -> None:
+        """Write checkpoint ``step`` of weights and optimizer, with the JSON-able ``state``."""
+        async with self._residency.of(role, "model", "optimizer"):
+            await self._groups[role].save_checkpoint(step, state or {})
+
+    async def load(
+        self, step: int = -1, *, role: str = "trainer"
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Load checkpoint ``step``, or the newest if -1; with none, or 0, as ``init_model``.
+
+        Returns its state, empty without a checkpoint, and names of incomplete checkpoints.
+        """
+        if step == 0:
+            await self.init_model(role)
+            return {}, []
+        async with self._residency.of(role, "model", "optimizer"):
+            state, ignored = await self._groups[role].load_checkpoint(step)
+        if step > 0 or state:
+            self._changed.add(role)
+        elif role in self._changed:
+            await self.init_model(role)
+        return state, ignored
+
+    async def init_model(self, role: str) -> None:
+        """Give the model the weights that its config starts from and delete its checkpoints."""
+        if role in self._changed:  # a model is made once in a process
+            await self._start_model(role)
+        async with self._residency.of(role, "model", "optimizer"):
+            await self._groups[role].load_checkpoint(0)
+
+    async def export_hf(self, folder: Path, *, role: str = "trainer") -> None:
+        """Write the model as a Hugging Face folder."""
+        async with self._residency.of(role, "model"):
+            await self._groups[role].export_hf(folder)
+
+    async def copy_weights(self, role: str, to: str, folder: Path) -> None:
+        """Give ``to`` the parameters of ``role``, whatever the layouts; keep them in ``folder``."""
+        await self.save_weights(folder, role=role)
+        await self.load_weights(folder, role=to)
+
+    async def save_weights(self, folder: Path, *, role: str = "trainer") -> None:
+        """Write the parameters alone, for ``load_weights``."""
+        async with self._residency.of(role, "model"):
+            await self._groups[role].save_weights(folder)
+
+    async def load_weights(
+        self, folder: Path, version: int | None = None, *, role: str = "trainer"
+    ) -> None:
+        """Take parameters that ``save_weights`` wrote; they are of policy ``version``, if given."""
+        self._changed.add(role)
+        async with self._residency.of(role, "model"):
+            await self._groups[role].load_weights(folder, version)
+
+    async def weight_digest(self, role: str = "trainer") -> str:
+        """Return 16 hex digits that depend on every bit of the parameters, not on the layout."""
+        async with self._residency.of(role, "model"):
+            return policy_digest(merge_digests(await self._groups[role].weight_digests()))
+
+    async def _start_model(self, role: str) -> None:
+        """Start a group anew, alone on the devices that it shares."""
+        group = self._groups[role]
+        self._changed.discard(role)
+        async with self._residency.starting(role):
+            await group.stop()
+            await group.start()

@@ -1,0 +1,53 @@
+"""Which mesh runs where: what a run starts by, and what ``plan`` shows."""
+
+import math
+
+from rl.session.config import SessionConfig
+from rl.types import Place
+
+
+class Placement:
+    """The places of all meshes, among the run's ``nodes``, hosts of ``gpus`` GPUs each.
+
+    GPUs go to the trainer, the reference, the critic, other roles and the generators, in this
+    order, unless the config has some of them share theirs; where there are too few, they are shared
+    in any case. Hosts without GPUs are shared.
+    """
+
+    def __init__(self, config: SessionConfig, gpus: int):
+        self._generator = config.generator
+        self._gpus = gpus
+        self._trainer_nodes = config.trainer.nodes if config.trainer else 1
+        self._taken = [0] * self._trainer_nodes
+        self.models: dict[str, Place] = {}
+        """By role."""
+        for name, role in config.models.items():
+            self.models[name] = self._place(role.trainer.ranks, shared=config.colocate != "none")
+        if config.colocate == "all":
+            self._taken = [0] * self._trainer_nodes
+
+    def generator(self, number: int) -> Place:
+        """Return the place of generator ``number``, which may be above the config's replicas."""
+        assert self._generator is not None, "a session without generators places none"
+        ranks = self._generator.tensor_parallel_degree
+        own = self._generator.nodes
+        lap, host = divmod(number, own or self._trainer_nodes)
+        before = 0 if own else self._taken[host]
+        first = self._trainer_nodes if own else 0
+        return Place(
+            first_host=first + host,
+            ranks=ranks,
+            first_device=self._first_device(before + ranks * lap, ranks),
+        )
+
+    def _place(self, ranks: int, *, shared: bool) -> Place:
+        hosts = math.gcd(ranks, self._trainer_nodes)
+        per_host = ranks // hosts
+        before = 0 if shared else max(self._taken[:hosts])
+        for host in range(hosts):
+            self._taken[host] = max(self._taken[host], before + per_host)
+        return Place(hosts=hosts, ranks=ranks, first_device=self._first_device(before, per_host))
+
+    def _first_device(self, before: int, ranks: int) -> int:
+        """The first GPU of ``ranks`` that come after ``before`` others, among those of a host."""
+        return before % max(self._gpus - ranks + 1, 1)

@@ -1,0 +1,265 @@
+"""The weight push: from the trainer to every generator, checked."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+from rl.actors.generator import GeneratorMesh
+from rl.actors.trainer import TrainerMesh
+from rl.errors import ActorFailure, NodeLost, RankLost
+from rl.observe.spans import Stopwatch
+from rl.session.concurrency import Signal, background
+from rl.session.config import SessionConfig
+from rl.session.push_checks import PushChecks
+from rl.session.push_state import PushState
+from rl.session.residency import Residency
+from rl.types import Completion
+from rl.weights.open import choose_transport
+from rl.weights.transport import Transfer, TransferFailed, VersionGone
+
+NETWORK = ("rdma", "torchstore")  # whose publishers have a place for each reader
+UNLIMITED = 1000
+
+
+class Arrival(NamedTuple):
+    """A version that a generator holds, and what it answered to the canary with it."""
+
+    generator: GeneratorMesh
+    version: int
+    answer: Completion | None
+
+
+class WeightPush:
+    """Brings the trainer's weights to the generators. ::
+
+        push = WeightPush(config, trainer, residency, watch, print)
+        await push.connect(generators)          # they hold the trainer's weights
+        async with background(push.run()):
+            version = push.start()              # publish the new weights, behind what comes next
+            await push.wait(version)            # have every generator pull them
+            await push.settle()                 # before the weights change again
+
+    :class:`PushState` has the states and says why no reader sees weights that change. A generator
+    pulls when ``wait`` is called. One that was so slow that its version is gone pulls the newest,
+    unless versions come in order. A transfer that failed while both ends are alive is repeated
+    ``max_restarts`` times. Each arrival is compared with the trainer's weights as configured.
+    """
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        trainer: TrainerMesh,
+        residency: Residency,
+        watch: Stopwatch,
+        warn: Callable[[str], None],
+    ):
+        self._config = config.weights
+        self._deadlines = config.deadlines
+        self._max_failures = config.max_restarts
+        self._warn = warn
+        self._trainer = trainer
+        self._residency = residency
+        self._watch = watch
+        self._checks = PushChecks(config, trainer, residency)
+        generator = config.generator
+        in_order = config.pushes == "in_order"
+        self._rolling = generator is not None and generator.update == "rolling" and not in_order
+        compares = self._checks.are_on and (config.compares_all or not in_order)
+        self.state = PushState[Arrival](in_order=in_order, compares=compares)
+        self._numbers: dict[GeneratorMesh, int] = {}
+        self._removed: list[int] = []
+        self._joining = asyncio.Lock()  # no pull while a generator joins or leaves
+        self._changed = Signal()
+        self._addresses: list[Any] = []
+        self.metrics: dict[str, float] = {}
+        """Of the last push."""
+
+    @property
+    def max_generators(self) -> int:
+        """How many generators the transport has room for until it is opened again."""
+        return self._transfer.generators if self._transfer.transport in NETWORK else UNLIMITED
+
+    async def connect(self, generators: Sequence[GeneratorMesh]) -> str:
+        """Open the push to ``generators`` and bring them the trainer's weights; return the plan.
+
+        Raises ValueError, naming the parameter, if the trainer's layout does not fill the
+        generators'.
+        """
+        self._numbers = {generator: number for number, generator in enumerate(generators)}
+        self._removed = []
+        self.state.restart(self._trainer.version)
+        plan = await self._open()
+        await self._publish()
+        await self._bring(self.state.published)
+        return plan
+
+    async def join(self, generator: GeneratorMesh) -> None:
+        """Bring one generator, new or started again, what the others have."""
+        async with self._joining:
+            taken = self._numbers.values()
+            self._numbers.setdefault(generator, min(set(range(len(taken) + 1)) - set(taken)))
+            await self._connect(generator)
+            await self._pull(generator, self.state.joins_at)
+
+    def remove(self, generator: GeneratorMesh) -> None:
+        """Leave a generator out until it joins again."""
+        if generator in self._numbers:
+            self._removed.append(self._numbers.pop(generator))
+            self._changed.notify()
+
+    async def run(self) -> None:
+        """Publish what is started, and compare what has arrived."""
+        async with background(self._publish_each(), self._compare_each()):
+            while True:
+                await self._changed.until(lambda: self._removed)
+                await self._trainer.excuse(self._removed.pop())
+
+    def start(self) -> int:
+        """Publish the trainer's weights, unless nothing has changed; return their version.
+
+        Does not wait.
+        """
+        self.state.begin(self._trainer.version)
+        self._changed.notify()
+        return self.state.begun
+
+    async def wait(self, version: int) -> int:
+        """Have every generator hold ``version`` or a newer one; return the oldest they hold.
+
+        Waits until ``version`` was started and published.
+        """
+        await self._changed.until(lambda: self.state.published >= version)
+        async with self._joining:
+            if self.state.arrived < version:
+                await self._bring(self.state.published)
+        return self.state.arrived
+
+    async def settle(self) -> None:
+        """Wait until nothing reads the trainer's weights, not even a check."""
+        with self._watch.span("push_wait"):
+            await self._changed.until(lambda: self.state.may_change)
+            self.state.changing = True
+
+    async def _open(self) -> str:
+        """Plan the routes and open both ends of each."""
+        generators = list(self._numbers)
+        async with self._residency.of("trainer", "model"):
+            sources = await self._trainer.layouts()
+        async with self._residency.of("generator", "model"):
+            layouts = await asyncio.gather(*(generator.layouts() for generator in generators))
+        domains = [domain for domain, _ in chain(sources, *layouts)]
+        self._transfer = Transfer(
+            transport=choose_transport(self._config.transport, domains),
+            dtype=generators[0].dtype,
+            sources=tuple(layout for _, layout in sources),
+            wanted=tuple(layout for _, layout in layouts[0]),
+            generators=len(generators),
+            delta=self._config.delta,
+        )
+        # The deadline of its call ends a reader of shared memory that hangs: the trainer outlasts
+        # that deadline.
+        is_network = self._transfer.transport in NETWORK
+        patience = self._deadlines.push if is_network else self._deadlines.call
+        patience += self._transfer.nbytes / (self._config.min_gb_s * 1e9)
+        self._transfer = replace(self._transfer, patience=patience)
+        plan = self._transfer.describe()
+        async with self._residency.of("trainer", "model"):
+            self._addresses = await self._trainer.open_publishers(self._transfer)
+        await asyncio.gather(*(self._connect(generator) for generator in generators))
+        return plan
+
+    async def _connect(self, generator: GeneratorMesh) -> None:
+        async with self._residency.of("generator", "model"):
+            number = self._numbers[generator]
+            await generator.connect(self._transfer, self._addresses, generator=number)
+
+    async def _publish_each(self) -> None:
+        while True:
+            await self._changed.until(lambda: self.state.may_publish)
+            await self._publish()
+            self.state.published = self.state.begun
+            self._changed.notify()
+
+    async def _publish(self) -> None:
+        async with self._residency.of("trainer", "model"):
+            with self._watch.span("push"):
+                _, sent = await self._trainer.push_weights()
+        self.metrics = {"push/bytes": sent.bytes_full, "push/bytes_sent": sent.bytes_sent}
+
+    async def _bring(self, version: int) -> None:
+        """Have every generator pull ``version``."""
+        behind = [generator for generator in self._numbers if generator.version != version]
+        with self._watch.span("push"):
+            if self._rolling:
+                pauses = [await self._pull_or_lose(generator, version) for generator in behind]
+            else:
+                pauses = await asyncio.gather(
+                    *(self._pull_or_lose(generator, version) for generator in behind)
+                )
+        self.metrics["timing/push_pause"] = max(pauses, default=0.0)
+        self.state.arrived = version
+        self._changed.notify()
+
+    async def _pull_or_lose(self, generator: GeneratorMesh, version: int) -> float:
+        """``_pull``; 0 for a generator that is lost on the way, which its pool starts again."""
+        if generator not in self._numbers:  # it was removed while others had their turn
+            return 0.0
+        try:
+            return await self._pull(generator, version)
+        except RankLost as lost:
+            if lost.actor != generator.name:
+                raise
+            return 0.0
+
+    async def _pull(self, generator: GeneratorMesh, version: int) -> float:
+        """Bring ``version``, or a newer one; return the seconds that generation stood still."""
+        async with self._residency.of("generator", "model"):
+            pause = await self._pull_or_try_again(generator, version)
+            version = generator.version or version
+            if self._checks.are_on:
+                with self._watch.span("check"):
+                    answer = await self._checks.ask(generator, version)
+                self.state.unchecked.append(Arrival(generator, version, answer))
+        self._changed.notify()
+        return pause
+
+    async def _pull_or_try_again(self, generator: GeneratorMesh, version: int) -> float:
+        """Return the seconds that generation stood still.
+
+        Raises NodeLost if transfers fail between ends that are alive.
+        """
+        failures = 0
+        while True:
+            try:
+                return await generator.pull_weights(version)
+            except RankLost:
+                raise
+            except ActorFailure as failure:
+                # Reads from a trainer that died may fail before its death is known.
+                await self._trainer.check_alive()
+                newest = version if self.state.in_order else self.state.published
+                if isinstance(failure.__cause__, TransferFailed):
+                    failures += 1
+                    if failures > self._max_failures:
+                        raise NodeLost(
+                            f"{failure}\nthe transfer failed {failures} times in a row while the "
+                            "trainer is alive: the network between the nodes is broken, or slower "
+                            "than weights.min_gb_s"
+                        ) from failure
+                elif newest == version or not isinstance(failure.__cause__, VersionGone):
+                    raise
+                self._warn(f"{str(failure).splitlines()[0]}; pulling version {newest}")
+                version = newest
+
+    async def _compare_each(self) -> None:
+        """Compare arrivals with the trainer's weights, unless the trainer has left these."""
+        while True:
+            await self._changed.until(lambda: self.state.unchecked)
+            generator, version, answer = self.state.unchecked[0]
+            if version == self._trainer.version and not self.state.changing:
+                with self._watch.span("check"):
+                    await self._checks.compare(generator, version, answer, self.metrics)
+            self.state.unchecked.popleft()
+            self._changed.notify()

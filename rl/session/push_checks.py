@@ -1,0 +1,120 @@
+"""What proves that a generator holds the trainer's weights: digests, and a canary."""
+
+import torch
+
+from rl.actors.generator import GeneratorMesh
+from rl.actors.trainer import TrainerMesh
+from rl.errors import RankLost, RunError
+from rl.model.shape import shape_of
+from rl.session.config import SessionConfig
+from rl.session.residency import Residency
+from rl.types import Batch, Completion, GenerationRequest, Sampling
+from rl.weights.digest import ShardDigests, merge_digests
+
+TOKENS = 4
+BLOCK = 128  # largest of vLLM's own block sizes of the KV cache
+
+
+class PushChecks:
+    """Compares a generator with the trainer, which must hold the same version.
+
+    - A digest of each parameter (``weights.digests``).
+    - Log-probs of a few tokens after a fixed prompt, the canary: right weights in a generator that
+      still has cached keys of older ones, or another kernel, give others
+      (``weights.canary_tolerance``).
+    """
+
+    def __init__(self, config: SessionConfig, trainer: TrainerMesh, residency: Residency):
+        self._digests = config.weights.digests
+        self._trainer = trainer
+        self._residency = residency
+        self._tolerance = config.weights.canary_tolerance or 0.0
+        generator = config.generator
+        if generator is not None and config.weights.canary_tolerance is None:
+            self._tolerance = 1e-3 if generator.dtype == "float32" else 0.5
+        shape = shape_of(config.model)
+        block_size = (generator.block_size if generator else None) or BLOCK
+        longest = min(config.longest, shape.max_seq_len)
+        # A stale block would be found behind one.
+        length = max(1, min(block_size + 64, longest - TOKENS))
+        draw = torch.Generator().manual_seed(0)
+        self._prompt = torch.randint(shape.vocab_size, (length,), generator=draw).tolist()
+        self._sampling = Sampling(max_tokens=min(TOKENS, longest - 1))
+
+    @property
+    def are_on(self) -> bool:
+        """Whether anything is compared."""
+        return self._digests or self._tolerance > 0
+
+    async def ask(self, generator: GeneratorMesh, version: int) -> Completion | None:
+        """Return the generator's answer to the canary; None without a canary."""
+        if not self._tolerance > 0:
+            return None
+        request = GenerationRequest(
+            request_id=f"canary/{version}",
+            prompt_tokens=self._prompt,
+            seed=version,
+            sampling=self._sampling,
+        )
+        return (await generator.generate([request]))[0]
+
+    async def compare(
+        self,
+        generator: GeneratorMesh,
+        version: int,
+        answer: Completion | None,
+        metrics: dict[str, float],
+    ) -> None:
+        """Raise RunError that names what differs, unless the generator was lost meanwhile.
+
+        ``push/canary`` of ``metrics`` becomes the largest difference of a log-prob so far.
+        """
+        if self._digests:
+            await self._compare_digests(generator, version)
+        if answer is None:
+            return
+        difference = await self._difference(answer)
+        metrics["push/canary"] = max(difference, metrics.get("push/canary", 0.0))
+        if not difference <= self._tolerance:
+            await self._compare_digests(generator, version)
+            raise RunError(
+                f"canary of policy version {version}: a log-prob of {generator.name} differs by "
+                f"{difference:.3g} from the trainer's, above "
+                f"weights.canary_tolerance={self._tolerance}; all parameters are equal, so a cache "
+                "of older weights or another kernel makes the difference"
+            )
+
+    async def _difference(self, answer: Completion) -> float:
+        tokens = torch.tensor(self._prompt + answer.tokens)
+        batch = Batch(
+            tokens=tokens, lengths=torch.tensor([len(tokens)]), loss_weights=torch.ones(len(tokens))
+        )
+        async with self._residency.of("trainer", "model"):
+            scored = await self._trainer.forward(batch, temperature=self._sampling.temperature)
+        own = scored["logprobs"][len(self._prompt) :]
+        return float((own - torch.tensor(answer.logprobs)).abs().max())
+
+    async def _compare_digests(self, generator: GeneratorMesh, version: int) -> None:
+        async with self._residency.of("trainer", "model"):
+            sources = await self._trainer.weight_digests(generator.dtype)
+        async with self._residency.of("generator", "model"):
+            if generator.version != version:  # it was started again
+                return
+            try:
+                wanted = await generator.weight_digests()
+            except RankLost:  # its pool starts it again
+                return
+        trained = _merged(sources, f"push of policy version {version}: trainer")
+        pushed = _merged(wanted, f"push of policy version {version}: {generator.name}")
+        if wrong := [name for name in trained if pushed.get(name) != trained[name]]:
+            raise RunError(
+                f"push of policy version {version}: {len(wrong)} of {len(trained)} parameters of "
+                f"{generator.name} differ from the trainer's; the first is {wrong[0]}"
+            )
+
+
+def _merged(digests: list[ShardDigests], owner: str) -> dict[str, str]:
+    try:
+        return merge_digests(digests)
+    except ValueError as error:  # names the parameter, but neither side nor version
+        raise RunError(f"{owner}: {error}") from None

@@ -1,0 +1,67 @@
+"""The states of the weight push: which policy versions are begun, published and held."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Check = TypeVar("Check")
+
+
+@dataclass(slots=True)
+class PushState(Generic[Check]):
+    """Policy versions on their way from the trainer to the generators. ::
+
+        begun >= published >= arrived
+
+    - *begun*: the trainer has these weights and keeps them until they are published.
+    - *published*: generators can read them.
+    - *arrived*: every generator holds them, or newer ones.
+
+    The transport keeps the last two published versions readable.
+
+    - Weights never change under a reader. ``may_change`` holds if nothing is left to publish and
+      nothing waits for a comparison with them; ``begin`` follows each change.
+    - With ``in_order``, generators hold each version that is begun, and one that was started again
+      can read the version of the others. A publish waits until the version before has arrived, so
+      the two readable versions are at most the one that arrived and the one after it.
+    - Without it, a publish waits for nothing, and generators read the newest version.
+    - With ``compares``, the weights change only after each generator's copy was compared with them.
+    """
+
+    in_order: bool
+    compares: bool
+    begun: int = 0
+    published: int = 0
+    arrived: int = 0
+    changing: bool = False
+    """Whether the weights may change now, so that they must not be compared."""
+    unchecked: deque[Check] = field(default_factory=deque)
+    """Arrivals that wait for a comparison with the trainer's weights."""
+
+    def restart(self, version: int) -> None:
+        """Begin anew at ``version``, of which nothing is published yet."""
+        self.begun = self.published = self.arrived = version
+        self.changing = False
+        self.unchecked.clear()
+
+    def begin(self, version: int) -> None:
+        """Note that the trainer has ``version``; the same as before if an update was skipped."""
+        self.begun = version
+        self.changing = False
+
+    @property
+    def may_publish(self) -> bool:
+        """Whether a version is to be published now."""
+        waits = self.in_order and self.arrived != self.published
+        return self.begun != self.published and not waits
+
+    @property
+    def may_change(self) -> bool:
+        """Whether nothing reads the trainer's weights, not even a comparison."""
+        late = self.compares and self.arrived != self.begun
+        return self.begun == self.published and not late and not self.unchecked
+
+    @property
+    def joins_at(self) -> int:
+        """Version that a generator reads that joins the others."""
+        return self.arrived if self.in_order else self.published

@@ -1,0 +1,90 @@
+"""Whose memory is on devices that several models share."""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from typing import Any, Literal, Protocol
+
+Component = Literal["model", "optimizer"]
+
+
+class Tenant(Protocol):
+    """A model, or all generators, with memory on a device."""
+
+    async def offload(self) -> None: ...
+
+    async def onload(self, *, model: bool, optimizer: bool) -> Any: ...
+
+
+class Residency:
+    """Lets one role at a time have memory on the devices that ``shared`` roles have in common. ::
+
+        residency = Residency(shared=["trainer", "reference"])
+        residency.add("trainer", trainer)
+        async with residency.of("trainer", "model"):
+            ...     # the parameters of the trainer are on the device, nothing of the reference is
+
+    Before the block the others go to host memory, and of the role's own comes back what is missing.
+    Blocks of one role overlap. A role that waits is not overtaken. Roles that are not shared do not
+    wait. Blocks must not be nested, since another role may wait between them.
+    """
+
+    def __init__(self, shared: Collection[str] = ()):
+        self._shared = frozenset(shared)
+        self._tenants: dict[str, Tenant] = {}
+        self._resident: dict[str, set[Component]] = {}
+        self._switching = asyncio.Lock()  # fair
+        self._idle = asyncio.Event()
+        self._users = 0
+
+    def add(self, role: str, tenant: Tenant) -> None:
+        """Move ``tenant`` when ``role`` needs its devices, or another role does."""
+        self._tenants[role] = tenant
+
+    def forget(self, role: str) -> None:
+        """Take it that nothing of ``role`` is on a device, since its processes have ended."""
+        self._resident.pop(role, None)
+
+    @asynccontextmanager
+    async def of(self, role: str, *components: Component) -> AsyncIterator[None]:
+        """Keep ``components`` of ``role`` on its devices while the block runs."""
+        if role not in self._shared:
+            yield
+            return
+        async with self._switching:
+            if role not in self._resident:
+                await self._make_room()
+                self._resident = {role: set()}
+            missing = {*components} - self._resident[role]
+            if missing:
+                await self._tenants[role].onload(
+                    model="model" in missing, optimizer="optimizer" in missing
+                )
+                self._resident[role] |= missing
+            self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            self._idle.set()
+
+    @asynccontextmanager
+    async def starting(self, role: str) -> AsyncIterator[None]:
+        """Keep the devices of ``role`` free of the others while the block starts it anew."""
+        if role not in self._shared:
+            yield
+            return
+        async with self._switching:
+            await self._make_room()
+            yield
+            self._resident = {role: {"model", "optimizer"}}
+
+    async def _make_room(self) -> None:
+        """Move what is resident to host memory, once it is not in use."""
+        while self._users:
+            self._idle.clear()
+            await self._idle.wait()
+        for role, components in self._resident.items():
+            if components:
+                await self._tenants[role].offload()
+        self._resident = {}

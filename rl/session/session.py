@@ -1,0 +1,280 @@
+"""Models, generators and the push between them, as one object."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rl.actors.group import ensure_running
+from rl.actors.hosts import Hosts
+from rl.actors.processes import ensure_runtime
+from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost
+from rl.observe.metrics import Metrics
+from rl.observe.spans import Stopwatch
+from rl.rollout.rollouter import Rollouter
+from rl.session.concurrency import background
+from rl.session.config import SessionConfig
+from rl.session.meshes import Meshes
+from rl.session.models import Models
+from rl.session.pool import GeneratorPool
+from rl.session.push import WeightPush
+from rl.session.router import Router
+from rl.tasks.base import Task
+from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
+
+
+class Session(Models):
+    """Trains models, samples from generators, and moves weights from the one to the others. ::
+
+        async with rl.Session(config, task=task.config) as session:
+            rollouts = await session.rollout(task, prompts, samples=8)
+            batch = rl.make_batch(rollouts, advantages)
+            await session.forward_backward(batch, rl.losses.grpo())
+            metrics = await session.optim_step(lr=1e-3)
+            await session.push()
+
+    Processes start and end with the block. The session decides which process runs where, which
+    model has the device, which generator answers, and what a lost process means:
+
+    - A generator or a reward worker is started again while all else goes on.
+    - A model that is lost ends the block with :class:`rl.errors.RankLost`. A loop that saves
+      checkpoints can go on instead: see :meth:`recover`.
+
+    A loop that overlaps the push with other work calls ``start_push``, ``wait_for`` and ``settle``
+    instead of ``push``.
+    """
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        *,
+        task: Task.Config | None = None,
+        folder: Path | None = None,
+        hosts: Hosts | None = None,
+        warn: Callable[[str], None] = print,
+        watch: Stopwatch | None = None,
+        meshes: Any = None,
+    ):
+        """Start nothing yet.
+
+        ``task`` scores what is sampled. Checkpoints and logs go to ``folder``, by default one that
+        ends with the session. ``hosts`` are by default this one. ``meshes`` makes the handles of
+        all processes, by default :class:`rl.session.meshes.Meshes`.
+        """
+        self.config = config
+        self._warn = warn
+        self._stack = AsyncExitStack()
+        if folder is None:
+            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tiller-")))
+        self.folder = folder
+        if meshes is None:
+            if hosts is None:
+                ensure_runtime(folder / "logs" / "controller.log")
+                hosts = Hosts(folder / "logs")
+            meshes = Meshes(config, hosts, folder)
+        groups = meshes.models()
+        generators = ["generator"] if config.colocate == "all" else []
+        super().__init__(groups, [*groups, *generators] if config.colocate != "none" else [], watch)
+        self._rewards = meshes.rewards(task, warn) if task is not None else None
+        self.router = Router(lambda: self._residency.of("generator", "model"))
+        self._push = WeightPush(config, self.trainer, self._residency, self.watch, warn)
+        self.pool = GeneratorPool(
+            config, meshes.generator, self.router, self._push, folder / "replicas", warn
+        )
+        self._residency.add("generator", self.pool)
+        self.rollouter = Rollouter(self._score, seed=config.seed, watch=self.watch, warn=warn)
+        self._restarts = 0
+        self._lost_in_a_row = 0
+
+    # Life cycle.
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+            for role in self._groups:
+                await self.load(role=role)
+            await self.connect()
+            await self._stack.enter_async_context(self.running())
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self._stack.__aexit__(kind, error, trace)
+            if error is None:
+                await self.close()
+        finally:
+            await self.stop()
+
+    async def start(self) -> None:
+        """Start what is not running. One failure ends the others, so that all can start anew."""
+        async with background() as work:
+            work.create_task(self.start_models())
+            work.create_task(self.pool.start())
+            if self._rewards is not None:
+                work.create_task(ensure_running(self._rewards))
+
+    async def connect(self) -> str:
+        """Bring all generators the trainer's weights; return the plan of the push, for people."""
+        if self.config.generator is None:
+            return "no generators"
+        return await self.pool.connect()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Look after processes and pushes while the block runs.
+
+        A model that is lost cancels the block and is raised.
+        """
+        async with background(self.pool.run(), self._push.run(), self._raise_lost_model()):
+            yield
+
+    def recover(self, failure: ActorFailure) -> None:
+        """Return if ``start`` and the newest checkpoint can mend ``failure``; raise it otherwise.
+
+        It cannot be mended if an actor raised, or if ranks were lost more than ``max_restarts``
+        times without a checkpoint of the trainer in between.
+        """
+        self._lost_in_a_row += 1
+        is_lost = isinstance(failure, RankLost)
+        if not is_lost or self._lost_in_a_row > self.config.max_restarts:
+            raise failure
+        self._restarts += 1
+        self._warn(f"{str(failure).splitlines()[0]}; going back to the newest checkpoint")
+
+    async def close(self) -> None:
+        """Let every engine clean up, which waits for a save that is still being written."""
+        models = asyncio.gather(*(group.close() for group in self._groups.values()))
+        rewards = [self._rewards.stop()] if self._rewards is not None else []
+        await asyncio.gather(self.pool.close(), *rewards, return_exceptions=True)
+        await models
+
+    async def stop(self) -> None:
+        """End every process of the session, whatever it is doing."""
+        rewards = [self._rewards.stop()] if self._rewards is not None else []
+        models = [group.stop() for group in self._groups.values()]
+        await asyncio.gather(*models, *rewards, self.pool.stop())
+
+    async def _raise_lost_model(self) -> None:
+        raise await self.lost_model()
+
+    # Sampling.
+
+    async def sample(
+        self, requests: list[GenerationRequest], *, affinity: object = None, alone: bool = False
+    ) -> list[Completion]:
+        """Return completions in the order of ``requests``, all of one generator.
+
+        Requests of one ``affinity`` go to the generator that has their prefixes cached. ``alone``
+        asks a generator that does nothing else meanwhile and forgets its prefixes, so that the
+        completions depend on requests and weights alone.
+        """
+        if self.config.generator is None:
+            raise ConfigError("this session has no generators; set generator in its config")
+        return await self.router.generate(requests, affinity=affinity, alone=alone)
+
+    async def rollout(
+        self,
+        task: Task,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+    ) -> list[Rollout]:
+        """Return ``samples`` scored rollouts of each prompt, in order.
+
+        A prompt whose reward failed has none; the session tells why once for each kind.
+        """
+        sampling = Sampling(
+            max_tokens=max_tokens, temperature=temperature, stop_token_ids=task.stop_token_ids
+        )
+        groups = await self.rollouter.collect(
+            prompts, sampling, samples=samples, generate=self.sample
+        )
+        found = [group for group in groups if not isinstance(group, GroupLost)]
+        return [rollout for group in found for rollout in group]
+
+    async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
+        if self._rewards is None:
+            raise ConfigError("this session scores nothing; give Session a task")
+        return await self._rewards.score(prompt, completions)
+
+    async def abort(self) -> None:
+        """Abort all requests in flight, also those whose caller was cancelled."""
+        await self.pool.abort()
+
+    # The push, in three verbs and all at once.
+
+    async def push(self) -> int:
+        """Bring every generator the trainer's weights; return their policy version."""
+        return await self.wait_for(self.start_push())
+
+    def start_push(self) -> int:
+        """Publish the trainer's weights behind whatever comes next; return their version."""
+        return self._push.start()
+
+    async def wait_for(self, version: int) -> int:
+        """Have every generator pull ``version`` or a newer one; return the oldest that one holds.
+
+        Waits until ``version`` was started.
+        """
+        return await self._push.wait(version)
+
+    async def settle(self) -> None:
+        """Wait until the trainer's weights may change; ``optim_step`` calls it."""
+        await self._push.settle()
+
+    async def optim_step(self, *, role: str = "trainer", **options: Any) -> Metrics:
+        """Take one optimizer step once nothing reads the weights: see :meth:`Models.optim_step`."""
+        if role == "trainer":
+            await self.settle()
+        return await super().optim_step(role=role, **options)
+
+    async def save(
+        self, step: int, state: dict[str, Any] | None = None, *, role: str = "trainer"
+    ) -> None:
+        """Write checkpoint ``step``: see :meth:`Models.save`."""
+        await super().save(step, state, role=role)
+        if role == "trainer":
+            self._lost_in_a_row = 0
+
+    # Facts.
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Number of times that meshes were started again."""
+        return {
+            "restarts/trainer": self._restarts,
+            "restarts/generators": self.pool.restarts,
+            "restarts/reward": self._rewards.restarts if self._rewards is not None else 0,
+        }
+
+    @property
+    def push_metrics(self) -> dict[str, float]:
+        """Bytes and pauses of the last push."""
+        return self._push.metrics
+
+    @property
+    def generator_versions(self) -> dict[str, int | None]:
+        """Policy version that each generator holds; None before its first pull."""
+        return {mesh.name: mesh.version for mesh in self.pool.meshes}
+
+    def describe(self) -> str:
+        """Return what is being started, for people."""
+        models = ", ".join(f"{group.name} ({group.ranks} ranks)" for group in self._groups.values())
+        generator = self.config.generator
+        if generator is None:
+            return f"starting {models}"
+        sizes = f"{generator.replicas} x {generator.tensor_parallel_degree}"
+        return f"starting {models} and generators ({sizes})"

@@ -1,0 +1,167 @@
+"""Held-out prompts: greedy, and pass@k."""
+
+import asyncio
+import dataclasses
+import math
+import shutil
+from pathlib import Path
+
+from rl.config import EvaluationConfig, RLConfig
+from rl.errors import GroupLost, RunError
+from rl.rollout.prompts import eval_prompts
+from rl.session.concurrency import background
+from rl.session.session import Session
+from rl.step_folders import StepFolders
+from rl.tasks.base import Task
+from rl.trainers.ledger import Group
+from rl.trainers.scheduler import sampling_of
+from rl.types import Completion, GenerationRequest, Prompt, Sampling
+
+
+class Evaluation:
+    """Asks the generators prompts that training never sees, with seeds of a stream of their own.
+
+    The prompts are cut into shares, at least one for each replica, whose requests an engine can run
+    at once. A replica is asked one share at a time, so that no call takes longer because there are
+    more prompts. In a deterministic pipeline a replica answers a share alone and without cached
+    prefixes, as in training, so that the scores depend on the config and the weights. There,
+    training goes on while the weights of an earlier step are evaluated, and saves: these weights
+    are kept in ``folder`` until their evaluation has ended, so that a run that resumes can repeat
+    it.
+    """
+
+    def __init__(self, config: RLConfig, task: Task, session: Session, folder: Path):
+        self._config = config.evaluation
+        self._steps = config.steps
+        self._prompts = held_out_prompts(config.evaluation, task)
+        self._sampling = sampling_of(config.rollout, task)
+        self._session = session
+        self._replicas = config.generator.replicas
+        self._at_once = config.generator.max_running_requests
+        self._asking = asyncio.Semaphore(self._replicas)
+        self._unevaluated = StepFolders(folder)
+        self._in_order = config.rollout.pipeline == "deterministic"
+
+    def is_due(self, step: int, evaluated: int) -> bool:
+        """Whether the weights after ``step`` are evaluated on the way, where those after
+        ``evaluated`` were last.
+
+        In an asynchronous pipeline generators may leave out the weights of a step: the next they
+        hold are due then.
+        """
+        every = self._config.every
+        if not (self._prompts and every and evaluated < step < self._steps):
+            return False
+        return step % every == 0 if self._in_order else step // every > evaluated // every
+
+    def count_due(self, step: int, evaluated: int) -> int:
+        """Number of evaluations on the way that are due after step ``evaluated`` and up to
+        ``step``.
+        """
+        every = self._config.every
+        last = min(step, self._steps - 1)
+        return max(0, last // every - evaluated // every) if self._prompts and every else 0
+
+    def is_behind(self, step: int) -> bool:
+        """Whether the weights after ``step`` are evaluated when the trainer may have left them."""
+        return self._in_order and self.is_due(step, 0)
+
+    async def keep(self, step: int) -> None:
+        """Keep the weights after ``step``, which the trainer holds."""
+        await self._session.save_weights(self._unevaluated.path(step))
+
+    async def bring_back(self, step: int, version: int) -> None:
+        """Have the trainer hold the weights after ``step`` again, which are policy ``version``."""
+        await self._session.load_weights(self._unevaluated.path(step), version)
+
+    def forget(self, step: int) -> None:
+        """Delete what ``keep`` kept of ``step``, if anything."""
+        shutil.rmtree(self._unevaluated.path(step), ignore_errors=True)
+
+    def forget_all(self) -> None:
+        """Delete all that ``keep`` kept."""
+        shutil.rmtree(self._unevaluated.folder, ignore_errors=True)
+
+    def left(self, step: int, evaluated: int) -> list[int]:
+        """Steps before ``step``, where the run goes on, whose evaluation has not ended; others are
+        forgotten.
+        """
+        kept = self._unevaluated.steps()
+        left = [each for each in kept if self.is_due(each, evaluated) and each < step]
+        for each in {*kept} - {*left, step}:
+            self.forget(each)
+        return left
+
+    async def scores(self) -> dict[str, float]:
+        """``eval/exact_match`` of greedy completions; ``eval/pass@k``: prompts that one of k
+        samples solves.
+
+        ``eval/version_min`` and ``eval/version_max`` are the oldest and the newest policy version
+        that drew a token. A prompt whose reward fails counts as one that is not solved, and
+        ``eval/lost`` counts these failures. Empty if ``config.prompts`` is 0.
+        """
+        if not self._prompts:
+            return {}
+        count = len(self._prompts)
+        groups = await self._ask(
+            dataclasses.replace(self._sampling, temperature=0.0), 1, "eval/greedy"
+        )
+        scores = {
+            "eval/prompts": float(count),
+            "eval/exact_match": _solved(groups) / count,
+            "eval/reward_mean": sum(group[0].reward for group in groups) / max(len(groups), 1),
+        }
+        if samples := self._config.samples:
+            sampled = await self._ask(self._sampling, samples, "eval/sampled")
+            scores[f"eval/pass@{samples}"] = _solved(sampled) / count
+            groups += sampled
+        scores["eval/lost"] = float(count * (2 if samples else 1) - len(groups))
+        versions = {
+            version for group in groups for each in group for version in each.versions.tolist()
+        }
+        scores["eval/version_min"] = min(versions, default=math.nan)
+        scores["eval/version_max"] = max(versions, default=math.nan)
+        return scores
+
+    async def _ask(self, sampling: Sampling, samples: int, stream: str) -> list[Group]:
+        """Scored samples of each prompt, in order, without prompts whose reward failed."""
+        size = min(-(-len(self._prompts) // self._replicas), max(1, self._at_once // samples))
+        async with background() as work:
+            shares = [
+                work.create_task(
+                    self._session.rollouter.collect(
+                        self._prompts[first : first + size],
+                        sampling,
+                        samples=samples,
+                        stream=stream,
+                        generate=self._generate_in_turn,
+                    )
+                )
+                for first in range(0, len(self._prompts), size)
+            ]
+        groups = [group for share in shares for group in share.result()]
+        return [group for group in groups if not isinstance(group, GroupLost)]
+
+    async def _generate_in_turn(self, requests: list[GenerationRequest]) -> list[Completion]:
+        async with self._asking:
+            return await self._session.sample(requests, alone=self._in_order)
+
+
+def held_out_prompts(config: EvaluationConfig, task: Task) -> list[Prompt]:
+    """Prompts of each evaluation, none if ``config.prompts`` is 0.
+
+    Raises RunError for prompts that cannot be used.
+    """
+    if config.prompts == 0:
+        return []
+    if prompts := eval_prompts(task, config.prompts):
+        return prompts
+    name = type(task).__name__
+    raise RunError(
+        f"evaluation.prompts is {config.prompts}, but {name} holds out no prompts; set it to 0 for "
+        "no evaluation"
+    )
+
+
+def _solved(groups: list[Group]) -> int:
+    return sum(any(rollout.metrics["correct"] for rollout in group) for group in groups)

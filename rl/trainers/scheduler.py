@@ -1,0 +1,246 @@
+"""Keeps the ledger filled with rollouts, as far ahead of the trainer as staleness allows."""
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from rl.config import RLConfig, RolloutConfig
+from rl.errors import GroupLost, RunError
+from rl.rollout.prompts import training_prompt
+from rl.rollout.rollouter import Generate
+from rl.session.concurrency import Signal, background
+from rl.session.session import Session
+from rl.tasks.base import Task
+from rl.trainers.ledger import Group, Ledger
+from rl.types import Sampling
+
+WINDOW = 100  # groups over which lost ones are counted, or a step's if these are more
+
+
+class RolloutScheduler:
+    """Has prompts answered and scored, and has generators pull the weights they answer with.
+
+    - Deterministic pipeline: the batch of step k is sampled whole, in as many shares as the config
+      has replicas, from the weights after step k - max_staleness. Which requests a generator
+      answers together depends on the config alone.
+    - Asynchronous pipeline: every prompt is a task of its own, and generators pull the newest
+      weights as soon as these are published.
+
+    A group that is lost, or whose rewards are all equal, makes room for the next prompt.
+
+    ``evaluate(step)`` is called when every generator holds the weights after ``step``, or newer
+    ones. In a deterministic pipeline it is called for each step, and nothing else is sampled
+    meanwhile. In an asynchronous one it is called for the newest step when the call before has
+    returned, and generators go on to newer weights.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        task: Task,
+        session: Session,
+        changed: Signal,
+        evaluate: Callable[[int], Awaitable[None]],
+    ):
+        self._config = config
+        self._task = task
+        self._sampling = sampling_of(config.rollout, task)
+        self._session = session
+        self._changed = changed
+        self._evaluate = evaluate
+        self._size = config.rollout.prompts_per_step
+        self._replicas = config.generator.replicas
+        # Whether each of the newest groups was lost.
+        self._recent: deque[bool] = deque(maxlen=max(WINDOW, self._size))
+        self._before_batch: list[bool] = []  # the same, without the batch that is being sampled
+        self._resampled = 0
+        self._sampled = 0  # batches
+        self._held = 0
+        self._arrived = 0  # newest step whose weights, or newer ones, every generator holds
+        self._versions: dict[int, int] = {}
+        self.is_done = False
+        """Whether all steps have their batches, all weights have arrived and evaluations on the way
+        have ended."""
+
+    async def run(self, ledger: Ledger, step: int) -> None:
+        """Sample what the steps after ``step`` are trained on; ``ledger`` holds what was sampled
+        for them before.
+        """
+        self._resampled = 0
+        self.is_done = False
+        self._held = self._session.version
+        self._versions = {step: self._held}
+        self._arrived = step
+        if self._config.rollout.pipeline == "deterministic":
+            await self._run_in_order(ledger, step)
+        else:
+            await self._run_free(ledger, step)
+
+    def may_cut(self, step: int) -> bool:
+        """Whether all batches are sampled that need weights older than those after ``step``."""
+        rollout = self._config.rollout
+        needed = min(step + rollout.max_staleness, self._config.steps)
+        return rollout.pipeline == "asynchronous" or self._sampled >= needed
+
+    def stepped(self, step: int) -> None:
+        """Note that ``step`` was trained and its weights are on their way to the generators.
+
+        In an asynchronous pipeline, in which no batch has a limit of its own, groups may be
+        resampled again.
+        """
+        self._versions[step] = self._session.version
+        self._changed.notify()
+        if self._config.rollout.pipeline == "asynchronous":
+            self._resampled = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able state.
+
+        Of a deterministic pipeline, without the batch that is sampled again after a restore.
+        """
+        deterministic = self._config.rollout.pipeline == "deterministic"
+        return {"lost": self._before_batch if deterministic else [*self._recent]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to what ``to_dict`` returned; from an empty dict, to the start."""
+        self._before_batch = state.get("lost", [])
+        self._recent = deque(self._before_batch, maxlen=self._recent.maxlen)
+
+    async def _run_in_order(self, ledger: Ledger, step: int) -> None:
+        """Weights after weights: the batches that are sampled from them, and their evaluation."""
+        staleness = self._config.rollout.max_staleness
+        steps = self._config.steps
+        self._sampled = step + len(ledger) // self._size
+        for held in range(step, steps + 1):
+            await self._pull(held)
+            while self._sampled < min(held + staleness + 1, steps):
+                await self._sample_batch(ledger)
+                self._sampled += 1
+                self._changed.notify()
+            await self._evaluate(held)
+        self._finish()
+
+    async def _pull(self, step: int) -> None:
+        """Have every generator hold the weights after ``step`` or newer ones."""
+        await self._changed.until(lambda: step in self._versions)
+        self._held = await self._session.wait_for(self._versions[step])
+        while self._versions.get(self._arrived + 1, math.inf) <= self._held:
+            self._arrived += 1
+        self._changed.notify()
+
+    def _has_arrived_after(self, step: int) -> bool:
+        return self._arrived > step
+
+    def _finish(self) -> None:
+        self.is_done = True
+        self._changed.notify()
+
+    async def _sample_batch(self, ledger: Ledger) -> None:
+        """Fill one batch, in rounds: of the missing, until none is."""
+        alone = partial(self._session.sample, alone=True)
+        done: dict[int, Group] = {}
+        dropped: dict[int, str] = {}
+        self._resampled = 0
+        while missing := self._size - len(done):
+            prompt_ids = [ledger.admit(self._held) for _ in range(missing)]
+            shares = [prompt_ids[share :: self._replicas] for share in range(self._replicas)]
+            # One that fails ends the others, which a new attempt would ask again.
+            async with background() as work:
+                answers = [work.create_task(self._sample(share, alone)) for share in shares]
+            outcomes = {
+                prompt_id: group
+                for answer in answers
+                for prompt_id, group in answer.result().items()
+            }
+            for prompt_id in prompt_ids:
+                verdict = self._judge(outcomes[prompt_id])
+                if isinstance(verdict, str):
+                    dropped[prompt_id] = verdict
+                else:
+                    done[prompt_id] = verdict
+        # All at once: a checkpoint has the whole batch, or puts it again.
+        for prompt_id, reason in dropped.items():
+            ledger.drop(prompt_id, reason)
+        for prompt_id, group in sorted(done.items()):
+            ledger.finish(prompt_id, group)
+        self._before_batch = [*self._recent]
+
+    async def _run_free(self, ledger: Ledger, step: int) -> None:
+        """Admit prompt after prompt, as many as the bound and the rest of the run allow."""
+        last = ledger.trained + (self._config.steps - step) * self._size
+
+        async def sample(prompt_id: int) -> None:
+            answer = await self._sample(
+                [prompt_id], partial(self._session.sample, affinity=prompt_id)
+            )
+            verdict = self._judge(answer[prompt_id])
+            if isinstance(verdict, str):
+                ledger.drop(prompt_id, verdict)
+            else:
+                ledger.finish(prompt_id, verdict)
+            self._changed.notify()
+
+        async def pull_newest() -> None:
+            for trained in range(step + 1, self._config.steps + 1):
+                await self._pull(trained)
+
+        async def evaluate_newest() -> None:
+            evaluated = step - 1
+            while evaluated < self._config.steps:
+                await self._changed.until(partial(self._has_arrived_after, evaluated))
+                evaluated = self._arrived
+                await self._evaluate(evaluated)
+            self._finish()
+
+        async with background(pull_newest(), evaluate_newest()) as work:
+            while True:
+                await self._changed.until(
+                    lambda: ledger.admits(self._held) and ledger.trained + len(ledger) < last
+                )
+                work.create_task(sample(ledger.admit(self._held)))
+
+    async def _sample(
+        self, prompt_ids: list[int], generate: Generate
+    ) -> dict[int, Group | GroupLost]:
+        prompts = [training_prompt(self._task, prompt_id) for prompt_id in prompt_ids]
+        samples = self._config.rollout.samples_per_prompt
+        groups = await self._session.rollouter.collect(
+            prompts, self._sampling, samples=samples, generate=generate
+        )
+        return dict(zip(prompt_ids, groups, strict=True))
+
+    def _judge(self, outcome: Group | GroupLost) -> Group | str:
+        """The group, or why it is not trained on.
+
+        Raises RunError, with the last cause, where too many are lost.
+        """
+        self._recent.append(isinstance(outcome, GroupLost))
+        if isinstance(outcome, GroupLost):
+            limit = self._config.rollout.max_lost * (self._recent.maxlen or 0)
+            if sum(self._recent) > limit:
+                raise RunError(
+                    f"{sum(self._recent)} of the last {len(self._recent)} groups were lost, more "
+                    f"than rollout.max_lost={self._config.rollout.max_lost} allows; the last: "
+                    f"{outcome}"
+                ) from outcome
+            return outcome.reason
+        if (
+            len({rollout.reward for rollout in outcome}) == 1
+            and self._resampled < self._config.rollout.max_resampled_groups
+        ):
+            self._resampled += 1
+            return "rewards all equal"
+        return outcome
+
+
+def sampling_of(rollout: RolloutConfig, task: Task) -> Sampling:
+    """How the run's tokens are drawn."""
+    return Sampling(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_token_ids=task.stop_token_ids,
+    )

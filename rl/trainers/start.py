@@ -1,0 +1,106 @@
+"""The user's code, tried before anything starts."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from rich.console import Console
+
+from rl.algorithms.advantages import Scored, advantages_of
+from rl.algorithms.corrections import correction_weights
+from rl.config import RLConfig
+from rl.errors import ConfigError, RunError, require
+from rl.frames import users_code
+from rl.rollout.prompts import training_prompt
+from rl.tasks.base import Task, showing_progress
+from rl.trainers.evaluation import held_out_prompts
+
+LINE_EVERY_S = 5.0
+MOST_TRIED = 1000  # prompts, and groups of completions
+
+
+def build_task(config: RLConfig) -> Task:
+    """Build the task of a run and look at its first prompts, with progress on the console if that
+    takes long.
+
+    Raises ConfigError, also for what the task's own code raises.
+    """
+    name = type(config.task).__qualname__.removesuffix(".Config")
+    with (
+        _showing(Console(quiet=config.quiet, highlight=False)) as show,
+        showing_progress(show),
+        _before_start(),
+    ):
+        with users_code(f"task: building {name}"):
+            task: Task = config.task.build(seed=config.seed, model=config.model)
+        for attribute, call in (
+            ("shape", "super().__init__(config, seed=seed, model=model)"),
+            ("stop_token_ids", "self.set_tokenizer(tokenizer, stop_token_ids)"),
+        ):
+            require(
+                hasattr(task, attribute),
+                f"task: {name} has no {attribute}; its constructor must call {call}",
+            )
+        held_out_prompts(config.evaluation, task)
+        for prompt_id in range(min(config.rollout.prompts_per_step, MOST_TRIED)):
+            training_prompt(task, prompt_id)
+    return task
+
+
+def check_algorithm(config: RLConfig) -> None:
+    """Call advantage and corrections on made-up completions.
+
+    Raises ConfigError if one does not keep its contract.
+    """
+    algorithm = config.algorithm
+    rollout = config.rollout
+    groups = min(math.ceil(rollout.prompts_per_step / rollout.stream_chunks), MOST_TRIED)
+    completions = torch.arange(groups * rollout.samples_per_prompt)
+    lengths = 1 + completions % 3
+    tokens = int(lengths.sum())
+    scored = Scored(
+        rewards=(completions % 2).float(),
+        groups=completions // rollout.samples_per_prompt,
+        lengths=lengths,
+        token_rewards=torch.zeros(tokens),
+        values=torch.zeros(tokens) if algorithm.advantage.needs_values else None,
+    )
+    logprobs = torch.full((tokens,), -1.0)
+    with users_code("algorithm"):
+        algorithm.loss.build()
+        advantage = algorithm.advantage.build()
+        corrections = [correction.build() for correction in algorithm.corrections]
+    with _before_start():
+        advantages_of(advantage, scored, with_returns=algorithm.advantage.needs_values)
+        correction_weights(corrections, logprobs, logprobs, torch.zeros(tokens), scored.sequence)
+
+
+@contextmanager
+def _before_start() -> Iterator[None]:
+    """Raise what ends a run as ConfigError, since none has begun; Ctrl-C stays what it is."""
+    try:
+        yield
+    except RunError as error:
+        if isinstance(error.__cause__, ConfigError | KeyboardInterrupt):
+            raise error.__cause__ from None
+        raise ConfigError(str(error)) from error
+
+
+@contextmanager
+def _showing(console: Console) -> Iterator[Callable[[str], None]]:
+    """Show what is passed in a line that goes away; off a terminal, in lines every few seconds."""
+    if console.is_terminal and not console.quiet:
+        with console.status("reading the data") as status:
+            yield status.update
+        return
+    shown = time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= LINE_EVERY_S:
+            shown = time.monotonic()
+            console.print(text, soft_wrap=True)
+
+    yield show

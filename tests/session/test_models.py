@@ -1,0 +1,219 @@
+"""Models that share devices: whoever is called is there, alone, and nobody waits for ever."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.session.models import Models
+
+ROLES = ("trainer", "reference", "critic")
+NEEDS = {
+    "forward": {"model"},
+    "forward_backward": {"model", "optimizer"},
+    "optim_step": {"model", "optimizer"},
+}
+
+
+class Device:
+    """Room for one."""
+
+    def __init__(self):
+        self.holds: dict[str, set[str]] = {}
+        self.moves = 0
+
+
+class Group:
+    """Knows what of it is on the device, and complains where it is called without."""
+
+    def __init__(self, name: str, device: Device, pauses: list[int]):
+        self.name = name
+        self.device = device
+        self._pauses = pauses
+        self.is_running = False
+        self.calls = 0
+        self.starts = 0
+        self.weights = ""
+        self.saved = False
+
+    @property
+    def here(self) -> set[str]:
+        return self.device.holds.setdefault(self.name, set())
+
+    async def start(self):
+        assert not any(self.device.holds.values()), f"{self.name} starts beside another"
+        await asyncio.sleep(0)
+        self.here.update({"model", "optimizer"})
+        self.is_running = True
+        self.starts = self.starts + 1
+
+    async def stop(self):
+        self.here.clear()
+        self.is_running = False
+
+    async def offload(self):
+        assert not self.calls, f"{self.name} leaves in the middle of a call"
+        await asyncio.sleep(0)
+        self.device.moves += 1
+        self.here.clear()
+
+    async def onload(self, *, model: bool, optimizer: bool):
+        assert not any(parts for name, parts in self.device.holds.items() if name != self.name), (
+            "no room"
+        )
+        await asyncio.sleep(0)
+        self.device.moves += 1
+        self.here.update(["model"] * model + ["optimizer"] * optimizer)
+
+    async def forward(self, batch, **_):
+        return await self._call("forward")
+
+    async def forward_backward(self, batch, loss, **_):
+        return await self._call("forward_backward")
+
+    async def load_checkpoint(self, step):
+        self.weights = "first" if step < 1 and not self.saved else "saved"
+        return ({"step": 7} if step == -1 and self.saved else {}), []
+
+    async def optim_step(self, **options):
+        self.options = options
+        self.weights = "trained"
+        return await self._call("optim_step")
+
+    async def _call(self, name: str):
+        self.calls += 1
+        for _ in range(1 + (self._pauses.pop() if self._pauses else 0)):
+            assert self.here >= NEEDS[name], f"{name} of {self.name} without all that it needs"
+            await asyncio.sleep(0)
+        self.calls -= 1
+        return self.name
+
+
+def models_of(device: Device, pauses: list[int], shared=ROLES) -> Models:
+    return Models(
+        {role: Group(role, device if role in shared else Device(), pauses) for role in ROLES},
+        shared,
+    )
+
+
+async def call(models: Models, role: str, name: str):
+    arguments = {"forward": (None,), "forward_backward": (None, None), "optim_step": ()}[name]
+    options = {} if name == "optim_step" else {"temperature": 1.0}
+    return await getattr(models, name)(*arguments, role=role, **options)
+
+
+CALLS = st.tuples(st.sampled_from(ROLES), st.sampled_from(list(NEEDS)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rounds=st.lists(st.lists(CALLS, max_size=6), max_size=6),
+    pauses=st.lists(st.integers(0, 4), max_size=20),
+)
+def test_whatever_is_called_side_by_side_one_at_a_time_is_there_with_all_it_needs(rounds, pauses):
+    device = Device()
+
+    async def run():
+        models = models_of(device, pauses)
+        await models.start_models()
+        for together in rounds:
+            answers = await asyncio.gather(*(call(models, *each) for each in together))
+            assert answers == [role for role, _ in together]
+            assert sum(bool(parts) for parts in device.holds.values()) <= 1
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_what_a_call_does_not_need_stays_away():
+    device = Device()
+
+    async def run():
+        models = models_of(device, [])
+        await models.start_models()
+        await call(models, "trainer", "forward")
+        assert device.holds["trainer"] == {"model"}
+        await call(models, "trainer", "optim_step")
+        assert device.holds["trainer"] == {"model", "optimizer"}
+        moves = device.moves
+        await call(models, "trainer", "forward")
+        assert device.moves == moves
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_role_that_waits_is_not_overtaken():
+    async def run():
+        models = models_of(Device(), [5] * 100)
+        await models.start_models()
+        order = []
+
+        async def noted(role):
+            await call(models, role, "forward")
+            order.append(role)
+
+        await asyncio.gather(
+            noted("trainer"), noted("trainer"), noted("reference"), noted("trainer")
+        )
+        assert order == ["trainer", "trainer", "reference", "trainer"]
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+@pytest.mark.parametrize("shared", [(), ("reference", "critic")])
+def test_calls_on_devices_of_their_own_overlap(shared):
+    """Each ends only when the other has begun."""
+    begun: set[str] = set()
+
+    async def run():
+        models = Models({role: Group(role, Device(), []) for role in ROLES}, shared)
+        await models.start_models()
+
+        async def meet(role, other):
+            async with models._residency.of(role, "model"):
+                begun.add(role)
+                while other not in begun:
+                    await asyncio.sleep(0)
+
+        await asyncio.gather(meet("trainer", "reference"), meet("reference", "trainer"))
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_group_that_was_lost_is_started_with_room_made_for_it():
+    device = Device()
+
+    async def run():
+        models = models_of(device, [])
+        await models.start_models()
+        await call(models, "trainer", "forward")
+        lost = models._groups["trainer"]
+        await lost.stop()
+        await models.start_models()
+        assert lost.is_running
+        assert await call(models, "reference", "forward") == "reference"
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+@pytest.mark.parametrize("shared", [(), ROLES])
+def test_a_model_goes_back_to_what_it_began_as_by_a_new_start_where_it_has_changed(shared):
+    async def run():
+        models = models_of(Device(), [], shared)
+        await models.start_models()
+        policy = models._groups["trainer"]
+        await models.load()
+        await models.init_model("trainer")
+        assert policy.starts == 1
+        await models.optim_step()
+        state, _ = await models.load()
+        assert state == {}  # none was saved before it was given up
+        assert (policy.starts, policy.weights) == (2, "first")
+        policy.saved = True
+        await models.optim_step()
+        assert (await models.load())[0] == {"step": 7}
+        assert policy.starts == 2
+        await models.init_model("trainer")
+        assert policy.starts == 3
+
+    asyncio.run(asyncio.wait_for(run(), 10))

@@ -1,0 +1,216 @@
+"""A push over a network that is slow or fails, between meshes that compute nothing."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl.errors import ActorFailure, NodeLost
+from rl.generation.config import GeneratorConfig
+from rl.model.shards import Box, Region
+from rl.observe.spans import Stopwatch
+from rl.session.concurrency import background
+from rl.session.config import SessionConfig
+from rl.session.push import WeightPush
+from rl.session.residency import Residency
+from rl.step_folders import StepFolders
+from rl.weights.config import WeightPushConfig
+from rl.weights.transport import TransferFailed, VersionGone
+from tests.trainers.fakes import WAIT_S, Generator, Trainer
+
+GIB_15 = (Region("w", (15 * 2**29,), Box.whole((15 * 2**29,))),)
+
+
+def failure(cause: Exception) -> ActorFailure:
+    """Return the failure that the controller gets of an exception in a generator."""
+    made = ActorFailure(
+        str(cause), actor="generator-0", rank=0, call="fetch_weights", kind="raised"
+    )
+    made.__cause__ = cause
+    return made
+
+
+class Scene:
+    """A push from a trainer to generators, which has begun."""
+
+    def __init__(self, *, pipeline: str = "asynchronous", replicas: int = 1, **weights):
+        self.trainer = Trainer([], StepFolders(Path("none")))
+        self.warnings = []
+        self.generators = [Generator(self.trainer.log, number) for number in range(replicas)]
+        config = SessionConfig(
+            pushes="newest" if pipeline == "asynchronous" else "in_order",
+            generator=GeneratorConfig(replicas=replicas),
+            weights=WeightPushConfig(
+                transport="rdma", canary_tolerance=0.0, digests=False, **weights
+            ),
+            max_restarts=2,
+        )
+        self.push = WeightPush(config, self.trainer, Residency(), Stopwatch(), self.warnings.append)
+        self.changed = self.push._changed
+
+    async def connect(self) -> None:
+        for mesh in (self.trainer, *self.generators):
+            await mesh.start()
+        await self.push.connect(self.generators)
+
+    def step(self) -> None:
+        """The trainer has new weights."""
+        self.trainer.version += 1
+        self.push.start()
+
+    async def arrived(self, step: int) -> None:
+        async with asyncio.timeout(WAIT_S), background(self.push.run()):
+            await self.push.wait(step)
+
+
+def test_the_time_for_a_push_grows_with_its_bytes_and_follows_the_config():
+    async def patience(**weights) -> float:
+        scene = Scene(replicas=8, **weights)
+        given = []
+
+        async def layouts():
+            return [("here", GIB_15)]
+
+        async def open_publishers(transfer):
+            given.append(transfer.patience)
+            return ["address"]
+
+        for mesh in (scene.trainer, *scene.generators):
+            mesh.layouts = layouts
+            mesh.dtype = torch.bfloat16
+        scene.trainer.open_publishers = open_publishers
+        await scene.connect()
+        return given[0]
+
+    total = 8 * 15 * 2**30
+    ten_gbit_s = 1.25e9
+    assert asyncio.run(patience()) > 2 * total / ten_gbit_s
+    assert asyncio.run(patience(min_gb_s=10.0)) == pytest.approx(60.0 + total / 10e9)
+
+
+def test_a_generator_that_was_too_slow_for_a_version_pulls_the_newest():
+    async def work():
+        scene = Scene()
+        await scene.connect()
+        (generator,) = scene.generators
+
+        async def slow():
+            generator.pulling = None
+            scene.step()
+            await scene.changed.until(lambda: scene.push.state.published == 2)
+            raise failure(VersionGone("fetch of version 1: trainer rank 0 overwrote it meanwhile"))
+
+        generator.pulling = slow
+        scene.step()
+        await scene.arrived(1)
+        assert generator.version == 2
+        assert scene.warnings == [
+            "fetch of version 1: trainer rank 0 overwrote it meanwhile; pulling version 2"
+        ]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
+def test_a_version_that_is_gone_without_a_newer_one_ends_the_run(pipeline):
+    async def work():
+        scene = Scene(pipeline=pipeline)
+        await scene.connect()
+
+        async def gone():
+            raise failure(VersionGone("fetch of version 1: trainer rank 0 holds nothing"))
+
+        scene.generators[0].pulling = gone
+        scene.step()
+        with pytest.raises(ActorFailure, match="holds nothing"):
+            await scene.arrived(1)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_failed_transfer_is_repeated_and_at_last_ends_the_attempt_but_not_the_run(
+    pipeline, failures
+):
+    async def work():
+        scene = Scene(pipeline=pipeline)
+        await scene.connect()
+        (generator,) = scene.generators
+        left = [
+            failure(TransferFailed("fetch of version 1: 15.0 MiB did not arrive within 60 s"))
+        ] * failures
+
+        async def slow():
+            if left:
+                raise left.pop()
+
+        generator.pulling = slow
+        scene.step()
+        if failures == 2:
+            await scene.arrived(1)
+            assert generator.version == 1
+        else:
+            with pytest.raises(
+                NodeLost, match="failed 3 times in a row while the trainer is alive"
+            ):
+                await scene.arrived(1)
+        assert len(scene.warnings) == 2
+
+    asyncio.run(work())
+
+
+def test_a_generator_that_joins_a_deterministic_pipeline_has_the_same_version_again():
+    async def work():
+        scene = Scene(pipeline="deterministic", replicas=2)
+        await scene.connect()
+        left = [failure(TransferFailed("fetch of version 0: 15.0 MiB did not arrive within 60 s"))]
+
+        async def slow():
+            if left:
+                raise left.pop()
+
+        async with asyncio.timeout(WAIT_S), background(scene.push.run()):
+            scene.step()
+            await scene.changed.until(lambda: scene.push.state.published == 1)
+            scene.generators[1].pulling = slow
+            await scene.push.join(scene.generators[1])
+        assert [generator.version for generator in scene.generators] == [0, 0]
+
+    asyncio.run(work())
+
+
+def test_a_transfer_that_failed_because_the_trainer_died_is_the_trainers_failure():
+    async def work():
+        scene = Scene()
+        await scene.connect()
+
+        async def slow():
+            scene.trainer.lose()
+            raise failure(TransferFailed("fetch of version 1: 15.0 MiB did not arrive within 60 s"))
+
+        scene.generators[0].pulling = slow
+        scene.step()
+        with pytest.raises(ActorFailure, match="trainer rank 0"):
+            await scene.arrived(1)
+
+    asyncio.run(work())
+
+
+def test_a_publish_is_told_of_a_generator_that_has_gone():
+    async def work():
+        scene = Scene(replicas=2)
+        await scene.connect()
+
+        async def until_excused():
+            scene.push.remove(scene.generators[1])
+            while not scene.trainer.excused:
+                await asyncio.sleep(0.001)
+
+        scene.trainer.during["push_weights"] = until_excused
+        scene.step()
+        await scene.arrived(1)
+        assert scene.trainer.excused == [1]
+
+    asyncio.run(work())

@@ -1,0 +1,84 @@
+"""Which ranks go to which hosts and GPUs."""
+
+from rl.cli import find_config
+from rl.config import RLConfig
+from rl.roles import session_config
+from rl.session.placement import Placement
+from rl.types import Place
+
+
+def config_of(*, dp: int, nodes: int, generators: int = 0, tp: int = 1) -> RLConfig:
+    """``dp`` trainer ranks on ``nodes`` nodes, and ``generators`` nodes of generators of ``tp``
+    ranks.
+    """
+    config = find_config("quickstart")()
+    config.trainer.parallelism.data_parallel_shard_degree = dp
+    config.trainer.nodes = nodes
+    config.generator.nodes = generators
+    config.generator.tensor_parallel_degree = tp
+    return config
+
+
+def test_on_one_host_meshes_take_gpus_one_after_another_and_share_where_there_are_too_few():
+    config = config_of(dp=4, nodes=1, tp=2)
+    config.algorithm.reward_kl_coef = 0.1  # a reference of one rank
+    placement = Placement(session_config(config), gpus=8)
+    assert config.nodes == 1
+    assert {
+        name: (place.first_device, place.ranks) for name, place in placement.models.items()
+    } == {
+        "trainer": (0, 4),
+        "reference": (4, 1),
+    }
+    assert [placement.generator(number).first_device for number in range(3)] == [5, 0, 2]
+
+
+def test_ranks_go_to_nodes_in_order_and_generators_in_turns_to_those_after_them():
+    config = config_of(dp=16, nodes=2, generators=2, tp=4)
+    placement = Placement(session_config(config), gpus=8)
+    assert config.nodes == 4
+    policy = placement.models["trainer"]
+    assert policy == Place(hosts=2, ranks=16)
+    assert policy.per_host == 8
+    places = [placement.generator(number) for number in range(4)]
+    assert [(place.first_host, place.hosts, place.first_device) for place in places] == [
+        (2, 1, 0),
+        (3, 1, 0),
+        (2, 1, 4),
+        (3, 1, 4),
+    ]
+
+
+def test_models_beside_the_policy_are_on_as_many_of_its_nodes_as_divide_their_ranks():
+    config = config_of(dp=12, nodes=3)
+    config.algorithm.reward_kl_coef = 0.1
+    config.reference.parallelism.data_parallel_shard_degree = 3
+    assert Placement(session_config(config), gpus=8).models["reference"] == Place(
+        hosts=3, ranks=3, first_device=4
+    )
+    config.reference.parallelism.data_parallel_shard_degree = 2
+    assert Placement(session_config(config), gpus=8).models["reference"] == Place(
+        hosts=1, ranks=2, first_device=4
+    )
+
+
+def test_generators_without_nodes_of_their_own_are_dealt_to_the_trainers_behind_its_gpus():
+    placement = Placement(session_config(config_of(dp=4, nodes=2, tp=2)), gpus=8)
+    places = [placement.generator(number) for number in range(4)]
+    assert [(place.first_host, place.first_device) for place in places] == [
+        (0, 2),
+        (1, 2),
+        (0, 4),
+        (1, 4),
+    ]
+
+
+def test_who_shares_begins_at_the_first_gpu():
+    config = config_of(dp=4, nodes=1, tp=2)
+    config.algorithm.reward_kl_coef = 0.1
+    config.colocate = "models"
+    placement = Placement(session_config(config), gpus=8)
+    assert {place.first_device for place in placement.models.values()} == {0}
+    assert placement.generator(0).first_device == 4
+    config.colocate = "all"
+    assert Placement(session_config(config), gpus=8).generator(0).first_device == 0

@@ -1,0 +1,202 @@
+"""Requests go to the generator that has least to do, and to another when it is lost."""
+
+import asyncio
+
+import pytest
+
+from rl.errors import ActorFailure, RankLost
+from rl.session.router import Router
+from rl.types import Completion, GenerationRequest, Sampling
+
+SAID = Completion(tokens=[1], logprobs=[0.0], versions=[0], finish_reason="stop")
+
+
+class Replica:
+    """Answers when it is told to."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.asked = []
+        self.fresh = []
+        self._answers: list[asyncio.Future] = []
+
+    async def generate(self, requests, *, fresh=False):
+        self.asked.append([request.request_id for request in requests])
+        self.fresh.append(fresh)
+        answer = asyncio.get_running_loop().create_future()
+        self._answers.append(answer)
+        await answer
+        return [SAID] * len(requests)
+
+    def answer(self, error: Exception | None = None) -> None:
+        for each in self._answers:
+            if not each.done():
+                each.set_exception(error) if error else each.set_result(None)
+
+
+def failure(kind: str) -> ActorFailure:
+    kind_of = ActorFailure if kind == "raised" else RankLost
+    return kind_of(
+        "generator-0 rank 0, generate: gone",
+        actor="generator-0",
+        rank=0,
+        call="generate",
+        kind=kind,
+    )
+
+
+def requests(*names: str) -> list[GenerationRequest]:
+    sampling = Sampling(max_tokens=1)
+    return [
+        GenerationRequest(request_id=name, prompt_tokens=[1], seed=0, sampling=sampling)
+        for name in names
+    ]
+
+
+def play(scenario):
+    async def main():
+        router = Router()
+        replicas = [Replica("a"), Replica("b")]
+        for replica in replicas:
+            router.join(replica)
+        tasks = []
+
+        async def ask(*names, affinity=None, alone=False):
+            call = (
+                router.generate(requests(*names), alone=True)
+                if alone
+                else router.generate(requests(*names), affinity=affinity)
+            )
+            tasks.append(asyncio.ensure_future(call))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            return tasks[-1]
+
+        try:
+            await asyncio.wait_for(scenario(router, *replicas, ask), 10)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    asyncio.run(main())
+
+
+def test_the_least_loaded_is_asked_and_equals_take_turns():
+    async def scenario(router, a, b, ask):
+        await ask("1", "2", "3")
+        await ask("4")
+        await ask("5")
+        await ask("6")
+        assert (a.asked, b.asked) == ([["1", "2", "3"]], [["4"], ["5"], ["6"]])
+        a.answer()
+        b.answer()
+        await asyncio.sleep(0.01)
+        for name in "789":
+            await ask(name)
+            a.answer()
+            b.answer()
+            await asyncio.sleep(0.01)
+        assert (a.asked[1:], b.asked[3:]) == ([["7"], ["9"]], [["8"]])
+
+    play(scenario)
+
+
+def test_a_session_stays_where_its_prefixes_are_until_that_generator_is_lost(monkeypatch):
+    monkeypatch.setattr("rl.session.router.AFFINITIES", 2)
+
+    async def scenario(router, a, b, ask):
+        await ask("1", affinity="x")
+        await ask("2", "3", affinity="x")
+        await ask("4", affinity="y")
+        assert (a.asked, b.asked) == ([["1"], ["2", "3"]], [["4"]])
+        b.answer()
+        await asyncio.sleep(0.01)
+        await ask("5", affinity="x")
+        assert a.asked[-1] == ["5"]
+        router.leave(a)
+        await ask("6", affinity="x")
+        assert b.asked[-1] == ["6"]
+        await ask("7", affinity="z")
+        assert len(router._homes) == 2
+
+    play(scenario)
+
+
+def test_what_a_lost_generator_had_is_asked_of_another_and_it_is_left_out():
+    async def scenario(router, a, b, ask):
+        first = await ask("1")
+        a.answer(failure("died"))
+        await asyncio.sleep(0.01)
+        assert b.asked == [["1"]]
+        await ask("2")
+        assert b.asked == [["1"], ["2"]]
+        b.answer()
+        assert await first == [SAID]
+        assert (router.served[a], router.served[b]) == (0, 2)
+        assert router.replicas == [b]
+
+    play(scenario)
+
+
+def test_while_there_is_no_generator_requests_wait_for_one_to_join():
+    async def scenario(router, a, b, ask):
+        router.leave(a)
+        router.leave(b)
+        waiting = await ask("1")
+        assert not a.asked + b.asked
+        router.join(b)
+        await asyncio.sleep(0.01)
+        b.answer()
+        assert await waiting == [SAID]
+
+    play(scenario)
+
+
+def test_what_a_generator_raises_is_not_asked_again():
+    async def scenario(router, a, b, ask):
+        first = await ask("1")
+        a.answer(failure("raised"))
+        with pytest.raises(ActorFailure, match="gone"):
+            await first
+        assert not b.asked
+
+    play(scenario)
+
+
+def test_a_late_failure_does_not_put_out_the_next_incarnation():
+    async def scenario(router, a, b, ask):
+        await ask("1")
+        router.leave(a)
+        router.join(a)
+        a.answer(failure("died"))
+        await asyncio.sleep(0.01)
+        assert {*router.replicas} == {a, b}
+
+    play(scenario)
+
+
+def test_who_asks_alone_waits_for_a_generator_without_work():
+    async def scenario(router, a, b, ask):
+        await ask("1", alone=True)
+        await ask("2", alone=True)
+        third = await ask("3", alone=True)
+        assert (a.asked, b.asked, a.fresh) == ([["1"]], [["2"]], [True])
+        b.answer()
+        await asyncio.sleep(0.01)
+        assert b.asked == [["2"], ["3"]]
+        b.answer()
+        assert await third == [SAID]
+
+    play(scenario)
+
+
+def test_a_generator_that_is_drained_is_waited_for_and_asked_no_more():
+    async def scenario(router, a, b, ask):
+        await ask("1")
+        draining = asyncio.ensure_future(router.drain(a))
+        await ask("2")
+        assert (b.asked, draining.done()) == ([["2"]], False)
+        a.answer()
+        await asyncio.wait_for(draining, 1)
+
+    play(scenario)

@@ -1,0 +1,97 @@
+"""The loop over meshes that compute nothing."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from rl.cli import find_config
+from rl.observe.progress import Progress
+from rl.observe.record import RunRecord
+from rl.roles import session_config
+from rl.session.session import Session
+from rl.step_folders import StepFolders
+from rl.trainers.loop import RLTrainer
+from tests.trainers.fakes import Generator, Rewards, Trainer
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs the loop; what is passed is called with the meshes before.
+
+    Gives the log of calls, and the rows.
+    """
+
+    def run(
+        prepare=lambda trainer, *generators: None,
+        *,
+        staleness=0,
+        steps=4,
+        saved=None,
+        save_every=0,
+        folder="run",
+        replicas=1,
+        edit=lambda config: None,
+        models=lambda log: {},
+        **weights,
+    ):
+        config = find_config("quickstart")()
+        config.steps = steps
+        config.rollout.max_staleness = staleness
+        config.evaluation.prompts = 0
+        config.rollout.prompts_per_step = 2
+        config.rollout.samples_per_prompt = 2
+        config.trainer.checkpoint.enable = save_every > 0
+        config.trainer.checkpoint.interval = max(save_every, 1)
+        config.generator.replicas = replicas
+        for name, value in weights.items():
+            setattr(config.weights, name, value)
+        config.weights.transport = "shared_memory"
+        edit(config)
+        log = []
+        record = RunRecord(tmp_path / folder)
+        unheard: list[dict] = []
+
+        async def main():
+            asyncio.get_running_loop().set_exception_handler(
+                lambda _, context: unheard.append(context)
+            )
+            trainer = Trainer(log, StepFolders(record.checkpoints), saved)
+            rewards = Rewards()
+            generators = [Generator(log, number, trainer.slots) for number in range(replicas)]
+            run.trainer = trainer
+            run.generators = generators
+            run.rewards = rewards
+            prepare(trainer, *generators)
+            task = config.task.build(seed=0, model=config.model)
+
+            def make(number):
+                while len(generators) <= number:
+                    generators.append(Generator(log, len(generators), trainer.slots))
+                return generators[number]
+
+            progress = Progress(steps, quiet=True)
+            session = Session(
+                session_config(config),
+                task=config.task,
+                folder=record.folder,
+                warn=progress.warn,
+                meshes=SimpleNamespace(
+                    models=lambda: {"trainer": trainer, **models(log)},
+                    generator=make,
+                    rewards=lambda task, warn: rewards,
+                ),
+            )
+            run.loop = RLTrainer(config, task, session, record, progress)
+            try:
+                return await asyncio.wait_for(run.loop.run(), 60)
+            finally:
+                run.saved = trainer.saved
+
+        run.log = log
+        run.unheard = unheard
+        run.record = record
+        run.summary = asyncio.run(main())
+        return log, record.read_metrics()
+
+    return run

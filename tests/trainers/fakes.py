@@ -1,0 +1,392 @@
+"""Meshes that compute nothing: they keep the order that real ones keep, and note what was asked of
+them.
+"""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Awaitable, Callable, Container, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.errors import ActorFailure, GroupLost, RankLost
+from rl.model.shards import Box, Region
+from rl.observe.metrics import Metrics, Value
+from rl.step_folders import StepFolders
+from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
+from rl.weights.transport import Sent
+
+WAIT_S = 10.0
+LAYOUT = (Region("w", (4,), Box.whole((4,))),)
+Hook = Callable[[], Awaitable[None]]
+
+
+class Mesh:
+    """Can be lost and started again."""
+
+    name = "mesh"
+
+    def __init__(self) -> None:
+        self.is_running = self.is_dead = False
+        self.starts = 0
+        self._failure: asyncio.Future[ActorFailure] | None = None
+
+    async def start(self) -> None:
+        await asyncio.sleep(0.02)
+        self.is_running = True
+        self.is_dead = False
+        self._failure = asyncio.get_running_loop().create_future()
+        self.starts += 1
+
+    async def stop(self) -> None:
+        self.is_running = False
+        self._failure = None
+
+    async def failed(self) -> ActorFailure:
+        return await asyncio.shield(self._failure)
+
+    async def check_alive(self) -> None:
+        """None comes of one that has died, though nobody knows yet."""
+        if self.is_dead:
+            raise await asyncio.wait_for(self.failed(), WAIT_S)
+        self.alive()
+
+    def lose(self, call: str = "between calls") -> ActorFailure:
+        """As if a rank had been killed."""
+        self.is_running = False
+        if not self._failure.done():
+            self._failure.set_result(
+                RankLost(
+                    f"{self.name} rank 0, {call}: the process died",
+                    actor=self.name,
+                    rank=0,
+                    call=call,
+                    kind="died",
+                )
+            )
+        return self._failure.result()
+
+    def alive(self) -> None:
+        """Raise how it was lost, if it was."""
+        assert self._failure is not None, f"{self.name} was asked before it was started"
+        if self._failure.done():
+            raise self._failure.result()
+
+
+class Trainer(Mesh):
+    """Its weights are its version; it has one engine, so one call at a time."""
+
+    name = "trainer"
+
+    def __init__(
+        self, log: list[str], checkpoints: StepFolders, saved: dict[int, dict] | None = None
+    ):
+        super().__init__()
+        self.log = log
+        self.version = 0
+        self.saved = saved or {}
+        self.checkpoints = checkpoints
+        self.keep = 0
+        self.loaded: Path | None = None
+        for step in {*checkpoints.steps()} - self.saved.keys():
+            shutil.rmtree(checkpoints.path(step))
+        self.during: dict[str, Hook] = {}
+        """By endpoint, what it waits for in the middle."""
+        self.skips: set[int] = set()
+        """Numbers of optimizer steps that change nothing."""
+        self.losses: dict[int, float] = {}
+        """Losses of optimizer steps, by their numbers from 1; 0 of the others."""
+        self.wrong_since = 1000
+        """Version from which on its log-probs are not the generator's."""
+        self.batches: list[Batch] = []
+        """What it was trained on."""
+        self.options: dict[str, float] = {}
+        """Of the last optimizer step."""
+        self.slots: list[int] = []
+        """Versions that can be pulled: the last two."""
+        self.excused: list[int] = []
+        """Numbers of generators that no push waits for."""
+        self._engine = asyncio.Lock()
+        self._steps = 0
+        self._pushing = 0
+
+    async def layouts(self) -> list[Any]:
+        return [("here", LAYOUT)]
+
+    async def open_publishers(self, transfer: Any) -> list[Any]:
+        return ["address"]
+
+    async def excuse(self, generator: int) -> None:
+        self.alive()
+        self.excused.append(generator)
+
+    async def push_weights(self) -> tuple[int, Sent]:
+        self.alive()
+        version = self.version
+        self.log.append(f"publish {version}")
+        self._pushing += 1
+        try:
+            await self._wait("push_weights")
+        finally:
+            self._pushing -= 1
+        assert self.version == version, "the weights changed under a push"
+        self.slots[:] = [*self.slots, version][-2:]
+        return version, Sent(100, 60)
+
+    async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
+        async with self._engine:
+            self.log.append(f"forward {self.version}")
+            wrong = float(self.version >= self.wrong_since)
+            return {"logprobs": torch.full(batch.tokens.shape, -1.0 - wrong - 1e-5 * self.version)}
+
+    async def forward_backward(
+        self, batch: Batch, loss: Any, *, temperature: float
+    ) -> tuple[dict, Metrics]:
+        async with self._engine:
+            self.alive()
+            versions = batch.columns["versions"]
+            self.batches.append(batch)
+            self.log.append(f"train {self.version} on {int(versions[versions >= 0].min())}")
+            await self._wait("forward_backward")
+            self.alive()
+            return {}, Metrics({"loss/mean": Value(0.0)})
+
+    async def optim_step(self, **options: float) -> Metrics:
+        async with self._engine:
+            self.options = options
+            assert not self._pushing, "a step under a push"
+            await self._wait("optim_step")
+            self.log.append("step")
+            self.version += self._steps not in self.skips
+            self._steps += 1
+            return self.update_metrics(self._steps)
+
+    def update_metrics(self, number: int) -> Metrics:
+        """Metrics of optimizer step ``number``, from 1: a mean of four tokens, a largest value, and
+        counts.
+        """
+        return Metrics(
+            {
+                "loss/mean": Value(self.losses.get(number, 0.0), "mean", weight=4.0),
+                "ratio/max": Value(1.0 + number, "max"),
+                "trainer/grad_norm": Value(0.5),
+                "trainer/updates": Value(float(number - 1 not in self.skips), "sum"),
+            }
+        )
+
+    async def save_weights(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "version").write_text(str(self.version))
+
+    async def load_weights(self, folder: Path, version: int | None = None) -> None:
+        self.version = int((folder / "version").read_text())
+        assert version in (None, self.version)
+
+    async def weight_digests(self, dtype: torch.dtype | None = None) -> list[dict]:
+        async with self._engine:
+            return [{("w", Box.whole((4,))): self.version}]
+
+    async def save_checkpoint(self, step: int, state: dict) -> None:
+        self.log.append(f"save {step}")
+        self.checkpoints.make(step)
+        await self._wait("save_checkpoint")
+        self.saved[step] = json.loads(json.dumps(state)) | {"engine": [self.version, self._steps]}
+        (self.checkpoints.path(step) / ".metadata").touch()
+        self.checkpoints.purge(self.keep)
+
+    async def load_checkpoint(self, step: int = -1) -> tuple[dict, list[str]]:
+        newest = max(self.saved, default=0)
+        state = self.saved.get(newest, {"engine": [0, 0]})
+        self.version, self._steps = state["engine"]
+        self.loaded = self.checkpoints.path(newest) if newest else None
+        return {name: value for name, value in state.items() if name != "engine"}, []
+
+    async def export_hf(self, folder: Path) -> None:
+        self.log.append("export")
+        await self._wait("export_hf")
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+
+    async def _wait(self, endpoint: str) -> None:
+        await asyncio.sleep(0)
+        if endpoint in self.during:
+            await asyncio.wait_for(self.during[endpoint](), WAIT_S)
+
+
+class Reference(Mesh):
+    """Its log-probs tell which policy it is: those of version 0, or what it was given last."""
+
+    name = "reference"
+
+    def __init__(self, log: list[str]):
+        super().__init__()
+        self.log = log
+        self.version = 0
+
+    async def load_checkpoint(self, step: int) -> tuple[dict, list[str]]:
+        assert step == 0, "a reference has no checkpoints of its own"
+        self.log.append("reference begins")
+        self.version = 0
+        return {}, []
+
+    async def load_weights(self, folder: Path, version: int | None = None) -> None:
+        self.version = int((folder / "version").read_text())
+        self.log.append(f"reference {self.version}")
+
+    async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
+        self.alive()
+        return {"logprobs": torch.full(batch.tokens.shape, -2.0 - self.version)}
+
+
+class Critic(Mesh):
+    """Expects as much as it has learned steps."""
+
+    name = "critic"
+
+    def __init__(self, log: list[str], saved: dict[int, int]):
+        super().__init__()
+        self.log = log
+        self.steps = 0
+        self.saved = saved
+        self.batches: list[Batch] = []
+
+    async def load_checkpoint(self, step: int) -> tuple[dict, list[str]]:
+        self.steps = self.saved[step] if step else 0
+        return {}, []
+
+    async def save_checkpoint(self, step: int, state: dict) -> None:
+        self.saved[step] = self.steps
+        self.log.append(f"critic saves {step}")
+
+    async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
+        return {"values": torch.full(batch.tokens.shape, float(self.steps))}
+
+    async def forward_backward(
+        self, batch: Batch, loss: Any, *, temperature: float
+    ) -> tuple[dict, Metrics]:
+        self.batches.append(batch)
+        return {}, Metrics({})
+
+    async def optim_step(self, **options: Any) -> Metrics:
+        self.steps += 1
+        return Metrics({"value/mean": Value(float(self.steps)), "trainer/grad_norm": Value(0.5)})
+
+
+class Generator(Mesh):
+    """Says version after version what it holds."""
+
+    dtype = torch.float32
+
+    def __init__(self, log: list[str], number: int = 0, slots: list[int] | None = None):
+        super().__init__()
+        self.name = f"generator-{number}"
+        self._slots = slots
+        self.log = log
+        self.version = None
+        self.during: Callable[[str], Awaitable[None]] | None = None
+        """What generating rollouts waits for in the middle; gets the id of the first request."""
+        self.pulling: Hook | None = None
+        """What each pull waits for."""
+        self.pull_fails = False
+        self.pull_takes = 0.0
+        """Seconds."""
+        self.says: Callable[[int], int] = lambda version: version
+        """The version that it names for the one it holds."""
+        self.asked: list[str] = []
+        """Ids of the requests that it was sent."""
+        self.in_flight: set[str] = set()
+        """Ids of requests that it generates, also after their caller was cancelled."""
+        self.calls: list[tuple[list[str], bool]] = []
+        """Ids of the requests of each call, and whether cached prefixes were to be forgotten before
+        it."""
+
+    async def layouts(self) -> list[Any]:
+        return [("here", LAYOUT)]
+
+    async def connect(self, transfer: Any, addresses: list[Any], *, generator: int) -> None:
+        self.alive()
+        await self.abort()
+        self.number = generator
+        self.version = None
+
+    async def abort(self) -> None:
+        self.in_flight.clear()
+
+    async def pull_weights(self, version: int) -> float:
+        self.alive()
+        incarnation = self._failure
+        await asyncio.sleep(self.pull_takes)
+        if self.pulling:
+            await self.pulling()
+        if incarnation.done():
+            raise incarnation.result()
+        if self.pull_fails and version:
+            raise ZeroDivisionError("no pull today")
+        if self._slots is not None:
+            assert version in self._slots, f"version {version} is gone, there are {self._slots}"
+        self.log.append(f"pull {version}")
+        self.version = version
+        return 0.25
+
+    async def generate(
+        self, requests: list[GenerationRequest], *, fresh: bool = False
+    ) -> list[Completion]:
+        self.alive()
+        canary = requests[0].request_id.startswith("canary")
+        self.log.append(f"{'canary' if canary else 'generate'} {self.version}")
+        if not canary:
+            self.asked += [request.request_id for request in requests]
+            self.calls.append(([request.request_id for request in requests], fresh))
+        assert not (fresh and self.in_flight), "the prefix cache is in use"
+        names = {request.request_id for request in requests}
+        assert not names & self.in_flight, "asked twice at once"
+        self.in_flight |= names
+        began = self.version
+        incarnation = self._failure
+        await asyncio.sleep(0)
+        if self.during and not canary:
+            await asyncio.wait_for(self.during(requests[0].request_id), WAIT_S)
+        if incarnation.done():
+            raise incarnation.result()
+        self.in_flight -= names
+        versions = [self.says(began), self.says(self.version)]
+        said = Completion(
+            tokens=[6, 7], logprobs=[-1.0, -1.0], versions=versions, finish_reason="length"
+        )
+        return [said] * len(requests)
+
+    async def weight_digests(self) -> list[dict]:
+        return [{("w", Box.whole((4,))): self.version}]
+
+
+class Rewards(Mesh):
+    """Rewards that differ within a group, unless a prompt is in ``flat`` or ``lost``."""
+
+    name = "reward"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.restarts = 0
+        self.flat: Container[int] = ()
+        self.lost: Container[int] = ()
+
+    async def score(self, prompt: Prompt, said: Sequence[Completion]) -> list[Rollout]:
+        await asyncio.sleep(0)
+        if prompt.prompt_id in self.lost:
+            raise GroupLost("reward raised", f"no reward for {prompt.prompt_id}")
+        rewards = [
+            0.0 if prompt.prompt_id in self.flat else float(sample) for sample in range(len(said))
+        ]
+        return [
+            Rollout.single_turn(
+                prompt,
+                each,
+                sample=i,
+                text="",
+                reward=rewards[i],
+                metrics={"correct": 0.0},
+            )
+            for i, each in enumerate(said)
+        ]

@@ -1,0 +1,44 @@
+"""What is learned is apart from how: trainers name no rank, device, lost process or actor."""
+
+import ast
+from pathlib import Path
+
+FORBIDDEN = {
+    "rank",
+    "ranks",
+    "dp",
+    "dp_degree",
+    "dp_rank",
+    "micro_batch",
+    "micro_batches",
+    "device",
+    "cuda",
+    "shard",
+    "mesh",
+    "meshes",
+    "resident",
+    "is_lost",
+    "RankLost",
+    "offload",
+    "onload",
+    "router",
+}
+
+
+def test_trainers_know_nothing_of_ranks_devices_and_processes():
+    for file in sorted(Path("rl/trainers").glob("*.py")):
+        tree = ast.parse(file.read_text())
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        used |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        assert not used & FORBIDDEN, f"{file}: {used & FORBIDDEN}"
+
+
+def test_trainers_import_no_actor_and_no_engine():
+    engines = ("rl.actors", "rl.training", "rl.generation", "vllm", "monarch")
+    for file in sorted(Path("rl/trainers").glob("*.py")):
+        tree = ast.parse(file.read_text())
+        imported = {
+            node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+        }
+        assert not any(module.startswith(engines) for module in imported), file

@@ -1,0 +1,310 @@
+"""The loop over meshes that compute nothing: what is asked for in which order, and what waits for
+what.
+"""
+
+import asyncio
+import gc
+import json
+
+import pytest
+
+from rl.errors import RunError
+from rl.model.shards import Box
+from rl.step_folders import ROLLOUTS
+from rl.trainers.saved_groups import read_groups
+from tests.trainers.loops import calls, whereabouts, without_times
+
+CANARY = {"digests": False}
+NO_CHECKS = {"digests": False, "canary_tolerance": 0.0}
+
+
+def test_in_lockstep_each_step_trains_on_what_its_own_weights_sampled(run):
+    log, rows = run(steps=3)
+    assert calls(log, "pull", "generate", "train", "step") == [
+        *("pull 0", "generate 0", "train 0 on 0", "step"),
+        *("pull 1", "generate 1", "train 1 on 1", "step"),
+        *("pull 2", "generate 2", "train 2 on 2", "step"),
+        "pull 3",
+    ]
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 0, 0]
+    assert [row["timing/hidden"] for row in rows] == [0, 0, 0]
+
+
+def test_one_step_stale_each_step_trains_on_what_the_weights_before_sampled(run):
+    log, rows = run(steps=4, staleness=1)
+    assert calls(log, "train") == ["train 0 on 0", "train 1 on 0", "train 2 on 1", "train 3 on 2"]
+    assert calls(log, "pull", "generate") == [
+        *(
+            "pull 0",
+            "generate 0",
+            "generate 0",
+            "pull 1",
+            "generate 1",
+            "pull 2",
+            "generate 2",
+            "pull 3",
+            "pull 4",
+        )
+    ]
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
+    assert [row["push/canary"] for row in rows] == pytest.approx(
+        [0, 1e-5, 2e-5, 3e-5], abs=1e-6
+    )  # its own version's
+    assert all((row["push/bytes"], row["timing/push_pause"]) == (100, 0.25) for row in rows)
+
+
+@pytest.mark.parametrize("checks", [NO_CHECKS, CANARY], ids=["no checks", "canary"])
+def test_one_step_stale_a_pull_slower_than_the_step_changes_no_order(run, checks):
+    """The next version is published before the generator holds this one, which it generates with
+    all the same.
+    """
+
+    def prepare(trainer, generator, *_):
+        generator.pull_takes = 0.02
+
+    log, rows = run(prepare, steps=4, staleness=1, **checks)
+    assert calls(log, "train") == ["train 0 on 0", "train 1 on 0", "train 2 on 1", "train 3 on 2"]
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("checks", [CANARY, {}, NO_CHECKS], ids=["canary", "all", "none"])
+def test_one_step_stale_generating_training_and_publishing_are_behind_each_other(run, checks):
+    """None of the three ends before the others have begun."""
+
+    def prepare(trainer, generator, *_):
+        training = asyncio.Event()
+        generating = asyncio.Event()
+        publishing = asyncio.Event()
+
+        async def train():
+            if trainer.version in (1, 2):
+                training.set()
+                await publishing.wait()
+                await generating.wait()
+                for event in (training, generating, publishing):
+                    event.clear()
+
+        async def generate(request):
+            if generator.version in (1, 2):
+                generating.set()
+                await training.wait()
+
+        async def publish():
+            if trainer.version in (1, 2):
+                publishing.set()
+                await training.wait()
+
+        trainer.during |= {"forward_backward": train, "push_weights": publish}
+        generator.during = generate
+
+    _, rows = run(prepare, steps=4, staleness=1, **checks)
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
+    assert all(row["timing/hidden"] > 0 for row in rows[1:3])
+
+
+def test_an_optimizer_step_waits_for_the_push_and_what_was_waited_for_is_not_hidden(
+    run, monkeypatch
+):
+    """Training takes one second, and two of the pushes go on for another five."""
+    now = [0.0]
+    monkeypatch.setattr("rl.observe.spans.time.perf_counter", lambda: now[0])
+
+    def prepare(trainer, generator, *_):
+        published = set()
+        trained = set()
+
+        async def train():
+            while trainer.version not in published:
+                await asyncio.sleep(0)
+            now[0] += 1.0
+            trained.add(trainer.version)
+
+        async def publish():
+            published.add(trainer.version)
+            if trainer.version in (1, 2):
+                while trainer.version not in trained:
+                    await asyncio.sleep(0)
+                for _ in range(20):  # until the loop waits
+                    await asyncio.sleep(0)
+                now[0] += 5.0
+
+        trainer.during |= {"forward_backward": train, "push_weights": publish}
+
+    _, rows = run(prepare, steps=4, staleness=1, canary_tolerance=0.0)
+    assert [row["timing/push_wait"] for row in rows] == [0, 5, 5, 0]
+    assert [row["timing/hidden"] for row in rows[1:3]] == [1, 1]
+    assert [row["timing/step"] for row in rows] == [1, 6, 6, 1]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_check_that_fails_ends_the_run_before_the_weights_change_again(run, staleness):
+    def prepare(trainer, generator, *_):
+        trainer.wrong_since = 2
+
+    with pytest.raises(
+        RunError,
+        match="canary of policy version 2: a log-prob of generator-0 differs by 1 .* all param",
+    ):
+        run(prepare, steps=4, staleness=staleness)
+    assert len(calls(run.log, "step")) == 2
+    assert run.loop.step == 2
+    gc.collect()
+    assert not run.unheard
+
+
+def test_a_bf16_generator_left_one_version_behind_is_found_by_default(run):
+    def edit(config):
+        config.generator.dtype = "bfloat16"
+
+    def prepare(trainer, generator, *_):
+        async def digests_of_the_version_before():
+            return [{("w", Box.whole((4,))): max(0, generator.version - 1)}]
+
+        generator.weight_digests = digests_of_the_version_before
+
+    with pytest.raises(
+        RunError, match="push of policy version 1: 1 of 1 parameters of generator-0 differ"
+    ):
+        run(prepare, steps=4, staleness=1, edit=edit)
+
+
+def test_the_last_weights_are_checked_too(run):
+    def prepare(trainer, generator, *_):
+        trainer.wrong_since = 3
+
+    with pytest.raises(RunError, match="canary of policy version 3"):
+        run(prepare, steps=3)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_pull_that_fails_is_told_once(run, staleness):
+    def prepare(trainer, generator, *_):
+        generator.pull_fails = True
+
+    with pytest.raises(ZeroDivisionError, match="no pull today"):
+        run(prepare, staleness=staleness)
+    gc.collect()
+    assert not run.unheard
+
+
+def test_a_skipped_step_pushes_nothing_and_makes_nothing_stale(run):
+    def prepare(trainer, generator, *_):
+        trainer.skips = {1}
+
+    log, rows = run(prepare, steps=4, staleness=1)
+    assert calls(log, "publish") == ["publish 0", "publish 1", "publish 2", "publish 3"]
+    assert calls(log, "train") == ["train 0 on 0", "train 1 on 0", "train 1 on 1", "train 2 on 1"]
+    assert [row["policy_version"] for row in rows] == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_what_was_sampled_ahead_is_trained_on_after_a_resume(run, step):
+    _, whole = run(steps=5, staleness=1, save_every=1)
+    saved = json.loads(json.dumps(run.saved[step]))
+    log, resumed = run(steps=5, staleness=1, saved={step: saved})
+    assert (
+        calls(log, "train")
+        == ["train 1 on 0", "train 2 on 1", "train 3 on 2", "train 4 on 3"][step - 1 :]
+    )
+    assert without_times(resumed) == without_times(whole)
+    assert run.loop.ledger.submitted == 10
+
+
+def test_what_was_sampled_ahead_is_put_again_by_a_resume_in_lockstep(run):
+    run(steps=5, staleness=1, save_every=2)
+    saved = run.saved[2]
+    assert saved["ledger"]["submitted"] == 6
+    assert [*read_groups(run.record.checkpoints / "step-2" / ROLLOUTS)] == [4, 5]
+    log, rows = run(steps=5, staleness=0, saved={2: saved})
+    assert calls(log, "train") == ["train 2 on 2", "train 3 on 3", "train 4 on 4"]
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 0, 0, 0]
+    assert run.loop.ledger.submitted == 10
+
+
+def test_rollouts_of_weights_older_than_the_bound_are_never_trained_on(run):
+    def prepare(trainer, generator):
+        generator.says = lambda version: min(version, 1)
+
+    with pytest.raises(RunError, match="a token of policy version 1 reached version 3: bound=1"):
+        run(prepare, steps=5, staleness=1)
+    assert calls(run.log, "train")[-1] == "train 2 on 1"
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
+def test_a_batch_comes_from_the_weights_of_as_many_steps_before_it_as_the_staleness_says(
+    run, staleness
+):
+    _, rows = run(steps=7, staleness=staleness)
+    assert calls(run.log, "train") == [f"train {k} on {max(0, k - staleness)}" for k in range(7)]
+    assert calls(run.log, "generate") == [f"generate {max(0, k - staleness)}" for k in range(7)]
+    assert [row["rollout/staleness_mean"] for row in rows] == [min(k, staleness) for k in range(7)]
+    assert run.generators[0].asked == [
+        f"train/{prompt_id}/{sample}" for prompt_id in range(14) for sample in range(2)
+    ]
+
+
+@pytest.mark.parametrize("staleness", [0, 2, 3])
+@pytest.mark.parametrize("killed_after", [1, 3, 5])
+def test_stopped_anywhere_and_resumed_a_run_trains_on_the_same(run, staleness, killed_after):
+    """With groups that are replaced or lost on the way, and evaluations."""
+
+    def edit(config):
+        config.rollout.max_resampled_groups = 2
+        config.evaluation.every = 2
+        config.evaluation.prompts = 2
+
+    def prepare(trainer, generator):
+        run.rewards.flat = (1, 4, 5, 13)
+        run.rewards.lost = (7,)
+
+    _, whole = run(prepare, steps=6, staleness=staleness, save_every=1, edit=edit)
+    trained = whereabouts(run.record)
+    evaluated = run.record.read_evaluations()
+    assert [row["step"] for row in evaluated] == [2, 4]
+    saved = {killed_after: run.saved[killed_after]}
+    _, rows = run(prepare, steps=6, staleness=staleness, save_every=1, edit=edit, saved=saved)
+    assert without_times(rows) == without_times(whole)
+    assert whereabouts(run.record) == trained
+    assert run.record.read_evaluations() == evaluated
+
+
+@pytest.mark.parametrize("staleness", [2, 3])
+def test_what_generators_are_still_to_pull_is_not_overwritten(run, staleness):
+    """The trainer could be done with three steps while the generator is busy with one batch."""
+
+    def prepare(trainer, generator):
+        async def generate(request):
+            await asyncio.sleep(0.05 if int(request.split("/")[1]) >= 2 * staleness else 0)
+
+        generator.during = generate
+
+    run(prepare, steps=8, staleness=staleness)
+    assert calls(run.log, "generate") == [f"generate {max(0, k - staleness)}" for k in range(8)]
+
+
+def test_weights_that_arrive_while_the_trainer_leaves_them_are_not_compared(run):
+    def prepare(trainer, generator):
+        stepping = asyncio.Event()
+
+        async def step():
+            if trainer.version == 1:
+                stepping.set()
+                while "canary 1" not in run.log:
+                    await asyncio.sleep(0)
+                for _ in range(10):
+                    await asyncio.sleep(0)
+
+        async def generate(request):
+            if request.startswith("train/4/"):
+                await stepping.wait()
+
+        trainer.during["optim_step"] = step
+        generator.during = generate
+
+    log, _ = run(prepare, steps=5, staleness=2)
+    assert log.index("canary 1") < log.index("publish 2")
+    compared = [entry.removeprefix("forward ") for entry in calls(log, "forward")]
+    assert "1" not in compared
+    assert all(
+        log.index(f"canary {version}") < log.index(f"forward {version}") for version in compared
+    )

@@ -1,0 +1,421 @@
+"""The loop over meshes that compute nothing: what it does about lost actors, alarms and being told
+to leave.
+"""
+
+import asyncio
+
+import pytest
+
+from rl.errors import ActorFailure, RunError
+from rl.step_folders import ROLLOUTS
+from tests.trainers.loops import calls, free, ledger_of, without_times
+
+
+@pytest.mark.parametrize("skipped", [{0, 1, 2, 3}, {1, 2}])
+def test_the_summary_counts_the_steps_that_changed_weights(run, skipped):
+    run(lambda trainer, _: setattr(trainer, "skips", skipped), save_every=1)
+    assert run.summary["steps_learned"] == 4 - len(skipped)
+
+
+@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
+@pytest.mark.parametrize("update", ["simultaneous", "rolling"])
+@pytest.mark.parametrize("during", ["generate", "pull"])
+def test_a_lost_generator_comes_back_and_what_it_had_is_asked_again(run, edit, during, update):
+    def rolling(config):
+        edit(config)
+        config.generator.update = update
+
+    def prepare(trainer, first, second):
+        async def generate(request):
+            if first.version == 2 and first.starts == 1:
+                first.lose("generate")
+
+        pull = first.pull_weights
+
+        async def pull_weights(version):
+            if version == 2 and first.starts == 1:
+                raise first.lose("pull_weights")
+            return await pull(version)
+
+        async def train():
+            await asyncio.sleep(0.01)  # so that there is still work when it is back
+
+        trainer.during["forward_backward"] = train
+        if during == "generate":
+            first.during = generate
+        else:
+            first.pull_weights = pull_weights
+
+    _, rows = run(prepare, steps=8, staleness=1, replicas=2, edit=rolling)
+    assert run.generators[0].starts == 2
+    assert rows[-1]["restarts/generators"] == 1
+    ledger = ledger_of(run.record)
+    assert sorted(prompt_id for row in ledger for prompt_id in row["trained_now"]) == [*range(16)]
+    assert max(row["rollout/staleness_max"] for row in rows) <= 1
+
+
+@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
+def test_weights_are_not_compared_with_a_generator_that_was_started_again(run, edit):
+    """The generator is lost while the trainer computes its digests, and has no weights yet."""
+
+    def prepare(trainer, generator):
+        connected = asyncio.Event()
+        digests, connect = trainer.weight_digests, generator.connect
+
+        async def weight_digests(dtype=None):
+            found = await digests(dtype)
+            if trainer.version == 2 and generator.starts == 1:
+                generator.lose()
+                connected.clear()
+                await asyncio.wait_for(connected.wait(), 10)
+            return found
+
+        async def connect_and_tell(*args, **kwargs):
+            await connect(*args, **kwargs)
+            connected.set()
+
+        trainer.weight_digests = weight_digests
+        generator.connect = connect_and_tell
+        generator.pulling = lambda: asyncio.sleep(0.02)
+
+    _, rows = run(prepare, steps=4, edit=edit, digests=True)
+    assert run.generators[0].starts == 2
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_a_generator_that_is_lost_again_and_again_ends_the_run_by_name(run):
+    def prepare(trainer, generator):
+        async def generate(request):
+            generator.lose("generate")
+
+        generator.during = generate
+
+    with pytest.raises(RunError, match="generator-0 rank 0, generate: the process died") as info:
+        run(prepare)
+    assert info.value.__cause__.actor == "generator-0"
+    assert run.generators[0].starts == 4
+
+
+def test_a_generator_that_cannot_be_started_again_ends_the_run_by_name(run):
+    def prepare(trainer, generator):
+        start = generator.start
+
+        async def only_once():
+            await start()
+            if generator.starts > 1:
+                raise generator.lose("start")
+
+        async def generate(request):
+            if generator.version == 2:
+                generator.lose("generate")
+
+        generator.start = only_once
+        generator.during = generate
+
+    with pytest.raises(
+        RunError, match="generator-0 rank 0, start: the process died\nthat was the 4th time"
+    ):
+        run(prepare)
+    assert run.generators[0].starts == 4
+
+
+def test_where_one_mesh_fails_to_start_none_is_started_twice_at_once(run):
+    def prepare(trainer, generator):
+        starting = []
+
+        def start_of(mesh, fails, takes):
+            start = mesh.start
+
+            async def start_slowly():
+                assert mesh not in starting
+                starting.append(mesh)
+                try:
+                    await asyncio.sleep(takes)
+                    await start()
+                finally:
+                    starting.remove(mesh)
+                if fails and mesh.starts == 1:
+                    raise mesh.lose("start")
+
+            return start_slowly
+
+        trainer.start = start_of(trainer, fails=False, takes=0.1)
+        generator.start = start_of(generator, fails=True, takes=0.0)
+
+    run(prepare)
+    assert (run.trainer.starts, run.generators[0].starts) == (1, 2)
+    assert not run.unheard
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
+@pytest.mark.parametrize("call", ["forward_backward", "push_weights"])
+def test_with_a_lost_trainer_the_run_goes_back_to_the_newest_checkpoint(run, edit, staleness, call):
+    _, whole = run(steps=8, staleness=staleness, save_every=3, edit=edit)
+
+    def prepare(trainer, *generators):
+        start = trainer.start
+
+        async def die():
+            if trainer.version == 5 and trainer.starts == 1:
+                raise trainer.lose(call)
+
+        async def start_while_nothing_is_lost_by_leaving():
+            assert not run.loop.is_training
+            await start()
+
+        trainer.during[call] = die
+        trainer.start = start_while_nothing_is_lost_by_leaving
+
+    _, rows = run(prepare, steps=8, staleness=staleness, save_every=3, edit=edit, folder="other")
+    assert run.trainer.starts == 2
+    assert run.generators[0].starts == 1
+    assert rows[-1]["restarts/trainer"] == 1
+    assert [row["step"] for row in rows] == [*range(1, 9)]
+    ledger = ledger_of(run.record)
+    assert sorted(prompt_id for row in ledger for prompt_id in row["trained_now"]) == [*range(16)]
+    if edit is not free:
+        assert without_times(rows) == without_times(whole)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_trainers_death_leaves_no_trace_in_a_deterministic_ledger(run, staleness):
+    def edit(config):
+        config.rollout.max_resampled_groups = 2
+
+    def flat(*_):
+        run.rewards.flat = (1, 4, 5, 13)
+
+    def die_once(trainer, *_):
+        async def die():
+            if trainer.version == 5 and trainer.starts == 1:
+                raise trainer.lose("forward_backward")
+
+        flat()
+        trainer.during["forward_backward"] = die
+
+    run(flat, steps=8, staleness=staleness, save_every=3, edit=edit)
+    uninterrupted = ledger_of(run.record)
+    run(die_once, steps=8, staleness=staleness, save_every=3, edit=edit, folder="other")
+    rows = ledger_of(run.record)
+    assert run.trainer.starts == 2
+    assert rows[-1] == uninterrupted[-1]
+    if not staleness:  # above 0, how far sampling is when a step ends depends on the clock
+        assert rows == uninterrupted
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
+def test_a_checkpoint_that_the_trainer_dies_over_does_not_count(run, edit, staleness):
+    """The groups of step 4 are on disk, the weights are not: both are written again."""
+    _, whole = run(steps=6, staleness=staleness, save_every=2, edit=edit)
+
+    def prepare(trainer, *_):
+        async def die():
+            if trainer.version == 4 and trainer.starts == 1:
+                assert run.loop.checkpoints.incomplete() == [4]
+                raise trainer.lose("save_checkpoint")
+
+        trainer.during["save_checkpoint"] = die
+
+    log, rows = run(prepare, steps=6, staleness=staleness, save_every=2, edit=edit, folder="other")
+    assert run.trainer.starts == 2
+    assert calls(log, "save") == ["save 2", "save 4", "save 4", "save 6"]
+    assert run.loop.checkpoints.complete() == [2, 4, 6]
+    assert sorted(
+        prompt_id for row in ledger_of(run.record) for prompt_id in row["trained_now"]
+    ) == [*range(12)]
+    if edit is not free:
+        assert without_times(rows) == without_times(whole)
+
+
+def test_a_checkpoint_without_its_groups_is_refused_with_the_way_back(run):
+    run(steps=2, staleness=1, save_every=1)
+    (run.loop.checkpoints.path(2) / ROLLOUTS).unlink()
+    with pytest.raises(
+        RunError,
+        match=r"step-2/rollouts.npz cannot be read: FileNotFound.*; deleting .*/step-2 goes",
+    ):
+        run(steps=4, staleness=1, saved=run.saved)
+
+
+@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
+def test_a_pull_that_raises_because_the_trainer_died_is_no_failure_of_the_generator(run, edit):
+    """As over a network, where the connection is gone seconds before anybody says why."""
+
+    def prepare(trainer, generator):
+        async def lose_connection():
+            if trainer.version == 5 and trainer.starts == 1:
+                trainer.is_dead = True
+                asyncio.get_running_loop().call_later(0.1, trainer.lose)
+                raise ActorFailure(
+                    "generator-0: reset", actor="generator-0", rank=0, call="fetch", kind="raised"
+                )
+
+        generator.pulling = lose_connection
+
+    _, rows = run(prepare, steps=8, staleness=1, save_every=3, edit=edit)
+    assert (run.trainer.starts, run.generators[0].starts) == (2, 1)
+    assert [row["step"] for row in rows] == [*range(1, 9)]
+
+
+def test_a_trainer_that_is_lost_again_and_again_ends_the_run_by_name(run):
+    def prepare(trainer, generator):
+        async def die():
+            if trainer.version == 2:
+                raise trainer.lose("forward_backward")
+
+        trainer.during["forward_backward"] = die
+
+    with pytest.raises(ActorFailure, match="trainer rank 0, forward_backward: the process died"):
+        run(prepare, save_every=1)
+    assert run.trainer.starts == 4
+
+
+def test_what_an_actor_raises_ends_the_run_at_once(run):
+    def prepare(trainer, generator):
+        async def die():
+            raise ActorFailure(
+                "trainer rank 0: broken", actor="trainer", rank=0, call="step", kind="raised"
+            )
+
+        trainer.during["forward_backward"] = die
+
+    with pytest.raises(ActorFailure, match="broken"):
+        run(prepare)
+    assert run.trainer.starts == 1
+
+
+@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
+def test_generators_join_and_leave_while_the_run_goes_on(run, edit, monkeypatch):
+    monkeypatch.setattr("rl.session.pool.LOOK_EVERY_S", 0.005)
+
+    def prepare(trainer, generator):
+        async def train():
+            if trainer.version in (2, 6):
+                (run.record.folder / "replicas").write_text({2: "2", 6: "1"}[trainer.version])
+            await asyncio.sleep(0.02)
+
+        trainer.during["forward_backward"] = train
+
+    _, rows = run(prepare, steps=12, staleness=1, edit=edit)
+    first, second = run.generators
+    assert (first.starts, second.starts, second.is_running) == (1, 1, False)
+    assert second.number == 1
+    if edit is free:
+        assert second.asked
+        assert len({*first.asked, *second.asked}) == len(first.asked) + len(second.asked) >= 48
+    assert max(row["rollout/staleness_max"] for row in rows) == 1
+
+
+def test_a_generator_that_leaves_while_the_trainer_dies_is_stopped(run, monkeypatch):
+    monkeypatch.setattr("rl.session.pool.LOOK_EVERY_S", 0.005)
+
+    def prepare(trainer, first, second):
+        stop = second.stop
+        stopping = asyncio.Event()
+
+        async def stop_slowly():
+            if second.is_running:
+                stopping.set()
+                await asyncio.sleep(0.05)
+            await stop()
+
+        async def train():
+            if trainer.version == 2 and trainer.starts == 1:
+                (run.record.folder / "replicas").write_text("1")
+                await stopping.wait()
+                raise trainer.lose("forward_backward")
+
+        second.stop = stop_slowly
+        trainer.during["forward_backward"] = train
+
+    run(prepare, steps=4, replicas=2, save_every=1)
+    first, second = run.generators
+    assert run.trainer.starts == 2
+    assert (first.is_running, second.is_running, second.starts) == (True, False, 1)
+    assert run.loop.session.pool.meshes == [first]
+
+
+def test_no_more_generators_join_than_a_network_push_has_places_for(run, monkeypatch):
+    monkeypatch.setattr("rl.session.pool.LOOK_EVERY_S", 0.005)
+
+    def edit(config):
+        config.weights.transport = "rdma"
+
+    def prepare(trainer, *generators):
+        (run.record.folder / "replicas").write_text("3")
+
+        async def train():
+            await asyncio.sleep(0.02)
+
+        trainer.during["forward_backward"] = train
+
+    run(prepare, replicas=2, edit=edit)
+    assert len(run.loop.session.pool.meshes) == len(run.generators) == 2
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
+def test_a_run_that_is_left_finishes_its_step_saves_and_can_go_on(run, edit, staleness):
+    def prepare(trainer, generator):
+        async def train():
+            if trainer.version == 2:
+                run.loop.leave()
+
+        trainer.during["forward_backward"] = train
+
+    log, rows = run(prepare, steps=6, staleness=staleness, edit=edit)
+    assert run.summary is None
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert calls(log, "save") == ["save 3"]
+    _, rows = run(steps=6, staleness=staleness, edit=edit, saved=run.saved)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    ledger = ledger_of(run.record)
+    assert sorted(prompt_id for row in ledger for prompt_id in row["trained_now"]) == [*range(12)]
+
+
+@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
+def test_evaluation_on_the_way_changes_nothing_of_the_training(run, edit):
+    _, without = run(steps=6, staleness=1, edit=edit)
+
+    def evaluating(config):
+        edit(config)
+        config.evaluation.every = 2
+        config.evaluation.prompts = 3
+
+    _, rows = run(steps=6, staleness=1, edit=evaluating, folder="evaluated")
+    assert [row["step"] for row in run.record.read_evaluations()] == [2, 4]
+    asked = [request for request in run.generators[0].asked if request.startswith("eval/greedy")]
+    assert len(asked) == 3 * 3  # and once at the end
+    if edit is not free:
+        assert without_times(rows) == without_times(without)
+
+
+def test_an_alarm_that_is_to_fail_ends_the_run_with_its_step_in_the_metrics(run):
+    def prepare(trainer, generator):
+        run.rewards.flat = range(4, 100)
+
+    def edit(config):
+        config.watchdog.zero_std = "fail"
+        config.watchdog.zero_std_steps = 2
+
+    with pytest.raises(RunError, match="step 4: zero_std: "):
+        run(prepare, steps=9, edit=edit)
+    assert [row["watchdog/zero_std"] for row in run.record.read_metrics()] == [0, 0, 0, 1]
+
+
+def test_a_run_that_stands_still_is_ended_by_the_watchdog(run):
+    def prepare(trainer, generator):
+        async def hang(request):
+            await asyncio.sleep(30)
+
+        generator.during = hang
+
+    def edit(config):
+        config.watchdog.stalled_s = 0.5
+
+    with pytest.raises(
+        RunError, match=r"stalled: no step was done for \d s, watchdog.stalled_s=0.5"
+    ):
+        run(prepare, edit=edit)

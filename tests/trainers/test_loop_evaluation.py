@@ -1,0 +1,374 @@
+"""The loop over meshes that compute nothing: evaluations, on the way and at the end."""
+
+import asyncio
+import json
+
+import pytest
+
+from rl.errors import ActorFailure, GroupLost, RunError
+from tests.trainers.loops import free, whereabouts, without_times
+
+
+def deterministic(config):
+    pass
+
+
+BOTH = pytest.mark.parametrize("edit", [free, deterministic], ids=["asynchronous", "deterministic"])
+
+
+def evaluation_calls(generators) -> list[tuple[list[str], bool]]:
+    """Requests of each call to any generator that evaluates, and whether the prefix cache was reset
+    before.
+    """
+    return [
+        call
+        for generator in generators
+        for call in generator.calls
+        if call[0][0].startswith("eval")
+    ]
+
+
+@BOTH
+def test_evaluation_asks_every_replica_for_no_more_than_an_engine_runs_at_once(run, edit):
+    in_flight = []
+
+    def prepare(trainer, *generators):
+        async def generate(request):
+            if request.startswith("eval"):
+                in_flight.append(request)
+                assert len(in_flight) <= len(generators)
+                await asyncio.sleep(0.001)
+                in_flight.remove(request)
+
+        for generator in generators:
+            generator.during = generate
+
+    def evaluating(config):
+        edit(config)
+        config.evaluation.prompts = 20
+        config.evaluation.samples = 3
+        config.generator.max_running_requests = 6
+
+    run(prepare, steps=1, replicas=2, edit=evaluating)
+    calls = evaluation_calls(run.generators)
+    asked = [request for requests, _ in calls for request in requests]
+    assert sorted(asked) == sorted(
+        [f"eval/greedy/{prompt}/0" for prompt in range(20)]
+        + [f"eval/sampled/{prompt}/{sample}" for prompt in range(20) for sample in range(3)]
+    )
+    assert max(len(requests) for requests, _ in calls) == 6
+    assert all(len(evaluation_calls([generator])) >= 4 for generator in run.generators)
+    assert {fresh for _, fresh in calls} == {edit is deterministic}
+
+
+def test_a_generator_lost_in_an_evaluation_changes_no_share_of_it(run):
+    def edit(config):
+        config.evaluation.prompts = 9
+        config.evaluation.samples = 0
+        config.generator.max_running_requests = 2
+
+    run(steps=1, replicas=2, edit=edit)
+    shares = {tuple(requests) for requests, _ in evaluation_calls(run.generators)}
+    scores = {name: value for name, value in run.summary.items() if name.startswith("eval/")}
+
+    def prepare(trainer, first, second):
+        async def generate(request):
+            if request.startswith("eval") and first.starts == 1:
+                first.lose("generate")
+
+        first.during = generate
+
+    run(prepare, steps=1, replicas=2, edit=edit, folder="other")
+    calls = evaluation_calls(run.generators)
+    assert run.summary["restarts"] == 1
+    assert {tuple(requests) for requests, _ in calls} == shares
+    assert {fresh for _, fresh in calls} == {True}
+    assert {
+        name: value for name, value in run.summary.items() if name.startswith("eval/")
+    } == scores
+
+
+@BOTH
+def test_time_after_the_last_step_is_no_stall(run, edit):
+    """The watchdog looks every second."""
+
+    def prepare(trainer, generator):
+        async def generate(request):
+            await asyncio.sleep(0.6 * request.startswith("eval"))
+
+        generator.during = generate
+        trainer.during["export_hf"] = lambda: asyncio.sleep(0.6)
+
+    def evaluating(config):
+        edit(config)
+        config.evaluation.prompts = 2
+        config.evaluation.samples = 0
+        config.watchdog.stalled_s = 0.5
+
+    run(prepare, steps=1, edit=evaluating)
+    assert run.summary["eval/prompts"] == 2
+
+
+@BOTH
+def test_time_in_which_an_evaluation_on_the_way_goes_on_is_no_stall(run, edit):
+    def prepare(trainer, generator):
+        async def generate(request):
+            await asyncio.sleep(1.2 * request.startswith("eval"))
+
+        generator.during = generate
+
+    def evaluating(config):
+        edit(config)
+        config.evaluation.prompts = 2
+        config.evaluation.samples = 0
+        config.evaluation.every = 1
+        config.watchdog.stalled_s = 0.5
+
+    run(prepare, steps=2, edit=evaluating)
+    assert len(run.record.read_evaluations()) == 1
+
+
+@BOTH
+def test_an_evaluation_that_fails_after_the_last_step_costs_neither_export_nor_summary(run, edit):
+    def prepare(trainer, generator):
+        async def generate(request):
+            if request.startswith("eval"):
+                raise ActorFailure(
+                    "generator-0: no", actor="generator-0", rank=0, call="generate", kind="raised"
+                )
+
+        generator.during = generate
+
+    def evaluating(config):
+        edit(config)
+        config.evaluation.prompts = 2
+
+    with pytest.raises(RunError, match="generator-0: no"):
+        run(prepare, steps=2, edit=evaluating)
+    export = run.record.folder / "export"
+    assert (export / "tokenizer.json").exists()
+    assert "eos_token_id" in json.loads((export / "generation_config.json").read_text())
+    summary = json.loads((run.record.folder / "summary.json").read_text())
+    assert (summary["steps"], summary["export"]) == (2, str(export))
+    assert not [name for name in summary if name.startswith("eval/")]
+
+
+def evaluating(edit, **fields):
+    """``edit``, with an evaluation of three prompts after every second step."""
+
+    def edited(config):
+        edit(config)
+        config.evaluation.prompts = 3
+        config.evaluation.samples = 0
+        config.evaluation.every = 2
+        for name, value in fields.items():
+            setattr(config.evaluation, name, value)
+
+    return edited
+
+
+def while_evaluating(generator, begun):
+    """Have ``generator`` await ``begun(version)`` in the middle of each evaluation."""
+
+    async def generate(request):
+        if request.startswith("eval"):
+            await begun(generator.version)
+
+    generator.during = generate
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_an_asynchronous_evaluation_names_its_weights_and_those_it_came_too_late_for(run, every):
+    """Each evaluation takes three steps at least."""
+
+    def prepare(trainer, generator):
+        async def generate(request):
+            if request.startswith("eval"):
+                begun = generator.version
+                while generator.version < min(begun + 3, 12):
+                    await asyncio.sleep(0.001)
+
+        generator.during = generate
+
+    run(prepare, steps=12, staleness=1, edit=evaluating(free, every=every))
+    rows = run.record.read_evaluations()
+    steps = [row["step"] for row in rows]
+    assert [row["eval/version_min"] for row in rows] == steps
+    assert all(row["eval/version_max"] >= min(row["step"] + 3, 12) for row in rows)
+    made = len(rows) + sum(row["eval/skipped"] for row in rows) + run.summary.get("eval/skipped", 0)
+    assert made == 11 // every
+    assert [step // every for step in steps] == sorted({step // every for step in steps})
+    assert (run.summary["eval/version_min"], run.summary["eval/version_max"]) == (12, 12)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_a_deterministic_evaluation_is_of_the_weights_of_its_step(run, staleness):
+    run(steps=7, staleness=staleness, edit=evaluating(deterministic, every=1))
+    rows = run.record.read_evaluations()
+    named = [
+        [row["step"], row["eval/version_min"], row["eval/version_max"], row["eval/skipped"]]
+        for row in rows
+    ]
+    assert named == [[step, step, step, 0] for step in range(1, 7)]
+    assert not (run.record.folder / "unevaluated").exists()
+
+
+@BOTH
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_evaluations_on_the_way_end_before_the_run_is_finished(run, edit, staleness):
+    exported = []
+
+    def prepare(trainer, generator):
+        async def begun(version):
+            await asyncio.sleep(0.05)
+            exported.append("export" in run.log)
+
+        while_evaluating(generator, begun)
+
+    run(prepare, steps=4, staleness=staleness, edit=evaluating(edit, every=1))
+    rows = run.record.read_evaluations()
+    assert (
+        len(rows) + sum(row["eval/skipped"] for row in rows) + run.summary.get("eval/skipped", 0)
+        == 3
+    )
+    assert exported == [*[False] * len(rows), True]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_leaving_does_not_wait_for_an_evaluation_which_is_made_after_the_resume(
+    run, staleness, ahead
+):
+    """The trainer may be ``ahead`` of the weights that are evaluated; it cannot always be
+    so far.
+    """
+    _, whole = run(
+        steps=6, staleness=staleness, edit=evaluating(deterministic, every=1), folder="whole"
+    )
+    trained = whereabouts(run.record)
+    evaluated = run.record.read_evaluations()
+
+    def prepare(trainer, generator):
+        async def begun(version):
+            if version == 2:
+                for _ in range(50):
+                    if trainer.version < 2 + ahead:
+                        await asyncio.sleep(0.001)
+                run.loop.leave()
+                await asyncio.sleep(60)
+
+        while_evaluating(generator, begun)
+
+    run(prepare, steps=6, staleness=staleness, edit=evaluating(deterministic, every=1))
+    assert run.summary is None
+    saved = max(run.saved)
+    assert saved == run.loop.step >= 3
+    assert [row["step"] for row in run.record.read_evaluations()] == [1]
+
+    _, rows = run(
+        steps=6, staleness=staleness, edit=evaluating(deterministic, every=1), saved=run.saved
+    )
+    assert run.record.read_evaluations() == evaluated
+    assert without_times(rows) == without_times(whole)
+    assert whereabouts(run.record) == trained
+    assert not (run.record.folder / "unevaluated").exists()
+
+
+def test_leaving_does_not_wait_for_an_asynchronous_evaluation(run):
+    def prepare(trainer, generator):
+        async def begun(version):
+            run.loop.leave()
+            await asyncio.sleep(60)
+
+        while_evaluating(generator, begun)
+
+    run(prepare, steps=9, edit=evaluating(free))
+    assert run.summary is None
+    assert run.record.read_evaluations() == []
+    resumed = max(run.saved)
+    run(steps=9, edit=evaluating(free), saved=run.saved)
+    first = run.record.read_evaluations()[0]
+    assert (first["step"], first["eval/version_min"]) == (resumed, resumed)
+
+
+@BOTH
+def test_leaving_in_the_last_evaluation_is_quick_and_loses_nothing(run, edit):
+    def prepare(trainer, generator):
+        async def begun(version):
+            if version == 3:
+                run.loop.leave()
+                await asyncio.sleep(60)
+
+        while_evaluating(generator, begun)
+
+    _, rows = run(prepare, steps=3, edit=evaluating(edit))
+    assert run.summary is None
+    assert [*run.saved] == [3]
+    log, resumed = run(steps=3, edit=evaluating(edit), saved=run.saved)
+    assert (run.summary["steps"], run.summary["eval/version_max"]) == (3, 3)
+    assert resumed == rows
+    assert not [entry for entry in log if entry.startswith("train")]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_a_checkpoint_does_not_wait_for_an_evaluation_which_a_kill_does_not_lose(run, staleness):
+    edit = evaluating(deterministic, every=1)
+    _, whole = run(steps=6, staleness=staleness, save_every=1, edit=edit, folder="whole")
+    evaluated = run.record.read_evaluations()
+
+    def prepare(trainer, generator):
+        async def begun(version):
+            if version == 2:
+                while 3 not in trainer.saved:
+                    await asyncio.sleep(0.001)
+                raise ZeroDivisionError("killed")
+
+        while_evaluating(generator, begun)
+
+    with pytest.raises(ZeroDivisionError, match="killed"):
+        run(prepare, steps=6, staleness=staleness, save_every=1, edit=edit)
+    _, rows = run(steps=6, staleness=staleness, save_every=1, edit=edit, saved=run.saved)
+    assert run.record.read_evaluations() == evaluated
+    assert without_times(rows) == without_times(whole)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_actors_lost_while_an_evaluation_is_repeated_change_nothing_of_it(run, staleness):
+    """The trainer is lost in an evaluation; a generator in the evaluation that is made again for
+    it.
+    """
+    edit = evaluating(deterministic)
+    run(steps=6, staleness=staleness, save_every=1, replicas=2, edit=edit, folder="whole")
+    evaluated = run.record.read_evaluations()
+
+    def prepare(trainer, first, second):
+        async def begun(version):
+            if version == 2 and trainer.starts == 1:
+                while 3 not in trainer.saved:
+                    await asyncio.sleep(0.001)
+                trainer.lose()
+                await asyncio.sleep(60)
+            elif version == 2 and first.starts == 1:
+                first.lose("generate")
+
+        while_evaluating(first, begun)
+
+    run(prepare, steps=6, staleness=staleness, save_every=1, replicas=2, edit=edit)
+    assert (run.trainer.starts, run.generators[0].starts) == (2, 2)
+    assert run.record.read_evaluations() == evaluated
+
+
+def test_prompts_whose_reward_failed_are_counted(run):
+    def prepare(trainer, generator):
+        score = run.rewards.score
+
+        async def score_or_lose(prompt, said):
+            if len(said) == 1 and prompt.prompt_id in (1, 2):
+                raise GroupLost("reward raised", "no reward today")
+            return await score(prompt, said)
+
+        run.rewards.score = score_or_lose
+
+    run(prepare, steps=3, edit=evaluating(deterministic))
+    assert [row["eval/lost"] for row in run.record.read_evaluations()] == [2]
+    assert run.summary["eval/lost"] == 2

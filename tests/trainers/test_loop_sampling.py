@@ -1,0 +1,209 @@
+"""The loop over meshes that compute nothing: which groups become a batch, and when each is asked
+for.
+"""
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from rl.errors import GroupLost, RankLost, RunError
+from rl.tasks.copy_digits import CopyDigits
+from tests.trainers.loops import calls, free, ledger_of
+
+
+def test_replicas_share_a_batch_in_a_way_that_no_timing_changes(run):
+    def prepare(trainer, first, second):
+        second.pull_takes = 0.01
+
+    run(prepare, steps=3, replicas=2)
+    asked = [[request.split("/")[1] for request in each.asked[::2]] for each in run.generators]
+    assert sorted(asked) == [["0", "2", "4"], ["1", "3", "5"]]
+
+
+def test_groups_whose_rewards_are_equal_are_replaced_up_to_a_limit(run):
+    def prepare(trainer, generator):
+        run.rewards.flat = range(1, 100)
+
+    def edit(config):
+        config.rollout.max_resampled_groups = 3
+
+    _, rows = run(prepare, steps=2, edit=edit)
+    ledger = ledger_of(run.record)
+    assert [row["trained_now"] for row in ledger] == [[0, 4], [8, 9]]
+    assert [row["dropped_now"] for row in ledger] == [
+        {"rewards all equal": [1, 2, 3]},
+        {"rewards all equal": [5, 6, 7]},
+    ]
+    assert [row["ledger/dropped"] for row in rows] == [3, 6]
+
+
+def test_steps_that_are_trained_while_a_batch_is_sampled_lift_no_limit_of_it(run):
+    def prepare(trainer, generator):
+        run.rewards.flat = range(100)
+        generator.during = lambda request: asyncio.sleep(0.01)
+        trainer.during["forward_backward"] = lambda: asyncio.sleep(0.015)
+
+    def edit(config):
+        config.rollout.max_resampled_groups = 1
+
+    run(prepare, steps=6, staleness=2, edit=edit)
+    assert [row["trained_now"] for row in ledger_of(run.record)] == [
+        [3 * k + 1, 3 * k + 2] for k in range(6)
+    ]
+
+
+@pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
+def test_lost_groups_make_room_until_they_are_too_many(run, pipeline):
+    def edit(config):
+        config.rollout.pipeline = pipeline
+
+    def prepare(trainer, generator):
+        run.rewards.lost = range(3, 30, 3)
+
+    run(prepare, steps=4, staleness=1, edit=edit)
+    assert run.loop.ledger.counts()["trained"] == 8
+    assert run.loop.ledger.dropped == {"reward raised": 3}
+    assert run.summary["dropped"] == run.summary["lost"] == {"reward raised": 3}
+    with pytest.raises(
+        RunError, match=r"11 of the last \d+ groups were lost, .*max_lost=0.1.*no reward for 32"
+    ) as info:
+        run(
+            lambda *_: setattr(run.rewards, "lost", range(2, 100, 3)),
+            steps=20,
+            staleness=1,
+            edit=edit,
+        )
+    assert isinstance(info.value.__cause__, GroupLost)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_lost_groups_before_a_resume_count_after_it(run, staleness):
+    def prepare(trainer, generator):
+        run.rewards.lost = range(2, 100, 3)
+
+    with pytest.raises(RunError, match="11 of the last 33 groups were lost") as uninterrupted:
+        run(prepare, steps=20, staleness=staleness, save_every=1)
+    with pytest.raises(RunError) as resumed:
+        run(prepare, steps=20, staleness=staleness, saved={5: run.saved[5]})
+    assert str(resumed.value) == str(uninterrupted.value)
+
+
+class Ending(CopyDigits):
+    """Has five prompts."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CopyDigits.Config):
+        pass
+
+    def prompt(self, prompt_id):
+        return super().prompt(prompt_id) if prompt_id < 5 else None
+
+
+@pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
+def test_a_prompt_that_cannot_be_used_ends_the_run_by_name(run, pipeline):
+    def edit(config):
+        config.task = Ending.Config()
+        config.rollout.pipeline = pipeline
+
+    with pytest.raises(RunError, match=r"task: Ending.prompt\(5\) is None; expected is a Prompt"):
+        run(edit=edit)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_asynchronous_run_trains_every_ordinal_once_within_the_bound(run, staleness, parts):
+    def edit(config):
+        free(config)
+        config.rollout.stream_chunks = parts
+
+    def prepare(trainer, *generators):
+        async def slowly(request):
+            await asyncio.sleep(random.random() / 100)
+
+        for generator in generators:
+            generator.during = slowly
+
+    _, rows = run(prepare, steps=12, staleness=staleness, replicas=2, edit=edit)
+    assert max(row["rollout/staleness_max"] for row in rows) <= staleness
+    ledger = ledger_of(run.record)
+    assert sorted(prompt_id for row in ledger for prompt_id in row["trained_now"]) == [*range(24)]
+    assert all(len(row["trained_now"]) == 2 for row in ledger)
+    assert len(calls(run.log, "train")) == 12 * parts
+    assert all(len(generator.asked) > 8 for generator in run.generators)
+
+
+def test_training_begins_while_the_rest_of_the_batch_is_generated(run):
+    def edit(config):
+        free(config)
+        config.rollout.stream_chunks = 2
+
+    def prepare(trainer, generator):
+        begun = asyncio.Event()
+
+        async def train():
+            begun.set()
+
+        async def generate(request):
+            if request.startswith("train/1/"):
+                await begun.wait()
+
+        trainer.during["forward_backward"] = train
+        generator.during = generate
+
+    log, _ = run(prepare, steps=1, edit=edit)
+    assert calls(log, "generate", "train", "step") == [
+        "generate 0",
+        "generate 0",
+        "train 0 on 0",
+        "train 0 on 0",
+        "step",
+    ]
+
+
+def test_one_long_rollout_holds_up_no_step_while_its_bound_allows(run):
+    """Ordinal 0 goes on until two steps are done, and is trained on at the last moment."""
+
+    def prepare(trainer, generator):
+        async def generate(request):
+            if request.startswith("train/0/"):
+                while trainer.version < 2:
+                    await asyncio.sleep(0.001)
+
+        generator.during = generate
+
+    run(prepare, steps=4, staleness=2, edit=free)
+    ledger = ledger_of(run.record)
+    assert [row["trained_now"][0] for row in ledger].index(0) == 2
+    assert ledger[2]["staleness"]["2"] > 0
+
+
+def test_nothing_goes_on_with_a_batch_after_the_run_went_back(run):
+    """A reward worker is lost for good while a share of the batch is still generated."""
+    scored = []
+
+    def prepare(trainer, first, second):
+        back = asyncio.Event()
+        score = run.rewards.score
+
+        async def score_once_back(prompt, said):
+            scored.append(prompt.prompt_id)
+            if prompt.prompt_id == 0 and not back.is_set():
+                back.set()
+                raise RankLost(
+                    "reward-0: gone", actor="reward-0", rank=0, call="start", kind="died"
+                )
+            return await score(prompt, said)
+
+        async def generate(request):
+            if request.startswith("train/1/"):
+                await back.wait()
+                await asyncio.sleep(0.05)
+
+        run.rewards.score = score_once_back
+        first.during = generate
+        second.during = generate
+
+    run(prepare, steps=2, replicas=2)
+    assert sorted(scored) == [0, 0, 1, 2, 3]

@@ -1,1 +1,1 @@
-"""Configs that ship with Tiller: functions that return a RLConfig."""
+"""Configs that ship with Tiller: functions that return an RLConfig."""

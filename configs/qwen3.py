@@ -78,7 +78,7 @@ def _qwen3_30b_a3b() -> ModelConfig:
 
 
 def _qwen3(*, tie_embeddings: bool = False, **sizes: Any) -> ModelConfig:
-    """What all sizes have in common; those of ``model.hf_path`` replace these."""
+    """Return a model with the fields that all sizes share; ``model.hf_path`` replaces them."""
     return ModelConfig(
         vocab_size=151_936,
         n_kv_heads=8,

@@ -11,8 +11,9 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.algorithms.losses import dapo
+from rl.algorithms.policy_gradient import PolicyGradient
 from rl.cluster import HardwareConfig
-from rl.config import AlgorithmConfig, EvaluationConfig, RLConfig, RolloutConfig
+from rl.config import EvaluationConfig, RLConfig, RolloutConfig
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
@@ -113,7 +114,7 @@ def _recipe(
             max_staleness=1,
             reward_workers=4,
         ),
-        algorithm=AlgorithmConfig(loss=dapo(), overlong_buffer=512),
+        algorithm=PolicyGradient.Config(loss=dapo(), overlong_buffer=512),
         trainer=TrainerConfig(
             parallelism=ParallelismConfig(
                 data_parallel_shard_degree=shard,

@@ -10,10 +10,9 @@ from torchtitan.components.optimizer import (
 )
 from torchtitan.config import ParallelismConfig
 
-from rl.algorithms.advantages import AdvantageEstimator, GroupAdvantage
-from rl.algorithms.corrections import Correction
-from rl.algorithms.kl import AdaptiveKL, Estimator
-from rl.algorithms.losses import ClippedLoss, PolicyLoss, ValueLoss
+from rl.algorithms.algorithm import Algorithm
+from rl.algorithms.losses import ValueLoss
+from rl.algorithms.policy_gradient import PolicyGradient
 from rl.cluster import HardwareConfig, KubernetesConfig, SlurmConfig
 from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
 from rl.model.shape import ModelConfig
@@ -96,70 +95,6 @@ class RolloutConfig:
 
     recorded_per_step: Annotated[int, at_least(0), COSMETIC] = 4
     """Number of rollouts of each step that are written to ``rollouts.jsonl``."""
-
-
-@dataclass(kw_only=True, slots=True)
-class AlgorithmConfig:
-    """Advantages, loss and number of optimizer steps of a batch."""
-
-    advantage: AdvantageEstimator.Config = field(default_factory=GroupAdvantage.Config)
-    """Estimator of each token's advantage."""
-
-    loss: PolicyLoss.Config = field(default_factory=ClippedLoss.Config)
-    """Loss of the policy. ``grpo()``, ``dapo()`` and other functions in ``rl.algorithms.losses``
-    return common ones."""
-
-    corrections: tuple[Correction.Config, ...] = ()
-    """Weights of tokens that were not drawn from the weights they train; a token's weight is the
-    product of all. They need the trainer's own log-probs, so any correction implies ``recomputed``
-    for ``proximal``."""
-
-    proximal: Literal["behaviour", "recomputed"] = "behaviour"
-    """Log-probs in the denominator of the loss's importance ratio.
-
-    - ``behaviour``: Log-probs of the generators, which drew the tokens.
-    - ``recomputed``: Log-probs of the trainer before the step's first update, which takes one more
-      forward pass. This is not decoupled PPO (arXiv:2110.00641, arXiv:2505.24298), which also
-      weights each token by the ratio of the trainer's probability to the generator's.
-      ``corrections=(TruncatedIS.Config(),)`` adds that weight, capped.
-    """
-
-    reward_kl_coef: Annotated[float, at_least(0, 1e6)] = 0.0
-    """Coefficient of a KL penalty against the reference policy in each token's reward. Only one of
-    this and ``loss.kl_coef`` may be above 0."""
-
-    reward_kl_estimator: Estimator = "k1"
-    """Estimator of the KL divergence in the reward."""
-
-    adaptive_kl: AdaptiveKL.Config = field(default_factory=AdaptiveKL.Config)
-    """Adaptation of the KL coefficient that is above 0, in the loss or in the reward."""
-
-    overlong_buffer: Annotated[int, at_least(0, 10**8)] = 0
-    """Number of tokens before ``rollout.max_tokens`` over which a completion's reward decreases
-    linearly by up to 1 (DAPO, arXiv:2503.14476, section 3.4). 0 disables it."""
-
-    update_epochs: Annotated[int, at_least(1, 10**4)] = 1
-    """Number of passes over the rollouts of a step."""
-
-    prompts_per_minibatch: Annotated[int, at_least(0, 10**6)] = 0
-    """Number of prompts per optimizer step; must divide ``rollout.prompts_per_step``. The rollouts
-    of a step are split into minibatches of as many rollouts as these prompts have, in an order that
-    follows from seed, step and epoch. 0 for one minibatch."""
-
-    @property
-    def kl_coef(self) -> float:
-        """Coefficient of the KL penalty, in loss or reward."""
-        return self.loss.kl_coef or self.reward_kl_coef
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether a step starts with the trainer's log-probs of its rollouts."""
-        return self.proximal == "recomputed" or bool(self.corrections)
-
-    @property
-    def proximal_column(self) -> str:
-        """Name of the batch column in the denominator of the importance ratio."""
-        return "proximal_logprobs" if self.recomputes else "behaviour_logprobs"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -308,7 +243,9 @@ class RLConfig:
 
     model: Annotated[ModelConfig, NUMERICS] = field(default_factory=ModelConfig)
     rollout: Annotated[RolloutConfig, NUMERICS] = field(default_factory=RolloutConfig)
-    algorithm: Annotated[AlgorithmConfig, NUMERICS] = field(default_factory=AlgorithmConfig)
+    algorithm: Annotated[Algorithm.Config, NUMERICS] = field(default_factory=PolicyGradient.Config)
+    """What the rollouts teach: the config of an Algorithm."""
+
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -364,6 +301,4 @@ class RLConfig:
     @property
     def updates_per_step(self) -> int:
         """Number of optimizer steps per step."""
-        prompts = self.rollout.prompts_per_step
-        algorithm = self.algorithm
-        return algorithm.update_epochs * (prompts // (algorithm.prompts_per_minibatch or prompts))
+        return self.algorithm.updates(self.rollout.prompts_per_step)

@@ -11,9 +11,10 @@ from rl.training.config import TrainerConfig
 def roles_of(config: RLConfig) -> dict[str, Role]:
     """Return the models by role, in the order in which they take devices."""
     roles = {"trainer": Role("trainer", config.trainer, config.model)}
-    if config.algorithm.kl_coef:
+    needed = config.algorithm.roles()
+    if "reference" in needed:
         roles["reference"] = Role("reference", _reference_config(config), config.model)
-    if config.algorithm.advantage.needs_values:
+    if "critic" in needed:
         roles["critic"] = Role("critic", _critic_config(config), config.model, "values")
     for name, role in config.roles.items():
         roles[name] = Role(f"roles.{name}", _role_config(config, name), role.model, role.head)

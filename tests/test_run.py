@@ -10,7 +10,8 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl.algorithms.advantages import Advantages, GroupAdvantage
-from rl.config import AlgorithmConfig, RLConfig
+from rl.algorithms.policy_gradient import PolicyGradient
+from rl.config import RLConfig
 from rl.observe.owner import FolderOwner
 from rl.tasks.base import Task
 from rl.tasks.copy_digits import CopyDigits
@@ -98,7 +99,7 @@ def moody() -> RLConfig:
 
 
 def misshapen() -> RLConfig:
-    return replace(quickstart(), algorithm=AlgorithmConfig(advantage=Misshapen.Config()))
+    return replace(quickstart(), algorithm=PolicyGradient.Config(advantage=Misshapen.Config()))
 
 
 @pytest.mark.parametrize(

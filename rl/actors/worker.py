@@ -15,8 +15,8 @@ from torchtitan.config import Configurable
 
 from rl.actors.group import ActorGroup, Deadlines, Mesh, outlasting
 from rl.actors.supervisor import Supervisor
+from rl.metrics import Metrics
 from rl.model.shape import ModelConfig
-from rl.observe.metrics import Metrics
 from rl.training.config import TrainerConfig
 from rl.training.micro_batches import balanced
 from rl.types import Batch, Head, Place

@@ -123,11 +123,13 @@ def _training(setting: Setting, tokens: float, length: float) -> float:
     """
     algorithm = setting.config.algorithm
     hardware = setting.hardware
-    asked = {name for name in setting.roles if name != "trainer" or algorithm.recomputes}
+    asked = {*setting.roles}
+    if "trainer" not in algorithm.columns():
+        asked.discard("trainer")
 
     def seconds(name: str, *, train: bool) -> float:
         rate = setting.device.tflops * 1e12 * hardware.training_efficiency
-        epochs = algorithm.update_epochs if train else 1
+        epochs = algorithm.passes if train else 1
         flop = epochs * _flop(setting, name, tokens, length, train=train)
         return flop / (rate * setting.roles[name].trainer.ranks)
 

@@ -10,7 +10,7 @@ from torchtitan.config import Configurable
 from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import Outputs, WorkerGroup
 from rl.errors import ActorFailure
-from rl.observe.metrics import Metrics
+from rl.metrics import Metrics
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import background
 from rl.session.residency import Residency

@@ -12,7 +12,7 @@ from rl.actors.group import ensure_running
 from rl.actors.hosts import Hosts
 from rl.actors.processes import ensure_runtime
 from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost
-from rl.observe.metrics import Metrics
+from rl.metrics import Metrics
 from rl.observe.spans import Stopwatch
 from rl.rollout.rollouter import Rollouter
 from rl.session.concurrency import background

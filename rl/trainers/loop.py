@@ -4,16 +4,17 @@ import asyncio
 from collections import Counter
 from itertools import chain
 
+from rl.algorithms.algorithm import Algorithm
 from rl.config import RLConfig
 from rl.errors import ActorFailure, RunError
-from rl.observe.metrics import Metrics
+from rl.metrics import Metrics
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord, failing_loudly
 from rl.session.concurrency import Signal, background
 from rl.session.session import Session
 from rl.step_folders import ROLLOUTS, StepFolders
 from rl.tasks.base import Task
-from rl.trainers.algorithm import PolicyGradient
+from rl.trainers.companions import Companions
 from rl.trainers.evaluation import Evaluation
 from rl.trainers.ledger import Group, Ledger
 from rl.trainers.report import Report
@@ -54,9 +55,8 @@ class RLTrainer:
             updates_per_step=config.updates_per_step,
         )
         self.checkpoints = StepFolders(record.folder / config.trainer.checkpoint.folder)
-        self.algorithm = PolicyGradient(
-            config, session, record.folder / "reference", self.checkpoints
-        )
+        self.algorithm: Algorithm = config.algorithm.build(run=config)
+        self.companions = Companions(config, session, record.folder / "reference", self.checkpoints)
         self.evaluation = Evaluation(config, task, session, record.folder / "unevaluated")
         self.scheduler = RolloutScheduler(config, task, session, self.changed, self.evaluate_if_due)
         self.step = 0
@@ -93,7 +93,8 @@ class RLTrainer:
         self.ledger.restore(state.get("ledger", {}), finished, self.session.version, keep=keep)
         self.scheduler.restore(state.get("scheduler", {}))
         self.report.go_back(self.step, state.get("watchdog", {}))
-        await self.algorithm.load(self.step, state.get("algorithm", {}))
+        self.algorithm.restore(state.get("algorithm", {}))
+        await self.companions.load(self.step, state.get("companions", {}))
         if self.step:
             self.progress.note(f"resumed after step {self.step}")
         await self.evaluate_what_was_left()
@@ -155,17 +156,19 @@ class RLTrainer:
         while chunk:
             staleness += self.staleness(chunk)
             with self.watch.span("train"):
-                batch = await self.algorithm.prepare(chunk)
+                rollouts = [*chain.from_iterable(chunk)]
+                batch = await self.algorithm.prepare(self.session, rollouts)
             *earlier, last = self.algorithm.minibatches(batch, self.step)
             for minibatch in earlier:
-                await self.algorithm.accumulate(minibatch)
-                updates.append(await self.algorithm.update())
-            await self.algorithm.accumulate(last)
+                await self.algorithm.accumulate(self.session, minibatch)
+                updates.append(await self.algorithm.update(self.session))
+            await self.algorithm.accumulate(self.session, last)
             groups += chunk
             chunk = await self.take() if self.ledger.lacks else []
-        updates.append(await self.algorithm.update())
+        updates.append(await self.algorithm.update(self.session))
         with self.watch.span("train"):
-            metrics = dict(Metrics.merged(updates)) | await self.algorithm.finish(self.step + 1)
+            metrics = dict(Metrics.merged(updates)) | self.algorithm.finish()
+            await self.companions.refresh(self.step + 1)
         self.step += 1
         self.session.start_push()
         ledger = self.ledger.stepped(self.session.version)
@@ -233,9 +236,12 @@ class RLTrainer:
                 "ledger": self.ledger.to_dict(),
                 "scheduler": self.scheduler.to_dict(),
                 "watchdog": self.report.to_dict(),
+                "algorithm": self.algorithm.to_dict(),
+                "companions": self.companions.to_dict(),
             }
             await asyncio.to_thread(self.save_groups, self.ledger.finished())
-            await self.algorithm.save(self.step, state)
+            await self.companions.save(self.step)
+            await self.session.save(self.step, state)
         self._saved = self.step
 
     async def keep_if_due(self) -> None:

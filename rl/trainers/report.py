@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl.config import RLConfig
-from rl.observe.metrics import Metrics
+from rl.metrics import Metrics
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord, failing_loudly
 from rl.observe.spans import Stopwatch
-from rl.rollout.batch import rollout_metrics
+from rl.rollout.metrics import rollout_metrics
 from rl.trainers.ledger import Group
 from rl.trainers.watchdog import Alarm, Watchdog
 

@@ -5,11 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from rich.console import Console
 
-from rl.algorithms.advantages import Scored, advantages_of
-from rl.algorithms.corrections import correction_weights
+from rl.algorithms.algorithm import Algorithm
 from rl.config import RLConfig
 from rl.errors import ConfigError, RunError, require
 from rl.frames import users_code
@@ -18,7 +16,7 @@ from rl.tasks.base import Task, showing_progress
 from rl.trainers.evaluation import held_out_prompts
 
 LINE_EVERY_S = 5.0
-MOST_TRIED = 1000  # prompts, and groups of completions
+MAX_TRIED = 1000  # prompts, and groups of completions
 
 
 def build_task(config: RLConfig) -> Task:
@@ -44,7 +42,7 @@ def build_task(config: RLConfig) -> Task:
                 f"task: {name} has no {attribute}; its constructor must call {call}",
             )
         held_out_prompts(config.evaluation, task)
-        for prompt_id in range(min(config.rollout.prompts_per_step, MOST_TRIED)):
+        for prompt_id in range(min(config.rollout.prompts_per_step, MAX_TRIED)):
             training_prompt(task, prompt_id)
     return task
 
@@ -54,27 +52,12 @@ def check_algorithm(config: RLConfig) -> None:
 
     Raises ConfigError if one does not keep its contract.
     """
-    algorithm = config.algorithm
     rollout = config.rollout
-    groups = min(math.ceil(rollout.prompts_per_step / rollout.stream_chunks), MOST_TRIED)
-    completions = torch.arange(groups * rollout.samples_per_prompt)
-    lengths = 1 + completions % 3
-    tokens = int(lengths.sum())
-    scored = Scored(
-        rewards=(completions % 2).float(),
-        groups=completions // rollout.samples_per_prompt,
-        lengths=lengths,
-        token_rewards=torch.zeros(tokens),
-        values=torch.zeros(tokens) if algorithm.advantage.needs_values else None,
-    )
-    logprobs = torch.full((tokens,), -1.0)
+    groups = min(math.ceil(rollout.prompts_per_step / rollout.stream_chunks), MAX_TRIED)
     with users_code("algorithm"):
-        algorithm.loss.build()
-        advantage = algorithm.advantage.build()
-        corrections = [correction.build() for correction in algorithm.corrections]
+        algorithm: Algorithm = config.algorithm.build(run=config)
     with _before_start():
-        advantages_of(advantage, scored, with_returns=algorithm.advantage.needs_values)
-        correction_weights(corrections, logprobs, logprobs, torch.zeros(tokens), scored.sequence)
+        algorithm.rehearse(groups, rollout.samples_per_prompt)
 
 
 @contextmanager

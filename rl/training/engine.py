@@ -14,10 +14,10 @@ from torchtitan.tools.utils import get_local_device
 from rl.algorithms.losses import PerToken, check_loss_result
 from rl.algorithms.tokens import Tokens
 from rl.errors import RunError
+from rl.metrics import Metrics, Value
 from rl.model.host_memory import HostMemory
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
-from rl.observe.metrics import Metrics, Value
 from rl.platform import device_type
 from rl.training.attention import attention_masks, shares_rows
 from rl.training.config import TrainerConfig

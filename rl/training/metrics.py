@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rl.algorithms.losses import Metric
-from rl.observe.metrics import Metrics, Value
+from rl.metrics import Metrics, Value
 
 
 class MetricTotals:

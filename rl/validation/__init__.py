@@ -5,7 +5,6 @@ from pathlib import Path
 
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
-from rl.algorithms.corrections import MaskedIS
 from rl.cluster import HardwareConfig, SlurmConfig
 from rl.config import RLConfig, RolloutConfig, WatchdogConfig
 from rl.errors import ConfigError, require
@@ -188,49 +187,13 @@ def _validate_pipeline(rollout: RolloutConfig) -> None:
 
 def _validate_algorithm(config: RLConfig) -> None:
     algorithm = config.algorithm
-    prompts = config.rollout.prompts_per_step
+    algorithm.check(config.rollout)
+    whole = config.updates_per_step > 1 or not algorithm.by_group
+    chunks = config.rollout.stream_chunks
     require(
-        algorithm.prompts_per_minibatch == 0 or prompts % algorithm.prompts_per_minibatch == 0,
-        f"algorithm.prompts_per_minibatch is {algorithm.prompts_per_minibatch}; it must divide "
-        f"rollout.prompts_per_step={prompts}",
-    )
-    whole = config.updates_per_step > 1 or not algorithm.advantage.by_group
-    parts = config.rollout.stream_chunks
-    field_name = "rollout.stream_chunks"
-    require(
-        parts == 1 or not whole,
-        f"{field_name} is {parts}; it must be 1 where a step has several updates or its advantages "
-        "are compared over all groups: the whole batch must be there",
-    )
-    require(
-        not (algorithm.loss.kl_coef and algorithm.reward_kl_coef),
-        f"algorithm.reward_kl_coef is {algorithm.reward_kl_coef}; it must be 0 with "
-        f"algorithm.loss.kl_coef={algorithm.loss.kl_coef}: the penalty stands in the loss or in "
-        "the reward",
-    )
-    require(
-        not algorithm.loss.kl_coef or algorithm.loss.kl_estimator != "k1",
-        "algorithm.loss.kl_estimator is 'k1', whose gradient is 0 on average; in a loss it must be "
-        "'k2' or 'k3'; with algorithm.reward_kl_coef it can be any",
-    )
-    steering = algorithm.adaptive_kl
-    require(
-        steering.rate * steering.clip < 1,
-        f"algorithm.adaptive_kl.rate={steering.rate} times "
-        f"algorithm.adaptive_kl.clip={steering.clip} is {steering.rate * steering.clip}; it must "
-        "be below 1, or a step could turn the coefficient to 0 or below",
-    )
-    for number, correction in enumerate(algorithm.corrections):
-        if isinstance(correction, MaskedIS.Config):
-            require(
-                correction.low <= correction.high,
-                f"algorithm.corrections.{number}.low is {correction.low}; it must be at most "
-                f"high={correction.high}, or every token is masked",
-            )
-    require(
-        algorithm.adaptive_kl.target == 0 or algorithm.kl_coef > 0,
-        f"algorithm.adaptive_kl.target is {algorithm.adaptive_kl.target}; it must be 0 where no "
-        "algorithm.loss.kl_coef or algorithm.reward_kl_coef above 0 is there to steer",
+        chunks == 1 or not whole,
+        f"rollout.stream_chunks is {chunks}; it must be 1 where a step has several updates or its "
+        "advantages are compared over all groups: the whole batch must be there",
     )
     alone = config.colocate != "all" or (
         config.rollout.max_staleness == 0 and config.generator.enforce_eager
@@ -240,12 +203,6 @@ def _validate_algorithm(config: RLConfig) -> None:
         "colocate is 'all'; it must be 'none' or 'models' unless rollout.max_staleness is 0 "
         "(nothing is generated while the trainer has the devices) and generator.enforce_eager is "
         "True (compiled code keeps addresses)",
-    )
-    longest = config.rollout.max_tokens
-    require(
-        algorithm.overlong_buffer <= longest,
-        f"algorithm.overlong_buffer is {algorithm.overlong_buffer}; it must be at most "
-        f"rollout.max_tokens={longest}",
     )
 
 

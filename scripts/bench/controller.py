@@ -37,8 +37,8 @@ import torch
 from rl.cli import find_config
 from rl.config import RLConfig
 from rl.errors import ActorFailure
+from rl.metrics import Metrics, Value
 from rl.model.shards import Box, Region
-from rl.observe.metrics import Metrics, Value
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.roles import session_config

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl.rollout.batch import make_batch, rollout_metrics
+from rl.algorithms.batch import make_batch
+from rl.rollout.metrics import rollout_metrics
 from rl.types import Batch, Rollout
 
 

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from rl.observe.metrics import Metrics, Value
+from rl.metrics import Metrics, Value
 
 
 def test_each_rule_merges_as_if_all_had_been_reduced_at_once():

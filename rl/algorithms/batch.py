@@ -59,36 +59,3 @@ def whole_texts(rollouts: Sequence[Rollout]) -> tuple[Batch, torch.Tensor]:
 
 def _joined(arrays: Sequence[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(arrays))
-
-
-def rollout_metrics(groups: list[list[Rollout]]) -> dict[str, float]:
-    """What a step's rollouts came to: rewards, lengths, and how many groups teach nothing.
-
-    Rewards are of all, as ``reward/NAME``, and of each task of a mixture, as ``reward/TASK/NAME``.
-    """
-    rollouts = [rollout for group in groups for rollout in group]
-    lengths = [rollout.sampled_count for rollout in rollouts]
-    metrics = {
-        **_reward_metrics("reward", groups),
-        "completion/length_mean": sum(lengths) / len(rollouts),
-        "completion/length_max": float(max(lengths)),
-        "completion/cut_off": sum(r.stop_reason == "length" for r in rollouts) / len(rollouts),
-    }
-    for task in sorted({r.prompt.task for r in rollouts} - {""}):
-        metrics |= _reward_metrics(
-            f"reward/{task}", [group for group in groups if group[0].prompt.task == task]
-        )
-    return metrics
-
-
-def _reward_metrics(prefix: str, groups: list[list[Rollout]]) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group]
-    flat = sum(len({r.reward for r in group}) == 1 for group in groups)
-    metrics = {
-        f"{prefix}/mean": sum(r.reward for r in rollouts) / len(rollouts),
-        f"{prefix}/zero_std_groups": flat / len(groups),
-    }
-    for name in sorted({name for r in rollouts for name in r.metrics}):
-        values = [r.metrics[name] for r in rollouts if name in r.metrics]
-        metrics[f"{prefix}/{name}"] = sum(values) / len(values)
-    return metrics

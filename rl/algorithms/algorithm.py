@@ -1,0 +1,190 @@
+"""The protocol between the RL loop and what it learns by."""
+
+import asyncio
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchtitan.config import Configurable
+
+from rl.algorithms.batch import make_batch, whole_texts
+from rl.algorithms.losses import Reduction
+from rl.metrics import Metrics, Value
+from rl.types import Batch, Rollout
+
+if TYPE_CHECKING:
+    from rl.config import RLConfig, RolloutConfig
+    from rl.session.session import Session
+
+
+class Algorithm(Configurable, ABC):
+    """What scored rollouts teach: subclass it, in any package, to train by another algorithm.
+
+    The RL loop calls it for each step, with the session that holds the models. ::
+
+        batch = await algorithm.prepare(session, rollouts)        # columns of models, then score
+        for minibatch in algorithm.minibatches(batch, step):
+            await algorithm.accumulate(session, minibatch)
+            metrics = await algorithm.update(session)             # one optimizer step
+
+    A subclass has to say how a batch is scored and by which loss it is learned::
+
+        class BestOfGroup(Algorithm):
+            @dataclass(kw_only=True, slots=True)
+            class Config(Algorithm.Config):
+                margin: float = 0.0
+
+            def score(self, batch, rollouts, rewards):
+                batch.columns["advantages"] = ...
+                return {"best/share": ...}
+
+            def loss(self, role):
+                return grpo()
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """What the run needs to know before it starts."""
+
+        def roles(self) -> tuple[str, ...]:
+            """Return which of ``reference`` and ``critic`` the algorithm needs."""
+            return ()
+
+        def columns(self) -> dict[str, tuple[str, str]]:
+            """Return by role which output of a model becomes which column of a batch.
+
+            Roles are ``trainer``, ``reference``, ``critic`` and those of ``RLConfig.roles``.
+            Outputs are ``logprobs``, ``entropy`` and ``values``.
+            """
+            return {}
+
+        def updates(self, prompts: int) -> int:
+            """Return the number of optimizer steps on the rollouts of ``prompts``."""
+            return 1
+
+        @property
+        def passes(self) -> int:
+            """Number of times that a step's rollouts are trained on."""
+            return 1
+
+        @property
+        def by_group(self) -> bool:
+            """Whether each group can be scored without the others of its batch."""
+            return True
+
+        def check(self, rollout: "RolloutConfig") -> None:
+            """Raise ConfigError, naming the field, if a field cannot work."""
+
+    def __init__(self, config: Config, *, run: "RLConfig"):
+        self.config = config
+        self.run = run
+        self.temperature = run.rollout.temperature
+        self._columns = config.columns() | {
+            name: (role.head, role.column) for name, role in run.roles.items() if role.column
+        }
+        self._learning = ["trainer", *(role for role in config.roles() if role == "critic")]
+        self._prepared: list[Metrics] = []
+        self._sequences = 0
+
+    reduction: Reduction = "token_mean"
+    """How the losses of tokens are weighed: see :func:`rl.algorithms.losses.token_weights`."""
+
+    @abstractmethod
+    def score(
+        self, batch: Batch, rollouts: Sequence[Rollout], rewards: torch.Tensor
+    ) -> dict[str, float]:
+        """Add the columns that the loss reads; return metrics.
+
+        ``rewards`` float32 [N] are those of the rollouts with the scores of reward models added.
+        Columns that were asked of models are there.
+        """
+
+    @abstractmethod
+    def loss(self, role: str) -> Configurable.Config:
+        """Return the loss of ``trainer`` or ``critic``."""
+
+    def minibatches(self, batch: Batch, step: int) -> list[Batch]:
+        """Return what each optimizer step of ``step`` is on; as many as ``Config.updates``."""
+        return [batch]
+
+    def denominator(self, sequences: int) -> float | None:
+        """Return what the loss of ``sequences`` is divided by; None for the sum of weights."""
+        return None
+
+    def end_step(self, metrics: dict[str, float]) -> None:
+        """Adapt to the metrics that ``score`` returned, after the last update of a step."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-able state for a checkpoint."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to what ``to_dict`` returned; from an empty dict, to the start."""
+        self._prepared = []
+        self._sequences = 0
+
+    def rehearse(self, groups: int, samples: int) -> None:
+        """Run the user's own parts on made-up rollouts, before anything starts."""
+
+    async def prepare(self, session: "Session", rollouts: Sequence[Rollout]) -> Batch:
+        """Return the batch of ``rollouts``, with every column that the loss reads."""
+        longest = self.run.rollout.max_tokens
+        batch = make_batch(rollouts, reduction=self.reduction, max_tokens=longest)
+        answers = await asyncio.gather(
+            *(
+                session.forward(batch, role=role, temperature=self.temperature)
+                for role in self._columns
+            )
+        )
+        for (output, column), answer in zip(self._columns.values(), answers, strict=True):
+            batch.columns[column] = answer[output]
+        rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
+        scores = {}
+        for role, config in self.run.roles.items():
+            if config.reward_weight:
+                texts, ends = whole_texts(rollouts)
+                values = (await session.forward(texts, role=role))["values"][ends]
+                rewards = rewards + config.reward_weight * values
+                scores[f"{role}/score"] = float(values.mean())
+        batch.columns["staleness"] = session.version - batch.columns["versions"]
+        metrics = self.score(batch, rollouts, rewards) | scores
+        weight = int(batch.loss_mask.sum())
+        self._prepared.append(
+            Metrics({name: Value(value, "mean", weight) for name, value in metrics.items()})
+        )
+        return batch
+
+    async def accumulate(self, session: "Session", batch: Batch) -> None:
+        """Add the gradients of the losses on ``batch``, of trainer and critic side by side."""
+        staleness = session.version - batch.columns["versions"]
+        batch = dataclasses.replace(batch, columns=batch.columns | {"staleness": staleness})
+        await asyncio.gather(
+            *(
+                session.forward_backward(
+                    batch, self.loss(role), role=role, temperature=self.temperature
+                )
+                for role in self._learning
+            )
+        )
+        self._sequences += len(batch)
+
+    async def update(self, session: "Session") -> Metrics:
+        """Take one optimizer step on what was accumulated; return its metrics."""
+        denominator = self.denominator(self._sequences)
+        self._sequences = 0
+        metrics, *critic = await asyncio.gather(
+            *(session.optim_step(role=role, denominator=denominator) for role in self._learning)
+        )
+        for each in critic:
+            metrics |= each.renamed(lambda name: f"critic/{name.removeprefix('trainer/')}")
+        return metrics
+
+    def finish(self) -> dict[str, float]:
+        """End a step; return the metrics of what was prepared for it."""
+        metrics = dict(Metrics.merged(self._prepared))
+        self._prepared = []
+        self.end_step(metrics)
+        return metrics

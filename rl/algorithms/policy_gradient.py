@@ -1,0 +1,293 @@
+"""Policy gradients: PPO, GRPO, DAPO, RLOO, GSPO and others, as their parts are combined."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from torchtitan.config import Configurable
+
+from rl.algorithms.advantages import (
+    AdvantageEstimator,
+    GroupAdvantage,
+    Scored,
+    advantages_of,
+    overlong_penalty,
+)
+from rl.algorithms.algorithm import Algorithm
+from rl.algorithms.corrections import Correction, MaskedIS, correction_weights
+from rl.algorithms.kl import AdaptiveKL, Estimator, kl
+from rl.algorithms.losses import ClippedLoss, PolicyLoss, batch_denominator
+from rl.errors import require
+from rl.rules import at_least
+from rl.types import Batch, Rollout
+
+if TYPE_CHECKING:
+    from rl.config import RLConfig, RolloutConfig
+
+
+class PolicyGradient(Algorithm):
+    """Advantages from rewards, then a loss of ratios; in one or several optimizer steps."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        """Advantages, loss and number of optimizer steps of a batch."""
+
+        advantage: AdvantageEstimator.Config = field(default_factory=GroupAdvantage.Config)
+        """Estimator of each token's advantage."""
+
+        loss: PolicyLoss.Config = field(default_factory=ClippedLoss.Config)
+        """Loss of the policy. ``grpo()``, ``dapo()`` and other functions in
+        ``rl.algorithms.losses`` return common ones."""
+
+        corrections: tuple[Correction.Config, ...] = ()
+        """Weights of tokens that were not drawn from the weights they train; a token's weight is
+        the product of all. They need the trainer's own log-probs, so any correction implies
+        ``recomputed`` for ``proximal``."""
+
+        proximal: Literal["behaviour", "recomputed"] = "behaviour"
+        """Log-probs in the denominator of the loss's importance ratio.
+
+        - ``behaviour``: Log-probs of the generators, which drew the tokens.
+        - ``recomputed``: Log-probs of the trainer before the step's first update, which takes one
+          more forward pass. This is not decoupled PPO (arXiv:2110.00641, arXiv:2505.24298), which
+          also weights each token by the ratio of the trainer's probability to the generator's.
+          ``corrections=(TruncatedIS.Config(),)`` adds that weight, capped.
+        """
+
+        reward_kl_coef: Annotated[float, at_least(0, 1e6)] = 0.0
+        """Coefficient of a KL penalty against the reference policy in each token's reward. Only one
+        of this and ``loss.kl_coef`` may be above 0."""
+
+        reward_kl_estimator: Estimator = "k1"
+        """Estimator of the KL divergence in the reward."""
+
+        adaptive_kl: AdaptiveKL.Config = field(default_factory=AdaptiveKL.Config)
+        """Adaptation of the KL coefficient that is above 0, in the loss or in the reward."""
+
+        overlong_buffer: Annotated[int, at_least(0, 10**8)] = 0
+        """Number of tokens before ``rollout.max_tokens`` over which a completion's reward decreases
+        linearly by up to 1 (DAPO, arXiv:2503.14476, section 3.4). 0 disables it."""
+
+        update_epochs: Annotated[int, at_least(1, 10**4)] = 1
+        """Number of passes over the rollouts of a step."""
+
+        prompts_per_minibatch: Annotated[int, at_least(0, 10**6)] = 0
+        """Number of prompts per optimizer step; must divide ``rollout.prompts_per_step``. The
+        rollouts of a step are split into minibatches of as many rollouts as these prompts have, in
+        an order that follows from seed, step and epoch. 0 for one minibatch."""
+
+        @property
+        def kl_coef(self) -> float:
+            """Coefficient of the KL penalty, in loss or reward."""
+            return self.loss.kl_coef or self.reward_kl_coef
+
+        @property
+        def recomputes(self) -> bool:
+            """Whether a step starts with the trainer's log-probs of its rollouts."""
+            return self.proximal == "recomputed" or bool(self.corrections)
+
+        @property
+        def proximal_column(self) -> str:
+            """Name of the batch column in the denominator of the importance ratio."""
+            return "proximal_logprobs" if self.recomputes else "behaviour_logprobs"
+
+        def roles(self) -> tuple[str, ...]:
+            """Return ``reference`` for a KL penalty and ``critic`` for advantages with values."""
+            reference = ("reference",) if self.kl_coef else ()
+            return (*reference, "critic") if self.advantage.needs_values else reference
+
+        def columns(self) -> dict[str, tuple[str, str]]:
+            """Return by role which output of a model becomes which column of a batch."""
+            columns = {"trainer": ("logprobs", "proximal_logprobs")} if self.recomputes else {}
+            if self.kl_coef:
+                columns["reference"] = ("logprobs", "reference_logprobs")
+            if self.advantage.needs_values:
+                columns["critic"] = ("values", "old_values")
+            return columns
+
+        def updates(self, prompts: int) -> int:
+            """Return the number of optimizer steps on the rollouts of ``prompts``."""
+            return self.update_epochs * (prompts // (self.prompts_per_minibatch or prompts))
+
+        @property
+        def passes(self) -> int:
+            """Number of times that a step's rollouts are trained on."""
+            return self.update_epochs
+
+        @property
+        def by_group(self) -> bool:
+            """Whether each group can be scored without the others of its batch."""
+            return self.advantage.by_group
+
+        def check(self, rollout: "RolloutConfig") -> None:
+            """Raise ConfigError, naming the field, if a field cannot work."""
+            prompts = rollout.prompts_per_step
+            size = self.prompts_per_minibatch
+            require(
+                size == 0 or prompts % size == 0,
+                f"algorithm.prompts_per_minibatch is {size}; it must divide "
+                f"rollout.prompts_per_step={prompts}",
+            )
+            require(
+                self.overlong_buffer <= rollout.max_tokens,
+                f"algorithm.overlong_buffer is {self.overlong_buffer}; it must be at most "
+                f"rollout.max_tokens={rollout.max_tokens}",
+            )
+            self._check_kl()
+            for number, correction in enumerate(self.corrections):
+                if isinstance(correction, MaskedIS.Config):
+                    require(
+                        correction.low <= correction.high,
+                        f"algorithm.corrections.{number}.low is {correction.low}; it must be at "
+                        f"most high={correction.high}, or every token is masked",
+                    )
+
+        def _check_kl(self) -> None:
+            require(
+                not (self.loss.kl_coef and self.reward_kl_coef),
+                f"algorithm.reward_kl_coef is {self.reward_kl_coef}; it must be 0 with "
+                f"algorithm.loss.kl_coef={self.loss.kl_coef}: the penalty stands in the loss or "
+                "in the reward",
+            )
+            require(
+                not self.loss.kl_coef or self.loss.kl_estimator != "k1",
+                "algorithm.loss.kl_estimator is 'k1', whose gradient is 0 on average; in a loss it "
+                "must be 'k2' or 'k3'; with algorithm.reward_kl_coef it can be any",
+            )
+            steering = self.adaptive_kl
+            change = steering.rate * steering.clip
+            require(
+                change < 1,
+                f"algorithm.adaptive_kl.rate={steering.rate} times "
+                f"algorithm.adaptive_kl.clip={steering.clip} is {change}; it must be below 1, or a "
+                "step could turn the coefficient to 0 or below",
+            )
+            require(
+                steering.target == 0 or self.kl_coef > 0,
+                f"algorithm.adaptive_kl.target is {steering.target}; it must be 0 where no "
+                "algorithm.loss.kl_coef or algorithm.reward_kl_coef above 0 is there to steer",
+            )
+
+    def __init__(self, config: Config, *, run: "RLConfig"):
+        super().__init__(config, run=run)
+        self._config = config
+        self.reduction = config.loss.reduction
+        config.loss.build()  # raises what the user's own loss raises
+        self._advantage = config.advantage.build()
+        self._corrections = [correction.build() for correction in config.corrections]
+        self._adaptive_kl = config.adaptive_kl.build()
+        self._kl_coef = config.kl_coef
+
+    def loss(self, role: str) -> Configurable.Config:
+        """Return the loss of ``trainer``, at the present KL coefficient, or ``critic``."""
+        if role == "critic":
+            return self.run.critic.loss
+        loss = self._config.loss
+        return dataclasses.replace(loss, kl_coef=self._kl_coef) if loss.kl_coef else loss
+
+    def score(
+        self, batch: Batch, rollouts: Sequence[Rollout], rewards: torch.Tensor
+    ) -> dict[str, float]:
+        """Add ``advantages``, and ``returns`` and ``correction`` if the config asks for them."""
+        lengths = torch.tensor([rollout.sampled_count for rollout in rollouts])
+        if buffer := self._config.overlong_buffer:
+            longest = self.run.rollout.max_tokens
+            rewards = rewards + overlong_penalty(lengths, max_tokens=longest, buffer=buffer)
+        metrics, token_rewards = self._penalty(batch)
+        values = batch.columns.get("old_values")
+        scored = Scored(
+            rewards=rewards,
+            groups=torch.tensor([rollout.prompt.prompt_id for rollout in rollouts]),
+            lengths=lengths,
+            token_rewards=token_rewards,
+            values=None if values is None else values[batch.loss_mask],
+        )
+        with_returns = self._config.advantage.needs_values
+        found = advantages_of(self._advantage, scored, with_returns=with_returns)
+        batch.columns["advantages"] = batch.scatter(found.advantages)
+        if found.returns is not None:
+            batch.columns["returns"] = batch.scatter(found.returns)
+        if self._corrections:
+            metrics |= self._correct(batch, scored.sequence)
+        return metrics
+
+    def minibatches(self, batch: Batch, step: int) -> list[Batch]:
+        """Return the whole batch, or in each epoch a new split of it."""
+        updates = self._config.updates(self.run.rollout.prompts_per_step)
+        if updates == 1:
+            return [batch]
+        count = updates // self._config.update_epochs
+        cut = list[Batch]()
+        for epoch in range(self._config.update_epochs):
+            order = list(range(len(batch)))
+            random.Random(f"{self.run.seed}/update/{step}/{epoch}").shuffle(order)
+            cut += [batch.select(sorted(order[first::count])) for first in range(count)]
+        return cut
+
+    def denominator(self, sequences: int) -> float | None:
+        """Return what the loss of ``sequences`` is divided by; None for the sum of weights."""
+        return batch_denominator(sequences, self.reduction)
+
+    def end_step(self, metrics: dict[str, float]) -> None:
+        """Adapt the KL coefficient."""
+        if self._kl_coef:
+            self._kl_coef = self._adaptive_kl.update(self._kl_coef, metrics["kl/reference"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-able state for a checkpoint."""
+        return {"kl_coef": self._kl_coef}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to what ``to_dict`` returned; from an empty dict, to the start."""
+        super().restore(state)
+        self._kl_coef = state.get("kl_coef", self._config.kl_coef)
+
+    def rehearse(self, groups: int, samples: int) -> None:
+        """Call advantage and corrections on made-up completions."""
+        completions = torch.arange(groups * samples)
+        lengths = 1 + completions % 3
+        tokens = int(lengths.sum())
+        needs_values = self._config.advantage.needs_values
+        scored = Scored(
+            rewards=(completions % 2).float(),
+            groups=completions // samples,
+            lengths=lengths,
+            token_rewards=torch.zeros(tokens),
+            values=torch.zeros(tokens) if needs_values else None,
+        )
+        logprobs = torch.full((tokens,), -1.0)
+        advantages_of(self._advantage, scored, with_returns=needs_values)
+        zeros = torch.zeros(tokens)
+        correction_weights(self._corrections, logprobs, logprobs, zeros, scored.sequence)
+
+    def _penalty(self, batch: Batch) -> tuple[dict[str, float], torch.Tensor]:
+        """Return metrics of the distance to the reference, and each sampled token's reward, [C]."""
+        mask = batch.loss_mask
+        columns = batch.columns
+        nothing = torch.zeros(int(mask.sum()))
+        if "reference_logprobs" not in columns:
+            return {}, nothing
+        policy = columns[self._config.proximal_column][mask]
+        reference = columns["reference_logprobs"][mask]
+        distance = float(kl(policy, reference, "k3").mean())
+        metrics = {"kl/reference": distance, "kl/coef": self._kl_coef}
+        if not self._config.reward_kl_coef:
+            return metrics, nothing
+        return metrics, -self._kl_coef * kl(policy, reference, self._config.reward_kl_estimator)
+
+    def _correct(self, batch: Batch, sequence: torch.Tensor) -> dict[str, float]:
+        """Add the weights of tokens that older weights drew; return metrics."""
+        mask = batch.loss_mask
+        columns = batch.columns
+        weights, metrics = correction_weights(
+            self._corrections,
+            columns["proximal_logprobs"][mask],
+            columns["behaviour_logprobs"][mask],
+            columns["staleness"][mask],
+            sequence,
+        )
+        columns["correction"] = batch.scatter(weights)
+        return metrics

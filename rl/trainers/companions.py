@@ -1,0 +1,78 @@
+"""The models beside the policy: critic, reference and the user's own, over checkpoints."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rl.config import RLConfig
+from rl.session.session import Session
+from rl.step_folders import StepFolders
+
+
+class Companions:
+    """Loads and saves the models beside the policy with each of its checkpoints.
+
+    A reference is what the policy was at first, or ``reference.refresh_every`` steps ago at most.
+    ``folder`` keeps what it was last, and what it was at each of ``checkpoints``.
+    """
+
+    def __init__(self, config: RLConfig, session: Session, folder: Path, checkpoints: StepFolders):
+        self._frozen = [*config.roles]
+        self._refresh_every = config.reference.refresh_every
+        self._session = session
+        self._folder = folder
+        self._checkpoints = checkpoints
+        self._reference = 0  # step whose policy the reference is
+
+    async def load(self, step: int, state: dict[str, Any]) -> None:
+        """Go back to what was after ``step``, at which ``to_dict`` returned ``state``."""
+        for role in self._frozen:
+            await self._session.init_model(role)
+        if self._session.has("critic"):
+            await self._session.load(step, role="critic")
+        if self._session.has("reference"):
+            await self._load_reference(state.get("reference", 0))
+
+    async def save(self, step: int) -> None:
+        """Write checkpoint ``step``; the policy's comes after it and tells where the run is."""
+        if self._session.has("critic"):
+            await self._session.save(step, role="critic")
+
+    async def refresh(self, step: int) -> None:
+        """Make the reference what the policy is, if that is due after ``step``."""
+        every = self._refresh_every
+        if not (self._session.has("reference") and every and step % every == 0):
+            return
+        await self._session.copy_weights("trainer", "reference", self._path(step))
+        self._reference = step
+        saved = self._saved()
+        kept_for = (*self._checkpoints.steps(), step)
+        needed = {max((each for each in saved if each <= at), default=0) for at in kept_for}
+        for each in saved.keys() - needed:
+            shutil.rmtree(saved[each])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-able state for a checkpoint."""
+        return {"reference": self._reference}
+
+    async def _load_reference(self, step: int) -> None:
+        self._reference = step
+        newer = [folder for saved, folder in self._saved().items() if saved > step]
+        for folder in (*newer, *self._folder.glob("policy-*.partial")):
+            shutil.rmtree(folder)  # of steps that are taken again
+        if step:
+            await self._session.load_weights(self._path(step), role="reference")
+        else:
+            await self._session.init_model("reference")
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"policy-{step}"
+
+    def _saved(self) -> dict[int, Path]:
+        """Return the folders of the policies that were references, by step."""
+        named = (
+            (re.fullmatch(r"policy-(\d+)", folder.name), folder)
+            for folder in self._folder.glob("policy-*")
+        )
+        return {int(name[1]): folder for name, folder in named if name}

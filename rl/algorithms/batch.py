@@ -24,7 +24,7 @@ def make_batch(
     sequences has the weights of one.
     """
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
-    counts = torch.tensor([rollout.sampled_count for rollout in rollouts])
+    counts = counts_of(rollouts)
     sampled = _joined([sequence.sampled for sequence in sequences])
     loss_weights = torch.zeros(len(sampled))
     loss_weights[sampled] = token_weights(counts, reduction, max_tokens).repeat_interleave(counts)
@@ -42,6 +42,11 @@ def make_batch(
         values = advantages.repeat_interleave(counts) if each else advantages
         batch.columns["advantages"] = batch.scatter(values)
     return batch
+
+
+def counts_of(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    """Return the number of sampled tokens of each rollout, int64 [N]."""
+    return torch.tensor([rollout.sampled_count for rollout in rollouts])
 
 
 def whole_texts(rollouts: Sequence[Rollout]) -> tuple[Batch, torch.Tensor]:

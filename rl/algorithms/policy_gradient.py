@@ -17,6 +17,7 @@ from rl.algorithms.advantages import (
     overlong_penalty,
 )
 from rl.algorithms.algorithm import Algorithm
+from rl.algorithms.batch import counts_of
 from rl.algorithms.corrections import Correction, MaskedIS, correction_weights
 from rl.algorithms.kl import AdaptiveKL, Estimator, kl
 from rl.algorithms.losses import ClippedLoss, PolicyLoss, batch_denominator
@@ -192,7 +193,7 @@ class PolicyGradient(Algorithm):
         self, batch: Batch, rollouts: Sequence[Rollout], rewards: torch.Tensor
     ) -> dict[str, float]:
         """Add ``advantages``, and ``returns`` and ``correction`` if the config asks for them."""
-        lengths = torch.tensor([rollout.sampled_count for rollout in rollouts])
+        lengths = counts_of(rollouts)
         if buffer := self._config.overlong_buffer:
             longest = self.run.rollout.max_tokens
             rewards = rewards + overlong_penalty(lengths, max_tokens=longest, buffer=buffer)

@@ -74,9 +74,9 @@ def test_batches_are_of_the_configs_sizes(monkeypatch):
     assert batch.lengths.min() >= 2
     assert batch.lengths.max() <= config.task.max_prompt_tokens + config.rollout.max_tokens
     assert len(set(batch.lengths.tolist())) > 10
-    assert int(batch.lengths.sum()) == len(batch.tokens) == len(batch.weights)
+    assert int(batch.lengths.sum()) == len(batch.tokens) == len(batch.loss_weights)
     assert 0 <= batch.tokens.min() <= batch.tokens.max() < config.model.vocab_size
-    for weights in batch.weights.split(batch.lengths.tolist()):
+    for weights in batch.loss_weights.split(batch.lengths.tolist()):
         assert weights.sum() == pytest.approx(1)  # grpo: every completion counts alike
         assert weights[0] == 0
         assert (weights > 0).tolist() == sorted((weights > 0).tolist())

@@ -42,6 +42,20 @@ def test_neither_shared_devices_nor_lost_models_change_a_number(tmp_path, finish
     assert digest(run) == digest(whole)
 
 
+def test_an_algorithm_of_the_users_own_learns(tmp_path):
+    config = "tests.trainers.rejection_sampling.rejection_sampling"
+    quick = ("--evaluation.prompts", "8", "--generator.kv_cache_gib", "0.05")
+    run = Run("--config", config, "--steps", "30", *quick, folder=tmp_path / "run")
+    assert run.wait() == 0, run.stderr
+    rewards = [row["reward/mean"] for row in run.metrics()]
+    kept = [row["rejection/kept"] for row in run.metrics()]
+    assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
+    assert all(0 < share < 1 for share in kept)
+    refused = Run("--config", config, "--algorithm.margin", "-1", folder=tmp_path / "refused")
+    assert refused.wait() == 2
+    assert "algorithm.margin is -1.0; it must be" in refused.stderr
+
+
 def test_the_loss_that_the_readme_shows_trains(tmp_path):
     code = re.search(
         r"```python\n(# my_losses.py\n.*?)```", Path("README.md").read_text(), re.DOTALL

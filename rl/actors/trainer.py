@@ -67,7 +67,7 @@ class TrainerMesh(WorkerGroup):
 
     async def layouts(self) -> list[tuple[str, Layout]]:
         """Each rank's memory domain, and what it holds of the parameters."""
-        return await self._call("layout")
+        return await self.call("layout")
 
     async def open_publishers(self, transfer: Transfer) -> list[Any]:
         """Make each rank ready to push; the addresses that generators connect to."""
@@ -92,7 +92,7 @@ class TrainerMesh(WorkerGroup):
 
     async def excuse(self, generator: int) -> None:
         """Have no push wait for generator number ``generator``, which has gone."""
-        await self._call("excuse", generator)
+        await self.call("excuse", generator)
 
     async def stop(self) -> None:
         """End the processes, whatever they are doing. Raises nothing."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,19 @@ T = TypeVar("T")
 
 Outputs = dict[str, torch.Tensor]
 """Per-token values by name, float32 [T]."""
+
+
+def _passed_on(method: str, *, changes: bool = False) -> Any:
+    """Return an endpoint that calls ``method`` of the engine or the checkpointer.
+
+    ``changes``: whether it changes or moves the weights.
+    """
+
+    async def call(self: "ModelWorker", *args: Any) -> Any:
+        run = self._changing if changes else self._in_engine
+        return await run(attrgetter(method)(self), *args)
+
+    return concurrent_endpoint(call)
 
 
 class ModelWorker(Actor):
@@ -105,21 +119,16 @@ class ModelWorker(Actor):
         metrics = self.engine.optim_step(**options)
         return self.engine.version, metrics
 
-    @concurrent_endpoint
-    async def offload(self, model: bool, optimizer: bool) -> None:
-        await self._changing(self.engine.offload, model=model, optimizer=optimizer)
-
-    @concurrent_endpoint
-    async def onload(self, model: bool, optimizer: bool) -> None:
-        await self._in_engine(self.engine.onload, model=model, optimizer=optimizer)
+    offload = _passed_on("engine.offload", changes=True)
+    onload = _passed_on("engine.onload")
+    save_checkpoint = _passed_on("checkpointer.save")
+    save_weights = _passed_on("checkpointer.save_weights")
+    load_weights = _passed_on("checkpointer.load_weights", changes=True)
+    export_hf = _passed_on("checkpointer.export_hf")
 
     @concurrent_endpoint
     async def weight_digests(self, dtype: torch.dtype | None) -> ShardDigests:
         return await self._in_engine(lambda: digests(self.engine.shards().values(), dtype=dtype))
-
-    @concurrent_endpoint
-    async def save_checkpoint(self, step: int, run_state: dict[str, Any]) -> None:
-        await self._in_engine(self.checkpointer.save, step, run_state)
 
     @concurrent_endpoint
     async def load_checkpoint(
@@ -127,20 +136,6 @@ class ModelWorker(Actor):
     ) -> tuple[int, dict[str, Any], Path | None, list[str]]:
         run_state = await self._changing(self.checkpointer.load, step)
         return self.engine.version, run_state, self.checkpointer.loaded, self.checkpointer.ignored
-
-    @concurrent_endpoint
-    async def save_weights(self, folder: Path) -> None:
-        await self._in_engine(self.checkpointer.save_weights, folder)
-
-    @concurrent_endpoint
-    async def load_weights(self, folder: Path, version: int | None) -> None:
-        await self._changing(self.checkpointer.load_weights, folder)
-        if version is not None:
-            self.engine.version = version
-
-    @concurrent_endpoint
-    async def export_hf(self, folder: str) -> None:
-        await self._in_engine(self.checkpointer.export_hf, folder)
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -269,24 +264,24 @@ class WorkerGroup(Mesh):
         ``options`` are those of TrainingEngine.optim_step: denominator, lr, betas, weight_decay,
         max_norm.
         """
-        self.version, metrics = (await self._call("optim_step", options))[0]
+        self.version, metrics = (await self.call("optim_step", options))[0]
         return metrics
 
-    async def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
-        """Move parameters, or gradients and optimizer state, to host memory."""
-        await self._call("offload", model, optimizer)
+    async def call(self, name: str, *args: Any) -> list[Any]:
+        """Call an endpoint of every rank, such as ``export_hf``; return results in rank order."""
+        return await self._group.call(name, *args, deadline=self._deadlines.call)
+
+    async def offload(self) -> None:
+        """Move parameters, gradients and optimizer state to host memory."""
+        await self.call("offload")
 
     async def onload(self, *, model: bool = True, optimizer: bool = True) -> None:
-        """Bring them back, bit for bit."""
-        await self._call("onload", model, optimizer)
+        """Bring back parameters, or gradients and optimizer state, bit for bit."""
+        await self.call("onload", model, optimizer)
 
     async def weight_digests(self, dtype: torch.dtype | None = None) -> list[ShardDigests]:
         """Digests of every rank's shards, cast to ``dtype`` if given."""
-        return await self._call("weight_digests", dtype)
-
-    async def save_checkpoint(self, step: int, run_state: dict[str, Any]) -> None:
-        """Write checkpoint ``step`` with the controller's state in it."""
-        await self._call("save_checkpoint", step, run_state)
+        return await self.call("weight_digests", dtype)
 
     async def load_checkpoint(self, step: int = -1) -> tuple[dict[str, Any], list[str]]:
         """Load checkpoint ``step``, the newest if -1, or for 0 and where there is none what the
@@ -295,37 +290,26 @@ class WorkerGroup(Mesh):
         Returns the controller's state, and the names of checkpoints that were ignored because they
         are incomplete.
         """
-        self.version, run_state, self.loaded, ignored = (await self._call("load_checkpoint", step))[
+        self.version, run_state, self.loaded, ignored = (await self.call("load_checkpoint", step))[
             0
         ]
         return run_state, ignored
-
-    async def save_weights(self, folder: Path) -> None:
-        """Write the parameters alone, for ``load_weights`` of a group in any layout."""
-        await self._call("save_weights", folder)
 
     async def load_weights(self, folder: Path, version: int | None = None) -> None:
         """Take the parameters that ``save_weights`` wrote, bit for bit; they are of ``version``, if
         given.
         """
-        await self._call("load_weights", folder, version)
+        await self.call("load_weights", folder, version)
         self.version = self.version if version is None else version
-
-    async def export_hf(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder."""
-        await self._call("export_hf", str(folder))
 
     async def close(self) -> None:
         """Finish saves and leave; the processes end."""
-        await self._call("close")
+        await self.call("close")
         await self.stop()
 
     async def stop(self) -> None:
         """End the processes, whatever they are doing. Raises nothing."""
         await self._group.stop()
-
-    async def _call(self, endpoint_name: str, *args: Any) -> list[Any]:
-        return await self._group.call(endpoint_name, *args, deadline=self._deadlines.call)
 
     def _shares(self, batch: Batch) -> list[list[int]]:
         """Sequences of each data-parallel rank."""

@@ -116,7 +116,7 @@ class Models:
     ) -> None:
         """Write checkpoint ``step`` of weights and optimizer, with the JSON-able ``state``."""
         async with self._residency.of(role, "model", "optimizer"):
-            await self._groups[role].save_checkpoint(step, state or {})
+            await self._groups[role].call("save_checkpoint", step, state or {})
 
     async def load(
         self, step: int = -1, *, role: str = "trainer"
@@ -146,7 +146,7 @@ class Models:
     async def export_hf(self, folder: Path, *, role: str = "trainer") -> None:
         """Write the model as a Hugging Face folder."""
         async with self._residency.of(role, "model"):
-            await self._groups[role].export_hf(folder)
+            await self._groups[role].call("export_hf", str(folder))
 
     async def copy_weights(self, role: str, to: str, folder: Path) -> None:
         """Give ``to`` the parameters of ``role``, whatever the layouts; keep them in ``folder``."""
@@ -156,7 +156,7 @@ class Models:
     async def save_weights(self, folder: Path, *, role: str = "trainer") -> None:
         """Write the parameters alone, for ``load_weights``."""
         async with self._residency.of(role, "model"):
-            await self._groups[role].save_weights(folder)
+            await self._groups[role].call("save_weights", folder)
 
     async def load_weights(
         self, folder: Path, version: int | None = None, *, role: str = "trainer"

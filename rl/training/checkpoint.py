@@ -128,8 +128,8 @@ class Checkpointer:
             dcp.save(self._manager.states[MODEL].state_dict(), checkpoint_id=partial)
         on_first_rank(f"saving {folder}", lambda: replace_folder(folder, partial))
 
-    def load_weights(self, folder: Path) -> None:
-        """Take the parameters that ``save_weights`` of any layout wrote.
+    def load_weights(self, folder: Path, version: int | None = None) -> None:
+        """Take the parameters that ``save_weights`` of any layout wrote; of ``version``, if given.
 
         Raises RunError where there are none.
         """
@@ -137,6 +137,8 @@ class Checkpointer:
         on_first_rank(f"loading {folder}", lambda: read_metadata(folder))
         with failures_as_run_error(f"loading {folder}"):
             load(self._manager.states[MODEL].state_dict(), folder)
+        if version is not None:
+            self._engine.version = version
         self._engine.weights_loaded()
 
     def export_hf(self, folder: str) -> None:

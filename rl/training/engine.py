@@ -253,20 +253,20 @@ class TrainingEngine:
         self._weight = 0.0
         self._totals = MetricTotals(self.device, self._batch_group)
 
-    def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
-        """Move parameters, or gradients and optimizer state, to host memory; their device memory is
+    def offload(self) -> None:
+        """Move parameters, gradients and optimizer state to host memory; their device memory is
         free.
         """
         reshard(self.model)
-        if model and not self._host["model"].holds:
+        if not self._host["model"].holds:
             self._host["model"].take([*self.model.parameters(), *self._merged.buffers.values()])
-        if optimizer and not self._host["optimizer"].holds:
+        if not self._host["optimizer"].holds:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             states = [state for each in self.optimizers for state in each.state.values()]
             moments = [value for state in states for value in state.values() if value.dim()]
             self._host["optimizer"].take([*gradients, *moments])
 
-    def onload(self, *, model: bool = True, optimizer: bool = True) -> None:
+    def onload(self, model: bool = True, optimizer: bool = True) -> None:
         """Bring them back, bit for bit; what was never away stays as it is."""
         for name, wanted in (("model", model), ("optimizer", optimizer)):
             if wanted:

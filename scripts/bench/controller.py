@@ -88,6 +88,9 @@ class Mesh:
     async def failed(self) -> ActorFailure:
         return await asyncio.Future()
 
+    async def call(self, name: str, *args: Any) -> Any:
+        return await getattr(self, name)(*args)
+
 
 class Trainer(Mesh):
     """Its weights are its version."""
@@ -140,10 +143,10 @@ class Trainer(Mesh):
     async def weight_digests(self, dtype: torch.dtype | None = None) -> list[dict]:
         return [{("w", Box.whole((1,))): self.version}]
 
-    async def export_hf(self, folder: Path) -> None:
+    async def export_hf(self, folder: str) -> None:
         self.marks.ended = time.process_time(), time.perf_counter()
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
+        Path(folder).mkdir()
+        Path(folder, "config.json").write_text("{}")
 
 
 class Generator(Mesh):

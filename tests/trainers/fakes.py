@@ -53,6 +53,9 @@ class Mesh:
             raise await asyncio.wait_for(self.failed(), WAIT_S)
         self.alive()
 
+    async def call(self, name: str, *args: Any) -> Any:
+        return await getattr(self, name)(*args)
+
     def lose(self, call: str = "between calls") -> ActorFailure:
         """As if a rank had been killed."""
         self.is_running = False
@@ -203,11 +206,11 @@ class Trainer(Mesh):
         self.loaded = self.checkpoints.path(newest) if newest else None
         return {name: value for name, value in state.items() if name != "engine"}, []
 
-    async def export_hf(self, folder: Path) -> None:
+    async def export_hf(self, folder: str) -> None:
         self.log.append("export")
         await self._wait("export_hf")
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text("{}")
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "config.json").write_text("{}")
 
     async def _wait(self, endpoint: str) -> None:
         await asyncio.sleep(0)

@@ -58,8 +58,6 @@ def test_the_device_has_its_memory_back_meanwhile(model_name, folder):
     gradients = [parameter.grad for parameter in weights]
     before = resident(weights), resident(state), resident(gradients)
     assert min(before) > 0
-    engine.offload(model=False)
-    assert (resident(weights), resident(state), resident(gradients)) == (before[0], 0, 0)
     engine.offload()
     assert resident([*weights, *state, *gradients]) == 0
     engine.onload(optimizer=False)

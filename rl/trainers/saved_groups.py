@@ -38,12 +38,21 @@ def read_groups(path: Path) -> dict[int, Group]:
     """
     try:
         with np.load(path, allow_pickle=False) as archive:
+            _require_known(path, archive.files)
             return _groups({name: archive[name] for name in archive.files})
     except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
         raise RunError(
             f"{path} cannot be read: {type(error).__name__}: {error}; deleting {path.parent} goes "
             "back to the checkpoint before it"
         ) from error
+
+
+def _require_known(path: Path, names: list[str]) -> None:
+    if {*COLUMNS} - {*names}:
+        raise RunError(
+            f"{path} was written by another version of Tiller, whose runs cannot be resumed; "
+            "start anew with another output_dir"
+        )
 
 
 def _arrays(groups: dict[int, Group]) -> Arrays:

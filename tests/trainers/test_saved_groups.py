@@ -4,6 +4,7 @@ import math
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rl.errors import RunError
@@ -49,6 +50,16 @@ def test_groups_come_back_bit_for_bit_and_in_order(tmp_path, written):
     assert [*read] == [*written]
     assert repr(read) == repr(written)  # types too: plain ints and floats
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_of_another_version_is_refused_as_such(tmp_path):
+    path = tmp_path / "rollouts.npz"
+    write_groups(path, groups())
+    with np.load(path) as archive:
+        older = {name: archive[name] for name in archive.files if name != "sampled"}
+    np.savez(path, **older)
+    with pytest.raises(RunError, match=r"rollouts.npz was written by another version of Tiller"):
+        read_groups(path)
 
 
 def cut(path: Path) -> None:

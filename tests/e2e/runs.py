@@ -53,13 +53,17 @@ class Run:
         self._stderr = folder.with_suffix(".stderr")
         self._stdout = folder.with_suffix(".stdout")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rl.train", *arguments, "--output-dir", str(folder)],
+            [sys.executable, "-m", *self.command(*arguments)],
             env=environment,
             stdout=self._stdout.open("w"),
             stderr=self._stderr.open("w"),
             start_new_session=True,
             preexec_fn=heed_hangups,
         )
+
+    def command(self, *arguments: str) -> list[str]:
+        """Return the module to run and its arguments."""
+        return ["rl.train", *arguments, "--output-dir", str(self.folder)]
 
     def wait(self) -> int:
         """Exit code; the run is killed when it takes too long."""

@@ -1,0 +1,70 @@
+"""The program: a checkpoint of a run as a Hugging Face folder.
+
+Exit codes: 0 done, 1 failed, 2 the arguments cannot work, 128 + n ended by signal n.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl.disk import replace_folder
+from rl.errors import ConfigError, end_program, require
+from rl.saved_run import exit_code_of, make_parser, open_run, run_session, temporary_folder
+from rl.session.session import Session
+from rl.trainers.start import build_task
+
+PROGRAM = "python -m rl.export"
+DESCRIPTION = """\
+Write a checkpoint of a run as a Hugging Face folder, for transformers and vLLM:
+config.json, safetensors and the tokenizer, as in the run's own export/.
+
+  python -m rl.export runs/first exported
+  python -m rl.export runs/first --step 100 exported"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Export a checkpoint; returns the exit code."""
+    return exit_code_of(lambda: _export(arguments))
+
+
+def _export(arguments: Sequence[str] | None) -> None:
+    parser = make_parser(PROGRAM, DESCRIPTION)
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write, new or empty")
+    own, overrides = parser.parse_known_args(arguments)
+    folder = own.folder.resolve()
+    _require_empty(folder)
+    run = open_run(own.run, own.step, overrides, program=PROGRAM)
+    config = run.session_config(generator=None)
+    task = build_task(run.config)
+    with temporary_folder(f".{folder.name}-", _make_parent(folder)) as partial:
+        model = partial / "model"
+
+        async def export(session: Session) -> str:
+            await session.export_hf(model)
+            return await session.weight_digest()
+
+        digest = run_session(config, None, export)
+        task.describe(model)
+        replace_folder(folder, model)
+    print(f"exported step {run.step} of {own.run} to {own.folder}, policy digest {digest}")
+
+
+def _require_empty(folder: Path) -> None:
+    require(
+        not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
+        f"{folder} exists and is not an empty folder; name another DIR, or remove it first",
+    )
+
+
+def _make_parent(folder: Path) -> Path:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder.parent} cannot be made: {error.strerror}; name another DIR"
+        ) from error
+    return folder.parent
+
+
+if __name__ == "__main__":
+    end_program(main(sys.argv[1:]))

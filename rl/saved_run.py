@@ -1,0 +1,223 @@
+"""A checkpoint of a run in a session of its own; the run folder is only read."""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import TypeVar
+
+from rl.actors.processes import stop_runtime
+from rl.cli import parse_config
+from rl.config import RLConfig
+from rl.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    RunError,
+    at_end,
+    end_program,
+    require,
+    trace_of,
+)
+from rl.generation.config import GeneratorConfig
+from rl.roles import session_config
+from rl.session.config import SessionConfig
+from rl.session.session import Session
+from rl.step_folders import StepFolders
+from rl.tasks.base import Task
+
+Result = TypeVar("Result")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+EPILOG = """\
+The run folder is only read, so the run may still be going on.
+
+Any field of the run's config can be given after these arguments, with the names
+that python -m rl.train takes. A run of many GPUs is loaded on one with
+  --trainer.nodes 1 --trainer.parallelism.data_parallel_shard_degree 1
+(and 1 for its other degrees of trainer.parallelism).
+
+exit codes: 0 done, 1 failed, 2 the arguments cannot work, 130 Ctrl-C"""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A checkpoint of a run, with the run's config."""
+
+    config: RLConfig
+    step: int
+    """Number of steps completed at the checkpoint."""
+    checkpoint: Path
+
+    def session_config(self, generator: GeneratorConfig | None) -> SessionConfig:
+        """Return a session of the policy alone, which loads the checkpoint and saves nothing.
+
+        Raises ConfigError if this host alone cannot hold it.
+        """
+        config = self.config
+        config.hardware.require_here()
+        for name, found, here in (
+            ("trainer", config.trainer.nodes, 1),
+            ("generator", generator.nodes if generator is not None else 0, 0),
+        ):
+            require(
+                found == here,
+                f"{name}.nodes is {found}, and this program runs on one host; add --{name}.nodes "
+                f"{here} and a layout that fits on this host",
+            )
+        checkpoint = replace(
+            config.trainer.checkpoint,
+            initial_load_path=str(self.checkpoint),
+            initial_load_model_only=False,  # the policy version is in the rest
+            initial_load_in_hf=False,
+            initial_load_in_hf_quantized=False,
+            load_only=True,
+        )
+        trainer = replace(config.trainer, checkpoint=checkpoint)
+        return replace(session_config(config), trainer=trainer, roles={}, generator=generator)
+
+
+def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser of RUN and ``--step``."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=description,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument(
+        "--step",
+        metavar="N",
+        type=int,
+        help="load RUN/checkpoints/step-N; without this option, the newest that is complete",
+    )
+    return parser
+
+
+def open_run(folder: Path, step: int | None, overrides: list[str], *, program: str) -> SavedRun:
+    """Return checkpoint ``step`` of the run in ``folder``; the newest complete one if None.
+
+    Raises ConfigError if there is no such run or no such checkpoint.
+    """
+    path = folder / "config.json"
+    require(
+        path.is_file(),
+        f"{folder} is not the folder of a run, which has a config.json; name a folder that "
+        "python -m rl.train wrote",
+    )
+    _, config = parse_config(["--config", str(path), *overrides], program=program)
+    checkpoints = StepFolders(folder.resolve() / config.trainer.checkpoint.folder)
+    complete = checkpoints.complete()
+    require(
+        bool(complete),
+        f"{checkpoints.folder} has no complete checkpoint; wait until the run has saved one",
+    )
+    chosen = complete[-1] if step is None else step
+    require(
+        chosen in complete,
+        f"--step {chosen}: {checkpoints.folder} has no such complete checkpoint; it has those of "
+        f"the steps {', '.join(map(str, complete))}",
+    )
+    return SavedRun(config, chosen, checkpoints.path(chosen))
+
+
+class Interrupted(RunError):
+    """A signal ended the program."""
+
+    def __init__(self, number: int):
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+def run_session(
+    config: SessionConfig,
+    task: Task.Config | None,
+    work: Callable[[Session], Awaitable[Result]],
+) -> Result:
+    """Return what ``work`` returns for a session, whose processes and files end with this call.
+
+    Raises Interrupted after Ctrl-C and other signals.
+    """
+    with temporary_folder("tiller-") as folder:
+        try:
+            return asyncio.run(_run_session(config, task, folder, work))
+        finally:
+            stop_runtime()
+
+
+async def _run_session(
+    config: SessionConfig,
+    task: Task.Config | None,
+    folder: Path,
+    work: Callable[[Session], Awaitable[Result]],
+) -> Result:
+    received = _cancel_on_signals()
+    session = Session(config, task=task, folder=folder)
+    print(session.describe(), flush=True)
+    try:
+        async with session:
+            return await work(session)
+    except BaseException:
+        if received:
+            raise Interrupted(received[0]) from None
+        raise
+
+
+def _cancel_on_signals() -> list[int]:
+    """Have a first signal cancel this task and a second one end the program at once.
+
+    Returns the signals received, which is empty until then.
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None, "this function is called from a coroutine"
+    received = list[int]()
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if received or loop.is_closed():
+            end_program(128 + number)  # the processes of the session end with their parent
+        received.append(number)
+        loop.call_soon_threadsafe(task.cancel)
+
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup(1)
+            signal.signal(number, receive)
+    return received
+
+
+@contextmanager
+def temporary_folder(prefix: str, within: Path | None = None) -> Iterator[Path]:
+    """Make a folder that ends with the block, or with the program if that ends first."""
+    folder = TemporaryDirectory(prefix=prefix, dir=within)
+    at_end.append(folder.cleanup)
+    with folder as name:
+        yield Path(name)
+
+
+def exit_code_of(program: Callable[[], None]) -> int:
+    """Run a program and return its exit code; print the error that ends it."""
+    try:
+        program()
+    except ConfigError as error:
+        return _say(str(error), EXIT_CONFIG)
+    except RunError as error:
+        return _say(str(error), error.exit_code)
+    except KeyboardInterrupt:  # before the session has its own handler
+        return _say("interrupted", EXIT_INTERRUPTED)
+    except Exception as error:
+        return _say(trace_of(error), EXIT_FAILED)
+    return 0
+
+
+def _say(text: str, code: int) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return code

@@ -1,0 +1,106 @@
+"""Programs that read a finished run: its scores and its export again, from a checkpoint."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import TINY, Run
+from tests.e2e.test_algorithms import MANY_MODELS
+
+LORA = (
+    *(*TINY, "--steps", "4", "--trainer.checkpoint.interval", "2"),
+    *("--evaluation.every", "2", "--evaluation.prompts", "64", "--evaluation.samples", "2"),
+    "trainer.lora:on",
+)
+
+
+class Program(Run):
+    """One ``python -m`` of any module."""
+
+    def command(self, *arguments: str) -> list[str]:
+        return [*arguments]
+
+
+@pytest.fixture(params=[MANY_MODELS, LORA], ids=["many models", "lora"])
+def run(request, finished) -> Run:
+    return finished(*request.param)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Return the content of each file by its name."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def times(folder: Path) -> dict[str, int]:
+    """Return when each file and folder was last changed."""
+    return {str(path): path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
+
+
+def evaluate(run: Run, folder: Path, *arguments: str) -> dict[str, object]:
+    """Return the scores that the program prints."""
+    before = times(run.folder)
+    program = Program("rl.evaluate", str(run.folder), "--json", *arguments, folder=folder)
+    assert program.wait() == 0, program.stderr
+    program.assert_nothing_left()
+    assert times(run.folder) == before
+    return json.loads(program.stdout.splitlines()[-1])
+
+
+def scores(row: dict[str, object]) -> dict[str, object]:
+    """Return what an evaluation finds, without what belongs to the run around it."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name.startswith("eval/") and name != "eval/skipped"
+    }
+
+
+def test_an_export_has_every_byte_of_the_runs_own(tmp_path, run):
+    before = times(run.folder)
+    folder = tmp_path / "new" / "exported"
+    program = Program("rl.export", str(run.folder), str(folder), folder=tmp_path / "export")
+    assert program.wait() == 0, program.stderr
+    program.assert_nothing_left()
+    assert files(folder) == files(run.folder / "export")
+    assert [path.name for path in folder.parent.iterdir()] == ["exported"]
+    assert run.json("summary.json")["policy_digest"] in program.stdout
+    assert times(run.folder) == before
+
+
+def test_the_newest_checkpoint_scores_as_the_run_did_at_its_end(tmp_path, run):
+    summary = run.json("summary.json")
+    found = evaluate(run, tmp_path / "evaluate")
+    assert found["step"] == summary["steps"]
+    assert scores(found) == scores(summary)
+
+
+def test_an_earlier_checkpoint_scores_as_the_run_did_on_its_way(tmp_path, finished):
+    run = finished(*LORA)
+    (row,) = run.lines("evaluations.jsonl")
+    found = evaluate(run, tmp_path / "evaluate", "--step", "2")
+    assert found["step"] == row["step"] == 2
+    assert scores(found) == scores(row) != scores(run.json("summary.json"))
+
+
+@pytest.mark.parametrize("program", ["rl.evaluate", "rl.export"])
+def test_ctrl_c_leaves_nothing_behind(tmp_path, finished, monkeypatch, program):
+    run = finished(*LORA)
+    before = times(run.folder)
+    temporary = tempfile.mkdtemp()  # short, since sockets lie there
+    monkeypatch.setenv("TMPDIR", temporary)
+    exported = tmp_path / "new" / "exported"
+    directory = [str(exported)] if program == "rl.export" else []
+    reader = Program(program, str(run.folder), *directory, folder=tmp_path / "reader")
+    reader.until(lambda: len(reader.processes()) >= 2)
+    reader.interrupt()
+    assert reader.wait() == 130, reader.stderr
+    assert reader.stderr == "error: interrupted by SIGINT\n"
+    reader.assert_nothing_left()
+    assert [*Path(temporary).iterdir()] == []
+    assert not exported.parent.exists() or [*exported.parent.iterdir()] == []
+    assert times(run.folder) == before
+    shutil.rmtree(temporary)

@@ -1,0 +1,101 @@
+"""What the programs that read a run refuse before they start anything."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl import evaluate, export
+from rl.frozen import frozen
+
+TWO_NODES = ["--trainer.nodes", "2", "--trainer.parallelism.data_parallel_shard_degree", "2"]
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run with checkpoints, whose content nothing reads, and one that is incomplete."""
+    folder = tmp_path / "run"
+    for step in (4, 20):
+        (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (folder / "checkpoints" / f"step-{step}" / ".metadata").touch()
+    (folder / "checkpoints" / "step-24").mkdir()
+    write_config(folder)
+    return folder
+
+
+def write_config(folder: Path) -> None:
+    content = {"name": "quickstart", "command": "", "config": frozen(quickstart())}
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "24"], r"--step 24: .*checkpoints has no such .* of the steps 4, 20"),
+        (TWO_NODES, r"trainer.nodes is 2, and .* one host; add --trainer.nodes 1"),
+        (["--hardware.device", "h100"], r"hardware.device is 'h100'; this host computes"),
+        (["--stpes", "4"], r"--stpes: there is no such field; did you mean --steps"),
+    ],
+)
+@pytest.mark.parametrize("program", [evaluate, export])
+def test_arguments_that_cannot_work(run, program, arguments, message, capsys):
+    directory = [str(run.parent / "exported")] if program is export else []
+    assert_refused(program, [str(run), *directory, *arguments], message, capsys)
+    assert sorted(path.name for path in run.parent.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("program", [evaluate, export])
+def test_a_folder_that_is_no_run(tmp_path, program, capsys):
+    directory = [str(tmp_path / "exported")] if program is export else []
+    message = f"error: {tmp_path} is not the folder of a run, .* name a folder that"
+    assert_refused(program, [str(tmp_path), *directory], message, capsys)
+
+
+def test_a_run_that_has_saved_nothing(tmp_path, capsys):
+    write_config(tmp_path)
+    message = "checkpoints has no complete checkpoint; wait until"
+    assert_refused(evaluate, [str(tmp_path)], message, capsys)
+
+
+def test_generators_on_nodes_of_their_own_matter_to_evaluations_alone(run, capsys):
+    message = "generator.nodes is 1, and .* one host; add --generator.nodes 0"
+    assert_refused(evaluate, [str(run), "--generator.nodes", "1"], message, capsys)
+
+
+def test_no_prompts(run, capsys):
+    message = "evaluation.prompts is 0; add --prompts P"
+    assert_refused(evaluate, [str(run), "--prompts", "0"], message, capsys)
+
+
+def test_a_folder_to_export_to_that_holds_something(run, tmp_path, capsys):
+    message = f"error: {run} exists and is not an empty folder; name another DIR"
+    assert_refused(export, [str(run), str(run)], message, capsys)
+    file = tmp_path / "file"
+    file.touch()
+    assert_refused(export, [str(run), str(file)], "file exists and is not", capsys)
+
+
+def test_a_folder_to_export_to_that_cannot_be_made(run, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    message = "file/below cannot be made: Not a directory; name another DIR"
+    assert_refused(export, [str(run), str(tmp_path / "file/below/exported")], message, capsys)
+
+
+@pytest.mark.parametrize("program", [evaluate, export])
+def test_help_begins_with_what_the_program_does_and_has_an_example(program, capsys):
+    with pytest.raises(SystemExit) as end:
+        program.main(["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    assert program.DESCRIPTION in text
+    assert "exit codes: 0 done, 1 failed, 2" in text
+
+
+def assert_refused(program, arguments, message, capsys):
+    """Check that the program exits with 2 and one sentence that matches ``message``."""
+    assert program.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error), error

@@ -11,6 +11,7 @@ from rl import evaluate, export
 from rl.frozen import frozen
 
 TWO_NODES = ["--trainer.nodes", "2", "--trainer.parallelism.data_parallel_shard_degree", "2"]
+H100S = ["--hardware.device", "h100", "--hardware.gpus_per_node", "8"]
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def write_config(folder: Path) -> None:
     [
         (["--step", "24"], r"--step 24: .*checkpoints has no such .* of the steps 4, 20"),
         (TWO_NODES, r"trainer.nodes is 2, and .* one host; add --trainer.nodes 1"),
-        (["--hardware.device", "h100"], r"hardware.device is 'h100'; this host computes"),
+        (H100S, r"hardware.device is 'h100'; this host computes"),
         (["--stpes", "4"], r"--stpes: there is no such field; did you mean --steps"),
     ],
 )

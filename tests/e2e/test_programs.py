@@ -100,7 +100,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, finished, monkeypatch, program):
     assert reader.wait() == 130, reader.stderr
     assert reader.stderr == "error: interrupted by SIGINT\n"
     reader.assert_nothing_left()
-    assert [*Path(temporary).iterdir()] == []
+    assert [*Path(temporary).glob("*tiller*")] == []
     assert not exported.parent.exists() or [*exported.parent.iterdir()] == []
     assert times(run.folder) == before
     shutil.rmtree(temporary)

@@ -317,15 +317,19 @@ def _tp_group():
 
 def _completion(output) -> Completion:
     """The finished vLLM ``RequestOutput`` in our terms."""
-    said = output.outputs[0]
-    tokens = list(said.token_ids)
+    sampled = output.outputs[0]
+    tokens = list(sampled.token_ids)
     completion = Completion(
         tokens=tokens,
-        logprobs=[entry[token].logprob for token, entry in zip(tokens, said.logprobs, strict=True)],
-        versions=[
-            int(span.version) for span in said.weight_versions for _ in range(span.start, span.end)
+        logprobs=[
+            entry[token].logprob for token, entry in zip(tokens, sampled.logprobs, strict=True)
         ],
-        finish_reason=said.finish_reason,
+        versions=[
+            int(span.version)
+            for span in sampled.weight_versions
+            for _ in range(span.start, span.end)
+        ],
+        finish_reason=sampled.finish_reason,
     )
     if not all(map(math.isfinite, completion.logprobs)):
         version = completion.versions[-1]

@@ -60,13 +60,15 @@ class Rollouter:
             for sample in range(samples)
         ]
         with self._watch.span("generate"):
-            said = await generate(requests)
-        if len(said) != len(requests):
-            raise RunError(f"{len(requests)} completions were asked for, and {len(said)} came")
+            completions = await generate(requests)
+        if len(completions) != len(requests):
+            raise RunError(
+                f"{len(requests)} completions were asked for, and {len(completions)} came"
+            )
         with self._watch.span("score"):
             return await asyncio.gather(
                 *(
-                    self._scored(prompt, said[i * samples : (i + 1) * samples])
+                    self._scored(prompt, completions[i * samples : (i + 1) * samples])
                     for i, prompt in enumerate(prompts)
                 )
             )

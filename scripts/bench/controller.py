@@ -195,7 +195,7 @@ class Rewards(Mesh):
 
     restarts = 0
 
-    async def score(self, prompt: Prompt, said: Sequence[Completion]) -> list[Rollout]:
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
         await asyncio.sleep(0)
         return [
             Rollout.single_turn(
@@ -206,7 +206,7 @@ class Rewards(Mesh):
                 reward=i,
                 metrics={"correct": 0.0},
             )
-            for i, each in enumerate(said)
+            for i, each in enumerate(completions)
         ]
 
 

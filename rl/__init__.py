@@ -1,15 +1,98 @@
-"""Tiller: RL post-training on torchtitan, vLLM and Monarch actors."""
+"""Tiller: RL post-training on torchtitan, vLLM and Monarch actors.
 
-import logging
+All names below are imported when they are first used: importing torch takes seconds.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from rl.program import begin, is_starting
 
+if TYPE_CHECKING:
+    import configs
+    from rl.algorithms import advantages, losses
+    from rl.config import RLConfig
+    from rl.generation.config import GeneratorConfig
+    from rl.model.shape import ModelConfig
+    from rl.rollout.batch import make_batch
+    from rl.session.config import Role, SessionConfig
+    from rl.session.session import Session
+    from rl.tasks.base import Score, Task
+    from rl.trainers.loop import RLTrainer
+    from rl.training.config import TrainerConfig
+    from rl.types import (
+        Batch,
+        Completion,
+        GenerationRequest,
+        Prompt,
+        Rollout,
+        Sampling,
+        Sequence,
+    )
+    from rl.weights.config import WeightPushConfig
+
+__all__ = [
+    "Batch",
+    "Completion",
+    "GenerationRequest",
+    "GeneratorConfig",
+    "ModelConfig",
+    "Prompt",
+    "RLConfig",
+    "RLTrainer",
+    "Role",
+    "Rollout",
+    "Sampling",
+    "Score",
+    "Sequence",
+    "Session",
+    "SessionConfig",
+    "Task",
+    "TrainerConfig",
+    "WeightPushConfig",
+    "advantages",
+    "configs",
+    "losses",
+    "make_batch",
+]
+
+_SOURCES = {
+    "Batch": "rl.types:Batch",
+    "Completion": "rl.types:Completion",
+    "GenerationRequest": "rl.types:GenerationRequest",
+    "GeneratorConfig": "rl.generation.config:GeneratorConfig",
+    "ModelConfig": "rl.model.shape:ModelConfig",
+    "Prompt": "rl.types:Prompt",
+    "RLConfig": "rl.config:RLConfig",
+    "RLTrainer": "rl.trainers.loop:RLTrainer",
+    "Role": "rl.session.config:Role",
+    "Rollout": "rl.types:Rollout",
+    "Sampling": "rl.types:Sampling",
+    "Score": "rl.tasks.base:Score",
+    "Sequence": "rl.types:Sequence",
+    "Session": "rl.session.session:Session",
+    "SessionConfig": "rl.session.config:SessionConfig",
+    "Task": "rl.tasks.base:Task",
+    "TrainerConfig": "rl.training.config:TrainerConfig",
+    "WeightPushConfig": "rl.weights.config:WeightPushConfig",
+    "advantages": "rl.algorithms.advantages",
+    "configs": "configs",
+    "losses": "rl.algorithms.losses",
+    "make_batch": "rl.rollout.batch:make_batch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _SOURCES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _SOURCES[name].partition(":")
+    source = import_module(module)
+    return getattr(source, attribute) if attribute else source
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 if is_starting():
-    begin()  # importing torch takes seconds
-
-from rl.platform import select_device
-
-select_device()  # must precede every other torchtitan import
-for name in ("torchao", "torch.utils._pytree"):
-    # importing torchao warns of CUDA libraries, wanted or not
-    logging.getLogger(name).setLevel(logging.ERROR)
+    begin()

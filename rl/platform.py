@@ -1,7 +1,10 @@
-"""Where this process computes: its device, told to torchtitan before that looks for itself, and its
-host.
+"""Where this process computes: its device and its host.
+
+To import this module tells torchtitan the device, also the modules of it that were imported before.
+``rl.model``, ``rl.training`` and ``rl.generation`` import it first.
 """
 
+import logging
 import os
 import socket
 from pathlib import Path
@@ -13,10 +16,7 @@ from rl.compat.titan import tell_device
 
 
 def select_device() -> None:
-    """Point torchtitan at the CPU on hosts without CUDA: it assumes CUDA there.
-
-    Modules of torchtitan that were imported before are told as well.
-    """
+    """Point torchtitan at the CPU on hosts without CUDA: it assumes CUDA there."""
     if not torch.cuda.is_available():
         tell_device("cpu", torch.cpu)
 
@@ -42,3 +42,9 @@ def memory_domain() -> str:
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}/{boot[:8]}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+select_device()
+for name in ("torchao", "torch.utils._pytree"):
+    # importing torchao warns of CUDA libraries, wanted or not
+    logging.getLogger(name).setLevel(logging.ERROR)

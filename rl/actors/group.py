@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -100,13 +100,22 @@ class ActorGroup:
         self._supervisor = supervisor
         self._hosts = supervisor.hosts
         self._heartbeat = heartbeat
-        self._failed: asyncio.Future[ActorFailure] = asyncio.Future()
-        self._over: asyncio.Future[ActorFailure] = asyncio.Future()  # failed or stopped
         self._procs: ProcMesh | None = None
         self._processes: list[Process] = []
         self._elsewhere: list[int] = []
         self._background: list[asyncio.Task[None]] = []
         self._doing: dict[int, list[str]] = {}
+
+    # Futures belong to the loop that first asks for them, not to one that runs at construction.
+
+    @cached_property
+    def _failed(self) -> asyncio.Future[ActorFailure]:
+        return asyncio.get_running_loop().create_future()
+
+    @cached_property
+    def _over(self) -> asyncio.Future[ActorFailure]:
+        """Done if it failed or was stopped."""
+        return asyncio.get_running_loop().create_future()
 
     async def spawn(
         self,

@@ -15,7 +15,6 @@ class Supervisor:
 
     def __init__(self, hosts: Hosts):
         self.hosts = hosts
-        self._loop = asyncio.get_running_loop()
         self._died: dict[str, Callable[[int, str], None]] = {}
         monarch.actor.unhandled_fault_hook = self._on_fault
 
@@ -23,6 +22,7 @@ class Supervisor:
         """Call ``died(rank, reason)`` for each death of an actor in the mesh of this name, perhaps
         several times.
         """
+        self._loop = asyncio.get_running_loop()
         self._died[mesh] = died
 
     def forget(self, mesh: str) -> None:

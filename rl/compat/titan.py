@@ -48,9 +48,10 @@ def tell_device(device_type: str, device_module: ModuleType) -> None:
     """Set the device of all modules of torchtitan that were imported: each keeps a copy of the
     choice.
     """
+    choice = {"device_type": device_type, "device_module": device_module}
     for name, module in list(sys.modules.items()):
-        if name.startswith("torchtitan.") and hasattr(module, "device_type"):
-            vars(module).update(device_type=device_type, device_module=device_module)
+        if name.startswith("torchtitan."):
+            vars(module).update({key: choice[key] for key in choice if hasattr(module, key)})
 
 
 def qwen3_layers(**sizes: Any) -> list[Any]:

@@ -11,10 +11,11 @@ from typing import Any, Self
 from rl.actors.group import ensure_running
 from rl.actors.hosts import Hosts
 from rl.actors.processes import ensure_runtime
-from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost
+from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost, require
 from rl.metrics import Metrics
 from rl.observe.spans import Stopwatch
 from rl.rollout.rollouter import Rollouter
+from rl.session.blocking import BlockingSession
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
 from rl.session.meshes import Meshes
@@ -44,7 +45,7 @@ class Session(Models):
       checkpoints can go on instead: see :meth:`recover`.
 
     A loop that overlaps the push with other work calls ``start_push``, ``wait_for`` and ``settle``
-    instead of ``push``.
+    instead of ``push``. Code without a loop of its own, as in a notebook, uses :meth:`blocking`.
     """
 
     def __init__(
@@ -88,6 +89,10 @@ class Session(Models):
         self.rollouter = Rollouter(self._score, seed=config.seed, watch=self.watch, warn=warn)
         self._restarts = 0
         self._lost_in_a_row = 0
+
+    def blocking(self) -> BlockingSession:
+        """Return this session with verbs that wait for their results; it is not started yet."""
+        return BlockingSession(self)
 
     # Life cycle.
 
@@ -136,7 +141,8 @@ class Session(Models):
 
         A model that is lost cancels the block and is raised.
         """
-        async with background(self.pool.run(), self._push.run(), self._raise_lost_model()):
+        generators = [self.pool.run(), self._push.run()] if self.config.generator else []
+        async with background(*generators, self._raise_lost_model()):
             yield
 
     def recover(self, failure: ActorFailure) -> None:
@@ -179,8 +185,7 @@ class Session(Models):
         asks a generator that does nothing else meanwhile and forgets its prefixes, so that the
         completions depend on requests and weights alone.
         """
-        if self.config.generator is None:
-            raise ConfigError("this session has no generators; set generator in its config")
+        self._require_generators()
         return await self.router.generate(requests, affinity=affinity, alone=alone)
 
     async def rollout(
@@ -214,6 +219,17 @@ class Session(Models):
         """Abort all requests in flight, also those whose caller was cancelled."""
         await self.pool.abort()
 
+    async def finish_cancelled(self) -> None:
+        """Abort the requests of calls that were cancelled, and finish a push that was."""
+        await self.abort()
+        await self._push.wait(self._push.state.begun)
+
+    def _require_generators(self) -> None:
+        require(
+            self.config.generator is not None,
+            "this session has no generators; set generator in its config",
+        )
+
     # The push, in three verbs and all at once.
 
     async def push(self) -> int:
@@ -222,6 +238,7 @@ class Session(Models):
 
     def start_push(self) -> int:
         """Publish the trainer's weights behind whatever comes next; return their version."""
+        self._require_generators()
         return self._push.start()
 
     async def wait_for(self, version: int) -> int:
@@ -238,6 +255,10 @@ class Session(Models):
     async def optim_step(self, *, role: str = "trainer", **options: Any) -> Metrics:
         """Take one optimizer step once nothing reads the weights: see :meth:`Models.optim_step`."""
         if role == "trainer":
+            require(
+                self.config.trainer is not None,
+                "this session trains no policy; set trainer in its config",
+            )
             await self.settle()
         return await super().optim_step(role=role, **options)
 

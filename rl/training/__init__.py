@@ -2,3 +2,5 @@
 
 Imports no Monarch: it runs under plain torch.distributed too.
 """
+
+from rl import platform as platform  # before torchtitan and torchao

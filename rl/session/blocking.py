@@ -1,0 +1,142 @@
+"""A session for code that has no event loop of its own, such as a notebook."""
+
+import asyncio
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self
+
+from rl.errors import RunError
+
+if TYPE_CHECKING:
+    from rl.session.session import Session
+
+LIFE_CYCLE = {"blocking", "close", "connect", "recover", "running", "start", "stop"}
+
+
+class BlockingSession:
+    """Every verb of a :class:`rl.session.session.Session`, waiting for its result. ::
+
+        session = rl.Session(config, task=task.config).blocking().open()
+        rollouts = session.rollout(task, prompts, samples=8)
+        ...
+        session.close()
+
+    A ``with`` block opens and closes it too. The session lives in a thread, so heartbeats go on
+    between calls, and lost generators come back. Calls run one after another, also those of
+    several threads. Ctrl-C cancels the call under way; the next one waits until it has ended. Once
+    a model was lost, every call raises that :class:`rl.errors.RankLost`.
+    """
+
+    def __init__(self, session: "Session"):
+        self._session = session
+        self._thread = threading.Thread(target=self._run, name="session", daemon=True)
+        self._begun: futures.Future[None] = futures.Future()
+        self._opened: futures.Future[None] = futures.Future()
+        self._ended: futures.Future[None] = futures.Future()
+        self._is_open = False
+
+    def open(self) -> Self:
+        """Start all processes; return this object."""
+        self._thread.start()
+        try:
+            self._until(self._opened)
+        except KeyboardInterrupt:
+            self.close(at_once=True)
+            raise
+        return self
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End all processes, ``at_once`` or after saves under way; closing twice is closing once.
+
+        Raises how a model was lost, if one was and this is not ``at_once``.
+        """
+        if not self._thread.is_alive():
+            return
+        self._begun.result()
+        with suppress(RuntimeError):  # the loop has ended just now
+            self._loop.call_soon_threadsafe(self._life.cancel if at_once else self._leave.set)
+        self._thread.join()
+        if not at_once:
+            self._ended.result()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(at_once=kind is not None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in LIFE_CYCLE:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = getattr(self._session, name)
+        return self._waiting(found) if inspect.ismethod(found) else found
+
+    def __dir__(self) -> list[str]:
+        public = {name for name in dir(self._session) if not name.startswith("_")}
+        return sorted({*super().__dir__(), *(public - LIFE_CYCLE)})
+
+    def _waiting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``method`` as a function that waits for its result."""
+
+        @functools.wraps(method)
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_open:
+                raise self._failure()
+            call = asyncio.run_coroutine_threadsafe(self._call(method, args, kwargs), self._loop)
+            try:
+                return self._until(call)
+            finally:
+                call.cancel()  # by Ctrl-C; nothing if it has ended
+
+        return wait
+
+    def _until(self, future: "futures.Future[Any]") -> Any:
+        """Return the result of ``future``, unless the session ends before there is one."""
+        futures.wait([future, self._ended], return_when=futures.FIRST_COMPLETED)
+        if future.done() and not future.cancelled():
+            return future.result()
+        raise self._failure()
+
+    def _failure(self) -> BaseException:
+        """Return why there can be no call, once the thread has ended."""
+        if self._thread.ident is None:
+            return RunError("this session is not open; open it, or use it in a with block")
+        failure = self._ended.exception()
+        return failure.with_traceback(None) if failure else RunError("this session was closed")
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._live())
+            self._ended.set_result(None)
+        except BaseException as error:  # raised by every later call
+            self._ended.set_exception(error)
+
+    async def _live(self) -> None:
+        life = asyncio.current_task()
+        assert life is not None, "asyncio.run makes a task"
+        self._life = life
+        self._loop = asyncio.get_running_loop()
+        self._leave = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._begun.set_result(None)
+        async with self._session:
+            self._is_open = True
+            self._opened.set_result(None)
+            try:
+                await self._leave.wait()
+            finally:
+                self._is_open = False
+
+    async def _call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        async with self._turn:
+            try:
+                result = method(*args, **kwargs)
+                return await result if inspect.isawaitable(result) else result
+            except asyncio.CancelledError:
+                if self._is_open:
+                    await self._session.finish_cancelled()
+                raise

@@ -1,0 +1,169 @@
+"""Sessions as a notebook uses them: cells that wait, with processes that live on between them."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import rl
+from rl.errors import ConfigError, RankLost
+from rl.session.config import DeadlineConfig
+from rl.tasks.copy_digits import CopyDigits
+from tests.actors.processes import assert_ended, pids_of
+
+HEARTBEAT_S = 10.0  # imports on a busy machine take seconds in which no rank answers
+MODEL = rl.ModelConfig(vocab_size=16, max_seq_len=32)
+TASK = CopyDigits.Config(digits=3).build(seed=0, model=MODEL)
+PROMPTS = [TASK.prompt(number) for number in range(4)]
+
+
+def config(**fields) -> rl.SessionConfig:
+    defaults = {
+        "model": MODEL,
+        "generator": rl.GeneratorConfig(kv_cache_gib=0.05),
+        "deadlines": DeadlineConfig(heartbeat=HEARTBEAT_S),
+    }
+    return rl.SessionConfig(**(defaults | fields))
+
+
+def text() -> rl.Batch:
+    """Return a text to fine-tune on, of which the last four tokens count."""
+    tokens = torch.tensor([*PROMPTS[0].tokens, 7, 8, 9, 2])
+    weights = torch.zeros(len(tokens))
+    weights[-4:] = 1.0
+    return rl.Batch(tokens=tokens, lengths=torch.tensor([len(tokens)]), loss_weights=weights)
+
+
+def pids(session) -> list[int]:
+    """Return the processes of a session."""
+    workers = session._rewards._groups.values() if session._rewards is not None else []
+    meshes = [*session._groups.values(), *session.pool.meshes]
+    scorers = [process.pid for worker in workers for process in worker._processes]
+    return [*scorers, *(pid for mesh in meshes for pid in pids_of(mesh))]
+
+
+def assert_nothing_left(started: list[int]) -> None:
+    asyncio.run(assert_ended(started))
+    assert "session" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    """A session with a trainer, a generator and a reward worker."""
+    session = rl.Session(config(), task=TASK.config).blocking().open()
+    started = pids(session._session)
+    assert len(started) == 3
+    yield session
+    session.close()
+    session.close()
+    assert_nothing_left(started)
+
+
+def step(session) -> int:
+    """Take a step of GRPO; return the version that the generator then holds."""
+    rollouts = session.rollout(TASK, PROMPTS, samples=4, max_tokens=6)
+    assert len(rollouts) == 16
+    advantages = torch.linspace(-1, 1, 16)
+    session.forward_backward(rl.make_batch(rollouts, advantages), rl.losses.grpo())
+    assert session.optim_step(lr=1e-3)["trainer/updates"] == 1
+    return session.push()
+
+
+def test_cells_step_and_heartbeats_go_on_between_them(notebook):
+    before = notebook.version
+    assert step(notebook) == before + 1
+    time.sleep(1.3 * HEARTBEAT_S)  # a rank that nobody asks for its heartbeat would be lost
+    assert step(notebook) == notebook.version == before + 2
+    assert notebook.generator_versions == {"generator-0": before + 2}
+    assert sum(notebook.restarts.values()) == 0
+
+
+def interrupted(call, *arguments, after_s: float, **options) -> None:
+    """Make a call that Ctrl-C ends."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call(*arguments, **options)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_ctrl_c_while_sampling_leaves_the_session_usable(notebook):
+    many = [TASK.prompt(number) for number in range(400)]
+    sampling = {"samples": 16, "max_tokens": 20}
+    interrupted(notebook.rollout, TASK, many, **sampling, after_s=0.3)
+    step(notebook)  # which has the request ids of the one that was interrupted
+
+
+def test_ctrl_c_in_a_push_leaves_the_session_usable(notebook, monkeypatch):
+    (mesh,) = notebook._session.pool.meshes
+    pull_weights = mesh.pull_weights
+    pulls = []
+
+    async def slow_pull(version):
+        pulls.append(version)
+        if len(pulls) == 1:
+            await asyncio.sleep(60)
+        return await pull_weights(version)
+
+    monkeypatch.setattr(mesh, "pull_weights", slow_pull)
+    interrupted(step, notebook, after_s=5.0)
+    assert pulls
+    before = notebook.version
+    assert step(notebook) == before + 1
+
+
+def test_fine_tuning_needs_no_generators(tmp_path):
+    loss = rl.losses.CrossEntropyLoss.Config()
+    with rl.Session(config(generator=None)).blocking() as session:
+        started = pids(session._session)
+        assert len(started) == 1
+        losses = []
+        for _ in range(3):
+            outputs, _ = session.forward_backward(text(), loss)
+            losses.append(-float(outputs["logprobs"][-4:].sum()))
+            session.optim_step(lr=1e-2)
+        assert losses[0] > losses[1] > losses[2]
+        digest = session.weight_digest()
+        session.save(3, {"note": "kept"})
+        session.forward_backward(text(), loss)
+        session.optim_step(lr=1e-2)
+        assert session.weight_digest() != digest
+        assert session.load() == ({"note": "kept"}, [])
+        assert session.weight_digest() == digest
+        session.export_hf(tmp_path / "export")
+        assert (tmp_path / "export/model.safetensors").is_file()
+        for verb in (session.push, session.start_push, lambda: session.sample([])):
+            with pytest.raises(ConfigError, match="no generators; set generator"):
+                verb()
+        session.forward_backward(text(), loss)
+        session.optim_step(lr=1e-2)
+    assert_nothing_left(started)
+
+
+def test_a_lost_trainer_is_raised_by_every_later_call():
+    session = rl.Session(config(generator=None)).blocking().open()
+    started = pids(session._session)
+    os.kill(started[0], signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(RankLost, match="trainer rank 0"):
+            session.forward(text())
+    with pytest.raises(RankLost, match="trainer rank 0"):
+        session.close()
+    assert_nothing_left(started)
+
+
+def test_sampling_needs_no_trainer():
+    with rl.Session(config(trainer=None), task=TASK.config).blocking() as session:
+        started = pids(session._session)
+        rollouts = session.rollout(TASK, PROMPTS, samples=2, max_tokens=6)
+        assert len(rollouts) == 8
+        assert {*session.generator_versions.values()} == {0}
+        with pytest.raises(ConfigError, match="trains no policy; set trainer"):
+            session.optim_step()
+    assert_nothing_left(started)

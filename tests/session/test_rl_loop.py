@@ -1,0 +1,51 @@
+"""The loop of ``scripts/rl_loop.py``, run as a user runs it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts/rl_loop.py"
+TIMEOUT_S = 590
+
+
+def run(*arguments: str) -> str:
+    """Return what the script prints."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def rewards(printed: str) -> list[float]:
+    return [float(reward) for reward in re.findall(r"reward (\S+)", printed)]
+
+
+def exact_match(printed: str) -> float:
+    (exact,) = re.findall(r"exact match (\S+)", printed)
+    return float(exact)
+
+
+def test_the_script_is_short():
+    lines = SCRIPT.read_text().splitlines()
+    assert len(lines) <= 90
+    assert max(map(len, lines)) <= 100
+
+
+def test_the_reward_climbs_from_the_first_steps():
+    printed = run("24")
+    climb = rewards(printed)
+    assert len(climb) == 24
+    assert sum(climb[-6:]) > 1.3 * sum(climb[:6])
+    assert 0 <= exact_match(printed) <= 1
+
+
+@pytest.mark.long
+def test_it_learns_to_copy():
+    assert exact_match(run()) >= 0.95

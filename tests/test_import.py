@@ -1,0 +1,94 @@
+"""``import rl`` is small, and gives what it promises."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import rl
+
+HEAVY = ("torch", "torchtitan", "torchao", "vllm", "monarch", "transformers", "numpy", "tyro")
+
+LOOK = """
+import json, logging, os, signal, sys
+names = ["torchao", "torch.utils._pytree", "vllm", "root"]
+state = lambda: (
+    [logging.getLogger(name).level for name in names],
+    len(logging.getLogger().handlers),
+    dict(os.environ),
+    repr(signal.getsignal(signal.SIGINT)),
+    sys.stdout is sys.__stdout__,
+    list(sys.path_hooks) == hooks,
+)
+hooks = list(sys.path_hooks)
+before = state()
+loaded = {*sys.modules}
+import rl
+same = state() == before
+print(json.dumps([same, sorted({*sys.modules} - loaded)]))
+"""
+
+
+def python(code: str) -> str:
+    """Return what ``code`` prints in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+
+
+def test_import_rl_loads_little_and_changes_nothing_else():
+    same, loaded = json.loads(python(LOOK))
+    assert same, "environment, signals, logging and streams are as they were"
+    assert not [name for name in loaded if name.split(".")[0] in HEAVY]
+    assert {name for name in loaded if name.startswith("rl")} == {"rl", "rl.errors", "rl.program"}
+    assert len(loaded) < 100, loaded
+
+
+def test_every_name_can_be_had_and_is_its_own():
+    for name in rl.__all__:
+        value = getattr(rl, name)
+        assert getattr(value, "__name__", name).split(".")[-1] == name
+    assert {*rl.__all__} == {*rl._SOURCES} <= {*dir(rl)}
+    assert sorted(rl.__all__) == rl.__all__
+
+
+def test_editors_see_the_same_names():
+    tree = ast.parse(Path(rl.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and _is_for_types(node)]
+    seen = {}
+    for node in block.body:
+        for alias in node.names:
+            module = getattr(node, "module", None)
+            seen[alias.name] = module
+    assert {*seen} == {*rl.__all__}
+    for name, source in rl._SOURCES.items():
+        module, _, attribute = source.partition(":")
+        assert seen[name] == (module if attribute else module.rpartition(".")[0] or None)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    assert not hasattr(rl, "nothing")
+
+
+DEVICE = """
+import torch
+import torchtitan.distributed.utils as before
+import torchtitan.tools.profiler as of_module
+import rl.training.config
+import torchtitan.models.common.token_dispatcher as after
+from rl.platform import device_type
+kind = "cuda" if torch.cuda.is_available() else "cpu"
+assert before.device_type == after.device_type == device_type() == kind
+assert before.device_module is after.device_module is torch.get_device_module(kind)
+assert of_module.device_module is before.device_module
+print("same")
+"""
+
+
+def test_the_device_is_torchtitans_whatever_is_imported_first():
+    assert python(DEVICE) == "same\n"
+
+
+def _is_for_types(node: ast.If) -> bool:
+    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"

@@ -38,6 +38,7 @@ class BlockingSession:
         self._opened: futures.Future[None] = futures.Future()
         self._ended: futures.Future[None] = futures.Future()
         self._is_open = False
+        self._is_closed = False
 
     def open(self) -> Self:
         """Start all processes; return this object."""
@@ -52,10 +53,11 @@ class BlockingSession:
     def close(self, *, at_once: bool = False) -> None:
         """End all processes, ``at_once`` or after saves under way; closing twice is closing once.
 
-        Raises how a model was lost, if one was and this is not ``at_once``.
+        Raises how a model was lost, if one was, unless ``at_once``.
         """
-        if not self._thread.is_alive():
+        if self._thread.ident is None or self._is_closed:
             return
+        self._is_closed = True
         self._begun.result()
         with suppress(RuntimeError):  # the loop has ended just now
             self._loop.call_soon_threadsafe(self._life.cancel if at_once else self._leave.set)

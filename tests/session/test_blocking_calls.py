@@ -147,6 +147,8 @@ def test_a_lost_model_is_raised_by_the_pending_call_and_by_every_later_one():
         with pytest.raises(RankLost, match="trainer rank 0 died"):
             session.double(1)
     assert "finished" not in session._session.log
+    with pytest.raises(RankLost, match="trainer rank 0 died"):
+        session.close()
     session.close()
 
 

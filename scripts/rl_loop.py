@@ -1,4 +1,4 @@
-"""GRPO on copying digits, written out on a session: about a minute on a laptop's CPU.
+"""GRPO on copying digits, written out on a session: about two minutes on a laptop's CPU.
 
 Run it as ``python scripts/rl_loop.py [STEPS]``.
 """
@@ -11,7 +11,7 @@ import torch
 import rl
 from rl.tasks.copy_digits import CopyDigits
 
-STEPS = 120
+STEPS = 200
 PROMPTS = 32  # of each step
 SAMPLES = 8  # of each prompt
 MAX_TOKENS = 6

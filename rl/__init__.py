@@ -11,10 +11,10 @@ from rl.program import begin, is_starting
 if TYPE_CHECKING:
     import configs
     from rl.algorithms import advantages, losses
+    from rl.algorithms.batch import make_batch
     from rl.config import RLConfig
     from rl.generation.config import GeneratorConfig
     from rl.model.shape import ModelConfig
-    from rl.rollout.batch import make_batch
     from rl.session.config import Role, SessionConfig
     from rl.session.session import Session
     from rl.tasks.base import Score, Task
@@ -78,7 +78,7 @@ _SOURCES = {
     "advantages": "rl.algorithms.advantages",
     "configs": "configs",
     "losses": "rl.algorithms.losses",
-    "make_batch": "rl.rollout.batch:make_batch",
+    "make_batch": "rl.algorithms.batch:make_batch",
 }
 
 

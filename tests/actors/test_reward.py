@@ -11,9 +11,9 @@ import pytest
 
 from rl.actors.hosts import Hosts
 from rl.actors.reward import RewardWorkers
-from rl.actors.supervisor import Supervisor
-from rl.config import DeadlineConfig
 from rl.errors import GroupLost, RunError
+from rl.session.config import DeadlineConfig, SessionConfig
+from rl.session.meshes import Meshes
 from rl.types import Completion
 from tests.actors.moody_task import (
     DIES,
@@ -27,12 +27,18 @@ from tests.actors.moody_task import (
     Moody,
 )
 from tests.actors.processes import assert_ended
-from tests.actors.test_layouts import model_config
 
 DEADLINES = DeadlineConfig(start=200.0, heartbeat=4.0, reward=3.0)
 COMPLETIONS = [
     Completion(tokens=[n], logprobs=[0.0], versions=[0], finish_reason="stop") for n in (4, 5)
 ]
+
+
+def workers_and_task(folder, count: int) -> tuple[RewardWorkers, Moody]:
+    config = SessionConfig(reward_workers=count, deadlines=DEADLINES)
+    task = Moody.Config(folder=str(folder))
+    workers = Meshes(config, Hosts(folder), folder).rewards(task, print)
+    return workers, task.build(seed=0, model=config.model)
 
 
 @pytest.fixture
@@ -41,11 +47,7 @@ def in_workers(tmp_path):
 
     def run(work, count):
         async def started():
-            config = Moody.Config(folder=str(tmp_path))
-            model = model_config(tied=True)
-            options = {"count": count, "seed": 0, "deadlines": DEADLINES, "say": print}
-            workers = RewardWorkers(config, model, Supervisor(Hosts(tmp_path)), **options)
-            task = config.build(seed=0, model=model)
+            workers, task = workers_and_task(tmp_path, count)
             try:
                 await workers.start()
                 return await work(
@@ -187,12 +189,9 @@ import asyncio, pathlib, sys
 from tests.actors import test_reward as tests
 
 async def main(folder):
-    config, model = tests.Moody.Config(folder=folder), tests.model_config(tied=True)
-    options = {"count": 1, "seed": 0, "deadlines": tests.DEADLINES, "say": print}
-    supervisor = tests.Supervisor(tests.Hosts(pathlib.Path(folder)))
-    workers = tests.RewardWorkers(config, model, supervisor, **options)
+    workers, task = tests.workers_and_task(pathlib.Path(folder), 1)
     await workers.start()
-    await workers.score(config.build(seed=0, model=model).prompt(tests.FORKS), tests.COMPLETIONS)
+    await workers.score(task.prompt(tests.FORKS), tests.COMPLETIONS)
     print(*tests.pids_of(workers), "scored", flush=True)
     await asyncio.sleep(3600)
 

@@ -1,38 +1,20 @@
-"""Real meshes whose ranks also hand out their parameters, and push with faults, which no actor of
-Tiller does.
-"""
+"""Actors that also hand out their parameters, and push with faults, which none of Tiller does."""
 
 import asyncio
-import itertools
 import os
 import threading
-from collections.abc import Coroutine
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from monarch.actor import concurrent_endpoint
-from torchtitan.components.lora import LoRAConverter
 
-import rl.actors.generator as generator_module
-from rl.actors.generator import Generator, GeneratorMesh
-from rl.actors.hosts import Hosts
-from rl.actors.supervisor import Supervisor
-from rl.actors.trainer import PolicyTrainer, TrainerMesh
-from rl.actors.worker import WorkerGroup
-from rl.config import DeadlineConfig
-from rl.generation.config import GeneratorConfig
-from rl.model.shape import ModelConfig
+from rl.actors.generator import Generator
+from rl.actors.trainer import PolicyTrainer
 from rl.model.shards import Box, Shard
-from rl.training.config import TrainerConfig, default_adamw
 from rl.types import Batch
-from rl.weights.config import TransportName
-from rl.weights.transport import Sent, Transfer
-
-DEADLINE = 300.0
-DEADLINES = DeadlineConfig(start=DEADLINE, call=DEADLINE + 1, heartbeat=0.0)
+from rl.weights.transport import Sent
 
 
 class OpenTrainer(PolicyTrainer):
@@ -173,74 +155,6 @@ class OpenGenerator(Generator):
         return held_segments()
 
 
-class Meshes:
-    """Starts meshes on one event loop and ends them all at exit."""
-
-    def __init__(self, folder: Path):
-        self._runner = asyncio.Runner()
-        self._folder = folder
-        self._supervisor = self._runner.run(self._make_supervisor())
-        self._meshes: list[Any] = []
-        self._numbers = itertools.count()
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self._runner.run(work)
-
-    async def trainer(
-        self, config: TrainerConfig, model: ModelConfig, *, steps: int = 10, heartbeat: float = 0.0
-    ) -> TrainerMesh:
-        options = {
-            "folder": self._folder,
-            "seed": 0,
-            "deadlines": replace(DEADLINES, heartbeat=heartbeat),
-        }
-        mesh = TrainerMesh(config, model, self._supervisor, name="trainer", steps=steps, **options)
-        self._meshes.append(mesh)
-        await self.start(mesh)
-        return mesh
-
-    async def worker(self, name: str, config: TrainerConfig, model: ModelConfig) -> WorkerGroup:
-        options: dict[str, Any] = {"folder": self._folder, "seed": 0, "deadlines": DEADLINES}
-        group = WorkerGroup(config, model, self._supervisor, name=name, steps=10, **options)
-        self._meshes.append(group)
-        await group.start()
-        return group
-
-    async def generator(
-        self, config: GeneratorConfig, model: ModelConfig, *, heartbeat: float = 0.0
-    ) -> GeneratorMesh:
-        options = {"seed": 0, "deadlines": replace(DEADLINES, heartbeat=heartbeat)}
-        mesh = GeneratorMesh(
-            config, model, self._supervisor, name=f"generator-{next(self._numbers)}", **options
-        )
-        self._meshes.append(mesh)
-        await self.start(mesh)
-        return mesh
-
-    async def start(self, mesh: Any) -> None:
-        """Start it, or start it again, with actors that hand out what those of Tiller do not."""
-        kept = TrainerMesh.actor, generator_module.Generator
-        TrainerMesh.actor = OpenTrainer
-        generator_module.Generator = OpenGenerator
-        try:
-            await mesh.start()
-        finally:
-            TrainerMesh.actor, generator_module.Generator = kept
-
-    async def stop(self, *meshes: Any) -> None:
-        for mesh in meshes:
-            self._meshes.remove(mesh)
-            await mesh.close()
-
-    def close(self) -> None:
-        for mesh in self._meshes:
-            self.run(mesh.stop())
-        self._runner.close()
-
-    async def _make_supervisor(self) -> Supervisor:
-        return Supervisor(Hosts(self._folder / "logs"))
-
-
 def held_segments() -> int:
     """How often this process maps slots of a push or has them open."""
     opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry)]
@@ -250,36 +164,9 @@ def held_segments() -> int:
     )
 
 
-def trainer_config(
-    *, fsdp: int = 1, tp: int = 1, lora: LoRAConverter.Config | None = None
-) -> TrainerConfig:
-    config = TrainerConfig(optimizer=default_adamw(lr=1e-2), micro_batch_size=4, lora=lora)
-    config.parallelism.data_parallel_shard_degree = fsdp
-    config.parallelism.tensor_parallel_degree = tp
-    return config
-
-
-async def connect(
-    trainer: TrainerMesh,
-    *generators: GeneratorMesh,
-    transport: TransportName = "shared_memory",
-) -> None:
-    """Open a push from the trainer to generators, whose layouts may differ where the transport is
-    shared memory.
-    """
-    sources = tuple(layout for _, layout in await trainer.layouts())
-    dtype = generators[0].dtype if generators else torch.float32
-    transfer = Transfer(transport, dtype, sources, (), len(generators), False)
-    addresses = await trainer.open_publishers(transfer)
-    for number, generator in enumerate(generators):
-        wanted = tuple(layout for _, layout in await generator.layouts())
-        own = replace(transfer, wanted=wanted)
-        await generator.connect(own, addresses, generator=number)
-
-
 async def shards_of(mesh: Any) -> list[list[Shard]]:
     """Every rank's parameters, by value."""
-    return await mesh._group.call("shards", deadline=DEADLINE)
+    return await mesh._group.call("shards", deadline=300.0)
 
 
 def whole(ranks: list[list[Shard]]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,281 @@
+"""The push between real meshes: checked as configured, behind the trainer's work, and never of the
+wrong weights.
+"""
+
+import asyncio
+
+import pytest
+import torch
+
+from rl.algorithms.losses import grpo
+from rl.errors import RunError
+from rl.generation.config import GeneratorConfig
+from rl.session.session import Session
+from rl.types import GenerationRequest, Sampling
+from rl.weights.config import WeightPushConfig
+from rl.weights.digest import merge_digests
+from tests.session.sessions import DEADLINES, Sessions, batch, on_its_loop, trainer_config
+from tests.session.test_layouts import assert_equal_weights
+
+FIRST = "layers.0.feed_forward.w2.weight"
+OTHER = "layers.1.feed_forward.w2.weight"
+NORM = "layers.0.attention_norm.weight"
+OTHER_NORM = "layers.1.attention_norm.weight"
+DIGESTS = {"digests": True, "canary_tolerance": 0.0}
+CANARY = {"digests": False}
+BOTH = {"digests": True}
+
+
+@pytest.fixture(scope="module")
+def session(sessions):
+    """Two trainer ranks and the two ranks of a generator, whose KV blocks are smaller than the
+    canary's prompt.
+    """
+    generator = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05, block_size=32)
+    return sessions.run(sessions.start(trainer=trainer_config(fsdp=2), generator=generator))
+
+
+@pytest.fixture(scope="module")
+def trainer(session):
+    return session.trainer
+
+
+@pytest.fixture(scope="module")
+def generator(session):
+    return session.pool.meshes[0]
+
+
+async def connected(
+    sessions: Sessions, trainer, generator, weights: dict, dtype: str = "float32"
+) -> Session:
+    session = sessions.on(
+        trainer,
+        generator,
+        longest=72,
+        generator=GeneratorConfig(block_size=32, dtype=dtype),
+        weights=WeightPushConfig(**weights),
+    )
+    await session.connect()
+    return session
+
+
+async def push(session) -> None:
+    async with session.running():
+        await session.push()
+        await session.settle()
+
+
+async def train(trainer) -> None:
+    await trainer.forward_backward(batch(), grpo(entropy_coef=0.01))
+    await trainer.optim_step()
+
+
+async def ask(mesh, endpoint: str, *args, rank: int | None = None):
+    return await mesh._group.call(endpoint, *args, rank=rank, deadline=DEADLINES.call)
+
+
+async def whole_digests(mesh) -> dict[str, str]:
+    return merge_digests(await mesh.weight_digests())
+
+
+@on_its_loop
+async def test_push_metrics(sessions, trainer, generator):
+    session = await connected(sessions, trainer, generator, BOTH)
+    for _ in range(3):
+        await push(session)
+        await assert_equal_weights(trainer, generator)
+        await train(trainer)
+    metrics = session.push_metrics
+    assert metrics["push/bytes"] == metrics["push/bytes_sent"] > 100_000
+    assert 0 <= metrics["push/canary"] < 1e-4
+    assert 0 < metrics["timing/push_pause"] < 10
+
+
+@on_its_loop
+async def test_collectives_outlast_the_deadlines_of_calls(sessions, trainer, generator):
+    for mesh in (trainer, generator):
+        timeouts = await ask(mesh, "collective_timeout")
+        assert timeouts == [DEADLINES.start + DEADLINES.call] * 2
+
+
+@pytest.mark.parametrize("weights", [DIGESTS, CANARY], ids=["digests", "canary"])
+@pytest.mark.parametrize("fault", ["skipped parameter", "swapped slice"])
+@on_its_loop
+async def test_weights_that_differ_are_named(sessions, trainer, generator, fault, weights):
+    session = await connected(sessions, trainer, generator, weights)
+    await push(session)
+    if fault == "skipped parameter":
+        await ask(trainer, "skip", FIRST, rank=1)
+    else:
+        await ask(generator, "cross", FIRST, OTHER, rank=1)
+    await train(trainer)
+    with pytest.raises(RunError) as error:
+        await push(session)
+    message = str(error.value)
+    wrong = 1 if fault == "skipped parameter" else 2
+    assert message.startswith(f"push of policy version {trainer.version}: {wrong} of ")
+    assert message.endswith(
+        f"parameters of {generator.name} differ from the trainer's; the first is {FIRST}"
+    )
+    assert ("push/canary" in session.push_metrics) == (weights is CANARY)
+
+
+@on_its_loop
+async def test_only_digests_find_old_weights_in_bf16(sessions, trainer):
+    config = GeneratorConfig(dtype="bfloat16", kv_cache_gib=0.05, block_size=32)
+    generator = await sessions.start_mesh(sessions.meshes(generator=config).generator(1))
+    for weights in (CANARY, {}):
+        session = await connected(sessions, trainer, generator, weights, "bfloat16")
+        await push(session)
+        await ask(trainer, "skip")
+        await train(trainer)
+        if weights == CANARY:
+            await push(session)
+        else:
+            found = (
+                rf"push of policy version {trainer.version}: \d+ of \d+ parameters of "
+                rf"{generator.name} differ"
+            )
+            with pytest.raises(RunError, match=found):
+                await push(session)
+    await generator.close()
+
+
+@on_its_loop
+async def test_ranks_with_different_copies_are_found(sessions, trainer, generator):
+    session = await connected(sessions, trainer, generator, DIGESTS)
+    await ask(generator, "cross", NORM, OTHER_NORM, rank=1)
+    await train(trainer)
+    wrong = f"version {trainer.version}: {generator.name}: parameter {NORM}: two ranks hold"
+    with pytest.raises(RunError, match=wrong):
+        await push(session)
+
+
+@on_its_loop
+async def test_canary_finds_a_stale_prefix_cache(sessions, trainer, generator):
+    session = await connected(sessions, trainer, generator, BOTH)
+    await push(session)
+    await ask(generator, "honour_reset", False)
+    await train(trainer)
+    wrong = (
+        f"canary of policy version {trainer.version}: a log-prob of {generator.name} differs by .*"
+        " all parameters are equal, so a cache of older weights"
+    )
+    with pytest.raises(RunError, match=wrong):
+        await push(session)
+    await ask(generator, "honour_reset", True)
+    await train(trainer)
+    await push(session)
+
+
+@on_its_loop
+async def test_generator_in_another_dtype_is_refused(sessions, trainer, generator):
+    generator.dtype = torch.bfloat16  # what the trainer is told to push
+    wrong = "tok_embeddings.weight is torch.float32 in the generator and pushed as torch.bfloat16"
+    try:
+        with pytest.raises(RunError, match=wrong):
+            await connected(sessions, trainer, generator, BOTH)
+    finally:
+        generator.dtype = torch.float32
+
+
+@on_its_loop
+async def test_offloaded_model_is_not_pushed(sessions, trainer, generator):
+    await connected(sessions, trainer, generator, DIGESTS)
+    await trainer.offload()
+    away = "trainer rank ., push_weights: .*the model is offloaded; call onload"
+    with pytest.raises(RunError, match=away):
+        await trainer.push_weights()
+    await trainer.onload()
+
+
+@pytest.mark.parametrize("first", ["push_weights", "forward_backward"])
+@on_its_loop
+async def test_publish_and_forward_backward_overlap(sessions, trainer, generator, first):
+    """Each ends only when the other has begun."""
+    await connected(sessions, trainer, generator, DIGESTS)
+    await ask(trainer, "publish_only_behind", "forward_backward", 60.0)
+    calls = [trainer.push_weights(), trainer.forward_backward(batch(), grpo(entropy_coef=0.01))]
+    await asyncio.gather(*(calls if first == "push_weights" else reversed(calls)))
+    assert await ask(trainer, "was_behind") == [True, True]
+    await trainer.optim_step()
+
+
+@on_its_loop
+async def test_optim_step_waits_for_a_publish(sessions, trainer, generator):
+    """Calls that come later wait for the step."""
+    await connected(sessions, trainer, generator, DIGESTS)
+    await train(trainer)
+    await trainer.forward_backward(batch(), grpo(entropy_coef=0.01))
+    before = await whole_digests(trainer)
+    version = trainer.version
+    await ask(trainer, "publish_only_behind", "optim_step", 0.5)
+    (published, _), _, after = await asyncio.gather(
+        trainer.push_weights(), trainer.optim_step(), whole_digests(trainer)
+    )
+    assert await ask(trainer, "was_behind") == [False, False]
+    assert (published, trainer.version) == (version, version + 1)
+    await generator.pull_weights(version)
+    assert await whole_digests(generator) == before
+    assert after != before
+    assert after == await whole_digests(trainer)
+
+
+@on_its_loop
+async def test_connecting_again_leaves_no_memory(sessions, trainer, generator):
+    held = []
+    for _ in range(3):
+        await connected(sessions, trainer, generator, DIGESTS)
+        held.append([*await ask(trainer, "segments"), *await ask(generator, "segments")])
+    assert held[0] == held[1] == held[2]
+    assert min(held[0]) > 0
+
+
+def request(name: str, prompt: list[int]) -> GenerationRequest:
+    sampling = Sampling(max_tokens=8, temperature=0.0)
+    return GenerationRequest(request_id=name, prompt_tokens=prompt, seed=0, sampling=sampling)
+
+
+@on_its_loop
+async def test_prefixes_are_forgotten_on_every_rank(sessions, trainer, generator):
+    session = await connected(sessions, trainer, generator, DIGESTS)
+    (first,) = await session.sample([request("first", list(range(40)))])
+    assert min(await ask(generator, "cached_blocks")) > 0
+    await session.sample([request("again", [1, 2, 3])], alone=True)
+    assert await ask(generator, "cached_blocks") == [0, 0]
+    (same,) = await session.sample([request("same", list(range(40)))])
+    assert same.tokens == first.tokens
+
+
+@on_its_loop
+async def test_another_trainer_with_a_lower_version_takes_over(sessions, trainer, generator):
+    session = await connected(sessions, trainer, generator, BOTH)
+    await train(trainer)
+    await push(session)
+    meshes = sessions.meshes(trainer=trainer_config())
+    another = await sessions.start_mesh(meshes.models()["trainer"])
+    session = await connected(sessions, another, generator, BOTH)
+    await push(session)
+    assert trainer.version > another.version == generator.version == 0
+    await assert_equal_weights(another, generator)
+    # As for a trainer that came back with the version pushed last.
+    await session.connect()
+    await push(session)
+    assert generator.version == 0
+    await another.close()
+
+
+@on_its_loop
+async def test_slot_whose_writer_ended_is_refused(sessions, trainer, generator):
+    """Last: it ends the generator."""
+    session = await connected(sessions, trainer, generator, BOTH)
+    await push(session)
+    await ask(trainer, "tear", rank=1)
+    await train(trainer)
+    version = trainer.version
+    held = (
+        rf"trainer rank 0 holds \[{version - 1}, {version}\]; trainer rank 1 holds "
+        rf"\[{version - 1}\]"
+    )
+    with pytest.raises(RunError, match=f"pull of version {version}: {held}"):
+        await push(session)

@@ -1,0 +1,54 @@
+"""The trainer mesh takes and returns whole batches, whatever its ranks do with them."""
+
+import pytest
+import torch
+
+from rl.algorithms.losses import grpo
+from rl.weights.digest import merge_digests
+from tests.session.sessions import batch, on_its_loop, trainer_config
+
+
+@pytest.fixture(scope="module")
+def trainer(sessions):
+    return sessions.run(sessions.start(trainer=trainer_config(fsdp=2, tp=2))).trainer
+
+
+@on_its_loop
+async def test_outputs_are_in_the_batchs_order(sessions, trainer):
+    together = await trainer.forward(batch(), temperature=0.7)
+    trained, metrics = await trainer.forward_backward(batch(), grpo(), temperature=0.7)
+    alone = [
+        await trainer.forward(batch().select([row]), temperature=0.7) for row in range(len(batch()))
+    ]
+    for name in ("logprobs", "entropy"):
+        wanted = torch.cat([outputs[name] for outputs in alone])
+        assert wanted.unique().numel() > len(batch())
+        torch.testing.assert_close(together[name], wanted, atol=1e-5, rtol=0)
+        torch.testing.assert_close(trained[name], wanted, atol=1e-5, rtol=0)
+    assert metrics["entropy/mean"] > 0
+
+
+@on_its_loop
+async def test_each_part_of_a_batch_is_sent_once(sessions, trainer):
+    """Four ranks, two data-parallel: the second of each tensor-parallel pair hears of its part from
+    the first.
+    """
+    await trainer.call("watch_payloads")
+    await trainer.forward(batch())
+    payloads = await trainer.call("payloads")
+    assert [rank[0] > 0 for rank in payloads] == [True, False, True, False]
+    assert sum(rank[0] for rank in payloads) == len(batch().tokens)
+
+
+@on_its_loop
+async def test_options_and_residency_reach_every_rank(sessions, trainer):
+    await trainer.forward_backward(batch(), grpo())
+    before = merge_digests(await trainer.weight_digests())
+    version = trainer.version
+    await trainer.offload()
+    await trainer.onload()
+    assert merge_digests(await trainer.weight_digests()) == before
+    metrics = await trainer.optim_step(lr=0.0)
+    assert trainer.version == version + 1
+    assert metrics["trainer/lr/AdamW"] == 0.0
+    assert merge_digests(await trainer.weight_digests()) == before

@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,12 @@ from bare_engine import BareEngine, Work, write_model
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
-from rl.actors.generator import GeneratorMesh
-from rl.actors.hosts import Hosts
-from rl.actors.processes import start_runtime, stop_runtime
-from rl.actors.supervisor import Supervisor
-from rl.config import DeadlineConfig
 from rl.generation.config import GeneratorConfig
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, shape_of
-from rl.model.shards import Box, Region, Shard, layout_of
-from rl.session.router import Router
+from rl.session.config import SessionConfig
+from rl.session.session import Session
 from rl.types import GenerationRequest, Sampling
-from rl.weights.open import open_publisher
-from rl.weights.transport import Transfer
 
 SAMPLES = 8
 
@@ -100,50 +93,21 @@ TINY = Case(model=TINY_MODEL, prompts=2, prompt_tokens=8, new_tokens=8)
 
 
 class Ours:
-    """The generator as a run has it: an actor behind the router, with weights that were pushed to
-    it.
+    """The generator as a session has it: an actor behind the router, with weights that were pushed
+    to it.
     """
 
-    def __init__(
-        self,
-        config: GeneratorConfig,
-        model: ModelConfig,
-        weights: dict[str, torch.Tensor],
-        folder: Path,
-    ):
+    def __init__(self, config: GeneratorConfig, model: ModelConfig, folder: Path):
         self._runner = asyncio.Runner()
-        self._router = Router()
-        self._mesh: GeneratorMesh
-        self._runner.run(self._start(config, model, weights, folder))
+        self._runner.run(self._start(config, replace(model, hf_path=str(folder)), folder))
 
-    async def _start(
-        self,
-        config: GeneratorConfig,
-        model: ModelConfig,
-        weights: dict[str, torch.Tensor],
-        folder: Path,
-    ) -> None:
-        self._mesh = GeneratorMesh(
-            config,
-            model,
-            Supervisor(Hosts(folder / "logs")),
-            name="generator",
-            seed=0,
-            deadlines=DeadlineConfig(),
+    async def _start(self, config: GeneratorConfig, model: ModelConfig, folder: Path) -> None:
+        self._session = Session(
+            SessionConfig(model=model, trainer=None, generator=config), folder=folder
         )
-        await self._mesh.start()
-        wanted = tuple(layout for _, layout in await self._mesh.layouts())
-        shards = [
-            Shard(Region(name, whole.shape, Box.whole(whole.shape)), whole)
-            for name, whole in weights.items()
-        ]
-        transfer = Transfer("shared_memory", torch.float32, (layout_of(shards),), wanted)
-        publisher = open_publisher(transfer, shards, rank=0)
-        await publisher.publish(0)
-        await self._mesh.connect(transfer, [publisher.address])
-        await self._mesh.pull_weights(0)
-        publisher.close()
-        self._router.join(self._mesh)
+        await self._session.start()
+        await self._session.load()
+        await self._session.connect()
 
     def generate(self, requests: list[GenerationRequest], in_call: int) -> Work:
         """Completions of ``requests``, in calls of ``in_call`` of them that are in flight
@@ -153,7 +117,7 @@ class Ours:
 
         async def all_calls() -> list[Any]:
             return await asyncio.gather(
-                *(self._router.generate(call, session=call[0].request_id) for call in calls)
+                *(self._session.sample(call, affinity=call[0].request_id) for call in calls)
             )
 
         begun = time.perf_counter()
@@ -162,7 +126,7 @@ class Ours:
         return Work([completion for answer in answers for completion in answer], wall, wall)
 
     def close(self) -> None:
-        self._runner.run(self._mesh.stop())
+        self._runner.run(self._session.stop())
         self._runner.close()
 
 
@@ -224,7 +188,7 @@ def run(case: Case, rounds: int, modes: tuple[str, ...], folder: Path) -> dict[s
                 kv_cache_gib=config.kv_cache_gib, enforce_eager=mode == "eager"
             )
             engines[f"{kind}_{mode}"] = BareEngine(kind, options, case.model, folder)
-    ours = Ours(config, case.model, weights, folder)
+    ours = Ours(config, case.model, folder)
     print(": actor", end="", flush=True)
     for name, engine in engines.items():
         engine.wait()
@@ -289,9 +253,7 @@ def main() -> None:
     arguments = parser.parse_args()
     modes = ("eager",) if arguments.no_compile else ("eager", "compiled")
     with tempfile.TemporaryDirectory() as folder:
-        start_runtime(Path(folder, "controller.log"))
         result = run(TINY if arguments.tiny else CASE, arguments.rounds, modes, Path(folder))
-        stop_runtime()
     for name, speed in result["tokens_per_s"].items():
         print(f"{name:17} {speed:9,.0f} tokens/s")
     print(", ".join(f"{name} {value:.3f}" for name, value in result.items() if "_over_" in name))

@@ -1,4 +1,4 @@
-"""What the tests of real sessions share."""
+"""Fixtures of the tests of real sessions."""
 
 import pytest
 

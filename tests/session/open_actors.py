@@ -88,7 +88,9 @@ class OpenTrainer(PolicyTrainer):
 
     @concurrent_endpoint
     async def was_behind(self) -> bool:
-        """Whether publish went on until the method was over; undoes ``publish_only_behind``."""
+        """Return whether publish went on until the method was over; undo
+        ``publish_only_behind``.
+        """
         for name in ("forward_backward", "optim_step"):
             self.engine.__dict__.pop(name, None)
         del self.publisher.publish
@@ -132,7 +134,7 @@ class OpenGenerator(Generator):
 
     @concurrent_endpoint
     async def honour_reset(self, really: bool) -> None:
-        """Whether vLLM does from now on what it says."""
+        """Have vLLM do what it says, or not, from now on."""
 
         def patch(engine: Any) -> None:
             if really:
@@ -156,7 +158,7 @@ class OpenGenerator(Generator):
 
 
 def held_segments() -> int:
-    """How often this process maps slots of a push or has them open."""
+    """Return how often this process maps slots of a push or has them open."""
     opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry)]
     return sum(
         "/memfd:tiller-weights" in line
@@ -165,12 +167,12 @@ def held_segments() -> int:
 
 
 async def shards_of(mesh: Any) -> list[list[Shard]]:
-    """Every rank's parameters, by value."""
+    """Return every rank's parameters, by value."""
     return await mesh._group.call("shards", deadline=300.0)
 
 
 def whole(ranks: list[list[Shard]]) -> dict[str, torch.Tensor]:
-    """The parameters that the ranks' parts make up; every element must be held by someone."""
+    """Return the parameters that the ranks' parts make up, every element of which is held."""
     tensors: dict[str, torch.Tensor] = {}
     for shards in ranks:
         for shard in shards:

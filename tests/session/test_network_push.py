@@ -1,6 +1,7 @@
 """A push over a network that is slow or fails, between meshes that compute nothing."""
 
 import asyncio
+import functools
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,18 @@ from rl.weights.config import WeightPushConfig
 from rl.weights.transport import TransferFailed, VersionGone
 from tests.trainers.fakes import WAIT_S, Generator, Trainer
 
+TOO_SLOW = TransferFailed("fetch of version 1: 15.0 MiB did not arrive within 60 s")
 GIB_15 = (Region("w", (15 * 2**29,), Box.whole((15 * 2**29,))),)
+
+
+def in_a_loop(test):
+    """Run an async test on an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(**fixtures):
+        asyncio.run(test(**fixtures))
+
+    return run
 
 
 def failure(cause: Exception) -> ActorFailure:
@@ -64,6 +76,23 @@ class Scene:
             await self.push.wait(step)
 
 
+async def connected(**options) -> Scene:
+    scene = Scene(**options)
+    await scene.connect()
+    return scene
+
+
+def fail_pulls(generator: Generator, cause: Exception, times: int = 1) -> None:
+    """Have the next pulls of ``generator`` fail."""
+    left = [failure(cause)] * times
+
+    async def fail():
+        if left:
+            raise left.pop()
+
+    generator.pulling = fail
+
+
 def test_the_time_for_a_push_grows_with_its_bytes_and_follows_the_config():
     async def patience(**weights) -> float:
         scene = Scene(replicas=8, **weights)
@@ -89,128 +118,90 @@ def test_the_time_for_a_push_grows_with_its_bytes_and_follows_the_config():
     assert asyncio.run(patience(min_gb_s=10.0)) == pytest.approx(60.0 + total / 10e9)
 
 
-def test_a_generator_that_was_too_slow_for_a_version_pulls_the_newest():
-    async def work():
-        scene = Scene()
-        await scene.connect()
-        (generator,) = scene.generators
+@in_a_loop
+async def test_too_slow_generator_pulls_the_newest():
+    scene = await connected()
+    (generator,) = scene.generators
 
-        async def slow():
-            generator.pulling = None
-            scene.step()
-            await scene.changed.until(lambda: scene.push.state.published == 2)
-            raise failure(VersionGone("fetch of version 1: trainer rank 0 overwrote it meanwhile"))
-
-        generator.pulling = slow
+    async def slow():
+        generator.pulling = None
         scene.step()
-        await scene.arrived(1)
-        assert generator.version == 2
-        assert scene.warnings == [
-            "fetch of version 1: trainer rank 0 overwrote it meanwhile; pulling version 2"
-        ]
+        await scene.changed.until(lambda: scene.push.state.published == 2)
+        raise failure(VersionGone("fetch of version 1: trainer rank 0 overwrote it meanwhile"))
 
-    asyncio.run(work())
+    generator.pulling = slow
+    scene.step()
+    await scene.arrived(1)
+    assert generator.version == 2
+    assert scene.warnings == [
+        "fetch of version 1: trainer rank 0 overwrote it meanwhile; pulling version 2"
+    ]
 
 
 @pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
-def test_a_version_that_is_gone_without_a_newer_one_ends_the_run(pipeline):
-    async def work():
-        scene = Scene(pipeline=pipeline)
-        await scene.connect()
+@in_a_loop
+async def test_version_gone_without_a_newer_one_ends_the_run(pipeline):
+    scene = await connected(pipeline=pipeline)
 
-        async def gone():
-            raise failure(VersionGone("fetch of version 1: trainer rank 0 holds nothing"))
-
-        scene.generators[0].pulling = gone
-        scene.step()
-        with pytest.raises(ActorFailure, match="holds nothing"):
-            await scene.arrived(1)
-
-    asyncio.run(work())
+    gone = VersionGone("fetch of version 1: trainer rank 0 holds nothing")
+    fail_pulls(scene.generators[0], gone)
+    scene.step()
+    with pytest.raises(ActorFailure, match="holds nothing"):
+        await scene.arrived(1)
 
 
 @pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
 @pytest.mark.parametrize("failures", [2, 3])
-def test_a_failed_transfer_is_repeated_and_at_last_ends_the_attempt_but_not_the_run(
-    pipeline, failures
-):
-    async def work():
-        scene = Scene(pipeline=pipeline)
-        await scene.connect()
-        (generator,) = scene.generators
-        left = [
-            failure(TransferFailed("fetch of version 1: 15.0 MiB did not arrive within 60 s"))
-        ] * failures
-
-        async def slow():
-            if left:
-                raise left.pop()
-
-        generator.pulling = slow
-        scene.step()
-        if failures == 2:
-            await scene.arrived(1)
-            assert generator.version == 1
-        else:
-            with pytest.raises(
-                NodeLost, match="failed 3 times in a row while the trainer is alive"
-            ):
-                await scene.arrived(1)
-        assert len(scene.warnings) == 2
-
-    asyncio.run(work())
-
-
-def test_a_generator_that_joins_a_deterministic_pipeline_has_the_same_version_again():
-    async def work():
-        scene = Scene(pipeline="deterministic", replicas=2)
-        await scene.connect()
-        left = [failure(TransferFailed("fetch of version 0: 15.0 MiB did not arrive within 60 s"))]
-
-        async def slow():
-            if left:
-                raise left.pop()
-
-        async with asyncio.timeout(WAIT_S), background(scene.push.run()):
-            scene.step()
-            await scene.changed.until(lambda: scene.push.state.published == 1)
-            scene.generators[1].pulling = slow
-            await scene.push.join(scene.generators[1])
-        assert [generator.version for generator in scene.generators] == [0, 0]
-
-    asyncio.run(work())
-
-
-def test_a_transfer_that_failed_because_the_trainer_died_is_the_trainers_failure():
-    async def work():
-        scene = Scene()
-        await scene.connect()
-
-        async def slow():
-            scene.trainer.lose()
-            raise failure(TransferFailed("fetch of version 1: 15.0 MiB did not arrive within 60 s"))
-
-        scene.generators[0].pulling = slow
-        scene.step()
-        with pytest.raises(ActorFailure, match="trainer rank 0"):
-            await scene.arrived(1)
-
-    asyncio.run(work())
-
-
-def test_a_publish_is_told_of_a_generator_that_has_gone():
-    async def work():
-        scene = Scene(replicas=2)
-        await scene.connect()
-
-        async def until_excused():
-            scene.push.remove(scene.generators[1])
-            while not scene.trainer.excused:
-                await asyncio.sleep(0.001)
-
-        scene.trainer.during["push_weights"] = until_excused
-        scene.step()
+@in_a_loop
+async def test_failed_transfer_is_repeated(pipeline, failures):
+    scene = await connected(pipeline=pipeline)
+    (generator,) = scene.generators
+    fail_pulls(generator, TOO_SLOW, failures)
+    scene.step()
+    if failures == 2:
         await scene.arrived(1)
-        assert scene.trainer.excused == [1]
+        assert generator.version == 1
+    else:
+        with pytest.raises(NodeLost, match="failed 3 times in a row while the trainer is alive"):
+            await scene.arrived(1)
+    assert len(scene.warnings) == 2
 
-    asyncio.run(work())
+
+@in_a_loop
+async def test_generator_that_joins_in_order_has_the_same_version():
+    scene = await connected(pipeline="deterministic", replicas=2)
+    async with asyncio.timeout(WAIT_S), background(scene.push.run()):
+        scene.step()
+        await scene.changed.until(lambda: scene.push.state.published == 1)
+        fail_pulls(scene.generators[1], TOO_SLOW)
+        await scene.push.join(scene.generators[1])
+    assert [generator.version for generator in scene.generators] == [0, 0]
+
+
+@in_a_loop
+async def test_transfer_from_a_dead_trainer_is_the_trainers_failure():
+    scene = await connected()
+
+    async def slow():
+        scene.trainer.lose()
+        raise failure(TOO_SLOW)
+
+    scene.generators[0].pulling = slow
+    scene.step()
+    with pytest.raises(ActorFailure, match="trainer rank 0"):
+        await scene.arrived(1)
+
+
+@in_a_loop
+async def test_publish_is_told_of_a_generator_that_has_gone():
+    scene = await connected(replicas=2)
+
+    async def until_excused():
+        scene.push.remove(scene.generators[1])
+        while not scene.trainer.excused:
+            await asyncio.sleep(0.001)
+
+    scene.trainer.during["push_weights"] = until_excused
+    scene.step()
+    await scene.arrived(1)
+    assert scene.trainer.excused == [1]

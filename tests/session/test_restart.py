@@ -46,7 +46,7 @@ async def failure_of(coroutine) -> ActorFailure:
 
 
 async def computed(session) -> tuple[torch.Tensor, list[Completion]]:
-    """What they compute from their first weights, one step included."""
+    """Return what they compute from their first weights, one step included."""
     await session.connect()
     async with session.running():
         await session.forward_backward(batch(), grpo(entropy_coef=0.01))
@@ -57,7 +57,9 @@ async def computed(session) -> tuple[torch.Tensor, list[Completion]]:
 
 
 async def lose(mesh, call, signal_number: int) -> list[ActorFailure]:
-    """Of a call that is pending when rank 1 gets the signal, of the mesh, and of a later call."""
+    """Return the failures of a call that is pending when rank 1 gets the signal, of the mesh, and
+    of a later call.
+    """
     os.kill(pids_of(mesh)[1], signal.SIGSTOP)  # so that the call is pending for certain
     pending = asyncio.ensure_future(failure_of(call))
     await asyncio.sleep(0.2)
@@ -68,7 +70,7 @@ async def lose(mesh, call, signal_number: int) -> list[ActorFailure]:
 
 
 async def lose_both(session, signal_number: int) -> tuple[ActorFailure, ActorFailure]:
-    """Their failures, after both were stopped."""
+    """Return their failures, after both were stopped."""
     trainer = session.trainer
     (generator,) = session.pool.meshes
     pids = [*pids_of(trainer), *pids_of(generator)]

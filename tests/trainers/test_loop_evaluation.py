@@ -28,6 +28,40 @@ def evaluation_calls(generators) -> list[tuple[list[str], bool]]:
     ]
 
 
+def evaluating(edit, **fields):
+    """``edit``, with an evaluation of three prompts after every second step."""
+
+    def edited(config):
+        edit(config)
+        config.evaluation.prompts = 3
+        config.evaluation.samples = 0
+        config.evaluation.every = 2
+        for name, value in fields.items():
+            setattr(config.evaluation, name, value)
+
+    return edited
+
+
+def impatient(edit):
+    """``edit``, with a watchdog that waits for half a second."""
+
+    def edited(config):
+        edit(config)
+        config.watchdog.stalled_s = 0.5
+
+    return edited
+
+
+def while_evaluating(generator, begun):
+    """Have ``generator`` await ``begun(version)`` in the middle of each evaluation."""
+
+    async def generate(request):
+        if request.startswith("eval"):
+            await begun(generator.version)
+
+    generator.during = generate
+
+
 @BOTH
 def test_evaluation_asks_every_replica_for_no_more_than_an_engine_runs_at_once(run, edit):
     in_flight = []
@@ -93,58 +127,34 @@ def test_time_after_the_last_step_is_no_stall(run, edit):
     """The watchdog looks every second."""
 
     def prepare(trainer, generator):
-        async def generate(request):
-            await asyncio.sleep(0.6 * request.startswith("eval"))
-
-        generator.during = generate
+        while_evaluating(generator, lambda version: asyncio.sleep(0.6))
         trainer.during["export_hf"] = lambda: asyncio.sleep(0.6)
 
-    def evaluating(config):
-        edit(config)
-        config.evaluation.prompts = 2
-        config.evaluation.samples = 0
-        config.watchdog.stalled_s = 0.5
-
-    run(prepare, steps=1, edit=evaluating)
-    assert run.summary["eval/prompts"] == 2
+    run(prepare, steps=1, edit=evaluating(impatient(edit), every=0))
+    assert run.summary["eval/prompts"] == 3
 
 
 @BOTH
 def test_time_in_which_an_evaluation_on_the_way_goes_on_is_no_stall(run, edit):
     def prepare(trainer, generator):
-        async def generate(request):
-            await asyncio.sleep(1.2 * request.startswith("eval"))
+        while_evaluating(generator, lambda version: asyncio.sleep(1.2))
 
-        generator.during = generate
-
-    def evaluating(config):
-        edit(config)
-        config.evaluation.prompts = 2
-        config.evaluation.samples = 0
-        config.evaluation.every = 1
-        config.watchdog.stalled_s = 0.5
-
-    run(prepare, steps=2, edit=evaluating)
+    run(prepare, steps=2, edit=evaluating(impatient(edit), every=1))
     assert len(run.record.read_evaluations()) == 1
 
 
 @BOTH
 def test_an_evaluation_that_fails_after_the_last_step_costs_neither_export_nor_summary(run, edit):
     def prepare(trainer, generator):
-        async def generate(request):
-            if request.startswith("eval"):
-                raise ActorFailure(
-                    "generator-0: no", actor="generator-0", rank=0, call="generate", kind="raised"
-                )
+        async def begun(version):
+            raise ActorFailure(
+                "generator-0: no", actor="generator-0", rank=0, call="generate", kind="raised"
+            )
 
-        generator.during = generate
-
-    def evaluating(config):
-        edit(config)
-        config.evaluation.prompts = 2
+        while_evaluating(generator, begun)
 
     with pytest.raises(RunError, match="generator-0: no"):
-        run(prepare, steps=2, edit=evaluating)
+        run(prepare, steps=2, edit=evaluating(edit, every=0))
     export = run.record.folder / "export"
     assert (export / "tokenizer.json").exists()
     assert "eos_token_id" in json.loads((export / "generation_config.json").read_text())
@@ -153,42 +163,16 @@ def test_an_evaluation_that_fails_after_the_last_step_costs_neither_export_nor_s
     assert not [name for name in summary if name.startswith("eval/")]
 
 
-def evaluating(edit, **fields):
-    """``edit``, with an evaluation of three prompts after every second step."""
-
-    def edited(config):
-        edit(config)
-        config.evaluation.prompts = 3
-        config.evaluation.samples = 0
-        config.evaluation.every = 2
-        for name, value in fields.items():
-            setattr(config.evaluation, name, value)
-
-    return edited
-
-
-def while_evaluating(generator, begun):
-    """Have ``generator`` await ``begun(version)`` in the middle of each evaluation."""
-
-    async def generate(request):
-        if request.startswith("eval"):
-            await begun(generator.version)
-
-    generator.during = generate
-
-
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_an_asynchronous_evaluation_names_its_weights_and_those_it_came_too_late_for(run, every):
     """Each evaluation takes three steps at least."""
 
     def prepare(trainer, generator):
-        async def generate(request):
-            if request.startswith("eval"):
-                begun = generator.version
-                while generator.version < min(begun + 3, 12):
-                    await asyncio.sleep(0.001)
+        async def begun(version):
+            while generator.version < min(version + 3, 12):
+                await asyncio.sleep(0.001)
 
-        generator.during = generate
+        while_evaluating(generator, begun)
 
     run(prepare, steps=12, staleness=1, edit=evaluating(free, every=every))
     rows = run.record.read_evaluations()

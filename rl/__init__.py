@@ -11,7 +11,9 @@ from rl.program import begin, is_starting
 if TYPE_CHECKING:
     import configs
     from rl.algorithms import advantages, losses
+    from rl.algorithms.algorithm import Algorithm
     from rl.algorithms.batch import make_batch
+    from rl.algorithms.policy_gradient import PolicyGradient
     from rl.config import RLConfig
     from rl.generation.config import GeneratorConfig
     from rl.model.shape import ModelConfig
@@ -32,11 +34,13 @@ if TYPE_CHECKING:
     from rl.weights.config import WeightPushConfig
 
 __all__ = [
+    "Algorithm",
     "Batch",
     "Completion",
     "GenerationRequest",
     "GeneratorConfig",
     "ModelConfig",
+    "PolicyGradient",
     "Prompt",
     "RLConfig",
     "RLTrainer",
@@ -57,11 +61,13 @@ __all__ = [
 ]
 
 _SOURCES = {
+    "Algorithm": "rl.algorithms.algorithm:Algorithm",
     "Batch": "rl.types:Batch",
     "Completion": "rl.types:Completion",
     "GenerationRequest": "rl.types:GenerationRequest",
     "GeneratorConfig": "rl.generation.config:GeneratorConfig",
     "ModelConfig": "rl.model.shape:ModelConfig",
+    "PolicyGradient": "rl.algorithms.policy_gradient:PolicyGradient",
     "Prompt": "rl.types:Prompt",
     "RLConfig": "rl.config:RLConfig",
     "RLTrainer": "rl.trainers.loop:RLTrainer",

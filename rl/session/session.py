@@ -68,8 +68,10 @@ class Session(Models):
         self.config = config
         self._warn = warn
         self._stack = AsyncExitStack()
+        self._temporary = None
         if folder is None:
-            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tiller-")))
+            self._temporary = tempfile.TemporaryDirectory(prefix="tiller-")
+            folder = Path(self._temporary.name)
         self.folder = folder
         if meshes is None:
             if hosts is None:
@@ -170,6 +172,8 @@ class Session(Models):
         rewards = [self._rewards.stop()] if self._rewards is not None else []
         models = [group.stop() for group in self._groups.values()]
         await asyncio.gather(*models, *rewards, self.pool.stop())
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     async def _raise_lost_model(self) -> None:
         raise await self.lost_model()

@@ -1,7 +1,6 @@
 """The protocol between the RL loop and what it learns by."""
 
 import asyncio
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,6 +84,9 @@ class Algorithm(Configurable, ABC):
         self._columns = config.columns() | {
             name: (role.head, role.column) for name, role in run.roles.items() if role.column
         }
+        self._reward_weights = {
+            name: role.reward_weight for name, role in run.roles.items() if role.reward_weight
+        }
         self._learning = ["trainer", *(role for role in config.roles() if role == "critic")]
         self._prepared: list[Metrics] = []
         self._sequences = 0
@@ -143,24 +145,23 @@ class Algorithm(Configurable, ABC):
             batch.columns[column] = answer[output]
         rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
         scores = {}
-        for role, config in self.run.roles.items():
-            if config.reward_weight:
-                texts, ends = whole_texts(rollouts)
-                values = (await session.forward(texts, role=role))["values"][ends]
-                rewards = rewards + config.reward_weight * values
-                scores[f"{role}/score"] = float(values.mean())
+        if self._reward_weights:
+            texts, ends = whole_texts(rollouts)
+        for role, weight in self._reward_weights.items():
+            values = (await session.forward(texts, role=role))["values"][ends]
+            rewards = rewards + weight * values
+            scores[f"{role}/score"] = float(values.mean())
         batch.columns["staleness"] = session.version - batch.columns["versions"]
         metrics = self.score(batch, rollouts, rewards) | scores
-        weight = int(batch.loss_mask.sum())
+        count = int(batch.loss_mask.sum())
         self._prepared.append(
-            Metrics({name: Value(value, "mean", weight) for name, value in metrics.items()})
+            Metrics({name: Value(value, "mean", count) for name, value in metrics.items()})
         )
         return batch
 
     async def accumulate(self, session: "Session", batch: Batch) -> None:
         """Add the gradients of the losses on ``batch``, of trainer and critic side by side."""
-        staleness = session.version - batch.columns["versions"]
-        batch = dataclasses.replace(batch, columns=batch.columns | {"staleness": staleness})
+        batch.columns["staleness"] = session.version - batch.columns["versions"]
         await asyncio.gather(
             *(
                 session.forward_backward(

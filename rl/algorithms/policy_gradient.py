@@ -172,9 +172,10 @@ class PolicyGradient(Algorithm):
                 "algorithm.loss.kl_coef or algorithm.reward_kl_coef above 0 is there to steer",
             )
 
+    config: Config
+
     def __init__(self, config: Config, *, run: "RLConfig"):
         super().__init__(config, run=run)
-        self._config = config
         self.reduction = config.loss.reduction
         config.loss.build()  # raises what the user's own loss raises
         self._advantage = config.advantage.build()
@@ -186,7 +187,7 @@ class PolicyGradient(Algorithm):
         """Return the loss of ``trainer``, at the present KL coefficient, or ``critic``."""
         if role == "critic":
             return self.run.critic.loss
-        loss = self._config.loss
+        loss = self.config.loss
         return dataclasses.replace(loss, kl_coef=self._kl_coef) if loss.kl_coef else loss
 
     def score(
@@ -194,7 +195,7 @@ class PolicyGradient(Algorithm):
     ) -> dict[str, float]:
         """Add ``advantages``, and ``returns`` and ``correction`` if the config asks for them."""
         lengths = counts_of(rollouts)
-        if buffer := self._config.overlong_buffer:
+        if buffer := self.config.overlong_buffer:
             longest = self.run.rollout.max_tokens
             rewards = rewards + overlong_penalty(lengths, max_tokens=longest, buffer=buffer)
         metrics, token_rewards = self._penalty(batch)
@@ -206,7 +207,7 @@ class PolicyGradient(Algorithm):
             token_rewards=token_rewards,
             values=None if values is None else values[batch.loss_mask],
         )
-        with_returns = self._config.advantage.needs_values
+        with_returns = self.config.advantage.needs_values
         found = advantages_of(self._advantage, scored, with_returns=with_returns)
         batch.columns["advantages"] = batch.scatter(found.advantages)
         if found.returns is not None:
@@ -217,12 +218,12 @@ class PolicyGradient(Algorithm):
 
     def minibatches(self, batch: Batch, step: int) -> list[Batch]:
         """Return the whole batch, or in each epoch a new split of it."""
-        updates = self._config.updates(self.run.rollout.prompts_per_step)
+        updates = self.config.updates(self.run.rollout.prompts_per_step)
         if updates == 1:
             return [batch]
-        count = updates // self._config.update_epochs
+        count = updates // self.config.update_epochs
         cut = list[Batch]()
-        for epoch in range(self._config.update_epochs):
+        for epoch in range(self.config.update_epochs):
             order = list(range(len(batch)))
             random.Random(f"{self.run.seed}/update/{step}/{epoch}").shuffle(order)
             cut += [batch.select(sorted(order[first::count])) for first in range(count)]
@@ -244,14 +245,14 @@ class PolicyGradient(Algorithm):
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to what ``to_dict`` returned; from an empty dict, to the start."""
         super().restore(state)
-        self._kl_coef = state.get("kl_coef", self._config.kl_coef)
+        self._kl_coef = state.get("kl_coef", self.config.kl_coef)
 
     def rehearse(self, groups: int, samples: int) -> None:
         """Call advantage and corrections on made-up completions."""
         completions = torch.arange(groups * samples)
         lengths = 1 + completions % 3
         tokens = int(lengths.sum())
-        needs_values = self._config.advantage.needs_values
+        needs_values = self.config.advantage.needs_values
         scored = Scored(
             rewards=(completions % 2).float(),
             groups=completions // samples,
@@ -271,13 +272,13 @@ class PolicyGradient(Algorithm):
         nothing = torch.zeros(int(mask.sum()))
         if "reference_logprobs" not in columns:
             return {}, nothing
-        policy = columns[self._config.proximal_column][mask]
+        policy = columns[self.config.proximal_column][mask]
         reference = columns["reference_logprobs"][mask]
         distance = float(kl(policy, reference, "k3").mean())
         metrics = {"kl/reference": distance, "kl/coef": self._kl_coef}
-        if not self._config.reward_kl_coef:
+        if not self.config.reward_kl_coef:
             return metrics, nothing
-        return metrics, -self._kl_coef * kl(policy, reference, self._config.reward_kl_estimator)
+        return metrics, -self._kl_coef * kl(policy, reference, self.config.reward_kl_estimator)
 
     def _correct(self, batch: Batch, sequence: torch.Tensor) -> dict[str, float]:
         """Add the weights of tokens that older weights drew; return metrics."""

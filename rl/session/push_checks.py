@@ -34,7 +34,7 @@ class PushChecks:
             self._tolerance = 1e-3 if generator.dtype == "float32" else 0.5
         shape = shape_of(config.model)
         block_size = (generator.block_size if generator else None) or BLOCK
-        longest = min(config.longest, shape.max_seq_len)
+        longest = config.longest_sequence
         # A stale block would be found behind one.
         length = max(1, min(block_size + 64, longest - TOKENS))
         draw = torch.Generator().manual_seed(0)

@@ -4,7 +4,17 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any, BinaryIO
+
+from rl.errors import at_end
+
+
+def temporary_folder(prefix: str, within: Path | None = None) -> TemporaryDirectory[str]:
+    """Return a new folder that ends with its block, or with the program if that ends first."""
+    folder = TemporaryDirectory(prefix=prefix, dir=within)
+    at_end.append(folder.cleanup)
+    return folder
 
 
 def sync_file(file: IO[Any]) -> None:

@@ -4,11 +4,11 @@ Exit codes: 0 done, 1 failed, 2 the arguments cannot work, 128 + n ended by sign
 """
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 
 from rl.errors import end_program, require
+from rl.observe.record import finite
 from rl.saved_run import exit_code_of, make_parser, open_run, run_session
 from rl.session.session import Session
 from rl.trainers.evaluation import Evaluation
@@ -54,14 +54,9 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     scores = run_session(session_config, config.task, evaluate)
     row = {"run": str(own.run), "step": run.step, **scores}
     if own.json:
-        finite = {name: None if _is_nan(value) else value for name, value in row.items()}
-        print(json.dumps(finite))
+        print(json.dumps(finite(row)))
     else:
         print("\n".join(f"{name:>18}  {value}" for name, value in row.items()))
-
-
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 if __name__ == "__main__":

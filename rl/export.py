@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.disk import replace_folder
+from rl.disk import replace_folder, temporary_folder
 from rl.errors import ConfigError, end_program, require
-from rl.saved_run import exit_code_of, make_parser, open_run, run_session, temporary_folder
+from rl.saved_run import exit_code_of, make_parser, open_run, run_session
 from rl.session.session import Session
 from rl.trainers.start import build_task
 
@@ -37,7 +37,7 @@ def _export(arguments: Sequence[str] | None) -> None:
     config = run.session_config(generator=None)
     task = build_task(run.config)
     with temporary_folder(f".{folder.name}-", _make_parent(folder)) as partial:
-        model = partial / "model"
+        model = Path(partial) / "model"
 
         async def export(session: Session) -> str:
             await session.export_hf(model)

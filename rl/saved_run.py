@@ -4,11 +4,9 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TypeVar
 
@@ -21,7 +19,6 @@ from rl.errors import (
     EXIT_INTERRUPTED,
     ConfigError,
     RunError,
-    at_end,
     end_program,
     require,
     trace_of,
@@ -147,21 +144,19 @@ def run_session(
 
     Raises Interrupted after Ctrl-C and other signals.
     """
-    with temporary_folder("tiller-") as folder:
-        try:
-            return asyncio.run(_run_session(config, task, folder, work))
-        finally:
-            stop_runtime()
+    try:
+        return asyncio.run(_run_session(config, task, work))
+    finally:
+        stop_runtime()
 
 
 async def _run_session(
     config: SessionConfig,
     task: Task.Config | None,
-    folder: Path,
     work: Callable[[Session], Awaitable[Result]],
 ) -> Result:
     received = _cancel_on_signals()
-    session = Session(config, task=task, folder=folder)
+    session = Session(config, task=task)
     print(session.describe(), flush=True)
     try:
         async with session:
@@ -192,15 +187,6 @@ def _cancel_on_signals() -> list[int]:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup(1)
             signal.signal(number, receive)
     return received
-
-
-@contextmanager
-def temporary_folder(prefix: str, within: Path | None = None) -> Iterator[Path]:
-    """Make a folder that ends with the block, or with the program if that ends first."""
-    folder = TemporaryDirectory(prefix=prefix, dir=within)
-    at_end.append(folder.cleanup)
-    with folder as name:
-        yield Path(name)
 
 
 def exit_code_of(program: Callable[[], None]) -> int:

@@ -5,13 +5,12 @@ import atexit
 import contextlib
 import os
 import signal
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from monarch.actor import ProcMesh, enable_transport, shutdown_context, this_host
 
-from rl.errors import at_end
+from rl.disk import temporary_folder
 
 _started: list[Path] = []
 
@@ -25,9 +24,8 @@ def start_runtime(log: Path, node: str = "") -> None:
     _started.append(log)
     if node:
         enable_transport(f"tcp://{node}:0")
-    sockets = tempfile.TemporaryDirectory(prefix="tiller-")
+    sockets = temporary_folder("tiller-")
     before = os.environ.get("TMPDIR")
-    at_end.append(sockets.cleanup)
     kept = os.dup(2)
     with log.open("a") as file:
         os.dup2(file.fileno(), 2)

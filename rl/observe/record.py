@@ -148,7 +148,7 @@ class RunRecord:
             (self.folder / name).unlink(missing_ok=True)
 
     def _append(self, path: Path, rows: list[dict]) -> None:
-        lines = "".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
+        lines = "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
         with failing_loudly(path):
             self.check()
             is_new = not path.exists()
@@ -160,7 +160,7 @@ class RunRecord:
 
     def _write_json(self, name: str, content: dict) -> None:
         path = self.folder / name
-        text = json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(finite(content), indent=2, allow_nan=False) + "\n"
         with failing_loudly(path):
             self.check()
             write_whole(path, lambda file: file.write(text.encode()))
@@ -220,14 +220,14 @@ def _read_numbers(path: Path) -> list[dict]:
     ]
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """``value`` with None for every number that is not finite."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

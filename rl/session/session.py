@@ -1,7 +1,6 @@
 """Models, generators and the push between them, as one object."""
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Self
 from rl.actors.group import ensure_running
 from rl.actors.hosts import Hosts
 from rl.actors.processes import ensure_runtime
+from rl.disk import temporary_folder
 from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost, require
 from rl.metrics import Metrics
 from rl.observe.spans import Stopwatch
@@ -70,7 +70,7 @@ class Session(Models):
         self._stack = AsyncExitStack()
         self._temporary = None
         if folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="tiller-")
+            self._temporary = temporary_folder("tiller-")
             folder = Path(self._temporary.name)
         self.folder = folder
         if meshes is None:

@@ -1,6 +1,9 @@
 """A session without a folder of its own leaves none behind, however it ends."""
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +57,20 @@ def test_a_session_that_ends_removes_its_folder_after_the_last_save():
         return session
 
     assert not asyncio.run(run()).folder.exists()
+
+
+def test_a_program_that_ends_at_once_removes_the_folder():
+    program = (
+        "from tests.session.test_folder import Group, session_of\n"
+        "from rl.errors import end_program\n"
+        "print(session_of(Group()).folder)\n"
+        "end_program(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.split()[-1])
+    assert folder.name.startswith("tiller-")
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("fails_in_start", [True, False], ids=["start", "block"])

@@ -1,0 +1,180 @@
+"""What the README and the pages of docs/ show is there, parses and runs."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from tests.bench.programs import module
+from tests.docs.commands import check_command
+from tests.docs.pages import (
+    LANGUAGES,
+    PAGES,
+    ROOT,
+    WRITTEN,
+    anchors,
+    blocks,
+    commands,
+    links,
+    quoted,
+    text_of,
+    words,
+)
+
+FOLDERS = ("rl", "configs", "scripts", "docs", "tests")
+LONGEST_README = 10**6
+
+
+@cache
+def sources() -> str:
+    """Return the source of Tiller and of its scripts."""
+    paths = [path for folder in FOLDERS[:3] for path in (ROOT / folder).rglob("*.*")]
+    return "\n".join(path.read_text() for path in paths if path.suffix in (".py", ".sh"))
+
+
+@pytest.fixture(scope="module")
+def field_names():
+    """Every config field by its full name, of all kinds of parts that ship."""
+    with pytest.MonkeyPatch.context() as patch:
+        script = module("scripts/make_configuration_md.py", patch)
+        places = {
+            f"{place}.{name}".removeprefix(".")
+            for kind, section in script.sections().items()
+            for place in section.places
+            for name, _ in script.own_fields(kind)
+        }
+    return {re.sub(r"\bNAME\b", "*", place) for place in places}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder with what placeholders of commands stand for."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make = [sys.executable, str(ROOT / "scripts/make_tiny_model.py")]
+    options = ["--model-dir", str(folder / "DIR"), "--data", str(folder / "FILE")]
+    subprocess.run([*make, *options], check=True, timeout=120, capture_output=True)
+    config = folder / "DIR" / "config.json"
+    longer = json.loads(config.read_text()) | {"max_position_embeddings": 32768}
+    config.write_text(json.dumps(longer))
+    return folder
+
+
+def test_the_readme_is_short():
+    assert words("README.md") <= LONGEST_README
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_every_block_has_a_language(page):
+    found = blocks(page)
+    assert [str(block) for block in found if block.language not in LANGUAGES] == []
+    assert text_of(page).count("```") == 2 * len(found), "a fence is not closed"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_and_picture_exists(page):
+    lost = []
+    for link in links(page):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        name = str(target.relative_to(ROOT))
+        if not target.exists() or (anchor and anchor not in anchors(name)):
+            lost.append(link)
+    assert lost == []
+
+
+def is_field(name: str, known: set[str]) -> bool:
+    """Whether ``name``, in which ``*`` stands for any text, is a field or an entry of a dict."""
+    pattern = re.escape(name).replace(r"\*", r"[\w.*]*")
+    if any(re.fullmatch(pattern, field) for field in known):
+        return True
+    above = name.rpartition(".")[0]
+    while above and above not in known:
+        above = above.rpartition(".")[0]
+    return bool(above) and not any(field.startswith(f"{above}.") for field in known)
+
+
+def exists(text: str, known: set[str]) -> bool:
+    """Whether what stands in backticks exists, if it looks like a path, an option or a field."""
+    word = text.split()[0]
+    if word.startswith("--"):
+        option = word.partition("=")[0].rstrip(".,")
+        return option in sources() or is_field(re.sub("^--", "", option), known)
+    first = re.split(r"[./]", word)[0]
+    if first in FOLDERS and "/" in word:
+        return any(ROOT.glob(word.split("::")[0]))
+    if re.fullmatch(r"[\w.-]+\.(py|sh)", word):
+        return any(any((ROOT / folder).rglob(word)) for folder in FOLDERS)
+    if re.fullmatch(r"[a-z0-9_.-]+\.(jsonl?|log|npz|png)", word):
+        return word in sources()
+    if first == "rl" and "." in word:
+        return imports(word.partition("(")[0])
+    fields_of_configs = {name.partition(".")[0] for name in known}
+    if first in fields_of_configs and re.fullmatch(r"[\w*]+(\.[\w*]+)+", word.partition("=")[0]):
+        return is_field(word.partition("=")[0], known)
+    return True
+
+
+def imports(name: str) -> bool:
+    """Whether ``rl.a.b`` is a module, or something in one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+OLD = "README.md"
+
+
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page != OLD])
+def test_every_name_in_backticks_exists(page, field_names):
+    assert [text for text in quoted(page) if not exists(text, field_names)] == []
+
+
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page != OLD and blocks(page, "bash")])
+def test_every_command_parses(page, inputs, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for block in blocks(page, "bash"):
+        for command in [] if block.untested else commands(block):
+            try:
+                check_command(command, inputs)
+            except Exception as error:
+                raise AssertionError(f"{block}: {' '.join(command)}") from error
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in WRITTEN if page != OLD and blocks(page, "python")]
+)
+def test_every_python_block_runs(page, inputs, tmp_path, monkeypatch):
+    """In order, in one namespace. A block that begins with ``# name.py`` is a module."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for path in inputs.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    namespace = {"__name__": "__main__"}
+    for block in blocks(page, "python"):
+        code = compile(block.code, str(block), "exec")
+        if block.untested:
+            continue
+        try:
+            if name := re.match(r"# (\w+)\.py\n", block.code):
+                (tmp_path / f"{name[1]}.py").write_text(block.code)
+                monkeypatch.delitem(sys.modules, name[1], raising=False)
+                namespace |= vars(importlib.import_module(name[1]))
+            else:
+                exec(code, namespace)
+        except Exception as error:
+            raise AssertionError(f"{block} does not run") from error

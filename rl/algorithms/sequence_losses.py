@@ -1,0 +1,316 @@
+"""Losses over whole sequences: preference training and reward models.
+
+Such a loss is a function of one score per sequence, so it couples sequences that different
+micro-batches and ranks hold. :mod:`rl.algorithms.sequence_scores` makes one gradient of it,
+however the batch is cut.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from torchtitan.config import Configurable
+
+from rl.errors import RunError
+from rl.rules import above, at_least
+from rl.types import Head
+
+SCALE = above(0, 1e6)
+WEIGHT = at_least(0, 1e6)
+
+Costs = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""Cost of each example, [P], and metrics: values [M], of which the mean is reported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """Rows of the sequences that a loss compares, int64, into its scores [n].
+
+    A loss of pairs compares ``chosen[i]`` with ``rejected[i]``; a row may be in several pairs.
+    """
+
+    chosen: torch.Tensor
+    """[P]. Desirable sequences of an unpaired loss."""
+    rejected: torch.Tensor
+    """[P]. Undesirable sequences of an unpaired loss, [Q]."""
+    mismatched: torch.Tensor | None = None
+    """[M]. Completions after prompts of others: rows that a baseline is estimated from."""
+    margins: torch.Tensor | None = None
+    """float [P]. Least difference of the rewards of each pair, for a reward model."""
+
+    @classmethod
+    def pairs(cls, count: int, margins: torch.Tensor | None = None) -> "Labels":
+        """Return the labels of ``count`` pairs: rows 0, 2, 4... are chosen over 1, 3, 5..."""
+        rows = torch.arange(2 * count)
+        return cls(chosen=rows[::2], rejected=rows[1::2], margins=margins)
+
+    @classmethod
+    def unpaired(cls, desirable: torch.Tensor) -> "Labels":
+        """Return the labels of n rows, desirable if ``desirable``, bool [n], is True.
+
+        Rows n to 2n - 1 are mismatched, as
+        :func:`rl.algorithms.sequence_scores.with_mismatched` appends them.
+        """
+        count = len(desirable)
+        return cls(
+            chosen=desirable.nonzero().squeeze(1),
+            rejected=(~desirable).nonzero().squeeze(1),
+            mismatched=torch.arange(count, 2 * count),
+        )
+
+
+class SequenceLoss(Configurable):
+    """Base of all losses over whole sequences.
+
+    To write your own, subclass this, with a Config of its own, and define ``__call__``.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        length_normalized: bool = False
+        """Whether a score is the mean, not the sum, of the log-probs of a sequence's trained
+        tokens. A reward model's score is one value either way."""
+
+    config: Config
+    head: Head = "logprobs"
+    """Output of the model that scores are made of."""
+    needs_reference = False
+    """Whether the loss compares scores with those of a reference policy."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def __call__(
+        self, scores: torch.Tensor, reference: torch.Tensor | None, labels: Labels
+    ) -> Costs:
+        """Return the cost of each example and metrics.
+
+        ``scores`` and ``reference`` are [n]; gradients flow into ``scores``. The loss of a step is
+        the mean of the costs of all its examples.
+        """
+        raise NotImplementedError
+
+    def count(self, labels: Labels) -> int:
+        """Return the number of examples, P."""
+        return len(labels.chosen)
+
+
+class PairLoss(SequenceLoss):
+    """Base of losses that compare a chosen sequence with a rejected one.
+
+    A subclass defines ``rewards``, and ``cost`` of the difference of a pair's rewards.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SequenceLoss.Config):
+        pass
+
+    def __call__(
+        self, scores: torch.Tensor, reference: torch.Tensor | None, labels: Labels
+    ) -> Costs:
+        """Return the cost of each pair, [P], and metrics."""
+        if len(labels.chosen) != len(labels.rejected):
+            raise RunError(
+                f"{type(self).__name__} compares pairs; the labels have {len(labels.chosen)} "
+                f"chosen and {len(labels.rejected)} rejected sequences"
+            )
+        rewards = self.rewards(scores, reference)
+        chosen = rewards[labels.chosen]
+        rejected = rewards[labels.rejected]
+        margins = chosen - rejected
+        metrics = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margin": margins,
+            "rewards/accuracy": (margins > 0).double(),
+        }
+        return self.cost(chosen, rejected, labels), metrics
+
+    def rewards(self, scores: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+        """Return the implicit reward of each sequence, [n]."""
+        raise NotImplementedError
+
+    def cost(self, chosen: torch.Tensor, rejected: torch.Tensor, labels: Labels) -> torch.Tensor:
+        """Return the cost of each pair, [P], from the rewards of its sequences, [P] each."""
+        raise NotImplementedError
+
+
+class DPOLoss(PairLoss):
+    """-log sigmoid(h), h = beta (log p/p_ref of the chosen - that of the rejected): DPO,
+    arXiv:2305.18290, eq. 7.
+
+    With ``label_smoothing`` s, -(1 - s) log sigmoid(h) - s log sigmoid(-h): conservative DPO,
+    ericmitchell.ai/cdpo.pdf.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PairLoss.Config):
+        beta: Annotated[float, SCALE] = 0.1
+        """Reward per unit of log-ratio: strength of the pull to the reference policy."""
+
+        label_smoothing: Annotated[float, at_least(0, 0.5)] = 0.0
+        """Assumed probability that a pair's labels are swapped."""
+
+    config: Config
+    needs_reference = True
+
+    def rewards(self, scores: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+        return self.config.beta * log_ratio(scores, reference)
+
+    def cost(self, chosen: torch.Tensor, rejected: torch.Tensor, labels: Labels) -> torch.Tensor:
+        h = chosen - rejected
+        swapped = self.config.label_smoothing
+        return -(1 - swapped) * F.logsigmoid(h) - swapped * F.logsigmoid(-h)
+
+
+class IPOLoss(PairLoss):
+    """(h - 1 / (2 tau))^2, h = log p/p_ref of the chosen - that of the rejected: IPO,
+    arXiv:2310.12036, eq. 17.
+
+    Log-ratios are means over tokens by default, as in TRL, on the advice of the authors.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PairLoss.Config):
+        tau: Annotated[float, SCALE] = 0.1
+        """Strength of the pull to the reference policy; log-ratios differ by 1 / (2 tau) at the
+        optimum. TRL calls it beta."""
+
+        length_normalized: bool = True
+        """Whether a score is the mean, not the sum, of the log-probs of a sequence's trained
+        tokens."""
+
+    config: Config
+    needs_reference = True
+
+    def rewards(self, scores: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+        return self.config.tau * log_ratio(scores, reference)
+
+    def cost(self, chosen: torch.Tensor, rejected: torch.Tensor, labels: Labels) -> torch.Tensor:
+        return (((chosen - rejected) - 0.5) / self.config.tau).square()
+
+
+class SimPOLoss(PairLoss):
+    """-log sigmoid(r_w - r_l - gamma), r = beta / length * log p: SimPO, arXiv:2405.14734, eq. 6.
+
+    It needs no reference policy.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PairLoss.Config):
+        beta: Annotated[float, SCALE] = 2.0
+        """Reward per unit of mean log-prob."""
+
+        gamma: Annotated[float, WEIGHT] = 1.0
+        """Target margin of the rewards of a pair."""
+
+        length_normalized: bool = True
+        """Whether a score is the mean, not the sum, of the log-probs of a sequence's trained
+        tokens."""
+
+    config: Config
+
+    def rewards(self, scores: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+        return self.config.beta * scores
+
+    def cost(self, chosen: torch.Tensor, rejected: torch.Tensor, labels: Labels) -> torch.Tensor:
+        return -F.logsigmoid(chosen - rejected - self.config.gamma)
+
+
+class BradleyTerryLoss(PairLoss):
+    """-log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2 for rewards r: a reward model's loss,
+    arXiv:2203.02155, eq. 1.
+
+    The margin m is that of arXiv:2307.09288, eq. 2: ``margins`` of the labels, or else of the
+    config. The coefficient c centres rewards at 0: arXiv:2312.09244, eq. 2.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PairLoss.Config):
+        margin: Annotated[float, WEIGHT] = 0.0
+        """Margin of the rewards of a pair if its labels have no margin."""
+
+        centering_coef: Annotated[float, WEIGHT] = 0.0
+        """Coefficient of the square of the sum of a pair's rewards."""
+
+    config: Config
+    head: Head = "values"
+
+    def rewards(self, scores: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+        return scores
+
+    def cost(self, chosen: torch.Tensor, rejected: torch.Tensor, labels: Labels) -> torch.Tensor:
+        margins = self.config.margin if labels.margins is None else labels.margins.to(chosen)
+        centering = self.config.centering_coef * (chosen + rejected).square()
+        return centering - F.logsigmoid(chosen - rejected - margins)
+
+
+class KTOLoss(SequenceLoss):
+    """w_d sigmoid(beta (z - h)) of the desirable and w_u sigmoid(beta (h - z)) of the undesirable,
+    h = log p/p_ref: KTO, arXiv:2402.01306, section 4.1.
+
+    The loss is the mean over all examples of both kinds. The baseline z estimates KL(p || p_ref)
+    as max(0, mean over mismatched sequences of h), where completion i + 1 of the batch, cyclically,
+    follows prompt i. No gradient flows through z. It is over the whole batch of the call, as the
+    paper's is over a micro-batch and TRL's over all ranks (TRL shifts the other way: completion
+    i - 1 follows prompt i).
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SequenceLoss.Config):
+        beta: Annotated[float, SCALE] = 0.1
+        """Reward per unit of log-ratio: strength of the pull to the reference policy."""
+
+        desirable_weight: Annotated[float, WEIGHT] = 1.0
+        """Weight of desirable sequences."""
+
+        undesirable_weight: Annotated[float, WEIGHT] = 1.0
+        """Weight of undesirable sequences."""
+
+    config: Config
+    needs_reference = True
+
+    def count(self, labels: Labels) -> int:
+        """Return the number of desirable and undesirable sequences."""
+        return len(labels.chosen) + len(labels.rejected)
+
+    def __call__(
+        self, scores: torch.Tensor, reference: torch.Tensor | None, labels: Labels
+    ) -> Costs:
+        """Return the cost of each sequence, desirable ones first, [P + Q], and metrics."""
+        config = self.config
+        if labels.mismatched is None or not len(labels.mismatched):
+            raise RunError("KTOLoss needs mismatched sequences to estimate its baseline from")
+        rewards = config.beta * log_ratio(scores, reference)
+        baseline = rewards[labels.mismatched].mean().clamp(min=0).detach()
+        chosen = rewards[labels.chosen]
+        rejected = rewards[labels.rejected]
+        above_baseline = torch.cat([chosen - baseline, baseline - rejected])
+        metrics = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/accuracy": (above_baseline > 0).double(),
+            "kl/baseline": baseline[None] / config.beta,
+        }
+        if len(chosen) and len(rejected):
+            metrics["rewards/margin"] = (chosen.mean() - rejected.mean())[None]
+        weights = torch.cat(
+            [
+                torch.full_like(chosen, config.desirable_weight),
+                torch.full_like(rejected, config.undesirable_weight),
+            ]
+        )
+        return weights * torch.sigmoid(-above_baseline), metrics
+
+
+def log_ratio(scores: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+    """Return the log of policy over reference policy for each sequence, [n].
+
+    Raises RunError without a reference.
+    """
+    if reference is None:
+        raise RunError(
+            "the loss compares the policy with a reference policy and has no scores of it"
+        )
+    return scores - reference

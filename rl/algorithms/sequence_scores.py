@@ -1,0 +1,194 @@
+"""Scores of whole sequences, and the loss per token that has the gradient of a loss over them.
+
+A score is a weighted sum of a model's output over a sequence's trained tokens. So the gradient of a
+loss over scores is the sum over sequences of (derivative with respect to the score) * (gradient of
+the score), and each term needs one sequence alone: no cut of the batch changes it (C1). A step::
+
+    loss = DPOLoss.Config(beta=0.1).build()
+    batch = score_batch(batch, loss)
+    labels = Labels.pairs(len(batch) // 2)
+    outputs, reference = [await session.forward(batch, role=r) for r in ("trainer", "reference")]
+    weights, value, metrics = coefficients(
+        loss,
+        sequence_scores(batch, outputs[loss.head]),
+        sequence_scores(batch, reference[loss.head]),
+        labels,
+    )
+    await session.forward_backward(with_coefficients(batch, weights), LinearLoss.Config())
+    metrics = await session.optim_step(denominator=loss.count(labels)) | metrics
+
+A reward model has ``BradleyTerryLoss``, ``LinearLoss.Config(head="values")``, no reference and a
+role of its own. For ``KTOLoss``, the batch of n sequences becomes
+``score_batch(with_mismatched(batch, max_tokens=...), loss)`` of 2n, the labels are
+``Labels.unpaired(desirable)``, and ``with_coefficients(batch, weights[:n])`` is learned.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torchtitan.config import Configurable
+
+from rl.algorithms.losses import PerToken, token_weights
+from rl.algorithms.sequence_losses import Labels, SequenceLoss
+from rl.algorithms.tokens import Tokens, sum_by_sequence
+from rl.errors import RunError
+from rl.metrics import Metrics, Value
+from rl.types import Batch, Head
+
+COEFFICIENTS = "coefficients"
+"""Column that :class:`LinearLoss` reads."""
+
+
+class LinearLoss(Configurable):
+    """Coefficient times log-prob, or times value, of each token: column ``coefficients``.
+
+    The value of this loss means nothing, and so does the engine's ``loss/mean`` of it: merge the
+    metrics of :func:`coefficients` over those of the engine.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        head: Head = "logprobs"
+        """Output of the model that the scores were made of."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def __call__(self, tokens: Tokens) -> PerToken:
+        """Cost per token, [C], without metrics."""
+        return tokens[COEFFICIENTS] * tokens[self.config.head], {}
+
+
+def score_batch(batch: Batch, loss: SequenceLoss) -> Batch:
+    """Return the sequences of ``batch`` with the weights that make a score of ``loss``.
+
+    Trained tokens are those of weight above 0; the weight itself is not read.
+
+    - Log-probs: trained tokens get weight 1, or 1 / (their number in the sequence) if
+      ``length_normalized``.
+    - Values: each sequence gets one more token, which is never read and alone has a weight, since
+      the value before it follows all others. The result has no columns, and n more tokens.
+
+    Raises RunError if a sequence has no trained token, for log-probs.
+    """
+    if loss.head == "values":
+        return _with_ends(batch)
+    counts = _trained_counts(batch)
+    if not counts.all():
+        raise RunError(f"sequence {int(counts.argmin())} of the batch has no trained token")
+    reduction = "sequence_mean" if loss.config.length_normalized else "token_mean"
+    weights = _spread(token_weights(counts, reduction), batch)
+    return replace(batch, loss_weights=weights.masked_fill(~batch.loss_mask, 0.0))
+
+
+def sequence_scores(batch: Batch, output: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of ``output``, [T], over each sequence's trained tokens.
+
+    The result is float64 [n], for outputs of ``forward`` on what :func:`score_batch` returned.
+    """
+    mask = batch.loss_mask
+    weighted = output[mask].double() * batch.loss_weights[mask].double()
+    return sum_by_sequence(weighted, _owners(batch)[mask], len(batch))
+
+
+def coefficients(
+    loss: SequenceLoss, scores: torch.Tensor, reference: torch.Tensor | None, labels: Labels
+) -> tuple[torch.Tensor, float, Metrics]:
+    """Return the derivative of the summed costs by each score, the mean cost, and metrics.
+
+    ``scores`` and ``reference`` are [n]; the derivative is float64 [n], by autograd in float64.
+    The gradient of a step is the gradient of the mean over its examples if ``denominator`` of
+    ``optim_step`` is the sum of ``loss.count(labels)`` over the calls of the step.
+
+    Metrics are ``loss/mean``, those of the loss and, for log-probs, ``logps/chosen`` and
+    ``logps/rejected``, the means of the scores.
+    """
+    leaf = scores.detach().double().requires_grad_()
+    prior = None if reference is None else reference.detach().double()
+    if prior is not None and prior.shape != leaf.shape:
+        raise RunError(f"{len(leaf)} scores have {len(prior)} of the reference")
+    costs, metrics = loss(leaf, prior, labels)
+    count = loss.count(labels)
+    if count == 0:
+        raise RunError(f"{type(loss).__name__} has no examples to compare")
+    if costs.shape != (count,):
+        raise RunError(
+            f"{type(loss).__name__} returned costs of shape {[*costs.shape]} for {count} examples"
+        )
+    (gradient,) = torch.autograd.grad(costs.sum(), leaf)
+    if loss.head == "logprobs":
+        metrics = metrics | {
+            "logps/chosen": leaf[labels.chosen],
+            "logps/rejected": leaf[labels.rejected],
+        }
+    metrics = metrics | {"loss/mean": costs}
+    entries = {
+        name: Value(float(values.detach().mean()), "mean", len(values))
+        for name, values in metrics.items()
+        if len(values)
+    }
+    return gradient, entries["loss/mean"].value, Metrics(entries)
+
+
+def with_coefficients(batch: Batch, values: torch.Tensor) -> Batch:
+    """Return the first sequences of ``batch``, each with its coefficient of ``values`` [m] as the
+    one column, ``coefficients``.
+
+    ``batch`` is what :func:`score_batch` returned. Sequences after the first m teach nothing.
+    """
+    learned = batch if len(values) == len(batch) else batch.select(range(len(values)))
+    return replace(learned, columns={COEFFICIENTS: _spread(values.float(), learned)})
+
+
+def with_mismatched(batch: Batch, *, max_tokens: int) -> Batch:
+    """Return the n sequences of ``batch`` and then n that end in the completion of another.
+
+    Sequence n + i is the prompt of i (its tokens before the first trained one) and the completion
+    of i + 1, cyclically: arXiv:2402.01306, section 4.1. It is cut off after ``max_tokens``, at
+    least the length of the longest of ``batch``. The result has no columns.
+
+    Raises RunError if n is below 2.
+    """
+    if len(batch) < 2:
+        raise RunError("a baseline from mismatched sequences needs at least two sequences")
+    sizes = batch.lengths.tolist()
+    tokens = batch.tokens.split(sizes)
+    weights = batch.loss_weights.split(sizes)
+    prompts = [int((own > 0).int().argmax()) for own in weights]
+    rows = [*tokens]
+    row_weights = [*weights]
+    for i, prompt in enumerate(prompts):
+        other = (i + 1) % len(batch)
+        for values, joined in ((tokens, rows), (weights, row_weights)):
+            completion = values[other][prompts[other] :]
+            joined.append(torch.cat([values[i][:prompt], completion])[:max_tokens])
+    return Batch(
+        tokens=torch.cat(rows),
+        lengths=torch.tensor([len(row) for row in rows]),
+        loss_weights=torch.cat(row_weights),
+    )
+
+
+def _with_ends(batch: Batch) -> Batch:
+    """Return the sequences with one more token each, which alone has a weight, 1."""
+    ends = batch.lengths.cumsum(0) + torch.arange(len(batch))
+    tokens = batch.tokens.new_zeros(len(batch.tokens) + len(batch))
+    is_end = torch.zeros(len(tokens), dtype=torch.bool)
+    is_end[ends] = True
+    tokens[~is_end] = batch.tokens
+    return Batch(tokens=tokens, lengths=batch.lengths + 1, loss_weights=is_end.float())
+
+
+def _owners(batch: Batch) -> torch.Tensor:
+    """Sequence of each token, int64 [T]."""
+    return torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
+
+
+def _spread(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The value [n] of each token's sequence, [T]."""
+    return values.repeat_interleave(batch.lengths)
+
+
+def _trained_counts(batch: Batch) -> torch.Tensor:
+    """Number of trained tokens of each sequence, int64 [n]."""
+    return sum_by_sequence(batch.loss_mask.long(), _owners(batch), len(batch))

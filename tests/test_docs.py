@@ -27,6 +27,11 @@ from tests.docs.pages import (
 
 FOLDERS = ("rl", "configs", "scripts", "docs", "tests")
 LONGEST_README = 10**6
+NEW = [page for page in WRITTEN if page != "README.md"]
+
+
+def pages_with(language: str) -> list[str]:
+    return [page for page in NEW if blocks(page, language)]
 
 
 @cache
@@ -52,15 +57,32 @@ def field_names():
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A folder with what placeholders of commands stand for."""
+    """A model and a file of problems, under the names that the pages have for them."""
     folder = tmp_path_factory.mktemp("inputs")
     make = [sys.executable, str(ROOT / "scripts/make_tiny_model.py")]
-    options = ["--model-dir", str(folder / "DIR"), "--data", str(folder / "FILE")]
+    options = ["--model-dir", str(folder / "tiny"), "--data", str(folder / "tiny.jsonl")]
     subprocess.run([*make, *options], check=True, timeout=120, capture_output=True)
-    config = folder / "DIR" / "config.json"
+    config = folder / "tiny" / "config.json"
     longer = json.loads(config.read_text()) | {"max_position_embeddings": 32768}
     config.write_text(json.dumps(longer))
+    (folder / "DIR").symlink_to("tiny")
+    (folder / "FILE").symlink_to("tiny.jsonl")
     return folder
+
+
+@pytest.fixture
+def in_folder(page, inputs, tmp_path, monkeypatch):
+    """Run a test in a folder with the page's modules, and the inputs of commands."""
+    names = {block.module: block.code for block in blocks(page) if block.module}
+    for name, code in names.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    for path in inputs.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 def test_the_readme_is_short():
@@ -136,45 +158,33 @@ def imports(name: str) -> bool:
     return False
 
 
-OLD = "README.md"
-
-
-@pytest.mark.parametrize("page", [page for page in WRITTEN if page != OLD])
+@pytest.mark.parametrize("page", NEW)
 def test_every_name_in_backticks_exists(page, field_names):
     assert [text for text in quoted(page) if not exists(text, field_names)] == []
 
 
-@pytest.mark.parametrize("page", [page for page in WRITTEN if page != OLD and blocks(page, "bash")])
-def test_every_command_parses(page, inputs, monkeypatch):
-    monkeypatch.chdir(ROOT)
+@pytest.mark.parametrize("page", pages_with("bash"))
+@pytest.mark.usefixtures("in_folder")
+def test_every_command_parses(page):
     for block in blocks(page, "bash"):
         for command in [] if block.untested else commands(block):
             try:
-                check_command(command, inputs)
+                check_command(command)
             except Exception as error:
-                raise AssertionError(f"{block}: {' '.join(command)}") from error
+                raise AssertionError(f"{block}: {' '.join(command)}: {error}") from error
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in WRITTEN if page != OLD and blocks(page, "python")]
-)
-def test_every_python_block_runs(page, inputs, tmp_path, monkeypatch):
-    """In order, in one namespace. A block that begins with ``# name.py`` is a module."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for path in inputs.iterdir():
-        (tmp_path / path.name).symlink_to(path)
+@pytest.mark.parametrize("page", pages_with("python"))
+@pytest.mark.usefixtures("in_folder")
+def test_every_python_block_runs(page):
+    """In order, in one namespace."""
     namespace = {"__name__": "__main__"}
     for block in blocks(page, "python"):
         code = compile(block.code, str(block), "exec")
-        if block.untested:
-            continue
         try:
-            if name := re.match(r"# (\w+)\.py\n", block.code):
-                (tmp_path / f"{name[1]}.py").write_text(block.code)
-                monkeypatch.delitem(sys.modules, name[1], raising=False)
-                namespace |= vars(importlib.import_module(name[1]))
-            else:
+            if block.module:
+                namespace |= vars(importlib.import_module(block.module))
+            elif not block.untested:
                 exec(code, namespace)
         except Exception as error:
-            raise AssertionError(f"{block} does not run") from error
+            raise AssertionError(f"{block} does not run: {error}") from error

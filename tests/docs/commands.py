@@ -1,7 +1,5 @@
 """Commands that a page shows, checked against the programs that they call."""
 
-from pathlib import Path
-
 from rl.cli import parse_config
 from rl.launch.__main__ import TARGETS
 from tests.docs.pages import ROOT
@@ -21,25 +19,22 @@ PLACES = {"rl.evaluate": 1, "rl.export": 2}
 """Number of arguments without a name, at the beginning."""
 
 
-def check_command(command: list[str], inputs: Path) -> None:
-    """Raise unless the program exists and takes its arguments.
-
-    A file of ``inputs`` takes the place of an argument of its name, such as ``DIR``.
-    """
+def check_command(command: list[str]) -> None:
+    """Raise unless the program exists and takes its arguments, in the current folder."""
     program, *arguments = command
     if program == "torchrun":
         program, *arguments = arguments[arguments.index("2") + 1 :]
     elif program == "python" and arguments[0] != "-m":
         program, *arguments = arguments
     if program == "python":
-        _check_program(arguments[1], arguments[2:], inputs)
+        _check_program(arguments[1], arguments[2:])
     elif program.startswith("scripts/"):
-        _check_script(program, arguments, inputs)
+        _check_script(program, arguments)
     else:
         assert program in SHELL, f"{program} is no command that a page may show"
 
 
-def _check_program(name: str, arguments: list[str], inputs: Path) -> None:
+def _check_program(name: str, arguments: list[str]) -> None:
     """Raise unless ``python -m NAME`` takes the arguments."""
     rest = _without(OPTIONS[name], [each for each in arguments if each != "--help"])
     if name == "rl.launch":
@@ -47,24 +42,24 @@ def _check_program(name: str, arguments: list[str], inputs: Path) -> None:
     if count := PLACES.get(name, 0):
         assert len(rest) >= count and not any(each.startswith("-") for each in rest[:count])
         rest = ["--config", "quickstart", *rest[count:]]
-    _check_config(rest, inputs)
+    _check_config(rest)
 
 
-def _check_script(path: str, arguments: list[str], inputs: Path) -> None:
+def _check_script(path: str, arguments: list[str]) -> None:
     """Raise unless the script exists and takes the arguments."""
     source = (ROOT / path).read_text()
     if path == "scripts/quickstart.sh":
-        _check_config(["--config", "quickstart", *arguments], inputs)
+        _check_config(["--config", "quickstart", *arguments])
     elif path == "scripts/slurm_dev.sh":
         assert arguments[0] in ("up", "run", "down")
         if arguments[1:]:
-            check_command(arguments[1:], inputs)
+            check_command(arguments[1:])
     elif path == "scripts/test.sh":
         paths = [each for each in arguments if each.startswith("tests/")]
         assert [each for each in paths if not (ROOT / each.split("::")[0]).exists()] == []
     elif "--config" in arguments:
         own = {each for each in arguments if f'"{each}"' in source} - {"--config"}
-        _check_config(_without(own, arguments), inputs)
+        _check_config(_without(own, arguments))
     else:
         flags = [each.partition("=")[0] for each in arguments if each.startswith("--")]
         assert [flag for flag in flags if f'"{flag}"' not in source] == []
@@ -82,7 +77,6 @@ def _without(options: set[str], arguments: list[str]) -> list[str]:
     return left
 
 
-def _check_config(arguments: list[str], inputs: Path) -> None:
+def _check_config(arguments: list[str]) -> None:
     """Raise unless the arguments make a config that can work."""
-    given = [str(inputs / each) if (inputs / each).exists() else each for each in arguments]
-    parse_config(given, program="test")
+    parse_config(arguments, program="test")

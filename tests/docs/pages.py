@@ -36,6 +36,18 @@ class Block:
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
 
+    @property
+    def module(self) -> str:
+        """Name of the module that the block is, by a first line ``# name.py``; empty if none."""
+        name = re.match(r"# (\w+)\.py\n", self.code)
+        return name[1] if name and self.language == "python" else ""
+
+    @property
+    def lines_of_code(self) -> int:
+        """Number of lines that are neither blank nor a comment."""
+        lines = [line.strip() for line in self.code.splitlines()]
+        return sum(bool(line) and not line.startswith("#") for line in lines)
+
 
 def text_of(page: str) -> str:
     return (ROOT / page).read_text()

@@ -43,6 +43,11 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def require_value(holds: bool, field: str, value: object, allowed: str) -> None:
+    """Raise ConfigError, "``field`` is ``value``; it must be ``allowed``", unless ``holds``."""
+    require(holds, f"{field} is {value!r}; it must be {allowed}")
+
+
 def shown(value: object) -> str:
     """Return ``repr(value)``, cut to LONGEST_REPR characters; that of a user's class may raise."""
     try:

@@ -1,1 +1,1 @@
-"""Start of a run: on this host, on a cluster of Slurm or Kubernetes."""
+"""Launch of a run: on this host, or on a Slurm or Kubernetes cluster."""

@@ -1,6 +1,7 @@
-"""The launcher: freeze a run in its folder, then start it here or hand it to a cluster.
+"""Launcher: freezes a run in its folder, then starts it here or submits it to a cluster.
 
-Exit codes: 0 done, or submitted; with --wait what the run came to; 2 the config cannot work.
+Exit codes: 0 the run was submitted, or with --wait has finished; otherwise that of the run; 2 the
+config cannot work.
 """
 
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rl.cli import parse_config
 from rl.config import RLConfig
@@ -30,23 +32,20 @@ PROGRAM = "python -m rl.launch"
 USAGE = f"""usage: {PROGRAM} local|slurm|kubernetes --config NAME [--dry-run] [--wait] [--FIELD ...]
 
 local: on this host, in the background. slurm, kubernetes: on trainer.nodes + generator.nodes nodes
-of a cluster, as the fields slurm.* or kubernetes.* say.
---dry-run   write everything to the run folder, print the script, and start nothing
---wait      stay until the run has ended, and show what becomes of it"""
+of a cluster, configured by the fields slurm.* or kubernetes.*.
+--dry-run   write all files to the run folder, print the script, and start nothing
+--wait      wait for the end of the run, and show its progress"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch one run; returns the exit code."""
+    """Launch one run. Return the exit code."""
     try:
         return _launch(list(sys.argv[1:] if arguments is None else arguments))
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
     except KeyboardInterrupt:
-        print("interrupted; what was started goes on", file=sys.stderr)
+        print("interrupted; the run goes on", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -57,33 +56,38 @@ def _launch(arguments: list[str]) -> int:
     if target in ("-h", "--help"):
         print(USAGE)
         return 0
+    places = ", ".join(TARGETS)
     require(
-        target in TARGETS,
-        f"{target!r} is no place to launch to; allowed are {', '.join(TARGETS)}\n{USAGE}",
+        target in TARGETS, f"{target!r} is no place to launch to; allowed are {places}\n{USAGE}"
     )
     name, config = parse_config(rest, program=f"{PROGRAM} {target}")
-    dry = "--dry-run" in flags
     wait = "--wait" in flags
-    check, file, render, start = TARGETS[target]
-    check(config, wait)
+    _check(target, config, wait)
+    file, render, start = TARGETS[target]
     with claim(name, config.output_dir, resume=config.resume) as owner:
         launch = Launch(name, config, owner.folder.absolute(), command)
         text = render(launch)
         launch.freeze({file: text})
-    if dry:
+    if "--dry-run" in flags:
         print(text, end="")
         return 0
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on something was started
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on a run was started
     return start(launch, wait)
 
 
-def _check_local(config: RLConfig, wait: bool) -> None:
-    needed = config.nodes
+def _check(target: str, config: RLConfig, wait: bool) -> None:
+    """Raise ConfigError if the run cannot work there, before it waits in a queue."""
+    if target == "local":
+        nodes = f"trainer.nodes and generator.nodes come to {config.nodes} nodes"
+        require(config.nodes == 1, f"{nodes}; it must be 1 on this host")
+        config.hardware.require_here()
+        return
     require(
-        needed == 1,
-        f"trainer.nodes and generator.nodes come to {needed} nodes; it must be 1 on this host",
+        target == "slurm" or not wait,
+        "--wait: not for kubernetes; follow the run by kubectl logs -f",
     )
-    config.hardware.require_here()
+    errors = Plan(config).errors
+    require(not errors, "\n".join(errors))
 
 
 def _local_script(launch: Launch) -> str:
@@ -98,55 +102,43 @@ def _local(launch: Launch, wait: bool) -> int:
     log = launch.folder / "logs" / "console.log"
     log.parent.mkdir(exist_ok=True)
     with log.open("a") as output:
-        process = subprocess.Popen(
-            job,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    print(
-        f"run folder: {launch.folder}\nfollow it:  tail -f {log}\nend it:     kill "
-        f"{process.pid}  (it saves first)"
-    )
+        files: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+        }
+        process = subprocess.Popen(job, **files, start_new_session=True)
+    _show(launch, f"kill {process.pid}  (it saves first)", f"tail -f {log}")
     return 0
-
-
-def _check_slurm(config: RLConfig, wait: bool) -> None:
-    """Raise ConfigError if the plan says that the run cannot work, before it waits in a queue."""
-    errors = Plan(config).errors
-    require(not errors, "\n".join(errors))
 
 
 def _slurm(launch: Launch, wait: bool) -> int:
     job = slurm.submit(launch)
-    log = launch.folder / "logs" / f"slurm-{job}.log"
-    print(
-        f"job:        {job}\nrun folder: {launch.folder}\nfollow it:  tail -F {log}\nend it:    "
-        f" scancel {job}"
-    )
+    print(f"job:        {job}")
+    _show(launch, f"scancel {job}", f"tail -F {launch.folder / 'logs' / f'slurm-{job}.log'}")
     return slurm.follow(launch, job) if wait else 0
-
-
-def _check_kubernetes(config: RLConfig, wait: bool) -> None:
-    require(not wait, "--wait: not for kubernetes; follow the run by kubectl logs -f")
-    _check_slurm(config, wait)
 
 
 def _kubernetes(launch: Launch, wait: bool) -> int:
     kubernetes.submit(launch)
-    print(
-        f"run folder: {launch.folder}\nend it:     kubectl delete -f "
-        f"{launch.files / 'manifests.json'}"
-    )
+    _show(launch, f"kubectl delete -f {launch.files / 'manifests.json'}")
     return 0
 
 
+def _show(launch: Launch, end: str, follow: str = "") -> None:
+    """Print the run's folder and the commands that follow and end it."""
+    print(f"run folder: {launch.folder}")
+    if follow:
+        print(f"follow it:  {follow}")
+    print(f"end it:     {end}")
+
+
 TARGETS = {
-    "local": (_check_local, "job.sh", _local_script, _local),
-    "slurm": (_check_slurm, "job.sh", slurm.script, _slurm),
-    "kubernetes": (_check_kubernetes, "manifests.json", kubernetes.manifests, _kubernetes),
+    "local": ("job.sh", _local_script, _local),
+    "slurm": ("job.sh", slurm.script, _slurm),
+    "kubernetes": ("manifests.json", kubernetes.manifests, _kubernetes),
 }
+"""File to write, function of its text, and function that starts the run, by place."""
 
 if __name__ == "__main__":
     end_program(main())

@@ -1,16 +1,16 @@
-"""State of the launch that a run keeps in its folder: config, script,
-environment.
-"""
+"""State of a launch that a run keeps in its folder: config, script and environment."""
 
 import importlib.metadata
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from rl.config import RLConfig
+from rl.errors import RunError
 from rl.frozen import frozen
 from rl.observe.record import failing_loudly
 
@@ -22,7 +22,7 @@ NODE = SOURCE / "rl" / "launch" / "node.py"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One run, on its way."""
+    """One run to launch."""
 
     name: str
     config: RLConfig
@@ -33,31 +33,30 @@ class Launch:
 
     @property
     def files(self) -> Path:
-        """The folder of what is frozen."""
+        """Folder of the frozen files."""
         return self.folder / "launch"
 
     def train(self, python: str = sys.executable) -> list[str]:
-        """The command of the run, but for ``--resume``."""
+        """Return the command of the run, without ``--resume``."""
         config = str(self.files / "config.json")
         return [python, "-m", "rl.train", "--config", config, "--output-dir", str(self.folder)]
 
     def freeze(self, texts: dict[str, str]) -> None:
         """Write config and environment, and ``texts`` by file name."""
+        copy = {"name": self.name, "command": self.command, "config": frozen(self.config)}
+        texts = {"config.json": as_json(copy), "environment.json": as_json(environment()), **texts}
         with failing_loudly(self.files):
             self.files.mkdir(parents=True, exist_ok=True)
-        copy = {"name": self.name, "command": self.command, "config": frozen(self.config)}
-        written = {
-            "config.json": as_json(copy),
-            "environment.json": as_json(environment()),
-            **texts,
-        }
-        for name, text in written.items():
-            with failing_loudly(self.files / name):
-                (self.files / name).write_text(text, encoding="utf-8")
+        for path, text in ((self.files / name, text) for name, text in texts.items()):
+            with failing_loudly(path):
+                path.write_text(text, encoding="utf-8")
 
 
 def environment() -> dict[str, object]:
-    """Which code runs, on what. Of variables the names alone: their values may be secrets."""
+    """Return the versions of code and packages, and the names of the environment's variables.
+
+    Values of variables may be secrets and are left out.
+    """
     packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
     return {
         "python": sys.version,
@@ -71,7 +70,7 @@ def environment() -> dict[str, object]:
 
 
 def _git(*arguments: str) -> str:
-    """Its answer about the source; empty where that is no repository, or git is not there."""
+    """Return git's answer about the source; empty without git or a repository."""
     try:
         answer = subprocess.run(
             ["git", *arguments], cwd=SOURCE, capture_output=True, text=True, timeout=10
@@ -84,3 +83,16 @@ def _git(*arguments: str) -> str:
 def as_json(content: object) -> str:
     """Return ``content`` as the text of a file."""
     return json.dumps(content, indent=2) + "\n"
+
+
+def run_command(*command: str, remedy: str) -> str:
+    """Return the output of a command. Raises RunError with the command's message if it fails, and
+    with ``remedy`` if it is not on PATH.
+    """
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise RunError(f"{command[0]} is not on PATH: {remedy}") from error
+    if answer.returncode:
+        raise RunError(f"{shlex.join(command)} failed: {answer.stderr.strip()}")
+    return answer.stdout.strip()

@@ -1,13 +1,18 @@
-# From here on every job is the same. One worker on each node, which starts the run's processes there, and the run
-# itself, as steps; this shell lives on the first node and decides what becomes of the job when the run has ended.
+# The rest is the same for every job. The steps of a job are one worker on each node, which starts
+# the run's processes there, and the run itself. This shell runs on the first node and decides
+# whether the job ends or starts again when the run has ended.
 attempt=${SLURM_RESTART_COUNT:-0}
 finished=$run/launch/$SLURM_JOB_ID.finished
 say() { echo "$(date '+%F %T') attempt $attempt: $*"; }
 alive() { kill -0 "$1" 2>/dev/null; }
-ask() { for _ in {1..120}; do "$@" && return; sleep 5; done; false; } # Slurm's controller may be away for minutes
+# Slurm's controller may be away for minutes.
+ask() { for _ in {1..120}; do "$@" && return; sleep 5; done; false; }
 
 if [ -e "$finished" ]; then say "the run has finished: nothing is left to do"; exit 0; fi
-if [ "$attempt" -gt "$max_restarts" ]; then say "gives up: slurm.max_restarts is $max_restarts"; exit 75; fi
+if [ "$attempt" -gt "$max_restarts" ]; then
+    say "gives up: slurm.max_restarts is $max_restarts"
+    exit 75
+fi
 TILLER_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ' ')
 export TILLER_NODES TILLER_NODE=${TILLER_NODES%% *} TILLER_LOGS=$run/logs/$SLURM_JOB_ID.$attempt
 mkdir -p "$TILLER_LOGS/workers" || exit 1
@@ -15,47 +20,50 @@ mkdir -p "$TILLER_LOGS/workers" || exit 1
 
 # Starts the run and returns its exit code when it has ended.
 run_to_its_end() {
-    local workers controller said=
-    srun --overlap --cpu-bind=none --kill-on-bad-exit=1 "${container[@]}" --output="$TILLER_LOGS/node-%N.log" \
-        "$python" "$node" "$TILLER_LOGS/workers" &
+    local workers controller announced=
+    srun --overlap --cpu-bind=none --kill-on-bad-exit=1 "${container[@]}" \
+        --output="$TILLER_LOGS/node-%N.log" "$python" "$node" "$TILLER_LOGS/workers" &
     workers=$!
-    srun --overlap --cpu-bind=none --nodes=1 --ntasks=1 --nodelist="$TILLER_NODE" "${container[@]}" \
-        --output="$TILLER_LOGS/run.log" "${train[@]}" &
+    srun --overlap --cpu-bind=none --nodes=1 --ntasks=1 --nodelist="$TILLER_NODE" \
+        "${container[@]}" --output="$TILLER_LOGS/run.log" "${train[@]}" &
     controller=$!
     while alive $controller && alive $workers; do
-        if [ -n "$told" ]; then # again and again, since srun drops a signal that comes before the run has started
-            [ -n "$said" ] || say "$told: the run is told to save and leave"
-            said=1
+        if [ -n "$reason" ]; then
+            [ -n "$announced" ] || say "$reason: the run is told to save and leave"
+            announced=1
+            # repeatedly, since srun drops a signal that comes before the run has started
             kill -USR1 $controller
         fi
         sleep 2 & # a signal that comes before wait begins does not end it
         wait -n $controller $workers $!
     done
-    for _ in {1..60}; do alive $controller && sleep 1; done # the run sees that workers are gone, names the node and leaves
-    alive $controller && kill -KILL $controller # unless it is stuck
-    trap '' USR1 TERM # they would end the wait, and come too late
+    # the run detects lost workers, names the node and exits, unless it hangs
+    for _ in {1..60}; do alive $controller && sleep 1; done
+    alive $controller && kill -KILL $controller
+    trap '' USR1 TERM # too late, and they would end the wait
     wait $controller
     code=$?
     say "the run ended with $code"; tail -n 4 "$TILLER_LOGS/run.log"
-    touch "$TILLER_LOGS/workers/over" # ends workers that the run could not tell to
+    touch "$TILLER_LOGS/workers/over" # ends workers that the run could not end
     for _ in {1..20}; do alive $workers && sleep 0.5; done
     return $code
 }
 
-if [ -z "$told" ]; then
+if [ -z "$reason" ]; then
     say "starts on $TILLER_NODES; logs in $TILLER_LOGS"
     run_to_its_end
     code=$?
 else
-    say "$told: the run is not started"
+    say "$reason: the run is not started"
     code=75
 fi
 case $code in
 0) touch "$finished"; exit 0 ;;
 1 | 2 | 130) exit $code ;; # it failed, and would again
 esac
-# It saved and left (75), or was killed. Slurm would take a preempted job that ends by itself for one that failed.
-# Slurm ends this shell with a job that is cancelled or preempted: if it gives no answer for so long, the job is neither.
+# The run saved and left (75), or was killed. Slurm counts a preempted job that ends by itself as
+# failed. Slurm kills this shell if the job is cancelled or preempted, so if Slurm has not answered
+# by the end of `ask`, the job is neither.
 state=$(ask squeue -h -j "$SLURM_JOB_ID" -o %T) || state=RUNNING
 if [ "$state" != RUNNING ]; then
     say "is $state: cancelled, or Slurm itself starts it again"

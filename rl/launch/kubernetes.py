@@ -1,27 +1,25 @@
-"""Runs on Kubernetes: the manifests. No test here has a cluster; the manifests alone are tested.
+"""Runs on Kubernetes: the manifests. The tests check the manifests alone, without a cluster.
 
-The nodes are a MonarchMesh, the resource of Monarch's own operator, which
-``monarch.job.kubernetes`` creates too; its pods run Tiller's worker. The run is a Job that starts
-again as often as it exits with 75, and fails for good with 1 or
-2. All share a volume, where the run folder lies. Pods of the mesh wait for the next run: ``kubectl
-   delete`` ends them.
+The nodes are a MonarchMesh, the resource of Monarch's operator, which ``monarch.job.kubernetes``
+creates too; its pods run Tiller's worker. The run is a Job that starts again after exit code 75 and
+fails for good after 1 or 2. All pods mount the volume that holds the run folder. The pods of the
+mesh wait for the next run until ``kubectl delete`` removes them.
 """
 
 import hashlib
 import re
 import shlex
-import subprocess
 from typing import Any
 
-from rl.errors import EXIT_CONFIG, EXIT_FAILED, RunError, require
-from rl.launch.freeze import NODE, SOURCE, Launch, as_json
+from rl.errors import EXIT_CONFIG, EXIT_FAILED, require
+from rl.launch.freeze import NODE, SOURCE, Launch, as_json, run_command
 
-PORT = 26600  # of the operator's service; workers listen where they like
+PORT = 26600  # of the operator's service; workers listen on any free port
 Manifest = dict[str, Any]
 
 
 def manifests(launch: Launch) -> str:
-    """All of them, as one JSON document, which ``kubectl apply -f`` takes. Raises ConfigError."""
+    """Return all manifests as one JSON document for ``kubectl apply -f``. Raises ConfigError."""
     kubernetes = launch.config.kubernetes
     for name in ("image", "claim"):
         require(bool(getattr(kubernetes, name)), f"kubernetes.{name} is empty; it must be set")
@@ -35,25 +33,15 @@ def manifests(launch: Launch) -> str:
 
 
 def submit(launch: Launch) -> None:
-    """Apply the manifests by kubectl.
-
-    Not covered by the tests. Raises RunError with what it said.
-    """
-    command = ["kubectl", "apply", "-f", str(launch.files / "manifests.json")]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise RunError(
-            "kubectl is not on PATH: install it, or --dry-run and apply the manifests elsewhere"
-        ) from error
-    if answer.returncode:
-        raise RunError(f"{shlex.join(command)} failed: {answer.stderr.strip()}")
+    """Apply the manifests by kubectl. Raises RunError with its message. No test covers this."""
+    remedy = "install it, or --dry-run and apply the manifests elsewhere"
+    run_command("kubectl", "apply", "-f", str(launch.files / "manifests.json"), remedy=remedy)
 
 
 def _mesh(launch: Launch) -> Manifest:
-    """The nodes, each with a worker."""
+    """Return the nodes, each with a worker."""
     config = launch.config
-    gpus = launch.config.hardware.gpus
+    gpus = config.hardware.gpus
     worker = ["python", str(NODE), str(launch.folder / "logs" / "workers")]
     variables: list[Manifest] = [
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
@@ -69,7 +57,7 @@ def _mesh(launch: Launch) -> Manifest:
 
 
 def _job(launch: Launch) -> Manifest:
-    """The run itself."""
+    """Return the job of the run itself."""
     config = launch.config
     name = _name(launch)
     hosts = range(config.nodes)
@@ -111,15 +99,13 @@ def _pod(
             {"name": "shared-memory", "mountPath": "/dev/shm"},
         ],
     }
+    memory = {"medium": "Memory", "sizeLimit": kubernetes.shared_memory}
     return {
         "terminationGracePeriodSeconds": kubernetes.warn_s,
         "containers": [container],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": kubernetes.claim}},
-            {
-                "name": "shared-memory",
-                "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shared_memory},
-            },
+            {"name": "shared-memory", "emptyDir": memory},
         ],
     }
 
@@ -129,6 +115,6 @@ def _metadata(launch: Launch) -> Manifest:
 
 
 def _name(launch: Launch) -> str:
-    """Return a name of this run alone, of lower-case letters and digits, as Monarch wants it."""
+    """Return a unique name of lower-case letters and digits, as Monarch requires."""
     letters = re.sub("[^a-z0-9]", "", launch.name.lower())[:40]
     return f"tiller{letters}{hashlib.sha256(str(launch.folder).encode()).hexdigest()[:8]}"

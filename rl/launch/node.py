@@ -1,12 +1,12 @@
-"""The worker of one node: Monarch's process, which starts the run's processes there. Run as a file,
-it imports no rl.
+"""Worker of one node: Monarch's process, which starts the run's processes there. It runs as a file
+and imports nothing of rl.
 
     python rl/launch/node.py FOLDER
 
-FOLDER, which all nodes see, gets NAME.json when the worker listens and NAME.ended when it has
-ended: see rl/actors/nodes.py. A file ``over`` there ends it. The port is any free one, so that jobs
-on one node do not collide. Whoever can reach it can have the worker run anything: it belongs on a
-cluster's own network.
+All nodes share FOLDER. The worker writes NAME.json there when it listens and NAME.ended when it has
+ended: see rl/actors/nodes.py. A file ``over`` there ends the worker. It takes any free port, so
+that jobs on one node do not collide. Every process that can reach the port can run any code in the
+worker: it belongs on a private network.
 """
 
 import json
@@ -21,12 +21,11 @@ POLL_S = 0.2
 
 
 def main(folder: Path) -> int:
-    """Serve until the run shuts the worker down; the exit code of the worker."""
-    # preemption sends it to every step, and the run has to save first
+    """Serve until the run shuts the worker down. Return the exit code of the worker."""
+    # preemption sends SIGTERM to every step, and the run has to save first
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    name = (
-        os.environ.get("SLURMD_NODENAME") or os.environ.get("TILLER_NODE") or socket.gethostname()
-    )
+    name = os.environ.get("SLURMD_NODENAME") or os.environ.get("TILLER_NODE")
+    name = name or socket.gethostname()
     entry = folder / f"{name}.json"
     end = folder / f"{name}.ended"
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,11 +34,8 @@ def main(folder: Path) -> int:
     reserved = reserve(name)
     address, port = reserved.getsockname()
     if address.startswith("127."):
-        write(
-            end,
-            f"found no way to it: on the node, {name} is {address}, which others cannot reach; see "
-            "to /etc/hosts",
-        )
+        advice = f"on the node, {name} is {address}, which others cannot reach; see to /etc/hosts"
+        write(end, f"found no way to it: {advice}")
         return 1
     worker = os.fork()
     if worker == 0:
@@ -59,8 +55,8 @@ def main(folder: Path) -> int:
 
 
 def reserve(name: str) -> socket.socket:
-    """A socket bound to a free port of ``name``: the worker alone, which sets SO_REUSEADDR too, can
-    listen there.
+    """Return a socket bound to a free port of ``name``. Only the worker, which sets SO_REUSEADDR
+    too, can listen there.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -69,7 +65,7 @@ def reserve(name: str) -> socket.socket:
 
 
 def serve(address: str) -> None:
-    """Be a host of Monarch's, until it is shut down."""
+    """Run a Monarch host until it is shut down."""
     from monarch.actor import run_worker_loop_forever
 
     run_worker_loop_forever(address=address, ca="trust_all_connections")
@@ -77,13 +73,13 @@ def serve(address: str) -> None:
 
 
 def listens(name: str, port: int) -> bool:
-    """Whether somebody takes connections there."""
+    """Whether a process accepts connections there."""
     with socket.socket() as probe:
         return probe.connect_ex((name, port)) == 0
 
 
 def write(path: Path, text: str) -> None:
-    """All of it at once, for whoever looks."""
+    """Write a file so that readers see all of it or nothing."""
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(text)
     temporary.rename(path)

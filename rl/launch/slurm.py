@@ -1,36 +1,26 @@
-"""Runs as Slurm jobs: the script, and what is asked of Slurm's commands."""
+"""Runs as Slurm jobs: the script of a job, its submission and its state."""
 
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from rl.errors import RunError
-from rl.launch.freeze import NODE, Launch
+from rl.launch.freeze import NODE, Launch, run_command
 
 BODY = Path(__file__).with_name("job.sh")
 POLL_S = 2.0
-NO_ANSWER_S = 600.0  # for which Slurm's controller may be away
-ENDED = (
-    "GONE",
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-)
-
+NO_ANSWER_S = 600.0  # how long Slurm's controller may be away
+ENDED = {"GONE", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+ENDED |= {"OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 SITE_OPTIONS = ("partition", "account", "qos", "constraint", "nodelist", "exclude")
 
 
 def script(launch: Launch) -> str:
-    """The job's script: what differs from run to run, then the body that is the same for all."""
+    """Return the script of a job: the part of this run, then the part that all runs share."""
     slurm = launch.config.slurm
-    python = "python" if slurm.container_image else sys.executable
+    image = slurm.container_image
+    python = "python" if image else sys.executable
     values = {
         "run": launch.folder,
         "node": NODE,
@@ -38,17 +28,15 @@ def script(launch: Launch) -> str:
         "max_restarts": slurm.max_restarts,
     }
     mounts = ",".join(slurm.container_mounts)
-    container = [
-        *([f"--container-image={slurm.container_image}"] if slurm.container_image else []),
-        *([f"--container-mounts={mounts}"] if mounts else []),
-    ]
+    container = [f"--container-image={image}"] if image else []
+    container += [f"--container-mounts={mounts}"] if mounts else []
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options(launch)),
         "",
-        "told=  # why the run has to leave: its time limit, which Slurm tells this shell, or TERM",
-        "trap 'told=\"the time limit is near\"' USR1",
-        "trap 'told=\"told to end\"' TERM",
+        "reason=  # why the run has to leave: USR1 from Slurm before the time limit, or TERM",
+        "trap 'reason=\"the time limit is near\"' USR1",
+        "trap 'reason=\"told to end\"' TERM",
         *(f"{name}={shlex.quote(str(value))}" for name, value in values.items()),
         f"train=({shlex.join(launch.train(python))})",
         f"container=({shlex.join(container)})",
@@ -61,7 +49,7 @@ def script(launch: Launch) -> str:
 def options(launch: Launch) -> list[str]:
     """Return the options of sbatch."""
     config = launch.config
-    slurm = launch.config.slurm
+    slurm = config.slurm
     gpus = config.hardware.gpus if slurm.gpus_per_node is None else slurm.gpus_per_node
     asked = {
         "job-name": launch.name,
@@ -81,14 +69,14 @@ def options(launch: Launch) -> list[str]:
 
 
 def submit(launch: Launch) -> str:
-    """The job's number. Raises RunError with what sbatch said."""
+    """Submit the job and return its number. Raises RunError with the message of sbatch."""
     (launch.folder / "logs").mkdir(exist_ok=True)
-    return _ask("sbatch", "--parsable", str(launch.files / "job.sh")).partition(";")[0]
+    return _slurm("sbatch", "--parsable", str(launch.files / "job.sh")).partition(";")[0]
 
 
 def follow(launch: Launch, job: str) -> int:
-    """Print what becomes of the job, and what its run says, until it has ended; 0 if the run
-    finished, else 1.
+    """Print each state of the job and the log of its run until the job has ended. Return 0 if the
+    run finished, else 1.
     """
     state = ""
     shown = dict[Path, int]()
@@ -113,22 +101,14 @@ def follow(launch: Launch, job: str) -> int:
 
 
 def state_of(job: str) -> str:
-    """Return the state by Slurm's name for it; GONE if it has forgotten the job."""
+    """Return Slurm's name of the state; GONE if Slurm no longer knows the job."""
     try:
-        return _ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
+        return _slurm("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
     except RunError as error:
         if "Invalid job id" in str(error):
             return "GONE"
         raise
 
 
-def _ask(*command: str) -> str:
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise RunError(
-            f"{command[0]} is not on PATH: launch from a node of a Slurm cluster, or --dry-run"
-        ) from error
-    if answer.returncode:
-        raise RunError(f"{shlex.join(command)} failed: {answer.stderr.strip()}")
-    return answer.stdout.strip()
+def _slurm(*command: str) -> str:
+    return run_command(*command, remedy="launch from a node of a Slurm cluster, or --dry-run")

@@ -1,1 +1,1 @@
-"""Plan of a run: its ranks' places and memory, and the time of a step."""
+"""Plan of a run: places and memory of its ranks, and the time of a step."""

@@ -1,6 +1,6 @@
-"""The program: what a run would be, from its config alone.
+"""Program that plans a run from its config alone.
 
-Exit codes: 0 it can work, 2 it cannot, or the config is none.
+Exit codes: 0 the run can work, 2 it cannot or the config is invalid.
 """
 
 import argparse
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict
 from io import StringIO
-from typing import Any
 
 from rl.cli import load_config, parse_config
 from rl.errors import EXIT_CONFIG, ConfigError, end_program
@@ -23,13 +22,11 @@ PROGRAM = "python -m rl.plan"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan, or the difference to another config; returns the exit code."""
+    """Print the plan, or the difference to another config. Return the exit code."""
     parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--diff",
-        metavar="OTHER",
-        help="say in which fields config OTHER differs, and what that means",
+        "--diff", metavar="OTHER", help="list the fields in which config OTHER differs"
     )
     own, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & {*rest}:
@@ -39,30 +36,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with redirect_stderr(output) if own.json else nullcontext():
             name, config = parse_config(rest, program=PROGRAM)
         if own.diff:
-            return _print_changes(name, config, own.diff, as_json=own.json)
+            found = changes(config, load_config(own.diff)[1])
+            rows = {"config": name, "other": own.diff, "changes": [*map(asdict, found)]}
+            print(json.dumps(rows) if own.json else describe_changes(name, own.diff, found))
+            return 0
         plan = Plan(config)
     except ConfigError as error:
-        return _refuse([str(error)], as_json=own.json)
+        return _refuse(str(error), as_json=own.json)
     except SystemExit as end:  # the command line could not be read
         if own.json and end.code:
-            return _refuse([_unboxed(output.getvalue())], as_json=True)
+            return _refuse(_unboxed(output.getvalue()), as_json=True)
         return int(end.code or 0)
     print(json.dumps({"config": name} | plan.as_json()) if own.json else describe(name, plan))
     return 0 if plan.feasible else EXIT_CONFIG
 
 
-def _print_changes(name: str, config: Any, other: str, *, as_json: bool) -> int:
-    found = changes(config, load_config(other)[1])
-    rows = {"config": name, "other": other, "changes": [asdict(change) for change in found]}
-    print(json.dumps(rows) if as_json else describe_changes(name, other, found))
-    return 0
-
-
-def _refuse(errors: list[str], *, as_json: bool) -> int:
+def _refuse(error: str, *, as_json: bool) -> int:
     if as_json:
-        print(json.dumps({"feasible": False, "errors": errors}))
+        print(json.dumps({"feasible": False, "errors": [error]}))
     else:
-        print("\n".join(f"error: {error}" for error in errors), file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
     return EXIT_CONFIG
 
 

@@ -1,4 +1,4 @@
-"""Fields in which two configs differ, and what that means for a run's numbers."""
+"""Fields in which two configs differ, each with its effect on a run."""
 
 from dataclasses import dataclass
 

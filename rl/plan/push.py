@@ -1,4 +1,4 @@
-"""Bytes that a push moves, and the least time it takes."""
+"""Bytes that a push moves, and its minimum time."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ class Push:
     over_network: bool
     bottleneck: str
     seconds: float
-    """Least time: that of the busiest end at the full rate of its link."""
+    """Minimum time: that of the busiest end at the full rate of its link."""
 
 
 def push_of(setting: Setting) -> Push:
     """Return the push between the config's layouts and places.
 
-    A device sends or receives at the rate of what carries it: its network adapter between hosts,
-    its link by ``cuda_ipc``, the host's memory on CPU. What goes through the host's memory from a
-    GPU is taken to move at the adapter's rate too, which PCIe about has.
+    A device sends and receives at the rate of its network adapter between hosts, of its link by
+    ``cuda_ipc``, and of the host's memory on CPU. The way from a GPU through the host's memory is
+    assumed to have the adapter's rate, which is about that of PCIe.
     """
     device = setting.device
     size = setting.transfer_bytes

@@ -5,121 +5,117 @@ from pathlib import Path
 
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
-from rl.cluster import HardwareConfig, SlurmConfig
-from rl.config import RLConfig, RolloutConfig, WatchdogConfig
-from rl.errors import ConfigError, require
+from rl.cluster import SlurmConfig
+from rl.config import RLConfig
+from rl.errors import ConfigError, require, require_value
 from rl.model.shape import shape_of
-from rl.training.config import TrainerConfig, adaptable_layers
+from rl.training.config import adaptable_layers
 from rl.validation.engines import validate_engines
 from rl.validation.folders import validate_folders
 from rl.validation.layouts import validate_layouts
 from rl.validation.values import validate_numbers, validate_types
 
 RESERVED = ("critic", "export", "launch", "lock", "logs", "reference", "replicas", "unevaluated")
-"""Names in a run folder that have a use."""
+"""Names in a run folder that Tiller uses."""
 
 
 def validate(config: RLConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
     validate_types(config)
     validate_numbers(config)
-    _validate_sampling(config.rollout)
+    _validate_sampling(config)
     validate_folders(config)
     validate_layouts(config)
     _validate_checkpoint(config)
-    _validate_training_modes(config.trainer, config.hardware)
+    _validate_training_modes(config)
     _validate_lengths(config)
     validate_engines(config)
     _validate_push(config)
-    _validate_pipeline(config.rollout)
+    _validate_chunks(config)
     _validate_algorithm(config)
     _validate_roles(config)
     _validate_lora(config)
-    _validate_watchdog(config.watchdog)
+    low = config.watchdog.entropy_min
+    high = config.watchdog.entropy_max
+    require_value(
+        high == 0 or high > low, "watchdog.entropy_max", high, f"0 or above entropy_min={low}"
+    )
     _validate_slurm(config.slurm)
 
 
-def _validate_sampling(rollout: RolloutConfig) -> None:
-    for name, value, allowed in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
-        require(
-            value == allowed,
-            f"rollout.{name} is {value}; it must be {allowed}: the trainer knows no log-probs of a "
-            "cut distribution",
-        )
+def _validate_sampling(config: RLConfig) -> None:
+    for name, allowed in (("top_p", 1.0), ("top_k", 0)):
+        value = getattr(config.rollout, name)
+        reason = f"{allowed}: the trainer computes no log-probs of a cut distribution"
+        require_value(value == allowed, f"rollout.{name}", value, reason)
 
 
 def _validate_checkpoint(config: RLConfig) -> None:
     checkpoint = config.trainer.checkpoint
+    field = "trainer.checkpoint"
     folder = checkpoint.folder
-    step = checkpoint.load_step
-    mode = checkpoint.async_mode
     taken = (*RESERVED, *config.roles)
-    require(
+    require_value(
         bool(re.fullmatch(r"[\w-]+", folder)) and folder not in taken,
-        f"trainer.checkpoint.folder is {folder!r}; it must be a name of letters, digits, _ and - "
-        f"for a folder in the run folder, other than {', '.join(taken)}",
+        f"{field}.folder",
+        folder,
+        f"a name of letters, digits, _ and -, and none of {', '.join(taken)}",
     )
     require(
         not checkpoint.load_only,
-        "trainer.checkpoint.load_only is True; it must be False, or no step would ever be saved: "
-        "to start from another run's checkpoint, set trainer.checkpoint.initial_load_path",
+        f"{field}.load_only is True; it must be False, or no step would be saved: to start from "
+        f"another run's checkpoint, set {field}.initial_load_path",
     )
+    step = checkpoint.load_step
+    rule = "-1: --resume goes on from the newest checkpoint"
+    require_value(step == -1, f"{field}.load_step", step, rule)
     require(
-        step == -1,
-        f"trainer.checkpoint.load_step is {step}; it must be -1: --resume goes on from the newest, "
-        "losing no work",
-    )
-    require(
-        mode != "async_with_pinned_mem" or config.hardware.kind == "cuda",
-        f"trainer.checkpoint.async_mode is {mode!r}, which needs CUDA; on CPU 'disabled' and "
+        checkpoint.async_mode != "async_with_pinned_mem" or config.hardware.kind == "cuda",
+        f"{field}.async_mode is 'async_with_pinned_mem', which needs CUDA; on CPU 'disabled' and "
         "'async' are allowed",
     )
 
 
-def _validate_training_modes(trainer: TrainerConfig, hardware: HardwareConfig) -> None:
+def _validate_training_modes(config: RLConfig) -> None:
+    trainer = config.trainer
+    hardware = config.hardware
     if trainer.float8 is not None:
         emulate = trainer.float8.emulate
         require(
             emulate or hardware.computes_float8,
             "trainer.float8.emulate is False; it must be True where hardware.device is "
-            f"{hardware.device!r}: only a GPU that computes in float8 (NVIDIA SM89 or AMD gfx942, "
-            "or later) need not emulate it",
+            f"{hardware.device!r}: float8 needs NVIDIA SM89, AMD gfx942, or a later GPU",
         )
         require(
             not (emulate and trainer.compiles_model),
-            "trainer.float8.emulate is True; with trainer.compile.enable=True it must be False: "
-            "emulated float8 cannot be compiled",
+            "trainer.float8.emulate is True; with trainer.compile.enable=True it must be False",
         )
+    budget = isinstance(trainer.activation_checkpoint, MemoryBudgetAC.Config)
     require(
-        trainer.compiles_model
-        or not isinstance(trainer.activation_checkpoint, MemoryBudgetAC.Config),
-        "trainer.activation_checkpoint is memory-budget, which only a compiled model can keep: set "
+        trainer.compiles_model or not budget,
+        "trainer.activation_checkpoint is memory-budget, which needs a compiled model: set "
         "trainer.compile.enable to True, or choose selective, full or none",
     )
 
 
 def _validate_lora(config: RLConfig) -> None:
     lora = config.trainer.lora
-    shape = shape_of(config.model)
     if lora is None:
         return
     allowed = adaptable_layers(config.model)
-    require(
-        lora.target_modules is None
-        or (bool(lora.target_modules) and set(lora.target_modules) <= set(allowed)),
-        f"trainer.lora.target_modules is {lora.target_modules}; it must be None, for all, or some "
-        f"of {allowed} with model.fuse_qkv={config.model.fuse_qkv}",
+    chosen = lora.target_modules
+    require_value(
+        chosen is None or (bool(chosen) and set(chosen) <= set(allowed)),
+        "trainer.lora.target_modules",
+        chosen,
+        f"None, for all, or some of {allowed} with model.fuse_qkv={config.model.fuse_qkv}",
     )
-    require(
-        shape.num_experts == 0,
-        f"trainer.lora is on; it must be none with the model's {shape.num_experts} experts, which "
-        "have no adapters",
-    )
-    require(
-        config.trainer.float8 is None,
-        "trainer.lora is on; it must be none with trainer.float8: the two are not supported "
-        "together",
-    )
+    experts = shape_of(config.model).num_experts
+    for other, clashes in (
+        (f"the model's {experts} experts", experts > 0),
+        ("trainer.float8", config.trainer.float8 is not None),
+    ):
+        require(not clashes, f"trainer.lora is on; it must be none with {other}")
 
 
 def _validate_slurm(slurm: SlurmConfig) -> None:
@@ -130,76 +126,69 @@ def _validate_slurm(slurm: SlurmConfig) -> None:
             "minutes, minutes:seconds, hours:minutes:seconds or days-hours[:minutes[:seconds]]"
         )
         raise ConfigError(f"slurm.time is {slurm.time!r}; it must be empty, or {allowed}") from None
-    require(
+    require_value(
         limit is None or limit > slurm.warn_s,
-        f"slurm.warn_s is {slurm.warn_s}; it must be less than slurm.time={slurm.time!r}, which is "
-        f"{limit} s, or each attempt is told to leave as it begins",
+        "slurm.warn_s",
+        slurm.warn_s,
+        f"less than slurm.time={slurm.time!r}, which is {limit} s, or each attempt leaves at once",
     )
 
 
 def _validate_lengths(config: RLConfig) -> None:
     """Check the lengths of prompts and completions, in tokens."""
-    shape = shape_of(config.model)
     prompt = config.task.max_prompt_tokens
     completion = config.rollout.max_tokens
+    room = shape_of(config.model).max_seq_len
     longest = prompt + completion
-    require(
-        longest <= shape.max_seq_len,
-        f"task.max_prompt_tokens={prompt} + rollout.max_tokens={completion} is {longest}; it must "
-        f"be at most model.max_seq_len={shape.max_seq_len}",
+    require_value(
+        longest <= room,
+        f"task.max_prompt_tokens={prompt} + rollout.max_tokens={completion}",
+        longest,
+        f"at most model.max_seq_len={room}",
     )
     budget = config.trainer.micro_batch_tokens
-    require(
-        budget is None or budget >= longest,
-        f"trainer.micro_batch_tokens is {budget}; it must be at least {longest}, the longest "
-        "prompt and completion",
-    )
+    rule = f"at least {longest}, the longest prompt and completion"
+    require_value(budget is None or budget >= longest, "trainer.micro_batch_tokens", budget, rule)
 
 
 def _validate_push(config: RLConfig) -> None:
-    push = config.weights
+    transport = config.weights.transport
     require(
-        push.transport != "cuda_ipc" or config.hardware.kind == "cuda",
+        transport != "cuda_ipc" or config.hardware.kind == "cuda",
         "weights.transport is 'cuda_ipc', which needs CUDA; on CPU 'auto', 'shared_memory', 'rdma' "
         "and 'torchstore' are allowed",
     )
     require(
-        not push.delta or push.transport in ("auto", "rdma", "torchstore"),
-        f"weights.delta is True; with weights.transport={push.transport!r} it must be False: a "
-        "copy of everything is as quick there",
+        not config.weights.delta or transport in ("auto", "rdma", "torchstore"),
+        f"weights.delta is True; with weights.transport={transport!r} it must be False",
     )
 
 
-def _validate_pipeline(rollout: RolloutConfig) -> None:
-    parts = rollout.stream_chunks
-    field_name = "rollout.stream_chunks"
-    require(
-        parts == 1 or rollout.pipeline == "asynchronous",
-        f"{field_name} is {parts}; it must be 1 unless rollout.pipeline is 'asynchronous': the "
-        "order in which groups finish would change the numbers",
-    )
-    require(
-        parts <= rollout.prompts_per_step,
-        f"{field_name} is {parts}; it must be at most "
-        f"rollout.prompts_per_step={rollout.prompts_per_step}",
-    )
+def _validate_chunks(config: RLConfig) -> None:
+    field = "rollout.stream_chunks"
+    chunks = config.rollout.stream_chunks
+    prompts = config.rollout.prompts_per_step
+    rule = f"at most rollout.prompts_per_step={prompts}"
+    require_value(chunks <= prompts, field, chunks, rule)
+    if chunks > 1:
+        rule = (
+            "1 unless rollout.pipeline is 'asynchronous': the order in which groups finish would "
+            "change the numbers"
+        )
+        require_value(config.rollout.pipeline == "asynchronous", field, chunks, rule)
+        rule = (
+            "1 where a step has several updates or its advantages are compared over all groups: "
+            "both need the whole batch"
+        )
+        whole = config.updates_per_step > 1 or not config.algorithm.by_group
+        require_value(not whole, field, chunks, rule)
 
 
 def _validate_algorithm(config: RLConfig) -> None:
-    algorithm = config.algorithm
-    algorithm.check(config.rollout)
-    whole = config.updates_per_step > 1 or not algorithm.by_group
-    chunks = config.rollout.stream_chunks
+    config.algorithm.check(config.rollout)
+    in_turns = config.rollout.max_staleness == 0 and config.generator.enforce_eager
     require(
-        chunks == 1 or not whole,
-        f"rollout.stream_chunks is {chunks}; it must be 1 where a step has several updates or its "
-        "advantages are compared over all groups: the whole batch must be there",
-    )
-    alone = config.colocate != "all" or (
-        config.rollout.max_staleness == 0 and config.generator.enforce_eager
-    )
-    require(
-        alone,
+        config.colocate != "all" or in_turns,
         "colocate is 'all'; it must be 'none' or 'models' unless rollout.max_staleness is 0 "
         "(nothing is generated while the trainer has the devices) and generator.enforce_eager is "
         "True (compiled code keeps addresses)",
@@ -207,47 +196,35 @@ def _validate_algorithm(config: RLConfig) -> None:
 
 
 def _validate_roles(config: RLConfig) -> None:
-    words = shape_of(config.model).vocab_size
+    vocabulary = shape_of(config.model).vocab_size
     longest = config.task.max_prompt_tokens + config.rollout.max_tokens
+    taken = (*RESERVED, "checkpoints", "generator", "policy", "reward", "trainer")
     for name, role in config.roles.items():
-        taken = (*RESERVED, "checkpoints", "generator", "policy", "reward", "trainer")
+        field = f"roles.{name}"
         require(
             name.isidentifier() and name not in taken,
             f"roles: {name!r} cannot be the name of a role; it must be an identifier other than "
-            f"{list(taken)}",
+            f"{', '.join(taken)}",
         )
         shape = shape_of(role.model)
+        size = shape.vocab_size
+        rule = f"that of the policy, {vocabulary}"
+        require_value(size == vocabulary, f"{field}.model.vocab_size", size, rule)
+        room = shape.max_seq_len
+        rule = f"at least {longest}, the longest prompt and completion"
+        require_value(room >= longest, f"{field}.model.max_seq_len", room, rule)
+        checkpoint = role.checkpoint
+        complete = checkpoint is None or Path(checkpoint, ".metadata").is_file()
         require(
-            shape.vocab_size == words,
-            f"roles.{name}.model.vocab_size is {shape.vocab_size}; it must be that of the policy, "
-            f"{words}",
+            bool(checkpoint or (role.model.hf_path and role.head == "logprobs")),
+            f"{field}.checkpoint is not set; it must name the folder of the weights, or "
+            f"{field}.model.hf_path must where {field}.head is 'logprobs'",
         )
         require(
-            shape.max_seq_len >= longest,
-            f"roles.{name}.model.max_seq_len is {shape.max_seq_len}; it must be at least "
-            f"{longest}, the longest prompt and completion",
+            complete,
+            f"{field}.checkpoint is {checkpoint!r}, where no complete checkpoint is; name a folder "
+            "such as RUN/checkpoints/step-100",
         )
-        require(
-            bool(role.checkpoint or (role.model.hf_path and role.head == "logprobs")),
-            f"roles.{name}.checkpoint is not set; it must say where the weights are, or "
-            f"model.hf_path where roles.{name}.head is 'logprobs'",
-        )
-        require(
-            role.checkpoint is None or Path(role.checkpoint, ".metadata").is_file(),
-            f"roles.{name}.checkpoint is {role.checkpoint!r}, where no complete checkpoint is; "
-            "name the folder of one, as RUN/checkpoints/step-100",
-        )
-        require(
-            role.reward_weight == 0 or role.head == "values",
-            f"roles.{name}.reward_weight is {role.reward_weight}; it must be 0 unless "
-            f"roles.{name}.head is 'values'",
-        )
-
-
-def _validate_watchdog(watchdog: WatchdogConfig) -> None:
-    low = watchdog.entropy_min
-    high = watchdog.entropy_max
-    require(
-        high == 0 or high > low,
-        f"watchdog.entropy_max is {high}; it must be 0 or above entropy_min={low}",
-    )
+        weight = role.reward_weight
+        rule = f"0 unless {field}.head is 'values'"
+        require_value(weight == 0 or role.head == "values", f"{field}.reward_weight", weight, rule)

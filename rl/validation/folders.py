@@ -1,4 +1,4 @@
-"""Folders that a run's models start from: their headers against what the models need."""
+"""Checks of the folders that a run's models start from: headers against what the models need."""
 
 import dataclasses
 from pathlib import Path
@@ -9,7 +9,7 @@ from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.training.hugging_face_files import check_folder
 
 OWN_FIELDS = ("max_seq_len", "dtype")
-"""Fields of a ModelShape in which a folder that gives weights alone may differ from the model."""
+"""Fields of ModelShape in which a folder of initial weights may differ from the model."""
 
 
 def validate_folders(config: RLConfig) -> None:
@@ -41,12 +41,11 @@ def _validate_initial_load(config: RLConfig) -> None:
         return
     ours = shape_of(config.model)
     theirs = shape_of(ModelConfig(hf_path=path), field=field)
-    names = [each.name for each in dataclasses.fields(ModelShape)]
-    for key in (name for name in names if name not in OWN_FIELDS):
+    for key in (each.name for each in dataclasses.fields(ModelShape)):
         found = getattr(theirs, key)
         needed = getattr(ours, key)
         require(
-            found == needed,
+            key in OWN_FIELDS or found == needed,
             f"{field} is {path!r}, a model whose {key} is {found}; it must be the model's, "
             f"{needed}",
         )

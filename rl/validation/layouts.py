@@ -1,12 +1,10 @@
-"""Layouts that cannot work: of each model by itself, and of all of them on the machines that there
-are.
-"""
+"""Checks of layouts: of each model by itself, and of all models on the machines of the run."""
 
 from torchtitan.config import ParallelismConfig
 
 from rl.config import RLConfig
-from rl.errors import require
-from rl.model.shape import ModelShape, shape_of
+from rl.errors import require, require_value
+from rl.model.shape import shape_of
 from rl.model.tp_plan import check_divides, check_generator, divisors
 from rl.roles import roles_of, session_config
 from rl.session.config import Role
@@ -15,13 +13,13 @@ from rl.training.config import ranks_of
 from rl.training.titan_fields import MAX_RANKS
 
 MIN_PROCESS_GIB = 0.2
-"""Memory of its own that the smallest process of a run takes: a reward worker's imports."""
+"""Memory of the smallest process of a run: the imports of a reward worker."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
 def validate_layouts(config: RLConfig) -> None:
-    """Raise ConfigError, naming field, value and what is allowed, where a model or the generators
-    cannot be cut so.
+    """Raise ConfigError, naming field, value and what is allowed, if a model or the generators
+    cannot be sharded as configured.
     """
     cuda = config.hardware.kind == "cuda"
     roles = roles_of(config)
@@ -43,31 +41,103 @@ def validate_layouts(config: RLConfig) -> None:
         cuda or shape.head_dim in CPU_HEAD_DIMS,
         f"model.head_dim is {shape.head_dim}; vLLM's CPU attention allows {list(CPU_HEAD_DIMS)}",
     )
-    _validate_nodes(config, roles)
+    _validate_nodes(config)
+    _validate_devices(config, roles)
+
+
+def _validate_mesh(field: str, parallelism: ParallelismConfig) -> None:
+    ranks = ranks_of(parallelism)
+    require(
+        ranks <= MAX_RANKS,
+        f"{field}'s degrees come to {ranks} ranks; it must be at most {MAX_RANKS:,}",
+    )
+    stages = parallelism.pipeline_parallel_degree
+    rule = "1: cut the model by data_parallel_shard_degree or tensor_parallel_degree instead"
+    require_value(stages == 1, f"{field}.pipeline_parallel_degree", stages, rule)
+    backend = parallelism.spmd_backend
+    require(
+        backend == "partial_dtensor",
+        f"{field}.spmd_backend is {backend!r}; with this torch only 'partial_dtensor' works",
+    )
 
 
 def _validate_role(role: Role, *, cuda: bool) -> None:
-    name = role.parallelism_field
+    field = role.parallelism_field
     parallelism = role.trainer.parallelism
     shape = shape_of(role.model)
     attention = role.model.attention
     model = role.model_field
-    _validate_context_parallel(role, cuda=cuda)
+    if (cp := parallelism.context_parallel_degree) > 1:
+        require(
+            attention != "varlen",
+            f"{model}.attention is 'varlen', which cannot run under "
+            f"{field}.context_parallel_degree={cp}; 'auto' and 'flex' can",
+        )
+        require(
+            cuda or parallelism.context_parallel_load_balancer != "ptrr",
+            f"{field}.context_parallel_load_balancer is 'ptrr', which needs flex attention on "
+            "CUDA; on CPU 'headtail' and None are allowed",
+        )
     require(
         cuda or attention in ("auto", "dense"),
         f"{model}.attention is {attention!r}, which needs CUDA; on CPU 'auto' and 'dense' are "
         "allowed",
     )
-    _validate_experts(role, shape)
-    check_divides(f"{name}.tensor_parallel_degree", parallelism.tensor_parallel_degree, shape)
+    if shape.num_experts:
+        _validate_experts(role)
+    else:
+        degree = parallelism.expert_parallel_degree
+        rule = f"1 where {model}.num_experts is 0"
+        require_value(degree == 1, f"{field}.expert_parallel_degree", degree, rule)
+    check_divides(f"{field}.tensor_parallel_degree", parallelism.tensor_parallel_degree, shape)
     require(
         shape.n_heads % shape.n_kv_heads == 0,
         f"{model}.n_kv_heads is {shape.n_kv_heads}; it must divide {model}.n_heads={shape.n_heads}",
     )
 
 
-def _validate_nodes(config: RLConfig, roles: dict[str, Role]) -> None:
-    """On which nodes the ranks are, and whether these have devices for them."""
+def _validate_experts(role: Role) -> None:
+    parallelism = role.trainer.parallelism
+    shape = shape_of(role.model)
+    model = role.model_field
+    field = role.parallelism_field
+    experts = shape.num_experts
+    chosen = shape.experts_per_token
+    width = shape.moe_hidden_dim
+    tp = parallelism.tensor_parallel_degree
+    ep = parallelism.expert_parallel_degree
+    rule = f"between 1 and {model}.num_experts={experts}"
+    require_value(1 <= chosen <= experts, f"{model}.experts_per_token", chosen, rule)
+    require_value(width >= 1, f"{model}.moe_hidden_dim", width, "at least 1")
+    shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+    ranks = shards * tp
+    allowed = divisors(experts, ranks)
+    require(
+        ep in allowed,
+        f"{field}.expert_parallel_degree is {ep}; it must divide {model}.num_experts={experts} and "
+        f"data_parallel_shard*context_parallel*tensor_parallel={ranks}: allowed are {allowed}",
+    )
+    require(
+        ep == 1 or tp == 1 or parallelism.enable_sequence_parallel,
+        f"{field}.enable_sequence_parallel is False; it must be True where experts and tensors are "
+        "parallel both",
+    )
+    if ep > 1:
+        shards = ranks // ep
+        holders = ranks
+    else:
+        width //= tp
+        holders = shards * parallelism.data_parallel_replicate_degree
+    require(
+        holders <= experts or (shape.dim % shards == 0 and width % shards == 0),
+        f"{model}.moe_hidden_dim is {shape.moe_hidden_dim} and {model}.dim is {shape.dim}; with "
+        f"more ranks ({holders}) than experts ({experts}) FSDP cuts both, so the {shards} shards "
+        "must divide them",
+    )
+
+
+def _validate_nodes(config: RLConfig) -> None:
+    """Check that the ranks can be spread over the nodes."""
     nodes = config.trainer.nodes
     ranks = config.trainer.ranks
     allowed = divisors(ranks)
@@ -77,11 +147,8 @@ def _validate_nodes(config: RLConfig, roles: dict[str, Role]) -> None:
         f"{allowed}",
     )
     own = config.generator.nodes
-    require(
-        own == 0 or config.colocate != "all",
-        f"generator.nodes is {own}; it must be 0 with colocate='all': the generators share the "
-        "trainer's devices",
-    )
+    rule = "0 with colocate='all': the generators share the trainer's devices"
+    require_value(own == 0 or config.colocate != "all", "generator.nodes", own, rule)
     transport = config.weights.transport
     require(
         config.nodes == 1 or transport not in ("shared_memory", "cuda_ipc"),
@@ -89,135 +156,41 @@ def _validate_nodes(config: RLConfig, roles: dict[str, Role]) -> None:
         f"and generator.nodes={own} 'auto', 'rdma' and 'torchstore' are allowed",
     )
     spare = config.slurm.nodes
-    require(
-        spare == 0 or spare >= config.nodes,
-        f"slurm.nodes is {spare}; it must be 0 or at least {config.nodes}, which trainer and "
-        "generators need",
-    )
-    gpus = config.hardware.gpus
-    places = Placement(session_config(config), gpus).models
-    _validate_host_memory(config, sum(place.per_host for place in places.values()))
-    if config.hardware.kind == "cpu":
-        return
-    for name, role in roles.items():
-        _require_gpus(f"{role.parallelism_field}'s degrees", places[name].per_host, gpus)
-    _require_gpus("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, gpus)
+    rule = f"0 or at least {config.nodes}, which trainer and generators need"
+    require_value(spare == 0 or spare >= config.nodes, "slurm.nodes", spare, rule)
 
 
-def _validate_host_memory(config: RLConfig, model_ranks: int) -> None:
-    """Refuse more processes on a node than its memory holds, given the ranks of all models
-    there.
-    """
+def _validate_devices(config: RLConfig, roles: dict[str, Role]) -> None:
+    """Check that a node has memory for the processes and GPUs for the ranks that it gets."""
+    hardware = config.hardware
     generator = config.generator
+    places = Placement(session_config(config), hardware.gpus).models
+    models = sum(place.per_host for place in places.values())
     hosts = generator.nodes or config.trainer.nodes
-    generator_ranks = -(-generator.replicas // hosts) * generator.tensor_parallel_degree
+    generators = -(-generator.replicas // hosts) * generator.tensor_parallel_degree
+    shared = models if generator.nodes == 0 else 0
     workers = config.rollout.reward_workers
-    shared_ranks = model_ranks if generator.nodes == 0 else 0
-    room = int(config.hardware.host_gib / MIN_PROCESS_GIB)
+    room = int(hardware.host_gib / MIN_PROCESS_GIB)
     for name, value, processes in (
-        ("the number of model ranks", model_ranks, model_ranks),
-        ("generator.replicas", generator.replicas, shared_ranks + generator_ranks),
-        ("rollout.reward_workers", workers, model_ranks + workers),
+        ("the number of model ranks", models, models),
+        ("generator.replicas", generator.replicas, shared + generators),
+        ("rollout.reward_workers", workers, models + workers),
     ):
         require(
             processes <= room,
             f"{name} is {value}, which comes to {processes} processes on a node; its "
-            f"{config.hardware.host_gib:.0f} GiB of memory hold at most {room}: lower it, or set "
+            f"{hardware.host_gib:.0f} GiB of memory hold at most {room}: lower it, or set "
             "hardware.host_memory_gib to what a node has",
         )
-
-
-def _require_gpus(field_name: str, needed: int, gpus: int) -> None:
-    require(
-        needed <= gpus,
-        f"{field_name} put {needed} ranks on a node, which has {gpus} GPUs; lower them, set "
-        "trainer.nodes to more, or hardware.gpus_per_node to what the nodes have",
-    )
-
-
-def _validate_mesh(field_name: str, parallelism: ParallelismConfig) -> None:
-    ranks = ranks_of(parallelism)
-    require(
-        ranks <= MAX_RANKS,
-        f"{field_name}'s degrees come to {ranks} ranks; it must be at most {MAX_RANKS:,}",
-    )
-    stages = parallelism.pipeline_parallel_degree
-    require(
-        stages == 1,
-        f"{field_name}.pipeline_parallel_degree is {stages}; it must be 1: cut the model by "
-        "data_parallel_shard_degree or tensor_parallel_degree instead",
-    )
-    require(
-        parallelism.spmd_backend == "partial_dtensor",
-        f"{field_name}.spmd_backend is {parallelism.spmd_backend!r}; with this torch only "
-        "'partial_dtensor' works",
-    )
-
-
-def _validate_context_parallel(role: Role, *, cuda: bool) -> None:
-    field_name = role.parallelism_field
-    parallelism = role.trainer.parallelism
-    if parallelism.context_parallel_degree == 1:
+    if hardware.kind == "cpu":
         return
-    require(
-        role.model.attention != "varlen",
-        f"{role.model_field}.attention is 'varlen', which cannot run under "
-        f"{field_name}.context_parallel_degree={parallelism.context_parallel_degree}; 'auto' and "
-        "'flex' can",
-    )
-    balancer = parallelism.context_parallel_load_balancer
-    require(
-        balancer != "ptrr" or cuda,
-        f"{field_name}.context_parallel_load_balancer is {balancer!r}, which needs flex attention "
-        "on CUDA; on CPU 'headtail' and None are allowed",
-    )
-
-
-def _validate_experts(role: Role, shape: ModelShape) -> None:
-    parallelism = role.trainer.parallelism
-    model = role.model_field
-    field_name = f"{role.parallelism_field}.expert_parallel_degree"
-    degree = parallelism.expert_parallel_degree
-    if shape.num_experts == 0:
+    needed = {
+        f"{role.parallelism_field}'s degrees": places[name].per_host for name, role in roles.items()
+    }
+    needed["generator.tensor_parallel_degree"] = generator.tensor_parallel_degree
+    for name, ranks in needed.items():
         require(
-            degree == 1, f"{field_name} is {degree}; it must be 1 where {model}.num_experts is 0"
+            ranks <= hardware.gpus,
+            f"{name} put {ranks} ranks on a node, which has {hardware.gpus} GPUs; lower them, set "
+            "trainer.nodes to more, or hardware.gpus_per_node to what the nodes have",
         )
-        return
-    require(
-        1 <= shape.experts_per_token <= shape.num_experts,
-        f"{model}.experts_per_token is {shape.experts_per_token}; it must be between 1 and "
-        f"{model}.num_experts={shape.num_experts}",
-    )
-    require(
-        shape.moe_hidden_dim >= 1,
-        f"{model}.moe_hidden_dim is {shape.moe_hidden_dim}; it must be at least 1",
-    )
-    shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
-    ranks = shards * parallelism.tensor_parallel_degree
-    allowed = divisors(shape.num_experts, ranks)
-    require(
-        degree in allowed,
-        f"{field_name} is {degree}; it must divide {model}.num_experts={shape.num_experts} and "
-        f"data_parallel_shard*context_parallel*tensor_parallel={ranks}: allowed are {allowed}",
-    )
-    require(
-        degree == 1
-        or parallelism.tensor_parallel_degree == 1
-        or parallelism.enable_sequence_parallel,
-        f"{field_name.replace('expert_parallel_degree', 'enable_sequence_parallel')} is False; it "
-        "must be True where experts and tensors are parallel both",
-    )
-    width = shape.moe_hidden_dim
-    replicas = parallelism.data_parallel_replicate_degree
-    if degree > 1:
-        shards = ranks // degree
-        holders = ranks
-    else:
-        width = width // parallelism.tensor_parallel_degree
-        holders = shards * replicas
-    require(
-        holders <= shape.num_experts or (shape.dim % shards == 0 and width % shards == 0),
-        f"{model}.moe_hidden_dim is {shape.moe_hidden_dim} and {model}.dim is {shape.dim}; with "
-        f"more ranks ({holders}) than experts ({shape.num_experts}) FSDP cuts both, so the "
-        f"{shards} shards must divide them",
-    )

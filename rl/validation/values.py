@@ -1,4 +1,4 @@
-"""Every value of a config under its full name, checked against its declared type and its rule."""
+"""Every value of a config by its full name, and checks of its declared type and its rule."""
 
 import dataclasses
 import math
@@ -34,15 +34,10 @@ class ConfigValue:
     bounds: Bounds | None
     effect: Effect | None
 
-    @property
-    def is_numeric(self) -> bool:
-        """Whether the value is a number, or may be one."""
-        return _is_number(self.content) or is_number_field(self.hint)
-
 
 def validate_types(config: Any) -> None:
-    """Raise ConfigError, naming field, value and what is allowed, for a value that is not of its
-    field's type.
+    """Raise ConfigError, naming field, value and what is allowed, if a value is not of its field's
+    type.
     """
     for value in values(config):
         fits = _fits(value.content, value.hint)
@@ -50,7 +45,7 @@ def validate_types(config: Any) -> None:
 
 
 def validate_numbers(config: Any) -> None:
-    """Raise ConfigError, naming field, value and what is allowed, for a number out of bounds.
+    """Raise ConfigError, naming field, value and what is allowed, if a number is out of bounds.
 
     A number without bounds must be finite.
     """
@@ -73,7 +68,7 @@ def is_number_field(hint: Any) -> bool:
 def _walk(
     content: Any, hint: Any, name: str, effect: Effect | None, bounds: Bounds | None
 ) -> Iterator[ConfigValue]:
-    """Yield ``content`` and all below; ``effect`` and ``bounds`` hold if ``hint`` has none."""
+    """Yield ``content`` and all below; ``effect`` and ``bounds`` apply if ``hint`` has none."""
     effect = rule_of(hint, Effect) or effect
     bounds = rule_of(hint, Bounds) or bounds
     yield ConfigValue(name, content, hint, bounds, effect)
@@ -106,7 +101,7 @@ def fields_of(kind: type) -> list[tuple[str, Any]]:
 
 
 def _members(hint: Any) -> list[Any]:
-    """Types that a union consists of, without metadata."""
+    """Return the types that a union consists of, without metadata."""
     if get_origin(hint) is Annotated:
         return _members(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
@@ -115,7 +110,7 @@ def _members(hint: Any) -> list[Any]:
 
 
 def _element(hint: Any, place: int) -> Any:
-    """Type of what a list, tuple (0) or dict (1) of type ``hint`` holds."""
+    """Return argument number ``place`` of a container type: 0 for a list or tuple, 1 for a dict."""
     parts = next((get_args(member) for member in _members(hint) if get_args(member)), ())
     return parts[place] if len(parts) > place else Any
 
@@ -125,7 +120,7 @@ def _fits(content: Any, hint: Any) -> bool:
 
 
 def _is_a(content: Any, kind: Any) -> bool:
-    """Whether ``content`` is of ``kind``. Kinds that no check is known for take everything."""
+    """Whether ``content`` is of ``kind``. True for kinds without a check."""
     if get_origin(kind) is Literal:
         return content in get_args(kind)
     if kind is float:

@@ -20,9 +20,9 @@
 #SBATCH --reservation=mine
 #SBATCH --comment='two words'
 
-told=  # why the run has to leave: its time limit, which Slurm tells this shell, or TERM
-trap 'told="the time limit is near"' USR1
-trap 'told="told to end"' TERM
+reason=  # why the run has to leave: USR1 from Slurm before the time limit, or TERM
+trap 'reason="the time limit is near"' USR1
+trap 'reason="told to end"' TERM
 run=/runs/first
 node=TILLER/rl/launch/node.py
 python=python

@@ -1,1 +1,1 @@
-"""Output of a run: its folder, spans, progress and curves."""
+"""Output of a run: run folder, spans, progress and curves."""

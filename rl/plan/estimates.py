@@ -1,5 +1,5 @@
-"""Estimates, in bytes, of memory that does not follow from layouts: what forward and backward passes
-need.
+"""Estimates, in bytes, of memory that does not follow from layouts: that of forward and backward
+passes.
 
 Activations are the tensors that autograd saves in torchtitan's Qwen3. Allocators, workspaces of
 kernels and communication buffers need memory too: leave a tenth of a device free.

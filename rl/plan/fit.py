@@ -1,4 +1,4 @@
-"""Whether what the ranks hold fits into devices and hosts, and what to change where it does not."""
+"""Checks that the ranks fit into devices and hosts, and advice if they do not."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,29 +16,28 @@ MAX_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A device or a host, and the ranks that have memory there at the moment when it is fullest."""
+    """A device or a host, and the ranks that have memory there when it is fullest."""
 
     name: str
     kind: Literal["device", "host"]
     ranks: tuple[RankMemory, ...]
     limit: int
     on_host: bool
-    """Which of the ranks' items count."""
+    """Selects the ranks' items that count."""
 
     @property
     def used(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return sum(rank.total(on_host=self.on_host) for rank in self.ranks)
 
 
 def memories(setting: Setting, ranks: list[RankMemory]) -> list[Memory]:
-    """Return every device and every host of the run; on CPU each rank is a device of its own."""
+    """Return every device and every host of the run. On CPU each rank is its own device."""
     limit = int(setting.device.memory_gib * GIB)
     host_limit = int(setting.hardware.host_gib * GIB)
     devices: dict[str, list[RankMemory]] = {}
     for rank in ranks:
-        own = f"{rank.mesh} rank {rank.rank}"
-        name = f"GPU {rank.gpu} of host {rank.host}" if setting.cuda else own
+        name = f"GPU {rank.gpu} of host {rank.host}" if setting.cuda else rank.name
         devices.setdefault(name, []).append(rank)
     found = [
         Memory(name, "device", _at_once(on_device, setting.shared), limit, on_host=False)
@@ -51,8 +50,8 @@ def memories(setting: Setting, ranks: list[RankMemory]) -> list[Memory]:
 
 
 def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemory, ...]:
-    """Return what a device's ranks hold at once: one of those that share it has all of its own, the
-    others what cannot move.
+    """Return a device's ranks with the items that they hold at once. Of the ranks that share the
+    device, the largest holds all of its items, the others hold those that cannot move.
     """
     sharing = [rank for rank in ranks if rank.role in shared]
     resident = max(sharing, key=lambda rank: rank.total(on_host=False), default=None)
@@ -65,7 +64,7 @@ def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemor
 
 
 def complaints(setting: Setting, found: list[Memory]) -> list[str]:
-    """Return a sentence for each lack of memory; alike ranks are named once."""
+    """Return a message for each lack of memory. Equal ranks are named once."""
     messages: dict[tuple[Any, ...], str] = {}
     for memory in found:
         if memory.used > memory.limit:
@@ -75,34 +74,34 @@ def complaints(setting: Setting, found: list[Memory]) -> list[str]:
 
 
 def _complaint(setting: Setting, memory: Memory) -> str:
-    holders = [
-        (item, rank)
-        for rank in memory.ranks
-        for item in rank.items
-        if item.on_host == memory.on_host
-    ]
-    if not setting.cuda and memory.kind == "host":
-        holders = [(item, rank) for item, rank in holders if item.name != "process"]
-    item, rank = max(holders, key=lambda pair: pair[0].bytes)
-    alike = [r for r in memory.ranks if r.mesh == rank.mesh]
-    who = ", ".join(dict.fromkeys(f"{r.mesh} rank {r.rank}" for r in memory.ranks[:4]))
-    more = f" and {len(memory.ranks) - 4} more" if len(memory.ranks) > 4 else ""
-    where = "" if who == memory.name else f"{memory.name}: "
+    cpu_host = memory.kind == "host" and not setting.cuda
+    item, rank = max(
+        (
+            (item, rank)
+            for rank in memory.ranks
+            for item in rank.items
+            if item.on_host == memory.on_host and not (cpu_host and item.name == "process")
+        ),
+        key=lambda pair: pair[0].bytes,
+    )
+    count = len(memory.ranks)
+    names = ", ".join(each.name for each in memory.ranks[:4])
+    more = f" and {count - 4} more" if count > 4 else ""
+    where = "" if names == memory.name else f"{memory.name}: "
+    equal = sum(each.mesh == rank.mesh for each in memory.ranks)
     return (
-        f"{where}{who}{more} need{'s' if len(memory.ranks) == 1 else ''} {memory.used / GIB:.1f} "
-        f"GiB of the {memory.limit / GIB:.1f} that it has; the largest item is {item.name}, "
-        f"{item.bytes / GIB:.1f} GiB on each of {len(alike)} rank{'s' if len(alike) > 1 else ''} "
-        f"of {rank.mesh}: " + _remedy(setting, memory, item, rank)
+        f"{where}{names}{more} need{'s' if count == 1 else ''} {memory.used / GIB:.1f} GiB of the "
+        f"{memory.limit / GIB:.1f} that it has; the largest item is {item.name}, "
+        f"{item.bytes / GIB:.1f} GiB on each of {equal} rank{'s' if equal > 1 else ''} of "
+        f"{rank.mesh}: {_remedy(setting, memory, item, rank)}"
     )
 
 
 def _remedy(setting: Setting, memory: Memory, item: Item, rank: RankMemory) -> str:
-    """Return what to change, by the largest item."""
+    """Return the change that shrinks the largest item."""
     if item.name == "process":
-        return (
-            f"set hardware.memory_gib to {math.ceil(memory.used / GIB * 10) / 10}, if a rank has "
-            "that much"
-        )
+        needed = math.ceil(memory.used / GIB * 10) / 10
+        return f"set hardware.memory_gib to {needed}, if a rank has that much"
     if item.name == "room to move to":
         return "set colocate to 'none', or hardware.host_memory_gib to what a node has"
     if item.name == "checkpoint staging":
@@ -127,9 +126,8 @@ def _generator_remedy(setting: Setting, memory: Memory, item: Item) -> str:
         cache = generator.kv_cache_gib - over / GIB
         return f"set generator.kv_cache_gib to at most {max(1, int(cache * 100)) / 100}"
     if item.name == "engine step":
-        return (
-            f"set generator.max_running_requests to {max(1, generator.max_running_requests // 2)}"
-        )
+        running = max(1, generator.max_running_requests // 2)
+        return f"set generator.max_running_requests to {running}"
     return f"set generator.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
 
 
@@ -138,12 +136,10 @@ def _model_remedy(setting: Setting, item: Item, rank: RankMemory) -> str:
     if item.name == "activations":
         if not isinstance(trainer.activation_checkpoint, FullAC.Config):
             return "give trainer.activation-checkpoint:full"
-        if trainer.micro_batch_tokens and trainer.micro_batch_tokens > setting.longest:
-            return (
-                "set trainer.micro_batch_tokens to "
-                f"{max(setting.longest, trainer.micro_batch_tokens // 2)}"
-            )
-        if not trainer.micro_batch_tokens and trainer.micro_batch_size > 1:
+        tokens = trainer.micro_batch_tokens
+        if tokens and tokens > setting.longest:
+            return f"set trainer.micro_batch_tokens to {max(setting.longest, tokens // 2)}"
+        if not tokens and trainer.micro_batch_size > 1:
             return f"set trainer.micro_batch_size to {trainer.micro_batch_size // 2}"
         return _twice(setting, rank.role, "context_parallel_degree")
     if item.name == "logits":
@@ -156,23 +152,20 @@ def _model_remedy(setting: Setting, item: Item, rank: RankMemory) -> str:
 
 
 def _twice(setting: Setting, name: str, degree: str) -> str:
-    """Have a role's ranks be twice as many, on more nodes where these are full."""
+    """Return the advice to double a degree, on twice the nodes if the nodes are full."""
     role = setting.roles[name]
     nodes = setting.config.trainer.nodes
     full = setting.cuda and 2 * setting.places[name].per_host > setting.hardware.gpus
     more = f" and trainer.nodes to {2 * nodes}" if full else ""
-    return (
-        f"set {role.parallelism_field}.{degree} to "
-        f"{2 * getattr(role.trainer.parallelism, degree)}{more}"
-    )
+    value = 2 * getattr(role.trainer.parallelism, degree)
+    return f"set {role.parallelism_field}.{degree} to {value}{more}"
 
 
 def _kv_complaint(setting: Setting) -> list[str]:
-    """vLLM does not start unless the KV cache holds a sequence of model.max_seq_len; on CPU
-    validation has said so.
+    """Return the message that the KV cache cannot hold a sequence of model.max_seq_len, which vLLM
+    requires.
     """
     generator = setting.config.generator
-    tokens = setting.shape.max_seq_len
     room = kv_bytes(setting)
     share = generator.gpu_memory_utilization
     needed = kv_bytes_at_least(generator, setting.shape, cuda=setting.cuda)
@@ -181,12 +174,12 @@ def _kv_complaint(setting: Setting) -> list[str]:
     enough = share + (needed - room) / (setting.device.memory_gib * GIB)
     remedy = f"set generator.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
     if room and enough <= MAX_SHARE:
+        share_needed = int(enough * 100 + 1) / 100
         remedy = (
-            f"set generator.gpu_memory_utilization to {int(enough * 100 + 1) / 100}, or "
-            "model.max_seq_len to less"
+            f"set generator.gpu_memory_utilization to {share_needed}, or lower model.max_seq_len"
         )
     return [
         f"generator.gpu_memory_utilization is {share}, which leaves {room / GIB:.2f} GiB of each "
-        f"GPU for its KV cache; one sequence of model.max_seq_len={tokens} needs "
-        f"{needed / GIB:.2f} GiB: {remedy}"
+        f"GPU for its KV cache; one sequence of model.max_seq_len={setting.shape.max_seq_len} "
+        f"needs {needed / GIB:.2f} GiB: {remedy}"
     ]

@@ -1,10 +1,8 @@
-"""Memory of each rank, item by item: from the layouts where these say it, estimated where none
-does.
-"""
+"""Memory of each rank, item by item: computed from layouts, or estimated."""
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,56 +12,65 @@ from rl.plan import estimates
 from rl.plan.setting import DTYPE_BYTES, LEARNING, Setting, seat_of
 from rl.training.config import TrainerConfig
 from rl.training.model import is_adapter
+from rl.types import Place
 from rl.weights.blobs import plan_blobs
 from rl.weights.shared_memory import HEADER_BYTES, SLOTS, Segment
 from rl.weights.transport import Transfer
 
 GIB = 2**30
-PROCESS = {"trainer": GIB * 3 // 4, "generator": GIB * 5 // 4}  # on CPU, with its libraries
-# with communicators and workspaces; and on the host
+# A process on CPU, with its libraries.
+TRAINER_PROCESS = GIB * 3 // 4
+GENERATOR_PROCESS = GIB * 5 // 4
+# With communicators and workspaces, on the GPU and on the host.
 CUDA_CONTEXT = 2 * GIB
 CUDA_PROCESS = 3 * GIB
+# Number of states for each element of a parameter, by optimizer.
 STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Some memory of a rank."""
+    """Memory of a rank for one purpose."""
 
     name: str
     bytes: int
     on_host: bool = False
-    """Beside a GPU; all of a CPU rank's is."""
+    """Whether a GPU rank has this memory on its host. False for CPU ranks."""
     estimate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """A rank and what it holds."""
+    """A rank and its items of memory."""
 
     mesh: str
-    """``trainer``, ``reference`` and so on, or ``generator-0`` and so on."""
+    """Name of the mesh, such as ``trainer``, ``reference`` or ``generator-0``."""
     rank: int
     host: int
     gpu: int | None
     items: tuple[Item, ...]
 
     def total(self, *, on_host: bool) -> int:
-        """Bytes on its host, or on its device."""
+        """Return the bytes on its host, or on its device."""
         return sum(item.bytes for item in self.items if item.on_host == on_host)
 
     def named(self, *names: str) -> tuple[Item, ...]:
-        """The items of these names, as far as there are any."""
+        """Return the items that have one of these names."""
         return tuple(item for item in self.items if item.name in names)
 
     @property
+    def name(self) -> str:
+        """Name of the rank, such as ``trainer rank 0``."""
+        return f"{self.mesh} rank {self.rank}"
+
+    @property
     def role(self) -> str:
-        """Role that the rank belongs to, by its name in ``Setting.shared``."""
+        """Name of the rank's role, as in ``Setting.shared``."""
         return self.mesh.partition("-")[0]
 
 
 def all_ranks(setting: Setting) -> list[RankMemory]:
-    """Every rank of the run."""
+    """Return every rank of the run."""
     slots, staging = _push_sizes(setting)
     ranks = []
     for name, place in setting.places.items():
@@ -71,53 +78,47 @@ def all_ranks(setting: Setting) -> list[RankMemory]:
         for rank, layout in enumerate(setting.held[name]):
             items = [*_model_items(setting, name, layout), *passes]
             if name == "trainer":
-                items.append(
-                    Item("push slots", slots[rank], on_host=setting.transport != "cuda_ipc")
-                )
-            ranks.append(_seated(setting, name, rank, seat_of(place, rank), items))
+                on_host = setting.transport != "cuda_ipc"
+                items.append(Item("push slots", slots[rank], on_host=on_host))
+            ranks.append(_rank(setting, name, rank, place, items))
     for number, place in enumerate(setting.generators):
         for rank in range(place.ranks):
             items = _generator_items(setting, staging[rank])
-            ranks.append(_seated(setting, f"generator-{number}", rank, seat_of(place, rank), items))
+            ranks.append(_rank(setting, f"generator-{number}", rank, place, items))
     return ranks
 
 
-def _seated(
-    setting: Setting, mesh: str, rank: int, seat: tuple[int, int], items: list[Item]
-) -> RankMemory:
-    host, gpu = seat
+def _rank(setting: Setting, mesh: str, rank: int, place: Place, items: list[Item]) -> RankMemory:
+    """Return a rank with ``items`` and those of its process. On CPU all memory is the host's."""
+    host, gpu = seat_of(place, rank)
     if setting.cuda:
-        items += [
-            Item("CUDA context", CUDA_CONTEXT, estimate=True),
-            Item("process", CUDA_PROCESS, on_host=True, estimate=True),
-        ]
-        return RankMemory(mesh, rank, host, gpu, tuple(item for item in items if item.bytes))
-    process = PROCESS["generator" if mesh.startswith("generator-") else "trainer"]
-    items.append(Item("process", process, estimate=True))
-    own = (Item(item.name, item.bytes, estimate=item.estimate) for item in items if item.bytes)
-    return RankMemory(mesh, rank, host, None, tuple(own))
+        items.append(Item("CUDA context", CUDA_CONTEXT, estimate=True))
+        items.append(Item("process", CUDA_PROCESS, on_host=True, estimate=True))
+    else:
+        process = GENERATOR_PROCESS if mesh.startswith("generator-") else TRAINER_PROCESS
+        items.append(Item("process", process, estimate=True))
+        items = [replace(item, on_host=False) for item in items]
+    held = tuple(item for item in items if item.bytes)
+    return RankMemory(mesh, rank, host, gpu if setting.cuda else None, held)
 
 
 def _model_items(setting: Setting, name: str, layout: Layout) -> list[Item]:
     """Return what a role's rank keeps from step to step."""
     role = setting.roles[name]
     trainer = role.trainer
-    size = DTYPE_BYTES[role.trainer.training.dtype]
+    size = DTYPE_BYTES[trainer.training.dtype]
     adapters = {region.name: region.box.numel for region in layout if is_adapter(region.name)}
     weights = {region.name: region.box.numel for region in layout if region.name not in adapters}
     trained = (adapters or weights) if name in LEARNING else {}
-    parameters = sum(weights.values()) * size
-    gradients = sum(trained.values()) * size
     states = sum(count * _state_bytes(trainer, weight) for weight, count in trained.items())
-    merged = sum(weights[weight] for weight in _adapted(adapters)) * size
+    adapted = {re.sub(r"\.lora_[ab]\.weight$", ".weight", adapter) for adapter in adapters}
+    merged = sum(weights[weight] for weight in adapted) if name == "trainer" else 0
+    parameters = sum(weights.values()) * size
     kept = [
         Item("parameters", parameters),
         Item("adapters", sum(adapters.values()) * size),
-        Item(
-            "merged weights",
-            merged if name == "trainer" else 0,
-        ),
-        Item("gradients", gradients),
+        Item("merged weights", merged * size),
+        Item("gradients", sum(trained.values()) * size),
         Item("optimizer states", states),
     ]
     items = [*kept, Item("RoPE tables", estimates.rope_tables(setting, role))]
@@ -128,17 +129,11 @@ def _model_items(setting: Setting, name: str, layout: Layout) -> list[Item]:
     return items
 
 
-def _adapted(adapters: dict[str, int]) -> set[str]:
-    return {re.sub(r"\.lora_[ab]\.weight$", ".weight", name) for name in adapters}
-
-
 def _state_bytes(trainer: TrainerConfig, name: str) -> int:
     """Return the bytes of optimizer state per element of a parameter."""
     optimizer = trainer.optimizer
-    group = next(
-        (group for group in optimizer.param_groups if re.search(group.pattern, name)), None
-    )
-    if group is None:
+    groups = (group for group in optimizer.param_groups if re.search(group.pattern, name))
+    if (group := next(groups, None)) is None:
         return 0
     count = STATES[group.optimizer_name] + bool(group.optimizer_kwargs.get("amsgrad"))
     short = optimizer.implementation == "fused_opt_states_bf16"
@@ -146,7 +141,7 @@ def _state_bytes(trainer: TrainerConfig, name: str) -> int:
 
 
 def _passes(setting: Setting, name: str) -> list[Item]:
-    """Return what a role's ranks need while they compute."""
+    """Return the memory that a role's ranks need while they compute."""
     sizes = {
         "activations": estimates.activations(setting, name),
         "logits": estimates.logits(setting, setting.roles[name]),
@@ -156,17 +151,15 @@ def _passes(setting: Setting, name: str) -> list[Item]:
 
 
 def _push_sizes(setting: Setting) -> tuple[list[int], list[int]]:
-    """Bytes of each trainer rank's two slots, and of what each generator rank reads into before it
-    pulls.
+    """Return the bytes of each trainer rank's two slots, and of each generator rank's buffers for
+    what it receives before it pulls.
     """
     transfer = transfer_of(setting)
+    staging = [0] * len(setting.wanted)
     if setting.transport in ("shared_memory", "cuda_ipc"):
         segments = (Segment("", 0, (), 0, transfer.dtype, layout) for layout in setting.pushed)
-        return [SLOTS * (HEADER_BYTES + segment.slot_bytes) for segment in segments], [0] * len(
-            setting.wanted
-        )
+        return [SLOTS * (HEADER_BYTES + segment.slot_bytes) for segment in segments], staging
     slots = []
-    staging = [0] * len(setting.wanted)
     for blobs in plan_blobs(transfer.sources, transfer.wanted):
         sizes = [blob.numel * setting.transfer_bytes for blob in blobs]
         sizes = [size + (size // 2 if transfer.delta else 0) for size in sizes]
@@ -178,7 +171,7 @@ def _push_sizes(setting: Setting) -> tuple[list[int], list[int]]:
 
 
 def transfer_of(setting: Setting) -> Transfer:
-    """The push, as its ends will have it."""
+    """Return the transfer that both ends of the push will have."""
     weights = setting.config.weights
     generator = setting.config.generator
     dtype = getattr(torch, generator.dtype)
@@ -188,7 +181,7 @@ def transfer_of(setting: Setting) -> Transfer:
 
 
 def _generator_items(setting: Setting, staging: int) -> list[Item]:
-    """Return what a rank of a generator holds; all generators are alike."""
+    """Return the memory of a generator's rank, which is the same for all generators."""
     generator = setting.config.generator
     weights = generator_weights(setting)
     items = [Item("parameters", weights), Item("push staging", staging, on_host=True)]
@@ -201,15 +194,13 @@ def _generator_items(setting: Setting, staging: int) -> list[Item]:
 
 
 def generator_weights(setting: Setting) -> int:
-    """Bytes of a rank's parameters: all ranks' tensors are as large as the first's."""
+    """Return the bytes of a rank's parameters, which are the same on all ranks."""
     shapes = local_shapes(setting.wanted[0])
     return sum(map(math.prod, shapes.values())) * setting.transfer_bytes
 
 
 def packed_weights(setting: Setting) -> int:
-    """Bytes of the copies that oneDNN multiplies with: of every linear layer, and the output head
-    where it is tied.
-    """
+    """Return the bytes of oneDNN's copies of the linear layers and the output head."""
     shapes = local_shapes(setting.wanted[0])
     head = shapes.get("lm_head.weight", shapes["tok_embeddings.weight"])
     in_layers = [shape for name, shape in shapes.items() if name.startswith("layers.")]
@@ -218,21 +209,20 @@ def packed_weights(setting: Setting) -> int:
 
 
 def kv_bytes(setting: Setting) -> int:
-    """Return the bytes of a generator rank's KV cache: what its share of a GPU leaves, or as much
-    as it is given on CPU.
+    """Return the bytes of a generator rank's KV cache: the rest of its share of a GPU, or
+    ``generator.kv_cache_gib`` on CPU.
     """
     generator = setting.config.generator
     if not setting.cuda:
         return int(generator.kv_cache_gib * GIB)
-    share = generator.gpu_memory_utilization * setting.device.memory_gib * GIB
-    return max(
-        0, int(share) - generator_weights(setting) - estimates.engine_step(setting) - CUDA_CONTEXT
-    )
+    share = int(generator.gpu_memory_utilization * setting.device.memory_gib * GIB)
+    others = generator_weights(setting) + estimates.engine_step(setting) + CUDA_CONTEXT
+    return max(0, share - others)
 
 
 def kv_sequences(setting: Setting, tokens: int) -> int:
-    """How many sequences of so many tokens a generator's KV cache holds at once."""
+    """Return the number of sequences of ``tokens`` tokens that a generator's KV cache holds."""
     generator = setting.config.generator
     blocks = kv_bytes(setting) // kv_bytes_per_block(generator, setting.shape, cuda=setting.cuda)
-    # vLLM keeps one for itself
+    # vLLM reserves one block
     return max(0, blocks - 1) // kv_blocks(generator, tokens, cuda=setting.cuda)

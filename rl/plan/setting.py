@@ -1,6 +1,4 @@
-"""Facts that a plan is made from: the models, the layouts and places of their ranks, and the
-machines' figures.
-"""
+"""Inputs of a plan: models, layouts and places of their ranks, and figures of the hardware."""
 
 import dataclasses
 
@@ -23,10 +21,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Setting:
-    """A config with all that follows from it before anything runs. Takes a second or two, and
-    starts nothing.
+    """A config with the layouts and places that follow from it. Takes a second or two and starts
+    no process.
 
-    Raises ConfigError where the run's models cannot be had.
+    Raises ConfigError if a model cannot be read.
     """
 
     def __init__(self, config: RLConfig):
@@ -40,9 +38,7 @@ class Setting:
         self.hosts = config.nodes
         self.places: dict[str, Place] = placement.models
         self.generators: list[Place] = [*map(placement.generator, range(config.generator.replicas))]
-        self.held: dict[str, tuple[Layout, ...]] = {
-            name: _held(role) for name, role in self.roles.items()
-        }
+        self.held = {name: _layouts(role) for name, role in self.roles.items()}
         """Layouts by role and rank, adapters included."""
         self.pushed = tuple(
             tuple(region for region in layout if not is_adapter(region.name))
@@ -54,18 +50,17 @@ class Setting:
             tp=config.generator.tensor_parallel_degree,
             expert_parallel=config.generator.expert_parallel,
         )
-        hosts = {
-            host for place in (self.places["trainer"], *self.generators) for host in hosts_of(place)
-        }
+        ends = (self.places["trainer"], *self.generators)
+        hosts = {host for place in ends for host in hosts_of(place)}
         self.transport = choose_transport(config.weights.transport, [str(host) for host in hosts])
         self.push_crosses_hosts = len(hosts) > 1
-        shared = list(self.roles) if config.colocate != "none" else []
-        self.shared = frozenset([*shared, "generator"] if config.colocate == "all" else shared)
-        """Roles of which one at a time has memory on its device."""
+        sharing = {"none": [], "models": [*self.roles], "all": [*self.roles, "generator"]}
+        self.shared = frozenset(sharing[config.colocate])
+        """Roles that take turns: one at a time has memory on the device."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and completion."""
+        """Number of tokens of the longest prompt and completion."""
         return self.config.task.max_prompt_tokens + self.config.rollout.max_tokens
 
     @property
@@ -75,25 +70,25 @@ class Setting:
 
     @property
     def transfer_bytes(self) -> int:
-        """Bytes of an element that is pushed."""
+        """Number of bytes of an element that is pushed."""
         return DTYPE_BYTES[self.config.generator.dtype]
 
 
 def hosts_of(place: Place) -> range:
-    """Numbers of the run's hosts that a mesh is on."""
+    """Return the numbers of a mesh's hosts."""
     return range(place.first_host, place.first_host + place.hosts)
 
 
 def seat_of(place: Place, rank: int) -> tuple[int, int]:
-    """Host, and GPU there, of a mesh's rank."""
+    """Return the host of a mesh's rank, and its GPU there."""
     host, local = divmod(rank, place.per_host)
     return place.first_host + host, place.first_device + local
 
 
-def _held(role: Role) -> tuple[Layout, ...]:
+def _layouts(role: Role) -> tuple[Layout, ...]:
     """Return the layouts of a role's ranks.
 
-    How it computes changes nothing of that, and may need another machine.
+    Options that change only how the role computes are left out: this host may not support them.
     """
     trainer = dataclasses.replace(
         role.trainer, float8=None, activation_checkpoint=None, compile=CompileConfig()

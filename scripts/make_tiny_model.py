@@ -15,7 +15,7 @@ from pathlib import Path
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -30,12 +30,11 @@ NAMES = ["Ada", "Ben", "Chen", "Dora", "Emil", "Fay", "Gus", "Hana"]
 THINGS = ["apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stamps"]
 INSTRUCTION = "Think step by step, then give the answer on a line of its own, as: #### NUMBER"
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+MARKUP = [f"<{end}{name}>" for name in ("think", "tool_call", "tool_response") for end in ("", "/")]
+"""Qwen3's control tokens that decoding keeps in the text."""
+
+CHAT_TEMPLATE = Path(__file__).with_name("qwen3_chat.jinja")
+VOCAB_SIZE = 512
 
 
 def gives_away(rng: random.Random) -> tuple[str, str]:
@@ -120,12 +119,14 @@ def make_problems(lines: int, seed: int) -> list[dict[str, str]]:
 
 
 def train_tokenizer(problems: list[dict[str, str]]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most 512 tokens: any text can be encoded."""
+    """Byte-level BPE of at most VOCAB_SIZE tokens with Qwen3's control tokens and chat template:
+    any text can be encoded.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=512,
+        vocab_size=VOCAB_SIZE - len(MARKUP),
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -136,10 +137,11 @@ def train_tokenizer(problems: list[dict[str, str]]) -> PreTrainedTokenizerFast:
         for row in problems
     ]
     bpe.train_from_iterator(texts, trainer)
+    bpe.add_tokens([AddedToken(word, normalized=False) for word in MARKUP])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE.read_text()
     return tokenizer
 
 

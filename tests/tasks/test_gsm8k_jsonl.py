@@ -35,7 +35,8 @@ def test_prompts_are_the_chat_template_with_the_question_in_it(tiny):
     prompt = task.prompt(0)
     head, question = prompt.text.split("<|im_start|>user\n")
     assert head == "<|im_start|>system\nBe brief.<|im_end|>\n"
-    assert question.endswith("?\nAnswer as #### N<|im_end|>\n<|im_start|>assistant\n")
+    no_thinking = "<think>\n\n</think>\n\n"
+    assert question.endswith(f"?\nAnswer as #### N<|im_end|>\n<|im_start|>assistant\n{no_thinking}")
     assert task.tokenizer.decode(prompt.tokens) == prompt.text
     assert "<|im_end|>" not in task.decode(prompt.tokens)
 

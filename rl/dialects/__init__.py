@@ -1,0 +1,1 @@
+"""Chat dialects of model families: messages to tokens, and which of these are sampled."""

@@ -1,0 +1,159 @@
+"""The protocol of a dialect, and the checks of messages that all dialects share."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from rl.errors import shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+ROLES = ("system", "user", "assistant", "tool")
+UNREAD = {
+    "function_call": "write 'tool_calls'",
+    "reasoning": "write 'reasoning_content'",
+    "thinking": "write 'reasoning_content'",
+}
+"""Keys of messages that other formats have and no dialect here reads, with what to do instead."""
+
+
+class ConversationError(ValueError):
+    """A conversation cannot be rendered exactly; the text names the message, the cause and the
+    fix.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rendered:
+    """Tokens of a conversation, with their origin. Three arrays of one length T."""
+
+    tokens: np.ndarray
+    """int32 [T]."""
+    sampled: np.ndarray
+    """bool [T]. Whether the assistant would have sampled the token: its thinking, content, tool
+    calls and the token that stops it. False for templates and for text of other roles."""
+    message: np.ndarray
+    """int32 [T]. Index of the message that the token belongs to. -1 for a generation prompt, and
+    for the tools if no system message comes first."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Dialect(Protocol):
+    """Chat format of a model family."""
+
+    tokenizer: "PreTrainedTokenizerFast"
+
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end an assistant's turn."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        enable_thinking: bool = True,
+    ) -> Rendered:
+        """Return the tokens of a whole conversation.
+
+        ``messages`` and ``tools`` are in the form of the Chat Completions API, with
+        ``reasoning_content`` for thinking. Raises ConversationError if they cannot be rendered.
+        """
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of ``text`` outside of any template, none of them a control token.
+
+        Raises ConversationError if this is impossible.
+        """
+        ...
+
+
+def is_unicode(text: str) -> bool:
+    """Whether ``text`` has no half of a surrogate pair, which no tokenizer can encode."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with only the keys that dialects read.
+
+    Each has ``role`` and ``content`` (text), an assistant's also ``reasoning_content`` (text or
+    None) and ``tool_calls`` (a list of ``{"function": {"name": …, "arguments": …}}``). Raises
+    ConversationError, naming the message.
+    """
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise ConversationError("there are no messages; write a list with at least one")
+    return [_checked(f"message {index}", message) for index, message in enumerate(messages)]
+
+
+def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
+    """Return the tools as a list. Raises ConversationError unless each is an object."""
+    if tools is None:
+        return []
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise ConversationError(f"tools is {shown(tools)}; write a list of JSON schemas")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise ConversationError(f"tool {index} is {shown(tool)}; write a JSON schema")
+    return list(tools)
+
+
+def _checked(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ConversationError(f"{where} is {shown(message)}; write an object with role, content")
+    role = message.get("role")
+    if role not in ROLES:
+        raise ConversationError(f"{where}: role is {shown(role)}; allowed are {', '.join(ROLES)}")
+    for key, fix in UNREAD.items():
+        if message.get(key) is not None:
+            raise ConversationError(f"{where}: {key!r} is not read; {fix}")
+    result: dict[str, Any] = {"role": role}
+    calls = _calls(where, message)
+    thinking = message.get("reasoning_content")
+    if role == "assistant":
+        result |= {"reasoning_content": thinking, "tool_calls": calls}
+    elif calls or thinking is not None:
+        raise ConversationError(f"{where}: only an assistant has tool_calls, reasoning_content")
+    if not (thinking is None or isinstance(thinking, str)):
+        raise ConversationError(f"{where}: reasoning_content is {shown(thinking)}; write text")
+    content = message.get("content")
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        fix = "write one text" if isinstance(content, list) else "write text, or '' for none"
+        raise ConversationError(f"{where}: content is {shown(content)}; {fix}")
+    return result | {"content": content}
+
+
+def _calls(where: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    if calls is None:
+        return []
+    if isinstance(calls, str) or not isinstance(calls, Sequence):
+        raise ConversationError(f"{where}: tool_calls is {shown(calls)}; write a list of calls")
+    return [_call(f"{where}: tool call {index}", call) for index, call in enumerate(calls)]
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") or call if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+        raise ConversationError(
+            f'{where} is {shown(call)}; write {{"function": {{"name": …, "arguments": …}}}}'
+        )
+    arguments = function.get("arguments")
+    parsed = arguments
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise ConversationError(f"{where}: its arguments are not JSON: {error}") from None
+    if not isinstance(parsed, Mapping):
+        raise ConversationError(f"{where}: its arguments are {shown(arguments)}; write an object")
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}

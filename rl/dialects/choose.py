@@ -1,0 +1,68 @@
+"""The dialect of a tokenizer's chat template."""
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+from rl.dialects.base import ConversationError, Dialect
+from rl.dialects.probes import PROBES
+from rl.dialects.qwen3 import Qwen3Dialect
+from rl.dialects.template import difference, template_text
+from rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def dialect_of(tokenizer: "PreTrainedTokenizerFast") -> Dialect:
+    """Return the dialect that renders exactly as the chat template of ``tokenizer``.
+
+    Qwen3's is our own; for other families the optional package renderers may have one. The choice
+    depends on what the template makes of sample conversations, not on the model's name. Raises
+    ConfigError, naming ``model.hf_path``, if no dialect is exact.
+    """
+    where = f"model.hf_path: the chat template in {tokenizer.name_or_path!r}"
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"model.hf_path: the tokenizer in {tokenizer.name_or_path!r} has no chat template; use "
+            "an instruction-tuned model or add chat_template.jinja"
+        )
+    reasons = []
+    for thinks in (True, False):
+        try:
+            dialect = Qwen3Dialect(tokenizer, thinks=thinks)
+            reason = _first_difference(dialect)
+        except ConfigError as error:
+            reason = str(error).removeprefix("model.hf_path: ")
+        if not reason:
+            return dialect
+        reasons.append(reason)
+    try:
+        from rl.dialects.renderers_adapter import find_family
+    except ImportError:
+        raise ConfigError(
+            f"{where} is not Qwen3's ({reasons[0]}); for other families install the package "
+            "renderers: pip install 'tiller-rl[dialects]'"
+        ) from None
+    family = find_family(tokenizer)
+    if family is None:
+        raise ConfigError(
+            f"{where} is neither Qwen3's ({reasons[0]}) nor one that the package renderers has; "
+            "use a model with such a template"
+        )
+    return family
+
+
+def _first_difference(dialect: Qwen3Dialect) -> str:
+    """Return in words what the chat template does otherwise than ``dialect``; empty if nothing."""
+    tokenizer = dialect.tokenizer
+    for (messages, tools), prompt, thinking in product(PROBES, (False, True), (True, False)):
+        if not dialect.thinks and any("reasoning_content" in each for each in messages):
+            continue  # refused; the template would leave it out
+        options = {"add_generation_prompt": prompt, "enable_thinking": thinking}
+        try:
+            text = template_text(tokenizer, messages, tools, **options)
+        except ConversationError as error:
+            return str(error)
+        if reason := difference(tokenizer, dialect.render(messages, tools, **options).tokens, text):
+            return reason
+    return ""

@@ -1,0 +1,51 @@
+"""Encoding of outside text without control tokens."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class PlainText:
+    """Encoder of outside text: a copy of ``tokenizer`` to which control tokens are mere text.
+
+    Raises ConfigError if the copy still makes one of them, as a vocabulary may that lists them
+    among its words.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
+        from tokenizers import Tokenizer
+
+        spec = json.loads(tokenizer.backend_tokenizer.to_str())
+        spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+        self._copy = Tokenizer.from_str(json.dumps(spec))
+        control = tokenizer.get_added_vocab()
+        for text, row in zip(control, self.encode(list(control)), strict=True):
+            if not set(control.values()).isdisjoint(row):
+                raise ConfigError(
+                    f"model.hf_path: the tokenizer in {tokenizer.name_or_path!r} makes a control "
+                    f"token of the plain text {text!r}; remove it from the vocabulary's words"
+                )
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text."""
+        rows = self._copy.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [row.ids for row in rows]
+
+
+class ControlTokens:
+    """The control tokens of ``tokenizer`` as they are written in text."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
+        words = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
+
+    def first_in(self, text: str) -> str | None:
+        """Return the first control token that ``text`` contains, or None."""
+        match = self._pattern.search(text)
+        return match.group() if match else None

@@ -1,0 +1,227 @@
+"""Qwen3's dialect, which equals its chat template token for token."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl.dialects.base import (
+    ConversationError,
+    Rendered,
+    checked_messages,
+    checked_tools,
+    is_unicode,
+)
+from rl.dialects.plain_text import PlainText
+from rl.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+BEFORE_TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+AFTER_TOOLS = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments "
+    "within "
+)
+CALL_FORM = '\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+
+
+class Qwen3Dialect:
+    """Dialect of Qwen3, with or without experts.
+
+    Its tokens are those of the chat template of ``tokenizer``, except in three cases:
+
+    - Control tokens that are written in a message or a tool are encoded as plain text.
+    - Text is cut before it is encoded at the end of the generation prompt, since the assistant
+      begins to sample there. The cut changes only answers that begin with white space.
+    - Input that the template would drop, such as a message of an unknown role, raises
+      ConversationError.
+
+    Thinking follows the template: it is kept after the last message of the user, also where it is
+    written as ``<think>…</think>`` in the content, and left out before that message.
+
+    ``thinks`` False is for the later instruction models. Their template has no thinking. Raises
+    ConfigError if ``tokenizer`` lacks a control token.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", *, thinks: bool = True):
+        self.tokenizer = tokenizer
+        self.thinks = thinks
+        self._known = tokenizer.get_added_vocab()
+        self._start = self._control("<|im_start|>")
+        self._end = self._control("<|im_end|>")
+        self._think = self._control("<think>")
+        self._think_end = self._control("</think>")
+        self._call = self._control("<tool_call>")
+        self._call_end = self._control("</tool_call>")
+        self._response = self._control("<tool_response>")
+        self._response_end = self._control("</tool_response>")
+        self._plain = PlainText(tokenizer)
+        self.stop_token_ids: tuple[int, ...] = (self._end,)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        enable_thinking: bool = True,
+    ) -> Rendered:
+        """Return the tokens of a whole conversation.
+
+        If ``enable_thinking`` is False, the generation prompt holds an empty thought. Therefore
+        the empty thought of the last answer is not sampled. Raises ConversationError, naming the
+        message.
+        """
+        turns = checked_messages(messages)
+        out = _Pieces()
+        self._system(out, turns[0], checked_tools(tools))
+        query = _last_query(turns)
+        for index, turn in enumerate(turns):
+            role = turn["role"]
+            if role == "assistant":
+                last = index + 1 == len(turns)
+                self._assistant(out, index, turn, index > query, last, enable_thinking)
+            elif role == "tool":
+                self._tool(out, index, turns)
+            elif index or role == "user":
+                text = f"{role}\n{turn['content']}"
+                out.add(index, False, self._start, text, self._end, "\n")
+        if add_generation_prompt:
+            out.add(-1, False, self._start, "assistant\n")
+            if self.thinks and not enable_thinking:
+                out.add(-1, False, self._think, "\n\n", self._think_end, "\n\n")
+        return out.encoded(self._plain)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of ``text`` outside of any template, none of them a control token."""
+        return self._plain.encode([text])[0]
+
+    def _control(self, word: str) -> int:
+        if word not in self._known:
+            raise ConfigError(
+                f"model.hf_path: the tokenizer in {self.tokenizer.name_or_path!r} has no control "
+                f"token {word!r}, which Qwen3's chat template needs"
+            )
+        return self._known[word]
+
+    def _system(self, out: "_Pieces", first: Mapping[str, Any], tools: list) -> None:
+        given = first["role"] == "system"
+        index = 0 if given else -1
+        text = first["content"] if given else ""
+        if not tools:
+            if given:
+                out.add(0, False, self._start, f"system\n{text}", self._end, "\n")
+            return
+        listed = "".join("\n" + _json("a tool", tool) for tool in tools)
+        text = f"system\n{text}\n\n" if given else "system\n"
+        out.add(index, False, self._start, text + BEFORE_TOOLS + listed + AFTER_TOOLS)
+        out.add(index, False, self._call, self._call_end, " XML tags:\n")
+        out.add(index, False, self._call, CALL_FORM, self._call_end, self._end, "\n")
+
+    def _assistant(
+        self,
+        out: "_Pieces",
+        index: int,
+        turn: Mapping[str, Any],
+        after_query: bool,
+        last: bool,
+        enable_thinking: bool,
+    ) -> None:
+        out.add(index, False, self._start, "assistant\n")
+        thought, content = self._thought(index, turn)
+        text = content
+        if self.thinks and after_query and (last or thought):
+            thought = thought.strip("\n")
+            sampled = enable_thinking or bool(thought)
+            out.add(index, sampled, self._think, f"\n{thought}\n", self._think_end, "\n\n")
+            text = content.lstrip("\n")
+        out.add(index, True, text)
+        for number, call in enumerate(turn["tool_calls"]):
+            function = call["function"]
+            arguments = function["arguments"]
+            written = arguments
+            if not isinstance(arguments, str):
+                written = _json(f"message {index}", arguments)
+            body = f'\n{{"name": "{function["name"]}", "arguments": {written}}}\n'
+            between = "\n" if number or content else ""
+            out.add(index, True, between, self._call, body, self._call_end)
+        out.add(index, True, self._end)
+        out.add(index, False, "\n")
+
+    def _thought(self, index: int, turn: Mapping[str, Any]) -> tuple[str, str]:
+        """Return thinking and content, taken apart by the template's rule if they are one text."""
+        thought = turn["reasoning_content"]
+        content = turn["content"]
+        if thought and not self.thinks:
+            raise ConversationError(
+                f"message {index}: the chat template has no place for reasoning_content; remove it"
+            )
+        if thought is None and self.thinks and "</think>" in content:
+            before, *_, content = content.split("</think>")
+            thought = before.rstrip("\n").split("<think>")[-1].lstrip("\n")
+            content = content.lstrip("\n")
+        return thought or "", content
+
+    def _tool(self, out: "_Pieces", index: int, turns: Sequence[Mapping[str, Any]]) -> None:
+        """Add a tool's output; neighbouring ones share a turn of the user."""
+        if index == 0 or turns[index - 1]["role"] != "tool":
+            out.add(index, False, self._start, "user")
+        text = f"\n{turns[index]['content']}\n"
+        out.add(index, False, "\n", self._response, text, self._response_end)
+        if index + 1 == len(turns) or turns[index + 1]["role"] != "tool":
+            out.add(index, False, self._end, "\n")
+
+
+class _Pieces:
+    """Control tokens and texts in order, each with its message and whether it is sampled."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int | str, int, bool]] = []
+
+    def add(self, message: int, sampled: bool, *pieces: int | str) -> None:
+        """Append control tokens (int) and texts; neighbouring texts of one origin become one."""
+        for piece in pieces:
+            before = self._pieces[-1] if self._pieces else (0, -1, False)
+            if isinstance(piece, str) and (str, message, sampled) == (type(before[0]), *before[1:]):
+                self._pieces[-1] = (f"{before[0]}{piece}", message, sampled)
+            elif piece != "":
+                self._pieces.append((piece, message, sampled))
+
+    def encoded(self, plain: PlainText) -> Rendered:
+        """Return the tokens of all pieces."""
+        for piece, message, _ in self._pieces:
+            if isinstance(piece, str) and not is_unicode(piece):
+                where = f"message {message}" if message >= 0 else "a tool"
+                raise ConversationError(
+                    f"{where}: its text has half of a surrogate pair, as \\ud800; remove it"
+                )
+        texts = iter(plain.encode([piece for piece, *_ in self._pieces if isinstance(piece, str)]))
+        rows = [next(texts) if isinstance(piece, str) else [piece] for piece, *_ in self._pieces]
+        counts = [len(row) for row in rows]
+        return Rendered(
+            tokens=np.array([token for row in rows for token in row], dtype=np.int32),
+            sampled=np.repeat([sampled for *_, sampled in self._pieces], counts),
+            message=np.repeat(np.array([m for _, m, _ in self._pieces], dtype=np.int32), counts),
+        )
+
+
+def _json(where: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)  # as transformers' tojson
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConversationError(f"{where}: {shown(value)} is not JSON: {error}") from None
+
+
+def _last_query(turns: Sequence[Mapping[str, Any]]) -> int:
+    """Return the index of the user's last message that is not a tool's output in disguise."""
+    for index in range(len(turns) - 1, -1, -1):
+        text = turns[index]["content"]
+        wrapped = text.startswith("<tool_response>") and text.endswith("</tool_response>")
+        if turns[index]["role"] == "user" and not wrapped:
+            return index
+    return len(turns) - 1

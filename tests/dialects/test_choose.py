@@ -1,0 +1,121 @@
+"""Choice of a dialect by a tokenizer's chat template."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from rl.dialects.base import ConversationError
+from rl.dialects.choose import dialect_of
+from rl.dialects.qwen3 import Qwen3Dialect
+from rl.dialects.renderers_adapter import FamilyDialect
+from rl.errors import ConfigError
+from tests.dialects.conversations import TOOL, call, said, system, tool, user
+from tests.tiny_tokenizers import copy_of, glm, painted, qwen3, qwen3_instruct
+
+OTHER = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+
+
+def with_template(template: str):
+    tokenizer = copy_of(qwen3())
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_qwen3_has_our_own_dialect():
+    dialect = dialect_of(qwen3())
+    assert isinstance(dialect, Qwen3Dialect)
+    assert dialect.thinks
+    assert qwen3().convert_ids_to_tokens(dialect.stop_token_ids) == ["<|im_end|>"]
+    instruct = dialect_of(qwen3_instruct())
+    assert isinstance(instruct, Qwen3Dialect)
+    assert not instruct.thinks
+
+
+def test_a_template_that_differs_by_a_word_is_refused_with_the_difference():
+    template = qwen3().chat_template.replace("system\\n", "System\\n")
+    with pytest.raises(ConfigError, match="model.hf_path: .* neither Qwen3's .*it has .*System"):
+        dialect_of(with_template(template))
+
+
+def test_a_template_that_differs_in_tools_alone_serves_conversations_without_tools():
+    template = qwen3().chat_template.replace("You may call one", "You can call one")
+    dialect = dialect_of(with_template(template))
+    plain = [user("a"), said("b")]
+    assert dialect.render(plain).tokens.tolist() == (
+        dialect_of(qwen3()).render(plain).tokens.tolist()
+    )
+    with pytest.raises(ConversationError, match="it has .*can call.* instead of .*may call"):
+        dialect.render(plain, [TOOL])
+
+
+@pytest.mark.parametrize("template", [OTHER, "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])
+def test_templates_of_no_known_family_are_refused(template):
+    with pytest.raises(ConfigError, match="model.hf_path: the chat template in .* is neither"):
+        dialect_of(with_template(template))
+
+
+def test_a_tokenizer_without_a_template_is_refused():
+    with pytest.raises(ConfigError, match="model.hf_path: .* has no chat template"):
+        dialect_of(with_template(""))
+
+
+def test_without_renderers_the_error_tells_how_to_install_them(monkeypatch):
+    monkeypatch.delitem(sys.modules, "rl.dialects.renderers_adapter")
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    with pytest.raises(ConfigError, match="model.hf_path: .*pip install 'tiller-rl\\[dialects\\]'"):
+        dialect_of(glm())
+
+
+@pytest.fixture(scope="module")
+def family() -> FamilyDialect:
+    dialect = dialect_of(glm())
+    assert isinstance(dialect, FamilyDialect)
+    return dialect
+
+
+def test_another_family_is_found_by_its_template(family):
+    assert family.family == "glm-4.5"
+    messages = [
+        system("You add."),
+        user("1 + 2?"),
+        said("I add.", call({"a": 1}), thought="Hm."),
+        tool("3"),
+        said("It is 3."),
+    ]
+    whole = family.render(messages, [TOOL])
+    text = glm().apply_chat_template(messages, tools=[TOOL], tokenize=False)
+    # The template writes <|user|>, which stops an answer, only before a next message.
+    assert whole.tokens.tolist() == glm().encode(text + "<|user|>", add_special_tokens=False)
+    assert whole.tokens.dtype == whole.message.dtype == np.int32
+    shown = painted(glm(), whole.tokens, whole.sampled)
+    assert "<think>Hm.</think>\nI add.\n<tool_call>add" in shown
+    assert "</tool_call><|observation|>»\n<tool_response>\n3\n</tool_response>" in shown
+    assert shown.endswith("«<think></think>\nIt is 3.<|user|>»")
+
+
+def test_another_familys_switch_for_thinking_acts(family):
+    on, off = (
+        glm().decode(family.render([user("a")], enable_thinking=thinking).tokens)
+        for thinking in (True, False)
+    )
+    assert on != off
+    assert "/nothink" in off
+
+
+def test_a_difference_between_a_family_and_the_template_is_refused(family):
+    calls = [user("a"), said("b", call({"a": 1}), call({"a": 2})), tool("1"), tool("2"), said("c")]
+    with pytest.raises(ConversationError, match=r"glm-4.5 of renderers differs .* it has .* inst"):
+        family.render(calls, [TOOL])
+
+
+def test_control_tokens_in_text_of_another_family_are_refused(family):
+    with pytest.raises(ConversationError, match="message 1: .* control token '<.user.>'"):
+        family.render([user("a"), said("<|user|>")])
+    with pytest.raises(ConversationError, match="tools: .* control token '<think>'"):
+        family.render([user("a")], [{"name": "<think>"}])
+    with pytest.raises(ConversationError, match="text: .* control token"):
+        family.encode("a<sop>")
+    with pytest.raises(ConversationError, match="message 0: half of a surrogate pair"):
+        family.render([user("\ud800")])
+    assert glm().decode(family.encode("plain")) == "plain"

@@ -1,4 +1,4 @@
-"""Training curves as a picture."""
+"""Plots of training curves."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,14 +29,11 @@ PANELS_AHEAD = {
     "Staleness of a token, steps": {"mean": ("rollout/staleness_mean", "#7e22ce")},
     "Finished groups in the queue": {"finished": ("ledger/finished", "#0369a1")},
 }
-"""Panels of a run whose generators were ahead of its trainer."""
+"""Panels of a run whose generators ran ahead of the trainer."""
 
 
 def smoothed(values: Sequence[float], span: float) -> np.ndarray:
-    """Return the centred moving average over ``span`` values, twice: no lag, no corners.
-
-    NaN is passed over.
-    """
+    """Return the centred moving average over ``span`` values, applied twice. Skips NaN."""
     half = round(span / 2)
     window = np.ones(2 * half + 1)
     smooth = np.asarray(values, dtype=float)
@@ -50,7 +47,7 @@ def smoothed(values: Sequence[float], span: float) -> np.ndarray:
 
 
 def series(rows: Sequence[dict], name: str) -> tuple[list[float], list[float]]:
-    """Return steps and values of one metric, of the rows that have it."""
+    """Return steps and values of one metric from the rows that have it."""
     found = [row for row in rows if name in row]
     return [float(row["step"]) for row in found], [float(row[name]) for row in found]
 
@@ -58,31 +55,28 @@ def series(rows: Sequence[dict], name: str) -> tuple[list[float], list[float]]:
 def write_curves_png(
     path: str | Path, rows: Sequence[dict], evaluations: Sequence[dict] = ()
 ) -> None:
-    """Write reward, entropy, gradient norm and step time over steps as a PNG file; faint raw, bold
-    smoothed.
+    """Plot reward, entropy, gradient norm and step time over steps into a PNG file. Raw values are
+    faint, smoothed values bold.
 
-    Below them staleness, and finished groups that wait to be trained on, if there were any. The
-    exact match of ``evaluations``, rows as ``RunRecord.read_evaluations`` gives them, is drawn as
-    dots among the rewards.
+    Staleness and the queue of finished groups follow below if the run had any. ``evaluations`` are
+    rows of ``RunRecord.read_evaluations``; their exact match is shown as dots among the rewards.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import MaxNLocator
 
-    # A figure of its own, not pyplot's: no global state, no display.
+    # Not pyplot, which has global state and may need a display.
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.12, hspace=0.04, wspace=0.03)
-    is_ahead = any(
-        any(series(rows, name)[1]) for name in ("rollout/staleness_mean", "ledger/finished")
-    )
+    ahead = ("rollout/staleness_mean", "ledger/finished")
+    is_ahead = any(any(series(rows, name)[1]) for name in ahead)
     figure = Figure(figsize=(11, 10 if is_ahead else 7), layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(3 if is_ahead else 2, 2, sharex=True).flat)
     steps, exact = series(evaluations, "eval/exact_match")
     if steps:
-        axes[0].plot(
-            steps, exact, "o", color="#1e293b", markersize=4, label="held out, correct", zorder=3
-        )
+        dots = {"color": "#1e293b", "markersize": 4, "zorder": 3}
+        axes[0].plot(steps, exact, "o", label="held out, correct", **dots)
     for each, (title, lines) in zip(axes, PANELS.items(), strict=False):
         _plot_lines(each, rows, title, lines)
     _plot_times(axes[3], rows)
@@ -96,12 +90,12 @@ def write_curves_png(
 
 
 def _plot_lines(axes, rows: Sequence[dict], title: str, lines: dict[str, tuple[str, str]]) -> None:
-    """Draw one line a metric, over what was drawn before."""
-    _dress(axes, title)
+    """Plot one line for each metric."""
+    _style(axes, title)
     for label, (name, color) in lines.items():
         steps, values = series(rows, name)
         if steps:
-            dot = "o" if len(steps) == 1 else None  # a line of one point would not be seen
+            dot = "o" if len(steps) == 1 else None  # a line of one point is invisible
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
             means = smoothed(values, len(values) / 20)
             axes.plot(steps, means, color=color, linewidth=2, label=label, marker=dot)
@@ -113,8 +107,8 @@ def _plot_lines(axes, rows: Sequence[dict], title: str, lines: dict[str, tuple[s
 
 
 def _plot_times(axes, rows: Sequence[dict]) -> None:
-    """Draw the seconds of each step, stacked by span; what no span accounts for is "other"."""
-    _dress(axes, "Step time, s")
+    """Plot the seconds of each step, stacked by span. The rest of a step is "other"."""
+    _style(axes, "Step time, s")
     timed = [row for row in rows if "timing/step" in row]
     if not timed:
         _mark_empty(axes)
@@ -124,7 +118,7 @@ def _plot_times(axes, rows: Sequence[dict]) -> None:
     whole = np.array([row["timing/step"] for row in timed])
     spans["other"] = np.maximum(whole - sum(spans.values()), 0.0)
     colors = [COLORS[name] for name in spans]
-    # Each step is a block as wide as itself, so that a lone slow step can be seen.
+    # Each step is a block of width 1, so that a single slow step is visible.
     edges = [row["step"] + side for row in timed for side in (-0.5, 0.5)]
     heights = [np.repeat(seconds, 2) for seconds in spans.values()]
     axes.stackplot(edges, *heights, labels=list(spans), colors=colors, linewidth=0)
@@ -135,7 +129,7 @@ def _plot_times(axes, rows: Sequence[dict]) -> None:
     axes.legend(handles, labels, **above, **tight, frameon=False, fontsize=8)
 
 
-def _dress(axes, title: str) -> None:
+def _style(axes, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color="#1e293b")
     axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""The owner of a run folder: the one process that writes there."""
+"""Owner of a run folder: the only process that writes there."""
 
 import contextlib
 import fcntl
@@ -22,26 +22,26 @@ POLL_S = 0.2
 
 
 class FolderOwner:
-    """Ownership of a run folder, from construction to ``release``; a context manager.
+    """Ownership of a run folder, from construction to ``release``. A context manager.
 
     ``owner.json`` exists while a process owns the folder, and after that process was killed. The
-    owner holds a kernel lock on the file and rewrites it every RENEW_S seconds. A file that a
-    killed owner left is taken over
+    owner holds a kernel lock on the file and rewrites it every RENEW_S seconds. The file of a
+    killed owner is replaced
 
     - on the same boot of the same host: as soon as the kernel grants the lock, which ends with its
       process;
-    - on another host, where the kernel may not know of the lock: after LEASE_S seconds without a
-      change as well.
+    - on another host, whose kernel may not know of the lock: also after LEASE_S seconds without a
+      change.
 
-    An owner that could not rewrite the file for FENCE_S seconds writes nothing before ``check`` has
-    found its own file again. An owner that finds another file, or none, ends the program. Removing
-    the file takes the folder by force.
+    An owner that could not rewrite the file for FENCE_S seconds writes nothing until ``check`` has
+    found the owner's file again. An owner that finds another file, or none, ends the program.
+    Removing the file takes the folder by force.
     """
 
     def __init__(self, folder: Path, *, wait_s: float = 0.0):
-        """Wait up to ``wait_s`` seconds for a living owner to leave.
+        """Wait up to ``wait_s`` seconds for a live owner to leave.
 
-        Raises FolderInUse, which names the owner, after that, and RunError if the folder cannot be
+        Raises FolderInUse, naming the owner, after that, and RunError if the folder cannot be
         written.
         """
         self.folder = folder
@@ -65,9 +65,9 @@ class FolderOwner:
         self.release()
 
     def release(self) -> None:
-        """Give the folder back, and remove it if it is empty. Raises nothing."""
+        """End the ownership, and remove the folder if it is empty. Raises nothing."""
         if not self._mutex.acquire(timeout=RENEW_S):
-            return  # the storage is away
+            return  # the storage does not answer
         with contextlib.suppress(OSError):
             if not self._released.is_set():
                 self._released.set()
@@ -78,13 +78,13 @@ class FolderOwner:
         self._mutex.release()
 
     def check(self) -> None:
-        """Return if no other process can have taken the folder; otherwise ends the program."""
+        """Return if no other process can have taken the folder; otherwise end the program."""
         if _now() - self._renewed > FENCE_S:
             self._renew()
 
     def _keep(self) -> None:
         while not self._released.wait(RENEW_S):
-            # the storage is away; ``check`` holds the writes back
+            # while the storage does not answer, ``check`` blocks writes
             with contextlib.suppress(OSError):
                 self._renew()
 
@@ -102,52 +102,51 @@ class FolderOwner:
     def _take(self, wait_s: float) -> int:
         """Return the descriptor of the locked file of this owner."""
         ends = _now() + wait_s
-        told = False
+        announced = False
         seen = ""
         unchanged_since = _now()
         is_alive = False
         while True:
             if (created := self._create()) is not None:
                 return created
-            with contextlib.suppress(FileNotFoundError), self._path.open("r+") as left:
-                is_free = _lock(left.fileno())
-                text = left.read()
+            with contextlib.suppress(FileNotFoundError), self._path.open("r+") as file:
+                is_free = _lock(file.fileno())
+                text = file.read()
                 if text != seen:
                     is_alive = bool(seen)
                     seen = text
                     unchanged_since = _now()
                 owner = _parse(text)
-                is_over = bool(is_free) and owner.get("boot") == _boot()
+                has_ended = bool(is_free) and owner.get("boot") == _boot()
                 is_expired = is_free is not False and _now() - unchanged_since >= LEASE_S
-                if (is_over or is_expired) and _is_at(self._path, left.fileno()):
+                if (has_ended or is_expired) and _is_at(self._path, file.fileno()):
                     self._path.unlink()
-                    if (created := self._create()) is not None and (is_over or self._is_settled()):
+                    created = self._create()
+                    if created is not None and (has_ended or self._is_settled()):
                         return created
                     continue
                 if _now() >= ends and (is_alive or is_free is False):
                     raise FolderInUse(f"{self.folder} is in use by {_name(owner)}")
-                if not told:
-                    told = True
-                    print(
-                        f"{self.folder} belongs to {_name(owner)}; waiting for its end", flush=True
-                    )
+                if not announced:
+                    announced = True
+                    message = f"{self.folder} belongs to {_name(owner)}; waiting for its end"
+                    print(message, flush=True)
             time.sleep(POLL_S)
 
     def _create(self) -> int | None:
         """Return the descriptor of a new file, locked; None if a file exists."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(
-                self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
-            )
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            descriptor = os.open(self._path, flags, 0o644)
         except (FileExistsError, FileNotFoundError):
-            return None  # not found: an owner removed the empty folder just now
+            return None  # not found: another owner has just removed the empty folder
         _lock(descriptor, wait=True)
         self._write(descriptor)
         return descriptor
 
     def _is_settled(self) -> bool:
-        """Whether this owner's file is still in place when every owner before has looked at it."""
+        """Whether this owner's file is in place after the previous owner has had time to renew."""
         time.sleep(2 * RENEW_S)
         return _read(self._path).get("token") == self._token
 
@@ -159,32 +158,31 @@ class FolderOwner:
             "attempt": Path(os.environ.get("TILLER_LOGS", "")).name,
             "boot": _boot(),
             "token": self._token,
-            "renewals": f"{self._renewals:09d}",  # every text has the same length
+            "renewals": f"{self._renewals:09d}",  # so that all texts have one length
         }
         os.pwrite(descriptor, json.dumps(content, indent=2).encode() + b"\n", 0)
         os.fsync(descriptor)
 
 
 def claim(name: str, output_dir: str, *, resume: bool, wait_s: float = 0.0) -> FolderOwner:
-    """Own the folder of a run of config ``name``, made if it does not exist.
+    """Own the folder of a run of config ``name``, created if it does not exist.
 
-    Raises ConfigError if it would go over another run, holds none to resume, or is in use;
-    FolderInUse if it is still in use after ``wait_s`` seconds.
+    Raises ConfigError if the folder holds another run, holds no run to resume, or is in use, and
+    FolderInUse if the folder is still in use after ``wait_s`` > 0 seconds.
     """
     while True:
         folder = run_folder(name, output_dir, resume=resume)
         if not output_dir and not _make(folder):
-            continue  # another run took the name in this moment
+            continue  # another run has just taken the name
         try:
             owner = FolderOwner(folder, wait_s=wait_s)
         except FolderInUse as error:
             if wait_s:
                 raise
-            raise ConfigError(
-                f"output_dir: {error}; wait for its end, end it, or name another folder"
-            ) from None
+            advice = "wait for its end, end it, or name another folder"
+            raise ConfigError(f"output_dir: {error}; {advice}") from None
         try:
-            run_folder(name, str(folder), resume=resume)  # its owner may have left a run there
+            run_folder(name, str(folder), resume=resume)  # the previous owner may have left a run
         except ConfigError:
             owner.release()
             raise
@@ -201,7 +199,7 @@ def _make(folder: Path) -> bool:
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> bool | None:
-    """Whether the kernel's lock was granted; None if the file system has none."""
+    """Return whether the kernel granted the lock; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -226,7 +224,7 @@ def _parse(text: str) -> dict[str, Any]:
     try:
         return dict(json.loads(text))
     except ValueError:
-        return {}  # it is being written
+        return {}  # another process is writing it
 
 
 def _name(owner: dict[str, Any]) -> str:
@@ -241,7 +239,7 @@ def _boot() -> str:
 
 
 def _now() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the host sleeps
+    return time.clock_gettime(time.CLOCK_BOOTTIME)  # also counts while the host sleeps
 
 
 def _end(reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Progress of a run, for people."""
+"""Progress of a run on terminal and log."""
 
 import contextlib
 import math
@@ -6,10 +6,10 @@ import os
 import sys
 import time
 from collections import deque
-from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -25,12 +25,12 @@ PLAIN_LINE_EVERY_S = 60.0
 
 
 class Progress:
-    """Shows a run as it goes; a context manager around start-up and loop.
+    """Display of a running run. A context manager around start-up and loop.
 
-    On a terminal two lines that live at its foot: bar, step, ETA; reward, speed and where the time
-    goes. Elsewhere a plain line for the first and last step, for every tenth of the run, and after
-    every minute without one. ``quiet`` shows nothing but errors. ``log`` gets all plain lines in
-    any case, each with the time; one that cannot be written is passed over.
+    A terminal shows two live lines: bar, step and time left; reward, speed and shares of the time.
+    Other outputs get a plain line for the first and last step, for every tenth of the run, and
+    after every minute without a line. ``quiet`` shows errors only. ``log`` always gets all plain
+    lines, each with the time; lines that cannot be written are dropped.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Progress:
             self._live.stop()
 
     def stage(self, text: str) -> None:
-        """Say what is happening outside the steps, e.g. ``"starting trainer on 4 ranks…"``."""
+        """Show the current stage outside the steps, e.g. ``"starting trainer on 4 ranks…"``."""
         self._stage = text
         if self._is_live:
             self._live.refresh()
@@ -80,11 +80,11 @@ class Progress:
         self._print(text)
 
     def warn(self, text: str) -> None:
-        """Print a line that stays and stands out."""
+        """Print a line that stays, in another color."""
         self._print(f"warning: {text}", style="yellow")
 
     def evaluation(self, row: dict[str, float]) -> None:
-        """Print what the evaluation of the weights after ``row["step"]`` came to."""
+        """Print the results of the evaluation of the weights after ``row["step"]``."""
         numbers = {name.removeprefix("eval/"): value for name, value in row.items()}
         others = ("step", "prompts", "lost", "version_min", "version_max", "skipped")
         shown = [f"{name} {value:.3f}" for name, value in numbers.items() if name not in others]
@@ -99,13 +99,13 @@ class Progress:
         self.note(" · ".join([f"evaluated after step {row['step']:.0f}", *shown]))
 
     def error(self, text: str) -> None:
-        """Print to standard error, also when quiet."""
+        """Print to standard error, also if quiet."""
         self._live.stop()
         print(text, file=sys.stderr)
         self._write(text)
 
     def update(self, metrics: dict[str, float]) -> None:
-        """Take in the metrics of a step that is done; needs ``step``, shows what else it knows."""
+        """Show the metrics of a finished step. ``step`` is required, other metrics are optional."""
         self._stage = None
         self.step = int(metrics["step"])
         self._metrics = metrics
@@ -135,18 +135,12 @@ class Progress:
     def _is_line_due(self) -> bool:
         if self._printed_step is None or self.step >= self.total_steps:
             return True
-        # The run has steps left here, so there is more than none.
-        tenth = self.step * 10 // self.total_steps
-        is_new_tenth = tenth > self._printed_step * 10 // self.total_steps
-        return is_new_tenth or self._updated - self._printed >= PLAIN_LINE_EVERY_S
+        tenth, printed = (step * 10 // self.total_steps for step in (self.step, self._printed_step))
+        return tenth > printed or self._updated - self._printed >= PLAIN_LINE_EVERY_S
 
     def _plain_line(self) -> str:
         parts = [f"step {self.step}/{self.total_steps}", *self._numbers()]
-        if where := time_shares(self._metrics):
-            parts.append(where)
-        if (left := self._seconds_left()) is not None:
-            parts.append(f"{duration(left)} left")
-        return " · ".join(parts)
+        return " · ".join(filter(None, [*parts, time_shares(self._metrics), self._time_left()]))
 
     def _numbers(self) -> list[str]:
         shown = [
@@ -156,68 +150,56 @@ class Progress:
         ]
         return [form.format(self._metrics[name]) for name, form in shown if name in self._metrics]
 
-    def _seconds_left(self) -> float | None:
+    def _time_left(self) -> str:
         if not self._step_seconds or self.step >= self.total_steps:
-            return None
+            return ""
         mean = sum(self._step_seconds) / len(self._step_seconds)
-        # Counts down between steps, but never past what the steps to come will take.
+        # counts down between steps, by one step at most
         since = min(time.monotonic() - self._updated, mean)
-        return (self.total_steps - self.step) * mean - since
+        return f"{duration((self.total_steps - self.step) * mean - since)} left"
 
     def _render(self) -> Group | Text:
         head = Table.grid(padding=(0, 1))
         head.add_row(*self._head())
-        if not self._metrics:
-            return Group(head)
-        return Group(head, self._body())
+        return Group(head, self._body()) if self._metrics else Group(head)
 
     def _head(self) -> list:
         if self._stage is not None:
             return [self._spinner, Text(self._stage, style="cyan")]
-        bar_width = min(40, max(10, self.console.width - 40))
-        cells = [
-            ProgressBar(
-                total=max(self.total_steps, 1),
-                completed=self.step,
-                width=bar_width,
-                style="bright_black",
-                complete_style="cyan",
-                finished_style="green",
-            ),
-            Text.assemble("step ", (f"{self.step}", "bold"), f"/{self.total_steps}"),
-        ]
-        if (left := self._seconds_left()) is not None:
-            cells.append(Text(f"{duration(left)} left", style="dim"))
+        width = min(40, max(10, self.console.width - 40))
+        bar = ProgressBar(max(self.total_steps, 1), self.step, width, style="bright_black")
+        bar.complete_style = "cyan"
+        bar.finished_style = "green"
+        step = Text.assemble("step ", (f"{self.step}", "bold"), f"/{self.total_steps}")
+        cells = [bar, step]
+        if left := self._time_left():
+            cells.append(Text(left, style="dim"))
         return cells
 
     def _body(self) -> Text:
         reward, *others = self._numbers() or [""]
-        line = Text.assemble((reward, "bold green"), " ", (sparkline(self._rewards, 24), "green"))
-        tail = [*others, time_shares(self._metrics)]
-        line.append(" · ".join(["", *filter(None, tail)]), style="dim")
-        line.no_wrap = True
-        line.overflow = "ellipsis"
-        return line
+        others.append(time_shares(self._metrics))
+        tail = "".join(f" · {other}" for other in others if other)
+        graph = sparkline(self._rewards, 24)
+        parts = ((reward, "bold green"), " ", (graph, "green"), (tail, "dim"))
+        return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 def sparkline(values: deque[float] | list[float], width: int) -> str:
-    """The last of ``values`` as at most ``width`` blocks, from the least to the greatest; old ones
-    are averaged.
+    """Return ``values`` as at most ``width`` blocks, scaled from the minimum to the maximum. Each
+    block is the mean of neighbouring values.
     """
-    values = list(values)
     if not values:
         return ""
-    count = min(width, len(values))
-    bounds = [len(values) * place // count for place in range(count + 1)]
-    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(bounds)]
+    parts = np.array_split(values, min(width, len(values)))
+    means = [part.mean() for part in parts]
     low = min(means)
-    high = max(means)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    scale = (len(BLOCKS) - 1) / ((max(means) - low) or 1.0)
     return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
 
 
 def time_shares(metrics: dict[str, float]) -> str:
-    """``"generate 52% train 31%"``: shares of ``timing/step``, without those below one percent."""
+    """Return ``"generate 52% train 31%"``: shares of ``timing/step`` of at least one percent."""
     step = metrics.get("timing/step", 0.0)
     if not step > 0:
         return ""
@@ -226,7 +208,7 @@ def time_shares(metrics: dict[str, float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``"8s"``, ``"3m 08s"``, ``"2h 05m"``, ``"3d 04h"``."""
+    """Return a time such as ``"8s"``, ``"3m 08s"``, ``"2h 05m"`` or ``"3d 04h"``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

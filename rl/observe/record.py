@@ -1,4 +1,4 @@
-"""The run folder: everything a run writes down about itself."""
+"""Run folder: all records of a run."""
 
 import errno
 import json
@@ -19,60 +19,57 @@ from rl.types import Rollout
 def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
     """Return the folder of a run of config ``name``.
 
-    Raises ConfigError if it would go over another, or has none to resume.
+    Raises ConfigError if the folder holds another run, or holds no run to resume.
     """
-    folder = (
-        Path(output_dir) if output_dir else _unused(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    )
+    folder = Path(output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if not output_dir:
+        names = chain([folder.name], (f"{folder.name}-{number}" for number in count(2)))
+        folder = next(path for path in map(folder.with_name, names) if not path.exists())
     holds_run = (folder / "config.json").exists()
     require(
         resume or not holds_run,
-        f"output_dir: {folder} already holds a run; add --resume to go on with it, or name another "
-        "folder",
+        f"output_dir: {folder} already holds a run; add --resume, or name another folder",
     )
     require(
         holds_run or not resume,
-        f"--resume: output_dir {str(folder)!r} holds no run; name the folder of the run to go on "
-        "with",
+        f"--resume: output_dir {str(folder)!r} holds no run; name the folder of a run",
     )
     return folder
 
 
-def _unused(name: str) -> Path:
-    names = chain([name], (f"{name}-{number}" for number in count(2)))
-    return next(path for path in map(Path, names) if not path.exists())
-
-
 class RunRecord:
-    """A run folder, made if it is not there.
+    """A run folder, created if it does not exist.
 
     =====================  =============================================================
     ``config.json``        the frozen config
     ``metrics.jsonl``      one object per step
     ``rollouts.jsonl``     one object per recorded rollout, with its tokens and log-probs
-    ``ledger.jsonl``       one object per step: which prompt_ids it trained on and which were
-                           dropped, by reason, and how many are where
-    ``evaluations.jsonl``  one object per evaluation, with the step whose weights it is of
+    ``ledger.jsonl``       one object per step: prompt_ids that it trained on, prompt_ids that
+                           were dropped, by reason, and the number of prompts in each state
+    ``evaluations.jsonl``  one object per evaluation, with the step of the evaluated weights
     ``checkpoints/``       written by the trainer
-    ``logs/``              one file per process; ``run.log``: what the run said, with times
-    ``summary.json``       what a finished run came to
-    ``failure.json``       why a run failed
+    ``logs/``              one file per process; ``run.log``: messages of the run, with times
+    ``summary.json``       results of a finished run
+    ``failure.json``       cause of a failed run
     ``owner.json``         the process that writes here (FolderOwner)
     =====================  =============================================================
 
-    A number that is not finite is written as ``null``, since JSON has no NaN; metrics and
-    evaluations give it back as NaN. A kill at any moment leaves whole ``.json`` files and at most
-    one torn last line in a ``.jsonl`` file, which readers pass over. What a method wrote is on disk
-    when the method returns. Every write raises RunError, naming the file, if the disk is full or
-    the file cannot be written.
+    Guarantees:
+
+    - A number that is not finite is written as ``null``, since JSON has no NaN; metrics and
+      evaluations are read back with NaN.
+    - A kill at any moment leaves whole ``.json`` files, and at most one incomplete last line in a
+      ``.jsonl`` file, which readers skip.
+    - Data is on disk when the method that writes it returns.
+    - A write that fails raises RunError, naming the file.
     """
 
     def __init__(
         self, folder: str | Path, logs: str | Path = "", *, check: Callable[[], None] = lambda: None
     ):
-        """``logs`` if it is not ``folder``/logs, as that of one attempt of several.
+        """``logs`` is the folder of this attempt's logs; empty for ``folder``/logs.
 
-        ``check`` is called before each write, and returns if this process still owns the folder.
+        ``check`` is called before each write and returns if this process still owns the folder.
         """
         self.folder = Path(folder)
         self.check = check
@@ -98,43 +95,39 @@ class RunRecord:
         self._write_json("failure.json", failure)
 
     def append_metrics(self, row: dict) -> None:
-        """One line for the step ``row["step"]``, on disk when this returns."""
-        self._append(self.metrics_path, [_step_first(row)])
+        """Append one line for the step ``row["step"]``."""
+        self._append(self.metrics_path, [row])
 
     def append_ledger(self, row: dict) -> None:
-        """One line for what became of the prompt_ids in the step ``row["step"]``."""
-        self._append(self.ledger_path, [_step_first(row)])
+        """Append one line for the states of prompt_ids in the step ``row["step"]``."""
+        self._append(self.ledger_path, [row])
 
     def append_evaluation(self, row: dict) -> None:
-        """One line for an evaluation of the weights after the step ``row["step"]``."""
-        self._append(self.evaluations_path, [_step_first(row)])
+        """Append one line for an evaluation of the weights after the step ``row["step"]``."""
+        self._append(self.evaluations_path, [row])
 
     def append_rollouts(self, step: int, rollouts: Iterable[Rollout]) -> None:
-        """One line per rollout that was trained on at ``step``."""
+        """Append one line per rollout that was trained on at ``step``."""
         self._append(self.rollouts_path, [_rollout_row(step, rollout) for rollout in rollouts])
 
     def read_metrics(self) -> list[dict]:
-        """All rows of ``metrics.jsonl``, in order; empty before the first step."""
+        """Return all rows of ``metrics.jsonl``, in order."""
         return _read_numbers(self.metrics_path)
 
     def read_evaluations(self) -> list[dict]:
-        """All rows of ``evaluations.jsonl``, in order; empty before the first."""
+        """Return all rows of ``evaluations.jsonl``, in order."""
         return _read_numbers(self.evaluations_path)
 
     def drop_after(self, step: int) -> None:
-        """Forget what came after ``step``: a run that resumes from its checkpoint calls this first.
+        """Remove all records after ``step``, as a run that resumes from its checkpoint has to.
 
-        Cuts every ``.jsonl`` file behind the last whole row with that step or an earlier one, and
-        removes ``summary.json`` and ``failure.json`` of the attempt before.
+        Truncates every ``.jsonl`` file after the last whole row of ``step`` or an earlier step, and
+        removes ``summary.json`` and ``failure.json`` of the previous attempt.
         """
         with failing_loudly(self.folder):
             self.check()
-        for path in (
-            self.metrics_path,
-            self.rollouts_path,
-            self.ledger_path,
-            self.evaluations_path,
-        ):
+        rows = [self.metrics_path, self.rollouts_path, self.ledger_path, self.evaluations_path]
+        for path in rows:
             keep = 0
             for row, end in _rows(path):
                 if row["step"] > step:
@@ -142,12 +135,13 @@ class RunRecord:
                 keep = end
             if path.exists():
                 with failing_loudly(path):
-                    # one system call: done or not done, whenever we are killed
+                    # one system call, so that a kill leaves the file as it was or truncated
                     os.truncate(path, keep)
         for name in ("summary.json", "failure.json"):
             (self.folder / name).unlink(missing_ok=True)
 
     def _append(self, path: Path, rows: list[dict]) -> None:
+        rows = [{"step": row["step"], **row} for row in rows]
         lines = "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
         with failing_loudly(path):
             self.check()
@@ -190,12 +184,8 @@ def _rollout_row(step: int, rollout: Rollout) -> dict:
     }
 
 
-def _step_first(row: dict) -> dict:
-    return {"step": row["step"], **row}
-
-
 def _rows(path: Path) -> Iterator[tuple[dict, int]]:
-    """Each whole row with the offset of its end, in bytes; a last line without an end is no row."""
+    """Yield each whole row and the offset of its end, in bytes. Skip an incomplete last line."""
     if not path.exists():
         return
     end = 0
@@ -207,9 +197,8 @@ def _rows(path: Path) -> Iterator[tuple[dict, int]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise RunError(
-                    f"{path} line {number}: not JSON: {error}; remove the line"
-                ) from None
+                message = f"{path} line {number}: not JSON: {error}; remove the line"
+                raise RunError(message) from None
             yield row, end
 
 
@@ -221,7 +210,7 @@ def _read_numbers(path: Path) -> list[dict]:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with None for every number that is not finite."""
+    """Return ``value`` with None for every number that is not finite."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -231,24 +220,20 @@ def finite(value: Any) -> Any:
     return value
 
 
-# Advice by errno, before the one that always fits.
-_MAKE_ROOM = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room or ")
-_ALLOW = dict.fromkeys(
-    (errno.EACCES, errno.EPERM, errno.EROFS), "make it writable for this user or "
-)
-_CHECK = dict.fromkeys(
-    (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV), "check the storage or "
-)
-_ADVICE = _MAKE_ROOM | _ALLOW | _CHECK
+_ADVICE = {
+    **dict.fromkeys(("ENOSPC", "EDQUOT"), "make room or "),
+    **dict.fromkeys(("EACCES", "EPERM", "EROFS"), "make it writable for this user or "),
+    **dict.fromkeys(("EIO", "ESTALE", "ETIMEDOUT", "ENODEV"), "check the storage or "),
+}
+"""First part of the advice, by the name of the error."""
 
 
 @contextmanager
 def failing_loudly(path: Path) -> Iterator[None]:
-    """Raise RunError, which names ``path``, the error and what to do, for an OSError of the
-    block.
-    """
+    """Raise RunError, naming ``path``, the error and a remedy, for an OSError of the block."""
     try:
         yield
     except OSError as error:
-        advice = f"{_ADVICE.get(error.errno or 0, '')}choose another --output-dir"
+        advice = _ADVICE.get(errno.errorcode.get(error.errno or 0, ""), "")
+        advice += "choose another --output-dir"
         raise RunError(f"{path}: cannot be written: {error.strerror}; {advice}") from error

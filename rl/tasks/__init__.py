@@ -1,1 +1,1 @@
-"""Tasks to train on: prompts, their tokenizer and the reward, one task a file."""
+"""Tasks to train on: prompts, tokenizer and reward, one task a file."""

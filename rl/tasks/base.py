@@ -1,4 +1,4 @@
-"""The protocol between a run and what it trains on."""
+"""Protocol between a run and the task that it trains on."""
 
 import json
 import operator
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 from torchtitan.config import Configurable
 
-from rl.errors import ConfigError, shown
+from rl.errors import require, shown
 from rl.model.shape import ModelConfig, shape_of
 from rl.rules import at_least
 from rl.types import Completion, Prompt
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """How good one completion is.
+    """Score of one completion.
 
-    Numbers are Python's or numpy's, finite in float32; a score that breaks a rule costs its group.
+    Numbers are Python's or numpy's, finite in float32. An invalid score drops its group.
     """
 
     reward: float
     """Number that the policy learns from."""
 
     correct: bool
-    """Whether the completion is right, which evaluation counts; Python's or numpy's bool."""
+    """Whether the completion is right, as counted by evaluation; Python's or numpy's bool."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers averaged over the rollouts of a step and reported as ``reward/NAME``. The names
-    ``correct``, ``mean`` and ``zero_std_groups`` are taken."""
+    ``correct``, ``mean`` and ``zero_std_groups`` are reserved."""
 
 
 class Task(Configurable, ABC):
-    """Prompts, a tokenizer and a reward: subclass it, in any package, to train on something new.
+    """Prompts, a tokenizer and a reward. A subclass, in any package, is a new task.
 
-    The constructor reads and checks all input and raises ConfigError, so nothing is found to be
-    wrong after processes have started. It ends in :meth:`set_tokenizer`::
+    The constructor reads and checks all input and raises ConfigError, so that no process starts on
+    invalid input. It ends in :meth:`set_tokenizer`::
 
         class Shout(Task):
             @dataclass(kw_only=True, slots=True)
@@ -57,8 +57,8 @@ class Task(Configurable, ABC):
                 ...
                 self.set_tokenizer(tokenizer, stop_token_ids=(tokenizer.eos_token_id,))
 
-    Long work calls :func:`tell_progress` now and then. The methods :meth:`prompt`,
-    :meth:`eval_prompts` and :meth:`score` say the rest.
+    Long work calls :func:`tell_progress` regularly. See the methods :meth:`prompt`,
+    :meth:`eval_prompts` and :meth:`score`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -68,17 +68,17 @@ class Task(Configurable, ABC):
         starts."""
 
         def build_scorer(self, *, seed: int, model: ModelConfig) -> "Task":
-            """Build a task that has to decode and score only, as a reward worker needs it."""
+            """Build a task that only decodes and scores, for a reward worker."""
             options = {"only_scores": True} if vars(self._owner).get("can_only_score") else {}
             return cast(Task, self.build(seed=seed, model=model, **options))
 
     can_only_score: ClassVar[bool] = False
-    """Whether the constructor takes ``only_scores=True``, by which a task leaves out its prompts.
-    Reward workers then start without reading the data. A subclass that can do so too says it again.
+    """Whether the constructor takes ``only_scores=True`` and then builds no prompts, so that reward
+    workers start without reading the data. Not inherited: each subclass that can sets it again.
     """
 
     tokenizer: "PreTrainedTokenizerFast"
-    """Turns text into tokens and back; exported beside the trained weights."""
+    """Tokenizer of the task, exported beside the trained weights."""
 
     stop_token_ids: tuple[int, ...]
     """Any of these tokens ends a completion, and is its last token."""
@@ -90,15 +90,15 @@ class Task(Configurable, ABC):
 
     @abstractmethod
     def prompt(self, prompt_id: int) -> Prompt:
-        """Prompt ``prompt_id`` (from 0, without end) of the training stream: a function of (seed,
-        prompt_id) alone.
+        """Return prompt ``prompt_id`` (from 0, without end) of the training stream: a function of
+        (seed, prompt_id) alone.
         """
 
     @abstractmethod
     def eval_prompts(self, count: int) -> list[Prompt]:
-        """The first ``count`` prompts that training never sees; all of them where there are fewer.
+        """Return the first ``count`` prompts that training never sees, or all if there are fewer.
 
-        They are the same for every seed, and their prompt_ids are a numbering of their own, from 0.
+        They are the same for every seed, and their prompt_ids count from 0 too.
         """
 
     @abstractmethod
@@ -109,45 +109,39 @@ class Task(Configurable, ABC):
         """
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of ``tokens`` without special tokens."""
+        """Return the text of ``tokens`` without special tokens."""
         return cast(str, self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def set_tokenizer(
         self, tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Sequence[int]
     ) -> None:
-        """Adopt a tokenizer.
+        """Set the tokenizer and the stop tokens.
 
-        Raises ConfigError if the model has too few embeddings or nothing ends a completion.
+        Raises ConfigError if the model has too few embeddings or no token ends a completion.
         """
         size = len(tokenizer)
-        if size > self.shape.vocab_size:
-            raise ConfigError(
-                f"model.vocab_size: {self.shape.vocab_size} is smaller than the tokenizer's "
-                f"vocabulary; set it to {size} or more, or, with model.hf_path, use the tokenizer "
-                "of that model"
-            )
-        if not stop_token_ids:
-            raise ConfigError(
-                "model.hf_path: its tokenizer names no eos_token, so no completion could end; set "
-                "one"
-            )
+        room = self.shape.vocab_size
+        require(
+            size <= room,
+            f"model.vocab_size: {room} is smaller than the tokenizer's vocabulary; set it to "
+            f"{size} or more, or, with model.hf_path, use the tokenizer of that model",
+        )
+        require(bool(stop_token_ids), "model.hf_path: its tokenizer names no eos_token; set one")
         self.tokenizer = tokenizer
         try:
             self.stop_token_ids = tuple(map(operator.index, stop_token_ids))
         except TypeError:
             self.stop_token_ids = (-1,)
-        if not all(0 <= token < self.shape.vocab_size for token in self.stop_token_ids):
-            raise ConfigError(
-                f"task: {type(self).__name__} names the stop tokens {shown(stop_token_ids)}; they "
-                f"must be token ids below {self.shape.vocab_size}: does the tokenizer have an "
-                "eos_token?"
-            )
+        require(
+            all(0 <= token < room for token in self.stop_token_ids),
+            f"task: {type(self).__name__} names the stop tokens {shown(stop_token_ids)}; they must "
+            f"be token ids below {room}: does the tokenizer have an eos_token?",
+        )
 
     def describe(self, folder: Path) -> None:
-        """Write the tokenizer and the tokens that end a completion into the folder of an exported
-        model.
+        """Write tokenizer and stop tokens into the folder of an exported model.
 
-        Files that the export took over from the model it began with stay as they are.
+        Files that the export copied from the initial model stay as they are.
         """
         ids = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "pad_token_id")}
         stops = [*self.stop_token_ids]
@@ -161,7 +155,7 @@ class Task(Configurable, ABC):
             generation.write_text(json.dumps(ids, indent=2))
 
     def prompt_limit(self) -> tuple[int, str]:
-        """Return the longest prompt allowed, in tokens, and the field that sets this limit."""
+        """Return the maximum length of a prompt, in tokens, and the field that sets it."""
         own = self.config.max_prompt_tokens
         longest = self.shape.max_seq_len
         if own < longest - 1:
@@ -173,16 +167,14 @@ _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", def
 
 
 def tell_progress(text: str) -> None:
-    """Show ``text``, such as "read 2,000 of 9,000 lines", while a task is built; call it as often
-    as you like.
-    """
+    """Show ``text``, such as "read 2,000 of 9,000 lines", while a task is built. Cheap to call."""
     if (listener := _listener.get()) is not None:
         listener(text)
 
 
 @contextmanager
 def showing_progress(listener: Callable[[str], None]) -> Iterator[None]:
-    """Pass what is told within the block to ``listener``."""
+    """Pass the texts of :func:`tell_progress` within the block to ``listener``."""
     token = _listener.set(listener)
     try:
         yield
@@ -191,14 +183,14 @@ def showing_progress(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def epoch_index(seed: int, prompt_id: int, size: int) -> int:
-    """Return which of ``size`` examples prompt ``prompt_id`` shows: every epoch shows each once, in
-    an order of its own.
+    """Return the number, below ``size``, of the example for prompt ``prompt_id``. Every epoch has
+    each example once, in another order.
     """
     epoch, place = divmod(prompt_id, size)
     return _epoch_order(seed, epoch, size)[place]
 
 
-@lru_cache(maxsize=16)  # a mixture asks its tasks alternately
+@lru_cache(maxsize=16)  # a mixture alternates between tasks
 def _epoch_order(seed: int, epoch: int, size: int) -> list[int]:
     order = list(range(size))
     # A string seed is hashed by its bytes, so the order is the same in every process.

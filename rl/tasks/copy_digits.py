@@ -1,4 +1,4 @@
-"""Copy the digits you were given: the smallest task that a policy learns from random weights."""
+"""Task of copying digits, which a small policy learns from random weights."""
 
 import random
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
-from rl.errors import ConfigError
+from rl.errors import require
 from rl.model.shape import ModelConfig
 from rl.rules import at_least
 from rl.tasks.base import Score, Task
@@ -15,15 +15,15 @@ from rl.types import Completion, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Sixteen words, so that tensor parallel degrees of 2, 4, 8 and 16 cut the vocabulary evenly.
+# Sixteen words, which tensor parallel degrees of 2, 4, 8 and 16 divide.
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "copy", "=", *"0123456789"]
 TOKEN = {word: token for token, word in enumerate(WORDS)}
 
 
 class CopyDigits(Task):
-    """``copy 3 1 7 =`` asks for ``3 1 7 <eos>``.
+    """Task whose prompt ``copy 3 1 7 =`` has the answer ``3 1 7 <eos>``.
 
-    Three strings of ten are held out, by their hash.
+    Three of ten strings are held out, by their hash.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -38,14 +38,14 @@ class CopyDigits(Task):
 
     def __init__(self, config: Config, *, seed: int, model: ModelConfig):
         super().__init__(config, seed=seed, model=model)
-        if config.digits < 1:
-            raise ConfigError(f"task.digits: {config.digits} leaves nothing to copy; set 1 or more")
+        digits = config.digits
+        require(digits >= 1, f"task.digits: {digits} leaves nothing to copy; set 1 or more")
         limit, field = self.prompt_limit()
-        if config.digits + 2 > limit:
-            raise ConfigError(
-                f"task.digits: {config.digits} digits make prompts of {config.digits + 2} tokens, "
-                f"longer than {field} allows; lower task.digits or raise the limit"
-            )
+        require(
+            digits + 2 <= limit,
+            f"task.digits: {digits} digits make prompts of {digits + 2} tokens, longer than "
+            f"{field} allows; lower task.digits or raise the limit",
+        )
         self.set_tokenizer(word_tokenizer(), stop_token_ids=(TOKEN["<eos>"],))
 
     def prompt(self, prompt_id: int) -> Prompt:
@@ -56,16 +56,14 @@ class CopyDigits(Task):
 
     def eval_prompts(self, count: int) -> list[Prompt]:
         size = 10**self.config.digits
-        # A stride coprime to 10 visits every number once, in an order that shows no pattern.
+        # A stride coprime to 10 visits every number once, in an irregular order.
         numbers = (f"{place * 618033988749 % size:0{self.config.digits}}" for place in range(size))
         held_out = islice(filter(is_held_out, numbers), count)
         return [make_prompt(prompt_id, digits) for prompt_id, digits in enumerate(held_out)]
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
-        """Reward in [0, 1]: tokens in their right place, over the length of answer or completion,
-        the longer.
-
-        The answer ends in ``<eos>``, which must come at its place too.
+        """Return a reward in [0, 1]: the number of tokens in their right places over the length of
+        the answer or the completion, whichever is longer. The answer includes ``<eos>``.
         """
         wanted = [*(TOKEN[digit] for digit in prompt.answer.split()), TOKEN["<eos>"]]
         right = sum(given == want for given, want in zip(completion.tokens, wanted, strict=False))
@@ -74,19 +72,19 @@ class CopyDigits(Task):
 
 
 def make_prompt(prompt_id: int, digits: str) -> Prompt:
-    """The prompt that asks for ``digits``, e.g. ``"317"``."""
+    """Return the prompt that asks for ``digits``, e.g. ``"317"``."""
     words = ["copy", *digits, "="]
     tokens = [TOKEN[word] for word in words]
     return Prompt(prompt_id=prompt_id, tokens=tokens, text=" ".join(words), answer=" ".join(digits))
 
 
 def is_held_out(digits: str) -> bool:
-    """Whether ``digits`` belong to evaluation: a property of the string, whatever the seed."""
+    """Whether ``digits`` belong to evaluation, which depends on the string alone."""
     return int.from_bytes(blake2b(digits.encode(), digest_size=8).digest()) % 10 < 3
 
 
 def word_tokenizer() -> "PreTrainedTokenizerFast":
-    """One token a word, words parted by spaces."""
+    """Return a tokenizer with one token for each of WORDS, separated by spaces."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

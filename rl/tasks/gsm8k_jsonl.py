@@ -1,4 +1,4 @@
-"""Word problems with a number as their answer, from a JSONL file in GSM8K's form."""
+"""Task of word problems with numeric answers, from a JSONL file in GSM8K's format."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from operator import not_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
-from rl.errors import ConfigError
+from rl.errors import ConfigError, require
 from rl.model.hugging_face import read_json
 from rl.model.shape import ModelConfig
 from rl.rules import SHARE
@@ -23,7 +23,7 @@ from rl.types import Completion, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-CHUNK = 2000  # prompts that are made before progress is shown
+CHUNK = 2000  # prompts between two reports of progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +37,19 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """A prompt without its place. An array takes a tenth of a list's memory."""
+    """A prompt without its id. An array takes a tenth of a list's memory."""
 
     text: str
     tokens: array
     answer: str
 
     def prompt(self, prompt_id: int) -> Prompt:
-        return Prompt(
-            prompt_id=prompt_id, tokens=self.tokens.tolist(), text=self.text, answer=self.answer
-        )
+        tokens = self.tokens.tolist()
+        return Prompt(prompt_id=prompt_id, tokens=tokens, text=self.text, answer=self.answer)
 
 
 class Gsm8kJsonl(Task):
-    """Lines of ``{"question": …, "answer": "… #### 42"}``; reward 1 for the right number, else 0.
+    """Task of lines ``{"question": …, "answer": "… #### 42"}``; reward 1 for the number, else 0.
 
     Tokenizer and chat template are those of ``model.hf_path``.
     """
@@ -79,21 +78,18 @@ class Gsm8kJsonl(Task):
     can_only_score: ClassVar[bool] = True
 
     def __init__(self, config: Config, *, seed: int, model: ModelConfig, only_scores: bool = False):
-        if model.hf_path is None:
-            raise ConfigError(
-                "model.hf_path: not set; name a model folder with tokenizer and chat template"
-            )
+        folder = model.hf_path
+        if folder is None:
+            raise ConfigError("model.hf_path: not set; name a folder with model and tokenizer")
         super().__init__(config, seed=seed, model=model)
-        # It warns that its timeouts are off, which is what we ask for.
+        # math_verify warns that its timeouts are off, which is intended.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         problems = [] if only_scores else read_problems(config.path)
-        tokenizer = load_tokenizer(model.hf_path)
-        self.set_tokenizer(tokenizer, read_stop_token_ids(model.hf_path, tokenizer))
+        tokenizer = load_tokenizer(folder)
+        self.set_tokenizer(tokenizer, read_stop_token_ids(folder, tokenizer))
         if only_scores:
             return
-        held_out = choose_held_out(
-            [problem.question for problem in problems], config.held_out_fraction, config.path
-        )
+        held_out = choose_held_out(problems, config.held_out_fraction, config.path)
         questions = self._make_questions(problems)
         self.held_out = list(compress(questions, held_out))
         self.train = list(compress(questions, map(not_, held_out)))
@@ -105,7 +101,9 @@ class Gsm8kJsonl(Task):
         return [question.prompt(place) for place, question in enumerate(self.held_out[:count])]
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
-        """``answered``: a value was found; ``format``: it was marked by ``####`` or ``\\boxed``."""
+        """Return the score. Metric ``answered``: the text has a value; ``format``: the value is
+        marked by ``####`` or ``\\boxed``.
+        """
         answer, marked = final_answer(text)
         correct = answer is not None and same_value(answer, prompt.answer)
         metrics = {"answered": float(answer is not None), "format": float(marked)}
@@ -114,9 +112,8 @@ class Gsm8kJsonl(Task):
     def _make_questions(self, problems: list[Problem]) -> list[_Question]:
         questions = list[_Question]()
         for start in range(0, len(problems), CHUNK):
-            tell_progress(
-                f"tokenised {start:,} of {len(problems):,} questions of {self.config.path}"
-            )
+            progress = f"{start:,} of {len(problems):,} questions of {self.config.path}"
+            tell_progress(f"tokenised {progress}")
             chunk = problems[start : start + CHUNK]
             texts = [self._render(problem.question) for problem in chunk]
             rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -131,11 +128,9 @@ class Gsm8kJsonl(Task):
         messages = [{"role": "user", "content": f"{question}\n{self.config.instruction}".strip()}]
         if self.config.system_prompt:
             messages.insert(0, {"role": "system", "content": self.config.system_prompt})
-        thinking = self.config.enable_thinking
+        options = {"enable_thinking": self.config.enable_thinking, "add_generation_prompt": True}
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
-            )
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # the template is a program
             line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
             roles = " and ".join(message["role"] for message in messages)
@@ -154,32 +149,23 @@ class Gsm8kJsonl(Task):
         ]
         if long:
             length, line = long[0]
-            others = ""
-            if len(long) > 1:
-                others = f" ({len(long)} such lines, the longest of {max(long)[0]} tokens)"
             raise ConfigError(
                 f"task.path: {self.config.path} line {line}: its prompt has {length} tokens, more "
-                f"than {field} allows{others}; raise the limit or leave such lines out"
+                f"than {field} allows ({len(long)} such lines, the longest of {max(long)[0]} "
+                "tokens); raise the limit or leave such lines out"
             )
 
 
 def read_problems(path: str) -> list[Problem]:
-    """All problems of a JSONL file. Raises ConfigError that names the first line it cannot use."""
-    if not path:
-        raise ConfigError(
-            "task.path: not set; name a JSONL file with fields 'question' and 'answer'"
-        )
+    """Return all problems of a JSONL file. Raises ConfigError, naming the first invalid line."""
+    require(bool(path), "task.path: not set; name a JSONL file with 'question' and 'answer'")
     try:
         problems = list(_parse_lines(path))
     except FileNotFoundError:
         raise ConfigError(f"task.path: there is no file {path!r}") from None
     except OSError as error:  # a folder, no permission, a broken disk
         raise ConfigError(f"task.path: {path!r} cannot be read: {error.strerror}") from None
-    if not problems:
-        raise ConfigError(
-            f"task.path: {path} is empty; each line should be a JSON object with 'question' and "
-            "'answer'"
-        )
+    require(bool(problems), f"task.path: {path} is empty; write one JSON object a line")
     return problems
 
 
@@ -196,40 +182,32 @@ def _parse_lines(path: str) -> Iterator[Problem]:
             except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deep
                 raise ConfigError(f"{where}: not JSON: {error}") from None
             if not isinstance(row, dict):
-                raise ConfigError(
-                    f'{where}: not a JSON object; write {{"question": …, "answer": …}}'
-                )
+                raise ConfigError(f'{where}: not a JSON object {{"question": …, "answer": …}}')
             for name in ("question", "answer"):
-                if not isinstance(row.get(name), str) or not row[name].strip():
+                text = row.get(name)
+                if not isinstance(text, str) or not text.strip():
                     raise ConfigError(f"{where}: field {name!r} is missing or not text")
-                if not _is_unicode(row[name]):
-                    raise ConfigError(
-                        f"{where}: field {name!r} has half of a surrogate pair, as \\ud800; remove "
-                        "it"
-                    )
+                if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+                    problem = "has half of a surrogate pair, as \\ud800; remove it"
+                    raise ConfigError(f"{where}: field {name!r} {problem}")
             answer = reference_number(row["answer"])
             if answer is None:
                 raise ConfigError(f"{where}: field 'answer' has no '#### NUMBER' at its end")
             yield Problem(line=number, question=row["question"].strip(), answer=answer)
 
 
-def _is_unicode(text: str) -> bool:
-    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
-
-
-def choose_held_out(questions: list[str], fraction: float, path: str) -> list[bool]:
-    """Which questions are for evaluation: those whose hash is lowest, so copies of one
-    never part.
+def choose_held_out(problems: list[Problem], fraction: float, path: str) -> list[bool]:
+    """Return which problems are for evaluation: those whose questions have the lowest hashes, so
+    that copies of a question stay together.
     """
-    if not 0 < fraction < 1:
-        raise ConfigError(f"task.held_out_fraction: {fraction} is not between 0 and 1")
-    hashes = [blake2b(question.encode(), digest_size=8).digest() for question in questions]
+    require(0 < fraction < 1, f"task.held_out_fraction: {fraction} is not between 0 and 1")
+    hashes = [blake2b(each.question.encode(), digest_size=8).digest() for each in problems]
     different = sorted(set(hashes))
-    if len(different) < 2:
-        raise ConfigError(
-            f"task.path: {path} has {len(different)} different question; at least 2 are needed, "
-            "one to train on and one held out"
-        )
+    require(
+        len(different) >= 2,
+        f"task.path: {path} has {len(different)} different question; it must have 2 or more, one "
+        "to train on and one held out",
+    )
     count = min(math.ceil(len(different) * fraction), len(different) - 1)
     held_out = set(different[:count])
     return [digest in held_out for digest in hashes]
@@ -238,16 +216,14 @@ def choose_held_out(questions: list[str], fraction: float, path: str) -> list[bo
 def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
     """Return the tokenizer of a Hugging Face folder.
 
-    Raises ConfigError, naming the file, if a file is damaged, or tokenizer.json or the chat
+    Raises ConfigError, naming the file, if a file is damaged, or if tokenizer.json or the chat
     template is missing.
     """
     from transformers import PreTrainedTokenizerFast
 
     files = [Path(hf_path) / name for name in ("tokenizer.json", "tokenizer_config.json")]
-    if not files[0].is_file():
-        raise ConfigError(
-            f"model.hf_path: {hf_path!r} has no tokenizer.json; save the tokenizer beside the model"
-        )
+    remedy = "save the tokenizer beside the model"
+    require(files[0].is_file(), f"model.hf_path: {hf_path!r} has no tokenizer.json; {remedy}")
     for path in filter(Path.exists, files):
         read_json("model.hf_path", path)
     try:
@@ -255,31 +231,31 @@ def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
     except Exception as error:  # of many kinds, from transformers, tokenizers and Python
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(
-            f"model.hf_path: the tokenizer in {hf_path!r} cannot be loaded: {cause}; save it again "
-            "by save_pretrained"
+            f"model.hf_path: the tokenizer in {hf_path!r} cannot be loaded: {cause}; save it again"
         ) from None
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"model.hf_path: the tokenizer in {hf_path!r} has no chat template; use an "
-            "instruction-tuned model or add chat_template.jinja"
-        )
+    require(
+        bool(tokenizer.chat_template),
+        f"model.hf_path: the tokenizer in {hf_path!r} has no chat template; use an "
+        "instruction-tuned model or add chat_template.jinja",
+    )
     return tokenizer
 
 
 def read_stop_token_ids(hf_path: str, tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
-    """Return the tokenizer's eos token and those that generation_config.json adds, sorted.
+    """Return the eos tokens of the tokenizer and of generation_config.json, sorted.
 
-    Raises ConfigError for an eos_token_id that is no token of the tokenizer.
+    Raises ConfigError for an eos_token_id that the tokenizer does not have.
     """
     ids = {tokenizer.eos_token_id} - {None}
     path = Path(hf_path) / "generation_config.json"
     if path.exists():
         eos = read_json("model.hf_path", path).get("eos_token_id")
         listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(type(token) is int and 0 <= token < len(tokenizer) for token in listed):
-            raise ConfigError(
-                f"model.hf_path: eos_token_id in {path} is {eos!r}; it must be one or several of "
-                f"the {len(tokenizer)} token ids of the tokenizer beside it"
-            )
+        size = len(tokenizer)
+        require(
+            all(type(token) is int and 0 <= token < size for token in listed),
+            f"model.hf_path: eos_token_id in {path} is {eos!r}; it must be one or several of the "
+            f"{size} token ids of the tokenizer",
+        )
         ids.update(listed)
     return tuple(sorted(ids))

@@ -1,7 +1,6 @@
-"""Finding the final answer in a solution, and comparing it with the reference."""
+"""Extraction of the final answer of a solution, and comparison with the reference."""
 
 import re
-from collections import deque
 from functools import lru_cache
 
 NUMBER = (
@@ -17,36 +16,36 @@ LONGEST_VALUE = 40
 
 
 def reference_number(solution: str) -> str | None:
-    """``"1234"`` of a solution that ends in ``#### 1,234``; None if it does not end so."""
+    """Return ``"1234"`` for a solution that ends in ``#### 1,234``; None without such an end."""
     found = REFERENCE.search(plain(solution))
     return found[1].replace(",", "") if found else None
 
 
 def final_answer(text: str) -> tuple[str | None, bool]:
-    """The number or fraction that ``text`` ends up with, and whether it was marked as the answer.
+    """Return the final number or fraction of ``text``, and whether it was marked as the answer.
 
-    The last ``#### x`` or ``\\boxed{x}`` counts, and must hold exactly one value: a list of guesses
-    is no answer. Without any mark the last value of the text counts.
+    The last ``#### x`` or ``\\boxed{x}`` counts. It must hold exactly one value: a list of guesses
+    is no answer. Without a mark the last value of the text counts.
     """
     text = plain(text)
-    marked = next(iter(deque(MARKED.finditer(text), maxlen=1)), None)
-    values = VALUE.findall(text if marked is None else marked["line"] or marked["box"] or "")
-    if not values or (marked is not None and len(values) > 1) or len(values[-1]) > LONGEST_VALUE:
-        return None, marked is not None
-    return values[-1].replace(",", ""), marked is not None
+    *_, mark = [None, *MARKED.finditer(text)]
+    marked = mark is not None
+    values = VALUE.findall(text if mark is None else mark["line"] or mark["box"] or "")
+    if not values or (marked and len(values) > 1) or len(values[-1]) > LONGEST_VALUE:
+        return None, marked
+    return values[-1].replace(",", ""), marked
 
 
 def same_value(answer: str, reference: str) -> bool:
     """Whether two values are equal as numbers: 0.5 is 1/2, and 42.0 is 42."""
     from math_verify import verify
 
-    # Its timeouts are signals, which only the main thread may set. Only short plain values come
-    # here.
+    # Its timeouts are signals, which only the main thread may set. All values here are short.
     return verify(_parse(reference), _parse(answer), timeout_seconds=None)
 
 
 def plain(text: str) -> str:
-    """``text`` without currency signs and LaTeX's spaces within numbers."""
+    """Return ``text`` without currency signs and without LaTeX's spaces within numbers."""
     for old, new in (("\\$", ""), ("$", ""), ("{,}", ","), ("\\!", ""), ("\\,", ""), ("−", "-")):
         text = text.replace(old, new)
     return text

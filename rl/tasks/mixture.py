@@ -1,4 +1,4 @@
-"""Several tasks in one run, by weight, and a curriculum of weights."""
+"""Weighted mixture of several tasks, with a curriculum of weights."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -9,39 +9,38 @@ from itertools import pairwise
 from math import inf
 from typing import Annotated, ClassVar
 
-from rl.errors import ConfigError, RunError
+from rl.errors import ConfigError, RunError, require, require_value
 from rl.model.shape import ModelConfig
 from rl.rules import at_least
 from rl.tasks.base import Score, Task
 from rl.tasks.interleave import StrideSchedule
 from rl.types import Completion, Prompt
 
-HELD_OUT = 10_000  # prompts of each task's evaluation that the other tasks do not train on
-FAR = 10**9  # prompts ahead in a task's stream, to replace one that another task holds out
-MAX_REPLACED = 100  # in a row
+HELD_OUT = 10_000  # evaluation prompts of each task that the other tasks do not train on
+FAR = 10**9  # distance, in prompts, of the replacement of a prompt that another task holds out
+MAX_REPLACED = 100  # replacements in a row
 
 
 @dataclass(kw_only=True, slots=True)
 class Stage:
-    """Weights that hold from a given prompt on."""
+    """Weights that apply from a given prompt on."""
 
     first_prompt_id: Annotated[int, at_least(0)]
     """Index of the stage's first prompt in the stream of the run; each step takes
     ``rollout.prompts_per_step`` of them."""
 
     weights: dict[str, Annotated[float, at_least(0)]]
-    """Weights by task; a task that is not named is not shown."""
+    """Weights by task; 0 for a task that is not named."""
 
 
 class Mixture(Task):
-    """Prompts of several tasks, each in exact proportion to its weight; each task scores its own.
+    """Prompts of several tasks, each in exact proportion to its weight. Each task scores its own.
 
-    The task of a prompt_id and its place among that task's prompts follow from the weights alone.
-    In every stretch of a stage the counts are as even as :class:`StrideSchedule` makes them, and a
-    task continues from its last prompt when it is shown again. ``Prompt.task`` names the task.
-    ``Prompt.prompt_id`` is the mixture's, so tasks score by the prompt's answer. A prompt that
-    another task holds out (one of its first 10,000) is replaced by one from far ahead in the same
-    task's stream, so that files may overlap.
+    The task of a prompt_id and its place among that task's prompts depend on the weights alone. In
+    a stage the tasks follow :class:`StrideSchedule`, and each task continues from its last prompt.
+    ``Prompt.task`` names the task. ``Prompt.prompt_id`` is that of the mixture, so tasks score by
+    the prompt's answer. A prompt that another task holds out (one of its first 10,000) is replaced
+    by a much later one of the same task's stream, so that files may overlap.
 
     A curriculum::
 
@@ -56,14 +55,14 @@ class Mixture(Task):
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         tasks: dict[str, Task.Config]
-        """Tasks by the names that weights and metrics use. Their tokenizers must be equal."""
+        """Tasks by their names in weights and metrics. Their tokenizers must be equal."""
 
         weights: dict[str, Annotated[float, at_least(0)]] = field(default_factory=dict)
-        """Weights by task from the first prompt on; a task that is not named is not shown. Empty
-        for equal weights."""
+        """Weights by task from the first prompt on; 0 for a task that is not named. Empty for equal
+        weights."""
 
         stages: list[Stage] = field(default_factory=list)
-        """Later stages, whose weights replace ``weights`` one after another."""
+        """Later stages, whose weights replace the previous ones."""
 
     config: Config
     can_only_score: ClassVar[bool] = True
@@ -82,7 +81,7 @@ class Mixture(Task):
         self.set_tokenizer(first.tokenizer, first.stop_token_ids)
         self._starts = [stage.first_prompt_id for stage in stages]
         self._schedules = [StrideSchedule(stage.weights) for stage in stages]
-        self._before = [Counter[str]()]  # how often each task was shown before each stage
+        self._before = [Counter[str]()]  # number of prompts of each task before each stage
         for schedule, (start, end) in zip(self._schedules, pairwise(self._starts), strict=False):
             self._before.append(self._before[-1] + Counter(schedule.counts(end - start)))
         self._held_out_by: dict[bytes, set[str]] = {}
@@ -107,8 +106,8 @@ class Mixture(Task):
         )
 
     def eval_prompts(self, count: int) -> list[Prompt]:
-        """Return prompts of each task in proportion to its mean share over the stages; more of the
-        others where one has too few.
+        """Return prompts of each task in proportion to its mean share over the stages, with more of
+        the others if a task has too few.
         """
         due = [
             ((place + 0.5) / share, name, prompt)
@@ -116,34 +115,30 @@ class Mixture(Task):
             for place, prompt in enumerate(self.tasks[name].eval_prompts(count))
         ]
         due.sort(key=lambda entry: entry[0])
-        return [
-            _named(name, prompt, prompt_id)
-            for prompt_id, (_, name, prompt) in enumerate(due[:count])
-        ]
+        first = enumerate(due[:count])
+        return [_named(name, prompt, prompt_id) for prompt_id, (_, name, prompt) in first]
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         name, _, inner = prompt.task.partition("/")
         return self.tasks[name].score(replace(prompt, task=inner), text, completion)
 
     def _mean_shares(self) -> dict[str, float]:
-        """Return the mean share over the stages of each task that any of them shows."""
+        """Return the mean share over the stages of each task that occurs in any of them."""
         shares = Counter[str]()
         for schedule in self._schedules:
             shares.update(schedule.shares)
-        return {
-            name: float(shares[name] / len(self._schedules)) for name in self.tasks if shares[name]
-        }
+        count = len(self._schedules)
+        return {name: float(shares[name] / count) for name in self.tasks if shares[name]}
 
 
 def _key(prompt: Prompt) -> bytes:
-    """Digest of what the policy sees."""
+    """Return a digest of the text and tokens of a prompt."""
     return blake2b(repr((prompt.text, prompt.tokens)).encode(), digest_size=16).digest()
 
 
 def _named(name: str, prompt: Prompt, prompt_id: int) -> Prompt:
-    return replace(
-        prompt, prompt_id=prompt_id, task=f"{name}/{prompt.task}" if prompt.task else name
-    )
+    task = f"{name}/{prompt.task}" if prompt.task else name
+    return replace(prompt, prompt_id=prompt_id, task=task)
 
 
 def _build(
@@ -158,46 +153,36 @@ def _build(
 def _check_tokenizers(tasks: Mapping[str, Task]) -> None:
     (name, first), *others = tasks.items()
     for other, task in others:
-        if (
-            task.tokenizer.get_vocab() != first.tokenizer.get_vocab()
-            or task.stop_token_ids != first.stop_token_ids
-        ):
-            raise ConfigError(
-                f"task.tasks: {name} and {other} have different tokenizers; use one for all"
-            )
+        message = f"task.tasks: {name} and {other} have different tokenizers; use one for all"
+        require(task.stop_token_ids == first.stop_token_ids, message)
+        require(task.tokenizer.get_vocab() == first.tokenizer.get_vocab(), message)
 
 
 def _check(config: Mixture.Config, stages: list[Stage]) -> None:
     """Raise ConfigError, naming field, value and what is allowed."""
-    if not config.tasks:
-        raise ConfigError("task.tasks is empty; name at least one task")
+    require(bool(config.tasks), "task.tasks is empty; name at least one task")
+    longest = config.max_prompt_tokens
     for name, inner in config.tasks.items():
-        if not name.isidentifier():
-            raise ConfigError(
-                f"task.tasks has the name {name!r}; it must be letters, digits and underscores"
-            )
-        if inner.max_prompt_tokens > config.max_prompt_tokens:
-            raise ConfigError(
-                f"task.tasks.{name}.max_prompt_tokens is {inner.max_prompt_tokens}; it must be at "
-                f"most task.max_prompt_tokens={config.max_prompt_tokens}"
-            )
+        require(
+            name.isidentifier(),
+            f"task.tasks has the name {name!r}; it must be letters, digits and underscores",
+        )
+        own = inner.max_prompt_tokens
+        rule = f"at most task.max_prompt_tokens={longest}"
+        require_value(own <= longest, f"task.tasks.{name}.max_prompt_tokens", own, rule)
     _check_weights("task.weights", stages[0].weights, config.tasks)
     for place, (before, stage) in enumerate(pairwise(stages)):
-        if stage.first_prompt_id <= before.first_prompt_id:
-            raise ConfigError(
-                f"task.stages.{place}.first_prompt_id is {stage.first_prompt_id}; it must be above "
-                f"{before.first_prompt_id}, where the weights before it begin"
-            )
-        _check_weights(f"task.stages.{place}.weights", stage.weights, config.tasks)
+        stage_field = f"task.stages.{place}"
+        first = stage.first_prompt_id
+        rule = f"above {before.first_prompt_id}, the first of the stage before"
+        require_value(first > before.first_prompt_id, f"{stage_field}.first_prompt_id", first, rule)
+        _check_weights(f"{stage_field}.weights", stage.weights, config.tasks)
 
 
 def _check_weights(
     field_name: str, weights: Mapping[str, float], tasks: Mapping[str, Task.Config]
 ) -> None:
     for name, weight in weights.items():
-        if name not in tasks:
-            raise ConfigError(f"{field_name} names {name!r}; the tasks are {', '.join(tasks)}")
-        if not 0 <= weight < inf:
-            raise ConfigError(f"{field_name}.{name} is {weight}; it must be 0 or above, and finite")
-    if not any(weights.values()):
-        raise ConfigError(f"{field_name} is {weights}; at least one must be above 0")
+        require(name in tasks, f"{field_name} names {name!r}; the tasks are {', '.join(tasks)}")
+        require_value(0 <= weight < inf, f"{field_name}.{name}", weight, "0 or above, and finite")
+    require(any(weights.values()), f"{field_name} is {weights}; at least one must be above 0")

@@ -1,10 +1,7 @@
-"""What ``python -m rl.plan`` says, without starting anything, of configs that can work and of those
-that cannot.
-"""
+"""``python -m rl.plan`` plans configs that can work, without starting a process."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -14,254 +11,9 @@ import pytest
 from rl.cli import parse_config, shipped_configs
 from rl.plan.__main__ import main
 from rl.plan.plan import Plan
+from tests.plan.programs import planned
 
-EIGHT = ("--trainer.parallelism.data_parallel_shard_degree", "8")
-SHARED = (
-    "--generator.replicas",
-    "8",
-    "--generator.gpu_memory_utilization",
-    "0.95",
-    *EIGHT,
-)  # trainer and generators on the same eight GPUs
-EIGHT_EXPERTS = (
-    *("--model.num_experts", "8", "--model.experts_per_token", "2", "--model.moe_hidden_dim", "64"),
-    *("--trainer.parallelism.data_parallel_shard_degree", "2"),
-)
-
-
-def planned(capsys, *arguments: str) -> tuple[int, dict]:
-    code = main([*arguments, "--json"])
-    return code, json.loads(capsys.readouterr().out)
-
-
-# What cannot work: by a rule, or because it does not fit.
-
-RULES = [
-    (
-        "quickstart",
-        ("--trainer.parallelism.tensor_parallel_degree", "4"),
-        r"tensor_parallel_degree is 4; .* \[1, 2\]",
-    ),
-    (
-        "quickstart",
-        ("--generator.tensor_parallel_degree", "3"),
-        r"tensor_parallel_degree is 3; .*allowed are \[1, 2\]",
-    ),
-    (
-        "quickstart",
-        ("--task.max_prompt_tokens", "27"),
-        "max_prompt_tokens=27 .* is 33; .* at most model.max_seq_len=32",
-    ),
-    (
-        "quickstart",
-        ("--task.max_prompt_tokens", "0"),
-        "task.max_prompt_tokens is 0; it must be at least 1",
-    ),
-    (
-        "quickstart",
-        ("--trainer.micro_batch_tokens", "21"),
-        "micro_batch_tokens is 21; it must be at least 22",
-    ),
-    (
-        "quickstart",
-        ("--algorithm.prompts_per_minibatch", "7"),
-        "prompts_per_minibatch is 7; it must divide rollout.prompts_per_step=32",
-    ),
-    (
-        "quickstart",
-        ("--rollout.stream_chunks", "2"),
-        "stream_chunks is 2; it must be 1 unless rollout.pipeline is",
-    ),
-    ("quickstart", ("--trainer.training.max_norm", "0"), "max_norm is 0.0; it must be above 0"),
-    (
-        "quickstart",
-        ("--trainer.training.enable_cpu_offload",),
-        "enable_cpu_offload is True; .* set colocate to 'models'",
-    ),
-    (
-        "quickstart",
-        ("--trainer.optimizer.param_groups.0.optimizer_name", "SGD"),
-        "param_groups.0.optimizer_name is 'SGD'; torchtitan has 'Adam', 'AdamW', 'DistMuon'",
-    ),
-    (
-        "quickstart",
-        ("--generator.block_size", "16"),
-        "block_size is 16; it must be None or a multiple of 32",
-    ),
-    (
-        "quickstart",
-        ("--generator.max_running_requests", "0"),
-        "max_running_requests is 0; it must be at least 1",
-    ),
-    (
-        "quickstart",
-        ("--generator.max_batched_tokens", "64"),
-        "max_batched_tokens is 64; it must be at least generator.max_running_requests=256",
-    ),
-    (
-        "quickstart",
-        ("--generator.kv_cache_gib", "1e-5"),
-        "kv_cache_gib is 1e-05; .*0.000244, for one sequence of model",
-    ),
-    (
-        "qwen3_8b",
-        ("--generator.block_size", "24"),
-        "block_size is 24; it must be None or a multiple of 16",
-    ),
-    (
-        "qwen3_8b",
-        ("--generator.gpu_memory_utilization", "1.5"),
-        "gpu_memory_utilization is 1.5; it must be at most 1",
-    ),
-    (
-        "qwen3_8b",
-        ("--model.head_dim", "36"),
-        "model.head_dim is 36; .* CUDA allows multiples of 8 up to 256",
-    ),
-    (
-        "qwen3_8b",
-        ("--trainer.nodes", "3"),
-        r"trainer.nodes is 3; it must divide the trainer's 4 ranks: .*\[1, 2, 4\]",
-    ),
-    (
-        "qwen3_8b",
-        ("--colocate", "all"),
-        "colocate is 'all'; it must be 'none' or 'models' unless rollout.max_stale",
-    ),
-    ("qwen3_8b", ("--deadlines.reward", "0"), "deadlines.reward is 0.0; it must be above 0"),
-    (
-        "qwen3_8b",
-        ("--hardware.training_efficiency", "40"),
-        "hardware.training_efficiency is 40.0; it must be at",
-    ),
-    (
-        "qwen3_8b_2_nodes",
-        ("--weights.transport", "shared_memory"),
-        (
-            "transport is 'shared_memory', which stays on one host; .*'auto', 'rdma' and "
-            "'torchstore' are allowed"
-        ),
-    ),
-    (
-        "quickstart",
-        (*EIGHT_EXPERTS, "--trainer.parallelism.expert_parallel_degree", "4"),
-        (
-            r"expert_parallel_degree is 4; it must divide model.num_experts=8 and .*=2: allowed "
-            r"are "
-            r"\[1, 2\]"
-        ),
-    ),
-    ("quickstart", ("--seed", "two"), "Error parsing --seed: invalid literal"),
-    ("quickstar", (), "did you mean quickstart"),
-]
-
-TOO_LARGE = [
-    (
-        "qwen3_8b",
-        ("--trainer.parallelism.data_parallel_shard_degree", "2"),
-        r"trainer rank 0 needs \d+\.\d GiB of the 79\.0 .*optimizer states, 30\.5 GiB on each "
-        r"of 1 rank of trainer: "
-        "set trainer.parallelism.data_parallel_shard_degree to 4",
-    ),
-    (
-        "qwen3_8b",
-        ("trainer.activation-checkpoint:none",),
-        "activations.*: give trainer.activation-checkpoint:full",
-    ),
-    (
-        "qwen3_8b",
-        ("--trainer.micro_batch_tokens", "262144"),
-        "largest item is activations.*: set trainer.micro_batch_tokens to 131072",
-    ),
-    (
-        "qwen3_8b",
-        ("--trainer.micro_batch_tokens", "65536", "--trainer.logits_mib", "40000"),
-        "largest item is logits.*: set trainer.logits_mib to 20000",
-    ),
-    (
-        "qwen3_0_6b",
-        SHARED,
-        r"GPU 0 of host 0: .* KV cache.*: set generator.gpu_memory_utilization to at most 0\.\d+",
-    ),
-    (
-        "qwen3_14b",
-        ("--generator.gpu_memory_utilization", "0.3"),
-        (
-            "gpu_memory_utilization is 0.3, which leaves 0.00 GiB .* set "
-            "generator.tensor_parallel_degree to 2"
-        ),
-    ),
-    (
-        "qwen3_14b",
-        ("--generator.gpu_memory_utilization", "0.395"),
-        r"is 0.395, which leaves 0\.\d+ GiB .* one sequence of model.max_seq_len=4096 needs "
-        r"0\.63 GiB: "
-        r"set generator.gpu_memory_utilization to 0\.4",
-    ),
-    (
-        "qwen3_8b",
-        (
-            *EIGHT,
-            "--generator.nodes",
-            "1",
-            "--algorithm.loss.kl_coef",
-            "0.1",
-            "--hardware.memory_gib",
-            "60",
-        ),
-        "reference rank 0 need .* of the 60.0 .*: set colocate to 'models', for one at a time",
-    ),
-    (
-        "qwen3_8b",
-        ("--hardware.host_memory_gib", "140"),
-        "host 0: .*checkpoint staging, .*async_mode to 'disabled'",
-    ),
-    (
-        "quickstart",
-        ("--generator.kv_cache_gib", "10"),
-        "generator-0 rank 0 needs .* of the 4.0 .*kv_cache_gib to at mo",
-    ),
-    (
-        "quickstart",
-        ("--hardware.memory_gib", "0.5"),
-        "process, .*: set hardware.memory_gib to 0.9, if a rank has",
-    ),
-]
-
-
-@pytest.mark.parametrize(("config", "arguments", "message"), RULES)
-def test_what_cannot_work_is_refused_with_field_value_and_what_is_allowed(
-    config, arguments, message, capsys
-):
-    code, said = planned(capsys, "--config", config, *arguments)
-    assert (code, said["feasible"]) == (2, False)
-    assert re.search(message, said["errors"][0])
-
-
-@pytest.mark.parametrize(("config", "arguments", "message"), TOO_LARGE)
-def test_what_does_not_fit_is_refused_and_whoever_does_what_is_advised_ends_with_what_fits(
-    config, arguments, message, capsys
-):
-    given = list(arguments)
-    code, said = planned(capsys, "--config", config, *given)
-    assert (code, said["feasible"]) == (2, False)
-    assert re.search(message, said["errors"][0])
-    for _ in range(8):
-        advice = said["errors"][0].rpartition(": ")[2].partition(", or ")[0]
-        for field, value in re.findall(r"(?:set|and) ([\w.]+) to (?:at most )?'?([\w.]+)", advice):
-            given += [f"--{field}", value]
-        if "give" in advice:
-            given = [*(g for g in given if "checkpoint:" not in g), advice.removeprefix("give ")]
-        code, said = planned(capsys, "--config", config, *given)
-        if code == 0:
-            return
-    pytest.fail(f"{given}: {said['errors']}")
-
-
-# What can work.
-
-
-# of parameters, all and active, as published; a token looks one row of an untied embedding up
+# Billions of parameters, all and active, as published. A token uses one row of an untied embedding.
 BILLIONS = {
     "qwen3_0_6b": (0.596, 0.596),
     "qwen3_1_7b": (1.72, 1.72),
@@ -272,20 +24,18 @@ BILLIONS = {
 
 
 @pytest.mark.parametrize("config", shipped_configs())
-def test_shipped_configs_can_work_and_recipes_have_the_sizes_of_the_published_models(
-    config, capsys
-):
-    code, said = planned(capsys, "--config", config)
-    assert (code, said["feasible"], said["errors"]) == (0, True, [])
-    assert said["kv_cache"]["sequences"] >= 1
+def test_shipped_configs_can_work_and_have_the_sizes_of_the_published_models(config, capsys):
+    code, plan = planned(capsys, "--config", config)
+    assert (code, plan["feasible"], plan["errors"]) == (0, True, [])
+    assert plan["kv_cache"]["sequences"] >= 1
     if config in BILLIONS:
-        model = (said["model"]["parameters"] / 1e9, said["model"]["active_parameters"] / 1e9)
+        model = (plan["model"]["parameters"] / 1e9, plan["model"]["active_parameters"] / 1e9)
         assert model == pytest.approx(BILLIONS[config], rel=0.005)
 
 
-def test_a_plan_says_where_each_rank_goes_and_what_it_pushes(capsys):
-    _, said = planned(capsys, "--config", "qwen3_30b_a3b")
-    trainer, first, *_, last = said["meshes"]
+def test_a_plan_has_the_seat_of_each_rank_and_the_bytes_of_a_push(capsys):
+    _, plan = planned(capsys, "--config", "qwen3_30b_a3b")
+    trainer, first, *_, last = plan["meshes"]
     assert trainer["degrees"] == {"dp_replicate": 1, "dp_shard": 16, "cp": 1, "tp": 1, "ep": 8}
     assert trainer["seats"] == [
         {"host": 0, "ranks": [*range(8)], "gpus": [*range(8)]},
@@ -293,25 +43,20 @@ def test_a_plan_says_where_each_rank_goes_and_what_it_pushes(capsys):
     ]
     assert first["seats"] == [{"host": 2, "ranks": [0, 1], "gpus": [0, 1]}]
     assert last["seats"] == [{"host": 3, "ranks": [0, 1], "gpus": [6, 7]}]
-    assert (said["push"]["transport"], said["push"]["over_network"]) == ("rdma", True)
-    read = said["push"]["per_reader"]
-    assert sum(read) > 2 * said["model"]["parameters"]  # bfloat16, and what both ranks have
-    assert said["push"]["total"] == 8 * sum(read)
-    assert said["push"]["seconds"] == pytest.approx(
-        max(*read, said["push"]["most_from_a_rank"]) / 50e9
+    assert (plan["push"]["transport"], plan["push"]["over_network"]) == ("rdma", True)
+    read = plan["push"]["per_reader"]
+    assert (
+        sum(read) > 2 * plan["model"]["parameters"]
+    )  # bfloat16, and some weights are on both ranks
+    assert plan["push"]["total"] == 8 * sum(read)
+    assert plan["push"]["seconds"] == pytest.approx(
+        max(*read, plan["push"]["most_from_a_rank"]) / 50e9
     )
 
 
-def test_models_that_take_turns_need_what_the_largest_needs(capsys):
-    arguments = [
-        "--config",
-        "qwen3_8b",
-        *EIGHT,
-        "--generator.nodes",
-        "1",
-        "--algorithm.loss.kl_coef",
-        "0.1",
-    ]
+def test_colocated_models_need_the_memory_of_the_largest(capsys):
+    options = "--trainer.parallelism.data_parallel_shard_degree 8 --generator.nodes 1"
+    arguments = f"--config qwen3_8b {options} --algorithm.loss.kl_coef 0.1".split()
     assert main([*arguments, "--colocate", "models"]) == 0
     assert "\n  trainer and reference share GPU 0 of host 0\n" in capsys.readouterr().out
     apart, in_turns = (
@@ -337,7 +82,7 @@ def test_models_that_take_turns_need_what_the_largest_needs(capsys):
     )
 
 
-def test_stages_that_run_side_by_side_take_the_longest(capsys):
+def test_parallel_stages_take_the_time_of_the_longest(capsys):
     lockstep, pipelined = (
         planned(capsys, "--config", "qwen3_8b", "--rollout.max_staleness", staleness)[1]["step"]
         for staleness in ("0", "1")
@@ -350,10 +95,7 @@ def test_stages_that_run_side_by_side_take_the_longest(capsys):
     )
 
 
-# The program.
-
-
-def test_people_get_one_screen(capsys):
+def test_the_report_fits_on_one_screen(capsys):
     assert main(["--config", "qwen3_8b"]) == 0
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 140
@@ -369,7 +111,7 @@ def test_people_get_one_screen(capsys):
     assert text.endswith("\nthis can work\n")
 
 
-def test_people_are_told_what_cannot_work(capsys):
+def test_errors_are_printed(capsys):
     assert main(["--config", "quickstart", "--generator.kv_cache_gib", "10"]) == 2
     assert "this cannot work\n  error: generator-0 rank 0 needs" in capsys.readouterr().out
     assert main(["--config", "quickstart", "--steps", "0"]) == 2
@@ -377,9 +119,7 @@ def test_people_are_told_what_cannot_work(capsys):
 
 
 def test_the_program_starts_no_process_and_imports_no_engine():
-    """``os.fork`` and all that goes through it, ``posix_spawn`` and ``subprocess``, are audited by
-    Python itself.
-    """
+    """Python audits ``os.fork`` and its users, ``posix_spawn`` and ``subprocess``."""
     program = """
         import sys
         started = []

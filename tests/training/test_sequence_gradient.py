@@ -1,0 +1,230 @@
+"""One gradient (C1) of losses over whole sequences: autograd through a float64 model on all
+sequences at once says what it is, however the batch is cut.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl.algorithms.sequence_losses import (
+    BradleyTerryLoss,
+    DPOLoss,
+    IPOLoss,
+    KTOLoss,
+    Labels,
+    SequenceLoss,
+    SimPOLoss,
+)
+from rl.algorithms.sequence_scores import (
+    LinearLoss,
+    coefficients,
+    score_batch,
+    sequence_scores,
+    with_coefficients,
+    with_mismatched,
+)
+from rl.metrics import Metrics
+from rl.training.engine import TrainingEngine
+from rl.training.micro_batches import balanced
+from rl.types import Batch, Head
+from tests.training.ranks import on_ranks
+from tests.training.reference import Qwen3, of_scene, per_token, relative_error, worst_error
+from tests.training.scenes import (
+    LAYOUTS,
+    MODELS,
+    cut_by,
+    engine_of,
+    gradients_of,
+    ragged_batch,
+    weights_of,
+)
+
+LOSSES: dict[str, SequenceLoss.Config] = {
+    "DPO": DPOLoss.Config(beta=0.3, label_smoothing=0.1),
+    "length-normalized DPO": DPOLoss.Config(length_normalized=True),
+    "IPO": IPOLoss.Config(),
+    "KTO": KTOLoss.Config(beta=0.2, undesirable_weight=1.5),
+    "SimPO": SimPOLoss.Config(),
+    "reward model": BradleyTerryLoss.Config(margin=0.3, centering_coef=0.1),
+}
+ROWS = ragged_batch((4, 15, 9, 7, 11, 5))
+ALL = [[0, 1, 2, 3, 4, 5]]
+
+CUTS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
+    "one by one": ({"micro_batch_size": 1}, ALL),
+    "all at once": ({"micro_batch_size": 6}, ALL),
+    "padded": ({"micro_batch_size": 4, "packing": False}, ALL),
+    "20 tokens": ({"micro_batch_tokens": 20}, ALL),
+    "each pair in two calls": ({"micro_batch_size": 2}, [[0, 3, 4], [5, 2, 1]]),
+}
+"""Fields of the engine, and the rows of each call of forward_backward."""
+
+
+def example(loss: SequenceLoss) -> tuple[Batch, Labels, torch.Tensor]:
+    """A batch, its labels and the scores of a reference policy."""
+    if isinstance(loss, KTOLoss):
+        batch = with_mismatched(ROWS, max_tokens=15)
+        labels = Labels.unpaired(torch.tensor([True, False, True, True, False, False]))
+    else:
+        batch = ROWS
+        labels = Labels.pairs(3)
+    draw = torch.Generator().manual_seed(7)
+    steps = torch.ones(len(batch)) if loss.config.length_normalized else batch.lengths / 2
+    reference = steps * (0.3 * torch.randn(len(batch), generator=draw) - 3.6)
+    return score_batch(batch, loss), labels, reference.double()
+
+
+def direct(weights: dict[str, torch.Tensor], loss: SequenceLoss) -> tuple[Any, float]:
+    """(gradient, value) of the mean over examples, by autograd through the whole model."""
+    model = of_scene(weights)
+    batch, labels, reference = example(loss)
+    scores = torch.stack([score(model, *row, loss.head) for row in rows_of(batch)])
+    costs, _ = loss(scores, reference, labels)
+    costs.mean().backward()
+    return {name: weight.grad for name, weight in model.weights.items()}, costs.mean().item()
+
+
+def rows_of(batch: Batch) -> Any:
+    sizes = batch.lengths.tolist()
+    return zip(batch.tokens.split(sizes), batch.loss_weights.split(sizes), strict=True)
+
+
+def score(model: Qwen3, tokens: torch.Tensor, weights: torch.Tensor, head: Head) -> torch.Tensor:
+    """Weighted sum of log-probs, or the value at the last token that is read."""
+    if head == "values":
+        return model(tokens[:-1].tolist())[-1, 0]
+    logprobs, _ = per_token(model, tokens.tolist(), 1.0)
+    return (logprobs * weights[1:].double()).sum()
+
+
+def scores_of(engine: TrainingEngine, batch: Batch, head: Head) -> torch.Tensor:
+    """Scores [n] of the whole batch, from the ranks that each have a part."""
+    rows = balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank]
+    part = batch.select(rows)
+    own = (rows, sequence_scores(part, engine.forward(part)[head]))
+    parts: list[Any] = [own]
+    if dist.get_world_size() > 1:
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, own)
+    scores = torch.full((len(batch),), math.nan, dtype=torch.float64)
+    for index, values in parts:
+        scores[index] = values
+    return scores
+
+
+def accumulate(engine: TrainingEngine, loss: SequenceLoss, calls: list[list[int]]) -> Metrics:
+    """Add the gradient of the example's loss; return the metrics."""
+    batch, labels, reference = example(loss)
+    scores = scores_of(engine, batch, loss.head)
+    values, _, metrics = coefficients(loss, scores, reference, labels)
+    learned = with_coefficients(batch, values[: len(ROWS)])
+    for rows in calls:
+        chosen = learned.select(rows)
+        share = balanced(chosen.lengths.tolist(), engine.dp_degree)[engine.dp_rank]
+        engine.forward_backward(chosen.select(share), LinearLoss.Config(head=loss.head).build())
+    return metrics
+
+
+def engines(folder: str, layout: str) -> dict[Head, TrainingEngine]:
+    """A policy, and a reward model whose head is no longer 0."""
+    model = MODELS["tied_fused"]
+    fields: dict[str, Any] = {"folder": folder, "layout": LAYOUTS[layout], "lr": 0.0, "steps": 99}
+    judge = engine_of(model, head="values", **fields)
+    with torch.no_grad():
+        judge.model.lm_head.weight.fill_(0.05)
+    return {"logprobs": engine_of(model, **fields), "values": judge}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return engines(str(tmp_path_factory.mktemp("alone")), "alone")
+
+
+def gradient_of(engine: TrainingEngine, loss: SequenceLoss, cut: str) -> tuple[Any, float, Any]:
+    """(gradient of the mean over examples, value of the loss, metrics of the step)."""
+    fields, calls = CUTS[cut]
+    cut_by(engine, **fields)
+    engine.optimizers.zero_grad()
+    metrics = accumulate(engine, loss, calls)
+    count = loss.count(example(loss)[1])
+    gradients = {name: grad / count for name, grad in gradients_of(engine).items()}
+    return gradients, metrics["loss/mean"], engine.optim_step(denominator=count)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradient_is_that_of_the_whole_however_the_batch_is_cut(alone, name, cut):
+    loss = LOSSES[name].build()
+    engine = alone[loss.head]
+    wanted, value = direct(weights_of(engine), loss)
+    gradients, own_value, step = gradient_of(engine, loss, cut)
+    assert own_value == pytest.approx(value, rel=1e-6)
+    assert relative_error(gradients, wanted) <= 1e-6
+    assert worst_error(gradients, wanted) <= 4e-6
+    norm = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm().item()
+    assert norm > 1e-3
+    assert step["trainer/grad_norm"] == pytest.approx(norm, rel=1e-6)
+
+
+def in_layout(layout: str, folder: str) -> dict[str, Any]:
+    """What each rank computes for each loss."""
+    own = engines(folder, layout)
+    losses = {name: config.build() for name, config in LOSSES.items()}
+    cut = "each pair in two calls"
+    return {name: gradient_of(own[loss.head], loss, cut)[:2] for name, loss in losses.items()}
+
+
+@pytest.mark.parametrize(
+    "layout", ["fsdp2", "tp2", "cp2", pytest.param("fsdp2_tp2", marks=pytest.mark.long)]
+)
+def test_gradient_does_not_depend_on_the_layout(alone, layout, tmp_path):
+    """With ranks that have one sequence of a pair each."""
+    batch, _, _ = example(DPOLoss.Config().build())
+    parts = balanced(batch.lengths.tolist(), 2)
+    assert any((row ^ 1) in parts[1] for row in parts[0])
+    losses = {name: config.build() for name, config in LOSSES.items()}
+    wanted = {name: direct(weights_of(alone[loss.head]), loss) for name, loss in losses.items()}
+    for answer in on_ranks(LAYOUTS[layout].ranks, in_layout, layout, str(tmp_path)):
+        assert answer.keys() == losses.keys()
+        for name, (gradients, value) in answer.items():
+            gradient, expected = wanted[name]
+            assert worst_error(gradients, gradient) <= 1e-5, name
+            assert value == pytest.approx(expected, rel=1e-5), name
+
+
+def test_dpo_starts_at_ln_2_and_learns_what_was_chosen(folder):
+    engine = engine_of(MODELS["tied_fused"], folder=folder, lr=1e-2, steps=30)
+    loss = DPOLoss.Config().build()
+    batch = score_batch(ROWS, loss)
+    labels = Labels.pairs(3)
+    reference = scores_of(engine, batch, "logprobs")
+    rows = []
+    for _ in range(12):
+        scores = scores_of(engine, batch, "logprobs")
+        values, _, metrics = coefficients(loss, scores, reference, labels)
+        engine.forward_backward(with_coefficients(batch, values), LinearLoss.Config().build())
+        rows.append(engine.optim_step(denominator=loss.count(labels)) | metrics)
+    assert rows[0]["loss/mean"] == pytest.approx(math.log(2), rel=1e-12)
+    assert rows[-1]["loss/mean"] < 0.3
+    assert rows[-1]["rewards/accuracy"] == 1
+    assert rows[-1]["rewards/chosen"] > 0 > rows[-1]["rewards/rejected"]
+    assert rows[-1]["trainer/weight"] == 3
+
+
+def test_a_reward_model_starts_at_ln_2_and_learns_what_was_chosen(folder):
+    engine = engine_of(MODELS["tied_fused"], folder=folder, lr=1e-2, steps=30, head="values")
+    loss = BradleyTerryLoss.Config().build()
+    batch = score_batch(ROWS, loss)
+    labels = Labels.pairs(3)
+    rows = []
+    for _ in range(12):
+        values, _, metrics = coefficients(loss, scores_of(engine, batch, "values"), None, labels)
+        linear = LinearLoss.Config(head="values").build()
+        engine.forward_backward(with_coefficients(batch, values), linear)
+        rows.append(engine.optim_step(denominator=loss.count(labels)) | metrics)
+    assert rows[0]["loss/mean"] == pytest.approx(math.log(2), rel=1e-12)
+    assert rows[-1]["loss/mean"] < 0.3
+    assert rows[-1]["rewards/accuracy"] == 1

@@ -424,7 +424,7 @@ def test_a_generator_that_divides_experts_has_some_and_is_eager():
     config = find_config("quickstart")()
     config.generator.expert_parallel = True
     with pytest.raises(
-        ConfigError, match="generator.expert_parallel is True; it must be False where model.num_exp"
+        ConfigError, match="generator.expert_parallel is True; it must be False if model.num_exp"
     ):
         validate(config)
     config.model.num_experts = 4

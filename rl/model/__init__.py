@@ -1,3 +1,3 @@
-"""The policy's shape, its torchtitan config and the generator's tensor-parallel table."""
+"""Shape of the policy, its torchtitan config and the generator's tensor-parallel plan."""
 
 from rl import platform as platform  # before torchtitan and torchao

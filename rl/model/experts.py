@@ -1,6 +1,4 @@
-"""A mixture's experts in the precision of their input, where torchtitan's compute in bfloat16
-whatever it is.
-"""
+"""Experts of a mixture in the precision of their input; torchtitan's always compute in bfloat16."""
 
 from dataclasses import dataclass
 
@@ -13,7 +11,7 @@ from torchtitan.models.common.moe import GroupedExperts
 class Experts(GroupedExperts):
     """torchtitan's grouped experts in bfloat16 on CUDA; elsewhere one plain product per expert.
 
-    A GroupedExperts by type and by parameters, so that torchtitan shards and wraps it as its own.
+    Has the type and the parameters of GroupedExperts, so that torchtitan shards and wraps it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -21,8 +19,8 @@ class Experts(GroupedExperts):
         pass
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Tokens [R, D] in the order of this rank's experts, and how many each gets int64 [E] ->
-        [R, D].
+        """Return the experts' outputs [R, D] for tokens [R, D], which are in the order of this
+        rank's experts; ``num_tokens_per_expert_E`` is int64 [E].
         """
         if x_RD.is_cuda and x_RD.dtype == torch.bfloat16:
             return super().forward(x_RD, num_tokens_per_expert_E)
@@ -30,7 +28,7 @@ class Experts(GroupedExperts):
             w.to_local() if isinstance(w, DTensor) else w
             for w in (self.w1_EFD, self.w3_EFD, self.w2_EDF)
         )
-        # torch._grouped_mm would serve, but its backward on CPU refuses many shapes and strides.
+        # The backward pass of torch._grouped_mm on CPU refuses many shapes and strides.
         tokens = x_RD.split(num_tokens_per_expert_E.tolist())
         experts = zip(tokens, *(w.unbind() for w in weights), strict=True)
         return torch.cat([(F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w3, w2 in experts])

@@ -8,10 +8,10 @@ from rl.compat.torch_internals import local_tensor
 
 
 class HostMemory:
-    """Holds the bytes of tensors that are away. The tensors stay the same objects, and so do all
-    views of them: their storages are emptied, and filled again by ``bring_back``.
+    """Holds the bytes of offloaded tensors. The tensors and their views stay the same objects:
+    their storages are emptied, and ``bring_back`` fills them again.
 
-    On CUDA the host memory is pinned and kept for the next time; no test of Tiller covers that.
+    On CUDA the host memory is pinned and reused; Tiller's tests do not cover this.
     """
 
     def __init__(self) -> None:
@@ -20,18 +20,18 @@ class HostMemory:
 
     @property
     def holds(self) -> bool:
-        """Whether any bytes are away from their device."""
+        """Whether any bytes are offloaded."""
         return bool(self._away)
 
     @torch.no_grad()
     def take(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move the storages of ``tensors`` here; their devices have that memory back."""
-        storages = list({s.data_ptr(): s for s in map(_storage, tensors) if s.nbytes()}.values())
-        sizes = [storage.nbytes() for storage in storages]
-        if [len(buffer) for buffer in self._buffers] != sizes:
-            pinned = bool(storages) and storages[0].device.type == "cuda"
+        """Move the storages of ``tensors`` to host memory and free their device memory."""
+        found = (local_tensor(tensor).untyped_storage() for tensor in tensors)
+        storages = list({s.data_ptr(): s for s in found if s.nbytes()}.values())
+        if [len(buffer) for buffer in self._buffers] != [s.nbytes() for s in storages]:
             self._buffers = [
-                torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes
+                torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=s.device.type == "cuda")
+                for s in storages
             ]
         self._away = list(zip(storages, self._buffers, strict=True))
         for storage, buffer in self._away:
@@ -42,7 +42,7 @@ class HostMemory:
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Give every storage its bytes again."""
+        """Copy the bytes back into every storage."""
         for storage, buffer in self._away:
             storage.resize_(len(buffer))
             _bytes(storage).copy_(buffer, non_blocking=True)
@@ -52,10 +52,6 @@ class HostMemory:
     def _synchronize(self) -> None:
         if any(storage.device.type == "cuda" for storage, _ in self._away):
             torch.cuda.synchronize()
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return local_tensor(tensor).untyped_storage()
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

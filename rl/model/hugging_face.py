@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face Qwen3, with the values that transformers uses."""
+"""Reading of the config.json of a Hugging Face Qwen3, with transformers' defaults."""
 
 import json
 import math
@@ -20,14 +20,14 @@ SIZES = {
     "head_dim": "head_dim",
     "hidden_dim": "intermediate_size",
 }
-"""Keys of sizes in config.json, by the fields of ModelShape."""
+"""Keys of sizes in config.json, by field of ModelShape."""
 
 EXPERT_SIZES = {
     "num_experts": "num_experts",
     "experts_per_token": "num_experts_per_tok",
     "moe_hidden_dim": "moe_intermediate_size",
 }
-"""Those of a model with experts."""
+"""Additional keys of a model with experts."""
 
 LARGEST = {"num_hidden_layers": 1024, "num_experts": 2**16}
 LARGEST_SIZE = 2**31 - 1
@@ -58,15 +58,15 @@ ALLOWED_IF_PRESENT: dict[str, tuple[Any, ...]] = {
     "shared_expert_intermediate_size": (0, None),
     "transformers_weights": (None,),
 }
-"""Keys that transformers' configs of Qwen3 do not list, but that change what the model computes or
-where it lies."""
+"""Keys that transformers' Qwen3 configs do not list, but that change the computation or the files
+of the model."""
 
 
 class HuggingFaceConfig(dict[str, Any]):
-    """A config.json of which ``[key]`` is transformers' own default if the file lacks the key."""
+    """A config.json. ``[key]`` is transformers' default if the file lacks the key."""
 
     def __missing__(self, key: str) -> Any:
-        import transformers  # takes a second; published configs lack nothing
+        import transformers  # takes a second; published configs are complete
 
         defaults = getattr(transformers, CONFIG_CLASSES[self["model_type"]])
         if key == "head_dim" and not hasattr(defaults, key):
@@ -75,24 +75,23 @@ class HuggingFaceConfig(dict[str, Any]):
 
 
 def read_json(field: str, path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``.
+    """Return the JSON object in ``path``.
 
-    Raises ConfigError, naming ``field`` and ``path``, if the file holds none.
+    Raises ConfigError, naming ``field`` and ``path``, if the file cannot be read or holds no
+    object.
     """
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field}: {path} cannot be read: {error}") from None
-    require(
-        isinstance(content, dict),
-        f"{field}: {path} holds a {type(content).__name__}; it must be a JSON object, {{...}}",
-    )
+    kind = type(content).__name__
+    require(kind == "dict", f"{field}: {path} holds a {kind}; it must be a JSON object, {{...}}")
     return content  # type: ignore[no-any-return]
 
 
 def read_config(field: str, folder: Path) -> HuggingFaceConfig:
-    """config.json of ``folder``, with ``rope_theta`` and ``dtype`` under these names in all of its
-    layouts.
+    """Return the config.json of ``folder``. It has the keys ``rope_theta`` and ``dtype`` whichever
+    layout the file uses.
 
     Raises ConfigError, naming ``field``, key and value, for a model that torchtitan's Qwen3 cannot
     compute.
@@ -108,7 +107,7 @@ def read_config(field: str, folder: Path) -> HuggingFaceConfig:
         check.one_of(key, config.get(key), allowed)
     for key, allowed in (ALLOWED | (ALLOWED_WITH_EXPERTS if has_experts else {})).items():
         check.one_of(key, config[key], allowed)
-    if "num_local_experts" in config:  # transformers' own name, which goes before the published one
+    if "num_local_experts" in config:  # transformers' name precedes the published one
         config["num_experts"] = config["num_local_experts"]
     if config["num_key_value_heads"] is None and not has_experts:
         config["num_key_value_heads"] = config["num_attention_heads"]
@@ -126,60 +125,57 @@ def read_config(field: str, folder: Path) -> HuggingFaceConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """Raises ConfigError that says where a value stands."""
+    """Raises ConfigError that names field, key, file and value."""
 
     field: str
     path: Path
 
-    def that(self, holds: bool, key: str, value: Any, allowed: str) -> None:
-        require(holds, f"{self.field}: {key} in {self.path} is {value!r}; {allowed}")
+    def require(self, condition: bool, key: str, value: Any, allowed: str) -> None:
+        require(condition, f"{self.field}: {key} in {self.path} is {value!r}; {allowed}")
 
     def one_of(self, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
-        named = [each for each in allowed if each is not None] or ["models without it"]
         holds = any(value == each and type(value) is type(each) for each in allowed)
-        listed = " or ".join(each if each == "models without it" else repr(each) for each in named)
-        self.that(holds, key, value, f"Tiller trains {listed} only")
+        listed = " or ".join(repr(each) for each in allowed if each is not None)
+        self.require(holds, key, value, f"Tiller trains {listed or 'models without it'} only")
 
     def size(self, key: str, value: Any) -> Any:
         largest = LARGEST.get(key, LARGEST_SIZE)
         holds = type(value) is int and 1 <= value <= largest
-        self.that(holds, key, value, f"it must be a whole number from 1 to {largest}")
+        self.require(holds, key, value, f"it must be a whole number from 1 to {largest}")
         return value
 
 
 def _check_relations(check: _Check, config: HuggingFaceConfig, has_experts: bool) -> None:
-    """Sizes that depend on each other."""
+    """Raise ConfigError if sizes do not fit each other."""
     heads = config["num_attention_heads"]
     groups = config["num_key_value_heads"]
     allowed = f"it must divide num_attention_heads={heads}"
-    check.that(heads % groups == 0, "num_key_value_heads", groups, allowed)
+    check.require(heads % groups == 0, "num_key_value_heads", groups, allowed)
     layers = config.get("layer_types")
     is_full = layers is None or layers == ["full_attention"] * config["num_hidden_layers"]
     allowed = "it must be null, or 'full_attention' for each of num_hidden_layers"
-    check.that(is_full, "layer_types", layers, allowed)
+    check.require(is_full, "layer_types", layers, allowed)
     if has_experts:
         chosen = config["num_experts_per_tok"]
         experts = config["num_experts"]
         allowed = f"it must be at most num_experts={experts}"
-        check.that(chosen <= experts, "num_experts_per_tok", chosen, allowed)
+        check.require(chosen <= experts, "num_experts_per_tok", chosen, allowed)
 
 
 def _rope_theta(check: _Check, config: HuggingFaceConfig) -> float:
-    """Base of the rotary embedding, in transformers' order: rope_scaling, rope_parameters,
-    rope_theta, the default.
+    """Return the base of the rotary embedding, from the first of rope_scaling, rope_parameters,
+    rope_theta and the default that has one, as transformers does.
     """
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(place) or {}
     is_flat = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
-    check.that(
-        is_flat, place, rope, "it must be null or an object with one rope_type for all layers"
-    )
-    check.one_of(
-        f"rope_type of {place}", rope.get("rope_type", rope.get("type", "default")), ("default",)
-    )
-    allowed = ALLOWED_IF_PRESENT["partial_rotary_factor"]
-    check.one_of("partial_rotary_factor", rope.get("partial_rotary_factor"), allowed)
+    allowed = "it must be null or an object with one rope_type for all layers"
+    check.require(is_flat, place, rope, allowed)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    check.one_of(f"rope_type of {place}", kind, ("default",))
+    key = "partial_rotary_factor"
+    check.one_of(key, rope.get(key), ALLOWED_IF_PRESENT[key])
     theta = rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]
     is_number = type(theta) in (int, float) and math.isfinite(theta) and theta > 0
-    check.that(is_number, "rope_theta", theta, "it must be a finite number above 0")
+    check.require(is_number, "rope_theta", theta, "it must be a finite number above 0")
     return float(theta)

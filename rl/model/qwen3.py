@@ -1,6 +1,4 @@
-"""torchtitan's canonical Qwen3 in the sizes of a ModelShape: the one model of trainer and
-generator.
-"""
+"""torchtitan's canonical Qwen3 in the sizes of a ModelShape; trainer and generator share it."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +15,7 @@ from rl.model.shape import ModelShape
 
 
 def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> Qwen3Model.Config:
-    """Model config of ``shape`` whose layers attend through ``inner_attention``.
+    """Return the model config of ``shape``; its layers attend through ``inner_attention``.
 
     ``inner_attention`` is a torchtitan module config, or a function from layer index to one.
     """
@@ -47,28 +45,27 @@ def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> 
         attention = inner_attention(index) if callable(inner_attention) else inner_attention
         layer.attention = dataclasses.replace(layer.attention, inner_attention=attention)
         if layer.moe is not None:
-            layer.moe = _own_experts(layer.moe)
+            layer.moe = _with_tiller_experts(layer.moe)
     return titan.qwen3_config(
-        layers,
-        vocab_size=shape.vocab_size,
-        dim=shape.dim,
-        tie_embeddings=shape.tie_embeddings,
+        layers, vocab_size=shape.vocab_size, dim=shape.dim, tie_embeddings=shape.tie_embeddings
     )
 
 
 def parameter_shapes(shape: ModelShape, *, fuse_qkv: bool) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters by torchtitan's names, a tied one once; takes no memory."""
-    config = qwen3_config(
-        shape, fuse_qkv=fuse_qkv, inner_attention=ScaledDotProductAttention.Config()
-    )
+    """Return the shapes of all parameters by torchtitan's names, a tied one once.
+
+    Allocates no memory.
+    """
+    attention = ScaledDotProductAttention.Config()
+    config = qwen3_config(shape, fuse_qkv=fuse_qkv, inner_attention=attention)
     with torch.device("meta"):
         model = config.build()
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _own_experts(moe: MoE.Config) -> MoE.Config:
-    """``moe`` with Tiller's experts, and without a balancing bias: it would move the policy past
-    the gradient.
+def _with_tiller_experts(moe: MoE.Config) -> MoE.Config:
+    """Return ``moe`` with Tiller's experts and without a balancing bias, which would change the
+    policy outside of the gradient.
     """
     experts = moe.routed_experts.inner_experts
     fields = {field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}

@@ -1,4 +1,4 @@
-"""How large the policy is, from config fields or from a Hugging Face folder."""
+"""Sizes of the policy, from config fields or from a Hugging Face folder."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,8 +14,8 @@ class ModelConfig:
     """Qwen3, dense or with experts: sizes for random weights, or a Hugging Face folder."""
 
     hf_path: str | None = None
-    """Folder with config.json, safetensors and tokenizer. Its sizes replace the fields below; of
-    the two values of ``max_seq_len`` the smaller one holds."""
+    """Folder with config.json, safetensors and tokenizer. Its sizes replace the fields below;
+    ``max_seq_len`` is the smaller of the two values."""
 
     vocab_size: Annotated[int, at_least(1, 10**7)] = 32
     """Number of embeddings; at least the tokenizer's size."""
@@ -66,7 +66,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes that a ModelConfig comes to, by the names of its fields."""
+    """Sizes of a model, after ``hf_path`` is read; the names are those of ModelConfig."""
 
     vocab_size: int
     dim: int
@@ -88,14 +88,19 @@ class ModelShape:
 def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape:
     """Return the sizes of the policy, from ``config.json`` if ``hf_path`` is set.
 
-    Raises ConfigError, naming ``field``, for a folder that is missing, incomplete or no Qwen3 that
-    torchtitan has.
+    Raises ConfigError, naming ``field``, if the folder is missing or incomplete, or if its model is
+    not a Qwen3 that torchtitan supports.
     """
     if config.hf_path is None:
         names = [each.name for each in fields(ModelShape) if each.name != "dtype"]
         return ModelShape(**{name: getattr(config, name) for name in names}, dtype="float32")
     folder = Path(config.hf_path)
-    _check_exists(field, folder)
+    name = repr(str(folder))
+    require(folder.is_dir(), f"{field}: there is no folder {name}; name one with a model")
+    require((folder / "config.json").is_file(), f"{field}: {name} has no config.json")
+    advice = "save the model with safe_serialization=True"
+    has_weights = any(folder.glob("*.safetensors"))
+    require(has_weights, f"{field}: {name} has no *.safetensors; {advice}")
     hf = read_config(field, folder)
     has_experts = hf["model_type"] == "qwen3_moe"
     return ModelShape(
@@ -108,27 +113,8 @@ def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape
     )
 
 
-def _check_exists(field: str, folder: Path) -> None:
-    name = repr(str(folder))
-    require(
-        folder.is_dir(),
-        f"{field}: there is no folder {name}; name one with config.json, *.safetensors and a "
-        "tokenizer",
-    )
-    require(
-        (folder / "config.json").is_file(),
-        f"{field}: {name} has no config.json; is it a Hugging Face folder?",
-    )
-    require(
-        any(folder.glob("*.safetensors")),
-        f"{field}: {name} has no *.safetensors; save the model with safe_serialization=True",
-    )
-
-
-def hf_config(shape: ModelShape) -> dict:
-    """``config.json`` of a Qwen3, dense or with experts, of this shape, as transformers and vLLM
-    read it.
-    """
+def hf_config(shape: ModelShape) -> dict[str, Any]:
+    """Return the ``config.json`` of a Qwen3 of this shape, as transformers and vLLM read it."""
     name = "qwen3_moe" if shape.num_experts else "qwen3"
     kind: dict[str, Any] = {"architectures": [ARCHITECTURES[name]], "model_type": name}
     if shape.num_experts:

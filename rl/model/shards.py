@@ -1,4 +1,4 @@
-"""Rectangular shards of tensors: the language of sharding, routing and digests."""
+"""Rectangular shards of tensors, which sharding, routing and digests work with."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -15,11 +15,11 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Box":
-        """The box that is all of a tensor of ``shape``."""
+        """Return the box that covers a tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The part common to both, or None."""
+        """Return the common part of both boxes, or None."""
         low = tuple(map(max, self.offset, other.offset))
         ends = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         high = tuple(min(a + n, b + m) for a, n, b, m in ends)
@@ -27,39 +27,39 @@ class Box(NamedTuple):
         return Box(low, shape) if all(n > 0 for n in shape) else None
 
     def slices_in(self, outer: "Box") -> tuple[slice, ...]:
-        """Index of this box within the tensor that holds ``outer``."""
+        """Return the index of this box within a tensor that holds ``outer``."""
         starts = (o - p for o, p in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + n) for start, n in zip(starts, self.shape, strict=True))
 
     def slab(self, dim: int, start: int, size: int) -> "Box":
-        """The part of this box that has ``size`` along dimension ``dim``, from ``start`` of the box
-        on.
+        """Return the part of this box from ``start`` to ``start + size`` along dimension ``dim``,
+        counted from the start of the box.
         """
         offset = tuple(o + start if d == dim else o for d, o in enumerate(self.offset))
         return Box(offset, tuple(size if d == dim else n for d, n in enumerate(self.shape)))
 
     @property
     def numel(self) -> int:
-        """Elements inside."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 class Region(NamedTuple):
-    """Which part of which parameter a rank holds."""
+    """Part of a parameter that a rank holds."""
 
     name: str
-    """torchtitan's; a tied parameter goes by one name."""
+    """Parameter name of torchtitan; a tied parameter has one name."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     box: Box
 
 
 Layout = tuple[Region, ...]
-"""All that one rank holds, in the rank's own order."""
+"""Regions that one rank holds, in the rank's own order."""
 
 
 class Shard(NamedTuple):
-    """A region with the tensor, of the box's shape, that holds it."""
+    """A region and the tensor that holds it; the tensor has the shape of the box."""
 
     region: Region
     tensor: torch.Tensor
@@ -82,12 +82,12 @@ class Shard(NamedTuple):
 
 
 Shards = dict[str, Shard]
-"""One rank's shards by name, where it holds one of each parameter."""
+"""Shards of a rank that holds one of each parameter, by name."""
 
 
 def local_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Shape of the tensor, by name, that holds a rank's regions of one parameter one above the
-    other.
+    """Return the shape of each parameter's local tensor, by name. The local tensor stacks the
+    rank's regions of the parameter along dimension 0.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, _, box in layout:
@@ -97,8 +97,8 @@ def local_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
 
 
 def local_shards(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list[Shard]:
-    """Views of ``tensors`` for the regions of ``layout``; rows below the last region belong to
-    none.
+    """Return views of ``tensors`` for the regions of ``layout``, which are stacked as in
+    ``local_shapes``. Rows below the last region belong to no region.
     """
     shards = []
     ends = dict.fromkeys(tensors, 0)
@@ -111,5 +111,5 @@ def local_shards(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list[Sh
 
 
 def layout_of(shards: Iterable[Shard]) -> Layout:
-    """The regions of ``shards``, in their order."""
+    """Return the regions of ``shards``, in order."""
     return tuple(shard.region for shard in shards)

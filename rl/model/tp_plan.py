@@ -1,41 +1,42 @@
-"""The generator's tensor-parallel plan as data: parameter name -> how it is cut.
+"""Tensor-parallel plan of the generator as data: parameter name -> cut.
 
-Three read it: the generator's model builder cuts by it, the weight router slices by it, the
-planner counts bytes by it.
+The generator's model builder, the weight router and the planner read it.
 
-Parameters alone are pushed. Buffers are each side's own: a RoPE cache is computed in float32 and
-never cast.
+Only parameters are pushed. Each side computes its own buffers: a RoPE cache is float32 and is never
+cast.
 """
 
 import math
 import re
-from enum import Enum
+from enum import Enum, auto
 
-from rl.errors import ConfigError
+from rl.errors import require
 from rl.model.qwen3 import parameter_shapes
 from rl.model.shape import ModelShape
 from rl.model.shards import Box, Layout, Region
 
 
 class Cut(Enum):
-    """Dimension of a parameter that the ranks divide among them."""
+    """Dimension of a parameter that is divided among the ranks."""
 
-    COLUMN = "output features: each rank computes some of them"
-    ROW = "input features: each rank sums over some of them, an all-reduce adds up"
-    KV_GROUPS = (
-        "kv heads with the query heads they serve; ranks that share a kv head divide its queries"
-    )
-    VOCAB = "rows of the vocabulary, the last rank has fewer where they do not come out even"
-    EXPERTS_COLUMN = "output features of every expert, or whole experts"
-    EXPERTS_ROW = (
-        "input features of every expert, or whole experts; the all-reduce comes after the experts "
-        "are mixed"
-    )
-    REPLICATED = "nothing"
+    COLUMN = auto()
+    """Output features."""
+    ROW = auto()
+    """Input features; an all-reduce adds the ranks' products."""
+    KV_GROUPS = auto()
+    """KV heads with their query heads. Ranks that share a KV head divide its query heads."""
+    VOCAB = auto()
+    """Rows of the vocabulary. The last rank has fewer rows if they do not divide evenly."""
+    EXPERTS_COLUMN = auto()
+    """Output features of every expert, or whole experts."""
+    EXPERTS_ROW = auto()
+    """Input features of every expert, or whole experts; the all-reduce follows the mixing of the
+    experts."""
+    REPLICATED = auto()
+    """No dimension."""
 
 
-# Gate and up projections are two parameters, w1 and w3, in torchtitan's model, so there is nothing
-# to take apart.
+# torchtitan has separate parameters, w1 and w3, for gate and up projections.
 TP_PLAN: tuple[tuple[str, Cut], ...] = (
     (r"tok_embeddings\.weight", Cut.VOCAB),
     (r"lm_head\.weight", Cut.VOCAB),
@@ -55,7 +56,7 @@ TP_PLAN: tuple[tuple[str, Cut], ...] = (
 
 
 def cut_of(name: str) -> Cut:
-    """How parameter ``name`` is cut. Raises KeyError for one the table does not list."""
+    """Return the cut of parameter ``name``. Raises KeyError if the plan does not list it."""
     for pattern, cut in TP_PLAN:
         if re.fullmatch(pattern, name):
             return cut
@@ -65,12 +66,11 @@ def cut_of(name: str) -> Cut:
 def generator_layout(
     shape: ModelShape, *, fuse_qkv: bool, tp: int, expert_parallel: bool = False
 ) -> tuple[Layout, ...]:
-    """Return what each of a generator's ``tp`` ranks holds of a policy of ``shape``, from rank 0
-    on.
+    """Return the layouts of a generator's ``tp`` ranks, from rank 0 on, for a policy of ``shape``.
 
-    With ``expert_parallel`` the ranks divide whole experts among them, else the features of each.
-    Regions of two ranks are equal or have nothing in common. Raises ValueError, naming the
-    parameter, where ``tp`` does not fit the model: see ``check_generator``.
+    With ``expert_parallel``, whole experts are divided among the ranks, else the features of each
+    expert. Regions of two ranks are equal or disjoint. Raises ValueError, naming the parameter, if
+    ``tp`` does not fit the model: see ``check_generator``.
     """
     shapes = parameter_shapes(shape, fuse_qkv=fuse_qkv)
 
@@ -97,12 +97,12 @@ def _boxes(name: str, whole: tuple[int, ...], shape: ModelShape, tp: int, rank: 
             sharers = tp // shape.n_kv_heads
             group = _even(name, whole, 0, shape.n_kv_heads, rank // sharers)
             rows = group.shape[0]
-            # fused, a group's rows are its queries, then its key and value
+            # The rows of a fused group are its queries, then its key and value.
             keys = min(rows, 2 * shape.head_dim)
             queries = (rows - keys) // sharers
             shared = group.slab(0, rows - keys, keys)
-            own = group.slab(0, rank % sharers * queries, queries)
-            return [own, shared] if queries else [shared]
+            part = group.slab(0, rank % sharers * queries, queries)
+            return [part, shared] if queries else [shared]
         case Cut.KV_GROUPS | Cut.COLUMN:
             dim = 0
         case Cut.ROW | Cut.EXPERTS_COLUMN:
@@ -122,34 +122,33 @@ def _even(name: str, whole: tuple[int, ...], dim: int, parts: int, index: int) -
 
 
 def check_generator(tp: int, shape: ModelShape, *, expert_parallel: bool) -> None:
-    """Raise ConfigError unless a generator of ``tp`` ranks can hold a policy of ``shape``; any
-    vocabulary fits.
+    """Raise ConfigError unless a generator of ``tp`` ranks can hold a policy of ``shape``. Any
+    vocabulary size fits.
     """
-    if expert_parallel and not shape.num_experts:
-        raise ConfigError(
-            "generator.expert_parallel is True; it must be False where model.num_experts is 0"
-        )
+    require(
+        bool(shape.num_experts) or not expert_parallel,
+        "generator.expert_parallel is True; it must be False if model.num_experts is 0",
+    )
     width = "num_experts" if expert_parallel else _width(shape)
-    heads = shape.n_heads
-    kv_heads = shape.n_kv_heads
     size = getattr(shape, width)
-    allowed = [d for d in divisors(heads, size) if kv_heads % d == 0 or d % kv_heads == 0]
-    if tp not in allowed:
-        raise ConfigError(
-            f"generator.tensor_parallel_degree is {tp}; it must divide the model's n_heads={heads} "
-            f"and {width}={size}, and divide n_kv_heads={kv_heads} or be a multiple of it: allowed "
-            f"are {allowed}"
-        )
+    kv_heads = shape.n_kv_heads
+    allowed = [d for d in divisors(shape.n_heads, size) if kv_heads % d == 0 or d % kv_heads == 0]
+    require(
+        tp in allowed,
+        f"generator.tensor_parallel_degree is {tp}; it must divide the model's "
+        f"n_heads={shape.n_heads} and {width}={size}, and divide n_kv_heads={kv_heads} or be a "
+        f"multiple of it: allowed are {allowed}",
+    )
 
 
 def _width(shape: ModelShape) -> str:
-    """Return the field that is the width of the feed-forward layers."""
+    """Return the name of the field with the width of the feed-forward layers."""
     return "moe_hidden_dim" if shape.num_experts else "hidden_dim"
 
 
 def divisors(*sizes: int) -> list[int]:
-    """Return all that divide each of ``sizes``, in order, after as many trials as the square root
-    of the least.
+    """Return the common divisors of ``sizes``, in order. The time is proportional to the square
+    root of the smallest size.
     """
     common = math.gcd(*sizes)
     small = [d for d in range(1, math.isqrt(common) + 1) if common % d == 0]
@@ -157,14 +156,14 @@ def divisors(*sizes: int) -> list[int]:
 
 
 def check_divides(field: str, degree: int, shape: ModelShape) -> None:
-    """Raise ConfigError unless ``degree`` divides all that the trainer's tensor parallelism
-    cuts.
+    """Raise ConfigError unless ``degree`` divides every size that the trainer's tensor parallelism
+    divides.
     """
     names = ("n_heads", "n_kv_heads", "vocab_size", _width(shape))
     sizes = {name: getattr(shape, name) for name in names}
     allowed = divisors(*sizes.values())
-    if degree not in allowed:
-        listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ConfigError(
-            f"{field} is {degree}; it must divide the model's {listed}: allowed are {allowed}"
-        )
+    listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    require(
+        degree in allowed,
+        f"{field} is {degree}; it must divide the model's {listed}: allowed are {allowed}",
+    )

@@ -213,7 +213,7 @@ def test_whole_experts_need_experts_that_the_ranks_divide():
     ):
         check_generator(8, shape_with(**EXPERTS), expert_parallel=True)
     with pytest.raises(
-        ConfigError, match="generator.expert_parallel is True; it must be False where model.num_exp"
+        ConfigError, match="generator.expert_parallel is True; it must be False if model.num_exp"
     ):
         check_generator(1, shape_with(), expert_parallel=True)
 

@@ -1,6 +1,3 @@
-"""What runs inside one trainer rank.
-
-Imports no Monarch: it runs under plain torch.distributed too.
-"""
+"""Code of one trainer rank. It does not import Monarch and also runs under torch.distributed."""
 
 from rl import platform as platform  # before torchtitan and torchao

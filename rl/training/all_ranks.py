@@ -1,4 +1,4 @@
-"""Steps that the ranks take together: where one fails, all of them raise its error."""
+"""Steps that the ranks take together. If one rank fails, all ranks raise its error."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,13 +13,15 @@ T = TypeVar("T")
 
 
 def on_first_rank(what: str, step: Callable[[], T], *, advice: str = "") -> T:
-    """Return on all ranks what ``step`` returns on rank 0; raise RunError on all if it fails."""
+    """Return the result of ``step`` on rank 0, on all ranks. Raises RunError, on all ranks, if it
+    fails.
+    """
     with failures_as_run_error(what, advice=advice):
         return first_rank_broadcasts(what, step)
 
 
 def on_every_rank(what: str, step: Callable[[], T]) -> list[T]:
-    """Return on all ranks what ``step`` returns on each of them.
+    """Return the results of ``step`` on all ranks, on all ranks.
 
     Raises RunError, on all ranks, if it fails on one.
     """
@@ -29,12 +31,12 @@ def on_every_rank(what: str, step: Callable[[], T]) -> list[T]:
 
 @contextlib.contextmanager
 def failures_as_run_error(what: str, *, advice: str = "") -> Iterator[None]:
-    """Turn DCP's CheckpointException into a RunError that names the first rank to fail and why it
-    did.
+    """Turn DCP's CheckpointException into a RunError that names the first failed rank and the
+    cause.
     """
     try:
         yield
-    except CheckpointException as error:  # a BaseException: it would end the actor without a word
+    except CheckpointException as error:  # a BaseException: it would end the actor silently
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, RunError):
             raise cause from error

@@ -1,23 +1,22 @@
-"""Attention that trains on CPU, where torchtitan ships none that does."""
+"""Attention that trains on CPU; torchtitan's own attention does not."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.config_utils import get_attention_config
+from torchtitan.models.qwen3 import Qwen3Model
 
-from rl.errors import ConfigError
+from rl.errors import require
 from rl.platform import device_type
-
-if TYPE_CHECKING:
-    from torchtitan.models.qwen3.model import Qwen3Model
 
 
 class DenseAttention(FlexAttention):
-    """Attention under a dense boolean mask. Memory grows with length squared: keep rows short.
+    """Attention with a dense boolean mask. Memory is quadratic in the length: keep rows short.
 
-    A FlexAttention by type, so that torchtitan shards and wraps it as its own.
+    Has the type FlexAttention, so that torchtitan shards and wraps it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -35,8 +34,8 @@ class DenseAttention(FlexAttention):
         enable_gqa: bool = False,
         **_: Any,
     ) -> torch.Tensor:
-        """q [B, L, N, H], k and v [B, L, N_kv, H], mask bool [B, 1, L, L] (True: attend) -> [B, L,
-        N, H].
+        """Return the attention output [B, L, N, H] of q [B, L, N, H], k and v [B, L, N_kv, H]; the
+        mask is bool [B, 1, L, L] (True: attend).
         """
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
         out = F.scaled_dot_product_attention(
@@ -46,8 +45,8 @@ class DenseAttention(FlexAttention):
 
 
 def dense_mask(positions: torch.Tensor) -> torch.Tensor:
-    """Causal mask within documents, bool [B, 1, L, L]; a document starts where ``positions`` [B, L]
-    is 0.
+    """Return the causal mask within documents, bool [B, 1, L, L]. A document starts at each 0 of
+    ``positions`` [B, L].
     """
     document = (positions == 0).cumsum(1)
     length = positions.shape[1]
@@ -55,8 +54,8 @@ def dense_mask(positions: torch.Tensor) -> torch.Tensor:
     return ((document[:, :, None] == document[:, None, :]) & causal).unsqueeze(1)
 
 
-def attention_masks(model: "Qwen3Model", positions: torch.Tensor) -> Any:
-    """Return what the layers of ``model`` need to attend causally within the documents of
+def attention_masks(model: Qwen3Model, positions: torch.Tensor) -> Any:
+    """Return the masks with which the layers of ``model`` attend causally within the documents of
     ``positions`` [B, L].
     """
     if isinstance(model.config.first_attention.inner_attention, DenseAttention.Config):
@@ -65,27 +64,23 @@ def attention_masks(model: "Qwen3Model", positions: torch.Tensor) -> Any:
 
 
 def shares_rows(inner_attention: Any) -> bool:
-    """Whether many sequences in one long row cost no more than in rows of their own."""
+    """Return whether sequences in one long row cost no more than in a row each."""
     return not isinstance(inner_attention, DenseAttention.Config)
 
 
 def attention_config(name: str, *, context_parallel: bool = False) -> FlexAttention.Config | Any:
-    """torchtitan config of attention ``name``.
+    """Return the torchtitan config of attention ``name``.
 
-    ``auto`` is dense on CPU, varlen on CUDA, and flex there under context parallelism, which
-    torchtitan's varlen cannot.
+    ``auto`` is dense on CPU, varlen on CUDA, and flex on CUDA with context parallelism, which
+    torchtitan's varlen does not support.
 
     varlen and flex run on CUDA only; Tiller's tests, which run on CPU, do not cover them.
     """
-    from torchtitan.models.common.config_utils import get_attention_config
-
     cuda = device_type() == "cuda"
     if name == "auto":
         name = "dense" if not cuda else "flex" if context_parallel else "varlen"
     if name == "dense":
         return DenseAttention.Config()
-    if not cuda:
-        raise ConfigError(
-            f"model.attention is {name!r}, which needs CUDA; this host allows 'auto' and 'dense'"
-        )
+    message = f"model.attention is {name!r}, which needs CUDA; this host allows 'auto' and 'dense'"
+    require(cuda, message)
     return get_attention_config(name)

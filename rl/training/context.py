@@ -1,4 +1,4 @@
-"""Context parallelism: each rank runs a part of every row, and knows the outputs of all of it."""
+"""Context parallelism: each rank runs a part of every row and gathers the outputs of whole rows."""
 
 from typing import Any
 
@@ -9,11 +9,10 @@ from torchtitan.distributed.context_parallel.api import cp_shard
 
 
 class SequenceShard:
-    """Which cells of rows [B, L] this rank of a context-parallel mesh runs, as ``balancer`` deals
-    them.
+    """Splits rows [B, L] over a context-parallel mesh; ``balancer`` assigns the cells to ranks.
 
-    All ranks compute the loss of whole rows alike; each keeps the gradient of its own cells only,
-    so that the sum over ranks counts every cell once.
+    All ranks compute the same loss of whole rows. Each keeps the gradient of its own cells only, so
+    that the sum over ranks counts every cell once.
     """
 
     def __init__(self, mesh: DeviceMesh, balancer: str | None):
@@ -22,10 +21,10 @@ class SequenceShard:
         self._group = mesh.get_group()
 
     def shard(self, *rows: torch.Tensor, masks: Any) -> tuple[list[torch.Tensor], Any]:
-        """This rank's cells of ``rows`` [B, L], and its queries' part of the attention masks.
+        """Return this rank's cells of ``rows`` [B, L], and the attention masks of its queries.
 
-        ``masks`` are a BlockMask, or bool [B, 1, L, L]: those keep all keys, in the order in which
-        attention gathers them.
+        ``masks`` are a BlockMask, or bool [B, 1, L, L]. The result of the latter has all keys, in
+        the order in which attention gathers them.
         """
         dense = isinstance(masks, torch.Tensor)
         order = torch.arange(rows[0].shape[1], device=rows[0].device).expand_as(rows[0])
@@ -40,7 +39,7 @@ class SequenceShard:
         return mine, queries.take_along_dim(self._all.unsqueeze(1), dim=2).unsqueeze(1)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of all cells [B, L], from this rank's [B, L / ranks] and the others'."""
+        """Return the values of all cells [B, L] from the ranks' parts [B, L / ranks]."""
         return _Gather.apply(values, self._own, self._all, self._group)
 
 

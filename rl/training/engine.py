@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,25 +28,25 @@ from rl.training.model import build_model, reshard
 from rl.types import Batch, Head
 
 Loss = Callable[[Tokens], PerToken]
-"""From the tokens of weight above 0 of some whole sequences to the loss of each, [C], and metrics;
-C may be 0."""
+"""Function of the tokens of weight above 0 of whole sequences. Returns the loss of each token, [C],
+and metrics; C may be 0."""
 
 
 class TrainingEngine:
     """One rank's model, optimizer and schedule, under any layout that torchtitan offers.
 
-    Ranks are those of torch.distributed (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). All of them
-    call each method alike; those of one data-parallel rank with the same part of the batch::
+    Ranks are those of torch.distributed (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). All ranks
+    call each method alike; the ranks of one data-parallel rank pass the same part of the batch::
 
         engine = TrainingEngine(config, model, seed=0, steps=100, folder="run")
         mine = batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
         outputs, metrics = engine.forward_backward(mine, loss)    # any number of times
         metrics = engine.optim_step()               # divides once, clips, steps, zeroes
 
-    Losses are per token, weighted and summed; ``optim_step`` divides by the weight of all that was
-    accumulated on all ranks. So the gradient is that of the whole batch, however it was cut (C1).
+    Losses are per token, weighted and summed; ``optim_step`` divides by the weight that all ranks
+    accumulated. So the gradient is the gradient of the whole batch, however it is cut (C1).
 
-    CUDA (NCCL, varlen attention, bf16, float8) takes the same path but is not covered by the tests.
+    CUDA (NCCL, varlen attention, bf16, float8) runs the same code, but the tests do not cover it.
     """
 
     def __init__(
@@ -72,8 +71,7 @@ class TrainingEngine:
 
         self.model = build_model(config, model, self.dims, head=head, seed=seed, folder=folder)
         self._merged = MergedWeights(self.model, config.lora)
-        # After the model, whose initializers draw as much as a rank's shards ask for: from here on
-        # all draw alike.
+        # After the model: its initializers draw more on some ranks than on others.
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])
         self.optimizers = config.optimizer.build(model_parts=[self.model])
         self.schedule = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=steps)
@@ -83,17 +81,17 @@ class TrainingEngine:
         self.skipped_steps = 0
         """Steps skipped for a non-finite gradient, over the whole run."""
         self.skipped_in_a_row = 0
-        """Number of these since the last step that was taken."""
+        """Number of steps skipped since the last step that was taken."""
         self._host = {"model": HostMemory(), "optimizer": HostMemory()}
 
         batch_mesh = self.dims.get_optional_mesh("batch")
         self._batch_group = batch_mesh.get_group() if batch_mesh else None
         self._weight = 0.0
-        self._totals = MetricTotals(self.device, self._batch_group)
+        self._metrics: list[Metrics] = []
         self.dp_rank = batch_mesh.get_local_rank() if batch_mesh else 0
-        """Which part of a batch this rank works on."""
+        """Index of the part of a batch that this rank computes."""
         self.dp_degree = batch_mesh.size() if batch_mesh else 1
-        """Into how many parts a batch is cut."""
+        """Number of parts that a batch is cut into."""
         same_batch = self.dims.cp * self.dims.tp
         self._same_batch = dist.new_subgroups(same_batch)[0] if same_batch > 1 else None
         self.is_leader = dist.get_rank() % same_batch == 0
@@ -104,8 +102,8 @@ class TrainingEngine:
         )
 
     def from_leader(self, batch: Batch | None) -> Batch:
-        """The leader's batch, on every rank of the same data-parallel rank; the others may pass
-        None.
+        """Return the leader's batch on every rank of the same data-parallel rank. The other ranks
+        may pass None.
         """
         if self._same_batch is not None:
             held = [batch]
@@ -116,30 +114,29 @@ class TrainingEngine:
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """``logprobs`` and ``entropy`` of each token, or a critic's ``values``, float32 [T] in the
-        batch's order.
+        """Return ``logprobs`` and ``entropy`` of each token, or a critic's ``values``, float32 [T]
+        in the batch's order.
         """
         self.require_resident("forward", "model")
-        collected = _Outputs()
+        parts = []
         for micro in self._micro_batches(batch):
             with self._context():
-                collected.put(micro, self._run(micro, temperature))
+                parts.append((micro.index, self._run(micro, temperature)))
         reshard(self.model)
-        return collected.of(batch)
+        return _outputs_of(batch, parts)
 
     def forward_backward(
         self, batch: Batch, loss: Loss, *, temperature: float = 1.0, weight: float = 1.0
     ) -> tuple[dict[str, torch.Tensor], Metrics]:
         """Add the gradient of the batch's weighted loss, times ``weight``; may be called several
-        times.
+        times per step.
 
-        ``weight`` scales the gradient linearly and leaves the denominator of ``optim_step`` alone.
-        Returns what ``forward`` does, and metrics reduced over all ranks: ``loss/mean`` is the
-        weighted mean. Raises RunError, naming the loss, if the loss returns something other than a
-        :data:`PerToken`.
+        ``weight`` does not change the denominator of ``optim_step``. Returns the result of
+        ``forward``, and metrics reduced over all ranks: ``loss/mean`` is the weighted mean. Raises
+        RunError, naming the loss, if the loss does not return a :data:`PerToken`.
         """
         self.require_resident("forward_backward", "model", "optimizer")
-        collected = _Outputs()
+        parts = []
         totals = MetricTotals(self.device, self._batch_group)
         for micro in self._micro_batches(batch):
             with self._context():
@@ -149,10 +146,11 @@ class TrainingEngine:
                 per_token, metrics = check_loss_result(loss, result, len(micro.loss_index))
                 (weight * (per_token * micro.loss_weights).sum()).backward()
             totals.add(per_token, metrics, micro.loss_weights)
-            collected.put(micro, {name: values.detach() for name, values in outputs.items()})
+            parts.append((micro.index, {name: v.detach() for name, v in outputs.items()}))
         self._weight += float(batch.loss_weights.sum(dtype=torch.float64))
-        self._totals.merge(totals)
-        return collected.of(batch), totals.reduce()
+        metrics = totals.reduce()
+        self._metrics.append(metrics)
+        return _outputs_of(batch, parts), metrics
 
     @torch.no_grad()
     def optim_step(
@@ -166,96 +164,98 @@ class TrainingEngine:
     ) -> Metrics:
         """Divide, clip, step and zero; adds one to ``version``.
 
-        ``denominator`` is the weight of the whole batch on all ranks, by default what was
-        accumulated. The others take the config's place for this step, in all parameter groups.
+        ``denominator`` is the weight of the whole batch on all ranks; the default is the
+        accumulated weight. The other arguments replace the config's values in all parameter groups
+        for this step.
 
-        A non-finite gradient norm skips the step on every rank and changes nothing but the counts.
-        Raises RunError at one more in a row than ``config.max_skipped_steps``. Returns its own
-        metrics, and those of ``forward_backward`` over all calls since the last step.
-        ``trainer/updates`` is 1 if the gradient and a learning rate were above 0, so that weights
-        changed.
+        A non-finite gradient norm skips the step on every rank and changes only the counts. Raises
+        RunError if more than ``config.max_skipped_steps`` steps in a row are skipped. Returns its
+        own metrics, and the metrics of all ``forward_backward`` calls since the last step.
+        ``trainer/updates`` is 1 if the gradient and a learning rate are above 0, so that weights
+        change.
         """
         self.require_resident("optim_step", "model", "optimizer")
         if self.version == self._steps:
-            raise RuntimeError(
-                f"optim_step: the schedule ends after {self._steps} steps; build the engine with "
-                "more"
-            )
+            ended = f"the schedule ends after {self._steps} steps; build the engine with more"
+            raise RuntimeError(f"optim_step: {ended}")
         weight = denominator
         if weight is None:
             weight = self._over_batch(self._weight, dist.ReduceOp.SUM)
         if weight == 0:
-            raise RuntimeError(
-                "optim_step: no weight was accumulated; call forward_backward with a batch of "
-                "weight > 0 first"
-            )
-        parameters = [each for each in self.model.parameters() if each.grad is not None]
-        for parameter in parameters:
-            parameter.grad.mul_(1.0 / weight)
-        limit = self.config.training.max_norm if max_norm is None else max_norm
-        norm = titan_dist.clip_grad_norm_(
-            parameters, limit, foreach=True, ep_enabled=self.dims.ep_enabled
-        ).item()
+            advice = "call forward_backward with a batch of weight > 0 first"
+            raise RuntimeError(f"optim_step: no weight was accumulated; {advice}")
+        norm = self._divide_and_clip(weight, max_norm)
         rates = self.schedule.get_metrics()
         if lr is not None:
             rates = dict.fromkeys(rates, lr)
-        self._step_or_skip(norm, lr=lr, betas=betas, weight_decay=weight_decay)
-        totals = self._totals.reduce()
+        if math.isfinite(norm):
+            self._step(lr=lr, betas=betas, weight_decay=weight_decay)
+        else:
+            self.skipped_steps += 1
+            self.skipped_in_a_row += 1
+        metrics = Metrics.merged(self._metrics)
         self._forget_gradients()
-        if self.skipped_in_a_row > self.config.max_skipped_steps:
+        limit = self.config.max_skipped_steps
+        if self.skipped_in_a_row > limit:
             raise RunError(
                 f"{self.skipped_in_a_row} optimizer steps in a row had a gradient norm of {norm} "
-                "and were skipped, more than "
-                f"trainer.max_skipped_steps={self.config.max_skipped_steps}: lower the learning "
-                "rate"
+                f"and were skipped, more than trainer.max_skipped_steps={limit}: lower the "
+                "learning rate"
             )
         learned = math.isfinite(norm) and norm > 0 and max(rates.values()) > 0
-        own = {
+        step_metrics = {
             "trainer/grad_norm": Value(norm),
             "trainer/updates": Value(float(learned), "sum"),
             "trainer/skipped_steps": Value(float(self.skipped_steps), "last"),
             "trainer/weight": Value(weight, "sum"),
             **{f"trainer/{name}": Value(rate, "last") for name, rate in rates.items()},
         }
-        return totals | Metrics(own)
+        return metrics | Metrics(step_metrics)
 
-    def _step_or_skip(self, norm: float, **overrides: Any) -> None:
-        """Step with ``overrides`` in the config's place if the gradient norm is finite; count
-        either case.
-        """
-        if not math.isfinite(norm):
-            self.skipped_steps += 1
-            self.skipped_in_a_row += 1
-            return
-        with self._overridden(**overrides):
-            self.optimizers.step()
+    def _divide_and_clip(self, weight: float, max_norm: float | None) -> float:
+        """Divide the gradient by ``weight`` and clip it; return its norm before clipping."""
+        parameters = [each for each in self.model.parameters() if each.grad is not None]
+        for parameter in parameters:
+            parameter.grad.mul_(1.0 / weight)
+        limit = self.config.training.max_norm if max_norm is None else max_norm
+        norm = titan_dist.clip_grad_norm_(
+            parameters, limit, foreach=True, ep_enabled=self.dims.ep_enabled
+        )
+        return float(norm.item())
+
+    def _step(self, **overrides: Any) -> None:
+        """Step with those of ``overrides`` that are not None in place of the config's values."""
+        given = {name: value for name, value in overrides.items() if value is not None}
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        before = [{name: group[name] for name in given} for group in groups]
+        for group in groups:
+            group.update(given)
+        self.optimizers.step()
+        for group, values in zip(groups, before, strict=True):
+            group.update(values)
         self._merged.refresh()
         self.schedule.step()
         self.version += 1
         self.skipped_in_a_row = 0
 
     def shards(self) -> Shards:
-        """This rank's live shards of the weights that the policy acts by: adapters are merged into
-        them.
-        """
+        """Return this rank's live shards of the policy's weights, with adapters merged in."""
         self.require_resident("shards", "model")
         return self._merged.shards()
 
     def weights_loaded(self) -> None:
-        """To be called by whoever has written into the parameters; what was accumulated is of
-        others.
-        """
+        """Discard accumulated gradients. Must be called after writing into the parameters."""
         self._forget_gradients()
         self._merged.refresh()
 
     def _forget_gradients(self) -> None:
         self.optimizers.zero_grad()
         self._weight = 0.0
-        self._totals = MetricTotals(self.device, self._batch_group)
+        self._metrics = []
 
     def offload(self) -> None:
-        """Move parameters, gradients and optimizer state to host memory; their device memory is
-        free.
+        """Move parameters, gradients and optimizer state to host memory and free their device
+        memory.
         """
         reshard(self.model)
         if not self._host["model"].holds:
@@ -267,14 +267,16 @@ class TrainingEngine:
             self._host["optimizer"].take([*gradients, *moments])
 
     def onload(self, model: bool = True, optimizer: bool = True) -> None:
-        """Bring them back, bit for bit; what was never away stays as it is."""
+        """Bring the model and the optimizer back, bit for bit. Does nothing if they are
+        resident.
+        """
         for name, wanted in (("model", model), ("optimizer", optimizer)):
             if wanted:
                 self._host[name].bring_back()
 
     def require_resident(self, call: str, *names: str) -> None:
-        """Raise RuntimeError if the ``model`` or ``optimizer`` is away, saying that ``call`` needs
-        it.
+        """Raise RuntimeError, naming ``call``, if one of ``names`` (model, optimizer) is
+        offloaded.
         """
         for name in names:
             if self._host[name].holds:
@@ -286,7 +288,7 @@ class TrainingEngine:
             dist.destroy_process_group()
 
     def _micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, and dummies while another rank has more."""
+        """Yield this rank's micro-batches, and dummies while another rank has more."""
         cutting = self._cutting()
         planned = plan(batch, cutting)
         count = int(self._over_batch(len(planned), dist.ReduceOp.MAX))
@@ -299,10 +301,10 @@ class TrainingEngine:
     def _cutting(self) -> Cutting:
         inner = self.model.config.first_attention.inner_attention
         one_row = shares_rows(inner)
-        blocks = 1 if self.config.float8 is None else 16  # of a float8 product's rows
+        blocks = 1 if self.config.float8 is None else 16  # rows per block of a float8 product
         multiple = self.dims.cp * math.lcm(2, self.dims.tp, blocks)
         if one_row and self.dims.cp_enabled:
-            multiple = math.lcm(multiple, 128 * self.dims.cp)  # flex attention's blocks
+            multiple = math.lcm(multiple, 128 * self.dims.cp)  # block size of flex attention
         return Cutting(
             sequences=self.config.micro_batch_size,
             tokens=self.config.micro_batch_tokens,
@@ -332,35 +334,15 @@ class TrainingEngine:
         dist.all_reduce(total, reduction, self._batch_group)
         return float(total)
 
-    @contextmanager
-    def _overridden(self, **fields: Any) -> Iterator[None]:
-        given = {name: value for name, value in fields.items() if value is not None}
-        groups = [group for each in self.optimizers for group in each.param_groups]
-        before = [{name: group[name] for name in given} for group in groups]
-        for group in groups:
-            group.update(given)
-        yield
-        for group, own in zip(groups, before, strict=True):
-            group.update(own)
 
-
-class _Outputs:
-    """Per-token values of a batch, put together from its micro-batches."""
-
-    def __init__(self) -> None:
-        self._index: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
-
-    def put(self, micro: MicroBatch, values: dict[str, torch.Tensor]) -> None:
-        """Add a micro-batch's tokens; they stay on the device, so that it need not be
-        waited for.
-        """
-        self._index.append(micro.index)
-        self._names = list(values)
-        self._values.append(torch.stack([*values.values()]))
-
-    def of(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Values [T] in the batch's order."""
-        values = torch.zeros(len(self._names), len(batch.tokens))
-        values[:, torch.cat(self._index)] = torch.cat(self._values, dim=1).cpu()
-        return dict(zip(self._names, values, strict=True))
+def _outputs_of(
+    batch: Batch, parts: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
+) -> dict[str, torch.Tensor]:
+    """Return the outputs [T] in the batch's order, in one copy from the device. ``parts`` are the
+    indices and outputs of the micro-batches.
+    """
+    names = [*parts[0][1]]
+    outputs = [torch.stack([*values.values()]) for _, values in parts]
+    ordered = torch.zeros(len(names), len(batch.tokens))
+    ordered[:, torch.cat([index for index, _ in parts])] = torch.cat(outputs, dim=1).cpu()
+    return dict(zip(names, ordered, strict=True))

@@ -1,6 +1,4 @@
-"""Places of the parameters of torchtitan's Qwen3 in Hugging Face's tensors, rectangle by
-rectangle.
-"""
+"""Mapping of rectangles of torchtitan's Qwen3 parameters to Hugging Face's tensors."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class Block(NamedTuple):
-    """A rectangle of a parameter that lies, as it is, in one Hugging Face tensor."""
+    """A rectangle of a parameter that is also a rectangle of one Hugging Face tensor."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -43,11 +41,11 @@ class TensorPiece(NamedTuple):
 
 
 class HuggingFaceNames:
-    """The table of torchtitan's adapter, and what it does to shapes.
+    """Names of torchtitan's state dict adapter, and the layout of each parameter.
 
-    Most parameters are one tensor. The rows of a fused qkv weight lie group by group of its
-    key-value heads: the group's query heads, its key head, its value head. Experts [E, ...] are a
-    tensor each.
+    Most parameters are one tensor. The rows of a fused qkv weight are grouped by key-value head:
+    the query heads of the group, its key head, its value head. Each expert of a parameter [E, ...]
+    is a tensor.
     """
 
     def __init__(self, model: Qwen3Model.Config):
@@ -59,13 +57,13 @@ class HuggingFaceNames:
         self._group_rows = {"wq": queries, "wk": head, "wv": head}
 
     def tensors(self, parameters: Shapes) -> Shapes:
-        """The Hugging Face tensors that hold ``parameters``, in the parameters' order."""
+        """Return the Hugging Face tensors that hold ``parameters``, in the parameters' order."""
         return {
             block.tensor: block.shape for item in parameters.items() for block in self.blocks(*item)
         }
 
     def pieces(self, name: str, shape: tuple[int, ...], box: Box) -> Iterator[TensorPiece]:
-        """The pieces that tile ``box`` of parameter ``name`` of ``shape``."""
+        """Yield the pieces that tile ``box`` of parameter ``name`` of ``shape``."""
         for block in self.blocks(name, shape):
             common = block.box.intersect(box)
             if common is None:
@@ -80,30 +78,28 @@ class HuggingFaceNames:
             yield TensorPiece(block.tensor, block.shape, in_tensor, in_shard)
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
-        """The blocks that tile parameter ``name`` of ``shape``; raises RunError if it has no place
-        there.
-        """
-        if "qkv_linear.wqkv." in name:
-            yield from self._fused_blocks(name, shape)
-        elif ".inner_experts." in name:
-            begin = (0,) * (len(shape) - 1)
-            for expert in range(shape[0]):
-                box = Box((expert, *begin), (1, *shape[1:]))
-                yield Block(self._translate(name, expert), shape[1:], box, begin)
-        else:
-            yield Block(self._translate(name), shape, Box.whole(shape), (0,) * len(shape))
+        """Yield the blocks that tile parameter ``name`` of ``shape``.
 
-    def _fused_blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
-        rest = shape[1:]
-        begin = (0,) * (len(shape) - 1)
-        groups = shape[0] // sum(self._group_rows.values())
-        row = 0
-        for group in range(groups):
-            for projection, rows in self._group_rows.items():
-                tensor = self._translate(name.replace("wqkv", projection))
-                box = Box((row, *begin), (rows, *rest))
-                yield Block(tensor, (groups * rows, *rest), box, (group * rows, *begin))
-                row += rows
+        Raises RunError if Hugging Face's Qwen3 has no such parameter.
+        """
+        whole = Box.whole(shape)
+        if "qkv_linear.wqkv." in name:
+            groups = shape[0] // sum(self._group_rows.values())
+            row = 0
+            for group in range(groups):
+                for projection, rows in self._group_rows.items():
+                    tensor = self._translate(name.replace("wqkv", projection))
+                    offset = (group * rows, *whole.offset[1:])
+                    yield Block(
+                        tensor, (groups * rows, *shape[1:]), whole.slab(0, row, rows), offset
+                    )
+                    row += rows
+        elif ".inner_experts." in name:
+            for expert in range(shape[0]):
+                tensor = self._translate(name, expert)
+                yield Block(tensor, shape[1:], whole.slab(0, expert, 1), whole.offset[1:])
+        else:
+            yield Block(self._translate(name), shape, whole, whole.offset)
 
     def _translate(self, name: str, expert: int | None = None) -> str:
         layer = re.search(r"\d+", name)
@@ -114,6 +110,6 @@ class HuggingFaceNames:
 
 
 def hugging_face_tensors(shape: ModelShape) -> Shapes:
-    """The tensors of a Hugging Face Qwen3 of ``shape``; takes no memory."""
+    """Return the tensors of a Hugging Face Qwen3 of ``shape``; allocates no memory."""
     config = qwen3_config(shape, fuse_qkv=False, inner_attention=ScaledDotProductAttention.Config())
     return HuggingFaceNames(config).tensors(parameter_shapes(shape, fuse_qkv=False))

@@ -1,4 +1,4 @@
-"""Which part of which parameter each trainer rank holds, known before any of them runs."""
+"""Layouts of the trainer's ranks, computed before any of them runs."""
 
 import itertools
 from functools import cache
@@ -19,21 +19,19 @@ from rl.types import Head
 def trainer_layout(
     config: TrainerConfig, model: ModelConfig, *, head: Head = "logprobs", adapters: bool = False
 ) -> tuple[Layout, ...]:
-    """Return what each rank of the trainer holds, from rank 0 on, as torchtitan shards the model;
-    its ``adapters`` too if so.
+    """Return the layout of each trainer rank, from rank 0 on, as torchtitan shards the model; with
+    ``adapters``, also the parameters of adapters.
 
-    Builds rank 0's model without memory, in a process group that is gone afterwards and reaches
-    nobody; takes seconds at any size. Raises RuntimeError in a process that is in a group already.
+    Builds rank 0's model on the meta device in a temporary fake process group; takes seconds at any
+    size. Raises RuntimeError if the process already has a process group.
     """
     if dist.is_initialized():
-        raise RuntimeError(
-            "trainer_layout makes a process group of its own; call it in a process that has none"
-        )
+        raise RuntimeError("trainer_layout: call it in a process without a process group")
     dist.init_process_group("fake", rank=0, world_size=config.ranks)
     try:
         dims = ParallelDims.from_config(config.parallelism, config.ranks)
         built = sharded_model(config, model, dims, head=head, folder="")
-        held = {**named_weights(built), **(named_adapters(built) if adapters else {})}
+        held = named_weights(built) | (named_adapters(built) if adapters else {})
         regions = [_regions(name, parameter, config.ranks) for name, parameter in held.items()]
     finally:
         dist.destroy_process_group()
@@ -41,7 +39,7 @@ def trainer_layout(
 
 
 def _regions(name: str, parameter: torch.Tensor, ranks: int) -> list[Region]:
-    """Return what each of ``ranks`` holds of one parameter."""
+    """Return the region of one parameter on each of ``ranks``."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return [Region(name, shape, Box.whole(shape))] * ranks
@@ -55,8 +53,8 @@ def _regions(name: str, parameter: torch.Tensor, ranks: int) -> list[Region]:
 def _boxes(
     shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> list[Box]:
-    """Of a tensor of ``shape``, what each place of a mesh holds, in the mesh's own order; layers
-    are alike.
+    """Return the box of a tensor of ``shape`` at each place of a mesh, in the mesh's order. Cached,
+    since layers have equal shapes.
     """
     places = itertools.product(*map(range, mesh))
     held = (part_at(place, shape, mesh, placements) for place in places)

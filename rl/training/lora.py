@@ -1,21 +1,25 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) beside the policy's linear layers, and the weights
-that they come to.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of linear layers: the weights merged with them, and
+their export to PEFT.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.lora import LoRAConverter
 
 from rl.model.shards import Box, Shards
+from rl.training.hugging_face_names import HuggingFaceNames
 from rl.training.model import shards_of
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers that have an adapter, by the names of their weights."""
+    """Return the layers that have an adapter, by the names of their weights."""
     return {
         canonical_fqn(f"{name}.weight"): module
         for name, module in model.named_modules()
@@ -24,26 +28,22 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def whole_adapter(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [rank, in] and B [out, rank] of an adapted layer, float32; they are small, so that every
-    rank gathers both.
+    """Return A [rank, in] and B [out, rank] of an adapted layer, float32. Every rank gathers both,
+    which are small.
     """
-    return _whole(layer.lora_a.weight), _whole(layer.lora_b.weight)
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    return (
-        (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().float()
-    )
+    weights = (layer.lora_a.weight, layer.lora_b.weight)
+    a, b = (w.full_tensor() if isinstance(w, DTensor) else w for w in weights)
+    return a.detach().float(), b.detach().float()
 
 
 class MergedWeights:
-    """This rank's shards of the weights that the policy acts by: W + alpha / rank * B @ A where
-    there is an adapter.
+    """This rank's shards of the policy's weights: W + alpha / rank * B @ A for a layer with an
+    adapter.
 
-    Layers without one are the live parameters themselves. The others have memory of their own from
-    the first call of ``shards`` on, into which ``refresh`` merges anew; all ranks call both alike.
-    A rank merges its own shard alone, in float32. CUDA takes the same lines and is not covered by
-    the tests.
+    A layer without an adapter gives its live parameters. The merged weights have their own memory
+    from the first call of ``shards`` on; ``refresh`` writes it again. All ranks call both methods
+    alike. A rank merges only its own shard, in float32. Tiller's tests do not cover CUDA, which
+    runs the same code.
     """
 
     def __init__(self, model: nn.Module, lora: LoRAConverter.Config | None):
@@ -51,10 +51,10 @@ class MergedWeights:
         self._adapted = adapted_layers(model)
         self._scaling = lora.alpha / lora.rank if lora is not None else 0.0
         self.buffers: dict[str, torch.Tensor] = {}
-        """The memory of its own, by parameter."""
+        """Merged weights, by parameter."""
 
     def shards(self) -> Shards:
-        """The shards by torchtitan's names, in its order; the same tensors each time."""
+        """Return the shards by torchtitan's names, in its order; the same tensors each time."""
         shards = shards_of(self._model)
         if not self.buffers:
             self.buffers = {name: torch.empty_like(shards[name].tensor) for name in self._adapted}
@@ -66,11 +66,51 @@ class MergedWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Follow the parameters, which have changed."""
+        """Merge again, after the parameters changed."""
         shards = shards_of(self._model)
         for name, merged in self.buffers.items():
-            layer = self._adapted[name]
             shard = shards[name]
-            (a, b) = whole_adapter(layer)
-            (rows, columns) = shard.box.slices_in(Box.whole(shard.shape))
+            a, b = whole_adapter(self._adapted[name])
+            rows, columns = shard.box.slices_in(Box.whole(shard.shape))
             merged.copy_(shard.tensor + self._scaling * (b[rows] @ a[:, columns]))
+
+
+def peft_tensors(model: nn.Module, names: HuggingFaceNames) -> dict[str, torch.Tensor]:
+    """Return PEFT's tensors, whole and float32, on every rank; all ranks call alike. Empty for a
+    model without adapters.
+
+    Hugging Face's parts of a fused weight share A; each has its rows of B.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, layer in adapted_layers(model).items():
+        a, b = (tensor.cpu() for tensor in whole_adapter(layer))
+        for block in names.blocks(name, tuple(b.shape)):
+            module = f"base_model.model.{block.tensor.removesuffix('.weight')}"
+            # safetensors refuses to write shared memory
+            tensors[f"{module}.lora_A.weight"] = a.clone()
+            rows = tensors.setdefault(f"{module}.lora_B.weight", torch.empty(block.shape))
+            target = Box(block.offset, block.box.shape).slices_in(Box.whole(block.shape))
+            rows[target] = b[block.box.slices_in(Box.whole(tuple(b.shape)))]
+    return tensors
+
+
+def write_peft(
+    folder: Path, tensors: dict[str, torch.Tensor], lora: LoRAConverter.Config, *, base: str | None
+) -> None:
+    """Create ``folder``, an adapter that PEFT loads onto the model ``base``. None means that the
+    base is in no folder.
+    """
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))

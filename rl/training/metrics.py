@@ -11,9 +11,8 @@ from rl.metrics import Metrics, Value
 
 
 class MetricTotals:
-    """Sums and extremes, kept on the device until ``reduce``.
-
-    Every metric declares its reduction.
+    """Sums and extremes, kept on the device until ``reduce``. Each metric declares its
+    reduction.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None):
@@ -24,8 +23,8 @@ class MetricTotals:
         self._signs: dict[str, float] = {}
 
     def add(self, loss: torch.Tensor, metrics: Mapping[str, Metric], weights: torch.Tensor) -> None:
-        """Count the loss of each token by its weight, and the other metrics by whether it
-        has one.
+        """Add the loss of each token times its weight, and the other metrics of the tokens with
+        weight > 0.
         """
         self._add_sum("loss/mean", loss, weights)
         mask = weights > 0
@@ -44,18 +43,10 @@ class MetricTotals:
         pair = torch.stack([weighted.sum(dtype=torch.float64), weights.sum(dtype=torch.float64)])
         self._sums[name] = self._sums.get(name, 0.0) + pair
 
-    def merge(self, other: "MetricTotals") -> None:
-        """Count what the other has counted too."""
-        for name, pair in other._sums.items():
-            self._sums[name] = self._sums.get(name, 0.0) + pair
-        for name, best in other._extremes.items():
-            self._extremes[name] = torch.maximum(best, self._extremes.get(name, best))
-        self._signs |= other._signs
-
     def reduce(self) -> Metrics:
-        """The metrics over all ranks, without extremes of no token; every rank returns the same."""
-        if not self._sums:
-            return Metrics({})
+        """Return the metrics over all ranks, the same on every rank. Omits extremes without a
+        token.
+        """
         sums = torch.stack([*self._sums.values()])
         extremes = torch.stack([torch.zeros((), device=self._device), *self._extremes.values()])
         if self._group is not None:

@@ -1,4 +1,4 @@
-"""From a ragged Batch to the rectangles that one rank runs."""
+"""Micro-batches: rectangles of tokens that one rank runs, cut from a ragged Batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,35 +10,37 @@ from rl.types import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutting:
-    """How one rank's sequences are laid out; the gradient does not depend on it."""
+    """Limits of micro-batches; the gradient does not depend on them."""
 
     sequences: int
-    """Most sequences in a micro-batch, where ``tokens`` is None."""
+    """Maximum number of sequences in a micro-batch if ``tokens`` is None."""
 
     tokens: int | None
-    """Most cells in a micro-batch, padding included; a longer sequence gets one of its own."""
+    """Maximum number of cells in a micro-batch, including padding. A longer sequence is a
+    micro-batch by itself."""
 
     pack: bool
-    """Whether a row may hold several sequences, each a document of its own."""
+    """Whether a row may hold several sequences, each a separate document."""
 
     one_row: bool
     """Whether packed sequences share one long row. Else rows are as long as the longest sequence:
     a dense mask costs the square of a row's length."""
 
     multiple_of: int
-    """Number that the length of a row must be a multiple of."""
+    """Divisor of the length of every row."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Sequences in rows of one length L, shifted so that each cell predicts the next token.
 
-    ``tokens``, ``targets``, ``positions`` int64 [B, L]; a document starts where ``positions`` is 0.
-    Of the T tokens of its sequences, end to end, token t has place ``index[t]`` in the batch that
-    was cut, and is predicted in cell ``cells[t]`` of the flattened rectangle, unless ``first[t]``
-    says that nothing predicts it. ``loss_index`` int64 [C] are the t of weight above 0;
-    ``sequence`` int64 [C], which of the micro-batch's sequences each is of, ``loss_weights`` and
-    columns [C] are theirs.
+    - ``tokens``, ``targets``, ``positions``: int64 [B, L]; a document starts at each position 0.
+    - ``index``: int64 [T], place in the whole batch of each token of the concatenated sequences.
+    - ``cells``: int64 [T], cell of the flattened rectangle that predicts each token.
+    - ``first``: bool [T], whether a token starts its sequence, so that no cell predicts it.
+    - ``loss_index``: int64 [C], the tokens of weight above 0, as indices in [0, T).
+    - ``sequence``: int64 [C], sequence of the micro-batch of each of these tokens.
+    - ``loss_weights`` and each of ``columns``: [C], values of these tokens.
     """
 
     index: torch.Tensor
@@ -53,24 +55,24 @@ class MicroBatch:
     columns: dict[str, torch.Tensor]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same on ``device``; ``index`` stays where the outputs are put together."""
+        """Return a copy on ``device``, except for ``index``: outputs are collected on the host."""
         names = [each.name for each in fields(self) if each.name not in ("index", "columns")]
         moved = {name: getattr(self, name).to(device) for name in names}
         columns = {name: values.to(device) for name, values in self.columns.items()}
         return replace(self, columns=columns, **moved)
 
     def per_token(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of the cells [B, L] as values of the tokens [T]; 0 where nothing predicts."""
+        """Return values of the cells [B, L] as values of the tokens [T], 0 for a first token."""
         return values.flatten()[self.cells].masked_fill(self.first, 0.0)
 
 
 Rows = list[list[int]]
-"""Sequences of each row of a micro-batch, by their place in the batch."""
+"""Sequences of each row of a micro-batch, as indices into the batch."""
 
 
 def plan(batch: Batch, cutting: Cutting) -> list[Rows]:
-    """Micro-batches of the batch's sequences, longest first, so that neighbours have like
-    lengths.
+    """Return the rows of each micro-batch. Sequences are sorted by length, longest first, so that
+    neighbours have similar lengths.
     """
     sizes = _sizes(batch)
     planned: list[_Filling] = []
@@ -81,7 +83,9 @@ def plan(batch: Batch, cutting: Cutting) -> list[Rows]:
 
 
 def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
-    """The micro-batch of the given rows; without any, a dummy of one row that holds no sequence."""
+    """Return the micro-batch of the given rows; without rows, a dummy of one row without a
+    sequence.
+    """
     sequences = [sequence for row in rows for sequence in row]
     part = batch.select(sequences)
     sizes = dict(zip(sequences, _sizes(part), strict=True))
@@ -108,7 +112,7 @@ def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
         return out.view(shape)
 
     filled = rectangle(torch.ones_like(predicted)).bool()
-    # may outgrow the model's longest sequence
+    # Positions of padding may exceed the model's maximum length.
     padding = (~filled).cumsum(1).sub(1).clamp(max=longest - 1)
     loss_index = (part.loss_weights > 0).nonzero().squeeze(1)
     return MicroBatch(
@@ -126,9 +130,10 @@ def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
 
 
 def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Sequences of each of ``shards`` ranks: like numbers of sequences (to one), and of tokens.
+    """Divide sequences into ``parts``, whose numbers of sequences differ by at most one and whose
+    numbers of tokens are similar. Returns the indices of each part.
 
-    The longest first, each to the rank with the fewest tokens so far that has room (Graham, 1969).
+    Longest sequence first, each to the part with the fewest tokens so far (Graham, 1969).
     """
     room = -(-len(lengths) // parts)
     shares: list[list[int]] = [[] for _ in range(parts)]
@@ -141,7 +146,7 @@ def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 class _Filling:
-    """A micro-batch that is being filled, longest sequence first."""
+    """A micro-batch under construction, longest sequence first."""
 
     def __init__(self, cutting: Cutting, sequence: int, size: int):
         self.cutting = cutting
@@ -151,31 +156,31 @@ class _Filling:
         self._count = 1
 
     def take(self, sequence: int, size: int) -> bool:
-        """Whether the sequence fitted in: first where a row has room, else in a new row."""
-        if self.cutting.tokens is None and self._count == self.cutting.sequences:
+        """Add the sequence to the first row with room, else to a new row; return whether it
+        fits.
+        """
+        limit = self.cutting.tokens
+        if limit is None and self._count == self.cutting.sequences:
             return False
-        row = next(
-            (r for r, used in enumerate(self._used) if self._has_room(used, size)), len(self.rows)
-        )
-        used = [*self._used, 0][: max(row + 1, len(self._used))]
+        room = self._width - size
+        fits = (r for r, used in enumerate(self._used) if self.cutting.one_row or used <= room)
+        new = len(self.rows)
+        row = next(fits, new) if self.cutting.pack else new
+        used = [*self._used, 0] if row == new else [*self._used]
         used[row] += size
-        cells = len(used) * _round_up(max(used), self.cutting.multiple_of)
-        if self.cutting.tokens is not None and cells > self.cutting.tokens:
+        if limit is not None and len(used) * _round_up(max(used), self.cutting.multiple_of) > limit:
             return False
-        if row == len(self.rows):
+        if row == new:
             self.rows.append([])
         self.rows[row].append(sequence)
         self._used = used
         self._count += 1
         return True
 
-    def _has_room(self, used: int, size: int) -> bool:
-        return self.cutting.pack and (self.cutting.one_row or used + size <= self._width)
-
 
 def _sizes(batch: Batch) -> list[int]:
-    """Cells that each sequence takes: one less than its tokens, since the last one predicts
-    nothing.
+    """Return the number of cells of each sequence: one less than its tokens, since the last token
+    predicts nothing.
     """
     return [length - 1 for length in batch.lengths.tolist()]
 

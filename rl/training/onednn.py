@@ -1,12 +1,10 @@
-"""oneDNN for the float32 matrix products of a trainer on CPU, in place of MKL, which takes twice as
-long on AMD.
-"""
+"""oneDNN for the float32 matrix products of a trainer on CPU; MKL takes twice as long on AMD."""
 
 import torch
 
 from rl.compat.torch_internals import onednn_linear
 
-_kernels: torch.library.Library | None = None  # they are undone with it
+_kernels: torch.library.Library | None = None  # its end would unregister the kernels
 
 
 def use_onednn() -> None:
@@ -17,15 +15,17 @@ def use_onednn() -> None:
     if _kernels is None and torch.backends.mkldnn.is_available():
         _kernels = torch.library.Library("aten", "IMPL")
         _kernels.impl("mm", _mm, "CPU", allow_override=True)
-        _kernels.impl(
-            "mm.out", lambda a, b, *, out: out.copy_(_mm(a, b)), "CPU", allow_override=True
-        )
+        _kernels.impl("mm.out", _mm_out, "CPU", allow_override=True)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if not (a.dtype == b.dtype == torch.float32 and a.numel() and b.numel()):
         return torch.addmm(a.new_zeros(()), a, b, beta=0)
-    # oneDNN's left side is copied: let that be the smaller
+    # oneDNN copies its left side: make that the smaller matrix
     if not a.is_contiguous() and b.numel() < a.numel():
         return onednn_linear(b.T, a).T
     return onednn_linear(a, b.T)
+
+
+def _mm_out(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(_mm(a, b))

@@ -1,4 +1,4 @@
-"""A critic's output: what it expects, straight from hidden states."""
+"""Output layer of a critic: expected returns, from hidden states."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from torchtitan.models.common import Linear
 
 
 class ValueHead(Linear):
-    """Projects hidden states to one number each; the same on every tensor-parallel rank."""
+    """Projects each hidden state to one number; every tensor-parallel rank has all values."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         pass
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Values, float32 [B, L], of ``hidden`` [B, L, D]."""
+        """Return the values, float32 [B, L], of ``hidden`` [B, L, D]."""
         weight = self.weight
         if isinstance(weight, DTensor):
             weight = weight.to_local()
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local()
-        return F.linear(hidden, weight).float().sum(-1)  # of one: FSDP wants no view
+        return F.linear(hidden, weight).float().sum(-1)  # drops dimension 1; FSDP forbids a view

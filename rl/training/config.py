@@ -1,9 +1,10 @@
-"""Fields of the trainer: torchtitan's own dataclasses, and how a batch is cut."""
+"""Fields of the trainer: torchtitan's own dataclasses, and the limits of micro-batches."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import tyro
+from torchtitan import config as titan
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.optimizer import (
@@ -12,13 +13,6 @@ from torchtitan.components.optimizer import (
     default_adamw,
 )
 from torchtitan.components.quantization import Float8LinearConverter
-from torchtitan.config import (
-    CommConfig,
-    CompileConfig,
-    DebugConfig,
-    ParallelismConfig,
-    TrainingConfig,
-)
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 
 from rl.model.shape import ModelConfig
@@ -34,20 +28,22 @@ LoRAConfig = (
 )
 
 
-def one_rank() -> ParallelismConfig:
-    """torchtitan's parallelism with every degree 1, on the DTensor backend that its Qwen3 needs."""
-    return ParallelismConfig(data_parallel_shard_degree=1, spmd_backend="partial_dtensor")
+def one_rank() -> titan.ParallelismConfig:
+    """Return torchtitan's parallelism with every degree 1, on the DTensor backend that its Qwen3
+    needs.
+    """
+    return titan.ParallelismConfig(data_parallel_shard_degree=1, spmd_backend="partial_dtensor")
 
 
-def ranks_of(parallelism: ParallelismConfig) -> int:
-    """Processes that a mesh of this layout needs."""
+def ranks_of(parallelism: titan.ParallelismConfig) -> int:
+    """Return the number of processes of a mesh with this parallelism."""
     dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
     return dp * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
 
 
 def adaptable_layers(model: ModelConfig) -> list[str]:
-    """torchtitan's names of the linear layers that can have adapters: those of attention and
-    feed-forward.
+    """Return torchtitan's names of the linear layers that can have adapters: those of attention
+    and feed-forward.
     """
     return [*(["wqkv"] if model.fuse_qkv else ["wq", "wkv"]), "wo", "w1", "w2", "w3"]
 
@@ -56,7 +52,7 @@ def adaptable_layers(model: ModelConfig) -> list[str]:
 class TrainerConfig:
     """PolicyTrainer mesh. Its number of ranks is the product of the parallelism degrees."""
 
-    parallelism: ParallelismConfig = field(default_factory=one_rank)
+    parallelism: titan.ParallelismConfig = field(default_factory=one_rank)
     """Parallelism degrees; the number of ranks is their product. Pipeline parallelism is
     refused."""
 
@@ -65,8 +61,8 @@ class TrainerConfig:
     and other roles run on the first of these nodes, each on the largest number of them that divides
     its own ranks."""
 
-    training: TrainingConfig = field(
-        default_factory=lambda: TrainingConfig(mixed_precision_param="float32")
+    training: titan.TrainingConfig = field(
+        default_factory=lambda: titan.TrainingConfig(mixed_precision_param="float32")
     )
     """Dtype, mixed precision and gradient clipping (``max_norm``). Batch sizes, ``seq_len`` and
     ``steps`` are not read."""
@@ -90,11 +86,11 @@ class TrainerConfig:
     line."""
 
     lora: Annotated[LoRAConfig, NUMERICS] = None
-    """Low-rank adapters, which are then all that is trained; ``trainer.lora:on`` on the command
-    line. ``target_modules`` may name wqkv (or wq and wkv if ``model.fuse_qkv`` is off), wo, w1, w2
-    and w3; by default all of them."""
+    """Low-rank adapters; all other weights are frozen. ``trainer.lora:on`` on the command line.
+    ``target_modules`` may name wqkv (or wq and wkv if ``model.fuse_qkv`` is off), wo, w1, w2 and
+    w3; by default all of them."""
 
-    compile: CompileConfig = field(default_factory=CompileConfig)
+    compile: titan.CompileConfig = field(default_factory=titan.CompileConfig)
     """Use of torch.compile."""
 
     checkpoint: Annotated[CheckpointManager.Config, COSMETIC] = field(
@@ -109,14 +105,15 @@ class TrainerConfig:
     """Checkpoints. ``folder`` is inside the run folder, ``interval`` is in optimizer steps, and
     ``keep_latest_k`` counts complete checkpoints.
 
-    A run always ends with a checkpoint. A run that has none starts from ``initial_load_path`` if it
-    is set: a checkpoint of another run, or its weights alone with ``initial_load_model_only``.
+    A run always ends with a checkpoint. A run without a checkpoint starts from
+    ``initial_load_path`` if it is set: a checkpoint of another run, or only its weights with
+    ``initial_load_model_only``.
     """
 
-    comm: CommConfig = field(default_factory=lambda: CommConfig(trace_buf_size=0))
+    comm: titan.CommConfig = field(default_factory=lambda: titan.CommConfig(trace_buf_size=0))
     """Timeouts and traces of collective communication."""
 
-    debug: DebugConfig = field(default_factory=DebugConfig)
+    debug: titan.DebugConfig = field(default_factory=titan.DebugConfig)
     """Options for debugging and reproducibility."""
 
     micro_batch_size: Annotated[int, at_least(1, 10**6), PERFORMANCE] = 32
@@ -142,10 +139,8 @@ class TrainerConfig:
     @property
     def dp_degree(self) -> int:
         """Number of parts that a batch is split into."""
-        return (
-            self.parallelism.data_parallel_replicate_degree
-            * self.parallelism.data_parallel_shard_degree
-        )
+        parallelism = self.parallelism
+        return parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
 
     @property
     def compiles_model(self) -> bool:

@@ -148,9 +148,9 @@ class TrainingEngine:
             totals.add(per_token, metrics, micro.loss_weights)
             parts.append((micro.index, {name: v.detach() for name, v in outputs.items()}))
         self._weight += float(batch.loss_weights.sum(dtype=torch.float64))
-        metrics = totals.reduce()
-        self._metrics.append(metrics)
-        return _outputs_of(batch, parts), metrics
+        reduced = totals.reduce()
+        self._metrics.append(reduced)
+        return _outputs_of(batch, parts), reduced
 
     @torch.no_grad()
     def optim_step(

@@ -1,4 +1,4 @@
-"""Reading of DCP checkpoints that runs no code of theirs: pickles of plain data alone are
+"""Reading of DCP checkpoints without running code in them: only pickles of plain data are
 accepted.
 """
 
@@ -10,51 +10,40 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, metadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from rl.compat.torch_checkpoint import METADATA_PARTS, set_element
 from rl.errors import RunError
 
-_ALLOWED = {
-    (allowed.__module__, allowed.__qualname__): allowed
-    for allowed in (
-        *METADATA_PARTS,
-        Metadata,
-        StorageMeta,
-        MetadataIndex,
-        BytesStorageMetadata,
-        TensorStorageMetadata,
-        ChunkStorageMetadata,
-        TensorProperties,
-        torch.Size,
-        PosixPath,
-    )
-}
-"""Classes in the metadata of a checkpoint; data types of torch are allowed too."""
+_CLASSES = (
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    torch.Size,
+    PosixPath,
+)
+_ALLOWED = {(each.__module__, each.__qualname__): each for each in (*METADATA_PARTS, *_CLASSES)}
+"""Classes in the metadata of a checkpoint. torch's dtypes are allowed too."""
 
 
 def load(state: dict[str, Any], folder: Path) -> None:
-    """``dcp.load`` into ``state`` from ``folder``; all ranks call it alike.
+    """Call ``dcp.load`` into ``state`` from ``folder``; all ranks call it alike.
 
-    Raises, on all ranks, for a checkpoint that names any class or function but DCP's own.
+    Raises, on all ranks, if the checkpoint names a class or function other than DCP's own.
     """
     dcp.load(state, storage_reader=_Reader(folder), planner=_Planner(folder))
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Metadata of the checkpoint in ``folder``.
+    """Return the metadata of the checkpoint in ``folder``.
 
-    Raises RunError if more than metadata is in its file.
+    Raises RunError if the file holds anything except for metadata.
     """
     return _Reader(folder).read_metadata()
 
@@ -63,10 +52,10 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         path = Path(self.path, ".metadata")
         with open(path, "rb") as file:
-            metadata = _Unpickler(file, path).load()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+            found: Metadata = _Unpickler(file, path).load()
+        found.storage_meta = found.storage_meta or metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
 
 
 class _Planner(DefaultLoadPlanner):
@@ -80,9 +69,8 @@ class _Planner(DefaultLoadPlanner):
             entry = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             found = re.search(r"GLOBAL (\S+)", str(error))
-            raise _refused(
-                self._folder, f"its entry {name}", found[1] if found else "more than plain data"
-            ) from error
+            what = found[1] if found else "more than plain data"
+            raise _refused(self._folder, f"its entry {name}", what) from error
         set_element(self.original_state_dict, self.mappings[name], entry)
 
 
@@ -101,6 +89,6 @@ class _Unpickler(pickle.Unpickler):
 
 def _refused(folder: Path, where: str, what: str) -> RunError:
     return RunError(
-        f"{folder} is refused: {where} names {what}, which no checkpoint needs and which could run "
-        "code; nothing of it was run. Take a checkpoint that Tiller wrote"
+        f"{folder} is refused: {where} names {what}, which could run code; no code was run. Load a "
+        "checkpoint that Tiller wrote"
     )

@@ -132,7 +132,7 @@ class HuggingFaceFolders:
     def _write(
         self, folder: Path, shards: Shards, layouts: dict[str, "_FileLayout"], dtype: torch.dtype
     ) -> int:
-        """Write the shards of which this rank has the first replica; return their bytes."""
+        """Write the first replicas among this rank's shards; return their number of bytes."""
         weights = named_weights(self._model)
         first = {name: shard for name, shard in shards.items() if _is_first_replica(weights[name])}
         written = 0

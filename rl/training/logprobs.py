@@ -1,6 +1,4 @@
-"""Log-probabilities and entropies straight from hidden states, never from the logits of a whole
-batch.
-"""
+"""Log-probabilities and entropies from hidden states, without the logits of a whole batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,15 +13,15 @@ from torchtitan.models.common import Linear
 class LogProbHead(Linear):
     """The output projection and the softmax over it, as one module.
 
-    Logits exist for as many tokens at a time as fit ``logits_mib``, and on each tensor-parallel
-    rank for its own part of the vocabulary alone: nothing is gathered. Where the tokens do not fit
-    at once, each chunk of them is projected a second time in the backward pass.
+    Logits exist for as many tokens at a time as fit ``logits_mib``. A tensor-parallel rank computes
+    only its own part of the vocabulary and gathers nothing. If the tokens do not fit at once, the
+    backward pass projects each chunk a second time.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         logits_mib: int
-        """Float32 logits that may exist at once, in MiB; the softmax needs twice that."""
+        """Maximum size of float32 logits in memory, in MiB; the softmax needs twice as much."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -32,10 +30,11 @@ class LogProbHead(Linear):
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob of each target, and entropy in nats, under softmax(logits / temperature).
+        """Return the log-prob of each target, and the entropy in nats, under softmax(logits /
+        temperature).
 
-        ``hidden`` [B, L, D], ``targets`` int64 [B, L]; both results are float32 [B, L], and
-        gradients flow through both.
+        ``hidden`` [B, L, D], ``targets`` int64 [B, L]; both results are float32 [B, L] and
+        differentiable.
         """
         weight = self.weight
         group = None
@@ -44,7 +43,7 @@ class LogProbHead(Linear):
             group = weight.device_mesh.get_group()
             weight = weight.to_local()
         if isinstance(hidden, DTensor):
-            # each rank's part of the vocabulary adds its own
+            # Each rank adds the gradient of its part of the vocabulary.
             hidden = hidden.to_local(grad_placements=[Partial()])
         return linear_logprobs(
             hidden,
@@ -67,12 +66,12 @@ def linear_logprobs(
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target, and entropy in nats, under softmax(hidden @ weight.T / temperature).
+    """Return the log-prob of each target, and the entropy in nats, under softmax(hidden @ weight.T
+    / temperature).
 
     ``hidden`` [..., D], ``targets`` int64 [...]; ``weight`` [V, D], or with a ``group`` this rank's
     rows of it, cut as torch.chunk cuts ``vocab_size`` rows. Results are float32, shaped like
-    ``targets``. The gradient of ``hidden`` is this rank's part: their sum over the group is the
-    whole.
+    ``targets``. The gradient of ``hidden`` is this rank's part of a sum over the group.
     """
     first = 0
     if group is not None:
@@ -83,9 +82,8 @@ def linear_logprobs(
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Forward: two all-reduces of a few numbers per token.
-
-    Backward: none, since the gradient of a rank's logits needs its own probabilities only.
+    """The forward pass has two all-reduces of a few numbers per token. The backward pass has none,
+    since the gradient of a rank's logits needs only its own probabilities.
     """
 
     @staticmethod
@@ -121,7 +119,7 @@ class _LinearLogProbs(torch.autograd.Function):
             log_total[chunk] = peak + log_sum
             if chunk_tokens >= len(hidden) and ctx.needs_input_grad[0]:
                 kept = z.sub_(log_sum.unsqueeze(-1))
-            del z, exp  # the next chunk's would be made while these are still held
+            del z, exp  # free before the next chunk allocates
         ctx.save_for_backward(hidden, weight, targets, entropy.view(-1), log_total)
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
@@ -134,7 +132,7 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, targets, entropy, log_total = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         trained = ctx.needs_input_grad[1]
-        # chunks add up in full
+        # Chunks are summed in float32.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         for chunk in _chunks(len(hidden), ctx.chunk_tokens):
             logp = ctx.kept
@@ -177,6 +175,6 @@ def _scaled_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: floa
 
 
 def _owned(targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which targets are among this rank's rows, and an index [T, 1] that is valid for all."""
+    """Return whether each target is among this rank's rows, and an index [T, 1] in range."""
     owned = (targets >= 0) & (targets < rows)
     return owned, targets.clamp(0, rows - 1).unsqueeze(-1)

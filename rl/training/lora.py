@@ -37,7 +37,7 @@ def whole_adapter(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class MergedWeights:
-    """This rank's shards of the policy's weights: W + alpha / rank * B @ A for a layer with an
+    """Shards of the policy's weights on this rank: W + alpha / rank * B @ A for a layer with an
     adapter.
 
     A layer without an adapter gives its live parameters. The merged weights have their own memory

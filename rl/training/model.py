@@ -1,4 +1,4 @@
-"""Builds the sharded torchtitan model of one trainer rank."""
+"""Construction of the sharded torchtitan model of one trainer rank."""
 
 import dataclasses
 import hashlib
@@ -11,8 +11,6 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.components.lora import LoRAConverter
-from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import Linear
@@ -39,7 +37,7 @@ from rl.types import Head
 
 @titan.without_head
 class HeadedModel(Qwen3Model):
-    """torchtitan's Qwen3 with a head of Tiller's; FSDP wants all of it in one forward."""
+    """torchtitan's Qwen3 with a head of Tiller; FSDP needs both in one forward."""
 
     def forward(  # type: ignore[override]
         self,
@@ -50,9 +48,8 @@ class HeadedModel(Qwen3Model):
         attention_masks: Any,
         temperature: float,
     ) -> dict[str, torch.Tensor]:
-        """``logprobs`` and ``entropy`` of ``targets``, or ``values`` before these, float32 [B, L].
-
-        From ``tokens``, ``targets`` and ``positions``, int64 [B, L].
+        """Return ``logprobs`` and ``entropy`` of ``targets``, or ``values`` before them, float32
+        [B, L]. ``tokens``, ``targets`` and ``positions`` are int64 [B, L].
         """
         hidden = super().forward(tokens, positions=positions, attention_masks=attention_masks)
         if isinstance(self.lm_head, ValueHead):
@@ -70,8 +67,8 @@ def build_model(
     seed: int,
     folder: str,
 ) -> HeadedModel:
-    """torchtitan's Qwen3, parallelized by torchtitan, with weights that depend on ``seed``
-    alone.
+    """Return torchtitan's Qwen3, parallelized by torchtitan, with weights that depend only on
+    ``seed``.
     """
     built = sharded_model(config, model, dims, head=head, folder=folder)
     if device_type() == "cpu":
@@ -94,21 +91,29 @@ def sharded_model(
     head: Head = "logprobs",
     folder: str,
 ) -> HeadedModel:
-    """The same model on the meta device: shapes and placements, without memory."""
+    """Return the same model on the meta device: shapes and placements, without memory."""
     shape = shape_of(model)
     if head == "values":
         shape = dataclasses.replace(shape, tie_embeddings=False)
     attention = attention_config(model.attention, context_parallel=dims.cp_enabled)
     model_config = qwen3_config(shape, fuse_qkv=model.fuse_qkv, inner_attention=attention)
     if config.float8 is not None:
-        model_config = _in_float8(model_config, config.float8, compiled=config.compiles_model)
+        float8 = dataclasses.replace(
+            config.float8,
+            # Rounding must change neither log-probs nor the choice of a token's experts.
+            filter_fqns=[*config.float8.filter_fqns, "lm_head", "router.gate"],
+            model_compile_enabled=config.compiles_model,
+        )
+        model_config = float8.build().convert(model_config)
     model_config.update_from_config(config=config)
     if head == "values":
         model_config.lm_head = _value_head(model_config.lm_head)
     else:
         model_config.lm_head = _log_prob_head(model_config.lm_head, config.logits_mib)
     if config.lora is not None:
-        model_config = _with_adapters(model_config, config.lora, adaptable_layers(model))
+        layers = config.lora.target_modules or adaptable_layers(model)
+        lora = dataclasses.replace(config.lora, target_modules=layers)
+        model_config = lora.build().convert(model_config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         built = HeadedModel(model_config)
     if built.enable_weight_tying:
@@ -127,9 +132,8 @@ def sharded_model(
 
 
 def _log_prob_head(head: Linear.Config, logits_mib: int) -> LogProbHead.Config:
-    """A LogProbHead in place of ``head``.
-
-    It keeps the sharding of the weight and sees to its activations itself.
+    """Return a LogProbHead in place of ``head``, with the same sharding of the weight; it handles
+    the sharding of its activations.
     """
     weight_only = ShardingConfig(state_shardings=head.sharding_config.state_shardings)
     return LogProbHead.Config(
@@ -142,46 +146,21 @@ def _log_prob_head(head: Linear.Config, logits_mib: int) -> LogProbHead.Config:
 
 
 def _value_head(head: Linear.Config) -> ValueHead.Config:
-    """A ValueHead in place of ``head``, whole on every tensor-parallel rank; it begins by expecting
-    nothing.
+    """Return a ValueHead in place of ``head``, replicated over tensor-parallel ranks. Its weights
+    start at 0.
     """
+    replicated = {"weight": dense_param_placement(tp=spmd.R)}
     return ValueHead.Config(
         in_features=head.in_features,
         out_features=1,
         param_init={"weight": nn.init.zeros_},
-        sharding_config=ShardingConfig(
-            state_shardings={"weight": dense_param_placement(tp=spmd.R)}
-        ),
+        sharding_config=ShardingConfig(state_shardings=replicated),
     )
-
-
-def _in_float8(
-    model_config: Qwen3Model.Config, float8: Float8LinearConverter.Config, *, compiled: bool
-) -> Qwen3Model.Config:
-    """``model_config`` with its linear layers in float8."""
-    converter = dataclasses.replace(
-        float8,
-        # Log-probs are what RL stands on, and a token's experts should not hang on the rounding of
-        # a score.
-        filter_fqns=[*float8.filter_fqns, "lm_head", "router.gate"],
-        model_compile_enabled=compiled,
-    )
-    return converter.build().convert(model_config)
-
-
-def _with_adapters(
-    model_config: Qwen3Model.Config, lora: LoRAConverter.Config, layers: list[str]
-) -> Qwen3Model.Config:
-    """``model_config`` with adapters at the layers that ``lora`` names, or all of ``layers``; the
-    rest is frozen.
-    """
-    converter = dataclasses.replace(lora, target_modules=lora.target_modules or layers)
-    return converter.build().convert(model_config)
 
 
 def _tie_after_tensor_parallel(model: HeadedModel) -> None:
-    """Let FSDP see one weight: torchtitan's tensor parallelism unties it, and FSDP would pad the
-    two apart.
+    """Tie the embedding to the head again before FSDP: torchtitan's tensor parallelism unties them,
+    and FSDP would pad them separately.
     """
     parallelize = model.parallelize
 
@@ -193,25 +172,23 @@ def _tie_after_tensor_parallel(model: HeadedModel) -> None:
 
 
 def _keep_gradients_of_experts(model: Qwen3Model) -> None:
-    """Mend what tensor parallelism does to gradients on their way back from torchtitan's
-    experts.
-    """
+    """Correct the gradients of the inputs of torchtitan's experts under tensor parallelism."""
 
-    def mend(_experts: nn.Module, args: tuple) -> tuple:
+    def correct(_experts: nn.Module, args: tuple) -> tuple:
         x, scores, *routing = args
         wait_for_local(x)  # torch's local_map waits too, but drops the gradient
-        # Each rank has a part of a score's gradient: unless added up here, DTensor scatters them
+        # Each rank has a part of a score's gradient. Add the parts here; DTensor would scatter them
         # over uneven rows.
         return x, scores.redistribute(placements=scores.placements), *routing
 
     for layer in model.layers.values():
         if layer.moe_enabled:
-            layer.moe.routed_experts.register_forward_pre_hook(mend)
+            layer.moe.routed_experts.register_forward_pre_hook(correct)
 
 
 @torch.no_grad()
 def _init_parameters(model: nn.Module, seed: int) -> None:
-    """torchtitan's initializers, drawn so that every layout starts from the same weights."""
+    """Run torchtitan's initializers such that every layout starts from the same weights."""
     for prefix, module in model.named_modules():
         initializers = titan.initializers(module)
         for name, parameter in module.named_parameters(recurse=False):
@@ -219,20 +196,18 @@ def _init_parameters(model: nn.Module, seed: int) -> None:
             if init is skip_param_init:
                 continue
             key = f"{seed}:{canonical_fqn(f'{prefix}.{name}')}"
+            digest = hashlib.sha256(key.encode()).digest()
             full = torch.empty(parameter.shape, dtype=torch.float32)
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(
-                    int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
-                )
+                torch.manual_seed(int.from_bytes(digest[:8], "little"))
                 init(full)
-            local_tensor(parameter).copy_(
-                full[local_box(parameter).slices_in(Box.whole(full.shape))]
-            )
+            part = local_box(parameter).slices_in(Box.whole(full.shape))
+            local_tensor(parameter).copy_(full[part])
 
 
 def reshard(model: nn.Module) -> None:
-    """Make the parameters shards again: FSDP keeps the head whole for a backward pass, which may
-    not come.
+    """Shard the parameters again: FSDP keeps the head gathered for a backward pass, which may not
+    follow.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -240,7 +215,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def local_box(parameter: torch.Tensor) -> Box:
-    """Which part of the whole parameter this rank holds."""
+    """Return the part of the whole parameter that this rank holds."""
     if not isinstance(parameter, DTensor):
         return Box.whole(parameter.shape)
     shape, offset = local_part(parameter)
@@ -248,12 +223,12 @@ def local_box(parameter: torch.Tensor) -> Box:
 
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of the model itself, without adapters, by torchtitan's names."""
+    """Return the parameters without adapters, by torchtitan's names."""
     return {name: parameter for name, parameter in _named(model) if not is_adapter(name)}
 
 
 def named_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of its adapters, which alone are trained where there are any."""
+    """Return the parameters of adapters. If there are any, no others are trained."""
     return {name: parameter for name, parameter in _named(model) if is_adapter(name)}
 
 
@@ -262,17 +237,16 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the parameter of this name is part of an adapter."""
+    """Return whether the parameter of this name is part of an adapter."""
     return name.endswith((".lora_a.weight", ".lora_b.weight"))
 
 
 def shards_of(model: nn.Module) -> Shards:
-    """This rank's live weights, without adapters; they change as the optimizer steps."""
+    """Return this rank's live weights without adapters; they change as the optimizer steps."""
     return {name: shard_of(name, parameter) for name, parameter in named_weights(model).items()}
 
 
 def shard_of(name: str, parameter: torch.Tensor) -> Shard:
-    """This rank's shard of one tensor."""
-    return Shard(
-        Region(name, tuple(parameter.shape), local_box(parameter)), local_tensor(parameter).detach()
-    )
+    """Return this rank's shard of one tensor."""
+    region = Region(name, tuple(parameter.shape), local_box(parameter))
+    return Shard(region, local_tensor(parameter).detach())

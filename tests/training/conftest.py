@@ -1,10 +1,13 @@
 """One rank in pytest's own process; each layout played once, by ranks of their own."""
 
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 
+from tests.training.disk import checkpointer_of
 from tests.training.ranks import on_ranks, rank_environment
-from tests.training.scenes import LAYOUTS, MODELS, play
+from tests.training.scenes import LAYOUTS, MODELS, TIED_FUSED, engine_of, play
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,3 +57,12 @@ def alone(played, model_name):
     """What one rank answers for ``model_name``."""
     (answer,), _ = played(model_name, "alone")
     return answer
+
+
+@pytest.fixture
+def one(folder):
+    """(an engine, its checkpointer, the folder of its checkpoints)."""
+    engine = engine_of(TIED_FUSED, folder=folder)
+    checkpointer = checkpointer_of(engine, folder)
+    yield engine, checkpointer, Path(folder) / "checkpoints"
+    checkpointer.close()

@@ -39,6 +39,11 @@ def full_disk(free: int = 4096) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def names_in(checkpoints: Path) -> list[str]:
+    """Return the sorted names of the files in ``checkpoints``."""
+    return sorted(path.name for path in checkpoints.iterdir())
+
+
 def checkpointer_of(
     engine: TrainingEngine, folder: str, model: ModelConfig = TIED_FUSED, **checkpoint: object
 ) -> Checkpointer:

@@ -3,24 +3,18 @@ exist (C6).
 """
 
 import dataclasses
-import os
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from rl.errors import RunError
-from rl.step_folders import ROLLOUTS, StepFolders
+from rl.step_folders import ROLLOUTS
 from rl.weights.digest import digests, merge_digests
 from tests.training.disk import (
     checkpointer_of,
-    everything,
-    full_disk,
-    held_writes,
-    save_and_step_on,
-    write_to_a_disk_full_on_rank_1,
+    names_in,
 )
 from tests.training.ranks import on_ranks
 from tests.training.scenes import (
@@ -137,19 +131,6 @@ def test_a_run_can_start_from_another_runs_checkpoint(one, tmp_path_factory, mod
 
 
 # What is on disk.
-
-
-@pytest.fixture
-def one(folder):
-    """(an engine, its checkpointer, the folder of its checkpoints)."""
-    engine = engine_of(TIED_FUSED, folder=folder)
-    checkpointer = checkpointer_of(engine, folder)
-    yield engine, checkpointer, Path(folder) / "checkpoints"
-    checkpointer.close()
-
-
-def names_in(checkpoints: Path) -> list[str]:
-    return sorted(path.name for path in checkpoints.iterdir())
 
 
 def test_a_checkpoint_that_was_killed_in_the_middle_is_ignored_by_name(one):
@@ -307,140 +288,3 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(one, field):
     with pytest.raises(RunError, match=message):
         other.load()
     other.close()
-
-
-# Power failures.
-
-
-def test_a_checkpoint_is_on_disk_before_what_it_replaces_is_deleted(one, monkeypatch):
-    _, checkpointer, checkpoints = one
-    for step in (1, 2):
-        checkpointer.save(step, {})
-    synced = []
-    sync = os.fsync
-    rmtree = shutil.rmtree
-
-    def fsync(descriptor):
-        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-        sync(descriptor)
-
-    def delete(path, **options):
-        if path == checkpoints / "step-1":
-            written = checkpoints / "step-3"
-            assert {written / "__0_0.distcp", written / ".metadata.tmp"} <= {*synced}
-            assert (
-                synced.index(written / ".metadata.tmp")
-                < synced.index(written)
-                < synced.index(checkpoints)
-            )
-            assert synced[-1] == path, "it is known to be incomplete first"
-        rmtree(path, **options)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr("rl.step_folders.shutil.rmtree", delete)
-    checkpointer.save(3, {})
-    assert names_in(checkpoints) == ["step-2", "step-3"]
-
-
-def test_kept_weights_are_on_disk_before_they_take_the_place_of_others(one, monkeypatch, tmp_path):
-    _, checkpointer, _ = one
-    synced = []
-    sync = os.fsync
-
-    def fsync(descriptor):
-        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    checkpointer.save_weights(tmp_path / "weights")
-    assert synced[-2:] == [tmp_path / "weights.partial", tmp_path]
-
-
-# Saves that fail.
-
-
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(folder, mode):
-    engine = engine_of(TIED_FUSED, folder=folder)
-    checkpointer = checkpointer_of(engine, folder, async_mode=mode)
-    checkpointer.save(1, {"step": 1})
-    checkpointer._finish_saving()
-    with (
-        pytest.raises(RunError, match="checkpoint 2 failed on rank 0: OSError: .*File too large"),
-        full_disk(),
-    ):
-        checkpointer.save(2, {"step": 2})
-        checkpointer.close()
-    assert checkpointer.load() == {"step": 1}
-    assert checkpointer.ignored == ["checkpoints/step-2"]
-    checkpointer.save(3, {"step": 3})
-    assert checkpointer.load() == {"step": 3}
-    checkpointer.close()
-
-
-def test_the_state_of_a_save_that_failed_is_not_loaded(one):
-    _, checkpointer, _ = one
-    with pytest.raises(RunError, match="File too large"), full_disk():
-        checkpointer.save(1, {"step": 1})
-    assert (checkpointer.load(), checkpointer.loaded) == ({}, None)
-
-
-@pytest.mark.parametrize(
-    ("place", "cause"),
-    [("checkpoints", "NotADirectoryError"), ("checkpoints/step-1", "FileExists")],
-)
-def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(one, place, cause):
-    _, checkpointer, checkpoints = one
-    (checkpoints.parent / place).parent.mkdir(exist_ok=True)
-    (checkpoints.parent / place).write_text("in the way")
-    with pytest.raises(
-        RunError, match=f"checkpoint 1 failed on rank 0: {cause}.*checkpoints/step-1"
-    ):
-        checkpointer.save(1, {})
-
-
-def test_a_failure_of_one_rank_is_every_ranks_error(folder):
-    for said in on_ranks(2, write_to_a_disk_full_on_rank_1, "fsdp2", folder):
-        assert [line.partition(":")[0] for line in said] == [
-            f"{what} failed on rank 1" for what in ("checkpoint 1", "export")
-        ]
-        assert all("File too large" in line for line in said)
-
-
-# Saves beside the training.
-
-
-@pytest.mark.parametrize("layout", ["alone", "fsdp2_tp2"])
-def test_an_async_save_holds_the_values_of_its_moment(folder, layout):
-    """Weights and moments, although the steps after it are taken before a byte is written."""
-    ranks = LAYOUTS[layout].ranks
-    answers = (
-        [save_and_step_on(layout, folder)]
-        if ranks == 1
-        else on_ranks(ranks, save_and_step_on, layout, folder)
-    )
-    for answer in answers:
-        assert answer["complete while writing"] == [1, 2]  # not yet deleted
-        assert answer["complete at the end"] == [2, 3]
-    at_save, now = (
-        merge_digests(a[when] for a in answers) for when in ("at the save", "a step later")
-    )
-    assert not set(at_save.values()) & set(now.values())
-
-    engine = engine_of(TIED_FUSED, folder=folder)
-    checkpointer = checkpointer_of(engine, folder)
-    assert checkpointer.load() == {"step": 3}
-    assert merge_digests([digests(everything(engine).values())]) == at_save
-    checkpointer.close()
-
-
-def test_the_checkpoint_under_way_is_complete_when_an_export_has_ended(folder):
-    """Whatever ends a run after its export, the checkpoint of the last step is not lost."""
-    engine = engine_of(TIED_FUSED, folder=folder)
-    checkpointer = checkpointer_of(engine, folder, async_mode="async")
-    with held_writes("step-1") as write:
-        checkpointer.save(1, {})
-        threading.Timer(0.3, write).start()
-        checkpointer.export_hf(f"{folder}/export")
-        assert StepFolders(Path(folder) / "checkpoints").complete() == [1]
-    checkpointer.close()

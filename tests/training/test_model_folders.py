@@ -14,7 +14,8 @@ from rl.config import RLConfig, RoleConfig
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig, hf_config, shape_of
 from rl.validation import validate
-from tests.training.model_folders import EQUAL, REFUSED, Folder, edit_config, truncate
+from tests.training.model_cases import EQUAL, REFUSED
+from tests.training.model_folders import Folder, edit_config, truncate
 from tests.training.scenes import logits_of
 from tests.training.test_hugging_face import open_folder
 

@@ -57,7 +57,7 @@ def test_outputs_and_gradients_are_those_of_each_token_by_itself(counts, dtype, 
         assert all(bool(gradient[expert].any()) == (count > 0) for gradient in gradients[1:])
 
 
-def test_in_bfloat16_they_are_torchtitans_own():
+def test_bfloat16_outputs_equal_torchtitans():
     experts = experts_of(torch.bfloat16)
     x = torch.randn(7, 16).bfloat16()
     counts = torch.tensor([3, 0, 4, 0])

@@ -44,9 +44,7 @@ MOE = HF | {
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a folder with ``HF``, or what is given, and the given changes; returns its
-    ModelConfig.
-    """
+    """Write a folder with ``HF`` or the given config, and changes; return its ModelConfig."""
 
     def writes(hf=HF, **changes):
         (tmp_path / "config.json").write_text(json.dumps(hf | changes))
@@ -171,7 +169,7 @@ def test_transformers_reads_a_written_mixture_as_it_is_meant(tmp_path):
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type .* is 'linear'"),
     ],
 )
-def test_what_torchtitans_qwen3_cannot_be_is_refused(write, changes, message):
+def test_models_that_torchtitans_qwen3_does_not_support_are_refused(write, changes, message):
     with pytest.raises(ConfigError, match=f"model.hf_path: {message}"):
         shape_of(write(**changes))
 
@@ -188,13 +186,13 @@ def test_what_torchtitans_qwen3_cannot_be_is_refused(write, changes, message):
         ),
     ],
 )
-def test_mixtures_that_torchtitans_qwen3_cannot_be_are_refused(write, changes, message):
+def test_mixtures_that_torchtitans_qwen3_does_not_support_are_refused(write, changes, message):
     with pytest.raises(ConfigError, match=f"model.hf_path: {message}"):
         shape_of(write(MOE, **changes))
 
 
 def test_transformers_own_default_is_refused(write):
-    """It does not renormalise, where every published Qwen3 does."""
+    """The default does not renormalise; every published Qwen3 does."""
     with pytest.raises(ConfigError, match="norm_topk_prob .* is False"):
         shape_of(write({key: value for key, value in MOE.items() if key != "norm_topk_prob"}))
 

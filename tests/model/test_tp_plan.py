@@ -39,7 +39,7 @@ FORMS = pytest.mark.parametrize(
 
 
 @FORMS
-def test_every_parameter_has_one_line_and_weights_that_are_cut_are_large(tied, fused, experts):
+def test_every_parameter_has_one_cut_and_cut_weights_are_large(tied, fused, experts):
     shapes = parameter_shapes(
         shape_with(tie_embeddings=tied, **(EXPERTS if experts else {})), fuse_qkv=fused
     )
@@ -83,7 +83,7 @@ def assert_whole(layouts: tuple[Layout, ...], shapes: dict[str, tuple[int, ...]]
 
 
 def attention_rows(fused: bool, tp: int) -> list[dict[str, list[str]]]:
-    """By rank and parameter, in the rank's own order, the heads that its rows belong to."""
+    """Return the heads of the rows of each parameter, by rank, in the rank's order."""
     q = [f"q{head}" for head in range(8)]
     whole = (
         {"wqkv": [*q[:4], "k0", "v0", *q[4:], "k1", "v1"]}
@@ -124,7 +124,7 @@ def test_one_kv_head_of_each_rank_keeps_its_queries():
 @pytest.mark.parametrize(
     ("vocabulary", "rows"), [(26, [7, 7, 7, 5]), (9, [3, 3, 3, 0]), (5, [2, 2, 1, 0])]
 )
-def test_a_vocabulary_that_does_not_come_out_even_leaves_the_last_ranks_less(vocabulary, rows):
+def test_the_last_ranks_have_less_of_an_uneven_vocabulary(vocabulary, rows):
     layouts = generator_layout(shape_with(vocab_size=vocabulary), fuse_qkv=True, tp=4)
     assert [layout[0].box.shape for layout in layouts] == [(n, 16) for n in rows]
     assert_whole(layouts, parameter_shapes(shape_with(vocab_size=vocabulary), fuse_qkv=True))
@@ -153,12 +153,12 @@ def test_parts_are_views_that_fill_a_tensor_from_above(fused):
     "name",
     ["layers.0.attention.wo.bias", "layers.0.moe.shared_experts.w1.weight", "norms.weight", ""],
 )
-def test_a_parameter_without_a_line_is_named(name):
+def test_a_parameter_without_a_cut_is_named(name):
     with pytest.raises(KeyError, match=f"no line for parameter '{name}'"):
         cut_of(name)
 
 
-def test_a_cut_that_does_not_come_out_even_is_refused():
+def test_an_uneven_cut_is_refused():
     with pytest.raises(
         ValueError,
         match=r"layers.0.feed_forward.w1.weight: dimension 0 of \(42, 16\) .* 4 equal parts",
@@ -206,7 +206,7 @@ def test_every_degree_that_is_allowed_has_a_layout(changes):
         assert len(generator_layout(shape, fuse_qkv=True, tp=tp)) == tp
 
 
-def test_whole_experts_need_experts_that_the_ranks_divide():
+def test_expert_parallel_degree_must_divide_the_experts():
     check_generator(4, shape_with(**EXPERTS | {"moe_hidden_dim": 5}), expert_parallel=True)
     with pytest.raises(
         ConfigError, match=r"degree is 8; .*num_experts=4, .*allowed are \[1, 2, 4\]"
@@ -230,7 +230,7 @@ def test_degrees_of_the_trainer_that_do_not_divide_the_model_are_refused_with_th
         check_divides("some.field", degree, shape)
 
 
-def test_of_a_mixture_the_experts_width_is_cut():
+def test_the_width_of_experts_is_cut():
     shape = shape_with(**EXPERTS | {"n_kv_heads": 4, "vocab_size": 24, "moe_hidden_dim": 6})
     with pytest.raises(
         ConfigError, match=r"some.field is 4; .*moe_hidden_dim=6: allowed are \[1, 2\]"

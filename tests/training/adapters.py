@@ -1,4 +1,4 @@
-"""What the tests have an engine with adapters do, in any layout."""
+"""Runs of an engine with adapters, in any layout."""
 
 import hashlib
 from typing import Any
@@ -72,7 +72,7 @@ def merge_error(engine: TrainingEngine) -> float:
 
 
 def play_adapted(model: str, layout: str, folder: str) -> dict[str, Any]:
-    """All that the tests of adapters compare of a layout."""
+    """Return the values of a layout that the tests of adapters compare."""
     engine = adapted(model, layout, folder)
     result: dict[str, Any] = {"fresh": weights_of(engine)}
     shards = engine.shards()  # before the first forward, as a publisher takes them

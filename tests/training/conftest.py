@@ -33,7 +33,7 @@ def model_name(request) -> str:
 
 @pytest.fixture(scope="session")
 def played(tmp_path_factory):
-    """Plays a model in a layout, each once a session: (what each rank answered, folder)."""
+    """Return a function that runs a model in a layout, once a session: answers by rank, folder."""
     done = {}
 
     def plays(model: str, layout: str):
@@ -54,14 +54,14 @@ def played(tmp_path_factory):
 
 @pytest.fixture
 def alone(played, model_name):
-    """What one rank answers for ``model_name``."""
+    """Return the results of one rank for ``model_name``."""
     (answer,), _ = played(model_name, "alone")
     return answer
 
 
 @pytest.fixture
 def one(folder):
-    """(an engine, its checkpointer, the folder of its checkpoints)."""
+    """Yield an engine, its checkpointer and the folder of its checkpoints."""
     engine = engine_of(TIED_FUSED, folder=folder)
     checkpointer = checkpointer_of(engine, folder)
     yield engine, checkpointer, Path(folder) / "checkpoints"

@@ -30,7 +30,7 @@ from tests.training.scenes import LAYOUTS, TIED_FUSED, adopted, engine_of, learn
 
 @contextlib.contextmanager
 def full_disk(free: int = 4096) -> Iterator[None]:
-    """No file of this process grows beyond ``free`` bytes."""
+    """Limit files of this process to ``free`` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
     try:
@@ -47,13 +47,13 @@ def names_in(checkpoints: Path) -> list[str]:
 def checkpointer_of(
     engine: TrainingEngine, folder: str, model: ModelConfig = TIED_FUSED, **checkpoint: object
 ) -> Checkpointer:
-    """A checkpointer with fields of its config set."""
+    """Return a checkpointer with fields of its config set."""
     engine.config.checkpoint = dataclasses.replace(engine.config.checkpoint, **checkpoint)
     return Checkpointer(engine, model, folder=folder)
 
 
 def write_to_a_disk_full_on_rank_1(layout: str, folder: str) -> list[str]:
-    """What a checkpoint and an export that do not fit on one rank's disk say on this rank."""
+    """Return this rank's errors of a checkpoint and an export if rank 1's disk is full."""
     engine = engine_of(TIED_FUSED, folder=folder, layout=LAYOUTS[layout])
     checkpointer = checkpointer_of(engine, folder)
     said = []
@@ -164,7 +164,7 @@ class CountedSlice:
 
 
 def everything(engine: TrainingEngine) -> Shards:
-    """This rank's parts of the weights and of the optimizer's moments."""
+    """Return this rank's parts of the weights and of the optimizer's moments."""
     state = {
         name: t
         for name, t in engine.optimizers.state_dict().items()

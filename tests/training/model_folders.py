@@ -31,12 +31,12 @@ EXPERTS = {
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GONE = object()
-"""In place of a value: the key is left out."""
+"""Value that means that the key is left out."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """How a folder of the corpus differs from what transformers saves."""
+    """Differences of a folder of the corpus from a folder that transformers saves."""
 
     sizes: dict[str, Any] = field(default_factory=dict)
     """Fields of the transformers model that is saved."""
@@ -46,7 +46,7 @@ class Folder:
     """Keys of config.json that are replaced afterwards."""
     max_shard_size: str = "1GB"
     damage: Callable[[Path], None] = lambda folder: None
-    """Return the last thing that happens to the folder."""
+    """Function that changes the folder at the end."""
 
     def write(self, folder: Path) -> Path:
         """Save the model with random weights that are large enough to matter, and change it;

@@ -1,7 +1,7 @@
 """Runs a function on several gloo ranks, each in a process of its own.
 
 Ranks are forked from a server that has imported torchtitan once, so a launch costs little more than
-what it runs.
+the function.
 """
 
 import multiprocessing
@@ -35,7 +35,7 @@ _server.set_forkserver_preload(
 def on_ranks(
     count: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE_S
 ) -> list[Any]:
-    """What ``function(*args)`` returns on each of ``count`` ranks.
+    """Return the results of ``function(*args)`` on ``count`` ranks.
 
     Raises AssertionError with the traceback of the rank that failed first, or the ranks that were
     silent for ``deadline`` seconds. No process is left in any case.
@@ -73,7 +73,7 @@ class Ranks:
         self.kill()
 
     def answers(self, deadline: float) -> list[Any]:
-        """What each rank returned."""
+        """Results by rank."""
         answers = _collect(self._readers, time.monotonic() + deadline)
         for process in self._processes:
             process.join(20)

@@ -131,7 +131,7 @@ def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
     """Sum over the batch's tokens of weight times clipped policy loss with entropy bonus and KL
     penalty.
 
-    GSPO's ratio is that of the sequence's tokens of weight above 0.
+    GSPO's ratio is over the sequence's tokens of weight above 0.
     """
     total = torch.tensor(0.0, dtype=torch.float64)
     low = 1 - loss.clip_low

@@ -1,4 +1,4 @@
-"""What the tests have an engine do, in any layout; the same code runs on one rank and on four."""
+"""Engine runs of the tests, in any layout; the same code runs on one rank and on four."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,7 +48,7 @@ RUN_STATE = {"step": 2, "next_ordinal": 64, "name": "a run"}
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ways the ranks replicate, shard and cut."""
+    """Degrees of a layout of ranks."""
 
     replicate: int = 1
     shard: int = 1
@@ -103,8 +103,8 @@ def engine_of(
     head: Head = "logprobs",
     **trainer: Any,
 ) -> TrainingEngine:
-    """An engine whose random weights are three times torchtitan's, so that some tokens are
-    likelier.
+    """Return an engine with random weights three times torchtitan's, so that some tokens are more
+    likely.
     """
     config = TrainerConfig(
         parallelism=(layout or Layout()).parallelism,
@@ -178,7 +178,7 @@ def weights_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
 
 
 def gradients_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
-    """Of all that is trained."""
+    """Return the whole gradients of trained parameters."""
     return {name: whole(p.grad) for name, p in engine.model.named_parameters() if p.requires_grad}
 
 
@@ -259,7 +259,7 @@ def cut_by(
 
 
 def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
-    """All that the layout tests compare."""
+    """Return the values that the layout tests compare."""
     still = engine_of(model, folder=folder, layout=layout, lr=0.0)
     result: dict[str, Any] = {
         "weights": weights_of(still),
@@ -303,7 +303,7 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
 
 
 def held(model: ModelConfig, layout: Layout, folder: str, **trainer: Any) -> dict[str, Any]:
-    """What a rank holds of the weights, and the whole gradient of a batch of five rows and of one
+    """Return digests of a rank's weights, and the whole gradient of a batch of five rows and of one
     more.
     """
     engine = engine_of(model, folder=folder, layout=layout, **trainer)
@@ -343,7 +343,7 @@ def handed_over(model: str, layout: str, folder: str, weights: str) -> dict[str,
 
 
 def adopted(folder: str, layout: Layout, export: str) -> dict[str, Any]:
-    """Load a Hugging Face folder, say what it thinks of a batch, and export it again."""
+    """Load a Hugging Face folder, compute the outputs of a batch, and export the folder again."""
     model = ModelConfig(hf_path=folder)
     engine = engine_of(model, folder=export, layout=layout)
     checkpointer = Checkpointer(engine, model, folder=export)

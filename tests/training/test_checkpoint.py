@@ -1,5 +1,5 @@
-"""A checkpoint of any layout goes on in any other, exactly where it was; an incomplete one does not
-exist (C6).
+"""A checkpoint of any layout resumes exactly in any other layout; incomplete ones are ignored
+(C6).
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("model", "saved_by", "resumed_by"), PAIRS)
-def test_any_layout_goes_on_where_any_other_stopped(played, folder, model, saved_by, resumed_by):
+def test_any_layout_resumes_a_checkpoint_of_any_other(played, folder, model, saved_by, resumed_by):
     saved, origin = played(model, saved_by)
     shutil.copytree(Path(origin) / "checkpoints", Path(folder) / "checkpoints")
     alone = resumed_by == "alone"
@@ -60,7 +60,7 @@ def test_any_layout_goes_on_where_any_other_stopped(played, folder, model, saved
         assert answer["ignored"] == []
 
 
-def test_one_ranks_checkpoint_goes_on_bit_for_bit(played, folder):
+def test_one_rank_resumes_bit_for_bit(played, folder):
     (answer,), origin = played("untied_split", "alone")
     shutil.copytree(Path(origin) / "checkpoints", Path(folder) / "checkpoints")
     assert resume("untied_split", "alone", folder)["step"] == answer["steps"][-1]
@@ -89,7 +89,7 @@ def test_weights_are_saved_as_they_are_held(folder):
     checkpointer.close()
 
 
-def test_weights_alone_go_from_any_layout_to_any_other_and_nothing_else_comes_along(folder):
+def test_saved_weights_load_in_any_layout_without_other_state(folder):
     weights = Path(folder) / "weights"
     saved = on_ranks(2, handed_over, "tied_fused", "fsdp2", folder, str(weights))
     assert [*Path(folder).glob("weights*")] == [weights]
@@ -105,7 +105,7 @@ def test_weights_alone_go_from_any_layout_to_any_other_and_nothing_else_comes_al
     checkpointer.close()
 
 
-def test_without_a_checkpoint_training_starts_afresh(one):
+def test_without_a_checkpoint_training_starts_at_step_0(one):
     engine, checkpointer, _ = one
     assert checkpointer.load() == {}
     assert (engine.version, checkpointer.ignored) == (0, [])
@@ -157,7 +157,7 @@ def test_the_newest_are_kept_and_a_run_can_go_back_to_any_of_them(one):
     assert names_in(checkpoints) == []
 
 
-def test_what_was_accumulated_before_a_load_is_forgotten(one):
+def test_load_discards_accumulated_gradients(one):
     engine, checkpointer, _ = one
     checkpointer.save(1, {})
     wanted = learn(engine, ragged_batch(seed=2))
@@ -169,7 +169,7 @@ def test_what_was_accumulated_before_a_load_is_forgotten(one):
     assert learn(engine, ragged_batch(seed=2)) == wanted
 
 
-def test_incomplete_checkpoints_do_not_count_and_go_once_a_newer_one_is_complete(one):
+def test_incomplete_checkpoints_do_not_count_and_are_deleted_after_a_newer_one(one):
     _, checkpointer, checkpoints = one
     for step in (2, 4):
         checkpointer.save(step, {"step": step})
@@ -178,11 +178,11 @@ def test_incomplete_checkpoints_do_not_count_and_go_once_a_newer_one_is_complete
     (checkpoints / "step-6.txt").write_text("not a checkpoint")
     checkpointer.save(8, {"step": 8})
     assert names_in(checkpoints) == ["step-4", "step-6.txt", "step-8", "step-9"]
-    checkpointer.save(9, {"step": 9})  # what a killed save has left is written anew
+    checkpointer.save(9, {"step": 9})  # the rest of a killed save is overwritten
     assert checkpointer.load() == {"step": 9}
 
 
-def test_the_controllers_file_is_part_of_the_checkpoint_and_goes_with_it(one):
+def test_the_controllers_file_is_deleted_with_its_checkpoint(one):
     _, checkpointer, checkpoints = one
     for step in (1, 2, 3):
         folder = checkpoints / f"step-{step}"
@@ -241,7 +241,7 @@ def truncate(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [remove, truncate])
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
-def test_a_damaged_checkpoint_is_named_with_the_way_back(one, file, damage):
+def test_error_of_a_damaged_checkpoint_names_the_folder_to_delete(one, file, damage):
     _, checkpointer, checkpoints = one
     for step in (1, 2):
         checkpointer.save(step, {"step": step})

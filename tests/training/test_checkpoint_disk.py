@@ -27,7 +27,7 @@ from tests.training.scenes import (
 )
 
 
-def test_a_checkpoint_is_on_disk_before_what_it_replaces_is_deleted(one, monkeypatch):
+def test_a_checkpoint_is_on_disk_before_older_ones_are_deleted(one, monkeypatch):
     _, checkpointer, checkpoints = one
     for step in (1, 2):
         checkpointer.save(step, {})
@@ -57,7 +57,7 @@ def test_a_checkpoint_is_on_disk_before_what_it_replaces_is_deleted(one, monkeyp
     assert names_in(checkpoints) == ["step-2", "step-3"]
 
 
-def test_kept_weights_are_on_disk_before_they_take_the_place_of_others(one, monkeypatch, tmp_path):
+def test_saved_weights_are_on_disk_before_they_replace_others(one, monkeypatch, tmp_path):
     _, checkpointer, _ = one
     synced = []
     sync = os.fsync
@@ -75,7 +75,7 @@ def test_kept_weights_are_on_disk_before_they_take_the_place_of_others(one, monk
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(folder, mode):
+def test_a_full_disk_is_an_error_and_keeps_the_previous_checkpoint(folder, mode):
     engine = engine_of(TIED_FUSED, folder=folder)
     checkpointer = checkpointer_of(engine, folder, async_mode=mode)
     checkpointer.save(1, {"step": 1})
@@ -149,8 +149,8 @@ def test_an_async_save_holds_the_values_of_its_moment(folder, layout):
     checkpointer.close()
 
 
-def test_the_checkpoint_under_way_is_complete_when_an_export_has_ended(folder):
-    """Whatever ends a run after its export, the checkpoint of the last step is not lost."""
+def test_export_waits_for_the_checkpoint_being_written(folder):
+    """No failure after the export loses the checkpoint of the last step."""
     engine = engine_of(TIED_FUSED, folder=folder)
     checkpointer = checkpointer_of(engine, folder, async_mode="async")
     with held_writes("step-1") as write:

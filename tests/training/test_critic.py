@@ -1,6 +1,4 @@
-"""A critic is the same trunk with a value head: what holds for a policy's gradient and checkpoint
-holds for its own.
-"""
+"""A critic has the trunk of a policy and a value head; gradients and checkpoints work alike."""
 
 import dataclasses
 from dataclasses import replace
@@ -33,7 +31,7 @@ LOSS = ValueLoss.Config(clip=0.5)
 
 
 def judged_batch(seed: int = 0) -> Batch:
-    """With returns, and old values of which some are far from what the critic says now."""
+    """Return a batch with returns and old values; some old values are far from the critic's."""
     batch = ragged_batch(seed=seed)
     draw = torch.Generator().manual_seed(seed + 1)
     columns = {
@@ -57,7 +55,7 @@ def learn(engine: TrainingEngine, *batches: Batch) -> dict[str, float]:
 
 
 def judged(layout: str, folder: str) -> dict[str, Any]:
-    """What a critic in this layout computes; it saves after the first step and takes a second."""
+    """Return the outputs of a critic in this layout, which saves between two steps."""
     model = MODELS["tied_fused"]
     place = {"folder": folder, "layout": LAYOUTS[layout], "head": "values"}
     still = engine_of(model, lr=0.0, **place)
@@ -106,7 +104,7 @@ def alone(tmp_path_factory):
     return judged("alone", folder), folder
 
 
-def test_a_fresh_critic_expects_nothing_and_learns_what_came(alone):
+def test_a_new_critic_predicts_0_and_learns_returns(alone):
     answer, folder = alone
     assert not answer["fresh"].any()
     engine = engine_of(MODELS["tied_fused"], folder=folder, lr=1e-2, steps=100, head="values")
@@ -125,7 +123,7 @@ def test_the_gradient_is_that_of_one_sequence_at_a_time_however_the_batch_is_cut
 
 
 @pytest.mark.parametrize("layout", ["fsdp2_tp2", "cp2"])
-def test_every_layout_is_the_same_critic_and_goes_on_as_one_rank(alone, layout, tmp_path):
+def test_critic_does_not_depend_on_the_layout_and_resumes_on_one_rank(alone, layout, tmp_path):
     wanted, _ = alone
     answers = on_ranks(LAYOUTS[layout].ranks, judged, layout, str(tmp_path))
     for answer in answers:

@@ -42,7 +42,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, lone_rank):
-    """What one rank holds of each model."""
+    """Return the weights of each model on one rank."""
     folder = str(tmp_path_factory.mktemp("alone"))
     return {
         experts.num_experts: held(experts, Layout(), folder) for experts in (EXPERTS, FEW_EXPERTS)
@@ -51,7 +51,7 @@ def alone(tmp_path_factory, lone_rank):
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS.values(), ids=LAYOUTS)
 def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, model, layout):
-    """Where there are more ranks than experts, FSDP cuts within them."""
+    """FSDP cuts within the experts if there are more ranks than experts."""
     wanted = alone[model.num_experts]
     answers = on_ranks(layout.ranks, held, model, layout, folder)
     assert merge_digests(answer["digests"] for answer in answers) == merge_digests(
@@ -80,7 +80,7 @@ def assert_routes(shape: ModelShape, whole: dict[str, Box], held: list[dict[str,
             )
 
 
-def test_a_checkpoint_of_divided_experts_goes_on_in_one_rank(played):
+def test_a_checkpoint_of_divided_experts_resumes_on_one_rank(played):
     answers, folder = played("experts", "fsdp2_tp2_ep2")
     answer = resume("experts", "alone", folder)
     assert (answer["run_state"], answer["loaded"]) == (RUN_STATE, (2, 1))
@@ -97,7 +97,7 @@ def test_tokens_without_weight_teach_neither_router_nor_experts(folder):
         assert not parameter.grad.full_tensor().any(), name
 
 
-def test_no_choice_of_experts_is_a_matter_of_rounding(folder):
+def test_choices_of_experts_do_not_depend_on_rounding(folder):
     """Or the tests of gradients could fail without a fault."""
     engine = engine_of(EXPERTS, folder=folder)
     gaps = []
@@ -112,7 +112,7 @@ def test_no_choice_of_experts_is_a_matter_of_rounding(folder):
     assert min(gaps) > 1e-4
 
 
-def test_nothing_but_the_gradient_moves_the_policy(folder):
+def test_only_the_gradient_changes_the_policy(folder):
     """torchtitan's balancing bias would."""
     engine = engine_of(EXPERTS, folder=folder)
     names = [*engine.model.state_dict(), *dict(engine.model.named_buffers())]
@@ -149,7 +149,7 @@ def write_folder(folder: Path, *, tied: bool) -> Path:
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_folder_of_transformers_says_the_same_here_and_comes_out_as_it_went_in(tmp_path, tied):
+def test_a_mixture_of_transformers_has_equal_outputs_and_is_exported_unchanged(tmp_path, tied):
     source = write_folder(tmp_path / "in", tied=tied)
     out = tmp_path / "out"
     model = ModelConfig(hf_path=str(source))

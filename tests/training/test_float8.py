@@ -20,11 +20,11 @@ LAYOUTS = {"fsdp2": Layout(shard=2), "tp2": Layout(tp=2), "fsdp2_tp2": Layout(sh
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, lone_rank):
-    """What one rank computes of rows one by one, in float8."""
+    """Return the results of one rank for rows one by one, in float8."""
     return held(DENSE, Layout(), str(tmp_path_factory.mktemp("alone")), **IN_FLOAT8)
 
 
-def test_it_is_on(alone, folder):
+def test_float8_is_on(alone, folder):
     exact = held(DENSE, Layout(), folder, micro_batch_size=1)
     assert alone["digests"] == exact["digests"]
     assert 0.02 < relative_error(alone["gradients"], exact["gradients"]) < 0.5
@@ -35,7 +35,7 @@ def test_it_is_on(alone, folder):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_gradients_do_not_depend_on_the_layout(alone, folder, layout):
-    """Of rows one by one: those that share a micro-batch share the scale of their activations."""
+    """Compare rows one by one: rows of one micro-batch share the scale of their activations."""
     for answer in on_ranks(layout.ranks, partial(held, **IN_FLOAT8), DENSE, layout, folder):
         assert worst_error(answer["gradients"], alone["gradients"]) <= 1e-5
 
@@ -58,7 +58,7 @@ def test_all_linear_layers_but_head_and_router_are_converted(model, folder):
     }
 
 
-def test_layers_that_the_user_excludes_are_not(folder):
+def test_excluded_layers_are_not_converted(folder):
     engine = engine_of(
         DENSE, folder=folder, float8=replace(FLOAT8, filter_fqns=["attention", "layers.1"])
     )

@@ -1,5 +1,5 @@
-"""One gradient (C1): a float64 forward of each sequence by itself says what it is, however the
-batch is cut.
+"""One gradient (C1): however the batch is cut, it equals the float64 gradient of each sequence
+alone.
 """
 
 import itertools
@@ -204,8 +204,8 @@ COMPUTE = {
 
 
 @pytest.mark.parametrize("how", COMPUTE)
-def test_the_way_of_computing_does_not_show_in_the_gradient(folder, how):
-    """Rows of three lengths, so that what is compiled for one has to serve the others."""
+def test_gradient_does_not_depend_on_compute_options(folder, how):
+    """Rows have three lengths, so that code compiled for one length must serve the others."""
     one, other = (
         engine_of(MODELS["tied_fused"], folder=folder, **fields) for fields in ({}, COMPUTE[how])
     )
@@ -266,7 +266,7 @@ def test_forward_leaves_no_gradient_and_no_weight(folder):
         engine.optim_step()
 
 
-def test_padding_may_pass_the_models_longest_sequence(folder):
+def test_padding_may_exceed_the_maximum_sequence_length(folder):
     """15 tokens are padded to 16, one more than the model has positions for."""
     engine = engine_of(MODELS["tied_fused"], folder=folder)
     batch = ragged_batch((15,))

@@ -1,6 +1,4 @@
-"""A Hugging Face folder goes in and comes out bit for bit, and transformers agrees on what
-it says.
-"""
+"""Hugging Face folders are loaded and exported bit for bit, and transformers computes the same."""
 
 import json
 import shutil
@@ -66,7 +64,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def transformers_model(folder: Path) -> torch.nn.Module:
-    """In float32; refuses a folder that lacks a weight or has one too many."""
+    """Return a float32 model. Fails if the folder lacks a weight or has a surplus one."""
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
@@ -93,7 +91,7 @@ def same_tensors(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_folder_comes_out_as_it_went_in(tmp_path, form):
+def test_a_folder_is_exported_unchanged(tmp_path, form):
     source = write_folder(tmp_path / "in", **FORMS[form])
     out = tmp_path / "out"
     assert len(list(source.glob("*.safetensors"))) > 1 or "several" not in form
@@ -180,7 +178,7 @@ def test_a_tensor_that_does_not_fit_is_an_error_that_names_it(tmp_path, misfit):
         open_folder(source, tmp_path)
 
 
-def test_what_a_model_computes_or_shares_may_be_in_the_folder(tmp_path):
+def test_computed_and_tied_tensors_may_be_in_the_folder(tmp_path):
     source = write_folder(tmp_path / "in", tied=True)
     embedding = tensors_of(source)["model.embed_tokens.weight"]
     rewrite(source, {HEAD: embedding.clone(), FREQUENCIES: torch.ones(4)})
@@ -189,7 +187,7 @@ def test_what_a_model_computes_or_shares_may_be_in_the_folder(tmp_path):
     assert torch.equal(engine.shards()["tok_embeddings.weight"].tensor, embedding)
 
 
-def test_a_checkpoint_of_the_run_goes_before_the_folder_it_started_from(tmp_path):
+def test_a_checkpoint_of_the_run_precedes_the_initial_folder(tmp_path):
     source = write_folder(tmp_path / "in")
     engine, checkpointer = open_folder(source, tmp_path)
     with torch.no_grad():
@@ -223,7 +221,7 @@ def test_large_weights_are_split_over_files_as_hugging_face_does(tmp_path, monke
     transformers_model(out)
 
 
-def test_an_export_that_fails_leaves_the_one_before_and_the_next_replaces_it(tmp_path):
+def test_a_failed_export_keeps_the_previous_one_and_the_next_replaces_it(tmp_path):
     source = write_folder(tmp_path / "in")
     out = tmp_path / "out"
     engine, checkpointer = open_folder(source, tmp_path)
@@ -243,7 +241,7 @@ def test_an_export_that_fails_leaves_the_one_before_and_the_next_replaces_it(tmp
 
 
 @pytest.mark.parametrize("form", ["untied", "several files"])
-def test_an_export_outlives_the_folder_that_the_run_started_from(tmp_path, form):
+def test_an_export_does_not_need_the_initial_folder(tmp_path, form):
     source = write_folder(tmp_path / "in", **FORMS[form])
     out = tmp_path / "out"
     kept = Path(shutil.copytree(source, tmp_path / "kept"))
@@ -255,7 +253,7 @@ def test_an_export_outlives_the_folder_that_the_run_started_from(tmp_path, form)
     transformers_model(out)
 
 
-def test_an_export_does_not_replace_what_is_no_model(tmp_path):
+def test_an_export_replaces_only_models(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     _, checkpointer = open_folder(write_folder(tmp_path / "in"), tmp_path)

@@ -1,5 +1,5 @@
-"""Whatever box of a parameter a rank holds, its pieces are those that torchtitan's adapter makes of
-the whole.
+"""The pieces of any box of a parameter equal the parts that torchtitan's adapter makes of the
+whole.
 """
 
 from itertools import pairwise, product
@@ -103,7 +103,7 @@ some_cuts = st.lists(st.integers(0, 400), max_size=3)
 @pytest.mark.parametrize("name", CONFIGS)
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.tuples(some_cuts, some_cuts, some_cuts))
-def test_the_pieces_of_any_boxes_are_what_the_adapter_makes_of_the_whole(name, cuts):
+def test_pieces_of_any_box_equal_the_state_dict_adapter(name, cuts):
     names = HuggingFaceNames(CONFIGS[name])
     parameters = parameters_of(CONFIGS[name])
     wanted = by_the_adapter(CONFIGS[name], parameters)
@@ -123,7 +123,7 @@ def test_the_pieces_of_any_boxes_are_what_the_adapter_makes_of_the_whole(name, c
     assert all(torch.equal(gathered[tensor], values) for tensor, values in wanted.items())
 
 
-def test_a_parameter_without_a_place_is_named():
+def test_an_unknown_parameter_is_named():
     with pytest.raises(
         RunError, match="layers.0.attention.sinks has no place in a Hugging Face Qwen3"
     ):

@@ -37,7 +37,7 @@ def uninterrupted(tmp_path_factory):
 def live_and_die(plan: Plan, folder: str, kills: list[Kill]) -> tuple[dict[str, str], list[str]]:
     """(digests after the last life, names of the saves that were killed in the middle).
 
-    Each life must begin at the newest checkpoint that was complete, and name those that were not.
+    Each life must begin at the newest complete checkpoint and name the incomplete ones.
     """
     folders = StepFolders(Path(folder) / "checkpoints")
     found = []
@@ -60,7 +60,7 @@ def live_and_die(plan: Plan, folder: str, kills: list[Kill]) -> tuple[dict[str, 
     assert sorted(newest) == newest, "a complete checkpoint was lost"
     told = [
         line for line in notes_of(folder) if "life" in line
-    ]  # but for lives that were too short
+    ]  # except for lives that were too short
     assert told[-1]["life"] == len(kills)
     for line in told:
         assert (line["resumed_after"], line["ignored"]) == found[line["life"]]

@@ -41,7 +41,7 @@ def test_every_layout_starts_from_the_same_weights(pair):
         )
 
 
-def test_ranks_that_cut_the_model_share_rows_and_the_others_divide_them(pair):
+def test_model_parallel_ranks_share_rows_and_data_parallel_ranks_divide_them(pair):
     _, answers, layout = pair
     ways = layout.replicate * layout.shard
     places = [answer["dp"] for answer in answers]
@@ -61,7 +61,7 @@ def test_gradients_do_not_depend_on_the_layout(pair, cut):
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_metrics_do_not_depend_on_the_layout_and_all_ranks_know_them(pair, cut):
+def test_metrics_do_not_depend_on_layout_or_rank(pair, cut):
     alone, answers, _ = pair
     wanted = alone["cuts"][cut]
     for answer in answers:

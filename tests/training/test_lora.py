@@ -1,6 +1,4 @@
-"""Adapters alone learn, in any layout; what is pushed and exported is the merged weights, and PEFT
-agrees.
-"""
+"""Only adapters learn, in any layout; merged weights are pushed and exported, and PEFT agrees."""
 
 import shutil
 from pathlib import Path
@@ -86,7 +84,7 @@ def test_adapters_learn_and_nothing_else_moves(plays, model):
     assert answer["losses"][0] - answer["losses"][-1] > 0.05
 
 
-def test_the_optimizer_has_adapters_alone(folder):
+def test_the_optimizer_has_only_adapters(folder):
     engine = adapted("tied_fused", "alone", folder)
     held = {
         id(parameter)
@@ -100,7 +98,7 @@ def test_the_optimizer_has_adapters_alone(folder):
 
 
 @pytest.mark.parametrize("model", DENSE)
-def test_a_policy_with_fresh_adapters_is_the_one_without(plays, folder, model):
+def test_new_adapters_do_not_change_the_policy(plays, folder, model):
     (answer,), _ = plays(model, "alone")
     engine = engine_of(MODELS[model], folder=folder)
     assert answer["digests"][0] == digests(engine.shards().values())
@@ -180,7 +178,7 @@ def test_parts_are_the_merged_weights_from_before_the_first_step_on(pair):
     }
 
 
-def test_a_checkpoint_of_any_layout_goes_on_on_one_rank(pair, request, folder):
+def test_a_checkpoint_of_any_layout_resumes_on_one_rank(pair, request, folder):
     _, answers, origin = pair
     shutil.copytree(origin / "checkpoints", Path(folder) / "checkpoints")
     engine = adapted(request.node.callspec.params["pair"][0], "alone", folder)
@@ -200,7 +198,7 @@ def test_a_checkpoint_of_any_layout_goes_on_on_one_rank(pair, request, folder):
 # What adapters start from.
 
 
-def test_a_checkpoint_without_adapters_is_a_base_and_nothing_else(folder):
+def test_a_checkpoint_without_adapters_can_only_be_a_base(folder):
     engine = engine_of(TIED_FUSED, folder=folder)
     learn(engine, ragged_batch())
     checkpointer = checkpointer_of(engine, folder)
@@ -227,7 +225,7 @@ def test_a_checkpoint_without_adapters_is_a_base_and_nothing_else(folder):
 
 
 @pytest.mark.parametrize("model_only", [True, False])
-def test_a_checkpoint_with_adapters_goes_to_a_run_that_has_them(plays, folder, model_only):
+def test_a_checkpoint_with_adapters_needs_a_run_with_adapters(plays, folder, model_only):
     (answer,), origin = plays("tied_fused", "alone")
     source = {
         "initial_load_path": f"{origin}/checkpoints/step-1",
@@ -246,7 +244,7 @@ def test_a_checkpoint_with_adapters_goes_to_a_run_that_has_them(plays, folder, m
 
 
 def test_weights_of_one_policy_make_another_with_its_adapters(folder):
-    """As a frozen reference takes them."""
+    """A frozen reference receives weights this way."""
     engine, other = (adapted("tied_fused", "alone", folder) for _ in range(2))
     wake(engine)
     checkpointers = [Checkpointer(each, TIED_FUSED, folder=folder) for each in (engine, other)]

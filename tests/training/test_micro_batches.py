@@ -56,9 +56,7 @@ def test_every_token_is_predicted_once_from_the_one_before_it(lengths, cutting):
 
 
 @given(LENGTHS, CUTTINGS)
-def test_sequences_are_documents_that_count_from_zero_and_padding_is_none_of_theirs(
-    lengths, cutting
-):
+def test_positions_of_each_sequence_start_at_zero_and_padding_is_separate(lengths, cutting):
     batch = batch_of(lengths)
     starts = set((batch.lengths.cumsum(0) - batch.lengths).tolist())
     for micro in micro_batches(batch, cutting):
@@ -89,7 +87,7 @@ def test_weights_and_columns_are_those_of_the_tokens_that_count(lengths, cutting
 
 
 @given(LENGTHS, CUTTINGS)
-def test_tokens_that_count_know_which_of_them_are_of_one_sequence(lengths, cutting):
+def test_tokens_with_weight_have_the_number_of_their_sequence(lengths, cutting):
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     for micro in micro_batches(batch_of(lengths), cutting):
         pairs = set(
@@ -139,14 +137,14 @@ def test_without_rows_a_dummy_holds_nothing():
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
-def test_ranks_get_like_numbers_of_sequences_and_none_is_lost(lengths, parts):
+def test_ranks_get_similar_numbers_of_sequences_and_none_is_lost(lengths, parts):
     shares = balanced(lengths, parts)
     assert sorted(sequence for share in shares for sequence in share) == list(range(len(lengths)))
     assert max(map(len, shares)) == -(-len(lengths) // parts)
     assert all(share == sorted(share) for share in shares)
 
 
-def test_ranks_get_like_numbers_of_tokens():
+def test_ranks_get_similar_numbers_of_tokens():
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 1000, (256,), generator=draw).tolist()
     loads = [sum(lengths[i] for i in share) for share in balanced(lengths, 8)]

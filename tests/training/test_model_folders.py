@@ -1,6 +1,4 @@
-"""From a model folder comes the model that transformers makes of it, or a ConfigError that names
-what is wrong.
-"""
+"""A model folder gives the same model as in transformers, or an error that names the defect."""
 
 import shutil
 from pathlib import Path

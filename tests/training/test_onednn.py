@@ -22,8 +22,8 @@ def test_products_agree_with_double_precision_however_the_matrices_lie():
 
 
 def worst_errors() -> tuple[set[str], set[str], float, float]:
-    """Operations of a product before and after; relative errors in float32, and changes in what is
-    left to others.
+    """Return operations of a product before and after, errors in float32, and changes of
+    other products.
     """
     before = operations()
     exact = product(torch.float64)

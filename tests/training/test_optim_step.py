@@ -30,9 +30,7 @@ def build(folder):
 
 
 def moments(engine) -> list[torch.Tensor]:
-    """What Adam remembers of the gradients: after one step, a tenth of the gradient it was
-    given.
-    """
+    """Return Adam's first moments: after one step, a tenth of the gradient."""
     (optimizer,) = engine.optimizers
     return [whole(optimizer.state[p]["exp_avg"]) for p in engine.model.parameters()]
 
@@ -72,8 +70,8 @@ def test_the_learning_rate_follows_its_schedule_by_policy_version(build):
     assert [step["version"] for step in steps] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_given_denominator_takes_the_place_of_the_accumulated_weight(build):
-    """So that training can begin before the batch is complete."""
+def test_a_given_denominator_replaces_the_accumulated_weight(build):
+    """Training can begin before the batch is complete."""
     at_once = build(max_norm=1e6)
     in_parts = build(max_norm=1e6)
     batch = ragged_batch()
@@ -99,7 +97,7 @@ def test_a_weight_scales_the_gradient_and_not_the_denominator(build):
     assert scaled.optim_step()["trainer/weight"] == 2 * weight
 
 
-def test_a_steps_own_options_hold_for_that_step_alone(build):
+def test_options_of_a_step_apply_only_to_that_step(build):
     engine = build(warmup=4)
     usual = build(warmup=4)
     for each, options in (
@@ -222,7 +220,7 @@ def values(tokens: Tokens) -> torch.Tensor:
         ),
     ],
 )
-def test_a_loss_that_does_not_say_what_each_token_costs_is_refused_by_name(build, loss, wrong):
+def test_a_loss_that_is_not_per_token_is_refused_by_name(build, loss, wrong):
     engine = build()
     with pytest.raises(
         RunError, match=f"the loss function returned {wrong}.*; it must return a pair for these"
@@ -230,7 +228,7 @@ def test_a_loss_that_does_not_say_what_each_token_costs_is_refused_by_name(build
         engine.forward_backward(ragged_batch(), loss)
 
 
-def test_a_step_says_whether_it_had_something_to_learn(build):
+def test_updates_counts_steps_that_change_weights(build):
     engine = build()
     learned = learn(engine, ragged_batch())["trainer/updates"]
     skipped = learn(engine, broken(ragged_batch(), 0))["trainer/updates"]

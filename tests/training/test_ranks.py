@@ -48,7 +48,7 @@ def test_answers_come_back_in_the_order_of_ranks():
         (waits, r"ranks \[0, 1\] of 2 did not answer in time"),
     ],
 )
-def test_what_went_wrong_is_said_and_no_process_is_left(function, message):
+def test_an_error_is_reported_and_no_process_is_left(function, message):
     begin = time.monotonic()
     others = set(multiprocessing.active_children())
     with pytest.raises(AssertionError, match=message):

@@ -49,7 +49,7 @@ def test_a_round_trip_between_calls_changes_nothing(model_name, folder):
     assert all(map(torch.equal, weights_of(away).values(), weights_of(at_home).values()))
 
 
-def test_the_device_has_its_memory_back_meanwhile(model_name, folder):
+def test_offload_frees_device_memory(model_name, folder):
     engine = engine_of(MODELS[model_name], folder=folder)
     learn(engine, ragged_batch())
     engine.forward_backward(ragged_batch(), LOSS.build())
@@ -78,7 +78,7 @@ def test_live_parts_show_the_weights_again_after_a_round_trip(folder):
     )
 
 
-def test_what_is_away_is_not_used(folder):
+def test_offloaded_parts_are_not_used(folder):
     engine = engine_of(MODELS["tied_fused"], folder=folder)
     learn(engine, ragged_batch())
     before = weights_of(engine)

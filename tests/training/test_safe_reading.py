@@ -1,6 +1,4 @@
-"""A checkpoint is data: one whose pickles would run code is refused by name, and nothing of it
-runs.
-"""
+"""A checkpoint with pickles that would run code is refused, and none of the code runs."""
 
 import os
 import pickle

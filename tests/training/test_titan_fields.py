@@ -16,7 +16,7 @@ FILE = "rl/training/titan_fields.py"
 
 def torchtitan_classes(kind: type) -> set[type]:
     """Return torchtitan's dataclasses among the types of the fields of ``kind`` and below, with
-    those that they inherit fields from.
+    their base classes.
     """
     members = [part for _, hint in fields_of(kind) for part in parts_of(hint)]
     found = {each for each in members if dataclasses.is_dataclass(each)}

@@ -5,10 +5,13 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from rl.plan.__main__ import main as plan
 from tests.bench.programs import module
 from tests.docs.commands import check_command
 from tests.docs.pages import (
@@ -26,12 +29,12 @@ from tests.docs.pages import (
 )
 
 FOLDERS = ("rl", "configs", "scripts", "docs", "tests")
-LONGEST_README = 10**6
-NEW = [page for page in WRITTEN if page != "README.md"]
+LONGEST_README = 1300  # words
+LONGEST_EXAMPLE = 20  # lines of code in a block of the README
 
 
 def pages_with(language: str) -> list[str]:
-    return [page for page in NEW if blocks(page, language)]
+    return [page for page in WRITTEN if blocks(page, language)]
 
 
 @cache
@@ -87,6 +90,28 @@ def in_folder(page, inputs, tmp_path, monkeypatch):
 
 def test_the_readme_is_short():
     assert words("README.md") <= LONGEST_README
+    long = [block for block in blocks("README.md") if block.lines_of_code > LONGEST_EXAMPLE]
+    assert [str(block) for block in long] == []
+
+
+def test_the_index_has_every_page():
+    pages = {Path(page).name for page in PAGES if page.startswith("docs/")}
+    assert {*links("docs/README.md")} == pages - {"README.md"}
+
+
+def test_the_map_of_the_house_has_every_package():
+    packages = {f"rl/{path.parent.name}" for path in (ROOT / "rl").glob("*/__init__.py")}
+    assert packages - {*quoted("docs/architecture.md")} == set()
+
+
+def test_the_config_that_is_shown_is_the_quickstarts():
+    shown = [block.code for block in blocks("docs/getting-started.md", "python")]
+    assert (ROOT / "configs" / "quickstart.py").read_text() in shown
+
+
+def test_the_changelog_begins_with_this_version():
+    version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
+    assert re.findall("^## (.+)$", text_of("CHANGELOG.md"), re.MULTILINE)[0] == version
 
 
 @pytest.mark.parametrize("page", WRITTEN)
@@ -158,7 +183,7 @@ def imports(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("page", NEW)
+@pytest.mark.parametrize("page", WRITTEN)
 def test_every_name_in_backticks_exists(page, field_names):
     assert [text for text in quoted(page) if not exists(text, field_names)] == []
 
@@ -172,6 +197,18 @@ def test_every_command_parses(page):
                 check_command(command)
             except Exception as error:
                 raise AssertionError(f"{block}: {' '.join(command)}: {error}") from error
+
+
+def test_a_plan_that_is_shown_is_what_the_program_prints(capsys):
+    shown = [block for page in WRITTEN for block in blocks(page, "text")]
+    plans = [block for block in shown if block.code.startswith("$ python -m rl.plan ")]
+    assert plans
+    for block in plans:
+        command, _, rest = block.code.partition("\n")
+        plan(command.partition(" (")[0].split()[4:])
+        printed = capsys.readouterr().out
+        pieces = [piece for line in rest.splitlines() for piece in line.split("…")]
+        assert [piece for piece in pieces if piece not in printed] == [], str(block)
 
 
 @pytest.mark.parametrize("page", pages_with("python"))

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 GENERATED = "docs/configuration.md"
 PAGES = [
     "README.md",
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
     *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
 ]

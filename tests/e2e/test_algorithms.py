@@ -1,13 +1,11 @@
 """Algorithms that take more than one model, or more than one update a step, on real engines."""
 
-import re
 import signal
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.pipelines import COMMON
-from tests.e2e.runs import TINY, Run, digest, numbers
+from tests.e2e.runs import Run, digest, numbers
 
 STEPS = 5
 UPDATES = 4
@@ -54,34 +52,3 @@ def test_an_algorithm_of_the_users_own_learns(tmp_path):
     refused = Run("--config", config, "--algorithm.margin", "-1", folder=tmp_path / "refused")
     assert refused.wait() == 2
     assert "algorithm.margin is -1.0; it must be" in refused.stderr
-
-
-def test_the_loss_that_the_readme_shows_trains(tmp_path):
-    code = re.search(
-        r"```python\n(# my_losses.py\n.*?)```", Path("README.md").read_text(), re.DOTALL
-    )[1]
-    assert len(code.splitlines()) < 30
-    (tmp_path / "my_losses.py").write_text(code)
-    (tmp_path / "my_configs.py").write_text(
-        "from configs.quickstart import quickstart\n"
-        "from my_losses import SoftClipLoss\n"
-        "from rl.config import RLConfig\n\n\n"
-        "def soft() -> RLConfig:\n"
-        "    config = quickstart()\n"
-        "    config.algorithm.loss = SoftClipLoss.Config(width=0.3, entropy_coef=0.02)\n"
-        "    config.algorithm.prompts_per_minibatch = 2\n"
-        "    return config\n"
-    )
-    run = Run(
-        "--config",
-        "my_configs.soft",
-        *TINY[2:],
-        "--steps",
-        "2",
-        folder=tmp_path / "run",
-        pythonpath=tmp_path,
-    )
-    assert run.wait() == 0, run.stderr
-    run.assert_nothing_left()
-    assert all(0.7 < row["ratio/soft"] < 1.3 for row in run.metrics())
-    assert run.json("config.json")["config"]["algorithm"]["loss"]["width"] == 0.3

@@ -1,31 +1,29 @@
-"""A Hugging Face folder and a JSONL file: trained through the chat template, exported for
-transformers.
+"""The README's examples: your own model and data, exported for transformers; your own task, loss
+and algorithm.
 """
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl.train import main
+from tests.docs.pages import blocks, commands
 from tests.e2e.runs import Run
 
-SMALL = [
-    "--steps",
-    "8",
-    "--rollout.prompts_per_step",
-    "4",
-    "--rollout.samples_per_prompt",
-    "4",
-    "--rollout.max_tokens",
-    "32",
-    "--evaluation.prompts",
-    "8",
-    "--generator.kv_cache_gib",
-    "0.1",
-]
+SMALL = ["--rollout.samples_per_prompt", "4", "--generator.kv_cache_gib", "0.1"]
+
+
+def readme_run(name: str, inputs: tuple[Path, Path]) -> list[str]:
+    """Return the arguments of the README's run of a config, on these inputs."""
+    model, data = map(str, inputs)
+    places = {"tiny": model, "tiny.jsonl": data}
+    found = [command for block in blocks("README.md", "bash") for command in commands(block)]
+    (command,) = [each for each in found if each[1:2] == ["-m"] and name in each]
+    return [places.get(word, word) for word in command[3:]]
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +37,8 @@ def inputs(tmp_path_factory):
 
 
 def test_a_folder_and_a_file_train_and_the_export_generates(tmp_path, inputs):
-    model, data = inputs
-    arguments = [
-        "--config",
-        "gsm8k_jsonl",
-        "--model.hf_path",
-        str(model),
-        "--task.path",
-        str(data),
-        *SMALL,
-    ]
-    run = Run(*arguments, folder=tmp_path / "run")
+    model, _ = inputs
+    run = Run(*readme_run("gsm8k_jsonl", inputs), *SMALL, folder=tmp_path / "run")
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
     assert len(run.metrics()) == 8
@@ -72,6 +61,19 @@ def test_a_folder_and_a_file_train_and_the_export_generates(tmp_path, inputs):
     )
     generated = trained.generate(**encoded, max_new_tokens=8, do_sample=False)
     assert generated.shape[1] > encoded["input_ids"].shape[1]
+
+
+def test_the_readmes_task_loss_and_algorithm_train(tmp_path, inputs):
+    for block in blocks("README.md", "python"):
+        if block.module:
+            (tmp_path / f"{block.module}.py").write_text(block.code)
+    arguments = readme_run("my_run.my_run", inputs)
+    run = Run(*arguments, *SMALL, folder=tmp_path / "run", pythonpath=tmp_path)
+    assert run.wait() == 0, run.stderr
+    run.assert_nothing_left()
+    assert all(0.8 < row["ratio/soft"] < 1.2 for row in run.metrics())
+    assert all(0 < row["best/share"] <= 1 for row in run.metrics())
+    assert run.json("config.json")["config"]["algorithm"]["width"] == 0.2
 
 
 def test_an_unreadable_line_is_refused_by_number(tmp_path, inputs, capsys):

@@ -1,4 +1,4 @@
-"""Actors of one role, called rank by rank; every call has a deadline and fails by name."""
+"""ActorGroup: calls to the actors of one role, with deadlines and failures that name the rank."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from monarch.actor import Actor, ActorError, ProcMesh, concurrent_endpoint
 from torch.distributed import TCPStore
@@ -16,40 +16,23 @@ from torch.distributed import TCPStore
 from rl.actors.processes import Process, stop_procs
 from rl.actors.supervisor import Supervisor
 from rl.compat.torch_rendezvous import EXISTING_STORE
-from rl.errors import ActorFailure, RankLost, RunError
+from rl.errors import ActorFailure, RankLost, RunError, said_by
 from rl.platform import memory_domain
 from rl.types import Place
 
-CHECK_ALIVE_S = (
-    30.0  # what raises may do so because a peer died: of one on another host nobody tells sooner
-)
+# An endpoint may raise because a peer died. On another host that death is known only this late.
+CHECK_ALIVE_S = 30.0
 STOP_S = 5.0  # for Monarch and the kernel to see that killed processes have ended
-REMOTE_STOP_S = 30.0  # for Monarch where nobody else can end them; it asks those that hang for 20 s
+REMOTE_STOP_S = 30.0  # Monarch ends processes of other hosts; it waits 20 s for those that hang
 
 PerRank = Mapping[int, Sequence[Any]]
-"""Arguments of the ranks that are called."""
+"""Arguments of each rank that is called."""
 
 _incarnations = itertools.count()
 
 
-class Deadlines(Protocol):
-    """How long anything is waited for, in seconds."""
-
-    start: float
-    call: float
-    heartbeat: float
-    reward: float
-
-
-def outlasting(deadlines: Deadlines) -> float:
-    """Seconds after which a collective gives up: later than any call, whose deadline names the rank
-    that is silent.
-    """
-    return deadlines.start + deadlines.call
-
-
 class Heartbeat(Actor):
-    """Lives beside each rank's actor, and answers also while that one is being built or is busy."""
+    """Runs beside each rank's actor and answers also while that actor is being built or is busy."""
 
     @concurrent_endpoint
     async def heartbeat(self) -> tuple[str, int]:
@@ -61,8 +44,9 @@ class Heartbeat(Actor):
 
     @concurrent_endpoint
     async def open_store(self) -> int:
-        """Open the store of torch.distributed in this process, which holds its port until it ends;
-        return the port.
+        """Open the store of torch.distributed in this process; return its port.
+
+        The process holds the port until it ends.
         """
         self._store = TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
         return self._store.port
@@ -71,31 +55,30 @@ class Heartbeat(Actor):
     async def meet_at(self, port: int) -> None:
         """Have torch.distributed connect to that store.
 
-        It would open one by itself, at a port that may be taken.
+        By default it opens a store itself, at a port that may be taken.
         """
         os.environ |= {"MASTER_PORT": str(port), **EXISTING_STORE}
 
 
 class ActorGroup:
-    """The ranks of one role, from ``spawn`` to ``stop``. Every call ends: with results, or an
+    """Ranks of one role, from ``spawn`` to ``stop``. Every call ends, with results or an
     ActorFailure.
 
-    What an endpoint raises is the failure of that call. A rank that died, or gave no answer in
-    time, is the failure of the group: all its calls, pending and later ones, raise that first
-    failure. ::
+    - An exception of an endpoint fails that call alone.
+    - A rank that died, or did not answer in time, fails the group: all pending and later calls
+      raise that first failure. ::
 
-        group = ActorGroup("trainer", supervisor, heartbeat=60.0)
-        await group.spawn(PolicyTrainer, Place(ranks=2), config, deadline=600.0)
+        group = ActorGroup("trainer", Place(ranks=2), supervisor, heartbeat=60.0)
+        await group.spawn(PolicyTrainer, config, deadline=600.0)
         answers = await group.call("forward", batch, deadline=600.0)
-        await group.stop()      # another of the same name can be spawned after it
+        await group.stop()      # a group of the same name can be spawned after it
     """
 
-    def __init__(self, name: str, supervisor: Supervisor, *, heartbeat: float = 0.0):
+    def __init__(self, name: str, place: Place, supervisor: Supervisor, *, heartbeat: float = 0.0):
         self.name = name
-        self.ranks = 0
         self.port = 0
-        self._place = Place(ranks=1)
-        # Monarch tells of a death when the next of this name may be up
+        self._place = place
+        # Unique, since Monarch may report a death after the next group of this name has started.
         self._mesh = f"{name}-{next(_incarnations)}"
         self._supervisor = supervisor
         self._hosts = supervisor.hosts
@@ -104,9 +87,9 @@ class ActorGroup:
         self._processes: list[Process] = []
         self._elsewhere: list[int] = []
         self._background: list[asyncio.Task[None]] = []
-        self._doing: dict[int, list[str]] = {}
+        self._doing: dict[int, list[str]] = {rank: [] for rank in range(place.ranks)}
 
-    # Futures belong to the loop that first asks for them, not to one that runs at construction.
+    # Futures are made on first use, since a group may be constructed on another event loop.
 
     @cached_property
     def _failed(self) -> asyncio.Future[ActorFailure]:
@@ -114,59 +97,54 @@ class ActorGroup:
 
     @cached_property
     def _over(self) -> asyncio.Future[ActorFailure]:
-        """Done if it failed or was stopped."""
+        """Done if the group failed or was stopped."""
         return asyncio.get_running_loop().create_future()
 
     async def spawn(
         self,
         actor: type[Actor],
-        place: Place,
         *args: Any,
         deadline: float,
         env: dict[str, str] | None = None,
         meet: bool = True,
     ) -> None:
-        """Start processes in ``place``, with ``env`` on top of their hosts', and ``actor(*args)``
-        in each.
+        """Start processes, with ``env`` on top of their hosts', and ``actor(*args)`` in each.
 
-        ``meet``: whether they can open process groups of torch.distributed.
+        ``meet``: whether the processes can open process groups of torch.distributed.
         """
-        self.ranks = place.ranks
-        self._place = place
-        self._doing = {rank: [] for rank in range(place.ranks)}
-        everyone: PerRank = dict.fromkeys(range(place.ranks), ())
         self._supervisor.register(self._mesh, self._died)
-        self._procs = self._hosts.spawn(self.name, place, env=env or {})
+        self._procs = self._hosts.spawn(self.name, self._place, env=env or {})
         self._pulse = self._procs.spawn(self._mesh, Heartbeat)
-        for rank, (domain, pid) in enumerate(
-            await self._answers(self._pulse, "heartbeat", everyone, deadline)
-        ):
+        answers = await self._answers(self._pulse, "heartbeat", self._everyone(), deadline)
+        for rank, (domain, pid) in enumerate(answers):
             if domain != memory_domain():
                 self._elsewhere.append(rank)
             else:
-                with contextlib.suppress(ProcessLookupError):  # it died just now: Monarch will tell
+                with contextlib.suppress(ProcessLookupError):  # it has died: Monarch reports that
                     self._processes.append(Process(pid, partial(self._died, rank)))
         if meet:
             (self.port,) = await self._answers(self._pulse, "open_store", {0: ()}, deadline)
-            await self._answers(
-                self._pulse, "meet_at", dict.fromkeys(everyone, (self.port,)), deadline
-            )
+            everyone = self._everyone(self.port)
+            await self._answers(self._pulse, "meet_at", everyone, deadline)
         self._actor = self._procs.spawn(self._mesh, actor, *args)
         if self._heartbeat:
             self._background.append(asyncio.create_task(self._beat()))
 
+    def _everyone(self, *args: Any) -> PerRank:
+        return dict.fromkeys(range(self._place.ranks), args)
+
     async def call(
         self, endpoint: str, *args: Any, deadline: float, rank: int | None = None
     ) -> list[Any]:
-        """``endpoint`` of every rank, or of one; results in rank order.
+        """Call ``endpoint`` on every rank, or on one; return results in rank order.
 
         The first rank to fail ends the call.
         """
-        ranks = range(self.ranks) if rank is None else [rank]
-        return await self.call_each(endpoint, dict.fromkeys(ranks, args), deadline=deadline)
+        per_rank = self._everyone(*args) if rank is None else {rank: args}
+        return await self.call_each(endpoint, per_rank, deadline=deadline)
 
     async def call_each(self, endpoint: str, args: PerRank, *, deadline: float) -> list[Any]:
-        """``endpoint`` of the given ranks, each with arguments of its own."""
+        """Call ``endpoint`` on the given ranks, each with arguments of its own."""
         if self._over.done():
             raise self._over.result().with_traceback(None)
         for rank in args:
@@ -178,9 +156,7 @@ class ActorGroup:
                 self._doing[rank].remove(endpoint)
 
     def watch(self, endpoint: str) -> None:
-        """Call ``endpoint``, which returns when the rank is closed; if it raises, the group has
-        failed.
-        """
+        """Call ``endpoint``, which returns when the rank closes. An exception fails the group."""
 
         async def watched() -> None:
             try:
@@ -191,40 +167,33 @@ class ActorGroup:
         self._background.append(asyncio.create_task(watched()))
 
     async def check_alive(self, within_s: float | None = None) -> None:
-        """Return when every rank has given one.
+        """Return when every rank has answered a heartbeat.
 
-        Raises the group's failure, which it is too if one gives none.
+        Raises the group's failure. A rank that does not answer within ``within_s`` fails the group.
         """
         deadline = within_s or max(CHECK_ALIVE_S, self._heartbeat)
-        await self._answers(
-            self._pulse, "heartbeat", dict.fromkeys(range(self.ranks), ()), deadline
-        )
+        await self._answers(self._pulse, "heartbeat", self._everyone(), deadline)
 
     async def failed(self) -> ActorFailure:
-        """The group's failure, once there is one."""
+        """Wait for the group's failure and return it."""
         return await asyncio.shield(self._failed)
 
     @property
     def is_over(self) -> bool:
-        """Whether it failed, or was stopped."""
+        """Whether the group failed or was stopped."""
         return self._over.done()
 
     async def stop(self) -> None:
-        """End the processes, whatever they are doing, and whatever waits for them.
-
-        Raises nothing.
-        """
+        """End the processes, whatever they are doing, and fail pending calls. Raises nothing."""
         self._supervisor.forget(self._mesh)
         if not self._over.done():
             self._over.set_result(self._failure([0], "stop", "died", "it was stopped"))
         for task in self._background:
             task.cancel()
-        for process in (
-            self._processes
-        ):  # Monarch would wait for their interpreters to end, and for those that hang
+        for process in self._processes:  # Monarch would wait for their interpreters to end
             process.kill()
         for rank in self._elsewhere:
-            with contextlib.suppress(Exception):  # it is gone
+            with contextlib.suppress(Exception):  # the rank has ended
                 self._pulse.slice(**self._hosts.coordinates(self._place, rank)).leave.broadcast()
         procs = self._procs
         self._procs = None
@@ -233,17 +202,13 @@ class ActorGroup:
             await asyncio.wait(ends, timeout=STOP_S)
 
     def _died(self, rank: int, reason: str = "") -> None:
-        """Fail as the death of a rank's process, with what its log ended on."""
+        """Fail the group because a rank's process died; the message has the end of its log."""
         during = self._doing[rank][-1] if self._doing[rank] else "between calls"
-        log = self._hosts.logs / f"{self.name}-{rank}.log"
-        why = (
-            reason.partition("\n")[2].strip() or reason
-        )  # Monarch's first line names its own meshes
-        self._fail(
-            self._failure(
-                [rank], during, "died", f"the process died{why and ': ' + why}\n{_tail(log)}"
-            )
-        )
+        # Monarch's first line names its own meshes.
+        reason = reason.partition("\n")[2].strip() or reason
+        what = f"the process died: {reason}" if reason else "the process died"
+        log = _tail(self._hosts.logs / f"{self.name}-{rank}.log")
+        self._fail(self._failure([rank], during, "died", f"{what}\n{log}"))
 
     def _fail(self, failure: ActorFailure) -> None:
         if not self._over.done():
@@ -258,16 +223,11 @@ class ActorGroup:
         node = self._hosts.name_of(self._place, first)
         where = f" on {node}" if node else ""
         failure = ActorFailure if kind == "raised" else RankLost
-        return failure(
-            f"{self.name} {named}{where}, {call}: {what}",
-            actor=self.name,
-            rank=first,
-            call=call,
-            kind=kind,
-        )
+        message = f"{self.name} {named}{where}, {call}: {what}"
+        return failure(message, actor=self.name, rank=first, call=call, kind=kind)
 
     async def _beat(self) -> None:
-        with contextlib.suppress(ActorFailure):  # whoever waits for the group is told
+        with contextlib.suppress(ActorFailure):  # ``failed`` and every call report it
             while True:
                 await asyncio.sleep(self._heartbeat / 3)
                 await self.check_alive(self._heartbeat)
@@ -275,8 +235,9 @@ class ActorGroup:
     async def _answers(
         self, actor: Any, endpoint: str, args: PerRank, deadline: float
     ) -> list[Any]:
-        """Of the given ranks of ``actor``; raises the first failure of the group, or of one of
-        them.
+        """Call ``endpoint`` on the given ranks of ``actor`` and return their answers.
+
+        Raises the first failure of the group, or of one of these ranks.
         """
         loop = asyncio.get_running_loop()
         tasks = {
@@ -295,15 +256,12 @@ class ActorGroup:
                 pending -= done
                 if not done:
                     silent = [rank for rank, task in tasks.items() if task in pending]
-                    self._fail(
-                        self._failure(
-                            silent, endpoint, "silent", f"no answer within {deadline:.0f} s"
-                        )
-                    )
+                    what = f"no answer within {deadline:.0f} s"
+                    self._fail(self._failure(silent, endpoint, "silent", what))
                 answers = [task.result() for task in tasks.values() if task in done]
                 raised = [answer for answer in answers if isinstance(answer, ActorFailure)]
-                if raised and self.ranks > 1 and actor is not self._pulse:
-                    with contextlib.suppress(ActorFailure):  # which is then the group's
+                if raised and self._place.ranks > 1 and actor is not self._pulse:
+                    with contextlib.suppress(ActorFailure):  # it is the group's failure
                         await self.check_alive()
                 if self._over.done():
                     raise self._over.result().with_traceback(None)
@@ -315,64 +273,19 @@ class ActorGroup:
         return [task.result() for task in tasks.values()]
 
     async def _ask(self, actor: Any, endpoint: str, rank: int, args: Sequence[Any]) -> Any:
-        """The rank's answer, or its failure as one."""
+        """Return the rank's answer, or its failure."""
         at = self._hosts.coordinates(self._place, rank)
         try:
             return await getattr(actor.slice(**at), endpoint).call_one(*args)
         except ActorError as error:
             cause = error.exception
-            named = (
-                str(cause) if isinstance(cause, RunError) else f"{type(cause).__name__}: {cause}"
-            )
-            failure = self._failure([rank], endpoint, "raised", f"{named}\n{error}")
+            what = str(cause) if isinstance(cause, RunError) else said_by(cause)
+            failure = self._failure([rank], endpoint, "raised", f"{what}\n{error}")
             failure.__cause__ = cause
             return failure
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # Monarch's own: nobody is there to answer, or ever was
+        except (RuntimeError, ValueError) as error:  # Monarch's own: the actor is gone
             self._died(rank, str(error))
             return self._over.result()
-
-
-class Mesh:
-    """What can be started again: every ``start`` makes a group anew."""
-
-    _group: ActorGroup
-    _started: bool
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it was started, and neither lost nor stopped since."""
-        return self._started and not self._group.is_over
-
-    async def failed(self) -> ActorFailure:
-        """The failure that all calls raise from then on, once there is one; until the next
-        ``start``.
-        """
-        return await self._group.failed()
-
-    async def check_alive(self) -> None:
-        """Return if every rank gives one soon; raises the failure if one has died."""
-        await self._group.check_alive()
-
-
-class Startable(Protocol):
-    """What ``ensure_running`` takes."""
-
-    @property
-    def is_running(self) -> bool: ...
-
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-
-async def ensure_running(mesh: Startable) -> None:
-    """Start ``mesh`` unless it is at work; what is left of one that was lost ends first."""
-    if not mesh.is_running:
-        await mesh.stop()
-        await mesh.start()
 
 
 def _tail(log: Path, lines: int = 20) -> str:

@@ -1,9 +1,9 @@
-"""Ends what a process leaves behind. Hosts runs this text in a fresh interpreter, which knows no
-other module of ours.
+"""Ends all processes that a process has started. Hosts runs this file's text in a new interpreter,
+which must not import other modules of this package.
 
-A subreaper becomes the parent of every process below it whose own parent has ended, also of one
-that has left its process group or session. So the guard finds them all, and kills them when the
-guarded process or the run has ended.
+The guard is a subreaper: it becomes the parent of every process below it that loses its parent,
+also of one that has left its process group or session. It kills all of them when the guarded
+process or the run has ended.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def guard() -> None:
-    """Go on in a child process.
+    """Return in a child process.
 
-    This process waits until that one ends, or the run, and exits after all below it.
+    This process waits until the child or the run ends, kills all processes below it, and exits.
     """
     prctl = ctypes.CDLL(None).prctl
     own = os.getpid()
@@ -44,7 +44,7 @@ def guard() -> None:
     ends = time.monotonic() + END_S
     while (pids := children()) and time.monotonic() < ends:
         for pid in pids:
-            with contextlib.suppress(OSError):  # it has ended, or has become another user's
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
         reap()
@@ -52,28 +52,25 @@ def guard() -> None:
 
 
 def children() -> list[int]:
-    """Processes whose parent is this one."""
-    return [
-        int(name)
-        for name in os.listdir("/proc")
-        if name.isdigit() and parent_of(name) == os.getpid()
-    ]
+    """Return the processes that this one is the parent of."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in pids if parent_of(pid) == os.getpid()]
 
 
-def parent_of(pid: str) -> int:
+def parent_of(pid: int) -> int:
+    """Return the parent's pid; 0 if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(
-                file.read().rpartition(b")")[2].split()[1]
-            )  # its name may hold spaces and brackets
+            # The name, in brackets, may have spaces and brackets itself.
+            return int(file.read().rpartition(b")")[2].split()[1])
     except OSError:  # it has ended
         return 0
 
 
 def reap() -> dict[int, int]:
-    """Wait status by pid of children that have ended."""
+    """Return the wait status, by pid, of children that have ended."""
     ended = dict[int, int]()
-    with contextlib.suppress(ChildProcessError):  # there are none left
+    with contextlib.suppress(ChildProcessError):  # no children remain
         while (pid_and_status := os.waitpid(-1, os.WNOHANG))[0]:
             ended |= [pid_and_status]
     return ended

@@ -1,7 +1,4 @@
-"""The hosts of a run, and the processes on them.
-
-Who wants some says where; nobody knows where hosts come from.
-"""
+"""The hosts of a run, and the processes on them."""
 
 import asyncio
 import contextlib
@@ -21,16 +18,15 @@ from rl.types import Place
 SHUT_DOWN_S = 10.0
 GUARDED = "TILLER_GUARDED"
 
-# Python, since no shell can ask for the signal that ends it with its parent; Monarch does so
-# seconds later.
+# The signal ends the process with its parent; Monarch would end it seconds later.
 _WRAPPER = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 if os.getppid() != int(os.environ["TILLER_PARENT"]):
-    sys.exit("who started it has ended")
+    sys.exit("the parent of this process has ended")
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the controller alone
-if devices := os.environ.get("TILLER_DEVICES"):  # among those that this process may see
+if devices := os.environ.get("TILLER_DEVICES"):  # indices into the visible devices
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = [int(number) for number in devices.split(",")]
     own = [visible.split(",")[number] for number in numbers] if visible else [devices]
@@ -44,27 +40,27 @@ _START = "os.execv(sys.argv[1], sys.argv[1:])\n"
 
 
 class Hosts:
-    """This host alone, or the given nodes, in the order in which meshes take them."""
+    """Hosts of a run: the given nodes, in the order in which meshes take them, or this host."""
 
     def __init__(self, logs: Path, nodes: Sequence[Node] = ()):
         self.logs = logs
         self._nodes = nodes
-        workers = [node.address for node in nodes]
-        self._mesh = (
-            attach_to_workers(ca="trust_all_connections", workers=workers) if nodes else this_host()
-        )
+        if nodes:
+            workers = [node.address for node in nodes]
+            self._mesh = attach_to_workers(ca="trust_all_connections", workers=workers)
+        else:
+            self._mesh = this_host()
 
     def spawn(self, name: str, place: Place, *, env: dict[str, str]) -> ProcMesh:
-        """The processes of mesh ``name``, with ``env`` and torch.distributed's ranks set.
+        """Start the processes of mesh ``name``, with ``env`` and torch.distributed's ranks set.
 
-        If ``env`` has ``GUARDED``, all that these processes start ends with them. Each logs to
-        ``logs``/name-rank.log. On CUDA (not covered by the tests) those of a host see its devices
-        from ``place.first_device`` on.
+        If ``env`` has ``GUARDED``, all processes that they start end with them. Each process logs
+        to ``logs``/name-rank.log. On CUDA (not covered by the tests) the processes of a host see
+        its devices from ``place.first_device`` on.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
-        configure(
-            mesh_proc_spawn_max_idle="24h", actor_spawn_max_idle="24h"
-        )  # our own deadlines are those that count
+        # The caller's own deadlines are shorter.
+        configure(mesh_proc_spawn_max_idle="24h", actor_spawn_max_idle="24h")
         common = {
             "WORLD_SIZE": str(place.ranks),
             "LOCAL_WORLD_SIZE": str(place.per_host),
@@ -86,47 +82,40 @@ class Hosts:
         def command(point: Point) -> BootstrapCommand:
             base = default_bootstrap_cmd()
             host, local = divmod(point.rank, place.per_host)
+            parent = self._nodes[place.first_host + host].pid if self._nodes else os.getpid()
             own = {
                 "RANK": str(point.rank),
                 "LOCAL_RANK": str(local),
-                "TILLER_PARENT": str(
-                    self._nodes[place.first_host + host].pid if self._nodes else os.getpid()
-                ),
+                "TILLER_PARENT": str(parent),
                 "TILLER_LOG": str(self.logs.resolve() / f"{name}-{point.rank}.log"),
             }
-            return BootstrapCommand(
-                sys.executable,
-                None,
-                ["-ISc", program, base.program, *base.args],
-                {**base.env, **common, **own},
-            )
+            arguments = ["-ISc", program, base.program, *base.args]
+            env = {**base.env, **common, **own}
+            return BootstrapCommand(sys.executable, None, arguments, env)
 
         mesh = self._mesh
         if self._nodes:
             mesh = mesh.slice(hosts=slice(place.first_host, place.first_host + place.hosts))
-        return mesh.spawn_procs(
-            per_host={"ranks": place.per_host}, name=name, bootstrap_command=command
-        )
+        per_host = {"ranks": place.per_host}
+        return mesh.spawn_procs(per_host=per_host, name=name, bootstrap_command=command)
 
     def coordinates(self, place: Place, rank: int) -> dict[str, int]:
-        """Of a rank in what ``spawn`` returned."""
+        """Return the coordinates of a rank in the result of ``spawn``."""
         host, local = divmod(rank, place.per_host)
         return {"hosts": host, "ranks": local} if self._nodes else {"ranks": rank}
 
     def name_of(self, place: Place, rank: int) -> str:
-        """The node of a rank; empty where there is only one."""
-        return (
-            self._nodes[place.first_host + rank // place.per_host].name
-            if len(self._nodes) > 1
-            else ""
-        )
+        """Return the name of a rank's node; empty if the run has only one."""
+        if len(self._nodes) < 2:
+            return ""
+        return self._nodes[place.first_host + rank // place.per_host].name
 
     async def shut_down(self) -> None:
-        """Have the nodes' workers end, if there are any. Raises nothing."""
+        """End the workers of the nodes, if any. Raises nothing."""
 
         async def shut_down() -> None:
             await self._mesh.shutdown()
 
         if self._nodes:
-            with contextlib.suppress(Exception):  # those that are lost need not end
+            with contextlib.suppress(Exception):  # a lost node cannot answer
                 await asyncio.wait_for(shut_down(), SHUT_DOWN_S)

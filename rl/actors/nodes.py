@@ -1,5 +1,5 @@
-"""The nodes of a run on several: each has a worker, started by who launches the run, that writes
-where it listens.
+"""The nodes of a run on several nodes. The launcher starts a worker on each, which writes its
+address to a file.
 """
 
 import asyncio
@@ -17,22 +17,22 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One whose worker, a process of Monarch's, is there."""
+    """A node with a running worker, which is a process of Monarch."""
 
     name: str
-    """By which others reach it."""
+    """Host name by which other nodes reach this one."""
     address: str
-    """Of the worker."""
+    """Address of the worker."""
     pid: int
-    """Of the worker."""
+    """Process id of the worker."""
 
 
 class Nodes:
-    """The nodes that the environment names in ``TILLER_NODES``, in order; ``TILLER_NODE`` is this
-    one.
+    """Nodes that the environment variable ``TILLER_NODES`` lists; ``TILLER_NODE`` is this one.
 
-    A worker writes ``NAME.json`` to ``folder``, with its address and pid, when it listens, and
-    ``NAME.ended`` when it ended, with how. A run without these variables has this host alone.
+    ``folder`` has ``NAME.json`` with a worker's address and pid once the worker listens, and
+    ``NAME.ended`` with the reason once the worker has ended. Without these variables the run has
+    this host alone.
     """
 
     def __init__(self, folder: Path):
@@ -41,28 +41,26 @@ class Nodes:
         self._folder = folder
 
     def gather(self, count: int, deadline: float) -> list[Node]:
-        """The first ``count`` in order, once all their workers listen, or after ``deadline`` s of
-        those that do.
+        """Wait until all workers listen, or for ``deadline`` s; return the first ``count`` that do.
 
-        Empty for a run on this host. Raises NodeLost, with their names, where too few came up.
+        Empty for a run on this host. Raises NodeLost, which names the others, if too few listen.
         """
         ends = time.monotonic() + deadline
         while (missing := self._missing()) and time.monotonic() < ends:
             if all(self._ended(name) for name in missing):
                 break
             time.sleep(POLL_S)
-        there = [name for name in self.names if name not in missing]
-        if self.names and len(there) < count:
-            late = ", ".join(
-                f"{name} (it {how})" if (how := self._ended(name)) else name for name in missing
-            )
+        found = [name for name in self.names if name not in missing]
+        if self.names and len(found) < count:
+            endings = {name: self._ended(name) for name in missing}
+            late = ", ".join(f"{name} (it {how})" if how else name for name, how in endings.items())
             raise NodeLost(
                 f"no worker came up within {deadline:.0f} s on {late}; see the log of the node"
             )
-        return [Node(name, **json.loads(self._path(name).read_text())) for name in there[:count]]
+        return [Node(name, **json.loads(self._path(name).read_text())) for name in found[:count]]
 
     async def lost(self, nodes: Sequence[Node]) -> None:
-        """Raise NodeLost once the worker of one of ``nodes`` has ended."""
+        """Raise NodeLost when the worker of one of ``nodes`` has ended."""
         while True:
             for node in nodes:
                 if (how := self._ended(node.name)) is not None:

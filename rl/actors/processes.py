@@ -1,4 +1,4 @@
-"""Monarch in this process, and the processes that it starts."""
+"""Monarch in this process, and the processes that Monarch starts."""
 
 import asyncio
 import atexit
@@ -16,10 +16,10 @@ _started: list[Path] = []
 
 
 def start_runtime(log: Path, node: str = "") -> None:
-    """Start Monarch in this process; what it says of itself on standard error goes to ``log``.
+    """Start Monarch in this process; its own messages on standard error go to ``log``.
 
-    Processes of other hosts reach it by the name ``node``, if one is given. Its sockets lie in a
-    folder that ``end_program`` removes.
+    Processes of other hosts reach this one by the name ``node``, if given. Monarch's sockets are in
+    a folder that ``end_program`` removes.
     """
     _started.append(log)
     if node:
@@ -41,7 +41,7 @@ def start_runtime(log: Path, node: str = "") -> None:
 
 
 def ensure_runtime(log: Path) -> None:
-    """Start Monarch in this process unless it runs; it stops when the interpreter ends."""
+    """Start Monarch in this process unless it runs; Monarch stops when the interpreter ends."""
     if not _started:
         log.parent.mkdir(parents=True, exist_ok=True)
         start_runtime(log)
@@ -50,7 +50,7 @@ def ensure_runtime(log: Path) -> None:
 
 def stop_runtime() -> None:
     """Stop Monarch in this process, so that the interpreter can end. Raises nothing."""
-    with contextlib.suppress(Exception):  # the run is over: what is left ends with this process
+    with contextlib.suppress(Exception):  # what remains ends with this process
         shutdown_context().get(timeout=10)
 
 
@@ -61,19 +61,18 @@ async def stop_procs(procs: ProcMesh | None, *, deadline: float = 20.0) -> None:
         await mesh.stop()
 
     if procs is not None:
-        with contextlib.suppress(
-            Exception
-        ):  # a mesh that has already failed cannot stop more than that
+        with contextlib.suppress(Exception):  # a mesh that has failed raises
             await asyncio.wait_for(stopped(procs), deadline)
 
 
 class Process:
-    """A process of this host that Monarch started, known by a descriptor: its pid may be another's
-    after its end.
+    """A process of this host that Monarch started.
+
+    It is known by a descriptor, since another process may get its pid after its end.
     """
 
     def __init__(self, pid: int, on_end: Callable[[], None]):
-        """Raises ProcessLookupError where it has ended."""
+        """Raises ProcessLookupError if the process has ended."""
         self.pid = pid
         self._descriptor = os.pidfd_open(pid)
         self._on_end = on_end
@@ -82,7 +81,7 @@ class Process:
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
     def kill(self) -> None:
-        """End it, also where it is stopped or hangs."""
+        """End the process, also if it is stopped or hangs."""
         if not self.ended.done():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)

@@ -1,6 +1,4 @@
-"""Processes that score completions: the user's code may hang or crash in them, and costs
-one group.
-"""
+"""Processes that score completions. If the user's code hangs or crashes, it costs one group."""
 
 import asyncio
 import math
@@ -8,13 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from rl.actors.group import ActorGroup, Deadlines
+from rl.actors.group import ActorGroup
 from rl.actors.hosts import GUARDED
+from rl.actors.mesh import Deadlines
 from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure, GroupLost, RankLost, RunError
 from rl.model.shape import ModelConfig
@@ -22,29 +21,28 @@ from rl.rollout.scoring import rollouts_of, score_group
 from rl.tasks.base import Score, Task
 from rl.types import Completion, Place, Prompt, Rollout
 
-# a worker answers after this long, or after one group: quick ones need not cost a message each
-TURN_S = 0.1
+TURN_S = 0.1  # a message has groups for this long, or one group: quick groups share messages
 
 Scored = list[tuple[str, Score]]
 
 
+@dataclass(eq=False)
 class RewardWorker(Actor):
     """Scores with a task of its own."""
 
-    def __init__(self, task: Task.Config, seed: int, model: ModelConfig):
-        self._config = task
-        self._seed = seed
-        self._model = model
+    config: Task.Config
+    seed: int
+    model: ModelConfig
 
     @concurrent_endpoint
     async def start(self) -> None:
-        self._task: Task = self._config.build_scorer(seed=self._seed, model=self._model)
+        self._task: Task = self.config.build_scorer(seed=self.seed, model=self.model)
 
     @concurrent_endpoint
     async def score(
         self, groups: list[tuple[Prompt, Sequence[Completion]]]
     ) -> list[Scored | GroupLost]:
-        """Of the first groups, as many as there was time for, but of one at least."""
+        """Score the first groups: as many as there is time for, but at least one."""
         ends = time.monotonic() + TURN_S
         answers = list[Scored | GroupLost]()
         for prompt, completions in groups:
@@ -63,11 +61,10 @@ class _Job:
     completions: Sequence[Completion]
     scored: asyncio.Future[Scored]
     alone: bool = False
-    """Whether it is tried for the second time, because the worker was lost that had it, perhaps
-    with others."""
+    """Whether this is the second try, because the worker that had the job first was lost."""
 
     def settle(self, answer: Scored | Exception | None) -> None:
-        """Tell whoever waits, if there is an answer and anybody still waits."""
+        """Set the result unless it is already set; None leaves it open."""
         if self.scored.done() or answer is None:
             return
         if isinstance(answer, Exception):
@@ -76,73 +73,65 @@ class _Job:
             self.scored.set_result(answer)
 
 
+@dataclass(kw_only=True, eq=False)
 class RewardWorkers:
-    """``count`` workers, each started again when it dies or hangs; with 0, a thread of this
+    """Workers that are started again when they die or hang; with ``count`` 0, a thread of this
     process. ::
 
-        workers = RewardWorkers(config.task, config.seed, config.model, supervisor, count=2, ...)
+        workers = RewardWorkers(config=config.task, model=config.model, count=2, ...)
         await workers.start()
         rollouts = await workers.score(prompt, completions)
         await workers.stop()
 
-    Groups wait in line. A worker without work gets its share of them. Where it is lost, each of
-    these is tried once more, alone, so that the one that is to blame is the only one to be lost.
+    Groups wait in a queue, and an idle worker takes its share of them. If a worker is lost, each of
+    its groups is tried once more, alone, so that only the group that is to blame is lost.
     """
 
-    def __init__(
-        self,
-        task: Task.Config,
-        model: ModelConfig,
-        supervisor: Supervisor,
-        *,
-        count: int,
-        seed: int,
-        deadlines: Deadlines,
-        say: Callable[[str], None],
-    ):
-        self._config = task
-        self._seed = seed
-        self._model = model
-        self._supervisor = supervisor
-        self._count = count
-        self._deadlines = deadlines
-        self._say = say
+    config: Task.Config
+    model: ModelConfig
+    supervisor: Supervisor
+    count: int
+    seed: int
+    deadlines: Deadlines
+    warn: Callable[[str], None]
+    restarts: int = field(default=0, init=False)
+    """Number of times that a worker was started again."""
+
+    def __post_init__(self) -> None:
         self._groups: dict[str, ActorGroup] = {}
         self._idle: deque[ActorGroup] = deque()
         self._waiting: deque[_Job] = deque()
         self._again: deque[_Job] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._held: set[_Job] = set()
-        self._broken: RunError | None = None
-        self._started = False
-        self.restarts = 0
-        """How often a worker was started again, over the run."""
+        self._broken: RunError | None = RunError("the reward workers were not started")
 
     async def start(self) -> None:
-        """Start the workers and build their tasks; again after ``stop``."""
-        self._broken = None
-        if self._count == 0:
-            self._task: Task = self._config.build_scorer(seed=self._seed, model=self._model)
+        """Start the workers and build their tasks; can be called again after ``stop``."""
+        if self.count == 0:
+            self._task: Task = self.config.build_scorer(seed=self.seed, model=self.model)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
-        names = [f"reward-{number}" for number in range(self._count)]
+        names = [f"reward-{number}" for number in range(self.count)]
         await asyncio.gather(*map(self._spawn, names))
+        self._broken = None
         for name in names:
-            self._run(self._keep(name))
-        self._started = True
+            self._create_task(self._keep(name))
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started, and neither stopped since nor given up."""
-        return self._started and self._broken is None
+        """Whether the workers were started, and neither stopped nor given up since."""
+        return self._broken is None
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
-        """The group's rollouts.
+        """Return the group's rollouts.
 
-        Raises GroupLost where they cannot be had, because the reward raised, hung, died or made no
-        sense; ActorFailure where a worker that was lost could not be started again.
+        Raises:
+
+        - GroupLost if the reward raised, hung, died or returned no score.
+        - ActorFailure if a lost worker could not be started again.
         """
         loop = asyncio.get_running_loop()
-        if self._count == 0:
+        if self.count == 0:
             scored = await loop.run_in_executor(
                 self._thread, score_group, self._task, prompt, completions
             )
@@ -151,12 +140,12 @@ class RewardWorkers:
         else:
             job = _Job(prompt, completions, loop.create_future())
             self._waiting.append(job)
-            self._hand_out()
+            self._dispatch()
             scored = await job.scored
         return rollouts_of(prompt, completions, scored)
 
     async def stop(self) -> None:
-        """End the workers, whatever they are doing, and whatever waits for them. Raises nothing."""
+        """End the workers, whatever they are doing, and fail pending calls. Raises nothing."""
         self._give_up(RunError("the reward workers were stopped"))
         tasks = [*self._tasks]
         for task in tasks:
@@ -165,51 +154,50 @@ class RewardWorkers:
         await asyncio.gather(*(group.stop() for group in self._groups.values()))
 
     async def _spawn(self, name: str) -> None:
-        deadlines = self._deadlines
-        group = self._groups[name] = ActorGroup(
-            name, self._supervisor, heartbeat=deadlines.heartbeat
-        )
-        arguments = (self._config, self._seed, self._model)
-        guarded = {GUARDED: "1"}  # the user's code may start anything
-        deadline = deadlines.start
-        await group.spawn(
-            RewardWorker, Place(ranks=1), *arguments, deadline=deadline, env=guarded, meet=False
-        )
-        await group.call("start", deadline=deadlines.start)
+        heartbeat = self.deadlines.heartbeat
+        group = ActorGroup(name, Place(ranks=1), self.supervisor, heartbeat=heartbeat)
+        self._groups[name] = group
+        arguments = (self.config, self.seed, self.model)
+        env = {GUARDED: "1"}  # the user's code may start processes
+        deadline = self.deadlines.start
+        await group.spawn(RewardWorker, *arguments, deadline=deadline, env=env, meet=False)
+        await group.call("start", deadline=deadline)
 
     async def _keep(self, name: str) -> None:
-        """Have the worker take part from now on, and start it again whenever it is lost."""
+        """Give the worker jobs, and start it again whenever it is lost."""
         try:
             while True:
                 group = self._groups[name]
                 self._idle.append(group)
-                self._hand_out()
-                self._say(f"{str(await group.failed()).splitlines()[0]}; starting it again")
+                self._dispatch()
+                self.warn(f"{str(await group.failed()).splitlines()[0]}; starting it again")
                 self.restarts += 1
                 await group.stop()
                 await self._spawn(name)
         except ActorFailure as failure:
             self._give_up(failure)
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
+        """Send waiting jobs to idle workers."""
         while self._idle and (self._again or self._waiting):
             group = self._idle.popleft()
             if group.is_over:
                 continue
-            line, share = (
-                (self._again, 1)
-                if self._again
-                else (self._waiting, len(self._waiting) / self._count)
-            )
-            self._run(self._score(group, [line.popleft() for _ in range(math.ceil(share))]))
+            jobs = [self._again.popleft()] if self._again else self._share()
+            self._create_task(self._score(group, jobs))
+
+    def _share(self) -> list[_Job]:
+        """Take one worker's share of the waiting jobs."""
+        count = math.ceil(len(self._waiting) / self.count)
+        return [self._waiting.popleft() for _ in range(count)]
 
     async def _score(self, group: ActorGroup, jobs: list[_Job]) -> None:
         given = [(job.prompt, job.completions) for job in jobs]
         self._held |= {*jobs}
         try:
-            (answers,) = await group.call("score", given, deadline=self._deadlines.reward + TURN_S)
-        except Exception as error:  # whatever it is, somebody waits to be told
-            answers = [self._fate(job, error) for job in jobs]
+            (answers,) = await group.call("score", given, deadline=self.deadlines.reward + TURN_S)
+        except Exception as error:  # any error must reach the callers of ``score``
+            answers = [self._without_answer(job, error) for job in jobs]
         self._held -= {*jobs}
         for job, answer in zip(jobs, answers, strict=False):
             job.settle(answer)
@@ -217,25 +205,26 @@ class RewardWorkers:
         self._again.extendleft(job for job in left if job.alone)
         self._waiting.extendleft(job for job in left if not job.alone)
         self._idle.append(group)
-        self._hand_out()
+        self._dispatch()
 
-    def _fate(self, job: _Job, error: Exception) -> Exception | None:
-        """What ``job`` comes to whose worker gave no answer; None for another try."""
+    def _without_answer(self, job: _Job, error: Exception) -> Exception | None:
+        """Return the result for a job whose worker did not answer; None means retry."""
         if not isinstance(error, RankLost):
             return error
         if not job.alone:
             job.alone = True
             return None
         how = "died" if error.kind == "died" else "hung"
-        whose = f"the reward of {type(self._config).__qualname__.removesuffix('.Config')}"
-        return GroupLost(f"reward {how}", f"{whose} {how}; prompt {job.prompt.prompt_id}; {error}")
+        task = type(self.config).__qualname__.removesuffix(".Config")
+        message = f"the reward of {task} {how}; prompt {job.prompt.prompt_id}; {error}"
+        return GroupLost(f"reward {how}", message)
 
     def _give_up(self, error: RunError) -> None:
         self._broken = error
         for job in [*self._held, *self._again, *self._waiting]:
             job.settle(error)
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _create_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

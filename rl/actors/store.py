@@ -1,4 +1,4 @@
-"""The process that a push through torchstore has in between."""
+"""StoreProcess: the process that holds the weights of a push through torchstore."""
 
 import asyncio
 import contextlib
@@ -13,14 +13,14 @@ DEADLINE_S = 10.0
 
 
 class StoreProcess:
-    """Holds torchstore's volume; every rank of the run finds it by name."""
+    """A process with torchstore's volume, which every rank of the run finds by name."""
 
     def __init__(self, procs: ProcMesh):
         self._procs = procs
 
     @classmethod
     async def start(cls, hosts: Hosts) -> "StoreProcess":
-        """Spawn the process, on the first host, and open an empty store in it."""
+        """Spawn the process on the first host and open an empty store in it."""
         from rl.weights.store import open_store
 
         procs = hosts.spawn("store", Place(ranks=1), env={})
@@ -28,9 +28,9 @@ class StoreProcess:
         return cls(procs)
 
     async def stop(self) -> None:
-        """End the process, and with it what it stores; another can be started after it."""
+        """End the process and drop its contents; another can be started after it."""
         from rl.weights.store import close_store
 
-        with contextlib.suppress(Exception):  # a process that is gone stores nothing
+        with contextlib.suppress(Exception):  # the process has ended
             await asyncio.wait_for(close_store(), DEADLINE_S)
         await stop_procs(self._procs)

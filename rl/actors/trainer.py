@@ -1,9 +1,9 @@
-"""PolicyTrainer: the worker whose weights are pushed to generators, and the controller's handle to
-its mesh.
-"""
+"""PolicyTrainer, whose weights are pushed to generators, and the handle to its mesh."""
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from monarch.actor import concurrent_endpoint
 
 from rl.actors.store import StoreProcess
@@ -17,7 +17,7 @@ from rl.weights.transport import Publisher, Sent, Transfer
 class PolicyTrainer(ModelWorker):
     """One rank.
 
-    A push runs behind whatever the engine does next, and keeps the weights as they are.
+    A push overlaps with the engine's next call. A call that changes the weights waits for it.
     """
 
     publisher: Publisher | None = None
@@ -27,10 +27,10 @@ class PolicyTrainer(ModelWorker):
         return memory_domain(), layout_of((await self._in_engine(self.engine.shards)).values())
 
     @concurrent_endpoint
-    async def open_publisher(self, transfer: Transfer, rank: int) -> Any:
+    async def open_publisher(self, transfer: Transfer) -> Any:
         shards = list((await self._in_engine(self.engine.shards)).values())
         await self._close_publisher()
-        self.publisher = open_publisher(transfer, shards, rank=rank)
+        self.publisher = open_publisher(transfer, shards, rank=dist.get_rank())
         return self.publisher.address
 
     @concurrent_endpoint
@@ -58,40 +58,36 @@ class PolicyTrainer(ModelWorker):
             self.publisher = None
 
 
+@dataclass(kw_only=True, eq=False)
 class TrainerMesh(WorkerGroup):
-    """The policy's worker group, which also pushes weights."""
+    """Worker group of the policy, which also pushes weights."""
 
     actor = PolicyTrainer
-    _store: StoreProcess | None = None
-    _patience = 0.0
 
-    async def layouts(self) -> list[tuple[str, Layout]]:
-        """Each rank's memory domain, and what it holds of the parameters."""
-        return await self.call("layout")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._store: StoreProcess | None = None
+        self._patience = 0.0
 
     async def open_publishers(self, transfer: Transfer) -> list[Any]:
-        """Make each rank ready to push; the addresses that generators connect to."""
+        """Make each rank ready to push; return the addresses that generators connect to."""
         if transfer.transport == "torchstore" and self._store is None:
-            self._store = await StoreProcess.start(self._supervisor.hosts)
+            self._store = await StoreProcess.start(self.supervisor.hosts)
         self._patience = transfer.patience
-        arguments = {rank: (transfer, rank) for rank in range(self._config.ranks)}
-        return await self._group.call_each(
-            "open_publisher", arguments, deadline=self._deadlines.call
-        )
+        return await self.call("open_publisher", transfer)
 
     async def push_weights(self) -> tuple[int, Sent]:
-        """Make the current weights readable; their version, and the bytes of all ranks.
+        """Make the current weights readable; return their version and the bytes of all ranks.
 
-        It runs behind ``forward`` and ``forward_backward`` that are called meanwhile; what changes
-        or moves the weights waits for it.
+        ``forward`` and ``forward_backward`` may run meanwhile. Calls that change or move the
+        weights wait for the push.
         """
-        deadline = self._deadlines.call + self._patience
-        answers = await self._group.call("push_weights", deadline=deadline)
+        answers = await self.call("push_weights", patience=self._patience)
         sent = [sent for _, sent in answers]
         return answers[0][0], Sent(sum(s.bytes_full for s in sent), sum(s.bytes_sent for s in sent))
 
     async def excuse(self, generator: int) -> None:
-        """Have no push wait for generator number ``generator``, which has gone."""
+        """Have no push wait for generator number ``generator``, which has left."""
         await self.call("excuse", generator)
 
     async def stop(self) -> None:

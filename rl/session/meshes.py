@@ -1,4 +1,4 @@
-"""The processes of a session, mesh by mesh; nothing is started here."""
+"""Meshes: the handles of a session's processes. Nothing is started here."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,48 +25,44 @@ class Meshes:
 
     def models(self) -> dict[str, WorkerGroup]:
         """Return the worker groups by role."""
-        return {name: self._model(name) for name in self._config.models}
+        groups = {}
+        for name, role in self._config.models.items():
+            kind = TrainerMesh if name == "trainer" else WorkerGroup
+            groups[name] = kind(
+                name=name,
+                place=self._placement.models[name],
+                supervisor=self._supervisor,
+                deadlines=self._config.deadlines,
+                config=role.trainer,
+                model=role.model,
+                head=role.head,
+                folder=self._folder,
+                seed=self._config.seed,
+                steps=self._config.optimizer_steps,
+            )
+        return groups
 
     def generator(self, number: int) -> GeneratorMesh:
         """Return the mesh of generator ``number``."""
-        config = self._config
-        assert config.generator is not None, "a session without generators makes none"
+        assert self._config.generator is not None, "a session without generators makes none"
         return GeneratorMesh(
-            config.generator,
-            config.model,
-            self._supervisor,
             name=f"generator-{number}",
-            seed=config.seed,
-            deadlines=config.deadlines,
             place=self._placement.generator(number),
+            supervisor=self._supervisor,
+            deadlines=self._config.deadlines,
+            config=self._config.generator,
+            model=self._config.model,
+            seed=self._config.seed,
         )
 
-    def rewards(self, task: Task.Config, say: Callable[[str], None]) -> RewardWorkers:
+    def rewards(self, task: Task.Config, warn: Callable[[str], None]) -> RewardWorkers:
         """Return the workers that score completions of ``task``."""
-        config = self._config
         return RewardWorkers(
-            task,
-            config.model,
-            self._supervisor,
-            count=config.reward_workers,
-            say=say,
-            seed=config.seed,
-            deadlines=config.deadlines,
-        )
-
-    def _model(self, name: str) -> WorkerGroup:
-        config = self._config
-        role = config.models[name]
-        kind = TrainerMesh if name == "trainer" else WorkerGroup
-        return kind(
-            role.trainer,
-            role.model,
-            self._supervisor,
-            name=name,
-            head=role.head,
-            folder=self._folder,
-            seed=config.seed,
-            steps=config.optimizer_steps,
-            deadlines=config.deadlines,
-            place=self._placement.models[name],
+            config=task,
+            model=self._config.model,
+            supervisor=self._supervisor,
+            count=self._config.reward_workers,
+            seed=self._config.seed,
+            deadlines=self._config.deadlines,
+            warn=warn,
         )

@@ -1,13 +1,14 @@
-"""The generators of a session: they start, fail, come back, join and leave while it goes on."""
+"""GeneratorPool: starts the generators of a session, restarts lost ones, adds and removes some."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rl.actors.generator import GeneratorMesh
-from rl.actors.group import ensure_running
+from rl.actors.mesh import ensure_running
 from rl.errors import ActorFailure, RankLost, RunError
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
@@ -17,60 +18,55 @@ from rl.session.router import Router
 LOOK_EVERY_S = 1.0
 
 
+@dataclass(eq=False)
 class GeneratorPool:
-    """Keeps as many generators at work as are asked for; each holds weights before it is asked. ::
+    """Keeps the requested number of generators running. Each has weights before requests. ::
 
         pool = GeneratorPool(config, make, router, push, folder / "replicas", print)
         await pool.start()                      # processes and engines, without weights
-        await pool.connect()                    # they hold the trainer's weights and are asked
+        await pool.connect()                    # they have the trainer's weights and get requests
         async with background(pool.run()): ...  # lost ones come back, others join and leave
 
-    ``make(number)`` gives the mesh of generator ``number``. A number in the file ``asked`` changes
-    how many there are. A generator that is lost more than ``max_restarts`` times without a
-    completion in between ends the session, and so does one that raises: it would raise again.
+    - ``make(number)`` returns the mesh of generator ``number``.
+    - A number in the file ``asked`` changes the number of generators.
+    - A generator that is lost more than ``max_restarts`` times without a completion in between ends
+      the session. So does a generator that raises, since it would raise again.
     """
 
-    def __init__(
-        self,
-        config: SessionConfig,
-        make: Callable[[int], GeneratorMesh],
-        router: Router,
-        push: WeightPush,
-        asked: Path,
-        say: Callable[[str], None],
-    ):
-        self._make = make
-        self._router = router
-        self._push = push
-        self._max_restarts = config.max_restarts
-        self._asked = asked
-        self._say = say
-        replicas = config.generator.replicas if config.generator else 0
-        self._meshes = {number: make(number) for number in range(replicas)}
+    config: SessionConfig
+    make: Callable[[int], GeneratorMesh]
+    router: Router
+    push: WeightPush
+    asked: Path
+    warn: Callable[[str], None]
+    restarts: int = field(default=0, init=False)
+    """Number of times that a generator was started again."""
+
+    def __post_init__(self) -> None:
+        replicas = self.config.generator.replicas if self.config.generator else 0
+        self._meshes = {number: self.make(number) for number in range(replicas)}
         self._leaving: list[GeneratorMesh] = []
-        self.restarts = 0
-        """Number of times that a generator was started again."""
 
     @property
     def meshes(self) -> list[GeneratorMesh]:
-        """All of them, those that are starting included."""
+        """All generators, including those that are starting."""
         return list(self._meshes.values())
 
     async def start(self) -> None:
-        """Start, side by side, every generator that is not running; first stop those that left."""
+        """Start all generators that are not running, concurrently; first stop those that left."""
         while self._leaving:
             await self._stop(self._leaving[0])
         if self._meshes:
-            async with self._router.resident(), background() as work:
+            async with self.router.resident(), background() as work:
                 for mesh in self.meshes:
                     work.create_task(ensure_running(mesh))
 
     async def abort(self) -> None:
-        """Abort all requests in flight, also those whose caller was cancelled."""
+        """Abort all requests in flight, also requests of cancelled callers."""
         await self._each(lambda mesh: mesh.abort())
 
     async def offload(self) -> None:
-        """Move all weights to host memory and forget keys and values."""
+        """Move all weights to host memory and drop keys and values."""
         await self._each(lambda mesh: mesh.offload())
 
     async def onload(self, **_: Any) -> None:
@@ -85,37 +81,35 @@ class GeneratorPool:
         await asyncio.gather(*(unless_lost(mesh) for mesh in self.meshes if mesh.is_running))
 
     async def connect(self) -> str:
-        """Bring all generators the trainer's weights and have them asked; return the plan."""
+        """Bring all generators the trainer's weights and send them requests; return the plan."""
         for mesh in self.meshes:
-            self._router.leave(mesh)
-        plan = await self._push.connect(self.meshes)
+            self.router.leave(mesh)
+        plan = await self.push.connect(self.meshes)
         for mesh in self.meshes:
-            self._router.join(mesh)
+            self.router.join(mesh)
         return plan
 
     async def run(self) -> None:
-        """Keep as many generators as are asked for at work; raise what cannot be mended."""
+        """Keep the requested number of generators running. Raises failures that end the session."""
         async with background() as work:
-            keepers = {
-                number: work.create_task(self._keep(mesh)) for number, mesh in self._meshes.items()
-            }
+            keepers = {n: work.create_task(self._keep(mesh)) for n, mesh in self._meshes.items()}
             while True:
                 await asyncio.sleep(LOOK_EVERY_S)
                 count = self._count_asked()
                 for number in range(count):
                     if number not in self._meshes:
-                        mesh = self._meshes[number] = self._make(number)
+                        mesh = self._meshes[number] = self.make(number)
                         keepers[number] = work.create_task(self._keep(mesh))
                 for number in [number for number in self._meshes if number >= count]:
                     mesh = self._meshes.pop(number)
                     self._leaving.append(mesh)
                     keepers.pop(number).cancel()
-                    self._say(f"{mesh.name} leaves")
-                    await self._router.drain(mesh)
+                    self.warn(f"{mesh.name} leaves")
+                    await self.router.drain(mesh)
                     await self._stop(mesh)
 
     async def close(self) -> None:
-        """Let vLLM clean up; a generator that cannot any more has nothing that is still needed."""
+        """Let vLLM clean up. Ignores failures."""
         running = [mesh for mesh in (*self.meshes, *self._leaving) if mesh.is_running]
         await asyncio.gather(*(mesh.close() for mesh in running), return_exceptions=True)
 
@@ -124,46 +118,46 @@ class GeneratorPool:
         await asyncio.gather(*(mesh.stop() for mesh in (*self.meshes, *self._leaving)))
 
     async def _keep(self, mesh: GeneratorMesh) -> None:
-        """Start the generator again whenever it is lost. Raises RunError if that is no use."""
+        """Start the generator again whenever it is lost. Raises failures that end the session."""
         lost = 0
         while True:
             failure = await self._work(mesh)
-            lost = 1 if self._router.served.pop(mesh, 0) else lost + 1
-            self._router.leave(mesh)
-            self._push.remove(mesh)
+            lost = 1 if self.router.served.pop(mesh, 0) else lost + 1
+            self.router.leave(mesh)
+            self.push.remove(mesh)
             if not isinstance(failure, RankLost):
                 raise failure
-            if lost > self._max_restarts:
+            if lost > self.config.max_restarts:
                 raise RunError(
                     f"{failure}\nthat was the {lost}th time without a completion in between"
                 ) from failure
             self.restarts += 1
-            self._say(f"{str(failure).splitlines()[0]}; starting it again")
+            self.warn(f"{str(failure).splitlines()[0]}; starting it again")
 
     async def _work(self, mesh: GeneratorMesh) -> ActorFailure:
-        """Have the generator join if it has not; return how it fails."""
+        """Have the generator join if it has not; wait for its failure and return it."""
         try:
-            if mesh not in self._router.replicas:
-                async with self._router.resident():
+            if mesh not in self.router.replicas:
+                async with self.router.resident():
                     await ensure_running(mesh)
-                await self._push.join(mesh)
-                self._router.join(mesh)
-                self._say(f"{mesh.name} has joined")
+                await self.push.join(mesh)
+                self.router.join(mesh)
+                self.warn(f"{mesh.name} has joined")
         except ActorFailure as failure:
             return failure
         return await mesh.failed()
 
     async def _stop(self, mesh: GeneratorMesh) -> None:
-        """End a generator that leaves; it is among ``_leaving`` until its processes end."""
-        self._router.leave(mesh)
-        self._push.remove(mesh)
+        """End a generator that leaves; it is in ``_leaving`` until its processes have ended."""
+        self.router.leave(mesh)
+        self.push.remove(mesh)
         await mesh.stop()
         self._leaving.remove(mesh)
 
     def _count_asked(self) -> int:
-        """Return the number in the file if it makes sense, else as many as there are."""
+        """Return the valid number in the file, or else the current number of generators."""
         try:
-            count = int(self._asked.read_text())
-        except (OSError, ValueError):  # no such file, or one half written
+            count = int(self.asked.read_text())
+        except (OSError, ValueError):  # the file is missing or half written
             return len(self._meshes)
-        return min(count, self._push.max_generators) if count > 0 else len(self._meshes)
+        return min(count, self.push.max_generators) if count > 0 else len(self._meshes)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,50 +19,47 @@ from rl.types import Completion
 from rl.weights.open import choose_transport
 from rl.weights.transport import Transfer, TransferFailed, VersionGone
 
-NETWORK = ("rdma", "torchstore")  # whose publishers have a place for each reader
+NETWORK = ("rdma", "torchstore")  # transports whose publishers reserve a place for each reader
 UNLIMITED = 1000
 
 
 class Arrival(NamedTuple):
-    """A version that a generator holds, and what it answered to the canary with it."""
+    """A version that a generator has loaded, and its answer to the canary with that version."""
 
     generator: GeneratorMesh
     version: int
     answer: Completion | None
 
 
+@dataclass(eq=False)
 class WeightPush:
     """Brings the trainer's weights to the generators. ::
 
         push = WeightPush(config, trainer, residency, watch, print)
-        await push.connect(generators)          # they hold the trainer's weights
+        await push.connect(generators)          # they have the trainer's weights
         async with background(push.run()):
             version = push.start()              # publish the new weights, behind what comes next
             await push.wait(version)            # have every generator pull them
             await push.settle()                 # before the weights change again
 
-    :class:`PushState` has the states and says why no reader sees weights that change. A generator
-    pulls when ``wait`` is called. One that was so slow that its version is gone pulls the newest,
-    unless versions come in order. A transfer that failed while both ends are alive is repeated
-    ``max_restarts`` times. Each arrival is compared with the trainer's weights as configured.
+    - :class:`PushState` has the states and proves that weights never change under a reader.
+    - A generator pulls when ``wait`` is called. If its version is gone because it was too slow, it
+      pulls the newest version, unless versions come in order.
+    - A transfer that failed while both ends are alive is repeated ``max_restarts`` times.
+    - Each arrival is compared with the trainer's weights as configured.
     """
 
-    def __init__(
-        self,
-        config: SessionConfig,
-        trainer: TrainerMesh,
-        residency: Residency,
-        watch: Stopwatch,
-        warn: Callable[[str], None],
-    ):
-        self._config = config.weights
-        self._deadlines = config.deadlines
-        self._max_failures = config.max_restarts
-        self._warn = warn
-        self._trainer = trainer
-        self._residency = residency
-        self._watch = watch
-        self._checks = PushChecks(config, trainer, residency)
+    config: SessionConfig
+    trainer: TrainerMesh
+    residency: Residency
+    watch: Stopwatch
+    warn: Callable[[str], None]
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
+    """Metrics of the last push."""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self._checks = PushChecks(config, self.trainer, self.residency)
         generator = config.generator
         in_order = config.pushes == "in_order"
         self._rolling = generator is not None and generator.update == "rolling" and not in_order
@@ -73,30 +70,28 @@ class WeightPush:
         self._joining = asyncio.Lock()  # no pull while a generator joins or leaves
         self._changed = Signal()
         self._addresses: list[Any] = []
-        self.metrics: dict[str, float] = {}
-        """Of the last push."""
 
     @property
     def max_generators(self) -> int:
-        """How many generators the transport has room for until it is opened again."""
+        """Maximum number of generators until the transport is opened again."""
         return self._transfer.generators if self._transfer.transport in NETWORK else UNLIMITED
 
     async def connect(self, generators: Sequence[GeneratorMesh]) -> str:
         """Open the push to ``generators`` and bring them the trainer's weights; return the plan.
 
-        Raises ValueError, naming the parameter, if the trainer's layout does not fill the
+        Raises ValueError, which names the parameter, if the trainer's layout does not cover the
         generators'.
         """
         self._numbers = {generator: number for number, generator in enumerate(generators)}
         self._removed = []
-        self.state.restart(self._trainer.version)
+        self.state.restart(self.trainer.version)
         plan = await self._open()
         await self._publish()
         await self._bring(self.state.published)
         return plan
 
     async def join(self, generator: GeneratorMesh) -> None:
-        """Bring one generator, new or started again, what the others have."""
+        """Bring a generator that is new or was started again the weights of the others."""
         async with self._joining:
             taken = self._numbers.values()
             self._numbers.setdefault(generator, min(set(range(len(taken) + 1)) - set(taken)))
@@ -110,23 +105,20 @@ class WeightPush:
             self._changed.notify()
 
     async def run(self) -> None:
-        """Publish what is started, and compare what has arrived."""
+        """Publish versions that were started, and compare those that have arrived."""
         async with background(self._publish_each(), self._compare_each()):
             while True:
                 await self._changed.until(lambda: self._removed)
-                await self._trainer.excuse(self._removed.pop())
+                await self.trainer.excuse(self._removed.pop())
 
     def start(self) -> int:
-        """Publish the trainer's weights, unless nothing has changed; return their version.
-
-        Does not wait.
-        """
-        self.state.begin(self._trainer.version)
+        """Have the trainer's weights published if they changed; return their version at once."""
+        self.state.begin(self.trainer.version)
         self._changed.notify()
         return self.state.begun
 
     async def wait(self, version: int) -> int:
-        """Have every generator hold ``version`` or a newer one; return the oldest they hold.
+        """Have every generator load ``version`` or a newer one; return the oldest one loaded.
 
         Waits until ``version`` was started and published.
         """
@@ -138,40 +130,42 @@ class WeightPush:
 
     async def settle(self) -> None:
         """Wait until nothing reads the trainer's weights, not even a check."""
-        with self._watch.span("push_wait"):
+        with self.watch.span("push_wait"):
             await self._changed.until(lambda: self.state.may_change)
             self.state.changing = True
 
     async def _open(self) -> str:
         """Plan the routes and open both ends of each."""
         generators = list(self._numbers)
-        async with self._residency.of("trainer", "model"):
-            sources = await self._trainer.layouts()
-        async with self._residency.of("generator", "model"):
+        weights = self.config.weights
+        deadlines = self.config.deadlines
+        async with self.residency.of("trainer", "model"):
+            sources = await self.trainer.layouts()
+        async with self.residency.of("generator", "model"):
             layouts = await asyncio.gather(*(generator.layouts() for generator in generators))
         domains = [domain for domain, _ in chain(sources, *layouts)]
         self._transfer = Transfer(
-            transport=choose_transport(self._config.transport, domains),
+            transport=choose_transport(weights.transport, domains),
             dtype=generators[0].dtype,
             sources=tuple(layout for _, layout in sources),
             wanted=tuple(layout for _, layout in layouts[0]),
             generators=len(generators),
-            delta=self._config.delta,
+            delta=weights.delta,
         )
-        # The deadline of its call ends a reader of shared memory that hangs: the trainer outlasts
-        # that deadline.
+        # A reader of shared memory that hangs ends by the deadline of its call; the trainer waits
+        # longer.
         is_network = self._transfer.transport in NETWORK
-        patience = self._deadlines.push if is_network else self._deadlines.call
-        patience += self._transfer.nbytes / (self._config.min_gb_s * 1e9)
+        patience = deadlines.push if is_network else deadlines.call
+        patience += self._transfer.nbytes / (weights.min_gb_s * 1e9)
         self._transfer = replace(self._transfer, patience=patience)
         plan = self._transfer.describe()
-        async with self._residency.of("trainer", "model"):
-            self._addresses = await self._trainer.open_publishers(self._transfer)
+        async with self.residency.of("trainer", "model"):
+            self._addresses = await self.trainer.open_publishers(self._transfer)
         await asyncio.gather(*(self._connect(generator) for generator in generators))
         return plan
 
     async def _connect(self, generator: GeneratorMesh) -> None:
-        async with self._residency.of("generator", "model"):
+        async with self.residency.of("generator", "model"):
             number = self._numbers[generator]
             await generator.connect(self._transfer, self._addresses, generator=number)
 
@@ -183,28 +177,28 @@ class WeightPush:
             self._changed.notify()
 
     async def _publish(self) -> None:
-        async with self._residency.of("trainer", "model"):
-            with self._watch.span("push"):
-                _, sent = await self._trainer.push_weights()
+        async with self.residency.of("trainer", "model"):
+            with self.watch.span("push"):
+                _, sent = await self.trainer.push_weights()
         self.metrics = {"push/bytes": sent.bytes_full, "push/bytes_sent": sent.bytes_sent}
 
     async def _bring(self, version: int) -> None:
         """Have every generator pull ``version``."""
         behind = [generator for generator in self._numbers if generator.version != version]
-        with self._watch.span("push"):
+        with self.watch.span("push"):
             if self._rolling:
-                pauses = [await self._pull_or_lose(generator, version) for generator in behind]
+                pauses = [await self._pull_or_lose(each, version) for each in behind]
             else:
                 pauses = await asyncio.gather(
-                    *(self._pull_or_lose(generator, version) for generator in behind)
+                    *(self._pull_or_lose(each, version) for each in behind)
                 )
         self.metrics["timing/push_pause"] = max(pauses, default=0.0)
         self.state.arrived = version
         self._changed.notify()
 
     async def _pull_or_lose(self, generator: GeneratorMesh, version: int) -> float:
-        """``_pull``; 0 for a generator that is lost on the way, which its pool starts again."""
-        if generator not in self._numbers:  # it was removed while others had their turn
+        """Like ``_pull``; return 0 if the generator is lost, since its pool starts it again."""
+        if generator not in self._numbers:  # it was removed during pulls of other generators
             return 0.0
         try:
             return await self._pull(generator, version)
@@ -214,21 +208,21 @@ class WeightPush:
             return 0.0
 
     async def _pull(self, generator: GeneratorMesh, version: int) -> float:
-        """Bring ``version``, or a newer one; return the seconds that generation stood still."""
-        async with self._residency.of("generator", "model"):
+        """Bring ``version``, or a newer one; return the seconds for which generation paused."""
+        async with self.residency.of("generator", "model"):
             pause = await self._pull_or_try_again(generator, version)
             version = generator.version or version
             if self._checks.are_on:
-                with self._watch.span("check"):
+                with self.watch.span("check"):
                     answer = await self._checks.ask(generator, version)
                 self.state.unchecked.append(Arrival(generator, version, answer))
         self._changed.notify()
         return pause
 
     async def _pull_or_try_again(self, generator: GeneratorMesh, version: int) -> float:
-        """Return the seconds that generation stood still.
+        """Pull, again if a transfer fails; return the seconds for which generation paused.
 
-        Raises NodeLost if transfers fail between ends that are alive.
+        Raises NodeLost if transfers between living processes keep failing.
         """
         failures = 0
         while True:
@@ -238,28 +232,27 @@ class WeightPush:
                 raise
             except ActorFailure as failure:
                 # Reads from a trainer that died may fail before its death is known.
-                await self._trainer.check_alive()
+                await self.trainer.check_alive()
                 newest = version if self.state.in_order else self.state.published
                 if isinstance(failure.__cause__, TransferFailed):
                     failures += 1
-                    if failures > self._max_failures:
+                    if failures > self.config.max_restarts:
                         raise NodeLost(
                             f"{failure}\nthe transfer failed {failures} times in a row while the "
-                            "trainer is alive: the network between the nodes is broken, or slower "
-                            "than weights.min_gb_s"
+                            "trainer is alive: the network is broken or below weights.min_gb_s"
                         ) from failure
                 elif newest == version or not isinstance(failure.__cause__, VersionGone):
                     raise
-                self._warn(f"{str(failure).splitlines()[0]}; pulling version {newest}")
+                self.warn(f"{str(failure).splitlines()[0]}; pulling version {newest}")
                 version = newest
 
     async def _compare_each(self) -> None:
-        """Compare arrivals with the trainer's weights, unless the trainer has left these."""
+        """Compare arrivals with the trainer's weights, unless the weights have changed since."""
         while True:
             await self._changed.until(lambda: self.state.unchecked)
             generator, version, answer = self.state.unchecked[0]
-            if version == self._trainer.version and not self.state.changing:
-                with self._watch.span("check"):
+            if version == self.trainer.version and not self.state.changing:
+                with self.watch.span("check"):
                     await self._checks.compare(generator, version, answer, self.metrics)
             self.state.unchecked.popleft()
             self._changed.notify()

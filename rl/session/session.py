@@ -7,8 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rl.actors.group import ensure_running
 from rl.actors.hosts import Hosts
+from rl.actors.mesh import ensure_running
 from rl.actors.processes import ensure_runtime
 from rl.disk import temporary_folder
 from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost, require

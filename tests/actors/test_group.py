@@ -28,6 +28,11 @@ from tests.actors.processes import assert_ended
 LONG = 200.0
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError("no text today")
+
+
 class Moody(Actor):
     def __init__(self, mood: str):
         self._mood = mood
@@ -47,6 +52,10 @@ class Moody(Actor):
         if self._rank == 1:
             raise ValueError("not today")
         await asyncio.sleep(3600)  # as a peer that waits for it in a collective
+
+    @concurrent_endpoint
+    async def fail_without_text(self) -> None:
+        raise Unprintable
 
     @concurrent_endpoint
     async def hang_on_rank_0(self) -> None:
@@ -85,10 +94,11 @@ def in_group(tmp_path):
 
     def run(work, *, mood: str = "cheerful", heartbeat: float = 0.0):
         async def started():
-            group = ActorGroup("moody", Supervisor(Hosts(tmp_path)), heartbeat=heartbeat)
+            supervisor = Supervisor(Hosts(tmp_path))
+            group = ActorGroup("moody", Place(ranks=2), supervisor, heartbeat=heartbeat)
             pids: list[int] = []
             try:
-                await group.spawn(Moody, Place(ranks=2), mood, deadline=LONG, env={"EXTRA": "set"})
+                await group.spawn(Moody, mood, deadline=LONG, env={"EXTRA": "set"})
                 pids = [process.pid for process in group._processes]
                 return await work(group, pids)
             finally:
@@ -178,6 +188,15 @@ def test_what_an_endpoint_raises_names_it_at_once_and_fails_that_call_alone(in_g
         "raised",
     )
     assert not isinstance(failure, RankLost)
+
+
+def test_exception_without_text_is_a_failure_of_the_call(in_group):
+    async def work(group, _):
+        return await failure_of(group.call("fail_without_text", rank=1, deadline=LONG))
+
+    failure = in_group(work)
+    assert str(failure).startswith("moody rank 1, fail_without_text: tests.actors.test_group.Unpr")
+    assert (failure.rank, failure.kind) == (1, "raised")
 
 
 def test_what_a_watched_endpoint_raises_is_the_failure_of_the_group(in_group):
@@ -289,8 +308,8 @@ def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_
     """
 
     async def spawned(supervisor) -> ActorGroup:
-        group = ActorGroup("moody", supervisor)
-        await group.spawn(Moody, Place(ranks=2), "cheerful", deadline=LONG, env={"EXTRA": ""})
+        group = ActorGroup("moody", Place(ranks=2), supervisor)
+        await group.spawn(Moody, "cheerful", deadline=LONG, env={"EXTRA": ""})
         return group
 
     async def work():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rl.actors.generator import GeneratorMesh
 from rl.actors.trainer import TrainerMesh
 from tests.session.open_actors import OpenGenerator, OpenTrainer
 from tests.session.sessions import Sessions
@@ -12,7 +13,7 @@ def sessions(tmp_path_factory):
     """Starts sessions of open actors for one file's tests, and ends them all after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainerMesh, "actor", OpenTrainer)
-        patch.setattr("rl.actors.generator.Generator", OpenGenerator)
+        patch.setattr(GeneratorMesh, "actor", OpenGenerator)
         sessions = Sessions(tmp_path_factory.mktemp("sessions"))
         yield sessions
         sessions.close()

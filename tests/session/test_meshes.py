@@ -67,4 +67,4 @@ def test_the_learning_rates_schedule_is_over_all_optimizer_steps():
     config.algorithm.update_epochs = 2
     config.algorithm.prompts_per_minibatch = 8
     config.steps = 5
-    assert session_of(config).trainer._steps == 5 * 2 * 4
+    assert session_of(config).trainer.steps == 5 * 2 * 4

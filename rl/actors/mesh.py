@@ -1,0 +1,131 @@
+"""Mesh: the controller's handle to the actors of one role, which can be started again."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from monarch.actor import Actor
+
+from rl.actors.group import ActorGroup
+from rl.actors.supervisor import Supervisor
+from rl.errors import ActorFailure
+from rl.model.shards import Layout
+from rl.types import Place
+from rl.weights.digest import ShardDigests
+
+
+class Deadlines(Protocol):
+    """Maximum waiting times, in seconds."""
+
+    start: float
+    call: float
+    heartbeat: float
+    reward: float
+
+
+@dataclass(kw_only=True, eq=False)
+class Mesh:
+    """Actors of one role, in processes of their own. Every ``start`` makes a new group of them."""
+
+    actor: ClassVar[type[Actor]]
+    name: str
+    place: Place
+    supervisor: Supervisor
+    deadlines: Deadlines
+
+    def __post_init__(self) -> None:
+        self._renew()
+
+    def _renew(self) -> None:
+        heartbeat = self.deadlines.heartbeat
+        self._group = ActorGroup(self.name, self.place, self.supervisor, heartbeat=heartbeat)
+        self._started = False
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """Return the arguments of each actor."""
+        raise NotImplementedError
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment variables that the processes need."""
+        return {}
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return self.place.ranks
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Seconds after which a collective gives up.
+
+        Longer than any call, so that the deadline of the call names the silent rank first.
+        """
+        return self.deadlines.start + self.deadlines.call
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the mesh was started, and neither lost nor stopped since."""
+        return self._started and not self._group.is_over
+
+    async def start(self) -> None:
+        """Spawn the ranks and build their engines; can be called again after ``stop``."""
+        self._renew()
+        deadline = self.deadlines.start
+        arguments = self._arguments()
+        env = self._environment()
+        await self._group.spawn(self.actor, *arguments, deadline=deadline, env=env)
+        await self._group.call("start", deadline=deadline)
+        self._started = True
+
+    async def call(
+        self, endpoint: str, *args: Any, rank: int | None = None, patience: float = 0.0
+    ) -> list[Any]:
+        """Call an endpoint of every rank, or of one; return results in rank order.
+
+        ``patience``: seconds on top of the deadline of a call.
+        """
+        deadline = self.deadlines.call + patience
+        return await self._group.call(endpoint, *args, rank=rank, deadline=deadline)
+
+    async def failed(self) -> ActorFailure:
+        """Wait for the failure of the mesh, which all calls raise until the next ``start``."""
+        return await self._group.failed()
+
+    async def check_alive(self) -> None:
+        """Return if every rank answers a heartbeat soon; raise the mesh's failure otherwise."""
+        await self._group.check_alive()
+
+    async def layouts(self) -> list[tuple[str, Layout]]:
+        """Return each rank's memory domain, and the layout of its parameters."""
+        return await self.call("layout")
+
+    async def weight_digests(self, dtype: torch.dtype | None = None) -> list[ShardDigests]:
+        """Return digests of every rank's parameters, cast to ``dtype`` if given."""
+        return await self.call("weight_digests", dtype)
+
+    async def close(self) -> None:
+        """Let the engines finish saves and clean up, then end the processes."""
+        await self.call("close")
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End the processes, whatever they are doing. Raises nothing."""
+        await self._group.stop()
+
+
+class Startable(Protocol):
+    """Argument of ``ensure_running``."""
+
+    @property
+    def is_running(self) -> bool: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+async def ensure_running(mesh: Startable) -> None:
+    """Start ``mesh`` unless it is running. If it was lost, its remaining processes end first."""
+    if not mesh.is_running:
+        await mesh.stop()
+        await mesh.start()

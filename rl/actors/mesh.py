@@ -111,21 +111,3 @@ class Mesh:
     async def stop(self) -> None:
         """End the processes, whatever they are doing. Raises nothing."""
         await self._group.stop()
-
-
-class Startable(Protocol):
-    """Argument of ``ensure_running``."""
-
-    @property
-    def is_running(self) -> bool: ...
-
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-
-async def ensure_running(mesh: Startable) -> None:
-    """Start ``mesh`` unless it is running. If it was lost, its remaining processes end first."""
-    if not mesh.is_running:
-        await mesh.stop()
-        await mesh.start()

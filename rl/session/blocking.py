@@ -18,17 +18,18 @@ LIFE_CYCLE = {"blocking", "close", "connect", "recover", "running", "start", "st
 
 
 class BlockingSession:
-    """Every verb of a :class:`rl.session.session.Session`, waiting for its result. ::
+    """All verbs of a :class:`rl.session.session.Session`, as calls that wait for their results. ::
 
         session = rl.Session(config, task=task.config).blocking().open()
         rollouts = session.rollout(task, prompts, samples=8)
         ...
         session.close()
 
-    A ``with`` block opens and closes it too. The session lives in a thread, so heartbeats go on
-    between calls, and lost generators come back. Calls run one after another, also those of
-    several threads. Ctrl-C cancels the call under way; the next one waits until it has ended. Once
-    a model was lost, every call raises that :class:`rl.errors.RankLost`.
+    - A ``with`` block opens and closes it too.
+    - The session runs in a thread: heartbeats and restarts of generators go on between calls.
+    - Calls run one after another, also calls of several threads.
+    - Ctrl-C cancels the current call. The next call waits until it has ended.
+    - After a model was lost, every call raises that :class:`rl.errors.RankLost`.
     """
 
     def __init__(self, session: "Session"):
@@ -51,15 +52,15 @@ class BlockingSession:
         return self
 
     def close(self, *, at_once: bool = False) -> None:
-        """End all processes, ``at_once`` or after saves under way; closing twice is closing once.
+        """End all processes, ``at_once`` or after pending saves. A second call does nothing.
 
-        Raises how a model was lost, if one was, unless ``at_once``.
+        Unless ``at_once``, raises the failure of a lost model, if any.
         """
         if self._thread.ident is None or self._is_closed:
             return
         self._is_closed = True
         self._begun.result()
-        with suppress(RuntimeError):  # the loop has ended just now
+        with suppress(RuntimeError):  # the loop has just ended
             self._loop.call_soon_threadsafe(self._life.cancel if at_once else self._leave.set)
         self._thread.join()
         if not at_once:
@@ -82,7 +83,7 @@ class BlockingSession:
         return sorted({*super().__dir__(), *(public - LIFE_CYCLE)})
 
     def _waiting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``method`` as a function that waits for its result."""
+        """Return a function that calls ``method`` and waits for its result."""
 
         @functools.wraps(method)
         def wait(*args: Any, **kwargs: Any) -> Any:
@@ -92,19 +93,19 @@ class BlockingSession:
             try:
                 return self._until(call)
             finally:
-                call.cancel()  # by Ctrl-C; nothing if it has ended
+                call.cancel()  # after Ctrl-C; does nothing if the call has ended
 
         return wait
 
     def _until(self, future: "futures.Future[Any]") -> Any:
-        """Return the result of ``future``, unless the session ends before there is one."""
+        """Return the result of ``future``; raise if the session ends first."""
         futures.wait([future, self._ended], return_when=futures.FIRST_COMPLETED)
         if future.done() and not future.cancelled():
             return future.result()
         raise self._failure()
 
     def _failure(self) -> BaseException:
-        """Return why there can be no call, once the thread has ended."""
+        """Return the reason why no call is possible."""
         if self._thread.ident is None:
             return RunError("this session is not open; open it, or use it in a with block")
         failure = self._ended.exception()

@@ -1,4 +1,4 @@
-"""Work that goes on side by side, and the conditions that it waits for."""
+"""Concurrent work, and signals between its parts."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.TaskGroup]:
-    """Run ``work`` while the block runs, and no longer; the block may add to it.
+    """Run ``work`` while the block runs, then cancel it. The block may add tasks to the group.
 
-    What fails first, of the block or the work, ends all of it, and is raised as it is.
+    The first failure, of the block or the work, ends both and is raised unchanged.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -26,19 +26,19 @@ async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.
 
 
 class Signal:
-    """Wakes whoever waits for a condition, so that they look again."""
+    """Wakes tasks that wait for a condition, so that they check it again."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def notify(self) -> None:
-        """Something has changed."""
+        """Wake all waiting tasks."""
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_result(None)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Return when ``condition`` holds; it is asked now and after each ``notify``."""
+        """Return when ``condition`` holds. It is checked now and after each ``notify``."""
         while not condition():
             changed = asyncio.get_running_loop().create_future()
             self._waiting.add(changed)
@@ -50,9 +50,9 @@ class Signal:
     async def unless(
         self, condition: Callable[[], object], work: Coroutine[Any, Any, T]
     ) -> T | None:
-        """Result of ``work``.
+        """Return the result of ``work``.
 
-        If ``condition`` holds before there is one, cancel the work and return None.
+        If ``condition`` holds first, cancel the work and return None.
         """
         working = asyncio.ensure_future(work)
         waiting = asyncio.ensure_future(self.until(condition))

@@ -1,4 +1,4 @@
-"""What a session starts and how it treats it."""
+"""Config of a session."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -12,11 +12,11 @@ from rl.types import Head
 from rl.weights.config import WeightPushConfig
 
 Colocate = Literal["none", "models", "all"]
-"""Which models share devices: one at a time has memory there, the others wait in the host's.
+"""Models that share devices. One at a time has device memory; the others are in host memory.
 
-- ``none``: each has devices of its own, if there are enough.
+- ``none``: each model has devices of its own, if there are enough.
 - ``models``: trainer, reference, critic and other roles share theirs.
-- ``all``: the generators too, which forget keys and values meanwhile. Only in lockstep.
+- ``all``: the generators share them too, and drop keys and values. Only in lockstep.
 """
 
 
@@ -49,7 +49,7 @@ class Role:
     """A model with a mesh of its own."""
 
     field: str
-    """Name of the config field that it comes from, for messages."""
+    """Name of the config field of this role, for messages."""
     trainer: TrainerConfig
     model: ModelConfig
     head: Head = "logprobs"
@@ -73,14 +73,14 @@ class SessionConfig:
     """The policy, which is trained and generated from."""
 
     trainer: TrainerConfig | None = field(default_factory=TrainerConfig)
-    """How the policy is trained. None trains nothing: one process holds the weights, for the
-    generators to pull."""
+    """Training of the policy. None trains nothing: one process holds the weights for the
+    generators."""
 
     roles: dict[str, Role] = field(default_factory=dict)
     """Other models by name, such as a reference, a critic or a reward model."""
 
     generator: GeneratorConfig | None = field(default_factory=GeneratorConfig)
-    """How samples are drawn. None starts no generators."""
+    """Generators. None starts no generators."""
 
     weights: WeightPushConfig = field(default_factory=WeightPushConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
@@ -92,13 +92,13 @@ class SessionConfig:
     scores in this process: a reward that hangs or crashes takes the session with it."""
 
     pushes: Literal["in_order", "newest"] = "in_order"
-    """Which versions generators hold: each one that is pushed, in order, or the newest when they
+    """Versions that generators load: each one that is pushed, in order, or the newest when they
     pull."""
 
     compares_all: bool = True
     """Whether the trainer keeps its weights until each generator's copy was compared with them.
-    False, with pushes in order, lets the trainer be several versions ahead; versions that it has
-    left are not compared."""
+    False, with pushes in order, lets the trainer be several versions ahead; then only copies of its
+    current version are compared."""
 
     longest: Annotated[int, at_least(2)] = 10**9
     """Number of tokens of the longest sequence, at most model.max_seq_len."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.hosts import Hosts
+from rl.actors.mesh import Mesh
 from rl.actors.reward import RewardWorkers
 from rl.actors.supervisor import Supervisor
 from rl.actors.trainer import TrainerMesh
@@ -66,3 +67,10 @@ class Meshes:
             deadlines=self._config.deadlines,
             warn=warn,
         )
+
+
+async def ensure_running(mesh: Mesh | RewardWorkers) -> None:
+    """Start ``mesh`` unless it is running. If it was lost, its remaining processes end first."""
+    if not mesh.is_running:
+        await mesh.stop()
+        await mesh.start()

@@ -1,6 +1,5 @@
-"""Verbs over models by their roles."""
+"""Models: calls on the models of a session by role."""
 
-import asyncio
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -9,7 +8,6 @@ from torchtitan.config import Configurable
 
 from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import Outputs, WorkerGroup
-from rl.errors import ActorFailure
 from rl.metrics import Metrics
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import background
@@ -19,14 +17,14 @@ from rl.weights.digest import merge_digests, policy_digest
 
 
 class Models:
-    """Worker groups by role; ``trainer`` is the policy, whose weights are pushed. ::
+    """Worker groups by role. The weights of ``trainer``, the policy, are pushed. ::
 
         models = Models({"trainer": trainer, "reference": group}, shared=["trainer", "reference"])
         await models.start_models()
         outputs = await models.forward(batch, role="reference")
 
-    A group splits a batch among its ranks and returns outputs in the batch's order. Calls on roles
-    with devices of their own overlap; of ``shared`` roles one at a time is on the device.
+    A group splits a batch among its ranks and returns outputs in the batch's order. ``shared``
+    roles take turns on one set of devices; calls on other roles overlap.
     """
 
     def __init__(
@@ -40,16 +38,16 @@ class Models:
         self._residency = Residency(shared)
         for role, group in groups.items():
             self._residency.add(role, group)
-        self._changed: set[str] = set()  # roles whose weights are others than they started with
+        self._changed: set[str] = set()  # roles with other weights than at their start
 
     @property
     def trainer(self) -> TrainerMesh:
-        """The group whose weights are pushed."""
+        """Worker group of the policy."""
         return cast(TrainerMesh, self._groups["trainer"])
 
     @property
     def version(self) -> int:
-        """Policy version of the trainer's weights: optimizer steps that changed them."""
+        """Policy version: number of optimizer steps that changed the trainer's weights."""
         return self.trainer.version
 
     def has(self, role: str) -> bool:
@@ -57,23 +55,13 @@ class Models:
         return role in self._groups
 
     async def start_models(self) -> None:
-        """Start every model that is not at work; those that share devices one after another."""
+        """Start every model that is not running; models that share devices start one by one."""
         lost = [role for role, group in self._groups.items() if not group.is_running]
         for role in lost:
             self._residency.forget(role)
         async with background() as work:
             for role in lost:
                 work.create_task(self._start_model(role))
-
-    async def lost_model(self) -> ActorFailure:
-        """Return how a model was lost, once one is."""
-        watches = [asyncio.ensure_future(group.failed()) for group in self._groups.values()]
-        try:
-            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for watch in watches:
-                watch.cancel()
 
     async def forward(
         self, batch: Batch, *, role: str = "trainer", temperature: float = 1.0
@@ -121,9 +109,10 @@ class Models:
     async def load(
         self, step: int = -1, *, role: str = "trainer"
     ) -> tuple[dict[str, Any], list[str]]:
-        """Load checkpoint ``step``, or the newest if -1; with none, or 0, as ``init_model``.
+        """Load checkpoint ``step``, or the newest if -1.
 
-        Returns its state, empty without a checkpoint, and names of incomplete checkpoints.
+        Without a checkpoint, or for step 0, does the same as ``init_model``. Returns the state that
+        was saved, empty without a checkpoint, and the names of incomplete checkpoints.
         """
         if step == 0:
             await self.init_model(role)
@@ -138,7 +127,7 @@ class Models:
 
     async def init_model(self, role: str) -> None:
         """Give the model the weights that its config starts from and delete its checkpoints."""
-        if role in self._changed:  # a model is made once in a process
+        if role in self._changed:  # a process builds its model once
             await self._start_model(role)
         async with self._residency.of(role, "model", "optimizer"):
             await self._groups[role].load_checkpoint(0)
@@ -149,19 +138,19 @@ class Models:
             await self._groups[role].call("export_hf", str(folder))
 
     async def copy_weights(self, role: str, to: str, folder: Path) -> None:
-        """Give ``to`` the parameters of ``role``, whatever the layouts; keep them in ``folder``."""
+        """Copy the parameters of ``role`` to ``to``, in any layouts; keep a copy in ``folder``."""
         await self.save_weights(folder, role=role)
         await self.load_weights(folder, role=to)
 
     async def save_weights(self, folder: Path, *, role: str = "trainer") -> None:
-        """Write the parameters alone, for ``load_weights``."""
+        """Write only the parameters, for ``load_weights``."""
         async with self._residency.of(role, "model"):
             await self._groups[role].call("save_weights", folder)
 
     async def load_weights(
         self, folder: Path, version: int | None = None, *, role: str = "trainer"
     ) -> None:
-        """Take parameters that ``save_weights`` wrote; they are of policy ``version``, if given."""
+        """Load parameters that ``save_weights`` wrote, as those of policy ``version`` if given."""
         self._changed.add(role)
         async with self._residency.of(role, "model"):
             await self._groups[role].load_weights(folder, version)
@@ -172,7 +161,7 @@ class Models:
             return policy_digest(merge_digests(await self._groups[role].weight_digests()))
 
     async def _start_model(self, role: str) -> None:
-        """Start a group anew, alone on the devices that it shares."""
+        """Restart a group, alone on the devices that it shares."""
         group = self._groups[role]
         self._changed.discard(role)
         async with self._residency.starting(role):

@@ -1,4 +1,4 @@
-"""Which mesh runs where: what a run starts by, and what ``plan`` shows."""
+"""Placement: hosts and GPUs of each mesh, for a run and for ``plan``."""
 
 import math
 
@@ -7,11 +7,10 @@ from rl.types import Place
 
 
 class Placement:
-    """The places of all meshes, among the run's ``nodes``, hosts of ``gpus`` GPUs each.
+    """Places of all meshes on the run's hosts, which have ``gpus`` GPUs each.
 
     GPUs go to the trainer, the reference, the critic, other roles and the generators, in this
-    order, unless the config has some of them share theirs; where there are too few, they are shared
-    in any case. Hosts without GPUs are shared.
+    order. Meshes share GPUs if the config says so, or if a host has too few.
     """
 
     def __init__(self, config: SessionConfig, gpus: int):
@@ -20,14 +19,14 @@ class Placement:
         self._trainer_nodes = config.trainer.nodes if config.trainer else 1
         self._taken = [0] * self._trainer_nodes
         self.models: dict[str, Place] = {}
-        """By role."""
+        """Places by role."""
         for name, role in config.models.items():
             self.models[name] = self._place(role.trainer.ranks, shared=config.colocate != "none")
         if config.colocate == "all":
             self._taken = [0] * self._trainer_nodes
 
     def generator(self, number: int) -> Place:
-        """Return the place of generator ``number``, which may be above the config's replicas."""
+        """Return the place of generator ``number``, which may exceed the config's replicas."""
         assert self._generator is not None, "a session without generators places none"
         ranks = self._generator.tensor_parallel_degree
         own = self._generator.nodes
@@ -49,5 +48,5 @@ class Placement:
         return Place(hosts=hosts, ranks=ranks, first_device=self._first_device(before, per_host))
 
     def _first_device(self, before: int, ranks: int) -> int:
-        """The first GPU of ``ranks`` that come after ``before`` others, among those of a host."""
+        """Return the first of ``ranks`` GPUs of a host, after ``before`` GPUs that are taken."""
         return before % max(self._gpus - ranks + 1, 1)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rl.actors.generator import GeneratorMesh
-from rl.actors.mesh import ensure_running
 from rl.errors import ActorFailure, RankLost, RunError
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
+from rl.session.meshes import ensure_running
 from rl.session.push import WeightPush
 from rl.session.router import Router
 

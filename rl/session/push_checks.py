@@ -1,4 +1,6 @@
-"""What proves that a generator holds the trainer's weights: digests, and a canary."""
+"""PushChecks: proof that a generator has the trainer's weights, by digests and a canary."""
+
+from dataclasses import replace
 
 import torch
 
@@ -12,16 +14,16 @@ from rl.types import Batch, Completion, GenerationRequest, Sampling
 from rl.weights.digest import ShardDigests, merge_digests
 
 TOKENS = 4
-BLOCK = 128  # largest of vLLM's own block sizes of the KV cache
+BLOCK = 128  # largest of vLLM's default block sizes of the KV cache
 
 
 class PushChecks:
-    """Compares a generator with the trainer, which must hold the same version.
+    """Compares a generator with the trainer, which must have the same version.
 
-    - A digest of each parameter (``weights.digests``).
-    - Log-probs of a few tokens after a fixed prompt, the canary: right weights in a generator that
-      still has cached keys of older ones, or another kernel, give others
-      (``weights.canary_tolerance``).
+    - ``weights.digests``: compare a digest of each parameter.
+    - ``weights.canary_tolerance``: compare log-probs of a few tokens after a fixed prompt, the
+      canary. They also differ if the weights are right but the generator has cached keys of older
+      weights, or another kernel.
     """
 
     def __init__(self, config: SessionConfig, trainer: TrainerMesh, residency: Residency):
@@ -32,30 +34,29 @@ class PushChecks:
         generator = config.generator
         if generator is not None and config.weights.canary_tolerance is None:
             self._tolerance = 1e-3 if generator.dtype == "float32" else 0.5
-        shape = shape_of(config.model)
         block_size = (generator.block_size if generator else None) or BLOCK
         longest = config.longest_sequence
-        # A stale block would be found behind one.
+        # A prompt of more than one block finds a stale block.
         length = max(1, min(block_size + 64, longest - TOKENS))
         draw = torch.Generator().manual_seed(0)
-        self._prompt = torch.randint(shape.vocab_size, (length,), generator=draw).tolist()
-        self._sampling = Sampling(max_tokens=min(TOKENS, longest - 1))
+        vocab_size = shape_of(config.model).vocab_size
+        self._canary = GenerationRequest(
+            request_id="canary",
+            prompt_tokens=torch.randint(vocab_size, (length,), generator=draw).tolist(),
+            seed=0,
+            sampling=Sampling(max_tokens=min(TOKENS, longest - 1)),
+        )
 
     @property
     def are_on(self) -> bool:
-        """Whether anything is compared."""
+        """Whether to compare anything."""
         return self._digests or self._tolerance > 0
 
     async def ask(self, generator: GeneratorMesh, version: int) -> Completion | None:
         """Return the generator's answer to the canary; None without a canary."""
         if not self._tolerance > 0:
             return None
-        request = GenerationRequest(
-            request_id=f"canary/{version}",
-            prompt_tokens=self._prompt,
-            seed=version,
-            sampling=self._sampling,
-        )
+        request = replace(self._canary, request_id=f"canary/{version}", seed=version)
         return (await generator.generate([request]))[0]
 
     async def compare(
@@ -65,7 +66,7 @@ class PushChecks:
         answer: Completion | None,
         metrics: dict[str, float],
     ) -> None:
-        """Raise RunError that names what differs, unless the generator was lost meanwhile.
+        """Raise RunError that names the difference, unless the generator was lost meanwhile.
 
         ``push/canary`` of ``metrics`` becomes the largest difference of a log-prob so far.
         """
@@ -79,20 +80,21 @@ class PushChecks:
             await self._compare_digests(generator, version)
             raise RunError(
                 f"canary of policy version {version}: a log-prob of {generator.name} differs by "
-                f"{difference:.3g} from the trainer's, above "
-                f"weights.canary_tolerance={self._tolerance}; all parameters are equal, so a cache "
-                "of older weights or another kernel makes the difference"
+                f"{difference:.3g} from the trainer's, above weights.canary_tolerance="
+                f"{self._tolerance}; all parameters are equal, so a cache of older weights or "
+                "another kernel makes the difference"
             )
 
     async def _difference(self, answer: Completion) -> float:
-        tokens = torch.tensor(self._prompt + answer.tokens)
-        batch = Batch(
-            tokens=tokens, lengths=torch.tensor([len(tokens)]), loss_weights=torch.ones(len(tokens))
-        )
+        prompt = self._canary.prompt_tokens
+        tokens = torch.tensor(prompt + answer.tokens)
+        lengths = torch.tensor([len(tokens)])
+        batch = Batch(tokens=tokens, lengths=lengths, loss_weights=torch.ones(len(tokens)))
+        temperature = self._canary.sampling.temperature
         async with self._residency.of("trainer", "model"):
-            scored = await self._trainer.forward(batch, temperature=self._sampling.temperature)
-        own = scored["logprobs"][len(self._prompt) :]
-        return float((own - torch.tensor(answer.logprobs)).abs().max())
+            scored = await self._trainer.forward(batch, temperature=temperature)
+        trained = scored["logprobs"][len(prompt) :]
+        return float((trained - torch.tensor(answer.logprobs)).abs().max())
 
     async def _compare_digests(self, generator: GeneratorMesh, version: int) -> None:
         async with self._residency.of("trainer", "model"):
@@ -116,5 +118,5 @@ class PushChecks:
 def _merged(digests: list[ShardDigests], owner: str) -> dict[str, str]:
     try:
         return merge_digests(digests)
-    except ValueError as error:  # names the parameter, but neither side nor version
+    except ValueError as error:  # it names only the parameter
         raise RunError(f"{owner}: {error}") from None

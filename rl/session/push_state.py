@@ -9,7 +9,7 @@ Check = TypeVar("Check")
 
 @dataclass(slots=True)
 class PushState(Generic[Check]):
-    """Policy versions on their way from the trainer to the generators. ::
+    """Policy versions that move from the trainer to the generators. ::
 
         begun >= published >= arrived
 
@@ -19,13 +19,13 @@ class PushState(Generic[Check]):
 
     The transport keeps the last two published versions readable.
 
-    - Weights never change under a reader. ``may_change`` holds if nothing is left to publish and
-      nothing waits for a comparison with them; ``begin`` follows each change.
-    - With ``in_order``, generators hold each version that is begun, and one that was started again
-      can read the version of the others. A publish waits until the version before has arrived, so
-      the two readable versions are at most the one that arrived and the one after it.
-    - Without it, a publish waits for nothing, and generators read the newest version.
-    - With ``compares``, the weights change only after each generator's copy was compared with them.
+    - Weights never change under a reader. ``may_change`` holds if no version is left to publish and
+      no comparison with the weights is left; ``begin`` follows each change.
+    - With ``in_order``, generators load each version that is begun, and a restarted generator can
+      read the version of the others. A publish waits until the previous version has arrived, so the
+      two readable versions are at most the one that arrived and the one after it.
+    - Without ``in_order``, a publish does not wait, and generators read the newest version.
+    - With ``compares``, weights change only after each generator's copy was compared with them.
     """
 
     in_order: bool
@@ -39,19 +39,19 @@ class PushState(Generic[Check]):
     """Arrivals that wait for a comparison with the trainer's weights."""
 
     def restart(self, version: int) -> None:
-        """Begin anew at ``version``, of which nothing is published yet."""
+        """Restart at ``version``, which is not published yet."""
         self.begun = self.published = self.arrived = version
         self.changing = False
         self.unchecked.clear()
 
     def begin(self, version: int) -> None:
-        """Note that the trainer has ``version``; the same as before if an update was skipped."""
+        """Note that the trainer has ``version``, the previous one if an update was skipped."""
         self.begun = version
         self.changing = False
 
     @property
     def may_publish(self) -> bool:
-        """Whether a version is to be published now."""
+        """Whether to publish a version now."""
         waits = self.in_order and self.arrived != self.published
         return self.begun != self.published and not waits
 
@@ -63,5 +63,5 @@ class PushState(Generic[Check]):
 
     @property
     def joins_at(self) -> int:
-        """Version that a generator reads that joins the others."""
+        """Version that a joining generator reads."""
         return self.arrived if self.in_order else self.published

@@ -1,4 +1,4 @@
-"""Whose memory is on devices that several models share."""
+"""Residency: which model has memory on devices that several models share."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
@@ -17,16 +17,17 @@ class Tenant(Protocol):
 
 
 class Residency:
-    """Lets one role at a time have memory on the devices that ``shared`` roles have in common. ::
+    """Gives the devices that ``shared`` roles have in common to one role at a time. ::
 
         residency = Residency(shared=["trainer", "reference"])
         residency.add("trainer", trainer)
         async with residency.of("trainer", "model"):
-            ...     # the parameters of the trainer are on the device, nothing of the reference is
+            ...     # the trainer's parameters are on the device, nothing of the reference is
 
-    Before the block the others go to host memory, and of the role's own comes back what is missing.
-    Blocks of one role overlap. A role that waits is not overtaken. Roles that are not shared do not
-    wait. Blocks must not be nested, since another role may wait between them.
+    - Before the block, other roles move to host memory, and missing components come back.
+    - Blocks of one role overlap. Roles get the devices in the order in which they asked.
+    - Roles that are not shared do not wait.
+    - Blocks must not be nested: the inner one would wait for a role that waits for the outer one.
     """
 
     def __init__(self, shared: Collection[str] = ()):
@@ -38,11 +39,11 @@ class Residency:
         self._users = 0
 
     def add(self, role: str, tenant: Tenant) -> None:
-        """Move ``tenant`` when ``role`` needs its devices, or another role does."""
+        """Move ``tenant`` when ``role`` or another role needs the devices."""
         self._tenants[role] = tenant
 
     def forget(self, role: str) -> None:
-        """Take it that nothing of ``role`` is on a device, since its processes have ended."""
+        """Note that nothing of ``role`` is on a device, since its processes have ended."""
         self._resident.pop(role, None)
 
     @asynccontextmanager
@@ -55,11 +56,9 @@ class Residency:
             if role not in self._resident:
                 await self._make_room()
                 self._resident = {role: set()}
-            missing = {*components} - self._resident[role]
-            if missing:
-                await self._tenants[role].onload(
-                    model="model" in missing, optimizer="optimizer" in missing
-                )
+            if missing := {*components} - self._resident[role]:
+                parts = {"model": "model" in missing, "optimizer": "optimizer" in missing}
+                await self._tenants[role].onload(**parts)
                 self._resident[role] |= missing
             self._users += 1
         try:
@@ -70,7 +69,7 @@ class Residency:
 
     @asynccontextmanager
     async def starting(self, role: str) -> AsyncIterator[None]:
-        """Keep the devices of ``role`` free of the others while the block starts it anew."""
+        """Keep other roles off the devices of ``role`` while the block restarts it."""
         if role not in self._shared:
             yield
             return
@@ -80,7 +79,7 @@ class Residency:
             self._resident = {role: {"model", "optimizer"}}
 
     async def _make_room(self) -> None:
-        """Move what is resident to host memory, once it is not in use."""
+        """Move the resident role to host memory, once it is not in use."""
         while self._users:
             self._idle.clear()
             await self._idle.wait()

@@ -1,24 +1,16 @@
-"""Which generator answers which requests."""
+"""Router: sends requests to generators."""
 
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
+from rl.actors.generator import GeneratorMesh
 from rl.errors import RankLost
 from rl.session.concurrency import Signal
 from rl.types import Completion, GenerationRequest
 
-AFFINITIES = 4096  # of which the generator is remembered: the latest
-
-
-class Replica(Protocol):
-    """A generator that can be asked. Every call raises ActorFailure once it is lost."""
-
-    async def generate(
-        self, requests: list[GenerationRequest], *, fresh: bool = False
-    ) -> list[Completion]: ...
+AFFINITIES = 4096  # number of affinities, the latest ones, with a known generator
 
 
 Resident = Callable[[], AbstractAsyncContextManager[None]]
@@ -27,16 +19,16 @@ Resident = Callable[[], AbstractAsyncContextManager[None]]
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    replica: Replica
+    replica: GeneratorMesh
     load: int = 0
     """Requests in flight."""
 
 
 class Router:
-    """Sends requests to the generator that has their prefixes cached, else to the least loaded.
+    """Sends requests to the generator that has their prefixes cached, or else the least loaded.
 
-    What a lost generator had in flight is sent again to another; while there is none, requests wait
-    for one to join. ::
+    Requests of a lost generator are sent again to another one. Without generators, requests wait
+    until one joins. ::
 
         router.join(generator)
         completions = await router.generate(requests, affinity="train/7")
@@ -44,29 +36,29 @@ class Router:
 
     def __init__(self, resident: Resident = nullcontext) -> None:
         self.resident = resident
-        self._places: dict[Replica, _Place] = {}
-        self._homes: dict[object, Replica] = {}
+        self._places: dict[GeneratorMesh, _Place] = {}
+        self._homes: dict[object, GeneratorMesh] = {}
         self._changed = Signal()
-        self.served: Counter[Replica] = Counter()
-        """Completions of each generator; whoever reads a number may take it away."""
+        self.served: Counter[GeneratorMesh] = Counter()
+        """Number of completions of each generator, since the caller last removed its entry."""
 
-    def join(self, replica: Replica) -> None:
-        """From now on it is sent requests."""
+    def join(self, replica: GeneratorMesh) -> None:
+        """Start to send requests to ``replica``."""
         self._places[replica] = _Place(replica)
         self._changed.notify()
 
-    def leave(self, replica: Replica) -> None:
-        """From now on it is not; what it has in flight it may still answer."""
+    def leave(self, replica: GeneratorMesh) -> None:
+        """Send no more requests to ``replica``, which may still answer those in flight."""
         self._places.pop(replica, None)
 
-    async def drain(self, replica: Replica) -> None:
-        """``leave``, and wait until it has answered what it has in flight."""
+    async def drain(self, replica: GeneratorMesh) -> None:
+        """Like ``leave``, and wait until no request is in flight."""
         if place := self._places.pop(replica, None):
             await self._changed.until(lambda: not place.load)
 
     @property
-    def replicas(self) -> list[Replica]:
-        """Those that are sent requests."""
+    def replicas(self) -> list[GeneratorMesh]:
+        """Generators that get requests."""
         return list(self._places)
 
     async def generate(
@@ -74,9 +66,9 @@ class Router:
     ) -> list[Completion]:
         """Return completions in the order of ``requests``, all of one generator.
 
-        ``alone`` asks a generator that does nothing else meanwhile and forgets cached prefixes, so
-        that the completions depend on requests and weights alone: how requests are batched decides
-        how sums are rounded, and with that, now and then, a token.
+        With ``alone``, an idle generator drops its cached prefixes and serves only this call, so
+        that completions depend only on requests and weights. Otherwise the way requests are batched
+        affects how sums are rounded, and sometimes which token is drawn.
         """
         while True:
             await self._changed.until(
@@ -90,16 +82,16 @@ class Router:
                 self.served[place.replica] += len(completions)
                 return completions
             except RankLost:
-                if self._places.get(place.replica) is place:  # and not its next incarnation
+                if self._places.get(place.replica) is place:  # it has not joined again since
                     self.leave(place.replica)
             finally:
                 place.load -= len(requests)
                 self._changed.notify()
 
     def _choose(self, affinity: object) -> _Place:
-        """Return the place that answered ``affinity`` before, else the least loaded one.
+        """Return the place that answered ``affinity`` before, or else the least loaded one.
 
-        Of several, it is the one that was not chosen for longest.
+        Among equally loaded places, return the least recently chosen one.
         """
         home = self._places.get(self._homes.pop(affinity)) if affinity in self._homes else None
         place = home or min(self._places.values(), key=lambda each: each.load)

@@ -2,14 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rl.actors.hosts import Hosts
-from rl.actors.mesh import ensure_running
 from rl.actors.processes import ensure_runtime
+from rl.actors.worker import WorkerGroup
 from rl.disk import temporary_folder
 from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost, require
 from rl.metrics import Metrics
@@ -18,7 +17,7 @@ from rl.rollout.rollouter import Rollouter
 from rl.session.blocking import BlockingSession
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
-from rl.session.meshes import Meshes
+from rl.session.meshes import Meshes, ensure_running
 from rl.session.models import Models
 from rl.session.pool import GeneratorPool
 from rl.session.push import WeightPush
@@ -59,15 +58,16 @@ class Session(Models):
         watch: Stopwatch | None = None,
         meshes: Any = None,
     ):
-        """Start nothing yet.
+        """Make a session without starting processes.
 
-        ``task`` scores what is sampled. Checkpoints and logs go to ``folder``, by default one that
-        ends with the session. ``hosts`` are by default this one. ``meshes`` makes the handles of
-        all processes, by default :class:`rl.session.meshes.Meshes`.
+        - ``task`` scores completions.
+        - ``folder`` gets checkpoints and logs; by default a folder that ends with the session.
+        - ``hosts`` run the processes; by default this host.
+        - ``meshes`` makes the handles of all processes; by default
+          :class:`rl.session.meshes.Meshes`.
         """
         self.config = config
         self._warn = warn
-        self._stack = AsyncExitStack()
         self._temporary = None
         if folder is None:
             self._temporary = temporary_folder("tiller-")
@@ -79,8 +79,8 @@ class Session(Models):
                 hosts = Hosts(folder / "logs")
             meshes = Meshes(config, hosts, folder)
         groups = meshes.models()
-        generators = ["generator"] if config.colocate == "all" else []
-        super().__init__(groups, [*groups, *generators] if config.colocate != "none" else [], watch)
+        shared = {"none": [], "models": [*groups], "all": [*groups, "generator"]}
+        super().__init__(groups, shared[config.colocate], watch)
         self._rewards = meshes.rewards(task, warn) if task is not None else None
         self.router = Router(lambda: self._residency.of("generator", "model"))
         self._push = WeightPush(config, self.trainer, self._residency, self.watch, warn)
@@ -93,38 +93,34 @@ class Session(Models):
         self._lost_in_a_row = 0
 
     def blocking(self) -> BlockingSession:
-        """Return this session with verbs that wait for their results; it is not started yet."""
+        """Return this session with blocking verbs; it is not started yet."""
         return BlockingSession(self)
 
     # Life cycle.
 
     async def __aenter__(self) -> Self:
+        self._block = self._opened()
+        await self._block.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._block.__aexit__(*error)
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[None]:
         try:
             await self.start()
             for role in self._groups:
                 await self.load(role=role)
             await self.connect()
-            await self._stack.enter_async_context(self.running())
-        except BaseException:
-            await self.stop()
-            raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            await self._stack.__aexit__(kind, error, trace)
-            if error is None:
-                await self.close()
+            async with self.running():
+                yield
+            await self.close()
         finally:
             await self.stop()
 
     async def start(self) -> None:
-        """Start what is not running. One failure ends the others, so that all can start anew."""
+        """Start all processes that are not running. One failure ends the other starts."""
         async with background() as work:
             work.create_task(self.start_models())
             work.create_task(self.pool.start())
@@ -132,19 +128,20 @@ class Session(Models):
                 work.create_task(ensure_running(self._rewards))
 
     async def connect(self) -> str:
-        """Bring all generators the trainer's weights; return the plan of the push, for people."""
+        """Bring all generators the trainer's weights; return the plan of the push as text."""
         if self.config.generator is None:
             return "no generators"
         return await self.pool.connect()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Look after processes and pushes while the block runs.
+        """Supervise processes and pushes while the block runs.
 
-        A model that is lost cancels the block and is raised.
+        If a model is lost, cancel the block and raise that failure.
         """
         generators = [self.pool.run(), self._push.run()] if self.config.generator else []
-        async with background(*generators, self._raise_lost_model()):
+        models = [_raise_failure(group) for group in self._groups.values()]
+        async with background(*generators, *models):
             yield
 
     def recover(self, failure: ActorFailure) -> None:
@@ -154,29 +151,24 @@ class Session(Models):
         times without a checkpoint of the trainer in between.
         """
         self._lost_in_a_row += 1
-        is_lost = isinstance(failure, RankLost)
-        if not is_lost or self._lost_in_a_row > self.config.max_restarts:
+        if not isinstance(failure, RankLost) or self._lost_in_a_row > self.config.max_restarts:
             raise failure
         self._restarts += 1
         self._warn(f"{str(failure).splitlines()[0]}; going back to the newest checkpoint")
 
     async def close(self) -> None:
-        """Let every engine clean up, which waits for a save that is still being written."""
+        """Let every engine clean up, after saves that are still being written."""
         models = asyncio.gather(*(group.close() for group in self._groups.values()))
-        rewards = [self._rewards.stop()] if self._rewards is not None else []
-        await asyncio.gather(self.pool.close(), *rewards, return_exceptions=True)
+        await self.pool.close()
         await models
 
     async def stop(self) -> None:
         """End every process of the session, whatever it is doing."""
-        rewards = [self._rewards.stop()] if self._rewards is not None else []
-        models = [group.stop() for group in self._groups.values()]
-        await asyncio.gather(*models, *rewards, self.pool.stop())
+        rewards = [self._rewards] if self._rewards is not None else []
+        everything = [*self._groups.values(), *rewards, self.pool]
+        await asyncio.gather(*(each.stop() for each in everything))
         if self._temporary is not None:
             self._temporary.cleanup()
-
-    async def _raise_lost_model(self) -> None:
-        raise await self.lost_model()
 
     # Sampling.
 
@@ -185,9 +177,9 @@ class Session(Models):
     ) -> list[Completion]:
         """Return completions in the order of ``requests``, all of one generator.
 
-        Requests of one ``affinity`` go to the generator that has their prefixes cached. ``alone``
-        asks a generator that does nothing else meanwhile and forgets its prefixes, so that the
-        completions depend on requests and weights alone.
+        Requests of one ``affinity`` go to the generator that has their prefixes cached. With
+        ``alone``, an idle generator drops its cached prefixes and serves only this call, so that
+        completions depend only on requests and weights.
         """
         self._require_generators()
         return await self.router.generate(requests, affinity=affinity, alone=alone)
@@ -203,14 +195,13 @@ class Session(Models):
     ) -> list[Rollout]:
         """Return ``samples`` scored rollouts of each prompt, in order.
 
-        A prompt whose reward failed has none; the session tells why once for each kind.
+        If the reward of a prompt fails, the prompt has no rollouts, and the session warns once for
+        each kind of failure.
         """
-        sampling = Sampling(
-            max_tokens=max_tokens, temperature=temperature, stop_token_ids=task.stop_token_ids
-        )
-        groups = await self.rollouter.collect(
-            prompts, sampling, samples=samples, generate=self.sample
-        )
+        stops = task.stop_token_ids
+        sampling = Sampling(max_tokens=max_tokens, temperature=temperature, stop_token_ids=stops)
+        collect = self.rollouter.collect
+        groups = await collect(prompts, sampling, samples=samples, generate=self.sample)
         found = [group for group in groups if not isinstance(group, GroupLost)]
         return [rollout for group in found for rollout in group]
 
@@ -220,19 +211,17 @@ class Session(Models):
         return await self._rewards.score(prompt, completions)
 
     async def abort(self) -> None:
-        """Abort all requests in flight, also those whose caller was cancelled."""
+        """Abort all requests in flight, also requests of cancelled callers."""
         await self.pool.abort()
 
     async def finish_cancelled(self) -> None:
-        """Abort the requests of calls that were cancelled, and finish a push that was."""
+        """Abort the requests of cancelled calls, and finish a cancelled push."""
         await self.abort()
         await self._push.wait(self._push.state.begun)
 
     def _require_generators(self) -> None:
-        require(
-            self.config.generator is not None,
-            "this session has no generators; set generator in its config",
-        )
+        has_generators = self.config.generator is not None
+        require(has_generators, "this session has no generators; set generator in its config")
 
     # The push, in three verbs and all at once.
 
@@ -241,12 +230,12 @@ class Session(Models):
         return await self.wait_for(self.start_push())
 
     def start_push(self) -> int:
-        """Publish the trainer's weights behind whatever comes next; return their version."""
+        """Publish the trainer's weights in the background; return their version."""
         self._require_generators()
         return self._push.start()
 
     async def wait_for(self, version: int) -> int:
-        """Have every generator pull ``version`` or a newer one; return the oldest that one holds.
+        """Have every generator load ``version`` or a newer one; return the oldest one loaded.
 
         Waits until ``version`` was started.
         """
@@ -259,10 +248,8 @@ class Session(Models):
     async def optim_step(self, *, role: str = "trainer", **options: Any) -> Metrics:
         """Take one optimizer step once nothing reads the weights: see :meth:`Models.optim_step`."""
         if role == "trainer":
-            require(
-                self.config.trainer is not None,
-                "this session trains no policy; set trainer in its config",
-            )
+            trains = self.config.trainer is not None
+            require(trains, "this session trains no policy; set trainer in its config")
             await self.settle()
         return await super().optim_step(role=role, **options)
 
@@ -292,14 +279,18 @@ class Session(Models):
 
     @property
     def generator_versions(self) -> dict[str, int | None]:
-        """Policy version that each generator holds; None before its first pull."""
+        """Policy version of each generator; None before its first pull."""
         return {mesh.name: mesh.version for mesh in self.pool.meshes}
 
     def describe(self) -> str:
-        """Return what is being started, for people."""
+        """Return text that lists the processes to start."""
         models = ", ".join(f"{group.name} ({group.ranks} ranks)" for group in self._groups.values())
         generator = self.config.generator
         if generator is None:
             return f"starting {models}"
         sizes = f"{generator.replicas} x {generator.tensor_parallel_degree}"
         return f"starting {models} and generators ({sizes})"
+
+
+async def _raise_failure(group: WorkerGroup) -> None:
+    raise await group.failed()

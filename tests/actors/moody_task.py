@@ -1,6 +1,4 @@
-"""A task that does what the prompt's prompt_id says: a worker finds it by import, as it finds a
-user's own.
-"""
+"""A task whose reward misbehaves as the prompt_id says. Workers import it like a user's task."""
 
 import os
 import signal
@@ -16,7 +14,7 @@ from rl.types import Completion, Prompt
 
 FORKED = """
 import os, sys, time
-# the last one's parent has ended; all but the first have sessions of their own
+# The parent of the last process has ended; all but the first have their own sessions.
 for generation in range(3):
     with open(sys.argv[1], "a") as file:
         file.write(f"{os.getpid()}\\n")
@@ -72,9 +70,7 @@ class Moody(Task):
 
 
 def fork(folder: str) -> None:
-    """Start processes that go on, one of them as a daemon, unless ``folder``/forked has their pids
-    already.
-    """
+    """Start processes that do not end, one of them a daemon, unless ``folder``/forked exists."""
     forked = Path(folder, "forked")
     if forked.exists():
         return

@@ -1,4 +1,4 @@
-"""Which processes the ranks of a mesh are, and that they end."""
+"""Processes of a mesh, and a check that they end."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ def pids_of(mesh: Any) -> list[int]:
 
 
 async def assert_ended(pids: list[int]) -> None:
-    """All of them, and Monarch has seen to it that nothing is left in the process table."""
+    """Assert that all processes end and leave the process table."""
     async with asyncio.timeout(20):
         while any(os.path.exists(f"/proc/{pid}") for pid in pids):
             await asyncio.sleep(0.02)

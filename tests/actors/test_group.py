@@ -1,6 +1,4 @@
-"""Every call to an actor ends: with results in rank order, or with the name of the rank that did
-not give one.
-"""
+"""Every call to an actor ends, with results in rank order or with the name of the rank that failed."""
 
 import asyncio
 import contextlib
@@ -51,7 +49,7 @@ class Moody(Actor):
     async def fail_on_rank_1(self) -> None:
         if self._rank == 1:
             raise ValueError("not today")
-        await asyncio.sleep(3600)  # as a peer that waits for it in a collective
+        await asyncio.sleep(3600)  # like a peer that waits in a collective
 
     @concurrent_endpoint
     async def fail_without_text(self) -> None:
@@ -63,7 +61,7 @@ class Moody(Actor):
 
     @concurrent_endpoint
     async def fail_when_rank_1_is_gone(self, pid: int) -> None:
-        with contextlib.suppress(FileNotFoundError):  # when Monarch has seen to it
+        with contextlib.suppress(FileNotFoundError):  # Monarch has reaped it
             while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 await asyncio.sleep(0.001)
         raise ConnectionResetError("by peer")
@@ -75,7 +73,7 @@ class Moody(Actor):
 
     @concurrent_endpoint
     async def meet(self) -> int:
-        """Sum of all ranks' numbers, by torch.distributed."""
+        """Return the sum of all ranks' numbers, by torch.distributed."""
         number = torch.tensor(self._rank)
         await asyncio.to_thread(dist.init_process_group, "gloo")
         await asyncio.to_thread(dist.all_reduce, number)
@@ -88,9 +86,7 @@ class Moody(Actor):
 
 @pytest.fixture
 def in_group(tmp_path):
-    """Runs ``work(group, pids)`` with two ranks, and asserts that they and all that was opened for
-    them end with it.
-    """
+    """Run ``work(group, pids)`` with two ranks. Assert that the ranks end and files are closed."""
 
     def run(work, *, mood: str = "cheerful", heartbeat: float = 0.0):
         async def started():
@@ -112,12 +108,10 @@ def in_group(tmp_path):
 
 
 def pidfds() -> list[str]:
-    """What this process has open of other processes."""
+    """Return the descriptors of processes that this process has open."""
     links = []
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # a thread of Monarch's closed it while we looked
+        with contextlib.suppress(FileNotFoundError):  # a thread of Monarch has closed it
             links.append(os.readlink(path))
     return [link for link in links if "pidfd" in link]
 
@@ -129,8 +123,8 @@ async def failure_of(coroutine) -> ActorFailure:
 
 
 async def failures_of_all(group, pids, signal_number) -> list[ActorFailure]:
-    """Of a pending call to rank 0, of one to both, of the group, and of a later call; after a
-    signal to rank 1.
+    """Send a signal to rank 1; return the failures of two pending calls, to rank 0 and to both
+    ranks, of the group, and of a later call.
     """
     pending = [
         asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", rank=0, deadline=3600))),
@@ -147,7 +141,7 @@ async def failures_of_all(group, pids, signal_number) -> list[ActorFailure]:
     ]
 
 
-def test_results_come_in_rank_order_and_one_rank_can_be_asked_alone(in_group):
+def test_results_are_in_rank_order(in_group):
     async def work(group, _):
         return await group.call("say", "hello", deadline=30), await group.call(
             "say", "you", rank=1, deadline=30
@@ -158,7 +152,7 @@ def test_results_come_in_rank_order_and_one_rank_can_be_asked_alone(in_group):
     assert alone == ["cheerful you 1 1/2 set"]
 
 
-def test_ranks_meet_even_if_another_process_wants_their_port(in_group):
+def test_ranks_rendezvous_when_another_process_wants_their_port(in_group):
     async def work(group, _):
         with socket.socket() as other:
             with contextlib.suppress(OSError):  # the ranks hold the port
@@ -169,7 +163,7 @@ def test_ranks_meet_even_if_another_process_wants_their_port(in_group):
     assert in_group(work) == [1, 1]
 
 
-def test_what_an_endpoint_raises_names_it_at_once_and_fails_that_call_alone(in_group):
+def test_exception_of_an_endpoint_fails_that_call_alone(in_group):
     async def work(group, pids):
         other = asyncio.ensure_future(group.call("hang_on_rank_0", rank=0, deadline=3600))
         failure = await failure_of(group.call("fail_on_rank_1", deadline=3600))
@@ -199,7 +193,7 @@ def test_exception_without_text_is_a_failure_of_the_call(in_group):
     assert (failure.rank, failure.kind) == (1, "raised")
 
 
-def test_what_a_watched_endpoint_raises_is_the_failure_of_the_group(in_group):
+def test_exception_of_a_watched_endpoint_fails_the_group(in_group):
     async def work(group, _):
         pending = asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", deadline=3600)))
         group.watch("fail_on_rank_1")
@@ -214,7 +208,7 @@ def test_what_a_watched_endpoint_raises_is_the_failure_of_the_group(in_group):
     assert (failures[0].call, failures[0].kind) == ("fail_on_rank_1", "raised")
 
 
-def test_silent_ranks_are_given_up_at_the_deadline_by_name_and_with_them_the_group(in_group):
+def test_silent_rank_fails_the_group_at_the_deadline(in_group):
     async def work(group, _):
         other = asyncio.ensure_future(
             failure_of(group.call("speak_and_hang", rank=1, deadline=3600))
@@ -227,7 +221,7 @@ def test_silent_ranks_are_given_up_at_the_deadline_by_name_and_with_them_the_gro
     assert (failure.kind, type(failure)) == ("silent", RankLost)
 
 
-def test_a_killed_rank_fails_every_call_at_once_with_its_name_and_last_words(in_group):
+def test_killed_rank_fails_every_call_with_its_name_and_log(in_group):
     failures = in_group(lambda group, pids: failures_of_all(group, pids, signal.SIGKILL))
     assert {str(failure) for failure in failures} == {str(failures[0])}
     assert str(failures[0]).startswith("moody rank 1, speak_and_hang: the process died\nend of ")
@@ -235,7 +229,7 @@ def test_a_killed_rank_fails_every_call_at_once_with_its_name_and_last_words(in_
     assert (failures[0].rank, failures[0].kind, type(failures[0])) == (1, "died", RankLost)
 
 
-def test_a_stopped_rank_is_found_by_its_heartbeat_and_ended(in_group):
+def test_stopped_rank_is_found_by_its_heartbeat_and_ended(in_group):
     failures = in_group(
         lambda group, pids: failures_of_all(group, pids, signal.SIGSTOP), heartbeat=5.0
     )
@@ -245,14 +239,14 @@ def test_a_stopped_rank_is_found_by_its_heartbeat_and_ended(in_group):
     assert failures[0].kind == "silent"
 
 
-def test_a_peer_that_raises_because_of_a_death_is_not_named_in_its_place(in_group):
+def test_peer_that_raises_because_of_a_death_is_not_named(in_group):
     async def work(group, pids):
         call = asyncio.ensure_future(
             failure_of(group.call("fail_when_rank_1_is_gone", pids[1], rank=0, deadline=LONG))
         )
         group._processes[1]._loop.remove_reader(
             group._processes[1]._descriptor
-        )  # the death is noticed later
+        )  # the controller sees the death later
         os.kill(pids[1], signal.SIGKILL)
         await asyncio.sleep(0.3)
         assert not call.done()
@@ -262,14 +256,14 @@ def test_a_peer_that_raises_because_of_a_death_is_not_named_in_its_place(in_grou
     assert in_group(work).kind == "died"
 
 
-def test_a_rank_that_dies_while_its_actor_is_built_is_named(in_group):
+def test_rank_that_dies_in_its_constructor_is_named(in_group):
     async def work(group, _):
         return await failure_of(group.call("pid", deadline=LONG))
 
     assert str(in_group(work, mood="dying")).startswith("moody rank 1, pid: the process died")
 
 
-def test_stopping_fails_what_is_pending_and_later_calls_but_is_no_failure(in_group):
+def test_stop_fails_pending_and_later_calls_but_is_no_failure_of_the_group(in_group):
     async def work(group, _):
         pending = asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", deadline=3600)))
         failed = asyncio.ensure_future(group.failed())
@@ -282,9 +276,7 @@ def test_stopping_fails_what_is_pending_and_later_calls_but_is_no_failure(in_gro
     assert {str(failure) for failure in in_group(work)} == {"moody rank 0, stop: it was stopped"}
 
 
-def test_a_rank_that_is_silent_for_less_than_its_heartbeat_is_not_taken_for_dead(
-    in_group, monkeypatch
-):
+def test_rank_that_is_silent_for_less_than_its_heartbeat_is_alive(in_group, monkeypatch):
     monkeypatch.setattr("rl.actors.group.CHECK_ALIVE_S", 0.5)
 
     async def work(group, pids):
@@ -300,11 +292,9 @@ def test_a_rank_that_is_silent_for_less_than_its_heartbeat_is_not_taken_for_dead
     in_group(work, heartbeat=60.0)
 
 
-def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_of_the_name(
-    tmp_path, monkeypatch
-):
-    """Monarch tells of it seconds later, when a peer has long raised because of it, and may do so
-    again; here its hook is called again with what it was given.
+def test_death_on_another_host_fails_only_the_group_that_it_belongs_to(tmp_path, monkeypatch):
+    """Monarch reports the death seconds later, after a peer has raised because of it, and may
+    report it again. Here its hook is called again with the same faults.
     """
 
     async def spawned(supervisor) -> ActorGroup:
@@ -341,12 +331,11 @@ def test_a_death_on_another_host_is_told_by_monarch_and_never_of_the_next_group_
     failure = asyncio.run(asyncio.wait_for(work(), LONG))
     assert str(failure).startswith("moody rank 1, between calls: the process died: ")
     reason = str(failure).partition("\nend of ")[0]
-    assert reason.endswith(
-        ("Killed(sig=9)", "The process likely crashed")
-    )  # on a busy host Monarch knows no more
+    # On a busy host Monarch reports only a crash.
+    assert reason.endswith(("Killed(sig=9)", "The process likely crashed"))
 
 
-def test_a_rank_that_ends_while_its_interpreter_starts_has_died(in_group, monkeypatch):
+def test_rank_that_ends_while_its_interpreter_starts_has_died(in_group, monkeypatch):
     monkeypatch.setattr(hosts, "_WRAPPER", "import sys; sys.exit(3)")
     with pytest.raises(
         ActorFailure, match=r"moody rank [01], between calls: the process died"
@@ -358,7 +347,7 @@ def test_a_rank_that_ends_while_its_interpreter_starts_has_died(in_group, monkey
 @pytest.mark.parametrize(
     ("visible", "own"), [("", "1,2"), ("4,5,6", "5,6"), ("GPU-a,GPU-b,GPU-c", "GPU-b,GPU-c")]
 )
-def test_a_process_takes_its_devices_among_those_that_its_host_may_see(visible, own, tmp_path):
+def test_process_gets_devices_among_the_visible_ones(visible, own, tmp_path):
     variables = {
         "TILLER_PARENT": str(os.getpid()),
         "TILLER_LOG": str(tmp_path / "log"),

@@ -1,4 +1,4 @@
-"""All that a guarded process has started ends with that process and with its parent."""
+"""Processes that a guarded process has started end with that process and with its parent."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""Where a run's hosts come from: workers that write to a folder, each for its node."""
+"""Nodes of a run, found by the files that their workers write."""
 
 import asyncio
 import json
@@ -21,25 +21,25 @@ def comes_up(folder, name: str) -> Node:
     return Node(name, f"tcp://{name}:1", 7)
 
 
-def test_workers_are_taken_in_the_order_of_their_nodes_and_no_more_than_needed(nodes, tmp_path):
+def test_gather_returns_the_first_nodes_in_order(nodes, tmp_path):
     third, first, second = (comes_up(tmp_path, name) for name in ("n3", "n1", "n2"))
     assert nodes.gather(3, deadline=60) == [first, second, third]
     assert nodes.gather(2, deadline=60) == [first, second]
     assert nodes.own == "n1"
 
 
-def test_a_spare_takes_the_place_of_a_node_that_does_not_come_up(nodes, tmp_path):
+def test_spare_node_replaces_a_missing_one(nodes, tmp_path):
     first, third = (comes_up(tmp_path, name) for name in ("n1", "n3"))
     assert nodes.gather(2, deadline=0.5) == [first, third]
 
 
-def test_nodes_that_do_not_come_up_are_named_at_the_deadline(nodes, tmp_path):
+def test_missing_nodes_are_named_at_the_deadline(nodes, tmp_path):
     comes_up(tmp_path, "n2")
     with pytest.raises(NodeLost, match="no worker came up within 0 s on n1, n3; "):
         nodes.gather(2, deadline=0.3)
 
 
-def test_nodes_that_cannot_come_up_any_more_are_not_waited_for(nodes, tmp_path):
+def test_gather_does_not_wait_for_nodes_that_have_ended(nodes, tmp_path):
     comes_up(tmp_path, "n1")
     comes_up(tmp_path, "n2")
     for name in ("n2", "n3"):
@@ -50,7 +50,7 @@ def test_nodes_that_cannot_come_up_any_more_are_not_waited_for(nodes, tmp_path):
         nodes.gather(2, deadline=3600)
 
 
-def test_a_worker_that_ended_is_a_lost_node_unless_the_run_has_none_there(nodes, tmp_path):
+def test_ended_worker_of_the_run_is_a_lost_node(nodes, tmp_path):
     workers = [comes_up(tmp_path, name) for name in ("n1", "n2", "n3")]
 
     async def watch() -> None:
@@ -65,7 +65,7 @@ def test_a_worker_that_ended_is_a_lost_node_unless_the_run_has_none_there(nodes,
         asyncio.run(watch())
 
 
-def test_without_nodes_a_run_has_this_host(monkeypatch, tmp_path):
+def test_run_without_nodes_has_this_host(monkeypatch, tmp_path):
     monkeypatch.delenv("TILLER_NODES", raising=False)
     monkeypatch.delenv("TILLER_NODE", raising=False)
     assert (Nodes(tmp_path).gather(1, deadline=0), Nodes(tmp_path).own) == ([], "")

@@ -1,4 +1,4 @@
-"""A reward that misbehaves costs its own group, by name, and no other."""
+"""A reward that misbehaves loses its own group only, and the error names it."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ def workers_and_task(folder, count: int) -> tuple[RewardWorkers, Moody]:
 
 @pytest.fixture
 def in_workers(tmp_path):
-    """Runs ``work(score, workers)`` with ``count`` workers, and asserts that they end with it."""
+    """Run ``work(score, workers)`` with ``count`` workers; assert that they end after it."""
 
     def run(work, count):
         async def started():
@@ -93,7 +93,7 @@ async def assert_lost_by_raising_and_nonsense(score) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_groups_come_back_to_their_callers_and_a_bad_reward_costs_one(in_workers, count):
+def test_each_caller_gets_its_group_and_a_bad_reward_loses_one(in_workers, count):
     async def work(score, workers):
         answers = asyncio.gather(*map(score, range(50)), *[score(SLOW) for _ in range(8)])
         await assert_lost_by_raising_and_nonsense(score)
@@ -110,8 +110,8 @@ def test_groups_come_back_to_their_callers_and_a_bad_reward_costs_one(in_workers
     assert scorers.keys() == set(pids or [os.getpid()])
 
 
-def test_a_reward_that_ends_or_holds_its_worker_is_tried_twice_and_the_others_only_wait(in_workers):
-    """The last three go to the worker in one message."""
+def test_reward_that_kills_or_blocks_its_worker_is_tried_twice(in_workers):
+    """The last three groups go to the worker in one message."""
 
     async def work(score, workers):
         before = pids_of(workers)
@@ -135,7 +135,7 @@ def test_a_reward_that_ends_or_holds_its_worker_is_tried_twice_and_the_others_on
     in_workers(work, 1)
 
 
-def test_a_worker_that_dies_or_is_stopped_is_started_again_while_another_goes_on(in_workers):
+def test_lost_worker_is_started_again_while_another_goes_on(in_workers):
     async def work(score, workers):
         before = pids_of(workers)
         os.kill(before[0], signal.SIGKILL)
@@ -147,7 +147,7 @@ def test_a_worker_that_dies_or_is_stopped_is_started_again_while_another_goes_on
     in_workers(work, 2)
 
 
-def test_whoever_waits_is_told_when_the_workers_are_stopped(in_workers):
+def test_stop_fails_pending_calls(in_workers):
     async def work(score, workers):
         pending = [asyncio.ensure_future(score(prompt_id)) for prompt_id in (HANGS, 1, 2)]
         await asyncio.sleep(0.3)
@@ -160,7 +160,7 @@ def test_whoever_waits_is_told_when_the_workers_are_stopped(in_workers):
 
 
 def forked(folder) -> list[int]:
-    """Processes that the reward has started since the last call."""
+    """Return the processes that the reward has started since the last call."""
     pids = [int(line) for line in (folder / "forked").read_text().splitlines()]
     (folder / "forked").unlink()
     assert len(pids) == 4

@@ -1,4 +1,4 @@
-"""Actors that also hand out their parameters, and push with faults, which none of Tiller does."""
+"""Actors that also return their parameters, and push with faults, for tests."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ class OpenTrainer(PolicyTrainer):
 
     @concurrent_endpoint
     async def watch_payloads(self) -> None:
-        """From now on, note how many tokens each message brings this rank."""
+        """Record the number of tokens of each later message to this rank."""
         self._payloads: list[int] = []
         share_out = self.engine.from_leader
 
@@ -45,14 +45,14 @@ class OpenTrainer(PolicyTrainer):
 
     @concurrent_endpoint
     async def skip(self, name: str = "") -> None:
-        """From now on, publish of ``name``, or of all parameters, what it is now."""
+        """Always publish the current values of ``name``, or of all parameters."""
         for place, region in enumerate(self.publisher.address.layout):
             if name in ("", region.name):
                 self.publisher._tensors[place] = self.publisher._tensors[place].clone()
 
     @concurrent_endpoint
     async def tear(self) -> None:
-        """Leave the next slot as a writer does that dies before it is done."""
+        """Leave the next slot as a writer that dies before it has finished."""
         publish = self.publisher.publish
 
         async def torn(version: int) -> Sent:
@@ -64,9 +64,7 @@ class OpenTrainer(PolicyTrainer):
 
     @concurrent_endpoint
     async def publish_only_behind(self, method: str, wait_s: float) -> None:
-        """Have publish return when the engine's next ``method`` is over, which waits for publish to
-        begin.
-        """
+        """Have publish return after the engine's next ``method``, which waits for publish to begin."""
         began = threading.Event()
         over = threading.Event()
         publish = self.publisher.publish
@@ -88,9 +86,7 @@ class OpenTrainer(PolicyTrainer):
 
     @concurrent_endpoint
     async def was_behind(self) -> bool:
-        """Return whether publish went on until the method was over; undo
-        ``publish_only_behind``.
-        """
+        """Return whether publish outlasted the method; undo ``publish_only_behind``."""
         for name in ("forward_backward", "optim_step"):
             self.engine.__dict__.pop(name, None)
         del self.publisher.publish
@@ -116,7 +112,7 @@ class OpenGenerator(Generator):
 
     @concurrent_endpoint
     async def cross(self, one: str, other: str) -> None:
-        """From now on, pull into each of two parameters the slices of the other."""
+        """Swap the slices of two parameters in later pulls."""
         shards = await self._loop.run_between_steps(lambda engine: engine.parameters())
         names = {shard.tensor.untyped_storage().data_ptr(): shard.name for shard in shards}
         for copies in self._subscriber._copies.values():
@@ -134,7 +130,7 @@ class OpenGenerator(Generator):
 
     @concurrent_endpoint
     async def honour_reset(self, really: bool) -> None:
-        """Have vLLM do what it says, or not, from now on."""
+        """Set whether later resets of vLLM's prefix cache have an effect."""
 
         def patch(engine: Any) -> None:
             if really:
@@ -158,7 +154,7 @@ class OpenGenerator(Generator):
 
 
 def held_segments() -> int:
-    """Return how often this process maps slots of a push or has them open."""
+    """Return the number of mappings and open files of push slots in this process."""
     opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry)]
     return sum(
         "/memfd:tiller-weights" in line
@@ -172,7 +168,7 @@ async def shards_of(mesh: Any) -> list[list[Shard]]:
 
 
 def whole(ranks: list[list[Shard]]) -> dict[str, torch.Tensor]:
-    """Return the parameters that the ranks' parts make up, every element of which is held."""
+    """Merge the ranks' shards; assert that every element of each parameter is held."""
     tensors: dict[str, torch.Tensor] = {}
     for shards in ranks:
         for shard in shards:

@@ -1,4 +1,4 @@
-"""Real sessions on small models, and what they are asked to do."""
+"""Real sessions on small models, and inputs for them."""
 
 import asyncio
 import functools
@@ -42,7 +42,7 @@ class Sessions:
         return session
 
     def meshes(self, **fields: Any) -> Meshes:
-        """Return what makes meshes that no session starts."""
+        """Return a maker of meshes that no session starts."""
         return Meshes(config_of(**fields), self._hosts(), self._folder)
 
     async def start_mesh(self, mesh: Any) -> Any:
@@ -52,7 +52,7 @@ class Sessions:
         return mesh
 
     def on(self, trainer: Any, generator: Any, /, **fields: Any) -> Session:
-        """Return another session on meshes that run."""
+        """Return another session on running meshes."""
         meshes = SimpleNamespace(
             models=lambda: {"trainer": trainer}, generator=lambda number: generator
         )

@@ -1,4 +1,4 @@
-"""Sessions as a notebook uses them: cells that wait, with processes that live on between them."""
+"""Sessions in a notebook: cells wait for results, and processes stay alive between them."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ def config(**fields) -> rl.SessionConfig:
 
 
 def text() -> rl.Batch:
-    """Return a text to fine-tune on, of which the last four tokens count."""
+    """Return a text to fine-tune on; its last four tokens have weight 1."""
     tokens = torch.tensor([*PROMPTS[0].tokens, 7, 8, 9, 2])
     weights = torch.zeros(len(tokens))
     weights[-4:] = 1.0
@@ -77,7 +77,7 @@ def step(session) -> int:
 def test_cells_step_and_heartbeats_go_on_between_them(notebook):
     before = notebook.version
     assert step(notebook) == before + 1
-    time.sleep(1.3 * HEARTBEAT_S)  # a rank that nobody asks for its heartbeat would be lost
+    time.sleep(1.3 * HEARTBEAT_S)  # without heartbeats a rank would be lost
     assert step(notebook) == notebook.version == before + 2
     assert notebook.generator_versions == {"generator-0": before + 2}
     assert sum(notebook.restarts.values()) == 0

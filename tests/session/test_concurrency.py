@@ -1,4 +1,4 @@
-"""Work side by side ends together, and with its first cause."""
+"""Concurrent work ends together, with its first failure."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ def test_work_ends_with_the_block():
     assert asyncio.run(main()) == ["work"]
 
 
-def test_what_fails_first_ends_the_block_and_the_other_work_and_keeps_its_cause():
+def test_first_failure_ends_the_block_and_the_work_and_keeps_its_cause():
     async def main():
         ended: list[str] = []
         first = ValueError("first")
@@ -46,7 +46,7 @@ def test_what_fails_first_ends_the_block_and_the_other_work_and_keeps_its_cause(
     assert isinstance(cause, KeyError)
 
 
-def test_what_the_block_raises_ends_the_work():
+def test_exception_of_the_block_ends_the_work():
     async def main():
         ended: list[str] = []
         with pytest.raises(ZeroDivisionError):
@@ -58,7 +58,7 @@ def test_what_the_block_raises_ends_the_work():
     assert asyncio.run(main()) == ["work"]
 
 
-def test_work_that_is_added_ends_the_rest_when_it_fails():
+def test_added_work_that_fails_ends_the_rest():
     async def main():
         with pytest.raises(ValueError, match="late"):
             async with background() as work:
@@ -68,7 +68,7 @@ def test_work_that_is_added_ends_the_rest_when_it_fails():
     asyncio.run(main())
 
 
-def test_being_cancelled_from_outside_is_being_cancelled():
+def test_cancellation_from_outside_is_raised():
     async def block(ended):
         async with background(forever(ended)):
             await asyncio.sleep(60)
@@ -85,7 +85,7 @@ def test_being_cancelled_from_outside_is_being_cancelled():
     assert asyncio.run(main()) == ["work"]
 
 
-def test_a_signal_wakes_everyone_whose_condition_holds_and_leaves_the_others():
+def test_signal_wakes_only_tasks_with_a_true_condition():
     async def main():
         signal = Signal()
         count = [0]

@@ -1,4 +1,4 @@
-"""A session without a folder of its own leaves none behind, however it ends."""
+"""A session without a given folder removes its temporary folder, however it ends."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""Which models a run has: those that its algorithm needs, and no other."""
+"""A run has exactly the models that its algorithm needs."""
 
 import asyncio
 from pathlib import Path
@@ -50,7 +50,7 @@ def needs_teacher(config: RLConfig) -> None:
         ),
     ],
 )
-def test_a_run_has_the_models_that_it_needs(edits, roles):
+def test_run_has_the_models_that_it_needs(edits, roles):
     config = find_config("quickstart")()
     for edit in edits:
         edit(config)
@@ -62,7 +62,7 @@ def test_a_run_has_the_models_that_it_needs(edits, roles):
     assert shared(config) == {*roles, "generator"}
 
 
-def test_the_learning_rates_schedule_is_over_all_optimizer_steps():
+def test_learning_rate_schedule_covers_all_optimizer_steps():
     config = find_config("quickstart")()
     config.algorithm.update_epochs = 2
     config.algorithm.prompts_per_minibatch = 8

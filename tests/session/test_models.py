@@ -1,4 +1,4 @@
-"""Models that share devices: whoever is called is there, alone, and nobody waits for ever."""
+"""Models that share devices: a called model is alone on them, and every call ends."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ class Device:
 
 
 class Group:
-    """Knows what of it is on the device, and complains where it is called without."""
+    """Asserts that the components that a call needs are on the device."""
 
     def __init__(self, name: str, device: Device, pauses: list[int]):
         self.name = name
@@ -111,7 +111,7 @@ CALLS = st.tuples(st.sampled_from(ROLES), st.sampled_from(list(NEEDS)))
     rounds=st.lists(st.lists(CALLS, max_size=6), max_size=6),
     pauses=st.lists(st.integers(0, 4), max_size=20),
 )
-def test_whatever_is_called_side_by_side_one_at_a_time_is_there_with_all_it_needs(rounds, pauses):
+def test_concurrent_calls_get_the_device_one_role_at_a_time(rounds, pauses):
     device = Device()
 
     async def run():
@@ -125,7 +125,7 @@ def test_whatever_is_called_side_by_side_one_at_a_time_is_there_with_all_it_need
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
-def test_what_a_call_does_not_need_stays_away():
+def test_components_that_a_call_does_not_need_stay_in_host_memory():
     device = Device()
 
     async def run():
@@ -142,7 +142,7 @@ def test_what_a_call_does_not_need_stays_away():
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
-def test_a_role_that_waits_is_not_overtaken():
+def test_residency_is_fair():
     async def run():
         models = models_of(Device(), [5] * 100)
         await models.start_models()
@@ -161,8 +161,8 @@ def test_a_role_that_waits_is_not_overtaken():
 
 
 @pytest.mark.parametrize("shared", [(), ("reference", "critic")])
-def test_calls_on_devices_of_their_own_overlap(shared):
-    """Each ends only when the other has begun."""
+def test_calls_on_separate_devices_overlap(shared):
+    """Each call ends only after the other has begun."""
     begun: set[str] = set()
 
     async def run():
@@ -180,7 +180,7 @@ def test_calls_on_devices_of_their_own_overlap(shared):
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
-def test_a_group_that_was_lost_is_started_with_room_made_for_it():
+def test_lost_group_is_restarted_alone_on_the_device():
     device = Device()
 
     async def run():
@@ -197,7 +197,7 @@ def test_a_group_that_was_lost_is_started_with_room_made_for_it():
 
 
 @pytest.mark.parametrize("shared", [(), ROLES])
-def test_a_model_goes_back_to_what_it_began_as_by_a_new_start_where_it_has_changed(shared):
+def test_changed_model_is_restarted_to_get_its_first_weights(shared):
     async def run():
         models = models_of(Device(), [], shared)
         await models.start_models()

@@ -44,7 +44,7 @@ def failure(cause: Exception) -> ActorFailure:
 
 
 class Scene:
-    """A push from a trainer to generators, which has begun."""
+    """A push from a trainer to generators."""
 
     def __init__(self, *, pipeline: str = "asynchronous", replicas: int = 1, **weights):
         self.trainer = Trainer([], StepFolders(Path("none")))
@@ -67,7 +67,7 @@ class Scene:
         await self.push.connect(self.generators)
 
     def step(self) -> None:
-        """The trainer has new weights."""
+        """Give the trainer new weights."""
         self.trainer.version += 1
         self.push.start()
 
@@ -93,7 +93,7 @@ def fail_pulls(generator: Generator, cause: Exception, times: int = 1) -> None:
     generator.pulling = fail
 
 
-def test_the_time_for_a_push_grows_with_its_bytes_and_follows_the_config():
+def test_patience_of_a_push_grows_with_its_bytes():
     async def patience(**weights) -> float:
         scene = Scene(replicas=8, **weights)
         given = []
@@ -193,7 +193,7 @@ async def test_transfer_from_a_dead_trainer_is_the_trainers_failure():
 
 
 @in_a_loop
-async def test_publish_is_told_of_a_generator_that_has_gone():
+async def test_publish_excuses_a_generator_that_has_left():
     scene = await connected(replicas=2)
 
     async def until_excused():

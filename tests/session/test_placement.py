@@ -1,4 +1,4 @@
-"""Which ranks go to which hosts and GPUs."""
+"""Placement of ranks on hosts and GPUs."""
 
 from rl.cli import find_config
 from rl.config import RLConfig
@@ -19,7 +19,7 @@ def config_of(*, dp: int, nodes: int, generators: int = 0, tp: int = 1) -> RLCon
     return config
 
 
-def test_on_one_host_meshes_take_gpus_one_after_another_and_share_where_there_are_too_few():
+def test_meshes_of_one_host_take_gpus_in_order_and_share_scarce_ones():
     config = config_of(dp=4, nodes=1, tp=2)
     config.algorithm.reward_kl_coef = 0.1  # a reference of one rank
     placement = Placement(session_config(config), gpus=8)
@@ -73,7 +73,7 @@ def test_generators_without_nodes_of_their_own_are_dealt_to_the_trainers_behind_
     ]
 
 
-def test_who_shares_begins_at_the_first_gpu():
+def test_meshes_that_share_start_at_the_first_gpu():
     config = config_of(dp=4, nodes=1, tp=2)
     config.algorithm.reward_kl_coef = 0.1
     config.colocate = "models"

@@ -1,6 +1,4 @@
-"""The push between real meshes: checked as configured, behind the trainer's work, and never of the
-wrong weights.
-"""
+"""The push between real meshes: its checks find wrong weights, and it overlaps with training."""
 
 import asyncio
 
@@ -28,9 +26,7 @@ BOTH = {"digests": True}
 
 @pytest.fixture(scope="module")
 def session(sessions):
-    """Two trainer ranks and the two ranks of a generator, whose KV blocks are smaller than the
-    canary's prompt.
-    """
+    """Two trainer ranks and two generator ranks, KV blocks shorter than the canary's prompt."""
     generator = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05, block_size=32)
     return sessions.run(sessions.start(trainer=trainer_config(fsdp=2), generator=generator))
 
@@ -170,7 +166,7 @@ async def test_canary_finds_a_stale_prefix_cache(sessions, trainer, generator):
 
 @on_its_loop
 async def test_generator_in_another_dtype_is_refused(sessions, trainer, generator):
-    generator.dtype = torch.bfloat16  # what the trainer is told to push
+    generator.dtype = torch.bfloat16  # the dtype that the trainer pushes
     wrong = "tok_embeddings.weight is torch.float32 in the generator and pushed as torch.bfloat16"
     try:
         with pytest.raises(RunError, match=wrong):
@@ -192,7 +188,7 @@ async def test_offloaded_model_is_not_pushed(sessions, trainer, generator):
 @pytest.mark.parametrize("first", ["push_weights", "forward_backward"])
 @on_its_loop
 async def test_publish_and_forward_backward_overlap(sessions, trainer, generator, first):
-    """Each ends only when the other has begun."""
+    """Each call ends only after the other has begun."""
     await connected(sessions, trainer, generator, DIGESTS)
     await ask(trainer, "publish_only_behind", "forward_backward", 60.0)
     calls = [trainer.push_weights(), trainer.forward_backward(batch(), grpo(entropy_coef=0.01))]

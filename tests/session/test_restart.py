@@ -1,5 +1,5 @@
-"""A mesh that lost a rank says which at once, ends all its processes, and starts again as
-it was.
+"""A mesh that lost a rank names it at once, ends all its processes, and restarts with the same
+results.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ async def failure_of(coroutine) -> ActorFailure:
 
 
 async def computed(session) -> tuple[torch.Tensor, list[Completion]]:
-    """Return what they compute from their first weights, one step included."""
+    """Return log-probs and samples after one step from the first weights."""
     await session.connect()
     async with session.running():
         await session.forward_backward(batch(), grpo(entropy_coef=0.01))

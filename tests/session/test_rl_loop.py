@@ -32,13 +32,13 @@ def exact_match(printed: str) -> float:
     return float(exact)
 
 
-def test_the_script_is_short():
+def test_script_is_short():
     lines = SCRIPT.read_text().splitlines()
     assert len(lines) <= 90
     assert max(map(len, lines)) <= 100
 
 
-def test_the_reward_climbs_from_the_first_steps():
+def test_reward_climbs_from_the_first_steps():
     printed = run("24")
     climb = rewards(printed)
     assert len(climb) == 24

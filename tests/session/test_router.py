@@ -1,4 +1,4 @@
-"""Requests go to the generator that has least to do, and to another when it is lost."""
+"""Requests go to the least loaded generator, and to another if it is lost."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ SAID = Completion(tokens=[1], logprobs=[0.0], versions=[0], finish_reason="stop"
 
 
 class Replica:
-    """Answers when it is told to."""
+    """Answers when ``answer`` is called."""
 
     def __init__(self, name: str):
         self.name = name
@@ -81,7 +81,7 @@ def play(scenario):
     asyncio.run(main())
 
 
-def test_the_least_loaded_is_asked_and_equals_take_turns():
+def test_least_loaded_generator_is_asked_and_equals_take_turns():
     async def scenario(router, a, b, ask):
         await ask("1", "2", "3")
         await ask("4")
@@ -101,7 +101,7 @@ def test_the_least_loaded_is_asked_and_equals_take_turns():
     play(scenario)
 
 
-def test_a_session_stays_where_its_prefixes_are_until_that_generator_is_lost(monkeypatch):
+def test_affinity_keeps_a_generator_until_it_is_lost(monkeypatch):
     monkeypatch.setattr("rl.session.router.AFFINITIES", 2)
 
     async def scenario(router, a, b, ask):
@@ -122,7 +122,7 @@ def test_a_session_stays_where_its_prefixes_are_until_that_generator_is_lost(mon
     play(scenario)
 
 
-def test_what_a_lost_generator_had_is_asked_of_another_and_it_is_left_out():
+def test_requests_of_a_lost_generator_go_to_another():
     async def scenario(router, a, b, ask):
         first = await ask("1")
         a.answer(failure("died"))
@@ -138,7 +138,7 @@ def test_what_a_lost_generator_had_is_asked_of_another_and_it_is_left_out():
     play(scenario)
 
 
-def test_while_there_is_no_generator_requests_wait_for_one_to_join():
+def test_requests_wait_for_a_generator_to_join():
     async def scenario(router, a, b, ask):
         router.leave(a)
         router.leave(b)
@@ -152,7 +152,7 @@ def test_while_there_is_no_generator_requests_wait_for_one_to_join():
     play(scenario)
 
 
-def test_what_a_generator_raises_is_not_asked_again():
+def test_exception_of_a_generator_is_not_retried():
     async def scenario(router, a, b, ask):
         first = await ask("1")
         a.answer(failure("raised"))
@@ -163,7 +163,7 @@ def test_what_a_generator_raises_is_not_asked_again():
     play(scenario)
 
 
-def test_a_late_failure_does_not_put_out_the_next_incarnation():
+def test_late_failure_does_not_remove_a_generator_that_joined_again():
     async def scenario(router, a, b, ask):
         await ask("1")
         router.leave(a)
@@ -175,7 +175,7 @@ def test_a_late_failure_does_not_put_out_the_next_incarnation():
     play(scenario)
 
 
-def test_who_asks_alone_waits_for_a_generator_without_work():
+def test_call_alone_waits_for_an_idle_generator():
     async def scenario(router, a, b, ask):
         await ask("1", alone=True)
         await ask("2", alone=True)
@@ -190,7 +190,7 @@ def test_who_asks_alone_waits_for_a_generator_without_work():
     play(scenario)
 
 
-def test_a_generator_that_is_drained_is_waited_for_and_asked_no_more():
+def test_drain_waits_and_sends_no_more_requests():
     async def scenario(router, a, b, ask):
         await ask("1")
         draining = asyncio.ensure_future(router.drain(a))

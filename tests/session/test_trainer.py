@@ -30,8 +30,8 @@ async def test_outputs_are_in_the_batchs_order(sessions, trainer):
 
 @on_its_loop
 async def test_each_part_of_a_batch_is_sent_once(sessions, trainer):
-    """Four ranks, two data-parallel: the second of each tensor-parallel pair hears of its part from
-    the first.
+    """Four ranks, two data-parallel: the second of each tensor-parallel pair gets its part from the
+    first.
     """
     await trainer.call("watch_payloads")
     await trainer.forward(batch())

@@ -158,7 +158,7 @@ class GeneratorMesh(Mesh):
     async def pull_weights(self, version: int) -> float:
         """Load ``version``, which the trainer has pushed, or a newer version if one arrives first.
 
-        Returns the seconds for which generation paused. After an ActorFailure caused by VersionGone
+        Returns the pause of generation, in s. After an ActorFailure caused by VersionGone
         or TransferFailed the generator still has the weights it had.
         """
         patience = 2 * self._patience  # a rank may first have to end a fetch that failed on another

@@ -23,7 +23,7 @@ from rl.types import Place
 # An endpoint may raise because a peer died. On another host that death is known only this late.
 CHECK_ALIVE_S = 30.0
 STOP_S = 5.0  # for Monarch and the kernel to see that killed processes have ended
-REMOTE_STOP_S = 30.0  # Monarch ends processes of other hosts; it waits 20 s for those that hang
+REMOTE_STOP_S = 30.0  # Monarch ends processes of other hosts; it waits 20 s for a hanging one
 
 PerRank = Mapping[int, Sequence[Any]]
 """Arguments of each rank that is called."""

@@ -84,9 +84,8 @@ class Models:
         """Add the gradient of ``loss`` on ``batch``; return the outputs and metrics."""
         async with self._residency.of(role, "model", "optimizer"):
             with self.watch.span("train"):
-                return await self._groups[role].forward_backward(
-                    batch, loss, temperature=temperature
-                )
+                group = self._groups[role]
+                return await group.forward_backward(batch, loss, temperature=temperature)
 
     async def optim_step(self, *, role: str = "trainer", **options: Any) -> Metrics:
         """Take one optimizer step on the gradients that were added.

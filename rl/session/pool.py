@@ -49,11 +49,11 @@ class GeneratorPool:
 
     @property
     def meshes(self) -> list[GeneratorMesh]:
-        """All generators, including those that are starting."""
+        """All generators, including starting ones."""
         return list(self._meshes.values())
 
     async def start(self) -> None:
-        """Start all generators that are not running, concurrently; first stop those that left."""
+        """Start all generators that are not running; first stop generators that left."""
         while self._leaving:
             await self._stop(self._leaving[0])
         if self._meshes:
@@ -128,9 +128,8 @@ class GeneratorPool:
             if not isinstance(failure, RankLost):
                 raise failure
             if lost > self.config.max_restarts:
-                raise RunError(
-                    f"{failure}\nthat was the {lost}th time without a completion in between"
-                ) from failure
+                often = f"it was lost {lost} times without a completion in between"
+                raise RunError(f"{failure}\n{often}") from failure
             self.restarts += 1
             self.warn(f"{str(failure).splitlines()[0]}; starting it again")
 

@@ -105,7 +105,7 @@ class WeightPush:
             self._changed.notify()
 
     async def run(self) -> None:
-        """Publish versions that were started, and compare those that have arrived."""
+        """Publish versions that were started, and compare versions that have arrived."""
         async with background(self._publish_each(), self._compare_each()):
             while True:
                 await self._changed.until(lambda: self._removed)
@@ -208,7 +208,7 @@ class WeightPush:
             return 0.0
 
     async def _pull(self, generator: GeneratorMesh, version: int) -> float:
-        """Bring ``version``, or a newer one; return the seconds for which generation paused."""
+        """Bring ``version``, or a newer one; return the pause of generation, in s."""
         async with self.residency.of("generator", "model"):
             pause = await self._pull_or_try_again(generator, version)
             version = generator.version or version
@@ -220,7 +220,7 @@ class WeightPush:
         return pause
 
     async def _pull_or_try_again(self, generator: GeneratorMesh, version: int) -> float:
-        """Pull, again if a transfer fails; return the seconds for which generation paused.
+        """Pull, again if a transfer fails; return the pause of generation, in s.
 
         Raises NodeLost if transfers between living processes keep failing.
         """

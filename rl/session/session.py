@@ -84,9 +84,8 @@ class Session(Models):
         self._rewards = meshes.rewards(task, warn) if task is not None else None
         self.router = Router(lambda: self._residency.of("generator", "model"))
         self._push = WeightPush(config, self.trainer, self._residency, self.watch, warn)
-        self.pool = GeneratorPool(
-            config, meshes.generator, self.router, self._push, folder / "replicas", warn
-        )
+        replicas = folder / "replicas"
+        self.pool = GeneratorPool(config, meshes.generator, self.router, self._push, replicas, warn)
         self._residency.add("generator", self.pool)
         self.rollouter = Rollouter(self._score, seed=config.seed, watch=self.watch, warn=warn)
         self._restarts = 0

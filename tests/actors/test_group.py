@@ -1,4 +1,4 @@
-"""Every call to an actor ends, with results in rank order or with the name of the rank that failed."""
+"""Every call to an actor ends, with results in rank order or with the name of the failed rank."""
 
 import asyncio
 import contextlib

@@ -64,7 +64,7 @@ class OpenTrainer(PolicyTrainer):
 
     @concurrent_endpoint
     async def publish_only_behind(self, method: str, wait_s: float) -> None:
-        """Have publish return after the engine's next ``method``, which waits for publish to begin."""
+        """Have publish return after the engine's next ``method``, which waits for it to begin."""
         began = threading.Event()
         over = threading.Event()
         publish = self.publisher.publish

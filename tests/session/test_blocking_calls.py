@@ -108,7 +108,7 @@ def test_verbs_return_their_results_and_raise_their_errors(session):
     assert session.double(6) == 12
 
 
-def test_it_shows_the_verbs_and_their_documentation(session):
+def test_public_names_are_the_verbs_and_their_docstrings(session):
     assert {"double", "thread", "version", "open", "close"} <= {*dir(session)}
     assert session.double.__doc__ == "Return twice the number."
     for hidden in ("running", "_start", "nothing"):
@@ -157,7 +157,7 @@ def test_a_model_that_is_lost_between_calls_is_raised_at_the_end_of_the_block():
         session.lose()
 
 
-def test_closing_twice_is_closing_once():
+def test_second_close_does_nothing():
     session = BlockingSession(FakeSession())
     session.close()
     session.open()
@@ -168,7 +168,7 @@ def test_closing_twice_is_closing_once():
         session.double(1)
 
 
-def test_a_call_before_open_says_so():
+def test_call_before_open_is_an_error():
     with pytest.raises(RunError, match="not open"):
         BlockingSession(FakeSession()).double(1)
 

@@ -30,6 +30,11 @@ class Memory:
         """Number of bytes."""
         return sum(rank.total(on_host=self.on_host) for rank in self.ranks)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return name, bytes and ranks as JSON-able data."""
+        ranks = [f"{rank.mesh} {rank.rank}" for rank in self.ranks]
+        return {"name": self.name, "used": self.used, "limit": self.limit, "ranks": ranks}
+
 
 def memories(setting: Setting, ranks: list[RankMemory]) -> list[Memory]:
     """Return every device and every host of the run. On CPU each rank is its own device."""

@@ -1,4 +1,4 @@
-"""A whole plan: all that is counted, and whether the run can work."""
+"""Plan of a run: memory, push and time of a step, and whether the run can work."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -8,16 +8,15 @@ from rl.config import RLConfig
 from rl.plan.fit import complaints, memories
 from rl.plan.memory import all_ranks, kv_bytes, kv_sequences
 from rl.plan.push import push_of
-from rl.plan.setting import Setting, hosts_of, seat_of
+from rl.plan.setting import Setting
 from rl.plan.speed import sizes_of, step_of
 from rl.session.config import Role
-from rl.types import Place
 
 
 class Plan:
-    """Plan of a run of ``config``; starts nothing.
+    """Plan of a run of ``config``. Starts no process.
 
-    Raises ConfigError if its models cannot be had.
+    Raises ConfigError if a model cannot be read.
     """
 
     def __init__(self, config: RLConfig):
@@ -34,7 +33,7 @@ class Plan:
         return not self.errors
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON-able data; sizes in bytes, times in seconds."""
+        """Return the plan as JSON-able data, with sizes in bytes and times in seconds."""
         setting = self.setting
         sizes = sizes_of(setting.shape, fuse_qkv=setting.config.model.fuse_qkv)
         return {
@@ -49,15 +48,7 @@ class Plan:
             "meshes": list(self._meshes()),
             "memory": {
                 "ranks": [asdict(rank) for rank in self.ranks],
-                "devices_and_hosts": [
-                    {
-                        "name": memory.name,
-                        "used": memory.used,
-                        "limit": memory.limit,
-                        "ranks": [f"{rank.mesh} {rank.rank}" for rank in memory.ranks],
-                    }
-                    for memory in self.memories
-                ],
+                "devices_and_hosts": [memory.as_json() for memory in self.memories],
             },
             "kv_cache": {
                 "bytes": kv_bytes(setting),
@@ -70,16 +61,15 @@ class Plan:
 
     def _meshes(self) -> Iterator[dict[str, Any]]:
         setting = self.setting
-        meshes = [
-            (name, degrees_of(setting.roles[name]), place) for name, place in setting.places.items()
-        ]
+        for name, place in setting.places.items():
+            degrees = degrees_of(setting.roles[name])
+            yield {"name": name, "degrees": degrees, "seats": setting.seats(place)}
         generator = setting.config.generator
         tp = generator.tensor_parallel_degree
         degrees = {"tp": tp, "ep": tp if generator.expert_parallel else 1}
         for number, place in enumerate(setting.generators):
-            meshes.append((f"generator-{number}", degrees, place))
-        for name, degrees, place in meshes:
-            yield {"name": name, "degrees": degrees, "seats": seats_of(place, cuda=setting.cuda)}
+            name = f"generator-{number}"
+            yield {"name": name, "degrees": degrees, "seats": setting.seats(place)}
 
 
 def degrees_of(role: Role) -> dict[str, int]:
@@ -92,13 +82,3 @@ def degrees_of(role: Role) -> dict[str, int]:
         "tp": parallelism.tensor_parallel_degree,
         "ep": parallelism.expert_parallel_degree,
     }
-
-
-def seats_of(place: Place, *, cuda: bool) -> list[dict[str, Any]]:
-    """Return the ranks and the GPUs of a mesh on each of its hosts."""
-    seats = []
-    for host in hosts_of(place):
-        ranks = [rank for rank in range(place.ranks) if seat_of(place, rank)[0] == host]
-        gpus = [seat_of(place, rank)[1] for rank in ranks] if cuda else []
-        seats.append({"host": host, "ranks": ranks, "gpus": gpus})
-    return seats

@@ -1,6 +1,6 @@
-"""A plan and a comparison of configs, for people."""
+"""Reports of plans and of differences between configs, as text."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
 from rl.plan.diff import Change
@@ -15,20 +15,14 @@ WIDTH = 48
 
 
 def describe(name: str, plan: Plan) -> str:
-    """The plan of config ``name`` on one screen."""
-    parts = (
-        _head(name, plan.setting),
-        _meshes(plan),
-        _memory(plan),
-        _push(plan),
-        _step(plan),
-        _verdict(plan),
-    )
+    """Return the plan of config ``name`` as text for one screen."""
+    head = _head(name, plan.setting)
+    parts = [head, _meshes(plan), _memory(plan), _push(plan), _step(plan), _verdict(plan)]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def describe_changes(name: str, other: str, changes: Sequence[Change]) -> str:
-    """Return what becomes different from config ``name`` to config ``other``."""
+    """Return the changes from config ``name`` to config ``other`` as text."""
     if not changes:
         return f"{name} and {other} are the same"
     lines = [f"{name} → {other}"]
@@ -57,38 +51,32 @@ def _meshes(plan: Plan) -> Iterator[str]:
     setting = plan.setting
     yield "meshes"
     for name, place in setting.places.items():
-        degrees = "  ".join(
-            f"{axis} {degree}" for axis, degree in degrees_of(setting.roles[name]).items()
-        )
+        axes = degrees_of(setting.roles[name])
+        degrees = "  ".join(f"{axis} {degree}" for axis, degree in axes.items())
         ranks = f"{place.ranks:3} rank{'s' if place.ranks > 1 else ' '}"
         yield f"  {name:12} {ranks}  {degrees:45}  {_seats(setting, place)}"
     generator = setting.config.generator
-    tp = f"tp {generator.tensor_parallel_degree}" + (
-        "  whole experts" if generator.expert_parallel else ""
-    )
+    experts = "  whole experts" if generator.expert_parallel else ""
+    tp = f"tp {generator.tensor_parallel_degree}{experts}"
     seats = list(dict.fromkeys(_seats(setting, place) for place in setting.generators))
     shown = "; ".join(seats[:3]) + (f"; … {seats[-1]}" if len(seats) > 3 else "")
     yield f"  {'generators':12} {generator.replicas:3} times  {tp:45}  {shown}"
     for roles, devices in _shared(plan).items():
-        yield f"  {' and '.join(roles)} share {devices[0]}" + (
-            f" up to {devices[-1]}" if len(devices) > 1 else ""
-        )
+        last = f" up to {devices[-1]}" if len(devices) > 1 else ""
+        yield f"  {' and '.join(roles)} share {devices[0]}{last}"
     if setting.shared:
-        yield f"  one at a time has memory on its devices: {', '.join(_turns(setting))}"
+        turns = [name for name in (*setting.roles, "generator") if name in setting.shared]
+        yield f"  one at a time has memory on its devices: {', '.join(turns)}"
 
 
 def _shared(plan: Plan) -> dict[tuple[str, ...], list[str]]:
-    """Devices that several ranks are on, by whose these are."""
+    """Return the devices with several ranks, by the roles of these ranks."""
     found: dict[tuple[str, ...], list[str]] = {}
     for memory in plan.memories:
         if memory.kind == "device" and len(memory.ranks) > 1:
             roles = tuple(dict.fromkeys(rank.role for rank in memory.ranks))
             found.setdefault(roles, []).append(memory.name)
     return found
-
-
-def _turns(setting: Setting) -> list[str]:
-    return [name for name in (*setting.roles, "generator") if name in setting.shared]
 
 
 def _seats(setting: Setting, place: Place) -> str:
@@ -101,28 +89,25 @@ def _seats(setting: Setting, place: Place) -> str:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    """Yield the lines on memory: of each mesh the fullest rank, of equal generators one."""
+    """Yield the lines on memory: one column for the fullest rank of each role."""
     setting = plan.setting
     columns = _fullest(plan.ranks)
-    titles = "".join(f"{rank.role:>12}" for rank in columns)
-    yield "memory of the fullest rank (~ estimated)".ljust(WIDTH) + titles
+    yield _row("memory of the fullest rank (~ estimated)", (rank.role for rank in columns))
     names = dict.fromkeys(
         (item.on_host, item.name, item.estimate) for rank in columns for item in rank.items
     )
     for on_host, name, estimate in sorted(names, key=itemgetter(0)):
         label = f"  {'~' if estimate else ' '} {name}{' (host)' if on_host else ''}"
-        cells = (
-            "".join(_size(item.bytes) for item in rank.named(name) if item.on_host == on_host)
-            for rank in columns
-        )
-        yield label.ljust(WIDTH) + "".join(f"{cell:>12}" for cell in cells)
-    for on_host, label in (
-        (False, f"of {setting.device.memory_gib:g} GiB on the device"),
-        (True, "on the host"),
-    ):
-        if any(rank.total(on_host=on_host) for rank in columns):
-            totals = "".join(f"{_size(rank.total(on_host=on_host)):>12}" for rank in columns)
-            yield f"    total {label}".ljust(WIDTH) + totals
+        cells = []
+        for rank in columns:
+            sizes = [item.bytes for item in rank.named(name) if item.on_host == on_host]
+            cells.append(_size(sizes[0]) if sizes else "")
+        yield _row(label, cells)
+    device = f"    total of {setting.device.memory_gib:g} GiB on the device"
+    for on_host, label in ((False, device), (True, "    total on the host")):
+        totals = [rank.total(on_host=on_host) for rank in columns]
+        if any(totals):
+            yield _row(label, map(_size, totals))
     tightest = max(plan.memories, key=lambda memory: memory.used / memory.limit)
     yield f"  tightest: {tightest.name}, {_size(tightest.used)} of {_size(tightest.limit)}"
     fit = kv_sequences(setting, setting.longest)
@@ -130,7 +115,12 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield f"  {cache} of KV cache hold {fit:,} sequences of the longest {setting.longest:,} tokens"
 
 
+def _row(label: str, cells: Iterable[str]) -> str:
+    return label.ljust(WIDTH) + "".join(f"{cell:>12}" for cell in cells)
+
+
 def _fullest(ranks: Sequence[RankMemory]) -> list[RankMemory]:
+    """Return the rank of each role that has most memory on its device."""
     by_role: dict[str, RankMemory] = {}
     for rank in ranks:
         known = by_role.setdefault(rank.role, rank)
@@ -155,11 +145,8 @@ def _step(plan: Plan) -> Iterator[str]:
         f"step, ~ {_seconds(step.seconds)}: {step.tokens:,} tokens, {step.tflop:,.3g} TFLOP of "
         f"gradients, {step.concurrency} sequences decoded together"
     )
-    for name, seconds in (
-        ("generation", step.generation),
-        ("training", step.training),
-        ("push", step.push),
-    ):
+    for name in ("generation", "training", "push"):
+        seconds = getattr(step, name)
         filled = round(BAR * seconds / step.seconds)
         yield f"  {name:10} {_seconds(seconds):>9}  {'█' * filled}{'·' * (BAR - filled)}"
     yield f"  idle: trainer {step.trainer_idle:.0%}, generators {step.generators_idle:.0%}"
@@ -167,11 +154,8 @@ def _step(plan: Plan) -> Iterator[str]:
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
-    if plan.feasible:
-        yield "this can work"
-    else:
-        yield "this cannot work"
-        yield from (f"  error: {error}" for error in plan.errors)
+    yield "this can work" if plan.feasible else "this cannot work"
+    yield from (f"  error: {error}" for error in plan.errors)
 
 
 def _seconds(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """Inputs of a plan: models, layouts and places of their ranks, and figures of the hardware."""
 
 import dataclasses
+from typing import Any
 
 from torchtitan.config import CompileConfig
 
@@ -72,6 +73,15 @@ class Setting:
     def transfer_bytes(self) -> int:
         """Number of bytes of an element that is pushed."""
         return DTYPE_BYTES[self.config.generator.dtype]
+
+    def seats(self, place: Place) -> list[dict[str, Any]]:
+        """Return the ranks and the GPUs of a mesh on each of its hosts."""
+        seats = []
+        for host in hosts_of(place):
+            ranks = [rank for rank in range(place.ranks) if seat_of(place, rank)[0] == host]
+            gpus = [seat_of(place, rank)[1] for rank in ranks] if self.cuda else []
+            seats.append({"host": host, "ranks": ranks, "gpus": gpus})
+        return seats
 
 
 def hosts_of(place: Place) -> range:

@@ -1,10 +1,9 @@
-"""How long a step takes, from the figures of the hardware: a model of three stages, good to a
-factor of two or so.
+"""Estimate of the time of a step from the figures of the hardware: a model of three stages, good to
+about a factor of two.
 
-It knows products, attention and bytes that are read; of communication, of the optimizer, of a rank
-that waits for another, of the environment and its rewards it knows nothing but what the
-efficiencies stand for. Replace these by what ``timing/*`` of a run shows, and compare configs
-rather than believe a number.
+The model counts products, attention and bytes that are read. It does not count communication, the
+optimizer, ranks that wait for others, environments and rewards, except through the efficiencies:
+replace these by ``timing/*`` of a run, and compare configs rather than trust a number.
 """
 
 import math
@@ -20,25 +19,27 @@ from rl.plan.memory import generator_weights, kv_sequences
 from rl.plan.push import Push
 from rl.plan.setting import LEARNING, Setting
 
-SELECTIVE = 7 / 6  # of a forward and a backward pass: half of the forward's products are done again
-COMPLETION_SHARE = PROMPT_SHARE = 0.5
+SELECTIVE = 7 / 6  # times a forward and a backward pass: half of the forward pass is recomputed
+MEAN_SHARE = 0.5
+"""Mean lengths of prompts and completions over their maximum lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds of a step's stages, and of the step."""
+    """Times of a step and its stages, in seconds, and counts."""
 
     generation: float
     training: float
     push: float
     seconds: float
     trainer_idle: float
-    """Shares of a step in which nothing is done."""
+    """Share of the step in which the trainer is idle."""
     generators_idle: float
+    """Share of the step in which the generators are idle."""
     concurrency: int
-    """Sequences that a generator decodes at once."""
+    """Number of sequences that a generator decodes at once."""
     tokens: int
-    """Tokens of all prompts and completions of a step."""
+    """Number of tokens of all prompts and completions of a step."""
     tflop: float
     """TFLOP of the policy's gradients."""
     assumptions: tuple[str, ...]
@@ -46,19 +47,19 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A model's parameters, as they count for its speed."""
+    """Numbers of a model's parameters."""
 
     total: int
     active: int
-    """Parameters that a token is multiplied with."""
+    """Number of parameters that a token is multiplied with."""
     experts: int
-    """Parameters of all experts together."""
+    """Number of parameters of all experts together."""
 
 
 @cache
 def sizes_of(shape: ModelShape, *, fuse_qkv: bool) -> Sizes:
-    """Return the sizes of a model: a token goes through ``experts_per_token`` of the experts, and
-    looks one embedding up.
+    """Return the sizes of a model. A token uses ``experts_per_token`` experts and one row of the
+    embedding.
     """
     shapes = parameter_shapes(shape, fuse_qkv=fuse_qkv)
     total = sum(map(math.prod, shapes.values()))
@@ -70,7 +71,8 @@ def sizes_of(shape: ModelShape, *, fuse_qkv: bool) -> Sizes:
 
 def step_of(setting: Setting, push: Push) -> Step:
     """Return the estimate of a step."""
-    prompt, completion = _lengths(setting)
+    prompt = setting.config.task.max_prompt_tokens * MEAN_SHARE
+    completion = setting.config.rollout.max_tokens * MEAN_SHARE
     tokens = round(setting.sequences * (prompt + completion))
     generation, concurrency = _generation(setting, prompt, completion)
     training = _training(setting, tokens, prompt + completion)
@@ -89,16 +91,8 @@ def step_of(setting: Setting, push: Push) -> Step:
     )
 
 
-def _lengths(setting: Setting) -> tuple[float, float]:
-    """Mean tokens of a prompt and a completion."""
-    return (
-        setting.config.task.max_prompt_tokens * PROMPT_SHARE,
-        setting.config.rollout.max_tokens * COMPLETION_SHARE,
-    )
-
-
 def _flop(setting: Setting, name: str, tokens: float, length: float, *, train: bool) -> float:
-    """Return the operations of one pass over so many tokens of sequences of this mean length, by
+    """Return the operations of one pass over ``tokens`` tokens in sequences of mean ``length``, by
     all ranks of a role together.
     """
     role = setting.roles[name]
@@ -106,7 +100,7 @@ def _flop(setting: Setting, name: str, tokens: float, length: float, *, train: b
     active = sizes_of(shape, fuse_qkv=role.model.fuse_qkv).active
     if role.head == "values":
         active -= shape.vocab_size * shape.dim
-    # causal: a token sees half of the others
+    # causal: a token attends to half of the others on average
     attention = 2 * shape.n_layers * shape.n_heads * shape.head_dim * length
     forward = tokens * (2 * active + attention)
     policy = role.trainer.activation_checkpoint
@@ -118,34 +112,31 @@ def _flop(setting: Setting, name: str, tokens: float, length: float, *, train: b
 
 
 def _training(setting: Setting, tokens: float, length: float) -> float:
-    """Forward passes for the batch's columns, then the gradients; meshes on devices of their own
-    side by side.
+    """Return the seconds of the forward passes for the batch's columns and of the gradients. Meshes
+    on separate devices run in parallel.
     """
     algorithm = setting.config.algorithm
-    hardware = setting.hardware
-    asked = {*setting.roles}
-    if "trainer" not in algorithm.columns():
-        asked.discard("trainer")
+    rate = setting.device.tflops * 1e12 * setting.hardware.training_efficiency
 
     def seconds(name: str, *, train: bool) -> float:
-        rate = setting.device.tflops * 1e12 * hardware.training_efficiency
         epochs = algorithm.passes if train else 1
         flop = epochs * _flop(setting, name, tokens, length, train=train)
         return flop / (rate * setting.roles[name].trainer.ranks)
 
-    asking = [seconds(name, train=False) for name in asked]
+    asked = [name for name in setting.roles if name != "trainer" or name in algorithm.columns()]
+    forward = [seconds(name, train=False) for name in asked]
     learning = [seconds(name, train=True) for name in setting.roles if name in LEARNING]
     if setting.shared:
-        return sum(asking) + sum(learning)
-    return max(asking, default=0.0) + max(learning)
+        return sum(forward) + sum(learning)
+    return max(forward, default=0.0) + max(learning)
 
 
 def _generation(setting: Setting, prompt: float, completion: float) -> tuple[float, int]:
-    """Return seconds, and the number of sequences that a generator decodes at once.
+    """Return the seconds of generation and the number of sequences that a generator decodes at
+    once.
 
-    A prompt's tokens are bound by products, once for each group where prefixes are cached. A
-    decoding step reads the weights that its sequences need and their keys and values, or is bound
-    by products too.
+    Prompts are bound by products, once for each group with a prefix cache. A decoding step is bound
+    by the reads of weights, keys and values, or by products.
     """
     generator = setting.config.generator
     hardware = setting.hardware
@@ -174,6 +165,7 @@ def _assumptions(
 ) -> tuple[str, ...]:
     hardware = setting.hardware
     device = setting.device
+    parallel = "stages side by side: the longest is the step"
     return (
         f"mean prompt {prompt:g} tokens, half of task.max_prompt_tokens; mean completion "
         f"{completion:g}, half of rollout.max_tokens",
@@ -181,11 +173,7 @@ def _assumptions(
         "(hardware.training_efficiency), generators too",
         f"decoding reads {device.memory_gb_s:g} GB/s at {hardware.generation_efficiency:.0%} "
         "(hardware.generation_efficiency)",
-        "lockstep: stages one after another"
-        if lockstep
-        else "stages side by side: the longest is the step",
-        (
-            "no time for collectives, optimizer, rewards, waits for long completions, or moves "
-            "between host and device"
-        ),
+        "lockstep: stages one after another" if lockstep else parallel,
+        "no time for collectives, optimizer, rewards, waits for long completions, or moves between "
+        "host and device",
     )

@@ -1,18 +1,17 @@
-"""What the RL loop itself costs: a run whose generator, rewards and trainer take no time.
+"""Cost of the RL loop: a run whose generator, rewards and trainer take no time.
 
 Usage: python scripts/bench/controller.py [--repeats N] [--pipelines NAME ...] [--bounds N ...]
 [--json]
 
-The real loop, scheduler, session, ledger, push and run folder are driven by meshes that answer
-at once: 32 prompts a step, 8 completions each of 32 tokens. Every pipeline is run with a staleness
-bound of 0 and of 2. In each repeat runs of a thousand rollouts stand before and after one of a
-hundred thousand, so that what else the machine does falls on both. Costs are CPU time from the
-first request to the end of the last step; ratios are medians over the repeats. "memory" is resident
-memory after the whole long run over that after a tenth of it.
+The real loop, scheduler, session, ledger, push and run folder run on meshes that answer at once: 32
+prompts a step, 8 completions each of 32 tokens. Every pipeline runs with a staleness bound of 0 and
+of 2. Each repeat has runs of a thousand rollouts before and after one of a hundred thousand, so
+that other load on the machine affects both. Costs are CPU time from the first request to the end of
+the last step; ratios are medians over the repeats. "memory" is resident memory after the long run
+over that after a tenth of it.
 
-"checkpoint_pause_s" is how long the event loop stands still at most while a checkpoint is written,
-with 1,024 rollouts of 3,072 tokens in the ledger and eight ranks that are sent their message: the
-longest of all repeats.
+"checkpoint_pause_s" is the longest pause of the event loop in all repeats while a checkpoint is
+written, with 1,024 rollouts of 3,072 tokens in the ledger and eight ranks that get a message.
 """
 
 import argparse
@@ -20,198 +19,38 @@ import asyncio
 import gc
 import json
 import os
-import pickle
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch
+from instant_meshes import TOKENS, Generator, Marks, Rewards, Trainer
 
 from rl.cli import find_config
 from rl.config import RLConfig
-from rl.errors import ActorFailure
-from rl.metrics import Metrics, Value
-from rl.model.shards import Box, Region
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.roles import session_config
 from rl.session.session import Session
 from rl.trainers.loop import RLTrainer
-from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
-from rl.weights.transport import Sent
+from rl.types import Completion, Prompt, Rollout
 
-LAYOUT = (Region("w", (1,), Box.whole((1,))),)
-TOKENS = 32
 PIPELINES = ("deterministic", "asynchronous")
 BOUNDS = (0, 2)
 # rollouts
 SHORT = 1_000
 LONG = 100_000
 SHORT_RUNS = 8  # on each side of a long one
-# rollouts in a checkpoint, tokens of each, ranks of the trainer
+# rollouts in a checkpoint, tokens of each
 SAVED = 1_024
 SAVED_TOKENS = 3_072
-RANKS = 8
-
-
-@dataclass(slots=True)
-class Marks:
-    """What the meshes note of a run."""
-
-    began: tuple[float, float] | None = None
-    """CPU and wall time, in s, when the first rollout was asked for."""
-    ended: tuple[float, float] = (0.0, 0.0)
-    """When the last step was done."""
-    resident: list[int] = field(default_factory=list)
-    """Bytes of resident memory at each step."""
-
-
-class Mesh:
-    """Starts at once and is never lost."""
-
-    name = "mesh"
-    is_running = True
-
-    async def start(self) -> None:
-        pass
-
-    async def stop(self) -> None:
-        pass
-
-    async def failed(self) -> ActorFailure:
-        return await asyncio.Future()
-
-    async def call(self, name: str, *args: Any) -> Any:
-        return await getattr(self, name)(*args)
-
-
-class Trainer(Mesh):
-    """Its weights are its version."""
-
-    loaded = None
-
-    def __init__(self, marks: Marks):
-        self.marks = marks
-        self.version = 0
-
-    async def layouts(self) -> list[Any]:
-        return [("here", LAYOUT)]
-
-    async def open_publishers(self, transfer: Any) -> list[Any]:
-        return ["address"]
-
-    async def push_weights(self) -> tuple[int, Sent]:
-        await asyncio.sleep(0)
-        return self.version, Sent(0, 0)
-
-    async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
-        await asyncio.sleep(0)
-        return {"logprobs": torch.full(batch.tokens.shape, -1.0)}
-
-    async def forward_backward(
-        self, batch: Batch, loss: Any, *, temperature: float
-    ) -> tuple[dict, Metrics]:
-        await asyncio.sleep(0)
-        return {}, Metrics({})
-
-    async def optim_step(self, **_: Any) -> Metrics:
-        await asyncio.sleep(0)
-        self.version += 1
-        self.marks.resident.append(_resident())
-        return Metrics(
-            {
-                "loss/mean": Value(0.0),
-                "trainer/grad_norm": Value(1.0),
-                "trainer/updates": Value(1.0, "sum"),
-            }
-        )
-
-    async def load_checkpoint(self, step: int) -> tuple[dict, list[str]]:
-        return {}, []
-
-    async def save_checkpoint(self, step: int, state: dict) -> None:
-        """Take the time to make a message of each rank's."""
-        self.message_bytes = sum(len(pickle.dumps((step, state))) for _ in range(RANKS)) // RANKS
-
-    async def weight_digests(self, dtype: torch.dtype | None = None) -> list[dict]:
-        return [{("w", Box.whole((1,))): self.version}]
-
-    async def export_hf(self, folder: str) -> None:
-        self.marks.ended = time.process_time(), time.perf_counter()
-        Path(folder).mkdir()
-        Path(folder, "config.json").write_text("{}")
-
-
-class Generator(Mesh):
-    """Says the same tokens to everyone."""
-
-    dtype = torch.float32
-
-    def __init__(self, marks: Marks):
-        self.marks = marks
-        self.version = 0
-
-    async def layouts(self) -> list[Any]:
-        return [("here", LAYOUT)]
-
-    async def connect(self, transfer: Any, addresses: list[Any], **options: Any) -> None:
-        self.version = 0
-
-    async def pull_weights(self, version: int) -> float:
-        await asyncio.sleep(0)
-        self.version = version
-        return 0.0
-
-    async def weight_digests(self) -> list[dict]:
-        return [{("w", Box.whole((1,))): self.version}]
-
-    async def generate(
-        self, requests: list[GenerationRequest], *, fresh: bool = False
-    ) -> list[Completion]:
-        if self.marks.began is None and not requests[0].request_id.startswith("canary"):
-            self.marks.began = time.process_time(), time.perf_counter()
-        await asyncio.sleep(0)
-        return [self._say(min(TOKENS, request.sampling.max_tokens)) for request in requests]
-
-    def _say(self, count: int) -> Completion:
-        """Lists of its own, as a message brings them."""
-        return Completion(
-            tokens=[6] * count,
-            logprobs=[-1.0] * count,
-            versions=[self.version] * count,
-            finish_reason="length",
-        )
-
-
-class Rewards(Mesh):
-    """The more samples, the better."""
-
-    restarts = 0
-
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
-        await asyncio.sleep(0)
-        return [
-            Rollout.single_turn(
-                prompt,
-                each,
-                sample=i,
-                text="1 2 3",
-                reward=i,
-                metrics={"correct": 0.0},
-            )
-            for i, each in enumerate(completions)
-        ]
 
 
 def configured(pipeline: str, bound: int, rollouts: int) -> RLConfig:
-    """About ``rollouts`` rollouts in all, in whole steps."""
+    """Return the config of a run of about ``rollouts`` rollouts, in whole steps."""
     config = find_config("quickstart")()
     config.rollout.pipeline = pipeline
     config.rollout.max_staleness = bound
@@ -227,7 +66,7 @@ def configured(pipeline: str, bound: int, rollouts: int) -> RLConfig:
 
 
 def loop_in(folder: str, config: RLConfig, marks: Marks) -> RLTrainer:
-    """The trainer's loop over meshes that take no time."""
+    """Return the trainer's loop over meshes that take no time."""
     task = config.task.build(seed=0, model=config.model)
     trainer: Any = Trainer(marks)
     meshes = SimpleNamespace(
@@ -241,21 +80,19 @@ def loop_in(folder: str, config: RLConfig, marks: Marks) -> RLTrainer:
 
 
 def run(config: RLConfig) -> tuple[Marks, float]:
-    """Run the controller from start to end in a folder of its own; also the largest staleness of a
-    token.
-    """
+    """Run the controller to its end. Return its marks and the largest staleness of a token."""
     with tempfile.TemporaryDirectory() as folder:
         marks = Marks()
         loop = loop_in(folder, config, marks)
         record = loop.record
         asyncio.run(loop.run())
         if loop.ledger.trained != config.steps * config.rollout.prompts_per_step:
-            raise RuntimeError("the run did not train on all it should have: nothing was measured")
+            raise RuntimeError("the run did not train on all prompts: nothing was measured")
         return marks, max(row["rollout/staleness_max"] for row in record.read_metrics())
 
 
 def costs(config: RLConfig, marks: Marks) -> tuple[float, float]:
-    """CPU and wall time of one rollout, in s."""
+    """Return CPU and wall time of one rollout, in s."""
     assert marks.began is not None
     count = config.steps * config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     cpu, wall = ((end - begin) / count for begin, end in zip(marks.began, marks.ended, strict=True))
@@ -263,7 +100,7 @@ def costs(config: RLConfig, marks: Marks) -> tuple[float, float]:
 
 
 def measure(pipeline: str, bound: int, *, repeats: int, long: int) -> dict[str, Any]:
-    """One pipeline: runs of both lengths, in turn."""
+    """Measure one pipeline in runs of both lengths, by turns."""
     short_config = configured(pipeline, bound, SHORT)
     long_config = configured(pipeline, bound, long)
     growths = []
@@ -292,8 +129,8 @@ def measure(pipeline: str, bound: int, *, repeats: int, long: int) -> dict[str, 
 
 
 def fill(loop: RLTrainer, tokens: int) -> None:
-    """Have ``SAVED`` finished rollouts of ``tokens`` tokens in the ledger; no two share a list, as
-    from messages.
+    """Put ``SAVED`` finished rollouts of ``tokens`` tokens into the ledger. As from messages, no
+    two share a list.
     """
     ledger = loop.ledger
     samples = SAVED // (2 * loop.config.rollout.prompts_per_step)
@@ -320,11 +157,11 @@ def fill(loop: RLTrainer, tokens: int) -> None:
         ]
         ledger.finish(prompt_id, group)
     if sum(map(len, ledger.finished().values())) != SAVED:
-        raise RuntimeError("the ledger does not hold what was to be measured")
+        raise RuntimeError("the ledger does not hold the rollouts to measure")
 
 
 def checkpoint(*, repeats: int, tokens: int) -> dict[str, float]:
-    """Cost of a checkpoint to the event loop, and to the run."""
+    """Measure the cost of a checkpoint to the event loop and to the run."""
     config = configured("asynchronous", 1, SAVED)
     pauses = []
     times = []
@@ -363,10 +200,6 @@ def checkpoint(*, repeats: int, tokens: int) -> dict[str, float]:
     }
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def show(row: dict[str, Any]) -> None:
     print(
         f"{row['pipeline']:13} staleness {row['staleness']:.0f} of {row['max_staleness']}: "
@@ -392,8 +225,8 @@ def main() -> None:
     options = parser.parse_args()
     cases = [(pipeline, bound) for pipeline in options.pipelines for bound in options.bounds]
     rows = []
-    run(configured("deterministic", 0, SHORT))  # what is imported and allocated once
-    gc.freeze()  # as the program does
+    run(configured("deterministic", 0, SHORT))  # imports and allocates what is needed once
+    gc.freeze()  # as rl.train does
     for case in cases:
         rows.append(
             measure(*case, repeats=options.repeats, long=2 * SHORT if options.tiny else LONG)

@@ -1,0 +1,175 @@
+"""Meshes that answer at once, for the benchmark of the controller."""
+
+import asyncio
+import os
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.errors import ActorFailure
+from rl.metrics import Metrics, Value
+from rl.model.shards import Box, Region
+from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
+from rl.weights.transport import Sent
+
+LAYOUT = (Region("w", (1,), Box.whole((1,))),)
+TOKENS = 32  # of a completion
+RANKS = 8  # of the trainer, in a checkpoint
+
+
+@dataclass(slots=True)
+class Marks:
+    """Measurements that the meshes take during a run."""
+
+    began: tuple[float, float] | None = None
+    """CPU and wall time, in s, of the first request for a rollout."""
+    ended: tuple[float, float] = (0.0, 0.0)
+    """CPU and wall time, in s, of the end of the last step."""
+    resident: list[int] = field(default_factory=list)
+    """Bytes of resident memory at each step."""
+
+
+class Mesh:
+    """Mesh that starts at once and is never lost."""
+
+    name = "mesh"
+    is_running = True
+
+    async def start(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+    async def failed(self) -> ActorFailure:
+        return await asyncio.Future()
+
+    async def call(self, name: str, *args: Any) -> Any:
+        return await getattr(self, name)(*args)
+
+
+class Trainer(Mesh):
+    """Trainer whose weights are its version."""
+
+    loaded = None
+
+    def __init__(self, marks: Marks):
+        self.marks = marks
+        self.version = 0
+
+    async def layouts(self) -> list[Any]:
+        return [("here", LAYOUT)]
+
+    async def open_publishers(self, transfer: Any) -> list[Any]:
+        return ["address"]
+
+    async def push_weights(self) -> tuple[int, Sent]:
+        await asyncio.sleep(0)
+        return self.version, Sent(0, 0)
+
+    async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
+        await asyncio.sleep(0)
+        return {"logprobs": torch.full(batch.tokens.shape, -1.0)}
+
+    async def forward_backward(
+        self, batch: Batch, loss: Any, *, temperature: float
+    ) -> tuple[dict, Metrics]:
+        await asyncio.sleep(0)
+        return {}, Metrics({})
+
+    async def optim_step(self, **_: Any) -> Metrics:
+        await asyncio.sleep(0)
+        self.version += 1
+        self.marks.resident.append(_resident())
+        return Metrics(
+            {
+                "loss/mean": Value(0.0),
+                "trainer/grad_norm": Value(1.0),
+                "trainer/updates": Value(1.0, "sum"),
+            }
+        )
+
+    async def load_checkpoint(self, step: int) -> tuple[dict, list[str]]:
+        return {}, []
+
+    async def save_checkpoint(self, step: int, state: dict) -> None:
+        """Serialize the message of each rank."""
+        self.message_bytes = sum(len(pickle.dumps((step, state))) for _ in range(RANKS)) // RANKS
+
+    async def weight_digests(self, dtype: torch.dtype | None = None) -> list[dict]:
+        return [{("w", Box.whole((1,))): self.version}]
+
+    async def export_hf(self, folder: str) -> None:
+        self.marks.ended = time.process_time(), time.perf_counter()
+        Path(folder).mkdir()
+        Path(folder, "config.json").write_text("{}")
+
+
+class Generator(Mesh):
+    """Generator that samples the same tokens for every request."""
+
+    dtype = torch.float32
+
+    def __init__(self, marks: Marks):
+        self.marks = marks
+        self.version = 0
+
+    async def layouts(self) -> list[Any]:
+        return [("here", LAYOUT)]
+
+    async def connect(self, transfer: Any, addresses: list[Any], **options: Any) -> None:
+        self.version = 0
+
+    async def pull_weights(self, version: int) -> float:
+        await asyncio.sleep(0)
+        self.version = version
+        return 0.0
+
+    async def weight_digests(self) -> list[dict]:
+        return [{("w", Box.whole((1,))): self.version}]
+
+    async def generate(
+        self, requests: list[GenerationRequest], *, fresh: bool = False
+    ) -> list[Completion]:
+        if self.marks.began is None and not requests[0].request_id.startswith("canary"):
+            self.marks.began = time.process_time(), time.perf_counter()
+        await asyncio.sleep(0)
+        return [self._completion(min(TOKENS, request.sampling.max_tokens)) for request in requests]
+
+    def _completion(self, count: int) -> Completion:
+        """Return a completion with new lists, as from a message."""
+        return Completion(
+            tokens=[6] * count,
+            logprobs=[-1.0] * count,
+            versions=[self.version] * count,
+            finish_reason="length",
+        )
+
+
+class Rewards(Mesh):
+    """Reward workers whose reward is the number of the sample."""
+
+    restarts = 0
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
+        await asyncio.sleep(0)
+        return [
+            Rollout.single_turn(
+                prompt,
+                each,
+                sample=i,
+                text="1 2 3",
+                reward=i,
+                metrics={"correct": 0.0},
+            )
+            for i, each in enumerate(completions)
+        ]
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

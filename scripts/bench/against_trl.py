@@ -131,7 +131,7 @@ def run_ours(model: Path, steps: int, folder: Path, *overrides: str) -> list[flo
 
 
 def _run(command: Sequence[str | Path], **variables: str) -> str:
-    """What the command prints; SystemExit with its errors where it fails."""
+    """Return the output of a command. Raises SystemExit with its errors if it fails."""
     environment = {**os.environ, **OFFLINE, **variables}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S

@@ -31,7 +31,7 @@ Kind = Literal["unified", "native"]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an engine said, and the seconds that it took on the wall and of its process."""
+    """Completions of an engine, and its wall time and CPU time in seconds."""
 
     completions: list[Completion]
     wall_s: float

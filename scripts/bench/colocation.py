@@ -95,7 +95,7 @@ class Usage:
 
 
 def device_bytes(engine: TrainingEngine) -> int:
-    """Of parameters, gradients and optimizer states."""
+    """Return the bytes of parameters, gradients and optimizer states."""
     parameters = list(engine.model.parameters())
     states = [
         value

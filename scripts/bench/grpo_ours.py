@@ -55,8 +55,8 @@ class EvenTokens(Task):
 
 
 def even_tokens() -> RLConfig:
-    """What grpo_trl.py asks of TRL: DAPO's loss over tokens with GRPO's clip range, in fp32, one
-    batch a step.
+    """Return the config that matches grpo_trl.py: DAPO's loss over tokens with GRPO's clip range,
+    in fp32, one batch a step.
     """
     return RLConfig(
         task=EvenTokens.Config(),

@@ -28,7 +28,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """When each step had ended."""
+    """Times at which steps ended."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []

@@ -84,11 +84,11 @@ class Layout:
     trainer: dict[str, Any] = field(default_factory=lambda: {"micro_batch_tokens": 4 * LONGEST})
     """Fields of the TrainerConfig on which the numbers must not depend."""
     precision: dict[str, Any] = field(default_factory=dict)
-    """Those on which they do; the layout that goes on from the checkpoint has them too."""
+    """Fields on which the numbers depend, also set for the layout that resumes."""
     model: str = "dense"
     reference: str = "dense"
     moves_to: str = "1-rank"
-    """The layout that goes on from the checkpoint."""
+    """Name of the layout that resumes from the checkpoint."""
     tolerance: Tolerance = Tolerance()
 
     @property
@@ -234,8 +234,9 @@ def reference(name: str, folder: str) -> tuple[list[float], str]:
 
 
 def play(layout: Layout, folder: str) -> list[float]:
-    """On each rank: the losses of five steps; the first gradient and a checkpoint are written to
-    ``folder``.
+    """Return the losses of five steps. Writes the first gradient and a checkpoint to ``folder``.
+
+    Runs on each rank.
     """
     engine, checkpointer = start(layout, folder)
     losses = []
@@ -252,7 +253,7 @@ def play(layout: Layout, folder: str) -> list[float]:
 
 
 def go_on(layout: Layout, folder: str) -> list[float]:
-    """On each rank: the losses of the steps after the checkpoint in ``folder``."""
+    """Return the losses of the steps after the checkpoint in ``folder``. Runs on each rank."""
     engine, checkpointer = start(layout, folder)
     checkpointer.load()
     losses = []

@@ -23,8 +23,8 @@ SIDES = {
 
 
 def compare_memory(tokens: int, vocab_size: int, plot: str | None) -> dict[str, float]:
-    """How many times the memory of ours plain PyTorch needs; with ``plot``, a picture over smaller
-    vocabularies too.
+    """Return the memory of plain PyTorch over ours. ``plot`` names a plot over smaller vocabularies
+    too.
     """
     sizes = [vocab_size * eighths // 8 for eighths in ((1, 2, 4, 6, 8) if plot else (8,))]
     peaks: dict[str, list[float]] = {side: [] for side in SIDES}

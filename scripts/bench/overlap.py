@@ -47,7 +47,7 @@ from rl.trainers.loop import RLTrainer
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What may run at the same time."""
+    """Options that decide which stages may overlap."""
 
     name: str
     pipeline: Literal["deterministic", "asynchronous"] = "deterministic"
@@ -193,7 +193,7 @@ def medians(times: list[Times]) -> dict[str, float]:
 
 
 def two_over_one() -> float:
-    """How much longer two processes compute than one."""
+    """Return the time of two parallel processes over that of one."""
     one, two = (compute_together(count) for count in (1, 2))
     return two / one
 

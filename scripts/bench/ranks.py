@@ -20,11 +20,11 @@ _context = multiprocessing.get_context("fork")
 def on_ranks(
     count: int, function: Callable[..., Any], *args: Any, deadline: float = 600.0
 ) -> list[Any]:
-    """What ``function(*args)`` returns on each of ``count`` ranks.
+    """Return the results of ``function(*args)`` on ``count`` ranks.
 
-    Ranks are forks of this process, so they start at once; it must not have run a tensor operation,
-    whose threads a fork lacks. Raises RuntimeError with the traceback of the rank that failed
-    first, or if they take ``deadline`` seconds. No process is left in any case.
+    Ranks are forks of this process, so they start at once. The process must not have run a tensor
+    operation, since a fork lacks its threads. Raises RuntimeError with the traceback of the first
+    rank that failed, or after ``deadline`` seconds. Leaves no process behind.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     started = []

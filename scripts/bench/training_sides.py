@@ -42,7 +42,7 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     """Further fields of the TrainerConfig."""
     others: tuple[str, ...] = ("bare",)
-    """What ours is compared with."""
+    """Names of the other sides."""
 
     @property
     def tokens(self) -> int:
@@ -168,7 +168,7 @@ def by_hand(
     optimizer: Any,
     clip: Callable[[list[torch.nn.Parameter], float], Any],
 ) -> Step:
-    """What the engine does, as one would write it for sequences of one length."""
+    """Return a plain PyTorch step for sequences of equal length."""
     columns = {"tokens": batch.tokens, "weights": batch.loss_weights, **batch.columns}
     device = parameters[0].device
     rows = {name: values.view(case.sequences, -1).to(device) for name, values in columns.items()}

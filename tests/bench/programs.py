@@ -15,9 +15,7 @@ TIMEOUT_S = 300.0
 
 
 def run(*command: str | Path) -> str:
-    """What the command prints on standard output; AssertionError, with what it says, if it
-    fails.
-    """
+    """Return the output of a command. Raises AssertionError with that output if it fails."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -62,7 +62,7 @@ def test_ratios_are_those_of_each_round_and_the_better_way_has_the_short_name(ag
     assert result["seconds_per_step"] == {"trl": 4.0, "lockstep": 2.0, "ahead": 1.0}
 
 
-def test_an_environment_that_cannot_be_made_is_told_with_what_the_installer_said(
+def test_a_failed_installation_is_reported_with_the_installers_message(
     against_trl, tmp_path, monkeypatch
 ):
     commands = []

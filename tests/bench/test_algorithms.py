@@ -12,7 +12,7 @@ SCRIPT = "scripts/bench/algorithms.py"
 
 
 @pytest.mark.long
-def test_what_each_algorithm_came_to_is_told():
+def test_the_result_of_each_algorithm_is_reported():
     printed = python(
         SCRIPT, "--tiny", "--seeds", "1", "--steps", "2", "--only", "dppo", "--json"
     ).splitlines()

@@ -54,7 +54,7 @@ def test_two_ranks_of_torchrun_train_as_one_does_and_are_traced(tmp_path, monkey
         assert step == pytest.approx(wanted, abs=2e-4)
 
 
-def test_a_wrong_number_of_ranks_is_told_in_a_sentence(monkeypatch, capsys):
+def test_a_wrong_number_of_ranks_is_refused_by_a_message(monkeypatch, capsys):
     script = module(SCRIPT, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setattr(

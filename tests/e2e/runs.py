@@ -1,4 +1,4 @@
-"""Starts the program as a user does, and checks what it leaves behind."""
+"""Start of the program as a user starts it, and checks of its run folder."""
 
 import contextlib
 import json
@@ -173,9 +173,7 @@ class Run:
 
 
 def numbers(run: Run, *but: str) -> list[dict]:
-    """What the run computed at each step, without what depends on the clock, and without what
-    starts as ``but``.
-    """
+    """Return the metrics of each step that do not depend on the clock or start with ``but``."""
     return [
         {name: value for name, value in row.items() if not name.startswith((*OF_TIMING, *but))}
         for row in run.metrics()
@@ -205,5 +203,5 @@ def dropped(run: Run) -> list[tuple[int, str]]:
 
 
 def digest(run: Run) -> str:
-    """Of the final weights."""
+    """Return the digest of the final weights."""
     return run.json("summary.json")["policy_digest"]

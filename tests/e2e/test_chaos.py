@@ -54,7 +54,7 @@ def strike(run: Run, actor: str, number: signal.Signals) -> bool:
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[] if seed in SHORT else pytest.mark.long) for seed in BLOWS]
 )
-def test_whatever_dies_or_hangs_no_group_is_lost_or_counted_twice(tmp_path, finished, seed):
+def test_no_group_is_lost_or_counted_twice_after_deaths_and_hangs(tmp_path, finished, seed):
     rng = random.Random(seed)
     pipeline = PIPELINES[seed % len(PIPELINES)]
     actors = [

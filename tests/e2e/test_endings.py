@@ -1,4 +1,4 @@
-"""Whatever ends a run says so, with its own exit code, and leaves nothing behind."""
+"""Each end of a run has its message and exit code, and leaves no process behind."""
 
 import json
 import os
@@ -229,7 +229,7 @@ def tiny_model(tmp_path):
         (["--config", "quikstart"], "did you mean quickstart?"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
+def test_an_invalid_config_is_refused_before_any_process_starts(
     tmp_path, tiny_model, capsys, arguments, message
 ):
     folder = tmp_path / "run"

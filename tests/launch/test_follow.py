@@ -1,4 +1,4 @@
-"""The launcher follows a job although Slurm does not always answer."""
+"""The launcher follows a job while Slurm does not always answer."""
 
 import os
 
@@ -11,7 +11,7 @@ from tests.launch.test_scripts import launch_of, on_three_nodes
 
 @pytest.fixture
 def follow(tmp_path, monkeypatch):
-    """Follows a job whose ``squeue`` runs these lines of bash."""
+    """Return a function that follows a job whose ``squeue`` runs the given lines of bash."""
 
     def follow(lines: str) -> int:
         (tmp_path / "squeue").write_text(f"#!/bin/bash\n{lines}\n")
@@ -26,14 +26,14 @@ def follow(tmp_path, monkeypatch):
 NO_ANSWER = 'echo "Unable to contact slurm controller" >&2; exit 1'
 
 
-def test_a_squeue_that_fails_once_does_not_end_it(follow, capsys):
+def test_following_survives_one_failure_of_squeue(follow, capsys):
     assert (
         follow(f'[ -e "$0.asked" ] || {{ touch "$0.asked"; {NO_ANSWER}; }}; echo COMPLETED') == 1
     )  # without a mark
     assert capsys.readouterr().out == "job 7: COMPLETED\n"
 
 
-def test_a_squeue_that_fails_for_minutes_ends_it(follow, monkeypatch):
+def test_following_ends_after_minutes_without_an_answer(follow, monkeypatch):
     monkeypatch.setattr(slurm, "NO_ANSWER_S", 0.1)
     with pytest.raises(RunError, match="Unable to contact slurm controller"):
         follow(NO_ANSWER)

@@ -1,4 +1,4 @@
-"""The worker of a node, which Slurm's tests run as a whole."""
+"""Worker of a node. The tests with Slurm run all of it."""
 
 import socket
 

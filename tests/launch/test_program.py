@@ -23,8 +23,8 @@ SMALL = [*TINY, "--rollout.reward_workers", "0"]
 
 @pytest.fixture
 def launch(monkeypatch, capsys):
-    """Runs the launcher in this process, where there is no Slurm; its exit code, what it printed,
-    and its errors.
+    """Return a function that runs the launcher in this process, without Slurm, and returns its exit
+    code, output and errors.
     """
     monkeypatch.setenv("PATH", "/nowhere")
 
@@ -87,7 +87,9 @@ def test_a_dry_run_prints_what_it_writes_and_starts_nothing(launch, tmp_path):
         (["kubernetes", *TINY], 2, "kubernetes.image is empty"),
     ],
 )
-def test_what_cannot_be_launched_is_said_in_a_sentence(arguments, code, message, launch, tmp_path):
+def test_a_run_that_cannot_be_launched_is_refused_by_a_message(
+    arguments, code, message, launch, tmp_path
+):
     folder = tmp_path / "run"
     exit_code, _, errors = launch(*arguments, "--output-dir", str(folder))
     assert (exit_code, errors.startswith("error: "), message in errors) == (code, True, True), (
@@ -96,7 +98,7 @@ def test_what_cannot_be_launched_is_said_in_a_sentence(arguments, code, message,
     assert code != 2 or not folder.exists()
 
 
-def test_without_a_word_it_says_how_it_is_used(launch):
+def test_without_arguments_the_usage_is_printed(launch):
     code, printed, errors = launch()
     assert (
         code,
@@ -105,14 +107,14 @@ def test_without_a_word_it_says_how_it_is_used(launch):
     ) == (0, True, "")
 
 
-def test_a_folder_that_holds_a_run_is_launched_to_only_to_go_on(launch, tmp_path):
+def test_a_folder_that_holds_a_run_requires_resume(launch, tmp_path):
     (tmp_path / "config.json").touch()
     code, _, errors = launch("slurm", *TINY, "--output-dir", str(tmp_path))
     assert (code, "already holds a run; add --resume" in errors) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_the_files_of_a_run_that_goes_on_are_not_written_over(launch, tmp_path):
+def test_the_files_of_a_running_run_are_not_overwritten(launch, tmp_path):
     (tmp_path / "config.json").touch()
     with FolderOwner(tmp_path):
         code, _, errors = launch("slurm", *TINY, "--resume", "--output-dir", str(tmp_path))
@@ -131,7 +133,7 @@ def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
     ) == (1, True)
 
 
-def test_a_run_that_is_launched_here_goes_on_alone_and_saves_when_told_to_end(tmp_path):
+def test_a_local_run_continues_in_the_background_and_saves_on_sigterm(tmp_path):
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "rl.launch", "local", *SMALL]
     options = {"capture_output": True, "text": True, "timeout": 120}
@@ -150,7 +152,7 @@ def test_a_run_that_is_launched_here_goes_on_alone_and_saves_when_told_to_end(tm
     assert "interrupted by SIGTERM after step" in (folder / "logs" / "run.log").read_text()
 
 
-def test_who_waits_gets_what_the_run_says_and_its_exit_code(tmp_path):
+def test_wait_shows_the_output_and_returns_the_exit_code_of_the_run(tmp_path):
     missing = ["--config", "gsm8k_jsonl", "--task.path", str(tmp_path / "none.jsonl")]
     command = [
         sys.executable,

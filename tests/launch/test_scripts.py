@@ -1,7 +1,4 @@
-"""What a cluster is handed, in full, and what is kept of it.
-
-No cluster is needed; ``--dry-run`` shows the same.
-"""
+"""Scripts and manifests that clusters get, and the frozen files. No cluster is needed."""
 
 import json
 import sys
@@ -30,7 +27,7 @@ def on_three_nodes() -> RLConfig:
 
 
 def with_everything() -> RLConfig:
-    """Every field of SlurmConfig is set, with characters that a shell would take for its own."""
+    """Every field of SlurmConfig is set, with characters that are special to a shell."""
     config = on_three_nodes()
     config.hardware.device = "h100"
     config.hardware.gpus_per_node = 8
@@ -67,17 +64,17 @@ def on_kubernetes() -> RLConfig:
 
 
 def assert_golden(name: str, text: str) -> None:
-    """``text`` is the golden file, but for where Tiller and its Python are."""
+    """Check that ``text`` is the golden file, except for the paths of Tiller and Python."""
     path = GOLDEN / name
     text = text.replace(sys.executable, "PYTHON").replace(str(SOURCE), "TILLER")
-    assert text == path.read_text(), f"if this is meant, write it to {path}:\n{text}"
+    assert text == path.read_text(), f"if this is intended, write it to {path}:\n{text}"
 
 
 def test_the_script_of_a_slurm_job():
     assert_golden("three_nodes.sh", slurm.script(launch_of(on_three_nodes())))
 
 
-def test_all_that_can_be_asked_of_slurm_stands_before_the_part_that_is_the_same_for_all():
+def test_all_slurm_options_are_set_before_the_shared_part():
     head, same, rest = slurm.script(launch_of(with_everything())).partition(slurm.BODY.read_text())
     assert (same, rest) == (slurm.BODY.read_text(), "")
     assert_golden("everything.sh", head)
@@ -87,7 +84,7 @@ def test_the_manifests_for_kubernetes():
     assert_golden("kubernetes.json", kubernetes.manifests(launch_of(on_kubernetes())))
 
 
-def test_gpus_are_asked_for_as_the_site_wants_it():
+def test_gpus_are_requested_in_the_form_of_the_site():
     config = with_everything()
     assert "--gpus-per-node=8" in slurm.options(launch_of(config))
     config.slurm.gpus_per_node = 0
@@ -110,14 +107,14 @@ def test_gpus_are_asked_for_as_the_site_wants_it():
         ),
     ],
 )
-def test_what_kubernetes_cannot_do_without_is_named(field, value, folder, message):
+def test_missing_fields_of_kubernetes_are_named(field, value, folder, message):
     config = on_kubernetes()
     setattr(config.kubernetes, field, value)
     with pytest.raises(ConfigError, match=message):
         kubernetes.manifests(launch_of(config, Path(folder)))
 
 
-def test_what_is_frozen_has_the_names_of_variables_and_no_value(tmp_path, monkeypatch):
+def test_frozen_files_have_names_of_variables_and_no_values(tmp_path, monkeypatch):
     monkeypatch.setenv("API_TOKEN", "s3cret")
     launch = launch_of(on_three_nodes(), tmp_path)
     launch.freeze({"job.sh": slurm.script(launch)})

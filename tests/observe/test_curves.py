@@ -6,7 +6,7 @@ from rl.observe.curves import smoothed, write_curves_png
 from tests.observe.rows import make_rows
 
 
-def test_smoothing_keeps_constants_and_passes_over_what_is_not_finite():
+def test_smoothing_keeps_constants_and_skips_nan():
     assert smoothed([2.0, math.nan, 2.0, 2.0], 2) == pytest.approx([2.0] * 4)
     assert smoothed([1.0, 5.0, 2.0], 0) == pytest.approx([1.0, 5.0, 2.0])
     assert smoothed([1.0, 4.0], 20) == pytest.approx([2.5, 2.5])
@@ -31,7 +31,7 @@ def test_the_picture_takes_gaps_and_missing_metrics(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_staleness_and_the_queue_get_panels_where_a_run_was_ahead(tmp_path):
+def test_staleness_and_queue_have_panels_if_generators_ran_ahead(tmp_path):
     def height(**ahead: float) -> int:
         write_curves_png(tmp_path / "curves.png", [{**row, **ahead} for row in make_rows(10)])
         return int.from_bytes((tmp_path / "curves.png").read_bytes()[20:24])

@@ -78,7 +78,7 @@ def test_a_second_owner_is_refused_with_the_name_of_the_first(tmp_path, monkeypa
         FolderOwner(tmp_path)
 
 
-def test_a_folder_that_was_given_back_has_no_trace_of_its_owner(tmp_path):
+def test_a_released_folder_has_no_trace_of_its_owner(tmp_path):
     for _ in range(2):
         FolderOwner(tmp_path / "run").release()
         assert not (tmp_path / "run").exists()
@@ -101,7 +101,7 @@ def test_an_attempt_waits_for_the_owner_to_leave(tmp_path, capsys):
         assert "waiting for its end" in capsys.readouterr().out
 
 
-def test_an_attempt_does_not_wait_for_ever(tmp_path):
+def test_waiting_for_the_owner_is_bounded(tmp_path):
     with FolderOwner(tmp_path):
         started = time.monotonic()
         with pytest.raises(FolderInUse):
@@ -145,7 +145,7 @@ def test_an_owner_that_was_stopped_and_not_replaced_goes_on(tmp_path, writer):
     assert first.is_alive()
 
 
-def test_storage_that_is_away_holds_writes_back_and_ends_nothing(tmp_path):
+def test_missing_storage_blocks_writes_and_ends_nothing(tmp_path):
     lost = []
     with FolderOwner(tmp_path) as owner:
         owner.lost = lost.append
@@ -162,7 +162,7 @@ def test_storage_that_is_away_holds_writes_back_and_ends_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path, writer, killed):
+def test_one_of_many_concurrent_owners_gets_the_folder(tmp_path, writer, killed):
     if killed:
         first = writer()
         kill(first)
@@ -186,9 +186,7 @@ def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path, writer, killed
     only.release()
 
 
-def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_worth_nothing(
-    tmp_path, writer, monkeypatch
-):
+def test_a_lock_on_a_replaced_file_does_not_count(tmp_path, writer, monkeypatch):
     kill(writer())
     faster = []
     lock = owners._lock
@@ -205,7 +203,7 @@ def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_worth_nothing(
     faster[0].release()
 
 
-def test_runs_of_one_second_without_a_folder_of_their_own_get_two(tmp_path, monkeypatch):
+def test_two_runs_of_one_second_get_two_default_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rl.observe.record.time.strftime", lambda form: "20260101-000000")
     folders = []
@@ -229,7 +227,7 @@ def test_runs_of_one_second_without_a_folder_of_their_own_get_two(tmp_path, monk
         owner.release()
 
 
-def test_a_folder_that_got_a_run_while_its_owner_was_waited_for_is_not_overwritten(tmp_path):
+def test_a_run_written_while_waiting_for_its_owner_is_not_overwritten(tmp_path):
     first = FolderOwner(tmp_path)
 
     def finish():

@@ -31,18 +31,18 @@ def steps_shown(output):
     return [int(step) for step in re.findall(r"^step (\d+)/", output, flags=re.M)]
 
 
-def test_off_a_terminal_there_is_a_line_for_first_last_and_every_tenth():
+def test_without_a_terminal_first_last_and_every_tenth_step_print_a_line():
     assert steps_shown(run(100)) == [1, *range(10, 101, 10)]
     assert steps_shown(run(3)) == [1, 2, 3]
 
 
-def test_off_a_terminal_slow_runs_still_say_something(monkeypatch):
+def test_without_a_terminal_slow_steps_print_a_line_each(monkeypatch):
     now = iter(range(0, 100_000, 61))
     monkeypatch.setattr("rl.observe.progress.time.monotonic", lambda: next(now))
     assert len(steps_shown(run(100))) == 100
 
 
-def test_a_plain_line_says_what_matters():
+def test_a_plain_line_has_reward_speed_and_shares_of_time():
     output = run(10)
     assert "starting trainer on 4 ranks…" in output
     assert "run folder: runs/x" in output
@@ -70,7 +70,7 @@ def test_a_narrow_terminal_gets_no_more_than_two_lines():
     assert len(out.getvalue().splitlines()) == 2
 
 
-def test_a_step_that_is_done_takes_the_place_of_the_stage():
+def test_a_finished_step_replaces_the_stage():
     out = io.StringIO()
     progress = Progress(30, quiet=False, console=Console(file=out, force_terminal=True, width=120))
     progress.stage("warming up…")
@@ -81,7 +81,7 @@ def test_a_step_that_is_done_takes_the_place_of_the_stage():
     assert "warming up…" not in out.getvalue()
 
 
-def test_an_evaluation_says_which_weights_it_is_of_and_what_was_skipped():
+def test_an_evaluation_names_its_weights_and_skipped_evaluations():
     out = io.StringIO()
     row = {"eval/exact_match": 0.25, "eval/version_max": 7, "eval/skipped": 0, "eval/lost": 0.0}
     progress = Progress(1, quiet=False, console=Console(file=out, width=120))
@@ -118,12 +118,12 @@ def test_quiet_shows_nothing(terminal):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_resumed_run_goes_on_where_it_was(terminal):
+def test_a_resumed_run_continues_the_count_of_steps(terminal):
     assert "step 30/30" in run(30, terminal=terminal, rows=make_rows(30)[20:])
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_metrics_that_are_missing_or_not_finite_do_not_stop_the_show(terminal):
+def test_missing_or_non_finite_metrics_are_allowed(terminal):
     output = run(2, terminal=terminal, rows=[{"step": 1}, {"step": 2, "reward/mean": math.nan}])
     assert "step 2/2" in output
 
@@ -142,12 +142,12 @@ def test_the_log_has_all_plain_lines_with_the_time(terminal, quiet, tmp_path):
     assert "\x1b" not in log.read_text()
 
 
-def test_a_log_that_cannot_be_written_ends_nothing(tmp_path):
+def test_a_log_that_cannot_be_written_is_ignored(tmp_path):
     for log in (tmp_path, tmp_path / "no" / "run.log", Path("/dev/full")):
         assert "run folder: runs/x" in run(2, log=log)
 
 
-def test_the_cursor_is_back_when_the_program_is_ended_at_once():
+def test_the_cursor_is_restored_when_the_program_ends_at_once():
     screen, terminal = os.openpty()
     child = os.fork()
     if child == 0:
@@ -172,7 +172,7 @@ def test_sparkline_spans_least_to_greatest():
     assert len(sparkline([float(value) for value in range(1000)], 24)) == 24
 
 
-def test_time_shares_leave_out_what_does_not_matter():
+def test_time_shares_leave_out_small_shares():
     assert time_shares(make_rows(1)[0]) == "generate 50% train 30%"
     assert time_shares({"step": 1}) == ""
 

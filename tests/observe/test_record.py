@@ -64,7 +64,7 @@ def test_metrics_read_back_as_written(record):
     assert record.read_metrics() == [{"step": step, "reward/mean": step / 10} for step in (1, 2, 3)]
 
 
-def test_a_rollout_keeps_all_that_is_needed_to_replay_it(record):
+def test_a_rollout_has_all_data_for_a_replay(record):
     record.append_rollouts(5, [make_rollout(17)])
     [row] = lines(record.rollouts_path)
     assert (row["step"], row["prompt_id"], row["sample"], row["completion"], row["reward"]) == (
@@ -85,7 +85,7 @@ def test_a_rollout_keeps_all_that_is_needed_to_replay_it(record):
     ]
 
 
-def test_the_ledger_says_of_each_step_what_became_of_which_ordinals(record):
+def test_the_ledger_has_the_prompt_ids_of_each_step(record):
     record.append_ledger(
         {"trained": [3, 5], "dropped": {"reward raised": [4]}, "step": 1, "waiting": 2}
     )
@@ -119,7 +119,7 @@ def test_rows_without_a_step_are_refused(record, append):
         getattr(record, append)({"reward/mean": 1.0})
 
 
-def test_a_last_line_torn_by_a_kill_is_passed_over_and_dropped(record):
+def test_an_incomplete_last_line_is_skipped_and_dropped(record):
     fill(record, 3)
     with record.metrics_path.open("a") as file:
         file.write('{"step": 4, "rew')
@@ -136,7 +136,7 @@ def test_a_broken_line_in_the_middle_is_named(record):
 
 
 @pytest.mark.parametrize("step", [0, 2, 5, 9])
-def test_resuming_forgets_what_came_after_the_checkpoint(record, step):
+def test_resuming_drops_rows_after_the_checkpoint(record, step):
     fill(record, 5)
     record.write_summary({})
     record.write_failure({})

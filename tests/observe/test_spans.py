@@ -26,7 +26,7 @@ def test_spans_of_one_name_add_up_and_a_lap_covers_the_step(clock):
     }
 
 
-def test_a_lap_starts_the_next_from_nothing(clock):
+def test_a_lap_resets_all_spans(clock):
     watch = Stopwatch()
     with watch.span("generate"):
         clock[0] += 2.0
@@ -43,7 +43,7 @@ def test_a_span_that_raises_counts(clock):
     assert watch.lap()["timing/train"] == 1.0
 
 
-def test_hidden_is_what_a_step_of_stages_one_after_another_would_have_taken_longer(clock):
+def test_hidden_is_the_time_that_overlap_saves(clock):
     """train 0 to 6, generate 1 to 4, push 3 to 8: fourteen seconds' work from 0 to 8, and a wait of
     no stage.
     """
@@ -63,7 +63,7 @@ def test_hidden_is_what_a_step_of_stages_one_after_another_would_have_taken_long
     assert lap["timing/train"] + lap["timing/generate"] + lap["timing/push"] == 6.0 + 8.0
 
 
-def test_a_stage_that_goes_on_over_a_lap_hides_in_each_step_what_it_hides_there(clock):
+def test_a_stage_across_a_lap_counts_its_hidden_time_in_each_step(clock):
     watch = Stopwatch()
     with watch.span("push"):
         with watch.span("train"):
@@ -77,7 +77,7 @@ def test_a_stage_that_goes_on_over_a_lap_hides_in_each_step_what_it_hides_there(
     assert (first["timing/push"], second["timing/push"]) == (2.0, 5.0)
 
 
-def test_spans_of_one_name_that_overlap_count_once_and_hide_nothing_of_each_other(clock):
+def test_overlapping_spans_of_one_name_count_once_and_hide_nothing(clock):
     watch = Stopwatch()
     with watch.span("generate"):
         clock[0] += 1.0

@@ -1,4 +1,4 @@
-"""What real engines hold, for a plan to be compared with. Runs on ranks of their own."""
+"""Memory of real engines, to compare with plans. The functions run on separate ranks."""
 
 import os
 from typing import Any
@@ -46,7 +46,7 @@ def accumulate(engine: TrainingEngine, config: RLConfig, role: str) -> None:
 
 
 def held(config: RLConfig, role: str, folder: str) -> dict[str, int]:
-    """Bytes that a rank's tensors have after a step, by the names that a plan has for them."""
+    """Return the bytes of a rank's tensors after a step, by their names in a plan."""
     engine = engine_of(config, role, folder)
     accumulate(engine, config, role)
     gradients = [
@@ -88,8 +88,8 @@ def storages(tensors: Any) -> int:
 
 
 def grown(config: RLConfig, folder: str) -> dict[str, int]:
-    """By how many bytes a process grew, of memory of its own, after backward, after a step, and by
-    a publisher.
+    """Return the growth of a process's private memory, in bytes, after backward, after a step, and
+    by a publisher.
     """
     before = resident("RssAnon")
     engine = engine_of(config, "trainer", folder)

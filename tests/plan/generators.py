@@ -1,4 +1,4 @@
-"""What a real generator holds, for a plan to be compared with. Runs on ranks of their own."""
+"""Memory of a real generator, to compare with plans. The functions run on separate ranks."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def held(engine: Any) -> dict[str, int]:
 
 
 def repacked(engine: Any) -> int:
-    """By how many bytes of its own the process grows when weights are packed for oneDNN."""
+    """Return the growth of the process's private memory when weights are packed for oneDNN."""
     engine._model.weights_away()
     before = resident("RssAnon")
     engine._model.weights_changed()

@@ -1,4 +1,4 @@
-"""How much memory a process has."""
+"""Memory of this process."""
 
 import ctypes
 import gc
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def resident(field: str) -> int:
-    """Bytes of this process's memory, what was freed given back."""
+    """Return the bytes of this process's memory after returning freed memory to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     status = Path("/proc/self/status").read_text()

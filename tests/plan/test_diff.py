@@ -1,4 +1,4 @@
-"""Fields in which two configs differ, and whether a run's numbers change with them."""
+"""Fields in which two configs differ, and the effects of these changes."""
 
 import json
 from fnmatch import fnmatchcase
@@ -51,7 +51,7 @@ MIXED = [
 
 @pytest.fixture(params=[None, FullAC.Config, SelectiveAC.Config, MemoryBudgetAC.Config])
 def complete(request, tmp_path) -> RLConfig:
-    """A config in which all that can be left out is there."""
+    """Return a config in which every optional part is set."""
     config = with_converters(full_config(tmp_path))
     config.trainer.activation_checkpoint = request.param and request.param()
     config.roles["teacher"] = config.roles.pop("judge")
@@ -66,7 +66,7 @@ def expected(name: str) -> str:
     return "numerics"
 
 
-def test_every_field_has_the_effect_that_it_had_in_the_versions_before(complete):
+def test_every_field_has_the_pinned_effect(complete):
     found = {value.name: value.effect for value in values(complete)}
     assert {name: effect for name, effect in found.items() if name not in MIXED} == {
         name: expected(name) for name in found if name not in MIXED
@@ -79,7 +79,7 @@ def test_every_field_of_the_shipped_configs_has_an_effect():
         assert bare <= {*MIXED}, f"declare an effect at the fields {bare - {*MIXED}}"
 
 
-def test_a_part_that_is_exchanged_is_marked_with_its_fields():
+def test_a_replaced_part_is_marked_by_the_effects_of_its_fields():
     before = find_config("quickstart")()
     after = find_config("quickstart")()
     after.algorithm.loss = CISPOLoss.Config()
@@ -90,7 +90,7 @@ def test_a_part_that_is_exchanged_is_marked_with_its_fields():
     assert {*found.values()} == {"numerics"}
 
 
-def test_what_changes_the_numbers_comes_first():
+def test_changes_of_numerics_come_first():
     before = find_config("quickstart")()
     after = find_config("quickstart")()
     after.quiet = True
@@ -103,13 +103,13 @@ def test_what_changes_the_numbers_comes_first():
     ]
 
 
-def test_more_nodes_for_a_recipe_change_no_number(capsys):
+def test_more_nodes_change_no_numerics(capsys):
     assert main(["--config", "qwen3_8b", "--diff", "qwen3_8b_2_nodes", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["changes"] and {change["mark"] for change in said["changes"]} == {"performance"}
 
 
-def test_a_difference_is_told_to_people_under_its_mark(capsys):
+def test_changes_are_printed_under_their_effect(capsys):
     assert main(["--config", "quickstart", "--seed", "3", "--diff", "quickstart"]) == 0
     assert capsys.readouterr().out == "quickstart → quickstart\n\nnumerics\n  seed: 3 → 0\n"
     assert main(["--config", "quickstart", "--diff", "quickstart"]) == 0

@@ -1,6 +1,4 @@
-"""What a plan says that a generator holds is what a real one holds, and it starts with the least
-that is allowed.
-"""
+"""The planned memory of a generator with the minimum KV cache is that of a real one."""
 
 import pytest
 
@@ -27,7 +25,7 @@ ENGINE = GeneratorConfig(
 )
 
 
-def test_a_generator_holds_what_was_planned_with_the_least_kv_cache_that_is_allowed():
+def test_a_generator_with_the_minimum_kv_cache_has_the_planned_memory():
     config = config_of(MODEL)
     config.generator = ENGINE
     ENGINE.kv_cache_gib = kv_bytes_at_least(ENGINE, shape_of(MODEL), cuda=False) / GIB

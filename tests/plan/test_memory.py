@@ -1,4 +1,4 @@
-"""What a plan says that ranks hold is what real engines hold."""
+"""The planned memory of ranks is that of real engines."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ UNEVEN = replace(TIED, vocab_size=2046, n_kv_heads=4)
 EXPERTS = replace(TIED, num_experts=4, experts_per_token=2, moe_hidden_dim=384)
 LARGE = replace(
     TIED, dim=512, n_layers=14, hidden_dim=1536
-)  # what else a process grows by is small against it
+)  # large against the other growth of a process
 
 
 def config_of(model: ModelConfig, layout: str = "alone") -> RLConfig:
@@ -77,7 +77,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_layouts_say_is_what_engines_hold(case, tmp_path):
+def test_memory_computed_from_layouts_is_that_of_engines(case, tmp_path):
     config, role = CASES[case]
     planned = [rank for rank in all_ranks(Setting(config)) if rank.role == role]
     measured = on_ranks(len(planned), held, config, role, str(tmp_path))
@@ -90,7 +90,7 @@ def test_what_layouts_say_is_what_engines_hold(case, tmp_path):
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_both_ends_of_a_push_over_the_network_hold_what_was_planned(delta):
+def test_both_ends_of_a_push_over_the_network_have_the_planned_memory(delta):
     config = config_of(UNTIED, "fsdp2_tp2")
     config.generator.tensor_parallel_degree = 2
     config.weights.transport = "rdma"
@@ -123,10 +123,8 @@ def test_both_ends_of_a_push_over_the_network_hold_what_was_planned(delta):
 
 
 @pytest.mark.parametrize("layout", ["alone", "fsdp2"])
-def test_processes_grow_by_what_was_planned(layout, tmp_path):
-    """Beside it there are libraries' own buffers, and on several ranks what FSDP and gloo still
-    hold of a pass.
-    """
+def test_processes_grow_by_the_planned_memory(layout, tmp_path):
+    """Libraries have buffers too, and on several ranks FSDP and gloo keep buffers of a pass."""
     config = config_of(LARGE, layout)
     planned = [rank for rank in all_ranks(Setting(config)) if rank.mesh == "trainer"]
     for rank, sizes in zip(
@@ -145,7 +143,7 @@ def test_processes_grow_by_what_was_planned(layout, tmp_path):
 
 @pytest.mark.parametrize("model", [TIED, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_are_about_what_autograd_saves(model, dtype, tmp_path):
+def test_planned_activations_are_close_to_what_autograd_saves(model, dtype, tmp_path):
     config = config_of(model)
     config.trainer.training.mixed_precision_param = dtype
     (size,) = on_ranks(1, saved, config, str(tmp_path))

@@ -25,7 +25,7 @@ class Cluster:
     def script(
         self, *arguments: str, env: dict[str, str] | None = None, timeout: float = 30.0
     ) -> subprocess.CompletedProcess[str]:
-        """What slurm_dev.sh does with these arguments, with ``env`` added to this environment.
+        """Run slurm_dev.sh with these arguments, with ``env`` added to this environment.
 
         Raises TimeoutExpired after ``timeout`` seconds, when the command and its children have been
         killed.
@@ -46,7 +46,7 @@ class Cluster:
         return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
     def environment(self, extra: dict[str, str] | None = None) -> dict[str, str]:
-        """What the script runs under."""
+        """Return the environment of the script."""
         return os.environ | {"SLURM_DEV_DIR": str(self.folder)} | (extra or {})
 
     def start(self) -> subprocess.CompletedProcess[str]:
@@ -58,17 +58,17 @@ class Cluster:
     def run(
         self, *command: str, env: dict[str, str] | None = None, timeout: float = 30.0
     ) -> subprocess.CompletedProcess[str]:
-        """The command as on the login node."""
+        """Run the command as on the login node."""
         return self.script("run", *command, env=env, timeout=timeout)
 
     def ask(self, *command: str) -> str:
-        """What a command that must succeed prints, stripped."""
+        """Return the stripped output of a command that must succeed."""
         ran = self.run(*command)
         assert ran.returncode == 0, f"{' '.join(command)} exited {ran.returncode}: {ran.stderr}"
         return ran.stdout.strip()
 
     def submit(self, *arguments: str) -> str:
-        """The id of the job that sbatch makes of these arguments."""
+        """Submit a job by sbatch with these arguments. Return its id."""
         return self.ask("sbatch", "--parsable", *arguments)
 
     def field(self, job: str, name: str) -> str:
@@ -96,15 +96,15 @@ class Cluster:
         self.ask("scontrol", "update", f"jobid={job}", "StartTime=now+2")
 
     def holder(self) -> int:
-        """The process whose death is the end of all others."""
+        """Return the process whose death ends all others."""
         return int((self.folder / "holder").read_text().split()[0])
 
     def network(self) -> str:
-        """Which network namespace the cluster has, as /proc names it."""
+        """Return the cluster's network namespace, as named by /proc."""
         return os.readlink(f"/proc/{self.holder()}/ns/net")
 
     def pids(self, network: str | None = None) -> list[int]:
-        """Every process within the namespaces, those of ``run`` included, as seen from outside."""
+        """Return the ids of all processes in the namespaces, as seen from outside."""
         found = []
         network = network or self.network()
         for process in Path("/proc").glob("[0-9]*"):
@@ -114,8 +114,8 @@ class Cluster:
         return found
 
     def traces(self, network: str) -> list[str]:
-        """What the cluster that had this network leaves on the machine: processes, addresses,
-        mounts, hosts, files.
+        """Return the traces of the cluster with this network: processes, addresses, mounts, hosts,
+        files.
         """
         seen = [Path("/proc/self/mounts").read_text(), Path("/etc/hosts").read_text()]
         seen.append(

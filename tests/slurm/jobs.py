@@ -50,16 +50,16 @@ class Job:
         return int(self.cluster.field(self.id, "Restarts"))
 
     def log(self) -> str:
-        """What the job's script said, over all attempts."""
+        """Return the log of the job's script in all attempts."""
         return (self.folder / "logs" / f"slurm-{self.id}.log").read_text()
 
     def says(self, attempt: int) -> str:
-        """What the run said in an attempt."""
+        """Return the log of the run in an attempt."""
         path = self.folder / "logs" / f"{self.id}.{attempt}" / "run.log"
         return path.read_text() if path.exists() else ""
 
     def resumed(self, attempt: int) -> int:
-        """After which step an attempt went on; waits until it has said so."""
+        """Wait for an attempt to resume. Return the step after which it resumed."""
         until(lambda: "resumed after step" in self.says(attempt), 60, f"attempt {attempt} resumed")
         return int(re.search(r"resumed after step (\d+)", self.says(attempt))[1])
 

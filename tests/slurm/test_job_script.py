@@ -1,6 +1,4 @@
-"""What the job's script makes of the run's exit code, on a real Slurm, with a stand-in for
-the run.
-"""
+"""Reaction of the job's script to the exit code of the run, on a real Slurm, with a fake run."""
 
 import re
 import shlex
@@ -17,7 +15,7 @@ from tests.slurm.jobs import idle, until
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a run; a shell would take its name for two."""
+    """Return the folder of a run, with a space in its name."""
     return tmp_path / "a run"
 
 
@@ -123,7 +121,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
 
 
-def test_before_its_limit_the_run_is_told_to_save_and_goes_on_in_another_attempt(cluster, jobs):
+def test_before_its_time_limit_the_run_saves_and_continues_in_another_attempt(cluster, jobs):
     job, folder = jobs["told"]
     until(lambda: "attempt 0" in says(folder), 30, "the run is there")
     cluster.ask("scancel", "--batch", "--signal=USR1", job)  # as Slurm itself does

@@ -105,7 +105,7 @@ def test_run_hands_on_signals(cluster: Cluster):
     "arguments",
     [(), ("start",), ("run",), ("up", "0"), ("up", "many"), ("up", "1", "2"), ("down", "1")],
 )
-def test_wrong_use_is_told_the_right_one(cluster: Cluster, arguments: tuple[str, ...]):
+def test_wrong_arguments_print_the_usage(cluster: Cluster, arguments: tuple[str, ...]):
     wrong = cluster.script(*arguments)
     assert wrong.returncode == 2
     assert "up [NODES]" in wrong.stderr
@@ -119,7 +119,7 @@ def test_a_second_up_finds_the_first(cluster: Cluster):
     assert cluster.holder() == holder
 
 
-def test_where_nothing_is_up_down_is_content_and_run_says_what_to_do(other: Cluster):
+def test_without_a_cluster_down_succeeds_and_run_names_the_remedy(other: Cluster):
     down = other.stop()
     run = other.run("true")
     assert (down.returncode, run.returncode) == (0, 1)
@@ -166,7 +166,7 @@ def test_down_leaves_nothing_even_of_jobs_and_commands_that_go_on(other: Cluster
     assert "of_a_job" not in os.listdir("/dev/shm")
 
 
-def test_a_killed_holder_takes_everything_with_it_and_up_starts_anew(other: Cluster):
+def test_a_killed_holder_ends_the_cluster_and_up_starts_a_new_one(other: Cluster):
     assert other.start().returncode == 0
     network = other.network()
     assert len(other.pids()) > 3
@@ -198,7 +198,7 @@ def test_a_start_that_fails_leaves_nothing_and_says_why(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="whoever runs these tests is such a user")
-def test_a_user_who_is_not_root_has_one_too(cluster: Cluster):
+def test_a_user_other_than_root_can_start_a_cluster(cluster: Cluster):
     packages = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiller"
     with tempfile.TemporaryDirectory(prefix="slurm") as place:
         if packages.exists():

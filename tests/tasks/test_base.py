@@ -9,7 +9,7 @@ from rl.tasks.copy_digits import word_tokenizer
 
 
 class Reverse(Task):
-    """What a user writes in a package of their own."""
+    """Task as a user defines it in another package."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):

@@ -136,7 +136,7 @@ def test_a_task_of_the_users_own_is_built_whole_for_its_reward_worker(tiny):
     assert mixed.tasks["own"].known
 
 
-def test_progress_is_told_while_a_file_is_read_and_tokenised(tiny, tmp_path):
+def test_progress_is_reported_while_a_file_is_read_and_tokenised(tiny, tmp_path):
     path = write(tmp_path / "long.jsonl", *[problem(number) for number in range(10_000)])
     told = []
     with showing_progress(told.append):

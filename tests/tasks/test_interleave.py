@@ -21,7 +21,7 @@ def share_of(name: str, weights: dict[str, float]) -> Fraction:
 
 
 def bound(share: Fraction, names: int) -> Fraction:
-    """By how much a count may differ, as the docstring of StrideSchedule says."""
+    """Return the maximum error of a count, as documented by StrideSchedule."""
     return (1 + share * (names - 2)) / 2
 
 
@@ -80,7 +80,7 @@ def test_many_weights_alike_or_far_apart_are_as_even(base):
 
 @pytest.mark.parametrize("names", [2, 3, 12])
 def test_the_bound_is_nearly_reached(names):
-    """By one name beside equal others, which are all due at the same time."""
+    """One heavy name beside equal others, which are all due at the same time, reaches it."""
     heavy = 10 * (names - 1)
     weights = {f"t{i}": 1.0 for i in range(names - 1)} | {"heavy": float(heavy)}
     share = share_of("heavy", weights)
@@ -89,7 +89,7 @@ def test_the_bound_is_nearly_reached(names):
     assert bound(share, names) - Fraction(1, 2) < off <= bound(share, names)
 
 
-def test_whole_weights_come_round_exactly():
+def test_integer_weights_are_exact_after_each_period():
     schedule = StrideSchedule({"a": 5, "b": 3, "c": 2})
     names = [schedule.at(place)[0] for place in range(40)]
     assert names == names[:10] * 4

@@ -99,7 +99,7 @@ def test_each_task_goes_through_its_own_prompts_in_order_whatever_the_stages(
         for name, share in shares.items():
             bound = 0.5 + share * (shown_at_all - 2) / 2 if share else 0.0
             assert abs(counts[name] - (end - start) * share) <= bound + 1e-9
-    fresh = build(**config)  # as after a resume: no memory of what was shown
+    fresh = build(**config)  # as after a resume: without state
     assert [fresh.prompt(prompt_id) for prompt_id in jumps if prompt_id < 250] == [
         stream[o] for o in jumps if o < 250
     ]
@@ -174,7 +174,7 @@ def test_held_out_prompts_are_of_all_tasks_in_proportion_to_their_shares_of_the_
     assert build(seed=3, **config).eval_prompts(20) == prompts[:20]
 
 
-def test_where_one_task_holds_out_too_few_the_others_fill_up():
+def test_other_tasks_fill_up_if_one_holds_out_too_few():
     task = build(
         tasks=numbers("a", held_out=3) | {"b": Numbers.Config(held_out=10)},
         weights={"a": 9, "b": 1},

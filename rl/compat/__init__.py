@@ -1,8 +1,9 @@
-"""Names inside torch, torchtitan, vLLM, Monarch and torchstore that no documentation promises.
+"""Access to private names of torch, torchtitan, vLLM, Monarch and torchstore.
 
-The rest of ``rl`` uses them through these modules alone. The table ``RELIES_ON`` of a module lists
-the names as "module:path" or "module:path(parameters that are passed)", each with the reason why a
-public one does not serve. ``tests/test_compat.py`` looks all of them up in the installed packages.
+The rest of ``rl`` uses these names only through these modules. ``RELIES_ON`` of a module lists the
+names as "module:path" or "module:path(parameters that are passed)"; the comment above a name gives
+the reason why no public name serves. ``tests/test_compat.py`` looks all of them up in the installed
+packages.
 """
 
 WRITTEN_FOR = {
@@ -12,4 +13,4 @@ WRITTEN_FOR = {
     "monarch": "0.7.0",
     "torchstore": "0.1.2",
 }
-"""Version of each package for which these modules were written."""
+"""Version of each package that these modules were written against."""

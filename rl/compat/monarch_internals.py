@@ -1,4 +1,4 @@
-"""How Monarch starts a process, and how it describes a failure."""
+"""Monarch's command that starts a process, and the rank that a failure names."""
 
 import re
 
@@ -7,19 +7,19 @@ from monarch.actor import MeshFailure
 
 __all__ = ["BootstrapCommand", "failed_rank"]
 
-RELIES_ON = {
+RELIES_ON = (
+    # HostMesh.spawn_procs takes one, and monarch.actor does not export the class
     "monarch._rust_bindings.monarch_hyperactor.host_mesh:"
-    "BootstrapCommand(program, arg0, args, env)": (
-        "HostMesh.spawn_procs takes one, and monarch.actor does not export it"
-    ),
-    "monarch.actor:MeshFailure.mesh_name": "it is in the type's stub alone",
-}
+    "BootstrapCommand(program, arg0, args, env)",
+    # only the type's stub has the attribute
+    "monarch.actor:MeshFailure.mesh_name",
+)
 
 
 def failed_rank(failure: MeshFailure) -> tuple[int, str]:
-    """Return the rank that died and why; rank 0 and the whole text where it names no rank.
+    """Return the rank that died and the reason; rank 0 and the whole text if it names no rank.
 
-    Only the text of a failure says which rank it is.
+    Only the text of a failure contains the rank.
     """
     parts = re.fullmatch(
         r"MeshFailure\(.*crashed_ranks=\[(\d+).*?event=(.*)\)", str(failure), re.DOTALL

@@ -1,6 +1,6 @@
 """torchtitan's choice of a device, and its Qwen3 in any size, with or without a head.
 
-Imports torchtitan's models in the functions: they read the device when they are imported.
+The functions import torchtitan's models themselves: these read the device when they are imported.
 """
 
 import sys
@@ -14,40 +14,33 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-RELIES_ON = {
-    "torchtitan.tools.utils:device_type": "torchtitan takes no argument for the device",
-    "torchtitan.tools.utils:device_module": "the same",
-    "torchtitan.models.qwen3:_build_qwen3_layers("
-    "n_layers, dim, n_heads, n_kv_heads, head_dim, hidden_dim, fuse_qkv, attn_backend, rope)": (
-        "the registry offers the published sizes alone"
-    ),
-    "torchtitan.models.qwen3:_build_qwen3_moe_layers("
-    "n_layers, dim, n_heads, n_kv_heads, head_dim, moe_hidden_dim, num_experts, top_k, fuse_qkv,"
-    " attn_backend, moe_comm_backend, rope)": "the same",
-    "torchtitan.models.qwen3:_qwen3_norm(dim)": "the same",
-    "torchtitan.models.qwen3:_EMBEDDING_INIT": "the same",
-    "torchtitan.models.qwen3:_EMBEDDING_SKIP_INIT": "the same",
-    "torchtitan.models.qwen3:_LINEAR_INIT": "the same",
-    "torchtitan.models.qwen3:Qwen3Model._skip_lm_head": (
-        "torchtitan's own loss over chunks sets it too; forward has no argument for it"
-    ),
-    "torchtitan.protocols.module:Module._param_init": (
-        "init_states draws numbers that depend on the layout"
-    ),
+RELIES_ON = (
+    # torchtitan takes no argument for the device
+    "torchtitan.tools.utils:device_type",
+    "torchtitan.tools.utils:device_module",
+    # the registry offers only the published sizes
+    "torchtitan.models.qwen3:_build_qwen3_layers(n_layers, dim, n_heads, n_kv_heads, head_dim,"
+    " hidden_dim, fuse_qkv, attn_backend, rope)",
+    "torchtitan.models.qwen3:_build_qwen3_moe_layers(n_layers, dim, n_heads, n_kv_heads, head_dim,"
+    " moe_hidden_dim, num_experts, top_k, fuse_qkv, attn_backend, moe_comm_backend, rope)",
+    "torchtitan.models.qwen3:_qwen3_norm(dim)",
+    "torchtitan.models.qwen3:_EMBEDDING_INIT",
+    "torchtitan.models.qwen3:_EMBEDDING_SKIP_INIT",
+    "torchtitan.models.qwen3:_LINEAR_INIT",
+    # forward has no argument for it; torchtitan's own loss over chunks sets it too
+    "torchtitan.models.qwen3:Qwen3Model._skip_lm_head",
+    # init_states draws numbers that depend on the layout
+    "torchtitan.protocols.module:Module._param_init",
+    # it unpickles whatever a checkpoint names; rl.training.checkpoint overrides it
     "torchtitan.components.checkpointer.dcp:CheckpointManager.dcp_load("
-    "state_dict, checkpoint_id, from_hf, from_quantized)": (
-        "rl.training.checkpoint overrides it: it unpickles whatever a checkpoint names"
-    ),
-    "torchtitan.components.checkpointer.dcp:CheckpointManager.save_future": (
-        "no public method says whether a save is under way"
-    ),
-}
+    "state_dict, checkpoint_id, from_hf, from_quantized)",
+    # no public method returns whether a save is in progress
+    "torchtitan.components.checkpointer.dcp:CheckpointManager.save_future",
+)
 
 
 def tell_device(device_type: str, device_module: ModuleType) -> None:
-    """Set the device of all modules of torchtitan that were imported: each keeps a copy of the
-    choice.
-    """
+    """Set the device in every imported module of torchtitan: each keeps a copy of the choice."""
     choice = {"device_type": device_type, "device_module": device_module}
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan."):
@@ -88,7 +81,7 @@ def qwen3_config(
 
 
 def without_head(model: T) -> T:
-    """Return ``model``, a decoder or a class of them, whose forward now ends before the head."""
+    """Make the forward of ``model``, a decoder or a decoder class, end before the head."""
     model._skip_lm_head = True  # type: ignore[attr-defined]
     return model
 

@@ -1,4 +1,4 @@
-"""Steps that ranks take together, and parts of a checkpoint's metadata, from torch's DCP."""
+"""Steps that ranks take together, and the types in a checkpoint's metadata, from torch's DCP."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,22 +13,21 @@ __all__ = ["METADATA_PARTS", "first_rank_broadcasts", "ranks_gather", "set_eleme
 
 T = TypeVar("T")
 
-RELIES_ON = {
-    "torch.distributed.checkpoint._nested_dict:set_element(root_dict, path, value)": (
-        "DefaultLoadPlanner.load_bytes, which reads and sets, allows any pickle"
-    ),
-    "torch.distributed.checkpoint.filesystem:_StorageInfo": "metadata files name it",
-    "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING": "metadata files name it",
-    "torch.serialization:_get_layout": "metadata files name it",
-    "torch.distributed.checkpoint.utils:_DistWrapper(group, use_dist, coordinator_rank)": (
-        "torch.distributed's collectives pass no exceptions on"
-    ),
-    "torch.distributed.checkpoint.utils:_DistWrapper.broadcast(step, map_fun)": "the same",
-    "torch.distributed.checkpoint.utils:_DistWrapper.all_gather(step, map_fun)": "the same",
-}
+RELIES_ON = (
+    # DefaultLoadPlanner.load_bytes, which reads and sets, allows any pickle
+    "torch.distributed.checkpoint._nested_dict:set_element(root_dict, path, value)",
+    # metadata files name these
+    "torch.distributed.checkpoint.filesystem:_StorageInfo",
+    "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
+    "torch.serialization:_get_layout",
+    # torch.distributed's collectives do not pass exceptions on
+    "torch.distributed.checkpoint.utils:_DistWrapper(group, use_dist, coordinator_rank)",
+    "torch.distributed.checkpoint.utils:_DistWrapper.broadcast(step, map_fun)",
+    "torch.distributed.checkpoint.utils:_DistWrapper.all_gather(step, map_fun)",
+)
 
 METADATA_PARTS = (_StorageInfo, _MEM_FORMAT_ENCODING, _get_layout)
-"""Classes and a function that the pickled metadata of a checkpoint names."""
+"""Classes and function that the pickled metadata of a checkpoint names."""
 
 
 def first_rank_broadcasts(what: str, step: Callable[[], T]) -> T:

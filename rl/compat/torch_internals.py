@@ -11,28 +11,22 @@ from torch.distributed.tensor._utils import (
     compute_local_shape_and_global_offset,
 )
 
-RELIES_ON = {
-    "torch.distributed.tensor:DTensor._local_tensor": (
-        "DTensor.to_local waits for a collective and returns a view that autograd follows"
-    ),
-    "torch.distributed._functional_collectives:AsyncCollectiveTensor.trigger_wait()": (
-        "DTensor.to_local, the public way to wait, does not change the DTensor"
-    ),
+RELIES_ON = (
+    # DTensor.to_local waits for a collective and returns a view that autograd follows
+    "torch.distributed.tensor:DTensor._local_tensor",
+    # DTensor.to_local, the public way to wait, does not change the DTensor
+    "torch.distributed._functional_collectives:AsyncCollectiveTensor.trigger_wait()",
+    # DTensor has no method that returns the offset of its shard
     "torch.distributed.tensor._utils:"
-    "compute_local_shape_and_global_offset(global_shape, mesh, placements)": (
-        "DTensor has no method that says where its shard begins"
-    ),
-    "torch.distributed.tensor._utils:"
-    "_compute_local_shape_and_global_offset(global_shape, mesh_shape, my_coordinate, placements)": (
-        "the one above answers for this rank alone"
-    ),
-    "torch.nn:Module._non_persistent_buffers_set": (
-        "Module.state_dict would run the hooks of FSDP, which gather"
-    ),
-    "torch:ops.mkldnn._linear_pointwise(X, W, B, attr, scalars, algorithm)": (
-        "torch has no public way to choose oneDNN for a product"
-    ),
-}
+    "compute_local_shape_and_global_offset(global_shape, mesh, placements)",
+    # the function above answers only for this rank
+    "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset("
+    "global_shape, mesh_shape, my_coordinate, placements)",
+    # Module.state_dict would run the hooks of FSDP, which gather
+    "torch.nn:Module._non_persistent_buffers_set",
+    # torch has no public way to choose oneDNN for a product
+    "torch:ops.mkldnn._linear_pointwise(X, W, B, attr, scalars, algorithm)",
+)
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
@@ -41,7 +35,7 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def wait_for_local(tensor: DTensor) -> None:
-    """Wait for the collective that makes the local part of ``tensor``, if one is under way."""
+    """Wait for the collective that makes the local part of ``tensor``, if one is running."""
     if isinstance(tensor._local_tensor, AsyncCollectiveTensor):
         tensor._local_tensor = tensor._local_tensor.trigger_wait()
 

@@ -1,13 +1,12 @@
-"""The environment in which ranks of torch.distributed meet at a store that is there already.
+"""Environment in which ranks of torch.distributed meet at a store that exists already.
 
-Imports nothing: processes without a model of torch use it too.
+Imports nothing: processes that do not import torch use it too.
 """
 
-RELIES_ON = {
-    "torch.distributed.rendezvous:_torchelastic_use_agent_store()": (
-        "init_process_group opens a store on rank 0 unless this variable of torchelastic is set"
-    ),
-}
+RELIES_ON = (
+    # init_process_group opens a store on rank 0 unless this variable of torchelastic is set
+    "torch.distributed.rendezvous:_torchelastic_use_agent_store()",
+)
 
 EXISTING_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-"""Environment in which ``init_process_group`` connects to a store and does not open one."""
+"""Environment in which ``init_process_group`` connects to a store instead of opening one."""

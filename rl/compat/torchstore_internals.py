@@ -1,8 +1,8 @@
-"""torchstore, made fit for this Monarch where it has to be.
+"""torchstore, with a controller that this Monarch accepts.
 
-The controller of the released 0.1.2 has sync and async endpoints, and Monarch takes one kind per
-actor. Where that is so, its sync ones are made async. Newer versions have one kind, and are left as
-they are.
+The controller of the released 0.1.2 has sync and async endpoints, but Monarch accepts only one kind
+per actor. If both kinds exist, the sync ones are made async. Newer versions have one kind and stay
+unchanged.
 """
 
 import functools
@@ -13,28 +13,22 @@ from typing import Any
 
 from monarch.actor import endpoint
 
-os.environ.setdefault(
-    "HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 40)
-)  # else torchstore sets it, and up logging
+# otherwise torchstore sets it and configures logging too
+os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 40))
 import torchstore
 import torchstore.api
 
 __all__ = ["torchstore"]
 
-RELIES_ON = {
-    "torchstore.api:Controller": "torchstore.initialize spawns it and takes no other",
-    "monarch._src.actor.endpoint:EndpointProperty._method": (
-        "an endpoint does not say otherwise whether it is async"
-    ),
-}
+RELIES_ON = (
+    # torchstore.initialize spawns this class and accepts no other
+    "torchstore.api:Controller",
+    # an endpoint has no public attribute that tells whether it is async
+    "monarch._src.actor.endpoint:EndpointProperty._method",
+)
 
 
-def _endpoints(actor: type) -> dict[str, Callable[..., Any]]:
-    attributes = {name: inspect.getattr_static(actor, name) for name in dir(actor)}
-    return {name: value._method for name, value in attributes.items() if hasattr(value, "_method")}
-
-
-def _made_async(method: Callable[..., Any]) -> Callable[..., Any]:
+def _as_async(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     async def answer(*args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
@@ -43,14 +37,13 @@ def _made_async(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Controller(torchstore.api.Controller):
-    """torchstore's, with async endpoints only; processes find it under this module's name."""
+    """torchstore's controller with async endpoints only; processes import it from this module."""
 
 
-_methods = _endpoints(torchstore.api.Controller)
-_sync = {
-    name: method for name, method in _methods.items() if not inspect.iscoroutinefunction(method)
-}
-if _sync and len(_sync) < len(_methods):
-    for _name, _method in _sync.items():
-        setattr(Controller, _name, endpoint(_made_async(_method)))
+_attributes = [inspect.getattr_static(Controller, name) for name in dir(Controller)]
+_methods = [each._method for each in _attributes if hasattr(each, "_method")]
+_sync = [method for method in _methods if not inspect.iscoroutinefunction(method)]
+if 0 < len(_sync) < len(_methods):
+    for _method in _sync:
+        setattr(Controller, _method.__name__, endpoint(_as_async(_method)))
     torchstore.api.Controller = Controller

@@ -1,4 +1,4 @@
-"""vLLM's external launcher, with names of the group's own for what its ranks share."""
+"""vLLM's external launcher with separate shared-memory names for each tensor-parallel group."""
 
 import os
 from pathlib import Path
@@ -7,35 +7,28 @@ from vllm.distributed import get_tp_group
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
-RELIES_ON = {
-    "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher._init_executor()": (
-        "no hook of vLLM's runs once all ranks have opened what they share"
-    ),
-    "vllm.v1.executor.uniproc_executor:UniProcExecutor._distributed_args()": (
-        "no setting names the rendezvous of the external launcher"
-    ),
-    "vllm.distributed.parallel_state:GroupCoordinator.mq_broadcaster": (
-        "vLLM leaves the names of shared memory and sockets in the file system"
-    ),
-    "vllm.distributed.parallel_state:GroupCoordinator.device_communicator": "the same",
-    "vllm.distributed.device_communicators.shm_broadcast:MessageQueue.handle": "the same",
-    "vllm.distributed.device_communicators.shm_broadcast:Handle.local_subscribe_addr": "the same",
-    "vllm.distributed.device_communicators.shm_broadcast:Handle.local_notify_addr": "the same",
-    "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.dist_module": (
-        "the same"
-    ),
-    "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.group_name": (
-        "the same"
-    ),
-}
+RELIES_ON = (
+    # vLLM has no hook that runs once all ranks have opened what they share
+    "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher._init_executor()",
+    # no setting names the rendezvous of the external launcher
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor._distributed_args()",
+    # vLLM leaves the names of shared memory and sockets in the file system
+    "vllm.distributed.parallel_state:GroupCoordinator.mq_broadcaster",
+    "vllm.distributed.parallel_state:GroupCoordinator.device_communicator",
+    "vllm.distributed.device_communicators.shm_broadcast:MessageQueue.handle",
+    "vllm.distributed.device_communicators.shm_broadcast:Handle.local_subscribe_addr",
+    "vllm.distributed.device_communicators.shm_broadcast:Handle.local_notify_addr",
+    "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.dist_module",
+    "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.group_name",
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 class RankExecutor(ExecutorWithExternalLauncher):
-    """Runs this rank's worker in this process.
+    """Executor that runs this rank's worker in this process.
 
-    Alone it needs no rendezvous; otherwise it meets at MASTER_PORT.
+    Several ranks meet at MASTER_PORT; a single rank needs no rendezvous.
     """
 
     def _init_executor(self) -> None:
@@ -45,14 +38,14 @@ class RankExecutor(ExecutorWithExternalLauncher):
         _unlink_shared_memory()
 
     def _distributed_args(self) -> tuple[str, int, int]:
-        """Rendezvous address, rank in the tensor-parallel group, index of the device on
-        this host.
+        """Return the rendezvous address, the rank in the tensor-parallel group, and the index of
+        the device on this host.
         """
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if self.parallel_config.world_size == 1:
             self._rendezvous, rank, _ = UniProcExecutor._distributed_args(self)
         else:
-            # vLLM names its shared memory after what follows the last colon: under env:// all
+            # vLLM names its shared memory after the text behind the last colon: with env:// all
             # groups of a host collide
             self._rendezvous = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             rank = int(os.environ["RANK"])
@@ -60,9 +53,9 @@ class RankExecutor(ExecutorWithExternalLauncher):
 
 
 def _unlink_shared_memory() -> None:
-    """Take what this group's ranks share out of the file system once every rank has opened it.
+    """Unlink the sockets and shared memory of this group after every rank has opened them.
 
-    vLLM leaves these names behind, and a process that is killed cannot remove them.
+    vLLM leaves these names behind, and a killed process cannot remove them.
     """
     group = get_tp_group()
     if group.mq_broadcaster is not None and group.rank_in_group == 0:

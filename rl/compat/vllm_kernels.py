@@ -1,42 +1,37 @@
-"""vLLM's own kernels, as functions and as a module."""
+"""vLLM's kernels, as functions and as a module."""
 
 import torch
 from torch import nn
 from vllm import _custom_ops
 from vllm.platforms import current_platform
 
-RELIES_ON = {
-    "vllm._custom_ops:rms_norm(out, input, weight, epsilon)": (
-        "vLLM's public layer has a parameter of its own"
-    ),
-    "vllm._custom_ops:rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)": (
-        "vLLM's public layer has a cache of its own"
-    ),
-}
+RELIES_ON = [
+    # vLLM's public layers have a parameter and a cache of their own
+    "vllm._custom_ops:rms_norm(out, input, weight, epsilon)",
+    "vllm._custom_ops:rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)",
+]
 if current_platform.is_cpu():
-    RELIES_ON |= {
-        "vllm._custom_ops:create_onednn_mm(weight, primitive_cache_size)": (
-            "vLLM has no public way to pack a weight"
-        ),
-        "vllm._custom_ops:CPUDNNLGEMMHandler.handler_tensor": "the same",
-        "vllm._custom_ops:CPUDNNLGEMMHandler.n": "the same",
-        "vllm._custom_ops:CPUDNNLGEMMHandler.k": "the same",
-        "vllm._custom_ops:torch.ops._C.create_onednn_mm_handler": "the same",
-        "vllm._custom_ops:torch.ops._C.onednn_mm(c, a, bias, handler_tensor)": (
-            "_custom_ops.onednn_mm cannot take the handler's address from a buffer"
-        ),
-    }
+    RELIES_ON += [
+        # vLLM has no public way to pack a weight
+        "vllm._custom_ops:create_onednn_mm(weight, primitive_cache_size)",
+        "vllm._custom_ops:CPUDNNLGEMMHandler.handler_tensor",
+        "vllm._custom_ops:CPUDNNLGEMMHandler.n",
+        "vllm._custom_ops:CPUDNNLGEMMHandler.k",
+        "vllm._custom_ops:torch.ops._C.create_onednn_mm_handler",
+        # _custom_ops.onednn_mm cannot take the handler's address from a buffer
+        "vllm._custom_ops:torch.ops._C.onednn_mm(c, a, bias, handler_tensor)",
+    ]
 
 KEPT_SHAPES = 32
-"""Numbers of tokens for which a product's kernel is kept, as vLLM has it."""
+"""Number of token counts whose compiled product is cached; vLLM's own value."""
 
 rms_norm = _custom_ops.rms_norm
 rotary_embedding = _custom_ops.rotary_embedding
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of vLLM packs weights of ``dtype``. torch packs others itself, where the
-    CPU knows them.
+    """Whether this build of vLLM packs weights of ``dtype``. torch itself packs the dtypes that the
+    CPU supports.
     """
     return dtype == torch.float32 and hasattr(torch.ops._C, "create_onednn_mm_handler")
 
@@ -48,7 +43,7 @@ class PackedWeight(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # A tensor, since compiled code would keep a number as it was.
+        # a tensor: compiled code would treat a number as a constant
         self.register_buffer(
             "address", torch.zeros((), dtype=torch.int64, device="cpu"), persistent=False
         )

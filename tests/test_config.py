@@ -295,7 +295,7 @@ REFUSED = [
     (
         "algorithm.adaptive_kl.target",
         0.1,
-        "algorithm.adaptive_kl.target is 0.1; it must be 0 where no algorithm",
+        "algorithm.adaptive_kl.target is 0.1; it must be 0 unless algorithm",
     ),
     ("algorithm.update_epochs", 0, "algorithm.update_epochs is 0; it must be at least 1"),
     (

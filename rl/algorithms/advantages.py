@@ -1,4 +1,4 @@
-"""How much better each token was than expected."""
+"""Advantages: estimators of how much better each token was than expected."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,64 +14,60 @@ from rl.rules import SHARE
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """N completions and what they earned; their C tokens stand end to end."""
+    """N completions with their rewards; their C tokens are concatenated."""
 
     rewards: torch.Tensor
-    """Of each completion as a whole, float32 [N]."""
+    """Reward of each whole completion, float32 [N]."""
 
     groups: torch.Tensor
-    """Which prompt each completion answers, int64 [N]: any numbers, equal ones for the same
-    prompt."""
+    """Number of the prompt of each completion, int64 [N]; equal for completions of one prompt."""
 
     lengths: torch.Tensor
-    """Tokens of each completion, int64 [N]."""
+    """Number of tokens of each completion, int64 [N]."""
 
     token_rewards: torch.Tensor
-    """Of each token, float32 [C]: 0, or minus a KL penalty that belongs to the reward."""
+    """Reward of each token, float32 [C]: 0, or minus a KL penalty that belongs to the reward."""
 
     values: torch.Tensor | None = None
-    """What a critic expected before each token, float32 [C]."""
+    """A critic's value before each token, float32 [C]."""
 
     @cached_property
     def sequence(self) -> torch.Tensor:
-        """The completion of each token, int64 [C]."""
+        """Index of the completion of each token, int64 [C]."""
         return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
 
     @cached_property
     def group(self) -> torch.Tensor:
-        """The group of each completion, int64 [N], numbered from 0."""
+        """Index of the group of each completion, int64 [N], from 0."""
         return self.groups.unique(return_inverse=True)[1]
 
     @property
     def group_sizes(self) -> torch.Tensor:
-        """Completions of each group, int64 [groups]."""
+        """Number of completions of each group, int64 [groups]."""
         return self.group.bincount()
 
     @property
     def totals(self) -> torch.Tensor:
-        """All that each completion earned, [N]; float64, in which the mean of equal float32 rewards
-        is exactly they.
+        """Sum of all rewards of each completion, float64 [N]. In float64 the mean of equal float32
+        rewards is exactly that reward.
         """
-        return self.rewards + sum_by_sequence(
-            self.token_rewards.double(), self.sequence, len(self.rewards)
-        )
+        tokens = self.token_rewards.double()
+        return self.rewards + sum_by_sequence(tokens, self.sequence, len(self.rewards))
 
     @property
     def earned(self) -> torch.Tensor:
-        """What each token earned, float64 [C]: its own reward, and the last one its completion's
-        too.
+        """Reward of each token, float64 [C]; the last token of a completion also gets the
+        completion's reward.
         """
-        earned = self.token_rewards.double()
         nonempty = self.lengths > 0
-        return earned.index_add(
-            0, self.lengths.cumsum(0)[nonempty] - 1, self.rewards[nonempty].double()
-        )
+        last = self.lengths.cumsum(0)[nonempty] - 1
+        return self.token_rewards.double().index_add(0, last, self.rewards[nonempty].double())
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """``advantages`` float32 [C]; ``returns`` float32 [C], which a critic learns, where the
-    estimator has them.
+    """Advantages, float32 [C], and if the estimator computes them ``returns``, float32 [C], the
+    targets of a critic.
     """
 
     advantages: torch.Tensor
@@ -81,17 +77,17 @@ class Advantages:
 class AdvantageEstimator(Configurable):
     """Base of all estimators of advantages from rewards.
 
-    To write your own, subclass this, with a Config of its own.
+    To write your own, subclass it and give the subclass its own Config.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         by_group: ClassVar[bool] = True
-        """Whether a group's advantages hang on that group alone, so that a batch may come in
+        """Whether the advantages of a group depend on that group alone. A batch may then come in
         parts."""
 
         needs_values: ClassVar[bool] = False
-        """Whether a critic has to say what it expected."""
+        """Whether the estimator needs the values of a critic."""
 
     config: Config
 
@@ -105,22 +101,20 @@ class AdvantageEstimator(Configurable):
 def advantages_of(
     estimator: AdvantageEstimator, scored: Scored, *, with_returns: bool
 ) -> Advantages:
-    """Advantages, and returns if a critic needs them.
+    """Return the estimator's advantages, with returns if ``with_returns``.
 
-    Raises RunError that names an estimator that gives others.
+    Raises RunError, naming the estimator, if their type, dtype or shape is wrong.
     """
-    whose = f"algorithm.advantage: {type(estimator).__name__}"
+    name = f"algorithm.advantage: {type(estimator).__name__}"
     count = len(scored.sequence)
-    with naming(whose):
-        found = estimator(scored)
-    if not isinstance(found, Advantages):
-        raise RunError(
-            f"{whose} returned {shown(found)}; expected is Advantages(advantages, returns)"
-        )
-    check_per_token(f"{whose} (advantages)", found.advantages, count)
-    if with_returns or found.returns is not None:
-        check_per_token(f"{whose} (returns)", found.returns, count)
-    return found
+    with naming(name):
+        result = estimator(scored)
+    if not isinstance(result, Advantages):
+        raise RunError(f"{name} returned {shown(result)}; expected is Advantages(...)")
+    check_per_token(f"{name} (advantages)", result.advantages, count)
+    if with_returns or result.returns is not None:
+        check_per_token(f"{name} (returns)", result.returns, count)
+    return result
 
 
 class GroupAdvantage(AdvantageEstimator):
@@ -165,9 +159,7 @@ class LeaveOneOut(AdvantageEstimator):
         group = scored.group
         sizes = scored.group_sizes
         if (sizes < 2).any():
-            raise RunError(
-                "LeaveOneOut compares the completions of a prompt: sample at least two of each"
-            )
+            raise RunError("LeaveOneOut needs at least two completions of each prompt")
         others = (sum_by_sequence(totals, group)[group] - totals) / (sizes[group] - 1)
         return Advantages((totals - others).float()[scored.sequence])
 
@@ -222,36 +214,34 @@ class GAE(AdvantageEstimator):
 
     def __call__(self, scored: Scored) -> Advantages:
         if scored.values is None:
-            raise RunError(
-                "GAE needs the values of a critic: configure one, or an estimator that needs none"
-            )
+            raise RunError("GAE needs the values of a critic: configure one")
         config = self.config
         values = scored.values.double()
         sequence = scored.sequence
         following = torch.zeros_like(values)
         following[:-1] = values[1:] * (sequence[1:] == sequence[:-1])
-        surprise = scored.earned + config.gamma * following - values
-        advantages = _discounted(surprise, scored, config.gamma * config.lam)
+        residuals = scored.earned + config.gamma * following - values
+        advantages = _discounted(residuals, scored, config.gamma * config.lam)
         returns = (advantages + values).float()
         return Advantages((_whitened(advantages) if config.whiten else advantages).float(), returns)
 
 
 def overlong_penalty(lengths: torch.Tensor, *, max_tokens: int, buffer: int) -> torch.Tensor:
-    """Reward [N] for completions of ``lengths`` [N]: DAPO's soft overlong punishment,
-    arXiv:2503.14476, eq. 13.
+    """Return the reward [N] of completions of ``lengths`` [N] under DAPO's soft overlong
+    punishment, arXiv:2503.14476, eq. 13.
 
-    0 up to ``max_tokens - buffer`` tokens, then falling to -1 at ``max_tokens``; ``buffer`` is
-    above 0.
+    The reward is 0 up to ``max_tokens - buffer`` tokens and falls to -1 at ``max_tokens``.
+    ``buffer`` is above 0.
     """
     return ((max_tokens - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
 def _discounted(values: torch.Tensor, scored: Scored, factor: float) -> torch.Tensor:
-    """Each token's value plus ``factor`` times that of the next, and so on to the completion's end,
-    [C].
+    """Return [C]: the sum of ``factor**k`` times the k-th next value, up to the end of each
+    completion.
 
-    Spans of tokens already summed double in each round, so there are as many as the longest length
-    has bits.
+    Each round doubles the span that is summed, so the number of rounds is the number of bits of the
+    longest length.
     """
     sequence = scored.sequence
     span = 1

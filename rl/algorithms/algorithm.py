@@ -1,6 +1,7 @@
-"""The protocol between the RL loop and what it learns by."""
+"""Protocol between the RL loop and an algorithm."""
 
 import asyncio
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Algorithm(Configurable, ABC):
-    """What scored rollouts teach: subclass it, in any package, to train by another algorithm.
+    """Base of all RL algorithms. Subclass it, in any package, to train by another algorithm.
 
     The RL loop calls it for each step, with the session that holds the models. ::
 
@@ -29,7 +30,7 @@ class Algorithm(Configurable, ABC):
             await algorithm.accumulate(session, minibatch)
             metrics = await algorithm.update(session)             # one optimizer step
 
-    A subclass has to say how a batch is scored and by which loss it is learned::
+    A subclass defines how a batch is scored, and the loss::
 
         class BestOfGroup(Algorithm):
             @dataclass(kw_only=True, slots=True)
@@ -46,14 +47,14 @@ class Algorithm(Configurable, ABC):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        """What the run needs to know before it starts."""
+        """Facts about the algorithm that the run needs before it starts."""
 
         def roles(self) -> tuple[str, ...]:
-            """Return which of ``reference`` and ``critic`` the algorithm needs."""
+            """Return the roles that the algorithm needs, of ``reference`` and ``critic``."""
             return ()
 
         def columns(self) -> dict[str, tuple[str, str]]:
-            """Return by role which output of a model becomes which column of a batch.
+            """Return by role the output of a model and the batch column that takes it.
 
             Roles are ``trainer``, ``reference``, ``critic`` and those of ``RLConfig.roles``.
             Outputs are ``logprobs``, ``entropy`` and ``values``.
@@ -92,7 +93,7 @@ class Algorithm(Configurable, ABC):
         self._sequences = 0
 
     reduction: Reduction = "token_mean"
-    """How the losses of tokens are weighed: see :func:`rl.algorithms.losses.token_weights`."""
+    """Reduction of the tokens' losses: see :func:`rl.algorithms.losses.token_weights`."""
 
     @abstractmethod
     def score(
@@ -100,8 +101,8 @@ class Algorithm(Configurable, ABC):
     ) -> dict[str, float]:
         """Add the columns that the loss reads; return metrics.
 
-        ``rewards`` float32 [N] are those of the rollouts with the scores of reward models added.
-        Columns that were asked of models are there.
+        ``rewards`` float32 [N] are the rollouts' rewards plus the scores of reward models. The
+        batch has all columns of ``Config.columns``.
         """
 
     @abstractmethod
@@ -109,11 +110,11 @@ class Algorithm(Configurable, ABC):
         """Return the loss of ``trainer`` or ``critic``."""
 
     def minibatches(self, batch: Batch, step: int) -> list[Batch]:
-        """Return what each optimizer step of ``step`` is on; as many as ``Config.updates``."""
+        """Return the batch of each optimizer step of ``step``; as many as ``Config.updates``."""
         return [batch]
 
     def denominator(self, sequences: int) -> float | None:
-        """Return what the loss of ``sequences`` is divided by; None for the sum of weights."""
+        """Return the divisor of the summed loss of ``sequences``; None for the sum of weights."""
         return None
 
     def end_step(self, metrics: dict[str, float]) -> None:
@@ -124,25 +125,21 @@ class Algorithm(Configurable, ABC):
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to what ``to_dict`` returned; from an empty dict, to the start."""
+        """Restore the state that ``to_dict`` returned; an empty dict restores the start."""
         self._prepared = []
         self._sequences = 0
 
     def rehearse(self, groups: int, samples: int) -> None:
-        """Run the user's own parts on made-up rollouts, before anything starts."""
+        """Run user-defined parts on made-up rollouts, before anything starts."""
 
     async def prepare(self, session: "Session", rollouts: Sequence[Rollout]) -> Batch:
         """Return the batch of ``rollouts``, with every column that the loss reads."""
         longest = self.run.rollout.max_tokens
         batch = make_batch(rollouts, reduction=self.reduction, max_tokens=longest)
-        answers = await asyncio.gather(
-            *(
-                session.forward(batch, role=role, temperature=self.temperature)
-                for role in self._columns
-            )
-        )
-        for (output, column), answer in zip(self._columns.values(), answers, strict=True):
-            batch.columns[column] = answer[output]
+        forward = functools.partial(session.forward, batch, temperature=self.temperature)
+        outputs = await asyncio.gather(*(forward(role=role) for role in self._columns))
+        for (name, column), output in zip(self._columns.values(), outputs, strict=True):
+            batch.columns[column] = output[name]
         rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
         scores = {}
         if self._reward_weights:
@@ -160,20 +157,14 @@ class Algorithm(Configurable, ABC):
         return batch
 
     async def accumulate(self, session: "Session", batch: Batch) -> None:
-        """Add the gradients of the losses on ``batch``, of trainer and critic side by side."""
+        """Add the gradients of the losses on ``batch``, of trainer and critic concurrently."""
         batch.columns["staleness"] = session.version - batch.columns["versions"]
-        await asyncio.gather(
-            *(
-                session.forward_backward(
-                    batch, self.loss(role), role=role, temperature=self.temperature
-                )
-                for role in self._learning
-            )
-        )
+        backward = functools.partial(session.forward_backward, batch, temperature=self.temperature)
+        await asyncio.gather(*(backward(self.loss(role), role=role) for role in self._learning))
         self._sequences += len(batch)
 
     async def update(self, session: "Session") -> Metrics:
-        """Take one optimizer step on what was accumulated; return its metrics."""
+        """Take one optimizer step on the accumulated gradients; return its metrics."""
         denominator = self.denominator(self._sequences)
         self._sequences = 0
         metrics, *critic = await asyncio.gather(
@@ -184,7 +175,7 @@ class Algorithm(Configurable, ABC):
         return metrics
 
     def finish(self) -> dict[str, float]:
-        """End a step; return the metrics of what was prepared for it."""
+        """End a step; return the metrics of its prepared batches."""
         metrics = dict(Metrics.merged(self._prepared))
         self._prepared = []
         self.end_step(metrics)

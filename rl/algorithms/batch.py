@@ -1,4 +1,4 @@
-"""From rollouts to the batch that the trainer takes."""
+"""Conversion of rollouts to the batch that the trainer takes."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def make_batch(
     reduction: Reduction = "token_mean",
     max_tokens: int = 0,
 ) -> Batch:
-    """Return the sequences of ``rollouts``, in which sampled tokens alone have a loss weight.
+    """Return the sequences of ``rollouts`` as a batch. Only sampled tokens have a loss weight.
 
     Columns: ``behaviour_logprobs``, ``versions`` (policy version of each sampled token, else -1)
     and, if given, ``advantages``, float32 [N] for N rollouts or [C] for their C sampled tokens.
@@ -50,10 +50,10 @@ def counts_of(rollouts: Sequence[Rollout]) -> torch.Tensor:
 
 
 def whole_texts(rollouts: Sequence[Rollout]) -> tuple[Batch, torch.Tensor]:
-    """Return the last sequence of each rollout for a model that judges it as a whole, and where.
+    """Return the last sequence of each rollout for a model that judges it as a whole, and the
+    indices [N] of its outputs that are the values of the rollouts.
 
-    The model's value of each rollout, [N], is its output at these places. Each sequence has one
-    more token, which is never read: the value before that token follows all others.
+    Each sequence gets one more token, which is never read: the value before it follows all others.
     """
     rows = [np.append(rollout.sequences[-1].tokens, 0) for rollout in rollouts]
     lengths = torch.tensor([len(row) for row in rows])

@@ -1,5 +1,5 @@
-"""Weights of tokens that the trained policy would not quite have sampled: another engine's
-rounding, older weights.
+"""Weights that correct for tokens drawn by a slightly different policy: another engine's rounding,
+or older weights.
 """
 
 import math
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
+from torch import Tensor
 from torchtitan.config import Configurable
 
 from rl.algorithms.tokens import check_per_token, mean_by_sequence, sum_by_sequence
@@ -16,7 +17,7 @@ from rl.rules import above, at_least
 
 Level = Literal["token", "sequence"]
 
-Weighed = tuple[torch.Tensor, dict[str, float]]
+Weighted = tuple[Tensor, dict[str, float]]
 """Weight of each token, float32 [C], and metrics."""
 
 
@@ -24,9 +25,13 @@ class Correction(Configurable):
     """Base of all weights that multiply a token's part of the surrogate. They are fixed for a batch
     before any update on it.
 
-    To write your own, subclass this, with a Config of its own. Arguments, all [C] of a whole batch:
-    log-probs of the policy before the update and of the one that sampled; optimizer steps between
-    the two, at least 0; and the number of each token's sequence, int64 from 0.
+    To write your own, subclass it and give the subclass its own Config. Arguments, all [C] of a
+    whole batch:
+
+    - ``proximal``: log-probs of the policy before the update
+    - ``behaviour``: log-probs of the policy that sampled
+    - ``staleness``: optimizer steps between the two, at least 0
+    - ``sequence``: index of each token's sequence, int64 from 0
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -39,19 +44,15 @@ class Correction(Configurable):
         self.config = config
 
     def __call__(
-        self,
-        proximal: torch.Tensor,
-        behaviour: torch.Tensor,
-        staleness: torch.Tensor,
-        sequence: torch.Tensor,
-    ) -> Weighed:
+        self, proximal: Tensor, behaviour: Tensor, staleness: Tensor, sequence: Tensor
+    ) -> Weighted:
         raise NotImplementedError
 
 
 class TruncatedIS(Correction):
     """The importance ratio up to a cap: V-trace, arXiv:1802.01561, eq. 1.
 
-    Between a sampler and a trainer that differ: Yao et al., "Your efficient RL framework secretly
+    For a sampler and a trainer that differ: Yao et al., "Your efficient RL framework secretly
     brings you off-policy RL training", 2025.
     """
 
@@ -67,19 +68,14 @@ class TruncatedIS(Correction):
     config: Config
 
     def __call__(
-        self,
-        proximal: torch.Tensor,
-        behaviour: torch.Tensor,
-        staleness: torch.Tensor,
-        sequence: torch.Tensor,
-    ) -> Weighed:
+        self, proximal: Tensor, behaviour: Tensor, staleness: Tensor, sequence: Tensor
+    ) -> Weighted:
         log_ratio = proximal - behaviour
         cap = self.config.cap
         if self.config.level == "sequence":
             log_ratio = sum_by_sequence(log_ratio, sequence)[sequence]
-        return log_ratio.exp().clamp(max=cap), {
-            "correction/capped": _share(log_ratio > math.log(cap))
-        }
+        metrics = {"correction/capped": _share(log_ratio > math.log(cap))}
+        return log_ratio.exp().clamp(max=cap), metrics
 
 
 class MaskedIS(Correction):
@@ -104,12 +100,8 @@ class MaskedIS(Correction):
     config: Config
 
     def __call__(
-        self,
-        proximal: torch.Tensor,
-        behaviour: torch.Tensor,
-        staleness: torch.Tensor,
-        sequence: torch.Tensor,
-    ) -> Weighed:
+        self, proximal: Tensor, behaviour: Tensor, staleness: Tensor, sequence: Tensor
+    ) -> Weighted:
         log_ratio = proximal - behaviour
         config = self.config
         if config.level == "sequence":
@@ -120,7 +112,7 @@ class MaskedIS(Correction):
 
 
 class StalenessDecay(Correction):
-    """Factor for each optimizer step by which the weights that drew the token were behind."""
+    """A constant factor for each optimizer step by which the sampling policy is behind."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Correction.Config):
@@ -130,45 +122,38 @@ class StalenessDecay(Correction):
     config: Config
 
     def __call__(
-        self,
-        proximal: torch.Tensor,
-        behaviour: torch.Tensor,
-        staleness: torch.Tensor,
-        sequence: torch.Tensor,
-    ) -> Weighed:
+        self, proximal: Tensor, behaviour: Tensor, staleness: Tensor, sequence: Tensor
+    ) -> Weighted:
         return self.config.decay ** staleness.float(), {}
 
 
 def correction_weights(
     corrections: Sequence[Correction],
-    proximal: torch.Tensor,
-    behaviour: torch.Tensor,
-    staleness: torch.Tensor,
-    sequence: torch.Tensor,
-) -> Weighed:
-    """The product of all corrections, with its mean and the share of tokens that it masks.
+    proximal: Tensor,
+    behaviour: Tensor,
+    staleness: Tensor,
+    sequence: Tensor,
+) -> Weighted:
+    """Return the product of all corrections, with its mean and the share of tokens that it masks.
 
-    Raises RunError that names a correction that returns something else than it should.
+    Raises RunError, naming the correction, if one returns anything but weights and metrics.
     """
     weights = torch.ones_like(proximal)
     metrics = dict[str, float]()
     for correction in corrections:
-        whose = f"algorithm.corrections: {type(correction).__name__}"
-        with naming(whose):
-            weighed = correction(proximal, behaviour, staleness, sequence)
-        if not (isinstance(weighed, tuple) and len(weighed) == 2 and isinstance(weighed[1], dict)):
-            raise RunError(
-                f"{whose} returned {shown(weighed)}; expected are a tensor and a dict of metrics"
-            )
-        weights = weights * check_per_token(whose, weighed[0], len(proximal))
-        with naming(f"{whose}: its metrics {shown(weighed[1])}"):
-            metrics |= {str(name): float(value) for name, value in weighed[1].items()}
-    return weights, {
-        **metrics,
-        "correction/mean": weights.mean().item(),
-        "correction/masked": _share(weights == 0),
-    }
+        name = f"algorithm.corrections: {type(correction).__name__}"
+        with naming(name):
+            result = correction(proximal, behaviour, staleness, sequence)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+            wrong = f"{name} returned {shown(result)}"
+            raise RunError(f"{wrong}; expected are a tensor and a dict of metrics")
+        weights = weights * check_per_token(name, result[0], len(proximal))
+        with naming(f"{name}: its metrics {shown(result[1])}"):
+            metrics |= {str(key): float(value) for key, value in result[1].items()}
+    metrics["correction/mean"] = weights.mean().item()
+    metrics["correction/masked"] = _share(weights == 0)
+    return weights, metrics
 
 
-def _share(chosen: torch.Tensor) -> float:
+def _share(chosen: Tensor) -> float:
     return chosen.float().mean().item()

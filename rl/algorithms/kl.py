@@ -1,4 +1,4 @@
-"""How far two policies are apart, and how hard they are held together."""
+"""Estimates of the KL divergence of two policies, and adaptation of its coefficient."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,14 +12,17 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Estimator) -> torch.Tensor:
-    """Estimate [C] of KL(policy || reference), in nats, from log-probs [C] of tokens that the
-    policy drew.
+    """Estimate KL(policy || reference) [C], in nats, from log-probs [C] of tokens that the policy
+    drew.
 
-    Of joschu.net/blog/kl-approx.html. Values: k1 and k3 are unbiased, k3 is never negative and
-    varies less; k2 is biased, little where the policies are near. Gradients, as a term of a loss on
-    the policy's own tokens (arXiv:2506.09477): k2's is that of KL(policy || reference); k3's that
-    of KL(reference || policy); k1's is that of nothing, 0 on average, so k1 is one for rewards
-    alone.
+    The estimators are from joschu.net/blog/kl-approx.html; their gradients, as a term of a loss on
+    the policy's own tokens, from arXiv:2506.09477:
+
+    - k1: unbiased. Its gradient is 0 on average, so it serves in rewards only.
+    - k2: biased, but little if the policies are close. Its gradient is the gradient of
+      KL(policy || reference).
+    - k3: unbiased, never negative, and of less variance than k1. Its gradient is the gradient of
+      KL(reference || policy).
     """
     log_ratio = logprobs - reference
     if estimator == "k1":
@@ -30,8 +33,8 @@ def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Estimator) ->
 
 
 class AdaptiveKL(Configurable):
-    """Adaptation of the coefficient of a KL penalty so that the KL stays near a target;
-    arXiv:1909.08593, section 2.2.
+    """Adaptation of a KL penalty's coefficient that keeps the KL near a target; arXiv:1909.08593,
+    section 2.2.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -49,7 +52,7 @@ class AdaptiveKL(Configurable):
         self.config = config
 
     def update(self, coef: float, observed: float) -> float:
-        """The next step's coefficient, from this step's and the KL that was observed with it."""
+        """Return the next step's coefficient from this step's coefficient and observed KL."""
         config = self.config
         if not config.target:
             return coef

@@ -1,6 +1,6 @@
 """Per-token losses.
 
-The trainer weighs, sums and divides them; a loss only says what each token costs.
+A loss computes the cost of each token; the trainer weights, sums and divides the costs.
 """
 
 import math
@@ -21,25 +21,23 @@ METRIC_REDUCTIONS = ("mean", "max", "min")
 
 
 class Metric(NamedTuple):
-    """A value for each token, [C], and how it is reduced over the tokens of weight > 0, on all
-    ranks.
-    """
+    """A value for each token, [C], and its reduction over the tokens of weight > 0 on all ranks."""
 
     values: torch.Tensor
     reduction: Literal["mean", "max", "min"]
     where: torch.Tensor | None = None
-    """Tokens that count, bool [C]; None for all."""
+    """Mask of the tokens that count, bool [C]; None for all."""
 
 
 PerToken = tuple[torch.Tensor, dict[str, Metric]]
-"""What each token costs, [C], and its metrics."""
+"""Cost of each token, [C], and metrics."""
 
 
 class PolicyLoss(Configurable):
     """Base of all losses of a policy, with an entropy bonus and a penalty for leaving a reference
     policy.
 
-    To write your own, subclass this, with a Config of its own, and define ``surrogate``.
+    To write your own, subclass it, give the subclass its own Config, and define ``surrogate``.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -70,25 +68,27 @@ class PolicyLoss(Configurable):
         self.config = config
 
     def __call__(self, tokens: Tokens) -> PerToken:
-        """The surrogate, times column ``correction`` where there is one, with bonus and penalty."""
+        """Return the surrogate, times column ``correction`` if it exists, with bonus and
+        penalty.
+        """
         config = self.config
         loss, metrics = self.surrogate(tokens)
         if "correction" in tokens:
             loss = loss * tokens["correction"]
         loss = loss - config.entropy_coef * tokens["entropy"]
         if config.kl_coef:
-            loss = loss + config.kl_coef * kl(
-                tokens["logprobs"], tokens["reference_logprobs"], config.kl_estimator
-            )
+            reference = tokens["reference_logprobs"]
+            penalty = kl(tokens["logprobs"], reference, config.kl_estimator)
+            loss = loss + config.kl_coef * penalty
         return loss, {**self._metrics(tokens), **metrics}
 
     def surrogate(self, tokens: Tokens) -> PerToken:
-        """What the policy is trained for, as a cost."""
+        """Return the objective of the policy, as a cost."""
         raise NotImplementedError
 
     def log_ratio(self, tokens: Tokens) -> torch.Tensor:
-        """Log of the importance ratio, [C]: policy over proximal policy if there is one, else over
-        what sampled.
+        """Return the log of the importance ratio, [C]: policy over proximal policy if the batch has
+        its log-probs, otherwise over the policy that sampled.
         """
         old = "proximal_logprobs" if "proximal_logprobs" in tokens else "behaviour_logprobs"
         return tokens["logprobs"] - tokens[old]
@@ -107,14 +107,13 @@ class PolicyLoss(Configurable):
                 **self._differences((logprobs - behaviour).abs(), tokens),
             }
         if "reference_logprobs" in tokens:
-            metrics["kl/reference"] = Metric(
-                kl(logprobs, tokens["reference_logprobs"], "k3"), "mean"
-            )
+            divergence = kl(logprobs, tokens["reference_logprobs"], "k3")
+            metrics["kl/reference"] = Metric(divergence, "mean")
         return metrics
 
     def _differences(self, difference: torch.Tensor, tokens: Tokens) -> dict[str, Metric]:
-        """How far log-probs are from those of the generator, where both have the same weights and
-        where not.
+        """Return the largest differences from the generator's log-probs: errors at equal weights,
+        drift at older weights.
         """
         if "staleness" not in tokens:
             return {"logprob/error_max": Metric(difference, "max")}
@@ -151,8 +150,7 @@ class ClippedLoss(PolicyLoss):
         log_ratio = self.log_ratio(tokens)
         low, high = _log_range(self.config.clip_low, self.config.clip_high)
         dual = math.log(self.config.dual_clip) if self.config.dual_clip else math.inf
-        # Clipped as logs: a ratio that overflows and is clipped after would have the gradient 0 *
-        # inf.
+        # clip the logs: an overflowing ratio that is clipped later has the gradient 0 * inf
         floor = torch.where(advantages > 0, -math.inf, low)
         ceiling = torch.where(advantages < 0, dual, high)
         loss = -log_ratio.clamp(floor, ceiling).exp() * advantages
@@ -179,7 +177,7 @@ class GSPOLoss(ClippedLoss):
     config: Config
 
     def log_ratio(self, tokens: Tokens) -> torch.Tensor:
-        """Of each token's sequence."""
+        """Return the log of the ratio of each token's sequence, [C]."""
         logprobs = tokens["logprobs"]
         sequence = tokens["sequence"]
         mean = mean_by_sequence(super().log_ratio(tokens), sequence)[sequence]
@@ -213,11 +211,11 @@ class CISPOLoss(PolicyLoss):
 
 
 class DPPOLoss(PolicyLoss):
-    """-r A for tokens whose probability p has not yet moved too far: DPPO with Binary-TV,
+    """-r A for tokens of probability p close enough to p_old: DPPO with Binary-TV,
     arXiv:2602.04879.
 
-    Left out are tokens for which abs(p - p_old), the total variation of "this token or another",
-    passes the threshold, and which the advantage would move further.
+    A token is left out if abs(p - p_old), the total variation of "this token or another", is above
+    the threshold and the advantage would move p further.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -238,9 +236,7 @@ class DPPOLoss(PolicyLoss):
 
 
 class ImportanceSamplingLoss(PolicyLoss):
-    """-r A, never clipped: the policy gradient of REINFORCE, corrected for the policy that
-    sampled.
-    """
+    """-r A without a clip: the policy gradient of REINFORCE, corrected for the sampling policy."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyLoss.Config):
@@ -263,11 +259,12 @@ class CrossEntropyLoss(PolicyLoss):
 
 
 class DistillationLoss(PolicyLoss):
-    """Loss whose gradient on the student's own tokens is that of KL(student || teacher), column
-    ``teacher_logprobs``.
+    """Loss with the gradient of KL(student || teacher) on the student's own tokens; the teacher is
+    column ``teacher_logprobs``.
 
-    The policy gradient with advantages log q - log p for the teacher's q: on-policy distillation,
-    arXiv:2306.13649, with the reverse KL; thinkingmachines.ai/blog/on-policy-distillation.
+    It is the policy gradient with advantages log q - log p for the teacher's q: on-policy
+    distillation, arXiv:2306.13649, with the reverse KL;
+    thinkingmachines.ai/blog/on-policy-distillation.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -276,15 +273,15 @@ class DistillationLoss(PolicyLoss):
         """Reduction of the tokens' losses, as in PolicyLoss."""
 
     def surrogate(self, tokens: Tokens) -> PerToken:
-        apart = kl(tokens["logprobs"].detach(), tokens["teacher_logprobs"], "k1")
-        return self.log_ratio(tokens).exp() * apart, {"kl/teacher": Metric(apart, "mean")}
+        gap = kl(tokens["logprobs"].detach(), tokens["teacher_logprobs"], "k1")
+        return self.log_ratio(tokens).exp() * gap, {"kl/teacher": Metric(gap, "mean")}
 
 
 class ValueLoss(Configurable):
     """A critic's 0.5 max((v - R)^2, (v_old + clip(v - v_old) - R)^2), for values v and returns R.
 
-    As OpenAI's PPO implementation has it (arXiv:2005.12729, section 3). Columns: ``returns`` and,
-    to clip, ``old_values``.
+    This is the loss of OpenAI's PPO implementation (arXiv:2005.12729, section 3). Columns:
+    ``returns`` and, to clip, ``old_values``.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -297,12 +294,10 @@ class ValueLoss(Configurable):
         self.config = config
 
     def __call__(self, tokens: Tokens) -> PerToken:
-        """Loss per token and its metrics."""
-        values, error, clip = (
-            tokens["values"],
-            tokens["values"] - tokens["returns"],
-            self.config.clip,
-        )
+        """Return the loss of each token and its metrics."""
+        values = tokens["values"]
+        error = values - tokens["returns"]
+        clip = self.config.clip
         metrics = {"value/mean": Metric(values, "mean"), "value/error": Metric(error.abs(), "mean")}
         loss = error.square()
         if clip:
@@ -314,24 +309,21 @@ class ValueLoss(Configurable):
 
 
 def check_loss_result(loss: object, result: Any, count: int) -> PerToken:
-    """``result`` of ``loss`` for ``count`` tokens.
+    """Return ``result`` of ``loss`` for ``count`` tokens.
 
     Raises RunError, naming the loss, unless ``result`` is a pair: costs, float32 [C] with a
     gradient, and a dict of :class:`Metric` with values [C].
     """
-    if wrong := _breach(result, count):
+    if wrong := _loss_error(result, count):
         raise RunError(
             f"the loss {type(loss).__name__} returned {wrong}; it must return a pair for these "
-            f"{count} tokens: one cost a token, float32 of shape [{count}], computed from what the "
-            "model put out, and a dict of metrics"
+            f"{count} tokens: float32 [{count}] with a gradient, and a dict of metrics"
         )
     return result
 
 
-def _breach(result: Any, count: int) -> str:
-    """The first thing about a loss's ``result`` that is not a PerToken; empty if nothing is
-    wrong.
-    """
+def _loss_error(result: Any, count: int) -> str:
+    """Return the first error in a loss's ``result``; empty if it is a PerToken."""
     if not (isinstance(result, tuple) and len(result) == 2):
         return f"a {type(result).__name__}"
     costs, metrics = result
@@ -340,37 +332,37 @@ def _breach(result: Any, count: int) -> str:
     if costs.shape != (count,) or costs.dtype != torch.float32:
         return f"costs of shape {[*costs.shape]} and {costs.dtype}"
     if not costs.requires_grad:
-        return "costs without a gradient, from which nothing can be learned"
+        return "costs without a gradient"
     if not isinstance(metrics, dict):
         return f"metrics that are a {type(metrics).__name__}"
     for name, metric in metrics.items():
         if not (isinstance(metric, Metric) and metric.reduction in METRIC_REDUCTIONS):
-            return (
-                f"a {type(metric).__name__} as metric {name!r}, not a Metric reduced by one of "
-                f"{METRIC_REDUCTIONS}"
-            )
+            wanted = f"not a Metric reduced by one of {METRIC_REDUCTIONS}"
+            return f"a {type(metric).__name__} as metric {name!r}, {wanted}"
         if metric.values.shape != (count,):
             return f"{[*metric.values.shape]} values as metric {name!r}"
     return ""
 
 
 def grpo(**fields: float) -> ClippedLoss.Config:
-    """GRPO's loss; any field of ClippedLoss.Config may be given."""
+    """Return GRPO's loss; ``fields`` are fields of ClippedLoss.Config."""
     return ClippedLoss.Config(**fields)  # type: ignore[arg-type]
 
 
 def dapo(**fields: float) -> ClippedLoss.Config:
-    """DAPO's loss: clip-higher and the mean over tokens; any field may be given."""
-    defaults: dict[str, Any] = {"clip_high": 0.28, "reduction": "token_mean"}
-    return grpo(**(defaults | fields))
+    """Return DAPO's loss, with clip-higher and the mean over tokens; ``fields`` are fields of
+    ClippedLoss.Config.
+    """
+    return grpo(**({"clip_high": 0.28, "reduction": "token_mean"} | fields))  # type: ignore[arg-type]
 
 
 def token_weights(lengths: torch.Tensor, reduction: str, max_tokens: int = 0) -> torch.Tensor:
-    """Weight of each completion's tokens, float32 [N], for completions of ``lengths`` int64 [N].
+    """Return the weight of each completion's tokens, float32 [N], for completions of ``lengths``
+    int64 [N].
 
-    The weighted sum of token losses over ``batch_denominator``, or else over the sum of weights, is
-    what ``reduction`` names. ``fixed_length`` needs ``max_tokens``, the longest a completion can
-    be.
+    ``reduction`` is the weighted sum of token losses over ``batch_denominator``, or over the sum of
+    weights if that is None. ``fixed_length`` needs ``max_tokens``, the maximum length of a
+    completion.
     """
     if reduction == "sequence_mean":
         return 1.0 / lengths.clamp(min=1).float()
@@ -380,20 +372,20 @@ def token_weights(lengths: torch.Tensor, reduction: str, max_tokens: int = 0) ->
 
 
 def batch_denominator(completions: int, reduction: Reduction) -> float | None:
-    """What the weighted sum over all ``completions`` of an update is divided by; None for the sum
-    of its weights.
+    """Return the divisor of the weighted sum over all ``completions`` of an update; None for the
+    sum of weights.
 
-    ``fixed_length`` divides by their number, however long they are: Dr. GRPO, arXiv:2503.20783, eq.
-    2, times 1 / max_tokens as in its code.
+    ``fixed_length`` divides by the number of completions, whatever their length: Dr. GRPO,
+    arXiv:2503.20783, eq. 2, times 1 / max_tokens as in its code.
     """
     return float(completions) if reduction == "fixed_length" else None
 
 
 def _log_range(low: float, high: float) -> tuple[float, float]:
-    """Logs of 1 - low and 1 + high."""
+    """Return the logs of 1 - low and 1 + high."""
     return (math.log(1 - low) if low < 1 else -math.inf), math.log(1 + high)
 
 
 def _share(log_ratio: torch.Tensor, low: float, high: float) -> Metric:
-    """Which ratios are out of range."""
+    """Return the share of ratios out of range."""
     return Metric(((log_ratio < low) | (log_ratio > high)).float(), "mean")

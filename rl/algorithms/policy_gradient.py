@@ -1,4 +1,4 @@
-"""Policy gradients: PPO, GRPO, DAPO, RLOO, GSPO and others, as their parts are combined."""
+"""Policy gradients: PPO, GRPO, DAPO, RLOO, GSPO and others, by the combination of their parts."""
 
 import dataclasses
 import random
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PolicyGradient(Algorithm):
-    """Advantages from rewards, then a loss of ratios; in one or several optimizer steps."""
+    """Algorithm of advantages and a loss of ratios, in one or several optimizer steps."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
@@ -101,7 +101,7 @@ class PolicyGradient(Algorithm):
             return (*reference, "critic") if self.advantage.needs_values else reference
 
         def columns(self) -> dict[str, tuple[str, str]]:
-            """Return by role which output of a model becomes which column of a batch."""
+            """Return by role the output of a model and the batch column that takes it."""
             columns = {"trainer": ("logprobs", "proximal_logprobs")} if self.recomputes else {}
             if self.kl_coef:
                 columns["reference"] = ("logprobs", "reference_logprobs")
@@ -150,26 +150,24 @@ class PolicyGradient(Algorithm):
             require(
                 not (self.loss.kl_coef and self.reward_kl_coef),
                 f"algorithm.reward_kl_coef is {self.reward_kl_coef}; it must be 0 with "
-                f"algorithm.loss.kl_coef={self.loss.kl_coef}: the penalty stands in the loss or "
-                "in the reward",
+                f"algorithm.loss.kl_coef={self.loss.kl_coef}",
             )
             require(
                 not self.loss.kl_coef or self.loss.kl_estimator != "k1",
-                "algorithm.loss.kl_estimator is 'k1', whose gradient is 0 on average; in a loss it "
-                "must be 'k2' or 'k3'; with algorithm.reward_kl_coef it can be any",
+                "algorithm.loss.kl_estimator is 'k1'; it must be 'k2' or 'k3': the gradient of k1 "
+                "is 0 on average",
             )
-            steering = self.adaptive_kl
-            change = steering.rate * steering.clip
+            adaptive = self.adaptive_kl
+            change = adaptive.rate * adaptive.clip
             require(
                 change < 1,
-                f"algorithm.adaptive_kl.rate={steering.rate} times "
-                f"algorithm.adaptive_kl.clip={steering.clip} is {change}; it must be below 1, or a "
-                "step could turn the coefficient to 0 or below",
+                f"algorithm.adaptive_kl.rate={adaptive.rate} times "
+                f"algorithm.adaptive_kl.clip={adaptive.clip} is {change}; it must be below 1",
             )
             require(
-                steering.target == 0 or self.kl_coef > 0,
-                f"algorithm.adaptive_kl.target is {steering.target}; it must be 0 where no "
-                "algorithm.loss.kl_coef or algorithm.reward_kl_coef above 0 is there to steer",
+                adaptive.target == 0 or self.kl_coef > 0,
+                f"algorithm.adaptive_kl.target is {adaptive.target}; it must be 0 unless "
+                "algorithm.loss.kl_coef or algorithm.reward_kl_coef is above 0",
             )
 
     config: Config
@@ -177,7 +175,7 @@ class PolicyGradient(Algorithm):
     def __init__(self, config: Config, *, run: "RLConfig"):
         super().__init__(config, run=run)
         self.reduction = config.loss.reduction
-        config.loss.build()  # raises what the user's own loss raises
+        config.loss.build()  # fails here if the user's own loss fails
         self._advantage = config.advantage.build()
         self._corrections = [correction.build() for correction in config.corrections]
         self._adaptive_kl = config.adaptive_kl.build()
@@ -230,7 +228,7 @@ class PolicyGradient(Algorithm):
         return cut
 
     def denominator(self, sequences: int) -> float | None:
-        """Return what the loss of ``sequences`` is divided by; None for the sum of weights."""
+        """Return the divisor of the summed loss of ``sequences``; None for the sum of weights."""
         return batch_denominator(sequences, self.reduction)
 
     def end_step(self, metrics: dict[str, float]) -> None:
@@ -243,7 +241,7 @@ class PolicyGradient(Algorithm):
         return {"kl_coef": self._kl_coef}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to what ``to_dict`` returned; from an empty dict, to the start."""
+        """Restore the state that ``to_dict`` returned; an empty dict restores the start."""
         super().restore(state)
         self._kl_coef = state.get("kl_coef", self.config.kl_coef)
 
@@ -266,30 +264,26 @@ class PolicyGradient(Algorithm):
         correction_weights(self._corrections, logprobs, logprobs, zeros, scored.sequence)
 
     def _penalty(self, batch: Batch) -> tuple[dict[str, float], torch.Tensor]:
-        """Return metrics of the distance to the reference, and each sampled token's reward, [C]."""
+        """Return metrics of the KL to the reference, and the reward [C] of each sampled token."""
         mask = batch.loss_mask
         columns = batch.columns
-        nothing = torch.zeros(int(mask.sum()))
+        zeros = torch.zeros(int(mask.sum()))
         if "reference_logprobs" not in columns:
-            return {}, nothing
+            return {}, zeros
         policy = columns[self.config.proximal_column][mask]
         reference = columns["reference_logprobs"][mask]
         distance = float(kl(policy, reference, "k3").mean())
         metrics = {"kl/reference": distance, "kl/coef": self._kl_coef}
         if not self.config.reward_kl_coef:
-            return metrics, nothing
+            return metrics, zeros
         return metrics, -self._kl_coef * kl(policy, reference, self.config.reward_kl_estimator)
 
     def _correct(self, batch: Batch, sequence: torch.Tensor) -> dict[str, float]:
-        """Add the weights of tokens that older weights drew; return metrics."""
-        mask = batch.loss_mask
-        columns = batch.columns
+        """Add the column ``correction``; return metrics."""
+        names = ("proximal_logprobs", "behaviour_logprobs", "staleness")
+        proximal, behaviour, staleness = (batch.columns[name][batch.loss_mask] for name in names)
         weights, metrics = correction_weights(
-            self._corrections,
-            columns["proximal_logprobs"][mask],
-            columns["behaviour_logprobs"][mask],
-            columns["staleness"][mask],
-            sequence,
+            self._corrections, proximal, behaviour, staleness, sequence
         )
-        columns["correction"] = batch.scatter(weights)
+        batch.columns["correction"] = batch.scatter(weights)
         return metrics

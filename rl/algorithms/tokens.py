@@ -1,4 +1,4 @@
-"""The tokens that a loss is called with, and sums over their sequences."""
+"""Tokens that a loss is called with, and sums over their sequences."""
 
 from typing import cast
 
@@ -8,43 +8,37 @@ from rl.errors import RunError, shown
 
 
 class Tokens(dict[str, torch.Tensor]):
-    """Tensors [C] by name: the tokens that count of some whole sequences, end to end. C may be 0.
+    """Tensors [C] by name: the tokens that count of some whole sequences, concatenated. C may be 0.
 
-    float32: what the model put out (``logprobs`` and ``entropy``; a critic's ``values``) and every
-    column of the batch. int64: ``sequence``, the number of each token's sequence, from 0.
+    float32: the model's outputs (``logprobs`` and ``entropy``; a critic's ``values``) and every
+    column of the batch. int64: ``sequence``, the index of each token's sequence, from 0.
     """
 
     def __missing__(self, name: str) -> torch.Tensor:
-        raise RunError(
-            f"the loss needs {name}, which the batch does not have; it has "
-            f"{', '.join(sorted(self))}"
-        )
+        names = ", ".join(sorted(self))
+        raise RunError(f"the loss needs {name}, which the batch does not have; it has {names}")
 
 
-def check_per_token(whose: str, values: object, count: int) -> torch.Tensor:
-    """Return ``values`` if the user's code gave one number for each of ``count`` tokens; else raise
-    RunError.
+def check_per_token(name: str, values: object, count: int) -> torch.Tensor:
+    """Return ``values`` of the user's code ``name``; raise RunError unless they are float32
+    [count] on the CPU without a gradient.
     """
+    found = shown(values)
     if isinstance(values, torch.Tensor):
-        kind = (
-            f"{str(values.dtype).removeprefix('torch.')} {[*values.shape]} on {values.device.type}"
-        )
-        kind += " with gradient" if values.requires_grad else ""
-    else:
-        kind = shown(values)
+        dtype = str(values.dtype).removeprefix("torch.")
+        gradient = " with gradient" if values.requires_grad else ""
+        found = f"{dtype} {[*values.shape]} on {values.device.type}{gradient}"
     expected = f"float32 [{count}] on cpu"
-    if kind != expected:
-        raise RunError(
-            f"{whose} returned {kind}; expected is a tensor, {expected}, one number a completion "
-            "token"
-        )
+    if found != expected:
+        rule = f"expected is a tensor, {expected}, one number a completion token"
+        raise RunError(f"{name} returned {found}; {rule}")
     return cast(torch.Tensor, values)
 
 
 def sum_by_sequence(
     values: torch.Tensor, sequence: torch.Tensor, count: int | None = None
 ) -> torch.Tensor:
-    """Sum [N] of the values [C] of each sequence; ``per_sequence[sequence]`` spreads such sums to
+    """Return the sum [N] of the values [C] of each sequence; ``sums[sequence]`` spreads the sums to
     [C] again.
 
     ``count`` is N, by default one more than the largest of ``sequence``, int64 [C].
@@ -55,7 +49,6 @@ def sum_by_sequence(
 
 
 def mean_by_sequence(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """Mean [N] of the values [C] of each sequence; 0 of one without tokens."""
-    return sum_by_sequence(values, sequence) / sum_by_sequence(
-        torch.ones_like(values), sequence
-    ).clamp(min=1)
+    """Return the mean [N] of the values [C] of each sequence; 0 for a sequence without tokens."""
+    counts = sum_by_sequence(torch.ones_like(values), sequence)
+    return sum_by_sequence(values, sequence) / counts.clamp(min=1)

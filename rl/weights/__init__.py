@@ -1,1 +1,1 @@
-"""The direct push: from the trainer's shards to the generator's, with no full tensor in between."""
+"""Direct push of weights from the trainer's shards to the generator's, without full tensors."""

@@ -1,6 +1,4 @@
-"""Parts of a trainer rank's shards that travel together: one contiguous blob for each set of
-generator ranks.
-"""
+"""Contiguous blobs of a trainer rank's shards, one for each set of generator ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +12,7 @@ from rl.weights.transport import starts_of
 
 
 class BlobPiece(NamedTuple):
-    """A part of a trainer rank's region ``held``, and the regions of generator ranks that it goes
-    to.
-    """
+    """A part of a trainer rank's region ``held``, and its destinations on generator ranks."""
 
     held: int
     box: Box
@@ -26,18 +22,20 @@ class BlobPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """All that the same generator ranks want of a trainer rank: one transfer for each of them."""
+    """All parts of a trainer rank's shards that the same generator ranks read: one transfer for
+    each reader.
+    """
 
     readers: frozenset[int]
     pieces: tuple[BlobPiece, ...]
 
     @property
     def numel(self) -> int:
-        """Elements, with what lies between pieces to align them."""
+        """Number of elements, including the padding that aligns the pieces."""
         return starts_of([piece.box.numel for piece in self.pieces])[1]
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Each piece within ``memory``, [numel], that holds the blob."""
+        """Return the view of each piece in ``memory``, [numel], which holds the blob."""
         sizes = [piece.box.numel for piece in self.pieces]
         starts, _ = starts_of(sizes)
         return [
@@ -47,24 +45,24 @@ class Blob:
 
 
 def plan_blobs(sources: Sequence[Layout], wanted: Sequence[Layout]) -> list[list[Blob]]:
-    """Blobs of each trainer rank, from the layouts of all of them and of all ranks of a generator.
+    """Return the blobs of each trainer rank, from the layouts of all trainer ranks and of all ranks
+    of a generator.
 
-    Nothing lies in two blobs, so a trainer rank's are no larger than its shards. Raises ValueError
-    as plan_push does.
+    No element is in two blobs, so the blobs of a trainer rank are no larger than its shards. Raises
+    ValueError as plan_push does.
     """
     places: dict[tuple[int, int, Box], list[tuple[int, int]]] = {}
     for reader, routes in enumerate(plan_push(sources, wanted).routes):
         for route in routes:
-            places.setdefault((route.source, route.held, route.box), []).append(
-                (reader, route.wanted)
-            )
-    pieces: list[dict[frozenset[int], list[BlobPiece]]] = [{} for _ in sources]
+            part = (route.source, route.held, route.box)
+            places.setdefault(part, []).append((reader, route.wanted))
+    blobs: list[dict[frozenset[int], list[BlobPiece]]] = [{} for _ in sources]
     for (source, held, box), to in places.items():
         readers = frozenset(reader for reader, _ in to)
-        pieces[source].setdefault(readers, []).append(BlobPiece(held, box, tuple(to)))
-    return [[Blob(readers, tuple(own)) for readers, own in blobs.items()] for blobs in pieces]
+        blobs[source].setdefault(readers, []).append(BlobPiece(held, box, tuple(to)))
+    return [[Blob(readers, tuple(pieces)) for readers, pieces in each.items()] for each in blobs]
 
 
 def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory of the host, [numel], that ``device`` copies from and to; every page was touched."""
+    """Allocate host memory, [numel], that ``device`` copies from and to, and touch every page."""
     return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda").zero_()

@@ -1,4 +1,4 @@
-"""How weights get from the trainer to the generators, and how far that is trusted."""
+"""Config of the push of weights, and of the checks of its result."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

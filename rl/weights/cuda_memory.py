@@ -1,11 +1,11 @@
-"""CUDA memory for the push: host memory that the GPU copies from, and GPU memory that another
-process opens.
+"""CUDA memory for the push: pinned host memory, and GPU memory that other processes open.
 
-Not run by any test: written against the CUDA driver's documentation, for hosts with GPUs.
+No test runs this: it is written against the CUDA driver's documentation, for hosts with GPUs.
 """
 
 import ctypes
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -13,9 +13,7 @@ _LAZY_PEER_ACCESS = 1
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Page-lock host memory, where this host has CUDA; copies from and to it then run
-    asynchronously.
-    """
+    """Page-lock host memory if this host has CUDA; copies from and to it are then asynchronous."""
     if torch.cuda.is_available():
         torch.cuda.check_error(
             torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
@@ -30,11 +28,10 @@ def unpin(memory: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """GPU memory that any process of the host opens by this handle. The driver frees it with its
-    owner.
+    """GPU memory that any process of the host can open by this handle. The driver frees it when its
+    owner ends.
 
-    Opening it needs the owner's GPU to be visible to the process, and peer access between the two
-    GPUs.
+    A process that opens it needs to see the owner's GPU, and peer access between the two GPUs.
     """
 
     handle: bytes
@@ -44,9 +41,7 @@ class DeviceMemory:
 
     @classmethod
     def allocate(cls, bytes: int, device: torch.device) -> "DeviceMemory":
-        """Memory of its own, outside torch's allocator, whose blocks cannot be told apart by
-        handle.
-        """
+        """Allocate memory outside torch's allocator, where blocks share a handle."""
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the device's context current
             address = ctypes.c_uint64()
@@ -56,20 +51,19 @@ class DeviceMemory:
         return cls(handle.raw, bytes, address.value)
 
     def tensor(self, *, own: bool) -> torch.Tensor:
-        """The memory as uint8 [bytes], in the owner's process or in another."""
+        """Return the memory as uint8 [bytes]; ``own`` in the owner's process."""
         address = ctypes.c_uint64(self.address)
         if not own:
             torch.cuda.current_stream().synchronize()
-            _driver(
-                "cuIpcOpenMemHandle_v2",
-                ctypes.byref(address),
-                _Handle.from_buffer_copy(self.handle),
-                _LAZY_PEER_ACCESS,
-            )
-        return torch.as_tensor(_Exported(address.value, self.bytes), device="cuda")
+            handle = _Handle.from_buffer_copy(self.handle)
+            _driver("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
+        data = (address.value, False)  # not read-only
+        interface = {"shape": (self.bytes,), "typestr": "|u1", "data": data, "version": 3}
+        memory = SimpleNamespace(__cuda_array_interface__=interface)
+        return torch.as_tensor(memory, device="cuda")
 
     def free(self) -> None:
-        """Give it back; for the owner, when no reader copies any more."""
+        """Free the memory. The owner calls this when no reader copies any more."""
         _driver("cuMemFree_v2", ctypes.c_uint64(self.address))
 
 
@@ -77,18 +71,6 @@ class _Handle(ctypes.Structure):
     """CUipcMemHandle, which the driver takes by value."""
 
     _fields_ = [("reserved", ctypes.c_ubyte * 64)]
-
-
-class _Exported:
-    """Description from which torch makes a tensor of foreign GPU memory."""
-
-    def __init__(self, address: int, bytes: int):
-        self.__cuda_array_interface__ = {
-            "shape": (bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 def _driver(function: str, *args: object) -> None:

@@ -1,21 +1,22 @@
-"""Difference of a buffer from the version before, bit for bit.
+"""Difference of a buffer from its previous version, bit for bit.
 
-The code is a table of int32, the number of changed elements in each block, and for each block their
-places in it, uint16, and their new bits.
+The code is a table of int32, the number of changed elements of each block, followed for each block
+by their indices in the block, uint16, and their new bits.
 """
 
 import torch
 
 from rl.weights.digest import bits_of
 
-BLOCK = 1 << 16  # elements: as many as two bytes can tell apart
+BLOCK = 1 << 16  # elements: as many as uint16 can index
 
 
 def encode(new: torch.Tensor, old: torch.Tensor, out: torch.Tensor) -> int:
-    """Write into ``out``, uint8 [capacity], what turns ``old`` into ``new``, both [N] of one dtype.
+    """Write the code that turns ``old`` into ``new``, both [N] of one dtype, into ``out``, uint8
+    [capacity].
 
-    Returns the bytes written; 0 where they would be more than the capacity. Bits are compared, so
-    that NaN equals itself and -0.0 differs from 0.0.
+    Returns the number of bytes written; 0 if the capacity is too small. Bits are compared: NaN
+    equals itself, and -0.0 differs from 0.0.
     """
     new, old = map(bits_of, (new, old))
     counts = torch.zeros(-(-len(new) // BLOCK), dtype=torch.int32)

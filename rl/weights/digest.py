@@ -1,7 +1,8 @@
-"""Checksums of parameters that do not depend on how they are cut."""
+"""Checksums of parameters that do not depend on their sharding."""
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -18,7 +19,7 @@ ShardDigests = dict[tuple[str, Box], int]
 
 
 def digests(shards: Iterable[Shard], *, dtype: torch.dtype | None = None) -> ShardDigests:
-    """Digests of one rank's shards, cast to ``dtype`` first if given."""
+    """Return the digests of one rank's shards, cast to ``dtype`` first if given."""
     return {
         (each.name, each.box): shard_digest(each, dtype or each.tensor.dtype) for each in shards
     }
@@ -26,12 +27,12 @@ def digests(shards: Iterable[Shard], *, dtype: torch.dtype | None = None) -> Sha
 
 @torch.no_grad()
 def shard_digest(shard: Shard, dtype: torch.dtype) -> int:
-    """Return an int64: the sum over the shard's elements of their bits times a weight of their
-    position in the whole.
+    """Return an int64: the sum over the shard's elements of their bits times the weight of their
+    position in the whole tensor.
 
-    The digest of a tensor is the sum, modulo 2^64, of those of any shards that tile it. The weight
-    of a position is the product of an odd number for its place in each dimension. The bits are
-    those of the elements in ``dtype``.
+    The digest of a tensor is the sum, modulo 2^64, of the digests of any shards that tile it. The
+    weight of a position is the product of one odd number for its index in each dimension. The bits
+    are the bits of the elements in ``dtype``.
     """
     tensor = shard.tensor.detach()
     if not tensor.numel():
@@ -49,12 +50,14 @@ def shard_digest(shard: Shard, dtype: torch.dtype) -> int:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements' bits, as integers of their size."""
+    """Return the elements' bits as integers of the same size."""
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def _weights(shard: Shard, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of the shard's places in all dimensions but the last together, and in the last."""
+    """Return the weights of the shard's positions: of all leading dimensions together, and of the
+    last dimension.
+    """
     ranges = zip(shard.box.offset, shard.box.shape, strict=True)
     places = [torch.arange(offset, offset + size, device=device) for offset, size in ranges]
     weights = [_mix(place + (dimension << 56)) for dimension, place in enumerate(places)]
@@ -66,9 +69,7 @@ def _weights(shard: Shard, device: torch.device) -> tuple[torch.Tensor, torch.Te
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Odd, well-spread numbers from small ones (the finalizer of splitmix64, with signed
-    shifts).
-    """
+    """Hash small numbers to odd ones (the finalizer of splitmix64, with signed shifts)."""
     x = (x + 1) * -7046029254386353131
     x = (x ^ (x >> 30)) * -4658895280553007687
     x = (x ^ (x >> 27)) * -7723592293110705685
@@ -76,24 +77,23 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def merge_digests(ranks: Iterable[ShardDigests]) -> dict[str, str]:
-    """Digest of each whole parameter from all ranks' parts, as 16 hex digits.
+    """Return the digest of each whole parameter from all ranks' shards, as 16 hex digits.
 
-    Raises ValueError, naming the parameter, where two ranks hold the same part with different
-    values.
+    Raises ValueError, naming the parameter, if two ranks hold different values of one shard.
     """
-    shards: dict[tuple[str, Box], int] = {}
+    shards: ShardDigests = {}
     for rank in ranks:
         for (name, box), digest in rank.items():
             if shards.setdefault((name, box), digest) != digest:
                 raise ValueError(
                     f"parameter {name}: two ranks hold different values of the same shard {box}"
                 )
-    totals: dict[str, int] = {}
+    totals = Counter[str]()
     for (name, _), digest in shards.items():
-        totals[name] = totals.get(name, 0) + digest
+        totals[name] += digest
     return {name: f"{total % (1 << 64):016x}" for name, total in totals.items()}
 
 
 def policy_digest(digests: dict[str, str]) -> str:
-    """One hash, 64 hex digits, of all parameters."""
+    """Return one hash, 64 hex digits, of all parameters."""
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Both ends of a push, for the transport that the topology or the config chooses."""
+"""Choice of the transport, and creation of both ends of a push."""
 
 import importlib
 from collections.abc import Collection, Sequence
@@ -14,16 +14,14 @@ NETWORKS = {"rdma": ("rl.weights.rdma", "Rdma"), "torchstore": ("rl.weights.stor
 
 
 def choose_transport(requested: str, domains: Collection[str]) -> TransportName:
-    """Return the requested transport, or with ``auto`` the quickest for ranks in these memory
-    domains.
-    """
+    """Return the requested transport; for ``auto`` the fastest one between these memory domains."""
     if requested != "auto":
         return requested  # type: ignore[return-value]
     return "shared_memory" if len(set(domains)) == 1 else "rdma"
 
 
 def open_publisher(transfer: Transfer, shards: Sequence[Shard], *, rank: int) -> Publisher:
-    """Return the trainer rank's end; to be opened within its actor."""
+    """Return the end of trainer rank ``rank``. Call this within the rank's actor."""
     if transfer.transport in NETWORKS:
         return _network_end(transfer, "Publisher")(shards, transfer, rank=rank)
     on_device = transfer.transport == "cuda_ipc"
@@ -49,6 +47,8 @@ def open_subscriber(
 
 
 def _network_end(transfer: Transfer, end: str) -> Any:
-    """Return a network's class; its module is imported only if used, since that takes seconds."""
+    """Return the class of a network transport. Its module, which takes seconds to import, is
+    imported only here.
+    """
     module, prefix = NETWORKS[transfer.transport]
     return getattr(importlib.import_module(module), prefix + end)

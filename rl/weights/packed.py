@@ -1,6 +1,4 @@
-"""The push over a network: the protocol between blobs of trainer ranks and copies of them near a
-generator.
-"""
+"""Push over a network: the protocol between trainer ranks' blobs and generator ranks' copies."""
 
 import asyncio
 import threading
@@ -27,12 +25,15 @@ _DELTAS = 2
 class PackedPublisher:
     """A trainer rank's side of a push over a network.
 
-    Blobs are packed in the generator's dtype into two slots alternately. A slot's header has a
-    sequence number, odd while the slot is written and 2n + 2 when it holds push n, and the version.
-    A reader reads the headers, then the blobs into memory of its own, then the headers again: equal
-    ones before and after say that nothing was written between, and if not, the fetch is refused. So
-    nothing torn gets as far as a parameter. Then it acknowledges the sequence number to all
-    publishers, and ``pull`` copies from its own memory, whatever the publishers do meanwhile. ::
+    Blobs are packed in the generator's dtype into two slots alternately. A slot's header holds the
+    version and a sequence number, which is odd while the slot is written and 2n + 2 when it holds
+    push n. A reader
+
+    - reads the headers, then the blobs into its own memory, then the headers again. Equal headers
+      prove that nothing was written in between; otherwise the fetch is refused. So no torn value
+      reaches a parameter.
+    - acknowledges the sequence number to all publishers.
+    - copies in ``pull`` from its own memory, whatever the publishers do meanwhile. ::
 
         publisher = ...(shards, transfer, rank=)     # trainer rank, in an endpoint of its actor
         subscriber = ...(addresses, shards, transfer, rank=)     # generator rank
@@ -40,21 +41,21 @@ class PackedPublisher:
         await subscriber.fetch(v)                                     # generation goes on
         subscriber.pull(v)                                            # generation stands still
 
-    A slot is reused when every reader has acknowledged its push or a newer one. A reader that does
-    not within ``transfer.patience`` seconds, or that is excused because its generator has gone, is
-    waited for no more until it acknowledges again. One that was only slow finds its version gone,
-    and is told which one to fetch instead. All ranks of a generator must hold the same version, so
-    a fetch never chooses one by itself.
+    A slot is reused when every reader has acknowledged its push or a newer one. The publisher stops
+    waiting for a reader that does not acknowledge within ``transfer.patience`` seconds, or that is
+    excused because its generator has gone, until the reader acknowledges again. A reader that was
+    only slow gets VersionGone, which names the versions that exist. All ranks of a generator must
+    hold the same version, so a fetch never chooses another version by itself.
 
-    With ``delta``, each blob is compared with the one in the other slot. Where the code of what
-    changed is at most half as large, readers that hold the push before fetch only that; the whole
-    blob is there for all others. Memory: two slots, each no larger than the rank's shards in
-    ``dtype``, and half of that again with ``delta``. On CUDA, which no test covers, it is pinned
-    memory of the host.
+    With ``delta``, each blob is compared with the blob in the other slot. If the code of the
+    changes is at most half as large, readers that hold the previous push fetch only the code; all
+    others fetch the whole blob. Memory: two slots, each no larger than the rank's shards in
+    ``dtype``, and half of that again with ``delta``. On CUDA, which no test covers, this is pinned
+    host memory.
     """
 
     def __init__(self, shards: Sequence[Shard], transfer: Transfer, *, rank: int):
-        """``shards`` of trainer rank ``rank``."""
+        """Allocate the slots for the ``shards`` of trainer rank ``rank``."""
         dtype = transfer.dtype
         self.blobs = plan_blobs(transfer.sources, transfer.wanted)[rank]
         self._ranks = len(transfer.wanted)
@@ -76,11 +77,11 @@ class PackedPublisher:
             ]
             for slot in self._slots
         ]
-        # no two publishers' pushes are taken for one another, not even after a restart
+        # pushes of two publishers are never confused, not even after a restart
         self._push = time.time_ns()
         self._given_up: dict[int, int] = {}
         self._excused: set[int] = set()
-        # one: a publish that was cancelled ends before the next one packs
+        # one thread: a cancelled publish ends before the next one packs
         self._packer = ThreadPoolExecutor(1)
 
     async def publish(self, version: int) -> Sent:
@@ -102,39 +103,32 @@ class PackedPublisher:
         return self._sent(slot)
 
     def excuse(self, generator: int) -> None:
-        """Stop waiting for a generator that has gone.
-
-        Whatever takes its number is waited for once it has fetched.
-        """
+        """Stop waiting for a generator that has gone, until a reader of its number has fetched."""
         self._excused.update(range(generator * self._ranks, (generator + 1) * self._ranks))
 
     def close(self) -> None:
-        """Give back what it holds; subscribers fail from here on."""
+        """Release all resources; subscribers fail from here on."""
         self._packer.shutdown()
 
     async def _acknowledged(self) -> list[int]:
-        """The last sequence number that each reader acknowledged, 0 for none."""
+        """Return the last sequence number that each reader acknowledged, 0 for none."""
         raise NotImplementedError
 
     async def _put_header(self, slot: int) -> None:
-        """Show readers the slot's row of the header, if they do not see this process's memory."""
+        """Publish the slot's row of the header, if readers do not read this process's memory."""
 
     async def _put_slot(self, slot: int) -> None:
-        """Show readers the slot's blobs and deltas, if they do not see this process's memory."""
+        """Publish the slot's blobs and deltas, if readers do not read this process's memory."""
 
     async def _await_readers(self, sequence: int) -> None:
         deadline = time.monotonic() + self._patience
         while sequence and sequence % 2 == 0:
-            acknowledged = await self._acknowledged()
-            behind = {
-                r: a
-                for r, a in enumerate(acknowledged)
-                if a < sequence and self._given_up.get(r) != a
-            }
+            acknowledged = enumerate(await self._acknowledged())
+            behind = {(r, a) for r, a in acknowledged if a < sequence} - self._given_up.items()
             if not behind:
                 return
             late = time.monotonic() > deadline
-            self._given_up |= {r: a for r, a in behind.items() if late or r in self._excused}
+            self._given_up |= {r: a for r, a in behind if late or r in self._excused}
             self._excused.clear()
             await asyncio.sleep(0.001)
 
@@ -151,21 +145,20 @@ class PackedPublisher:
         )
 
     def _delta_sizes(self, slot: int) -> list[int]:
-        """Bytes of each blob's delta, 0 where there is none."""
+        """Return the bytes of each blob's delta, 0 if it has none."""
         return self._header[slot, _DELTAS:].tolist()
 
     def _sent(self, slot: int) -> Sent:
         full = sent = 0
-        for blob, whole, size in zip(
-            self.blobs, self._slots[slot], self._delta_sizes(slot), strict=True
-        ):
+        sizes = self._delta_sizes(slot)
+        for blob, whole, size in zip(self.blobs, self._slots[slot], sizes, strict=True):
             full += whole.nbytes * len(blob.readers)
             sent += (size or whole.nbytes) * len(blob.readers)
         return Sent(full, sent)
 
 
 class Read(NamedTuple):
-    """Bring a blob, or the first ``delta`` bytes of its delta if there is one, into ``into``."""
+    """Read of a blob, or if ``delta`` of the first ``delta`` bytes of its delta, into ``into``."""
 
     source: int
     blob: int
@@ -189,13 +182,12 @@ class PackedSubscriber:
         rank: int,
         generator: int = 0,
     ):
-        """``addresses`` are those of all publishers; the ``shards`` of rank ``rank`` of generator
-        number ``generator`` are overwritten in place by each pull.
+        """Prepare to read from all publishers at ``addresses``. Each pull overwrites in place the
+        ``shards`` of rank ``rank`` of generator number ``generator``.
         """
         if layout_of(shards) != transfer.wanted[rank]:
             raise ValueError(
-                f"the shards of generator rank {rank} are not those of the layouts that were "
-                "planned with"
+                f"the shards of generator rank {rank} differ from the layout that was planned with"
             )
         check_dtype(shards, transfer.dtype)
         self._addresses = addresses
@@ -229,10 +221,11 @@ class PackedSubscriber:
                 ]
 
     async def fetch(self, version: int) -> None:
-        """Bring ``version``, published by all trainer ranks, near; the parameters stay as they are.
+        """Copy ``version``, published by all trainer ranks, into this rank's own memory. The
+        parameters do not change.
 
-        Drops what was fetched before. Raises VersionGone unless all trainer ranks hold it whole,
-        TransferFailed if it does not arrive within ``transfer.patience`` seconds.
+        Drops the version fetched before. Raises VersionGone unless all trainer ranks hold
+        it whole, TransferFailed if it does not arrive within ``transfer.patience`` seconds.
         """
         async with self._fetching:
             await asyncio.to_thread(self._drop)
@@ -243,7 +236,7 @@ class PackedSubscriber:
                 mib = sum(whole.nbytes for whole, _ in self._staged.values()) / 2**20
                 raise TransferFailed(
                     f"fetch of version {version}: {mib:,.1f} MiB did not arrive within "
-                    f"{self._patience:.0f} s; see to the network, or lower weights.min_gb_s"
+                    f"{self._patience:.0f} s; check the network, or lower weights.min_gb_s"
                 ) from None
 
     async def _fetch(self, version: int) -> None:
@@ -258,7 +251,7 @@ class PackedSubscriber:
                     )
             await asyncio.to_thread(self._apply, reads)
         except BaseException:
-            self._make_staging()  # a transfer that was cut short may still write to what there was
+            self._make_staging()  # an interrupted transfer may still write to the old memory
             raise
         self._held = [row[_SEQUENCE] for row in rows]
         self._fetched = version
@@ -266,16 +259,14 @@ class PackedSubscriber:
 
     @torch.no_grad()
     def pull(self, version: int) -> int:
-        """Overwrite this rank's parameters; returns the version.
+        """Overwrite this rank's parameters; return the version.
 
-        Raises RunError unless it was fetched last.
+        Raises RunError unless ``version`` was fetched last.
         """
         with self._pulling:
             if self._fetched != version:
-                raise RunError(
-                    f"pull of version {version}: fetched is {self._fetched}; call fetch({version}) "
-                    "first"
-                )
+                wrong = f"pull of version {version}: fetched is {self._fetched}"
+                raise RunError(f"{wrong}; call fetch({version}) first")
             for live, staged in self._copies:
                 live.copy_(staged, non_blocking=True)
             if self._shards[0].tensor.is_cuda:
@@ -283,29 +274,29 @@ class PackedSubscriber:
         return version
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release all memory."""
         self._fetched = None
         self._staged = {}
         self._copies = []
 
     async def _headers(self) -> list[torch.Tensor]:
-        """Each trainer rank's header now, int64 [SLOTS, columns]."""
+        """Return each trainer rank's current header, int64 [SLOTS, columns]."""
         raise NotImplementedError
 
     async def _read(self, reads: list[Read]) -> None:
-        """Do all ``reads``."""
+        """Perform all ``reads``."""
         raise NotImplementedError
 
     async def _acknowledge(self, sequences: list[int]) -> None:
-        """Tell each publisher the sequence number that was read of it."""
+        """Acknowledge to each publisher the sequence number that was read from it."""
         raise NotImplementedError
 
     def _drop(self) -> None:
-        with self._pulling:  # not while a pull copies from it
+        with self._pulling:  # not while a pull copies
             self._fetched = None
 
     def _missing(self, source: int, blob: int, row: list[int]) -> Read | None:
-        """Return the read that brings a blob from what is held of it to the push ``row``."""
+        """Return the read that updates a blob to the push ``row``; None if it is up to date."""
         whole, code = self._staged[source, blob]
         if self._held[source] == row[_SEQUENCE]:
             return None
@@ -319,7 +310,7 @@ class PackedSubscriber:
 
 
 def _delta_memory(whole: torch.Tensor, transfer: Transfer, device: torch.device) -> torch.Tensor:
-    """Return memory for the delta of a blob, uint8; none if deltas are not sent."""
+    """Return memory for the delta of a blob, uint8; empty if deltas are not sent."""
     return host_memory(whole.nbytes // 2 if transfer.delta else 0, torch.uint8, device)
 
 
@@ -328,7 +319,7 @@ def _slot(row: list[int]) -> int:
 
 
 def _row(header: torch.Tensor, version: int, rank: int) -> list[int]:
-    """The newest push of ``version``."""
+    """Return the header row of the newest push of ``version``; raise VersionGone if none exists."""
     whole = [row for row in header.tolist() if row[_SEQUENCE] and row[_SEQUENCE] % 2 == 0]
     found = [row for row in whole if row[_VERSION] == version]
     if not found:

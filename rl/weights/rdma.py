@@ -1,6 +1,4 @@
-"""The push between hosts: one-sided reads of the trainer's memory by Monarch, over TCP where there
-is no RDMA.
-"""
+"""Push between hosts: Monarch's one-sided reads of the trainer's memory, over TCP without RDMA."""
 
 import math
 from collections.abc import Sequence
@@ -18,11 +16,11 @@ FIRST_CHUNK = 1 << 16  # bytes
 
 @dataclass(frozen=True, slots=True)
 class RdmaAddress:
-    """A trainer rank's memory, as a process elsewhere reaches it."""
+    """Buffers through which other processes reach a trainer rank's memory."""
 
     header: RDMABuffer
     acknowledgements: list[RDMABuffer]
-    """One of each reader, which writes it."""
+    """Buffers by reader; each reader writes its own."""
     slots: list[list[RDMABuffer]]
     """Buffers by slot and blob."""
     deltas: list[list[list[RDMABuffer]]]
@@ -30,14 +28,13 @@ class RdmaAddress:
 
 
 class RdmaPublisher(PackedPublisher):
-    """Serves its memory to readers, which take it without a word from this rank: see
-    PackedPublisher.
+    """Publisher of memory that readers read without help from this rank: see PackedPublisher.
 
-    To be created in an endpoint of a Monarch actor, as all buffers are.
+    Create it in an endpoint of a Monarch actor, as RDMA buffers require.
     """
 
     def __init__(self, shards: Sequence[Shard], transfer: Transfer, *, rank: int):
-        """``shards`` of trainer rank ``rank``."""
+        """Allocate the slots and buffers for the ``shards`` of trainer rank ``rank``."""
         super().__init__(shards, transfer, rank=rank)
         self._acknowledgements = torch.zeros(self._readers, dtype=torch.int64)
         self.address = RdmaAddress(
@@ -62,7 +59,7 @@ class RdmaPublisher(PackedPublisher):
 
 
 class RdmaSubscriber(PackedSubscriber):
-    """Reads all it needs of all trainer ranks in one batch: see PackedPublisher."""
+    """Subscriber that reads from all trainer ranks in one batch: see PackedPublisher."""
 
     _addresses: Sequence[RdmaAddress]
 
@@ -98,17 +95,18 @@ class RdmaSubscriber(PackedSubscriber):
 
     async def _submit(self, action: RDMAAction) -> None:
         try:
-            # later than ``fetch`` gives up
+            # longer than the timeout of fetch
             await action.submit(timeout=math.ceil(self._patience) + 1)
         except Exception as error:  # Monarch raises no other type
             raise TransferFailed(f"the trainer's memory cannot be reached: {error}") from None
 
 
 def chunks_of(area: torch.Tensor, used: int | None = None) -> list[torch.Tensor]:
-    """Cuts of ``area``, uint8 [bytes]: all of them, or those that hold its first ``used`` bytes.
+    """Cut ``area``, uint8 [bytes], into chunks; return all, or those that hold its first ``used``
+    bytes.
 
-    Each is a quarter of all before it, so that no more than 1.25 times ``used`` are read, or
-    FIRST_CHUNK.
+    Each chunk is a quarter of all chunks before it, so at most the larger of 1.25 times ``used``
+    and FIRST_CHUNK bytes are read.
     """
     chunks = []
     start = 0

@@ -1,4 +1,4 @@
-"""Routes from trainer shards to a generator's, from shapes and placements alone."""
+"""Routes from trainer shards to generator shards, computed from shapes and placements alone."""
 
 import itertools
 from collections import Counter
@@ -32,14 +32,14 @@ class PushPlan:
     """All routes from a trainer to one generator."""
 
     sources: tuple[Layout, ...]
-    """By trainer rank."""
+    """Layouts by trainer rank."""
     wanted: tuple[Layout, ...]
-    """By generator rank."""
+    """Layouts by generator rank."""
     routes: tuple[list[Route], ...]
-    """By generator rank."""
+    """Routes by generator rank."""
 
     def elements(self) -> list[Counter[int]]:
-        """How many elements each generator rank reads from each trainer rank."""
+        """Return by generator rank the number of elements that it reads from each trainer rank."""
         counts: list[Counter[int]] = [Counter() for _ in self.routes]
         for count, routes in zip(counts, self.routes, strict=True):
             for route in routes:
@@ -47,8 +47,8 @@ class PushPlan:
         return counts
 
     def describe(self, dtype: torch.dtype) -> str:
-        """A table for people: MiB of ``dtype`` that each generator rank reads, and from which
-        trainer ranks most.
+        """Return a readable table: MiB of ``dtype`` that each generator rank reads, and the trainer
+        ranks that it reads most from.
         """
 
         def mib(count: int) -> str:
@@ -76,7 +76,7 @@ def plan_push(sources: Sequence[Layout], wanted: Sequence[Layout]) -> PushPlan:
     """Return the plan from all trainer ranks' layouts to those of a generator's ranks.
 
     Raises ValueError, naming the parameter, unless the trainer's shards fill every region exactly
-    once and the generator's ranks together have a place for every element.
+    once and the generator's regions together hold every element.
     """
     offers = _offers(sources)
     routes = tuple(_routes(offers, layout, rank) for rank, layout in enumerate(wanted))
@@ -86,19 +86,19 @@ def plan_push(sources: Sequence[Layout], wanted: Sequence[Layout]) -> PushPlan:
 
 
 def plan_routes(sources: Sequence[Layout], wanted: Layout, *, reader: int) -> list[Route]:
-    """Routes that fill the regions ``wanted`` by one generator rank from the trainer ranks'
-    layouts.
+    """Return the routes that fill the regions ``wanted`` by one generator rank from the trainer
+    ranks' layouts.
 
-    Of equal regions on several trainer ranks, each is read from the one that was asked for least so
-    far; where that leaves a choice, readers differ. Raises ValueError, naming the parameter, unless
-    every element wanted is covered exactly once and the rank wants something of every parameter of
-    the trainer.
+    If several trainer ranks hold equal regions, a region is read from the rank with the least to
+    send so far; among equal ranks, the choice differs by ``reader``. Raises ValueError, naming the
+    parameter, unless every wanted element is covered exactly once and the rank wants a part of
+    every parameter of the trainer.
     """
     return _routes(_offers(sources), wanted, reader)
 
 
 _Offers = dict[str, tuple[tuple[int, ...], dict[Box, list[tuple[int, int]]]]]
-"""Shape of the whole by name, and for each box its holders, as (rank, index in its layout)."""
+"""Shape of the whole parameter by name, and the holders of each box as (rank, index in layout)."""
 
 
 def _offers(layouts: Sequence[Layout]) -> _Offers:
@@ -118,7 +118,7 @@ def _routes(offers: _Offers, wanted: Layout, reader: int) -> list[Route]:
     if unknown := sorted(offers.keys() - {region.name for region in wanted}):
         raise ValueError(f"parameter {unknown[0]} of the trainer has no place in the generator")
     routes: list[Route] = []
-    asked: Counter[int] = Counter()  # elements by source
+    load: Counter[int] = Counter()  # elements by source
     for index, (name, shape, box) in enumerate(wanted):
         if name not in offers:
             raise ValueError(f"parameter {name} of the generator is held by no trainer rank")
@@ -132,10 +132,9 @@ def _routes(offers: _Offers, wanted: Layout, reader: int) -> list[Route]:
         for held, shard in _pieces(boxes, box):
             replicas = holders[held]
             first = (reader + index) % len(replicas)
-            source, at = min(
-                replicas[first:] + replicas[:first], key=lambda replica: asked[replica[0]]
-            )
-            asked[source] += shard.numel
+            rotated = replicas[first:] + replicas[:first]
+            source, at = min(rotated, key=lambda replica: load[replica[0]])
+            load[source] += shard.numel
             routes.append(Route(source, at, index, shard))
     return routes
 
@@ -145,13 +144,11 @@ def _check_partition(name: str, boxes: tuple[Box, ...], whole: Box, owner: str) 
         raise ValueError(f"parameter {name}: the {owner}'s shards overlap at {overlap}")
     covered = sum(shard.numel for _, shard in _pieces(boxes, whole))
     if covered != whole.numel:
-        raise ValueError(
-            f"parameter {name}: {covered} of {whole.numel} elements are covered by the {owner}'s "
-            "shards"
-        )
+        covers = f"{covered} of {whole.numel} elements are covered by the {owner}'s shards"
+        raise ValueError(f"parameter {name}: {covers}")
 
 
-# Cached, because all layers of a model are cut alike.
+# cached: all layers of a model have the same boxes
 
 
 @cache
@@ -162,5 +159,5 @@ def _overlap(boxes: tuple[Box, ...]) -> Box | None:
 
 @cache
 def _pieces(boxes: tuple[Box, ...], whole: Box) -> list[tuple[Box, Box]]:
-    """The boxes that have a part in ``whole``, each with that part."""
+    """Return the boxes that overlap ``whole``, each with its overlap."""
     return [(box, shard) for box in boxes if (shard := box.intersect(whole)) is not None]

@@ -1,4 +1,4 @@
-"""The push between processes of one host, through memory that both map."""
+"""Push between processes of one host, through memory that both map."""
 
 import asyncio
 import dataclasses
@@ -23,7 +23,7 @@ from rl.weights.transport import Sent, check_dtype, starts_of
 
 HEADER_BYTES = mmap.PAGESIZE
 SLOTS = 2
-# header fields, int64; the version is stored as version + 1, 0 for none
+# header fields, int64; the version is stored as version + 1, with 0 for no version
 _VERSION = 0
 _TOKEN = 1
 _NONE = -1
@@ -52,10 +52,10 @@ class Segment:
 class SharedMemoryPublisher:
     """A trainer rank's side of the push.
 
-    Two slots hold the rank's shards of two versions, cast to the generator's dtype. Each slot is a
-    memory of its own with a header that says which version it holds, none while it is written. Who
-    uses a slot holds a lock on it, the writer alone, readers together; ending a copy's lock is the
-    reader's acknowledgement. ::
+    Two slots hold the rank's shards of two versions, cast to the generator's dtype. Each slot is
+    separate memory with a header that names its version, or none while the slot is written. A
+    process holds a lock on a slot while it uses the slot: the writer an exclusive lock, readers a
+    shared one. Unlocking after a copy is the reader's acknowledgement. ::
 
         publisher = SharedMemoryPublisher(shards, dtype)    # trainer rank
         subscriber = SharedMemorySubscriber(segments, shards, reader=0)    # generator rank
@@ -64,21 +64,21 @@ class SharedMemoryPublisher:
 
     - publish(v) takes the slots alternately: lock, unset the header, cast and copy, set the header
       to v, unlock.
-    - pull(v) locks a slot that holds v on every trainer rank, copies its slices, unlocks. Where v
-      is gone because newer versions came, it takes the newest that all ranks hold. The ranks of one
-      generator compare what they got, and those behind pull again.
+    - pull(v) locks a slot that holds v on every trainer rank, copies its slices, unlocks. If v has
+      been replaced by newer versions, it takes the newest version that all ranks hold. The ranks of
+      one generator compare their versions, and ranks behind the newest pull again.
 
-    So a reader sees all of one version or an error (a header that is unset under a reader's lock is
-    a writer that died), and no slot is reused under a reader. A publish waits only for readers in
-    the middle of a copy of the older version. Locks belong to open files: the kernel drops them
-    with the process, however it ends, so the dead block no one.
+    So a reader sees all of one version or an error (a header that is unset under a reader's lock
+    means that the writer died), and no slot is reused under a reader. A publish waits only for
+    readers in the middle of a copy of the older version. Locks belong to open files: the kernel
+    drops them with the process, however it ends, so a dead process blocks no other.
 
     The memory has no name (memfd): the kernel frees it with the last process that maps it, so no
-    crash of anyone leaves it behind, and the size of /dev/shm does not limit it.
+    crash leaves it behind, and the size of /dev/shm does not limit it.
 
-    On CUDA (not run by any test) host slots are pinned, so that copies run at the bus's speed on a
-    stream of their own; with ``on_device`` the slots lie in GPU memory that generator ranks of the
-    same host open, and weights go from device to device.
+    On CUDA (not run by any test) host slots are pinned, so that copies run at the speed of the bus
+    on a separate stream. With ``on_device`` the slots are GPU memory that generator ranks of the
+    same host open, and weights are copied from device to device.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SharedMemoryPublisher:
         on_device: bool = False,
         patience: float = PATIENCE_S,
     ):
-        """Takes two slots of memory, each the size of the rank's shards in ``dtype``."""
+        """Allocate two slots of memory, each the size of the rank's shards in ``dtype``."""
         self._patience = patience
         self._tensors = [shard.tensor for shard in shards]
         fds = tuple(os.memfd_create("tiller-weights") for _ in range(SLOTS))
@@ -107,20 +107,20 @@ class SharedMemoryPublisher:
         self._slots = [_Slot(fd, segment, index) for index, fd in enumerate(fds)]
         self._turn = 0
         for slot in self._slots:
-            # first use of a page is ten times slower than the next: pay it here
+            # the first use of a page is ten times slower than the next
             slot.memory.zero_()
             slot.header[_TOKEN] = segment.token
 
     async def publish(self, version: int) -> Sent:
-        """``write`` in a thread of its own; raises RunError where a reader holds the slot longer
-        than ``patience``.
+        """Run ``write`` in a thread. Raises RunError if a reader holds the slot longer than
+        ``patience``.
         """
         await asyncio.to_thread(self.write, version)
         size = sum(view.nbytes for view in self._slots[0].views)
         return Sent(bytes_full=size, bytes_sent=size)
 
     def write(self, version: int) -> None:
-        """Make the current weights readable as ``version``; they must not change before this
+        """Make the current weights readable as ``version``. They must not change before this
         returns.
         """
         with self._claimed(version) as slot:
@@ -129,12 +129,12 @@ class SharedMemoryPublisher:
 
     @contextmanager
     def _claimed(self, version: int):
-        """The slot to overwrite, locked and unset."""
+        """Yield the slot to overwrite, locked and with its header unset."""
         slot = self._slots[self._turn]
         if not slot.wait_for_lock(fcntl.LOCK_EX, self._patience):
             raise RunError(
                 f"publish of version {version}: a generator rank has been copying version "
-                f"{slot.version} for {self._patience:.0f} s; see whether it hangs"
+                f"{slot.version} for {self._patience:.0f} s; check whether it hangs"
             )
         slot.version = _NONE
         try:
@@ -144,10 +144,10 @@ class SharedMemoryPublisher:
             slot.unlock()
 
     def excuse(self, generator: int) -> None:
-        """Nothing: the kernel drops the locks of a process that has ended."""
+        """Do nothing: the kernel drops the locks of a process that has ended."""
 
     def close(self) -> None:
-        """Unmap the slots; they are gone when the last reader closes too."""
+        """Unmap the slots; the kernel frees them when the last reader closes too."""
         for slot in self._slots:
             slot.close()
         for memory in self.address.device:
@@ -165,17 +165,16 @@ class SharedMemorySubscriber:
         reader: int,
         patience: float = PATIENCE_S,
     ):
-        """``segments`` of all trainer ranks; the tensors of ``shards`` are overwritten in place by
-        each pull.
+        """Map the ``segments`` of all trainer ranks. Each pull overwrites in place the tensors of
+        ``shards``.
 
-        Equal shards of several trainer ranks are read from one of them, another for the next
+        If several trainer ranks hold equal shards, the choice of the rank to read differs by
         ``reader``.
         """
         if elsewhere := {segment.domain for segment in segments} - {memory_domain()}:
             raise RunError(
                 f"the trainer runs in {sorted(elsewhere)}, the generator in {memory_domain()}: "
-                "shared memory needs one host and one PID namespace; set weights.transport to "
-                "'rdma' or 'auto'"
+                "shared memory needs one host; set weights.transport to 'rdma' or 'auto'"
             )
         check_dtype(shards, segments[0].dtype)
         layouts = [segment.layout for segment in segments]
@@ -193,13 +192,13 @@ class SharedMemorySubscriber:
                 self._copies[slot].append((destination, slot.views[route.held][slices]))
 
     async def fetch(self, version: int) -> None:
-        """Nothing: what a trainer rank has published is near already."""
+        """Do nothing: a published version is in memory of this host already."""
 
     def pull(self, version: int) -> int:
-        """Overwrite this rank's parameters with ``version``, or the newest where that is gone;
-        returns which.
+        """Overwrite this rank's parameters with ``version``, or with the newest version if
+        ``version`` is gone; return the version used.
 
-        Raises RunError where some trainer rank does not hold it, or nothing newer, whole.
+        Raises RunError if some trainer rank holds neither ``version`` nor a newer one whole.
         """
         deadline = time.monotonic() + self._patience
         target = version
@@ -215,7 +214,7 @@ class SharedMemorySubscriber:
         return target
 
     def claim(self, version: int) -> list["_Slot"]:
-        """A locked slot of every trainer rank that holds ``version``; empty where one has none."""
+        """Lock and return a slot with ``version`` of every trainer rank; empty if one has none."""
         claimed: list[_Slot] = []
         for source in self._sources:
             slot = next((slot for slot in source if slot.lock_for(version)), None)
@@ -226,7 +225,7 @@ class SharedMemorySubscriber:
         return claimed
 
     def release(self, claimed: list["_Slot"]) -> None:
-        """Unlock what was claimed."""
+        """Unlock the ``claimed`` slots."""
         for slot in claimed:
             slot.unlock()
 
@@ -245,7 +244,7 @@ class SharedMemorySubscriber:
 
 
 class _Slot:
-    """One process's view of a slot: its lock, its header, and the regions in it."""
+    """One process's view of a slot: the lock, the header, and the regions."""
 
     def __init__(self, fd: int, segment: Segment, index: int):
         self._fd = fd
@@ -265,7 +264,7 @@ class _Slot:
 
     @property
     def version(self) -> int:
-        """Policy version that it holds; -1 for none."""
+        """Policy version in the slot; -1 for none."""
         return int(self.header[_VERSION]) - 1
 
     @version.setter
@@ -273,7 +272,7 @@ class _Slot:
         self.header[_VERSION] = version + 1
 
     def lock(self, kind: int) -> bool:
-        """Whether the lock, fcntl.LOCK_EX or LOCK_SH, could be had at once."""
+        """Try to take the lock, fcntl.LOCK_EX or LOCK_SH; return whether it was free."""
         try:
             fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -281,7 +280,7 @@ class _Slot:
         return True
 
     def wait_for_lock(self, kind: int, patience: float) -> bool:
-        """Whether the lock could be had within ``patience`` seconds."""
+        """Take the lock; return False if it was not free within ``patience`` seconds."""
         deadline = time.monotonic() + patience
         while not self.lock(kind):
             if time.monotonic() > deadline:
@@ -290,7 +289,7 @@ class _Slot:
         return True
 
     def settled_version(self, patience: float) -> int:
-        """The version it holds when nobody writes it: meanwhile it says that it holds none."""
+        """Return the version after any write in progress, during which the header names none."""
         if not self.wait_for_lock(fcntl.LOCK_SH, patience):
             return _NONE
         version = self.version
@@ -298,7 +297,7 @@ class _Slot:
         return version
 
     def lock_for(self, version: int) -> bool:
-        """Whether a reader's lock could be had and the slot holds ``version``."""
+        """Take a reader's lock if it is free and the slot holds ``version``; return success."""
         if self.version != version or not self.lock(fcntl.LOCK_SH):
             return False
         if self.version == version:
@@ -310,14 +309,14 @@ class _Slot:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Forget the mapping, which the kernel drops with the last tensor of it."""
+        """Unpin and close. The kernel drops the mapping with its last tensor."""
         if not self.memory.is_cuda:
             unpin(self.memory)
         os.close(self._fd)
 
 
 def _open(rank: int, segment: Segment) -> list[_Slot]:
-    """The slots of trainer rank ``rank``, mapped into this process."""
+    """Map the slots of trainer rank ``rank`` into this process."""
     slots = []
     for index, fd in enumerate(segment.fds):
         path = f"/proc/{segment.pid}/fd/{fd}"
@@ -338,8 +337,8 @@ def _open(rank: int, segment: Segment) -> list[_Slot]:
 
 @torch.no_grad()
 def copy_all(pairs: Any, like: torch.Tensor) -> None:
-    """Copy each (destination, source), casting; on CUDA behind the work of ``like``'s device and on
-    a side stream.
+    """Copy each (destination, source), casting. On CUDA this runs on a side stream of the device of
+    ``like``, after the work of its default stream.
     """
     if not like.is_cuda:
         for destination, source in pairs:

@@ -1,6 +1,4 @@
-"""The push through a store in between: torchstore's volume, in a process of its own, keeps what
-trainers put there.
-"""
+"""Push through a store: a torchstore volume, in a separate process, keeps the trainers' blobs."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,25 +17,22 @@ STORE = "tiller"
 
 
 async def open_store(procs: ProcMesh) -> None:
-    """Start a store whose volume lives in the one process of ``procs``, on whichever host has the
-    memory.
+    """Start a store with its volume in the one process of ``procs``, on a host with enough memory.
 
-    To be awaited by the controller. It takes two slots of each trainer rank, as large as its shards
-    in the transfer dtype, and whatever deltas are put there.
+    The controller calls this. The store takes two slots of each trainer rank, each as large as the
+    rank's shards in the transfer dtype, and the deltas.
     """
     await torchstore.initialize(1, torchstore.SingletonStrategy(), STORE, procs)
 
 
 async def close_store() -> None:
-    """Empty the store, and give its name free; its process is the caller's to stop."""
+    """Empty the store and free its name. The caller stops its process."""
     await torchstore.shutdown(STORE)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Names under which a trainer rank puts what it publishes: few, and the same for every
-    version.
-    """
+    """Keys of a trainer rank's values in the store: few, and the same for every version."""
 
     rank: int
 
@@ -52,13 +47,13 @@ class StoreAddress:
 
 
 class StorePublisher(PackedPublisher):
-    """Puts its slots into the store: see PackedPublisher.
+    """Publisher that puts its slots into the store: see PackedPublisher.
 
-    What it put stays there when it is closed.
+    The values stay in the store when it is closed.
     """
 
     def __init__(self, shards: Sequence[Shard], transfer: Transfer, *, rank: int):
-        """``shards`` of trainer rank ``rank``."""
+        """Allocate the slots for the ``shards`` of trainer rank ``rank``."""
         super().__init__(shards, transfer, rank=rank)
         torchstore.reset_client(STORE)
         self.address = StoreAddress(rank)
@@ -81,17 +76,17 @@ class StorePublisher(PackedPublisher):
         ):
             await self.address.put(whole, "blob", slot, b)
             if size:
-                # of a view, all the memory would go
+                # of a view, the store would copy all the memory
                 await self.address.put(code[:size].clone(), "delta", slot, b)
 
 
 class StoreSubscriber(PackedSubscriber):
-    """Gets what it wants from the store: see PackedPublisher."""
+    """Subscriber that reads from the store: see PackedPublisher."""
 
     _addresses: Sequence[StoreAddress]
 
     def __init__(self, *args: Any, **options: Any):
-        """Takes the arguments of PackedSubscriber."""
+        """Accept the arguments of PackedSubscriber."""
         super().__init__(*args, **options)
         torchstore.reset_client(STORE)
 
@@ -104,7 +99,7 @@ class StoreSubscriber(PackedSubscriber):
     async def _read_one(self, read: Read) -> None:
         kind = "delta" if read.delta else "blob"
         value = await self._addresses[read.source].get(kind, read.slot, read.blob)
-        # one that was overwritten meanwhile may be shorter
+        # a delta that was overwritten meanwhile may be shorter
         size = min(len(value), read.delta or len(value))
         read.into[:size] = value[:size]
 

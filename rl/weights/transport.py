@@ -1,5 +1,6 @@
 """Interface of all transports of the push."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,11 +13,11 @@ from rl.weights.config import TransportName
 from rl.weights.routes import plan_push
 
 ALIGN = 64
-"""Elements: where a region begins in a buffer, for whole cache lines and vector loads."""
+"""Alignment of regions in a buffer, in elements, for whole cache lines and vector loads."""
 
 
 class VersionGone(RunError):
-    """A trainer rank does not hold the version that was asked for, or holds it no longer."""
+    """A trainer rank does not hold the requested version, or no longer."""
 
 
 class TransferFailed(RunError):
@@ -45,9 +46,9 @@ class Transfer:
         return self.generators * self.dtype.itemsize * sum(each.total() for each in elements)
 
     def describe(self) -> str:
-        """Return a table of what goes where, for people.
+        """Return a readable table of the transfers.
 
-        Raises ValueError, naming the parameter, where something does not.
+        Raises ValueError, naming the parameter, if a parameter cannot be routed.
         """
         plan = plan_push(self.sources, self.wanted)
         return f"transport: {self.transport}\n{plan.describe(self.dtype)}\n"
@@ -55,14 +56,12 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Bytes that a generator has to read of one trainer rank for a version, all its ranks
-    together.
-    """
+    """Bytes that all ranks of a generator together read from one trainer rank for a version."""
 
     bytes_full: int
-    """Bytes if it holds no version yet."""
+    """Bytes if the generator holds no version yet."""
     bytes_sent: int
-    """Bytes if it holds the version before: fewer if only what changed is sent."""
+    """Bytes if it holds the previous version: fewer if only changes are sent."""
 
 
 class Publisher(Protocol):
@@ -79,40 +78,34 @@ class Publisher(Protocol):
         """
 
     def excuse(self, generator: int) -> None:
-        """Stop waiting for a generator that has gone.
-
-        Whatever takes its number is waited for once it has fetched.
-        """
+        """Stop waiting for a generator that has gone, until a reader of its number has fetched."""
 
     def close(self) -> None:
-        """Give back what it holds; subscribers fail from here on."""
+        """Release all resources; subscribers fail from here on."""
 
 
 class Subscriber(Protocol):
     """A generator rank's side."""
 
     async def fetch(self, version: int) -> None:
-        """Bring ``version``, published by all trainer ranks, near, while generation goes on with
-        what it has.
+        """Prepare the pull of ``version``, published by all trainer ranks, while generation goes on
+        with the current weights.
 
         Raises VersionGone or TransferFailed. Another ``fetch`` can follow.
         """
 
     def pull(self, version: int) -> int:
-        """Overwrite this rank's parameters, while generation stands still; returns the version that
-        they hold now.
+        """Overwrite this rank's parameters, while generation is paused; return their version.
 
-        Raises RunError where ``version`` is not there whole.
+        Raises RunError if ``version`` is not available whole.
         """
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release all resources."""
 
 
 def check_dtype(shards: Sequence[Shard], dtype: torch.dtype) -> None:
-    """Raise RunError, naming the parameter, unless a generator's ``shards`` are of the dtype that
-    is pushed.
-    """
+    """Raise RunError, naming the parameter, unless ``shards`` have the pushed dtype."""
     for shard in shards:
         if shard.tensor.dtype != dtype:
             raise RunError(
@@ -121,12 +114,6 @@ def check_dtype(shards: Sequence[Shard], dtype: torch.dtype) -> None:
 
 
 def starts_of(numels: list[int]) -> tuple[list[int], int]:
-    """Return the starts of regions of these sizes that lie end to end, aligned, and the elements of
-    all.
-    """
-    starts = []
-    end = 0
-    for numel in numels:
-        starts.append(end)
-        end += -(-numel // ALIGN) * ALIGN
-    return starts, end
+    """Return the aligned starts of consecutive regions of these sizes, and the elements of all."""
+    ends = list(itertools.accumulate((-(-numel // ALIGN) * ALIGN for numel in numels), initial=0))
+    return ends[:-1], ends[-1]

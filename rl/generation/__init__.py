@@ -1,3 +1,3 @@
-"""What runs inside one generator rank: the torchtitan model in vLLM, and the loop that steps it."""
+"""One generator rank: the torchtitan model in vLLM, and the loop that steps the engine."""
 
 from rl import platform as platform  # before torchtitan and torchao

@@ -1,4 +1,4 @@
-"""How a generator runs, and the environment its processes must be born with. Imports no vLLM."""
+"""Config of the generators, and the environment of their processes. Imports no vLLM."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from rl.model.shape import ModelShape
 from rl.rules import MAX_NODES, NUMERICS, PERFORMANCE, above, at_least
 
-# vLLM silently raises smaller ones to this, and the log-probs would be another distribution's
+# vLLM silently raises lower temperatures to this, which would change the log-probs
 MIN_TEMPERATURE = 0.01
 
 
@@ -80,44 +80,45 @@ class GeneratorConfig:
 
 
 def kv_bytes_per_token(config: GeneratorConfig, shape: ModelShape) -> int:
-    """Of a rank's KV cache; ranks that share a kv head each have a copy of it."""
+    """Return the bytes of a token in a rank's KV cache. Ranks that share a kv head each have a
+    copy.
+    """
     heads = max(1, shape.n_kv_heads // config.tensor_parallel_degree)
     return 2 * shape.n_layers * heads * shape.head_dim * (2 if config.dtype == "bfloat16" else 4)
 
 
 def kv_bytes_per_block(config: GeneratorConfig, shape: ModelShape, *, cuda: bool) -> int:
-    """Of a rank's KV cache."""
+    """Return the bytes of a block of a rank's KV cache."""
     return block_tokens(config, cuda=cuda) * kv_bytes_per_token(config, shape)
 
 
 def kv_blocks(config: GeneratorConfig, tokens: int, *, cuda: bool) -> int:
-    """Blocks that one sequence of so many tokens takes."""
+    """Return the number of blocks that a sequence of ``tokens`` tokens takes."""
     return -(-tokens // block_tokens(config, cuda=cuda))
 
 
 def kv_bytes_at_least(config: GeneratorConfig, shape: ModelShape, *, cuda: bool) -> int:
-    """KV cache of a rank without which vLLM does not start: one sequence of the longest, and a
-    block that it keeps.
+    """Return the bytes of the smallest KV cache of a rank with which vLLM starts: one sequence of
+    the maximum length, and one reserved block.
     """
-    return (kv_blocks(config, shape.max_seq_len, cuda=cuda) + 1) * kv_bytes_per_block(
-        config, shape, cuda=cuda
-    )
+    blocks = kv_blocks(config, shape.max_seq_len, cuda=cuda) + 1
+    return blocks * kv_bytes_per_block(config, shape, cuda=cuda)
 
 
 def block_tokens(config: GeneratorConfig, *, cuda: bool) -> int:
-    """Tokens of a block of the KV cache."""
-    return config.block_size or (16 if cuda else 128)  # vLLM's own choice for its platforms
+    """Return the number of tokens in a block of the KV cache."""
+    return config.block_size or (16 if cuda else 128)  # vLLM's defaults
 
 
 def environment(config: GeneratorConfig) -> dict[str, str]:
-    """Variables that a generator rank must be launched with: vLLM and OpenMP read them at import.
+    """Return the variables to launch a generator rank with: vLLM and OpenMP read them at import.
 
     With tensor parallelism each rank also needs RANK (within its group), LOCAL_RANK, WORLD_SIZE,
     MASTER_ADDR and MASTER_PORT, as torchrun sets them.
     """
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the rank's own process
-        "OMP_NUM_THREADS": "1",  # tensor-parallel ranks on one host starve each other otherwise
+        "OMP_NUM_THREADS": "1",  # otherwise tensor-parallel ranks on one host starve each other
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -125,14 +126,13 @@ def environment(config: GeneratorConfig) -> dict[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
     }
     if config.enforce_eager:
-        variables["TORCH_COMPILE_DISABLE"] = (
-            "1"  # vLLM's sampler compiles a helper otherwise: seconds, and needs g++
-        )
+        # otherwise vLLM's sampler compiles a helper, which takes seconds and g++
+        variables["TORCH_COMPILE_DISABLE"] = "1"
     return variables
 
 
 def shared_memory(port: int) -> list[Path]:
-    """What ranks that were to meet at ``port`` left in /dev/shm because they were killed while they
-    started.
+    """Return the files in /dev/shm of ranks with the rendezvous ``port`` that were killed during
+    their start.
     """
     return [*Path("/dev/shm").glob(f"{port}-*-cpushm_*")]

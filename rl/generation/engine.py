@@ -1,6 +1,4 @@
-"""One rank's vLLM engine, in this process: requests in, completions out, weights changed in
-place.
-"""
+"""One rank's vLLM engine, in this process, with weights that are changed in place."""
 
 import gc
 import json
@@ -20,7 +18,7 @@ from rl.model.shape import ModelConfig, ModelShape, hf_config, shape_of
 from rl.model.shards import Shard, local_shards
 from rl.model.tp_plan import check_generator, generator_layout
 from rl.platform import device_type
-from rl.types import Completion, GenerationRequest
+from rl.types import Completion, GenerationRequest, Sampling
 
 COLLECTIVE_TIMEOUT_S = 600
 
@@ -28,7 +26,7 @@ COLLECTIVE_TIMEOUT_S = 600
 class GenerationEngine:
     """A ``LLMEngine`` that generates with weights pushed from the trainer.
 
-    With tensor parallelism every rank owns one and must make the same calls in the same order::
+    With tensor parallelism every rank has one and makes the same calls in the same order::
 
         engine = GenerationEngine(config, model, seed=0)
         for shard in engine.parameters():
@@ -48,11 +46,10 @@ class GenerationEngine:
         seed: int,
         timeout_s: float = COLLECTIVE_TIMEOUT_S,
     ):
-        """Start vLLM, whose collectives wait ``timeout_s`` for a peer; takes seconds.
+        """Start vLLM, which takes seconds. Its collectives wait ``timeout_s`` for a peer.
 
-        Raises ConfigError where the tensor-parallel degree does not fit the model.
-
-        The process must have been launched with ``rl.generation.config.environment(config)``.
+        Raises ConfigError if the tensor-parallel degree does not fit the model. The process must
+        have been launched with ``rl.generation.config.environment(config)``.
         """
         self.shape = shape_of(model)
         check_generator(
@@ -75,8 +72,8 @@ class GenerationEngine:
         )[self._group.rank_in_group]
 
     def parameters(self) -> list[Shard]:
-        """Live local shards of torchtitan's parameters: where the weight push writes, with
-        ``copy_``.
+        """Return the live local shards of torchtitan's parameters, which the weight push overwrites
+        with ``copy_``.
 
         A tied weight appears once, as ``tok_embeddings.weight``.
         """
@@ -86,11 +83,11 @@ class GenerationEngine:
         )
 
     def weights_changed(self, version: int) -> None:
-        """Tell the engine that its parameters now hold policy ``version``.
+        """Declare that the parameters now hold policy ``version``.
 
-        Requests in flight go on as ``GeneratorConfig.inflight_policy`` says; all others see no key
-        or value of older weights. Raises RunError if the cache survived, as it does where ``drain``
-        left a request running.
+        ``GeneratorConfig.inflight_policy`` governs requests in flight; all others see no key or
+        value of older weights. Raises RunError if the cache survives, as with ``drain`` and a
+        running request.
         """
         if self.inflight_policy == "continue":
             forgotten = vllm_internals.forget_prefixes(self._engine)
@@ -105,9 +102,9 @@ class GenerationEngine:
         self.version = version
 
     def reset_prefix_cache(self) -> None:
-        """Let no request find a prefix of those before it.
+        """Hide the prefixes of earlier requests from later ones.
 
-        Raises RunError where one is in flight.
+        Raises RunError if a request is in flight.
         """
         if not self._engine.reset_prefix_cache():
             raise RunError("vLLM did not reset its prefix cache: a request is in flight")
@@ -116,8 +113,7 @@ class GenerationEngine:
         """Move the weights to host memory and drop the KV cache; their device memory is free until
         ``onload``.
 
-        Raises RunError where a request is in flight. On CUDA the same lines run, which no test
-        covers.
+        Raises RunError if a request is in flight. No test covers this on CUDA.
         """
         if self._host.holds:
             return
@@ -139,35 +135,26 @@ class GenerationEngine:
             storage.resize_(size)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise ValueError for a request that cannot be served, RunError where no weights were ever
-        pushed.
-        """
+        """Raise ValueError if the request cannot be served, RunError before the first weights."""
         if self.version is None:
             raise RunError("generator holds no weights yet: push before generate")
-        name = request.request_id
-        prompt = request.prompt_tokens
-        sampling = request.sampling
-        longest = len(prompt) + sampling.max_tokens
-        if not prompt or sampling.max_tokens < 1:
-            raise ValueError(
-                f"request {name!r}: needs at least one prompt token and one token to generate"
-            )
-        if longest > self.shape.max_seq_len:
-            raise ValueError(
-                f"request {name!r}: {len(prompt)} prompt tokens and max_tokens "
-                f"{sampling.max_tokens} make {longest}, more than max_seq_len "
-                f"{self.shape.max_seq_len}"
-            )
-        if min(prompt) < 0 or max(prompt) >= self.shape.vocab_size:
-            raise ValueError(
-                f"request {name!r}: a prompt token lies outside the vocabulary of "
-                f"{self.shape.vocab_size}"
-            )
+        if error := self._request_error(request.prompt_tokens, request.sampling):
+            raise ValueError(f"request {request.request_id!r}: {error}")
+
+    def _request_error(self, prompt: list[int], sampling: Sampling) -> str:
+        new = sampling.max_tokens
+        longest = self.shape.max_seq_len
+        words = self.shape.vocab_size
+        if not prompt or new < 1:
+            return "needs at least one prompt token and one token to generate"
+        if (total := len(prompt) + new) > longest:
+            lengths = f"{len(prompt)} prompt tokens and max_tokens {new}"
+            return f"{lengths} make {total}, more than max_seq_len {longest}"
+        if min(prompt) < 0 or max(prompt) >= words:
+            return f"a prompt token lies outside the vocabulary of {words}"
         if 0 < sampling.temperature < MIN_TEMPERATURE:
-            raise ValueError(
-                f"request {name!r}: temperature {sampling.temperature} is below {MIN_TEMPERATURE}; "
-                "0 is greedy"
-            )
+            return f"temperature {sampling.temperature} is below {MIN_TEMPERATURE}; 0 is greedy"
+        return ""
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request for the next step. Raises what ``check`` raises."""
@@ -184,7 +171,7 @@ class GenerationEngine:
             top_k=sampling.top_k,
             stop_token_ids=list(sampling.stop_token_ids),
             seed=request.seed % 2**63,  # vLLM takes -1 for "no seed"
-            logprobs=0,  # of the chosen token alone
+            logprobs=0,  # only those of the chosen token
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -197,10 +184,10 @@ class GenerationEngine:
         return self._engine.has_unfinished_requests()
 
     def step(self) -> list[tuple[str, Completion]]:
-        """One forward pass and one token for each running request; ids and completions that this
-        finished.
+        """Run one forward pass, which gives each running request a token; return ids and
+        completions of the requests that it finished.
 
-        Raises RunError for a log-prob that is not finite.
+        Raises RunError if a log-prob is not finite.
         """
         return [
             (output.request_id, _completion(output))
@@ -209,7 +196,7 @@ class GenerationEngine:
         ]
 
     def abort(self, request_ids: list[str]) -> None:
-        """Forget these requests; ids that are not in flight are ignored."""
+        """Drop these requests; ids that are not in flight are ignored."""
         self._engine.abort_request(request_ids)
 
     @property
@@ -218,17 +205,16 @@ class GenerationEngine:
         return self._group.rank_in_group == 0
 
     def share(self, commands: list) -> list:
-        """Rank 0's list on every rank of the group: what all must do before the next step.
+        """Broadcast the commands of rank 0, which all ranks execute before the next step.
 
-        Raises RuntimeError when a peer has gone, or after ``timeout_s``. Waits without using the
-        CPU where no request is in flight.
+        Raises RuntimeError if a peer has gone, or after ``timeout_s``. Waits without using the CPU
+        if no request is in flight.
         """
         group = self._group
         if group.world_size == 1:
             return commands
-        if (
-            self.busy
-        ):  # the ranks step together anyway: one more device collective is the quickest way to ask
+        if self.busy:
+            # the ranks step together anyway: one more device collective is the fastest way to ask
             news = torch.full((1,), float(bool(commands)), device=group.device)
             if not group.all_reduce(news):
                 return []
@@ -237,9 +223,9 @@ class GenerationEngine:
         return shared[0]
 
     def span(self, value: int) -> tuple[int, int]:
-        """Least and greatest ``value`` of the ranks of the group.
+        """Return the minimum and maximum of ``value`` over the ranks of the group.
 
-        Raises RuntimeError when a peer has gone.
+        Raises RuntimeError if a peer has gone.
         """
         if self._group.world_size == 1:
             return value, value
@@ -248,18 +234,16 @@ class GenerationEngine:
         return int(ends[0]), -int(ends[1])
 
     def close(self) -> None:
-        """Free the model, the KV cache and the process groups; peers still in a collective fail at
-        once.
-        """
+        """Free model, KV cache and process groups. Peers in a collective fail at once."""
         vllm_internals.shut_down(self._engine)
         del self._engine, self._model, self._group
-        gc.collect()  # vLLM's cycles hold the sockets of the process groups open
+        gc.collect()  # reference cycles of vLLM keep the sockets of the process groups open
 
 
 def _start(
     config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: int, timeout_s: float
 ):
-    """vLLM's ``LLMEngine`` around the torchtitan model of ``shape``, without weights."""
+    """Return a ``LLMEngine`` with the torchtitan model of ``shape``, without weights."""
     from vllm import EngineArgs, LLMEngine
 
     from rl.compat.vllm_executor import RankExecutor
@@ -267,12 +251,9 @@ def _start(
 
     register()
     on_cpu = device_type() == "cpu"
-    with tempfile.TemporaryDirectory(
-        prefix="tiller-model-"
-    ) as folder:  # read while the config is made
-        Path(folder, "config.json").write_text(
-            json.dumps(hf_config(shape) | {"architectures": [ARCHITECTURE]})
-        )
+    hf = hf_config(shape) | {"architectures": [ARCHITECTURE]}
+    with tempfile.TemporaryDirectory(prefix="tiller-model-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(hf))
         vllm_config = EngineArgs(
             model=folder,
             load_format=LOAD_FORMAT,
@@ -284,7 +265,7 @@ def _start(
                 "expert_parallel": config.expert_parallel,
             },
             dtype=config.dtype,
-            seed=seed % 2**32,  # numpy takes no more; each request has a seed of its own
+            seed=seed % 2**32,  # numpy's limit; each request has its own seed
             max_model_len=shape.max_seq_len,
             tensor_parallel_size=config.tensor_parallel_degree,
             distributed_executor_backend="external_launcher",
@@ -294,16 +275,15 @@ def _start(
             max_num_batched_tokens=max(
                 config.max_batched_tokens, shape.max_seq_len if on_cpu else 0
             ),
-            # after a chunk vLLM rewinds the request's seed: CPU generators cannot
+            # after a chunk vLLM rewinds the request's generator, which CPU generators cannot do
             enable_chunked_prefill=not on_cpu,
             kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) if on_cpu else None,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,
             block_size=config.block_size,
             enable_prefix_caching=config.prefix_caching,
-            logprobs_mode="processed_logprobs",  # temperature and top-k/top-p included
-            # a step's tokens must be of the weights that the step began with
-            async_scheduling=False,
+            logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p
+            async_scheduling=False,  # all tokens of a step come from the same weights
             disable_log_stats=True,
         ).create_engine_config()
         return LLMEngine(vllm_config, RankExecutor, log_stats=False, multiprocess_mode=False)
@@ -316,24 +296,16 @@ def _tp_group():
 
 
 def _completion(output) -> Completion:
-    """The finished vLLM ``RequestOutput`` in our terms."""
+    """Return a finished vLLM ``RequestOutput`` as a Completion."""
     sampled = output.outputs[0]
     tokens = list(sampled.token_ids)
-    completion = Completion(
-        tokens=tokens,
-        logprobs=[
-            entry[token].logprob for token, entry in zip(tokens, sampled.logprobs, strict=True)
-        ],
-        versions=[
-            int(span.version)
-            for span in sampled.weight_versions
-            for _ in range(span.start, span.end)
-        ],
-        finish_reason=sampled.finish_reason,
+    logprobs = [entry[token].logprob for token, entry in zip(tokens, sampled.logprobs, strict=True)]
+    versions = list[int]()
+    for span in sampled.weight_versions:
+        versions += [int(span.version)] * (span.end - span.start)
+    if not all(map(math.isfinite, logprobs)):
+        wrong = f"log-probs of policy version {versions[-1]} are not finite"
+        raise RunError(f"request {output.request_id!r}: {wrong}")
+    return Completion(
+        tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=sampled.finish_reason
     )
-    if not all(map(math.isfinite, completion.logprobs)):
-        version = completion.versions[-1]
-        raise RunError(
-            f"request {output.request_id!r}: log-probs of policy version {version} are not finite"
-        )
-    return completion

@@ -1,7 +1,7 @@
-"""vLLM's kernels inside torchtitan's modules, whose parameters keep their names, shapes and places.
+"""torchtitan's modules with vLLM's kernels. Parameters keep their names, shapes and modules.
 
-Results agree with torchtitan's own to rounding. CUDA calls the same norm and rotary embedding, as
-kernels of its own; no test covers these.
+Results agree with torchtitan's own to rounding. On CUDA, which no test covers, vLLM has its own
+kernels for norm and rotary embedding.
 """
 
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ from torchtitan.models.qwen3 import Qwen3Model
 from rl.compat.vllm_kernels import PackedWeight, rms_norm, rotary_embedding
 
 JOINED = ("w1", "w3")
-"""Layers of a feed-forward that are multiplied in one product, and packed as one."""
+"""Layers of a feed-forward that are packed together and multiplied in one product."""
 
 
 class KernelRMSNorm(RMSNorm):
@@ -31,7 +31,7 @@ class KernelRMSNorm(RMSNorm):
 
 
 class KernelRoPE(CosSinRoPE):
-    """Rotates in float32, whatever the dtype of queries and keys."""
+    """Rotary embedding in float32, whatever the dtype of queries and keys."""
 
     cache: torch.Tensor
 
@@ -40,28 +40,20 @@ class KernelRoPE(CosSinRoPE):
         pass
 
     def halve_cache(self) -> None:
-        """Keep cosines, then sines, of a position's angles [max_seq_len, dim]: torchtitan has each
-        of them twice.
-        """
+        """Keep each cosine and each sine once, [max_seq_len, dim]: torchtitan has them twice."""
         half = self.config.dim // 2
         self.cache = self.cache[:, half:-half].contiguous()
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of queries and keys [1, T, heads, dim]; overwrites them where they are float32."""
+        """Rotate queries and keys [1, T, heads, dim]; float32 ones are overwritten."""
         assert positions is not None
         q = query.float()
         k = key.float()
-        tokens = positions.shape[-1]
-        rotary_embedding(
-            positions.view(-1),
-            q.view(tokens, -1),
-            k.view(tokens, -1),
-            q.shape[-1],
-            self.cache,
-            True,
-        )
+        flat = positions.view(-1)
+        rows = (q.view(len(flat), -1), k.view(len(flat), -1))
+        rotary_embedding(flat, *rows, q.shape[-1], self.cache, True)
         return q.type_as(query), k.type_as(key)
 
 
@@ -82,7 +74,7 @@ class PackedLinear(Linear):
 
 
 class PackedFeedForward(FeedForward):
-    """Computes w1 and w3 in one product."""
+    """Feed-forward that computes w1 and w3 in one product."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
@@ -105,28 +97,25 @@ PACKED: dict[Any, Any] = {Linear: PackedLinear, FeedForward: PackedFeedForward}
 
 
 def use_kernels(config: Qwen3Model.Config, *, compiled: bool, packed: bool) -> None:
-    """Build what the tables name in place of torchtitan's: FUSED unless a compiler will fuse,
-    PACKED where asked.
+    """Replace torchtitan's modules in ``config`` by those of FUSED unless ``compiled``, and by
+    those of PACKED if ``packed``.
     """
     for module, ours in {**({} if compiled else FUSED), **(PACKED if packed else {})}.items():
-        for _, old, parent, place in config.traverse(module.Config):
-            if place not in JOINED:
-                setattr(
-                    parent,
-                    place,
-                    ours.Config(**{field.name: getattr(old, field.name) for field in fields(old)}),
-                )
+        for _, old, parent, name in config.traverse(module.Config):
+            if name not in JOINED:
+                values = {field.name: getattr(old, field.name) for field in fields(old)}
+                setattr(parent, name, ours.Config(**values))
 
 
 def pack(model: nn.Module) -> None:
-    """Bring packed copies up to date: to be called after each change of the parameters."""
+    """Update the packed copies. Call this after each change of the parameters."""
     for module in model.modules():
         if isinstance(module, PackedLinear | PackedFeedForward):
             module.pack()
 
 
 def unpack(model: nn.Module) -> None:
-    """Free the packed copies; nothing can be computed until ``pack``."""
+    """Free the packed copies. The model cannot run until ``pack``."""
     for module in model.modules():
         if isinstance(module, PackedWeight):
             module.empty()

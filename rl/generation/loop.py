@@ -1,4 +1,4 @@
-"""The thread that owns a rank's engine, and the coroutines through which an actor talks to it."""
+"""Thread that owns a rank's engine, and the coroutines through which an actor controls it."""
 
 import asyncio
 import threading
@@ -6,51 +6,28 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from rl.errors import RunError
 from rl.generation.engine import GenerationEngine
 from rl.types import Completion, GenerationRequest
 
-# how long a rank without work sleeps; far below the timeout of the collectives its peers wait in
+# sleep of a rank without work, far below the timeout of the collectives that its peers wait in
 HEARTBEAT_S = 1.0
+NO_VERSION = -1  # version of a rank that could not pull
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
-    requests: list[GenerationRequest]
+class Command(NamedTuple):
+    """A command that every rank executes before the same step."""
 
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    request_ids: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class ResetPrefixCache:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    pass
-
-
-Command = Add | Abort | Pull | ResetPrefixCache | Close
-
-NOTHING = -1  # the version of a rank whose pull failed
+    kind: Literal["add", "abort", "pull", "reset_prefix_cache", "close"]
+    argument: Any = None
+    """Requests to add, request ids to abort, or the version to pull."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What a pull brought: the version that the generator holds now, and how long no step could
-    run, in seconds.
-    """
+    """Result of a pull: the generator's version now, and the time without steps in seconds."""
 
     version: int
     pause_s: float
@@ -58,25 +35,22 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """One ``generate`` in flight: what it asked for, and what has come back so far."""
+    """One ``generate`` in flight: its command, its request ids and its completions so far."""
 
-    add: Add
+    add: Command
+    ids: list[str]
     completions: dict[str, Completion]
     done: Future
 
-    @property
-    def ids(self) -> list[str]:
-        return [request.request_id for request in self.add.requests]
-
 
 class EngineLoop:
-    """Generates continuously in a thread of its own.
+    """Loop that generates continuously in its own thread.
 
     ``make_engine`` builds the engine in that thread. ``pull(engine, version)`` copies the weights
-    of a policy version into ``engine.parameters()``; where it brings a newer one it returns which.
-    With tensor parallelism every rank runs a loop, rank 0 leads: what it is asked for reaches all
-    ranks before the same step. ``generate``, ``abort``, ``pull`` and ``reset_prefix_cache`` are for
-    rank 0, the rest for every rank::
+    of a policy version, or of a newer one, into ``engine.parameters()``; for a newer one it returns
+    the version. With tensor parallelism every rank runs a loop and rank 0 leads: all ranks execute
+    its commands before the same step. ``generate``, ``abort``, ``pull`` and ``reset_prefix_cache``
+    are for rank 0, the rest for every rank::
 
         loop = EngineLoop(make_engine, pull)
         await loop.start()
@@ -85,9 +59,10 @@ class EngineLoop:
         completions = await loop.generate(requests)
         await loop.close()
 
-    The first exception in the thread ends the loop, fails all that is pending, and is raised by
-    ``serve``. A rank that fails to pull ends its peers too. One that fails within a step may leave
-    them inside that step's collectives: the owner of the group must end their processes.
+    The first exception in the thread ends the loop, fails all pending calls, and is raised by
+    ``serve``. A rank that fails to pull ends its peers too. A rank that fails within a step may
+    leave its peers in the collectives of that step: the owner of the group must end their
+    processes.
     """
 
     def __init__(
@@ -98,7 +73,7 @@ class EngineLoop:
         self._make_engine = make_engine
         self._pull = pull
         self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
-        self._changed = threading.Condition()  # guards all below
+        self._changed = threading.Condition()  # guards all fields below
         self._engine: GenerationEngine | None = None
         self._commands: list[Command] = []
         self._pulls: list[tuple[int, Future]] = []
@@ -108,18 +83,15 @@ class EngineLoop:
         self._ended: Future = Future()
 
     async def start(self) -> None:
-        """Start the thread and wait until its engine stands.
-
-        Raises what its construction raises.
-        """
+        """Start the thread and wait until its engine is built; raise the error of that."""
         self._thread.start()
         await self.run_between_steps(lambda engine: None)
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """Completions of ``requests``, in their order; all are admitted before the same step.
+        """Return the completions of ``requests``, in their order; all start in the same step.
 
-        Raises ValueError for a request that cannot be served or whose id is in flight, RunError
-        before the first ``pull``. If the caller is cancelled, the requests are aborted.
+        Raises ValueError if a request cannot be served or its id is in flight, RunError before the
+        first ``pull``. If the caller is cancelled, the requests are aborted.
         """
         if not requests:
             return []
@@ -130,88 +102,84 @@ class EngineLoop:
                 raise ValueError(f"request ids must be unique among those in flight, got {ids}")
             for request in requests:
                 engine.check(request)
-            call = _Call(Add(requests), {}, self._promise())
+            call = _Call(Command("add", requests), ids, {}, self._make_future())
             self._calls.update(dict.fromkeys(ids, call))
-            self._tell(call.add)
-        call.done.add_done_callback(lambda done: self._forget(call) if done.cancelled() else None)
+            self._send(call.add)
+        call.done.add_done_callback(lambda done: self._abort(call) if done.cancelled() else None)
         return await asyncio.wrap_future(call.done)
 
     async def abort(self) -> None:
-        """Abort every request in flight; whoever waits for one gets a RunError."""
+        """Abort every request in flight; its ``generate`` raises RunError."""
         for call in {*self._calls.values()}:
-            self._forget(call)
-            if call.done.set_running_or_notify_cancel():
-                call.done.set_exception(
-                    RunError("the request was aborted: the trainer was started again")
-                )
+            self._abort(call)
+            error = RunError("the request was aborted: the trainer was started again")
+            _settle(call.done, error=error)
 
     async def pull(self, version: int) -> Pulled:
-        """Have every rank pull policy ``version`` before the same step; what is in flight follows
+        """Make every rank pull policy ``version`` before the same step. Requests in flight follow
         ``engine.inflight_policy``.
 
-        One that has not begun is dropped for a newer one: both return when the newer is in. Returns
-        at once where the generator holds ``version`` or a newer one.
+        A pull that has not begun gives way to a newer one: both return after the newer one. Returns
+        at once if the generator holds ``version`` or a newer one.
         """
         with self._changed:
             engine = self._leader()
             if engine.version is not None and engine.version >= version:
                 return Pulled(engine.version, 0.0)
-            done = self._promise()
+            done = self._make_future()
             self._pulls.append((version, done))
             self._changed.notify()
         return await asyncio.wrap_future(done)
 
     async def reset_prefix_cache(self) -> None:
-        """Have every rank forget all prefixes before what is asked for next.
+        """Reset the prefix cache of every rank before the next request.
 
-        Ends the loop if anything is in flight.
+        Ends the loop if a request is in flight.
         """
         with self._changed:
             self._leader()
-            self._tell(ResetPrefixCache())
+            self._send(Command("reset_prefix_cache"))
 
     async def run_between_steps(self, fn: Callable[[GenerationEngine], Any]) -> Any:
-        """``fn(engine)``, run by this rank's thread between two steps. No collectives: peers do not
-        take part.
+        """Run ``fn(engine)`` in this rank's thread between two steps and return its result. ``fn``
+        must not use collectives: peers do not take part.
 
         An exception in ``fn`` ends the loop like any other.
         """
         with self._changed:
-            done = self._promise()
+            done = self._make_future()
             self._visits.append((fn, done))
             self._changed.notify()
         return await asyncio.wrap_future(done)
 
     async def serve(self) -> None:
-        """Return when the loop is closed; raise the exception that ended it otherwise."""
+        """Return when the loop is closed, or raise the exception that ended it."""
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
     async def close(self) -> None:
-        """End the loop; what is pending fails with RunError. On rank 0 this ends every rank, the
+        """End the loop; pending calls fail with RunError. On rank 0 this ends every rank; the
         others wait for it.
 
-        Returns when the thread has ended, which may be in a step, a pull or a collective: its
-        caller has a deadline.
+        Returns when the thread has ended, which may be in a step, a pull or a collective: callers
+        need a deadline.
         """
         with self._changed:
-            self._tell(Close())
+            self._send(Command("close"))
         while self._thread.is_alive():
             await asyncio.sleep(0.01)
 
     def _leader(self) -> GenerationEngine:
-        """The engine, where it may be given commands.
+        """Return the engine if it accepts commands.
 
-        Raises RunError elsewhere, or how the loop ended.
+        Raises RunError if it does not, or the exception that ended the loop.
         """
         self._check_running()
         if self._engine is None or not self._engine.leads:
-            raise RunError(
-                "only a started loop on rank 0 of its tensor-parallel group can be asked for this"
-            )
+            raise RunError("only a started loop on rank 0 of its group accepts commands")
         return self._engine
 
-    def _promise(self) -> Future:
-        """A future that fails when the loop ends."""
+    def _make_future(self) -> Future:
+        """Return a future that fails when the loop ends."""
         self._check_running()
         done: Future = Future()
         self._pending.add(done)
@@ -219,24 +187,23 @@ class EngineLoop:
         return done
 
     def _check_running(self) -> None:
-        """Raise how the loop ended, if it has."""
+        """Raise the exception that ended the loop, or RunError if it is closed."""
         if self._ended.done():
             self._ended.result()
             raise RunError("the generation loop is closed")
 
-    def _tell(self, command: Command) -> None:
+    def _send(self, command: Command) -> None:
         self._commands.append(command)
         self._changed.notify()
 
-    def _forget(self, call: _Call) -> None:
-        """Abort the requests of a caller that was cancelled."""
+    def _abort(self, call: _Call) -> None:
         with self._changed:
             for request_id in call.ids:
                 self._calls.pop(request_id, None)
             if call.add in self._commands:
                 self._commands.remove(call.add)
             else:
-                self._tell(Abort(call.ids))
+                self._send(Command("abort", call.ids))
 
     def _run(self) -> None:
         error: BaseException | None = None
@@ -255,31 +222,30 @@ class EngineLoop:
                 self._ended.set_exception(error)
             pending = list(self._pending)
         for done in pending:
-            if done.set_running_or_notify_cancel():
-                done.set_exception(error or RunError("the generation loop was closed"))
+            _settle(done, error=error or RunError("the generation loop was closed"))
 
     def _turn(self, engine: GenerationEngine) -> None:
-        """Visits, commands, one step; again and again until told to close."""
+        """Repeat until closed: call the visitors, execute the commands, step once."""
         with self._changed:
             self._engine = engine
         while True:
             commands, visits = self._take(engine)
             for fn, done in visits:
                 _settle(done, fn(engine))
-            for command in engine.share(commands):
-                if isinstance(command, Close):
+            for kind, argument in engine.share(commands):
+                if kind == "close":
                     return
-                self._execute(engine, command)
+                self._execute(engine, kind, argument)
             if engine.busy:
                 for request_id, completion in engine.step():
                     self._deliver(request_id, completion)
 
     def _take(self, engine: GenerationEngine) -> tuple[list, list]:
-        """What was asked since the last step. A leader without work sleeps here, its followers in
-        ``share``.
+        """Return the commands and visitors since the last step. A leader without work sleeps here,
+        its followers in ``share``.
 
-        The newest pull goes first: what has not begun begins with its weights. While it drains, so
-        waits what is new.
+        The newest pull goes first: requests that have not begun start with its weights. While it
+        drains, new requests wait.
         """
         with self._changed:
             if engine.leads and not engine.busy:
@@ -291,26 +257,26 @@ class EngineLoop:
             commands = self._commands
             self._commands = []
             if self._pulls and engine.inflight_policy == "drain" and engine.busy:
-                self._commands = [command for command in commands if isinstance(command, Add)]
-                commands = [command for command in commands if not isinstance(command, Add)]
+                self._commands = [command for command in commands if command.kind == "add"]
+                commands = [command for command in commands if command.kind != "add"]
             elif self._pulls:
-                commands.insert(0, Pull(max(version for version, _ in self._pulls)))
+                commands.insert(0, Command("pull", max(version for version, _ in self._pulls)))
             return commands, visits
 
-    def _execute(self, engine: GenerationEngine, command: Command) -> None:
-        match command:
-            case Add(requests):
-                for request in requests:
+    def _execute(self, engine: GenerationEngine, kind: str, argument: Any) -> None:
+        match kind:
+            case "add":
+                for request in argument:
                     engine.add(request)
-            case Abort(request_ids):
-                engine.abort(request_ids)
-            case Pull(version):
-                self._swap(engine, version)
-            case ResetPrefixCache():
+            case "abort":
+                engine.abort(argument)
+            case "pull":
+                self._swap(engine, argument)
+            case "reset_prefix_cache":
                 engine.reset_prefix_cache()
 
     def _swap(self, engine: GenerationEngine, version: int) -> None:
-        """Pull on every rank, and tell all whom the version brought serves."""
+        """Pull on every rank, and complete all pulls up to the resulting version."""
         began = time.perf_counter()
         version = self._pull_everywhere(engine, version)
         engine.weights_changed(version)
@@ -322,21 +288,21 @@ class EngineLoop:
             _settle(done, pulled)
 
     def _pull_everywhere(self, engine: GenerationEngine, version: int) -> int:
-        """The version, this or a newer one, that every rank holds now: those behind the newest
-        found pull again.
+        """Pull on every rank until all hold the same version, this or a newer one; return it.
 
-        No rank goes on to the next step, and waits there for ever, unless all have the weights.
+        No rank continues to the next step, where it would wait endlessly, unless all ranks have
+        the weights.
         """
-        brought = oldest = NOTHING
+        current = oldest = NO_VERSION
         while oldest < version:
             wanted = version
-            held = brought
-            brought = NOTHING
+            held = current
+            current = NO_VERSION
             try:
-                brought = held if held == wanted else self._pull(engine, wanted) or wanted
+                current = held if held == wanted else self._pull(engine, wanted) or wanted
             finally:
-                oldest, version = engine.span(brought)
-            if oldest == NOTHING:
+                oldest, version = engine.span(current)
+            if oldest == NO_VERSION:
                 raise RunError(
                     f"another rank of this generator could not pull policy version {wanted}"
                 )
@@ -345,14 +311,18 @@ class EngineLoop:
     def _deliver(self, request_id: str, completion: Completion) -> None:
         with self._changed:
             call = self._calls.pop(request_id, None)
-        if call is None:  # a follower, or the caller was cancelled
+        if call is None:  # this rank is a follower, or the caller was cancelled
             return
         call.completions[request_id] = completion
         if len(call.completions) == len(call.ids):
             _settle(call.done, [call.completions[name] for name in call.ids])
 
 
-def _settle(done: Future, result: Any) -> None:
-    """Set the result, unless whoever waited was cancelled."""
-    if done.set_running_or_notify_cancel():
+def _settle(done: Future, result: Any = None, error: BaseException | None = None) -> None:
+    """Set the result or the error, unless the waiting caller was cancelled."""
+    if not done.set_running_or_notify_cancel():
+        return
+    if error is None:
         done.set_result(result)
+    else:
+        done.set_exception(error)

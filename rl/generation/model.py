@@ -1,12 +1,12 @@
-"""torchtitan's Qwen3 inside vLLM: the trainer's own model file, with paged attention, kernels and
+"""torchtitan's Qwen3 inside vLLM: the trainer's own model with paged attention, vLLM's kernels and
 local shards.
 
-Tensor parallelism is the table of ``rl.model.tp_plan`` and vLLM's collectives: a parameter is made
-at its local shape, row-cut layers, experts and the embedding add up over the ranks, and every rank
-gets all logits. Expert parallelism gives each rank the tokens of its own experts.
+Tensor parallelism follows the table of ``rl.model.tp_plan`` with vLLM's collectives: parameters
+have their local shapes; the outputs of row-parallel layers, experts and the embedding are summed
+over the ranks; every rank gets all logits. With expert parallelism each rank processes the tokens
+of its own experts.
 
-The tests run this on CPU, eager. CUDA and ``torch.compile`` take the same lines and are not covered
-by them.
+The tests run this eagerly on CPU. They do not cover CUDA and ``torch.compile``.
 """
 
 import dataclasses
@@ -44,23 +44,21 @@ LOAD_FORMAT = "tiller"
 
 
 class PagedAttention(Module):
-    """vLLM's attention over its KV cache, where torchtitan expects an inner attention."""
+    """vLLM's attention over its KV cache as torchtitan's inner attention."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
         layer: int
         n_heads: int
-        """Query heads of this rank."""
+        """Number of query heads of this rank."""
         n_kv_heads: int
-        """Key and value heads of this rank."""
+        """Number of key and value heads of this rank."""
         head_dim: int
 
     def __init__(self, config: Config):
         super().__init__()
         vllm_config = get_current_vllm_config()
-        with _device(
-            vllm_config
-        ):  # its scale buffers must be real although the model is built on meta
+        with _device(vllm_config):  # the model is built on meta, but the scale buffers must be real
             self.attention = Attention(
                 config.n_heads,
                 config.head_dim,
@@ -73,27 +71,24 @@ class PagedAttention(Module):
     def forward(
         self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **_
     ) -> torch.Tensor:
-        """All sequences lie end to end in one row (B = 1); vLLM knows where each begins."""
+        """Attend within the sequences, which are concatenated in one row (B = 1)."""
         out = self.attention(*(heads.squeeze(0).flatten(1) for heads in (q_BLNH, k_BLNH, v_BLNH)))
         return out.view(q_BLNH.shape)
 
 
 class OwnExperts(LocalTokenDispatcher):
-    """Gives the rank's own experts their tokens, where the ranks divide whole experts among
-    them.
-    """
+    """Dispatcher of tokens to this rank's experts, if the ranks divide whole experts."""
 
     def __init__(self, shape: ModelShape, *, tp: int, rank: int):
-        super().__init__(
-            LocalTokenDispatcher.Config(
-                num_experts=shape.num_experts, top_k=shape.experts_per_token
-            )
-        )
+        experts = shape.num_experts
+        super().__init__(self.Config(num_experts=experts, top_k=shape.experts_per_token))
         held = shape.num_experts // tp
         self.own = slice(rank * held, (rank + 1) * held)
 
     def dispatch(self, x_TD: torch.Tensor, *routing: torch.Tensor) -> tuple:
-        """As torchtitan's, of the own experts alone; asks the device how many tokens these have."""
+        """Dispatch as torchtitan does, but only to this rank's experts; this synchronizes with the
+        device.
+        """
         sorted_ND, counts_E, metadata = super().dispatch(x_TD, *routing)
         first = int(counts_E[: self.own.start].sum())
         count = int(counts_E[self.own].sum())
@@ -106,43 +101,41 @@ class OwnExperts(LocalTokenDispatcher):
 
 
 def local_model(vllm_config: VllmConfig) -> Qwen3Model:
-    """This rank's shard of the model that ``vllm_config.additional_config`` describes.
+    """Return this rank's shard of the model that ``vllm_config.additional_config`` describes.
 
-    Parameters are NaN until weights are pushed, so that nothing generated without them can pass for
-    real.
+    Parameters are NaN until weights are pushed, so that generation without weights is noticed.
     """
-    asked: Any = vllm_config.additional_config
-    shape = ModelShape(**asked["shape"])
+    options: Any = vllm_config.additional_config
+    shape = ModelShape(**options["shape"])
+    device = _device(vllm_config)
+    dtype: Any = vllm_config.model_config.dtype
     tp = vllm_config.parallel_config.tensor_parallel_size
     rank = get_tp_group().rank_in_group
     heads = {"n_heads": shape.n_heads // tp, "n_kv_heads": max(1, shape.n_kv_heads // tp)}
     config = qwen3_config(
         dataclasses.replace(shape, **heads),
-        fuse_qkv=asked["fuse_qkv"],
+        fuse_qkv=options["fuse_qkv"],
         inner_attention=lambda layer: PagedAttention.Config(
             layer=layer, head_dim=shape.head_dim, **heads
         ),
     )
-    use_kernels(
-        config,
-        compiled=not vllm_config.model_config.enforce_eager,
-        packed=_device(vllm_config).type == "cpu" and can_pack(vllm_config.model_config.dtype),
-    )
+    packed = device.type == "cpu" and can_pack(dtype)
+    use_kernels(config, compiled=not vllm_config.model_config.enforce_eager, packed=packed)
     with torch.device("meta"):
         model = config.build()
     layouts = generator_layout(
-        shape, fuse_qkv=asked["fuse_qkv"], tp=tp, expert_parallel=asked["expert_parallel"]
+        shape, fuse_qkv=options["fuse_qkv"], tp=tp, expert_parallel=options["expert_parallel"]
     )
-    with _device(vllm_config):
-        _make_parameters(model, layouts, rank=rank, dtype=vllm_config.model_config.dtype)
-    _make_rope_cache(model, _device(vllm_config))
+    with device:
+        _make_parameters(model, layouts, rank=rank, dtype=dtype)
+    _make_rope_cache(model, device)
     if tp > 1:
         _add_collectives(model)
-    if asked["expert_parallel"]:
+    if options["expert_parallel"]:
         for layer in model.layers.values():
             layer.moe.routed_experts.token_dispatcher = OwnExperts(shape, tp=tp, rank=rank)
     pack(model)
-    return titan.without_head(model)  # vLLM asks for the logits of the last positions only
+    return titan.without_head(model)  # vLLM computes the logits of the last positions only
 
 
 def _device(vllm_config: VllmConfig) -> torch.device:
@@ -153,11 +146,9 @@ def _make_parameters(
     model: Qwen3Model, layouts: tuple[Layout, ...], *, rank: int, dtype: Any
 ) -> None:
     """Replace every meta parameter by this rank's shard of it, filled with NaN."""
-    # All ranks' tensors have the shapes of the first's, as collectives want: what a rank does not
-    # own of them is zero.
-    tensors = {
-        name: torch.zeros(shape, dtype=dtype) for name, shape in local_shapes(layouts[0]).items()
-    }
+    # collectives need the same shapes on all ranks: those of rank 0, with zeros beyond the shard
+    shapes = local_shapes(layouts[0])
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
     for shard in local_shards(tensors, layouts[rank]):
         shard.tensor.fill_(torch.nan)
     for name, _ in list(model.named_parameters()):
@@ -170,8 +161,8 @@ def _make_parameters(
 
 
 def _make_rope_cache(model: Qwen3Model, device: torch.device) -> None:
-    """One float32 cache for all layers: they rotate alike, and at long context a copy each is
-    gigabytes.
+    """Share one float32 cache among all layers, which rotate alike: at long context a copy for each
+    layer takes gigabytes.
     """
     ropes = [layer.attention.rope for layer in model.layers.values()]
     ropes[0].init_states(buffer_device=device)
@@ -182,39 +173,37 @@ def _make_rope_cache(model: Qwen3Model, device: torch.device) -> None:
 
 
 def _add_collectives(model: Qwen3Model) -> None:
-    """Sum over the ranks what each computed a part of: the embedding and the layers cut by input
-    features.
-    """
+    """Sum the outputs of the embedding and of row-parallel layers over the ranks."""
 
-    def add_up(_module: nn.Module, _args: tuple, out: torch.Tensor) -> torch.Tensor:
+    def all_reduce(_module: nn.Module, _args: tuple, out: torch.Tensor) -> torch.Tensor:
         return tensor_model_parallel_all_reduce(out)
 
-    model.tok_embeddings.tp_group = (
-        get_tp_group().device_group
-    )  # torchtitan's own vocab-parallel lookup
-    model.tok_embeddings.register_forward_hook(add_up)
+    # torchtitan's own vocab-parallel lookup
+    model.tok_embeddings.tp_group = get_tp_group().device_group
+    model.tok_embeddings.register_forward_hook(all_reduce)
     for layer in model.layers.values():
-        layer.attention.wo.register_forward_hook(add_up)
-        (layer.moe if layer.moe_enabled else layer.feed_forward.w2).register_forward_hook(add_up)
+        last = layer.moe if layer.moe_enabled else layer.feed_forward.w2
+        last.register_forward_hook(all_reduce)
+        layer.attention.wo.register_forward_hook(all_reduce)
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})
 class HiddenStates(nn.Module):
-    """Everything before the output head: the part that vLLM compiles where ``enforce_eager`` is
-    off.
-    """
+    """The model without its output head: the part that vLLM compiles unless ``enforce_eager``."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         self.model = local_model(vllm_config)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, dim] of the token ids [T] at ``positions`` [T] of their sequences."""
+        """Return the hidden states [T, dim] of token ids [T] at ``positions`` [T] of their
+        sequences.
+        """
         return self.model(input_ids.unsqueeze(0), positions.unsqueeze(0)).squeeze(0)
 
 
 class TillerQwen3ForCausalLM(nn.Module):
-    """The interface that vLLM's model runner calls."""
+    """The model as vLLM's model runner calls it."""
 
     is_text_generation_model = True
 
@@ -225,31 +214,25 @@ class TillerQwen3ForCausalLM(nn.Module):
 
     @property
     def titan(self) -> Qwen3Model:
-        """The torchtitan model, whose parameter names are the trainer's."""
+        """The torchtitan model, with the trainer's parameter names."""
         return self.hidden_states.model
 
     def weights_changed(self) -> None:
-        """To be called after parameters were written."""
+        """Update copies of the parameters. Call this after each change of the parameters."""
         pack(self.titan)
 
     def weights_away(self) -> None:
-        """To be called when nobody will ask for anything before ``weights_changed``."""
+        """Free copies of the parameters. The model cannot run until ``weights_changed``."""
         unpack(self.titan)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.titan.tok_embeddings(input_ids)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        intermediate_tensors: None = None,
-        inputs_embeds: None = None,
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, **_: None) -> torch.Tensor:
         return self.hidden_states(input_ids, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [N, vocab_size] on every rank: each samples for itself, from the same numbers."""
+        """Return the logits [N, vocab_size] on every rank: each samples from the same numbers."""
         logits = self.titan.lm_head(hidden_states)
         if self.tp == 1:
             return logits
@@ -260,7 +243,7 @@ class TillerQwen3ForCausalLM(nn.Module):
 
 
 class NoWeights(BaseModelLoader):
-    """Leaves the parameters as they were made: the trainer pushes them later."""
+    """Loader that leaves the parameters unchanged: the trainer pushes them later."""
 
     def download_model(self, model_config: ModelConfig) -> None:
         pass
@@ -270,7 +253,7 @@ class NoWeights(BaseModelLoader):
 
 
 def register() -> None:
-    """Make ARCHITECTURE and LOAD_FORMAT known to vLLM in this process."""
+    """Register ARCHITECTURE and LOAD_FORMAT with vLLM in this process."""
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
         ModelRegistry.register_model(ARCHITECTURE, TillerQwen3ForCausalLM)
         register_model_loader(LOAD_FORMAT)(NoWeights)

@@ -1,4 +1,1 @@
-"""From prompts to scored rollouts to a training batch.
-
-Knows the generator only as an async function.
-"""
+"""Prompts, scored rollouts and their metrics. The generator is only an async function here."""

@@ -4,9 +4,11 @@ from rl.types import Rollout
 
 
 def rollout_metrics(groups: list[list[Rollout]]) -> dict[str, float]:
-    """What a step's rollouts came to: rewards, lengths, and how many groups teach nothing.
+    """Return the metrics of a step's rollouts: rewards, lengths, and the share of groups of equal
+    rewards, which teach nothing.
 
-    Rewards are of all, as ``reward/NAME``, and of each task of a mixture, as ``reward/TASK/NAME``.
+    Rewards are ``reward/NAME`` for all rollouts and ``reward/TASK/NAME`` for each task of a
+    mixture.
     """
     rollouts = [rollout for group in groups for rollout in group]
     lengths = [rollout.sampled_count for rollout in rollouts]
@@ -17,9 +19,8 @@ def rollout_metrics(groups: list[list[Rollout]]) -> dict[str, float]:
         "completion/cut_off": sum(r.stop_reason == "length" for r in rollouts) / len(rollouts),
     }
     for task in sorted({r.prompt.task for r in rollouts} - {""}):
-        metrics |= _reward_metrics(
-            f"reward/{task}", [group for group in groups if group[0].prompt.task == task]
-        )
+        own = [group for group in groups if group[0].prompt.task == task]
+        metrics |= _reward_metrics(f"reward/{task}", own)
     return metrics
 
 

@@ -1,4 +1,4 @@
-"""Prompts of the user's task, checked before a generator sees them."""
+"""Checks of the prompts of the user's task."""
 
 from collections.abc import Iterator
 
@@ -8,9 +8,9 @@ from rl.types import Prompt
 
 
 def training_prompt(task: Task, prompt_id: int) -> Prompt:
-    """Prompt ``prompt_id``.
+    """Return prompt ``prompt_id``.
 
-    Raises RunError that names task, prompt and what was expected if it cannot be used.
+    Raises RunError, naming task, prompt and the expected value, if it cannot be used.
     """
     call = f"{type(task).__name__}.prompt({prompt_id})"
     with naming(f"task: {call}"):
@@ -20,14 +20,13 @@ def training_prompt(task: Task, prompt_id: int) -> Prompt:
 
 
 def eval_prompts(task: Task, count: int) -> list[Prompt]:
-    """At most ``count`` prompts for evaluation. Raises RunError, as ``training_prompt`` does."""
+    """Return at most ``count`` evaluation prompts. Raises RunError as ``training_prompt`` does."""
     call = f"{type(task).__name__}.eval_prompts({count})"
     with naming(f"task: {call}"):
         prompts = task.eval_prompts(count)
     if not isinstance(prompts, list) or len(prompts) > count:
-        raise RunError(
-            f"task: {call} returned {shown(prompts)}; expected is a list of at most {count} prompts"
-        )
+        expected = f"a list of at most {count} prompts"
+        raise RunError(f"task: {call} returned {shown(prompts)}; expected is {expected}")
     for place, prompt in enumerate(prompts):
         _check(task, prompt, place, f"{call}[{place}]")
     return prompts
@@ -38,18 +37,14 @@ def _check(task: Task, prompt: object, prompt_id: int, call: str) -> None:
         raise RunError(f"task: {call} is {shown(prompt)}; expected is a Prompt")
     for field, is_right, expected in _rules(task, prompt, prompt_id):
         if not is_right:
-            raise RunError(
-                f"task: {call} has {field}={shown(getattr(prompt, field))}; expected is {expected}"
-            )
+            value = shown(getattr(prompt, field))
+            raise RunError(f"task: {call} has {field}={value}; expected is {expected}")
 
 
 def _rules(task: Task, prompt: Prompt, prompt_id: int) -> Iterator[tuple[str, bool, str]]:
-    """Name of a field, whether its value is right, and what is expected."""
-    yield (
-        "prompt_id",
-        type(prompt.prompt_id) is int and prompt.prompt_id == prompt_id,
-        f"{prompt_id}",
-    )
+    """Yield the name of a field, whether its value is right, and the expected value."""
+    is_own = type(prompt.prompt_id) is int and prompt.prompt_id == prompt_id
+    yield "prompt_id", is_own, f"{prompt_id}"
     tokens = prompt.tokens
     words = task.shape.vocab_size
     is_list = isinstance(tokens, list) and set(map(type, tokens)) == {int}
@@ -57,10 +52,7 @@ def _rules(task: Task, prompt: Prompt, prompt_id: int) -> Iterator[tuple[str, bo
     is_known = is_list and min(tokens) >= 0 and max(tokens) < words
     yield "tokens", is_known, f"token ids of the model's vocabulary, from 0 to {words - 1}"
     limit, limited_by = task.prompt_limit()
-    yield (
-        "tokens",
-        len(tokens) <= limit,
-        f"at most {limit} tokens, not {len(tokens)}, by {limited_by}",
-    )
+    fits = len(tokens) <= limit
+    yield "tokens", fits, f"at most {limit} tokens, not {len(tokens)}, by {limited_by}"
     for field in ("text", "answer", "task"):
         yield field, isinstance(getattr(prompt, field), str), "text"

@@ -1,4 +1,4 @@
-"""Samples completions for prompts and has them scored."""
+"""Sampling of completions for prompts, and their scoring."""
 
 import asyncio
 from collections import Counter
@@ -11,14 +11,14 @@ from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
 
 Generate = Callable[[list[GenerationRequest]], Awaitable[list[Completion]]]
 Score = Callable[[Prompt, Sequence[Completion]], Awaitable[list[Rollout]]]
-"""Scores the completions of one prompt. Raises GroupLost where that fails."""
+"""Scores the completions of one prompt. Raises GroupLost on failure."""
 
 
 class Rollouter:
-    """Turns prompts into groups of rollouts; what is sampled depends on prompt_ids alone.
+    """Sampler of groups of rollouts; the samples depend on prompt_ids alone.
 
-    The first lost group of each kind is told to ``warn``, with the user's traceback if there is
-    one.
+    The first lost group of each kind is reported to ``warn``, with the user's traceback if one
+    exists.
     """
 
     def __init__(
@@ -34,8 +34,7 @@ class Rollouter:
         self._watch = watch
         self._warn = warn
         self.lost: Counter[str] = Counter()
-        """How many groups were lost, those of evaluations included, by reason and type of
-        exception."""
+        """Number of lost groups, including those of evaluations, by reason and exception type."""
 
     async def collect(
         self,
@@ -46,8 +45,8 @@ class Rollouter:
         generate: Generate,
         stream: str = "train",
     ) -> list[list[Rollout] | GroupLost]:
-        """``samples`` rollouts of each prompt, in order, or why there are none; ``generate`` is
-        called once.
+        """Return ``samples`` rollouts of each prompt, in order, or the GroupLost of its group.
+        ``generate`` is called once.
         """
         requests = [
             GenerationRequest(
@@ -62,16 +61,10 @@ class Rollouter:
         with self._watch.span("generate"):
             completions = await generate(requests)
         if len(completions) != len(requests):
-            raise RunError(
-                f"{len(requests)} completions were asked for, and {len(completions)} came"
-            )
+            raise RunError(f"{len(requests)} requests got {len(completions)} completions")
+        groups = [completions[i : i + samples] for i in range(0, len(completions), samples)]
         with self._watch.span("score"):
-            return await asyncio.gather(
-                *(
-                    self._scored(prompt, completions[i * samples : (i + 1) * samples])
-                    for i, prompt in enumerate(prompts)
-                )
-            )
+            return await asyncio.gather(*map(self._scored, prompts, groups))
 
     async def _scored(
         self, prompt: Prompt, completions: list[Completion]
@@ -82,8 +75,5 @@ class Rollouter:
             kind = f"{lost.reason} ({lost.kind})" if lost.kind else lost.reason
             self.lost[kind] += 1
             if self.lost[kind] == 1:
-                self._warn(
-                    f"{lost}\nthe group is lost; others that are lost for this reason are only "
-                    "counted"
-                )
+                self._warn(f"{lost}\nthe group is lost; more groups of this kind are only counted")
             return lost

@@ -1,4 +1,4 @@
-"""Scores of one prompt's completions by the user's task, checked and made plain."""
+"""Scores of one prompt's completions by the user's task, checked and converted to plain types."""
 
 import math
 from collections import abc
@@ -12,21 +12,17 @@ from rl.tasks.base import Score, Task
 from rl.types import Completion, Prompt, Rollout
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-RESERVED_METRICS = (
-    "correct",
-    "mean",
-    "zero_std_groups",
-)  # metrics are reported as reward/NAME, as these are
+RESERVED_METRICS = ("correct", "mean", "zero_std_groups")  # reported as reward/NAME too
 
 
-class _SenselessError(Exception):
-    """Part of a score that cannot be used; the message shows it."""
+class _InvalidScore(Exception):
+    """A part of a score cannot be used; the message shows it."""
 
 
 def score_group(
     task: Task, prompt: Prompt, completions: abc.Sequence[Completion]
 ) -> list[tuple[str, Score]]:
-    """Text and score of each completion; all numbers are plain floats that are finite in float32.
+    """Return text and score of each completion; all numbers are plain floats, finite in float32.
 
     Raises GroupLost, naming the completion, if the task's ``decode`` or ``score`` raises anything,
     or returns something other than text and a :class:`Score` that follows its own rules.
@@ -39,7 +35,7 @@ def score_group(
 def rollouts_of(
     prompt: Prompt, completions: abc.Sequence[Completion], scored: abc.Sequence[tuple[str, Score]]
 ) -> list[Rollout]:
-    """The group's rollouts, in the order of their samples."""
+    """Return the group's rollouts, in the order of their samples."""
     return [
         Rollout.single_turn(
             prompt,
@@ -54,39 +50,35 @@ def rollouts_of(
 
 
 def _scored(task: Task, prompt: Prompt, sample: int, completion: Completion) -> tuple[str, Score]:
-    whose = f"the reward of {type(task).__name__}"
+    reward = f"the reward of {type(task).__name__}"
     text = ""
     try:
         text = _plain_text(task.decode(completion.tokens))
         return text, _plain_score(task.score(prompt, text, completion))
-    except _SenselessError as wrong:
-        reason = "reward made no sense"
-        kind = ""
-        what = f"returned {wrong}"
-        trace = ""
     except BaseException as error:  # the user's own code, which may raise SystemExit too
-        reason = "reward raised"
-        kind = type(error).__name__
-        what = f"raised {said_by(error)}"
-        trace = f"\n{trace_of(error)}"
-    where = f"prompt {prompt.prompt_id}, sample {sample}, completion {text!r}"
-    raise GroupLost(reason, f"{whose} {what}; {where}{trace}", kind)
+        where = f"prompt {prompt.prompt_id}, sample {sample}, completion {text!r}"
+        if isinstance(error, _InvalidScore):
+            lost = GroupLost("reward made no sense", f"{reward} returned {error}; {where}", "")
+        else:
+            what = f"{reward} raised {said_by(error)}; {where}\n{trace_of(error)}"
+            lost = GroupLost("reward raised", what, type(error).__name__)
+    raise lost
 
 
 def _plain_text(text: object) -> str:
     if not isinstance(text, str):
-        raise _SenselessError(f"{shown(text)} from decode, which is no text")
+        raise _InvalidScore(f"{shown(text)} from decode, which is no text")
     return str(text)
 
 
 def _plain_score(score: object) -> Score:
     if not isinstance(score, Score):
-        raise _SenselessError(f"{shown(score)}, which is no Score")
+        raise _InvalidScore(f"{shown(score)}, which is no Score")
     reward = _plain_number("reward", score.reward)
     if not isinstance(score.correct, bool | np.bool_):
-        raise _SenselessError(f"correct={shown(score.correct)}, which is no bool")
+        raise _InvalidScore(f"correct={shown(score.correct)}, which is no bool")
     if not isinstance(score.metrics, dict):
-        raise _SenselessError(f"metrics={shown(score.metrics)}, which is no dict")
+        raise _InvalidScore(f"metrics={shown(score.metrics)}, which is no dict")
     metrics = {
         _plain_name(name): _plain_number(name, value) for name, value in score.metrics.items()
     }
@@ -96,7 +88,7 @@ def _plain_score(score: object) -> Score:
 def _plain_name(name: object) -> str:
     if not isinstance(name, str) or not name or name in RESERVED_METRICS:
         rule = f"names are text, not empty, and none of {', '.join(RESERVED_METRICS)}"
-        raise _SenselessError(f"a metric named {shown(name)}; {rule}")
+        raise _InvalidScore(f"a metric named {shown(name)}; {rule}")
     return str(name)
 
 
@@ -108,7 +100,7 @@ def _plain_number(name: str, value: object) -> float:
         except OverflowError:
             number = math.inf
     if not math.isfinite(number):
-        raise _SenselessError(f"{name}={shown(value)}, which is no finite number")
+        raise _InvalidScore(f"{name}={shown(value)}, which is no finite number")
     if abs(number) > FLOAT32_MAX:
-        raise _SenselessError(f"{name}={shown(value)}, which is no finite number in float32")
+        raise _InvalidScore(f"{name}={shown(value)}, which is no finite number in float32")
     return number

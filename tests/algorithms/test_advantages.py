@@ -34,8 +34,8 @@ def scored(rewards, *, groups=None, lengths=None, **columns):
 
 
 def ragged(seed):
-    """Nine completions of three prompts, out of order, of one to eight tokens, with token rewards
-    and values.
+    """Return nine unordered completions of three prompts, of one to eight tokens, with token
+    rewards and values.
     """
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (9,), generator=draw).tolist()
@@ -49,7 +49,7 @@ def ragged(seed):
 
 
 def completions(given):
-    """(reward, group, token rewards, values) of each, in Python's floats."""
+    """Return (reward, group, token rewards, values) of each completion, in Python's floats."""
     sizes = given.lengths.tolist()
     columns = [
         [part.tolist() for part in column.split(sizes)]
@@ -59,7 +59,7 @@ def completions(given):
 
 
 def others(rows, index):
-    """What each completion of the same prompt earned, except the completion's own."""
+    """Return the total rewards of the other completions of the same prompt."""
     return [
         r + sum(extra)
         for i, (r, g, extra, _) in enumerate(rows)
@@ -129,7 +129,7 @@ ESTIMATORS = {
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("seed", range(5))
-def test_advantages_are_the_papers(name, seed):
+def test_advantages_match_the_papers(name, seed):
     config, paper = ESTIMATORS[name]
     given = ragged(seed)
     advantages = config.build()(given).advantages
@@ -138,7 +138,7 @@ def test_advantages_are_the_papers(name, seed):
     torch.testing.assert_close(advantages.double(), wanted, rtol=1e-6, atol=1e-7)
 
 
-def test_a_critic_learns_advantages_plus_values_whatever_the_policy_is_given():
+def test_returns_are_advantages_plus_values_before_whitening():
     given = ragged(0)
     wanted = torch.tensor(gae(completions(given), 1.0, 0.95), dtype=torch.float64) + given.values
     for whiten in (True, False):
@@ -152,40 +152,40 @@ def test_a_critic_learns_advantages_plus_values_whatever_the_policy_is_given():
 )
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, -7.7e5])
 @pytest.mark.parametrize("samples", [1, 3, 7, 8])
-def test_a_group_of_equal_rewards_teaches_exactly_nothing(config, reward, samples):
-    """Also where the mean of equal numbers is not quite that number in float32."""
+def test_a_group_of_equal_rewards_has_advantages_of_exactly_0(config, reward, samples):
+    """This holds even if the float32 mean of equal numbers differs from that number."""
     given = scored([reward] * samples + [0.0] * samples, groups=[0] * samples + [1] * samples)
     assert config.build()(given).advantages.tolist() == [0.0] * samples * 2
 
 
 @pytest.mark.parametrize("config", [GroupAdvantage.Config(), LeaveOneOut.Config()])
-def test_groups_do_not_see_each_other(config):
+def test_groups_are_independent(config):
     alone = config.build()(scored(REWARDS[0])).advantages
     both = config.build()(scored(REWARDS[0] + REWARDS[1], groups=[0] * 4 + [1] * 4)).advantages
     assert torch.equal(both[:4], alone)
 
 
 @given(st.integers(1, 40), st.floats(0.5, 1.0))
-def test_what_is_earned_last_reaches_the_first_token_of_any_length(length, gamma):
+def test_last_reward_reaches_the_first_token_at_any_length(length, gamma):
     given = scored([1.0, 5.0], lengths=[length, 3], values=torch.zeros(length + 3))
     advantages = GAE.Config(gamma=gamma, lam=1.0, whiten=False).build()(given).advantages
     wanted = [gamma ** (length - 1 - t) for t in range(length)]
     assert advantages[:length].tolist() == pytest.approx(wanted, rel=1e-6)
 
 
-def test_a_completion_without_tokens_earns_nothing_for_its_neighbours():
+def test_a_completion_without_tokens_does_not_affect_its_neighbours():
     given = scored([1.0, 9.0, 2.0], lengths=[2, 0, 1], values=torch.zeros(3))
     assert GAE.Config(lam=1.0, whiten=False).build()(given).advantages.tolist() == [1.0, 1.0, 2.0]
 
 
-def test_what_an_estimator_lacks_is_said():
+def test_missing_inputs_of_an_estimator_are_named():
     with pytest.raises(RunError, match="at least two"):
         LeaveOneOut.Config().build()(scored([1.0, 2.0, 3.0], groups=[0, 0, 1]))
     with pytest.raises(RunError, match="values of a critic"):
         GAE.Config().build()(scored([1.0]))
 
 
-def test_completions_are_punished_softly_before_the_limit():
+def test_overlong_penalty_falls_linearly_before_the_limit():
     """DAPO eq. 13 with a limit of 20 and a buffer of 4."""
     lengths = torch.tensor([1, 16, 17, 18, 20, 25])
     wanted = [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
@@ -231,7 +231,7 @@ def test_completions_are_punished_softly_before_the_limit():
         (ZeroDivisionError("none"), "raised ZeroDivisionError: none\nTraceback"),
     ],
 )
-def test_an_estimator_that_gives_something_else_is_named(answer, message):
+def test_an_estimator_with_an_invalid_result_is_named(answer, message):
     class Given(GroupAdvantage):
         def __call__(self, scored):
             if isinstance(answer, BaseException):

@@ -13,7 +13,7 @@ SEQUENCE = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
 
 
 def batch(seed):
-    """(proximal, behaviour, staleness, sequence): ratios well inside and outside of all ranges."""
+    """Return (proximal, behaviour, staleness, sequence); ratios are inside and outside all ranges."""
     draw = torch.Generator().manual_seed(seed)
     behaviour = -torch.rand(sum(LENGTHS), generator=draw) * 3
     proximal = behaviour + torch.randn(sum(LENGTHS), generator=draw)
@@ -26,7 +26,7 @@ def batch(seed):
 
 
 def ratios(columns):
-    """Of each sequence, those of its tokens, as Python's floats."""
+    """Return the ratios of each sequence's tokens, as Python's floats."""
     apart = (columns[0].double() - columns[1].double()).exp()
     return [part.tolist() for part in apart.split(LENGTHS)]
 
@@ -59,7 +59,7 @@ WRITTEN_OUT = {
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", WRITTEN_OUT)
-def test_weights_are_those_of_the_ratios(name, seed):
+def test_weights_follow_from_the_ratios(name, seed):
     config, weight = WRITTEN_OUT[name]
     columns = batch(seed)
     weights, _ = config.build()(*columns)
@@ -69,7 +69,7 @@ def test_weights_are_those_of_the_ratios(name, seed):
     assert len({round(value, 6) for value in wanted}) > 1
 
 
-def test_corrections_multiply_and_say_what_they_took_away():
+def test_corrections_multiply_and_report_masked_and_capped_shares():
     columns = batch(0)
     corrections = [
         TruncatedIS.Config().build(),
@@ -90,7 +90,7 @@ def test_corrections_multiply_and_say_what_they_took_away():
     assert 0 < metrics["correction/masked"] < 1 and 0 < metrics["correction/capped"] < 1
 
 
-def test_the_same_policy_at_no_lag_is_left_alone():
+def test_the_same_policy_without_staleness_has_weights_of_1():
     _, behaviour, staleness, sequence = batch(0)
     corrections = [config.build() for config, _ in WRITTEN_OUT.values()] + [
         StalenessDecay.Config().build()
@@ -128,7 +128,7 @@ def test_ratios_beyond_float32_are_capped_or_masked(name):
         (SystemExit(3), "raised SystemExit: 3"),
     ],
 )
-def test_a_correction_that_gives_something_else_is_named(answer, message):
+def test_a_correction_with_an_invalid_result_is_named(answer, message):
     class Given(TruncatedIS):
         def __call__(self, *columns):
             if isinstance(answer, BaseException):

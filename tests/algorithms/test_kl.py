@@ -1,6 +1,4 @@
-"""Over a small vocabulary, expectations are sums: what an estimator is worth is computed, not
-sampled.
-"""
+"""Expectations of the estimators over a small vocabulary, computed exactly as sums."""
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from rl.algorithms.kl import AdaptiveKL, kl
 
 @pytest.fixture
 def policies():
-    """Logits of a policy and the log-probs of another, float64 [5]."""
+    """Return the logits of a policy and the log-probs of another, float64 [5]."""
     draw = torch.Generator().manual_seed(0)
     logits, other = torch.randn(2, 5, generator=draw, dtype=torch.float64)
     return logits.requires_grad_(), other.log_softmax(0)
@@ -25,14 +23,14 @@ def expected(values, logprobs):
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_k1_and_k3_are_the_divergence_on_average(policies, estimator):
+def test_the_mean_of_k1_and_k3_is_the_divergence(policies, estimator):
     logprobs = policies[0].log_softmax(0)
     reference = policies[1]
     value = expected(kl(logprobs, reference, estimator), logprobs)
     torch.testing.assert_close(value, divergence(logprobs, reference))
 
 
-def test_each_estimator_is_its_formula():
+def test_each_estimator_matches_its_formula():
     logprobs = torch.tensor([-1.0, -2.0])
     reference = torch.tensor([-1.5, -0.5])
     ratio = (reference - logprobs).exp()
@@ -49,7 +47,7 @@ def test_each_estimator_is_its_formula():
         ("k3", lambda p, q: divergence(q, p)),
     ],
 )
-def test_the_gradient_on_average_is_of_what_the_docstring_says(policies, estimator, of):
+def test_the_mean_gradient_is_the_documented_one(policies, estimator, of):
     logits, reference = policies
     logprobs = logits.log_softmax(0)
     (gradient,) = torch.autograd.grad(

@@ -27,10 +27,10 @@ LENGTHS = [3, 1, 6, 4, 8]
 
 
 def rollouts(seed=0):
-    """Completions end to end; ratios well inside and outside every clip range, advantages of both
-    signs.
+    """Return concatenated completions with ratios inside and outside every clip range and with
+    advantages of both signs.
 
-    The second and some tokens of the others do not count, and so are not there.
+    The second completion and some tokens of the others do not count and are missing.
     """
     draw = torch.Generator().manual_seed(seed)
     count = sum(LENGTHS)
@@ -64,8 +64,8 @@ def exactly(tokens):
 
 
 def one_by_one(cost, *names):
-    """The paper's cost of all tokens, from that of one: its ratio, its advantage and the columns
-    named.
+    """Return the paper's cost of all tokens from the cost of one token, a function of ratio,
+    advantage, log-prob and the named columns.
     """
 
     def costs(tokens):
@@ -98,7 +98,7 @@ def dppo(r, a, p):
 
 
 def by_sequence(cost):
-    """The cost of each token's sequence, from its length-normalised ratio: GSPO eq. 7."""
+    """Return the cost of each token from its sequence's length-normalised ratio: GSPO eq. 7."""
 
     def costs(tokens):
         values = []
@@ -161,8 +161,8 @@ LOSSES = {
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", LOSSES)
-def test_loss_and_gradient_are_the_papers(name, seed):
-    """Weights differ by token, so that no error can hide in a sum."""
+def test_loss_and_gradient_match_the_papers(name, seed):
+    """Weights differ by token, so that errors do not cancel in a sum."""
     config, paper = LOSSES[name]
     tokens = rollouts(seed)
     exact = exactly(tokens)
@@ -178,7 +178,7 @@ def test_loss_and_gradient_are_the_papers(name, seed):
 
 @pytest.mark.parametrize("name", ["GRPO", "DAPO", "dual clip", "GSPO", "GSPO-token", "DPPO"])
 def test_some_tokens_are_clipped_and_some_are_not(name):
-    """Of those that the transcriptions are held against."""
+    """The tokens are those that the transcriptions are compared on."""
     tokens = rollouts()
     logprobs = tokens["logprobs"].requires_grad_()
     loss, metrics = LOSSES[name][0].build()(tokens)
@@ -201,7 +201,7 @@ def test_some_tokens_are_clipped_and_some_are_not(name):
 @pytest.mark.parametrize(
     "config", [grpo(), DPPOLoss.Config(), GSPOLoss.Config(clip_low=0.2, clip_high=0.2)]
 )
-def test_the_clip_stops_only_what_moves_away(config, ratio, advantage, flows):
+def test_the_clip_stops_only_moves_away_from_the_old_policy(config, ratio, advantage, flows):
     logprobs = torch.tensor([ratio / 2]).log().requires_grad_()
     columns = {
         "behaviour_logprobs": torch.tensor([0.5]).log(),
@@ -214,7 +214,7 @@ def test_the_clip_stops_only_what_moves_away(config, ratio, advantage, flows):
     assert bool(logprobs.grad.item()) == flows
 
 
-def test_the_ratio_is_against_the_proximal_policy_if_there_is_one():
+def test_the_ratio_uses_the_proximal_policy_if_it_exists():
     tokens = rollouts()
     plain, _ = dapo().build()(tokens)
     moved = Tokens(
@@ -227,7 +227,7 @@ def test_the_ratio_is_against_the_proximal_policy_if_there_is_one():
     assert metrics["logprob/error_max"].values.tolist() == pytest.approx([9.0] * len(loss))
 
 
-def test_log_prob_errors_are_told_apart_from_the_drift_of_stale_tokens():
+def test_log_prob_errors_and_drift_of_stale_tokens_are_separate_metrics():
     tokens = rollouts()
     staleness = torch.arange(len(tokens["logprobs"])) % 3
     _, metrics = dapo().build()(Tokens(tokens, staleness=staleness))
@@ -239,7 +239,7 @@ def test_log_prob_errors_are_told_apart_from_the_drift_of_stale_tokens():
     assert torch.equal(error.values, difference) and torch.equal(drift.values, difference)
 
 
-def test_a_correction_weighs_the_surrogate_alone():
+def test_a_correction_weights_only_the_surrogate():
     tokens = rollouts()
     weights = torch.arange(len(tokens["logprobs"])) / 7.0
     plain, _ = grpo().build()(tokens)
@@ -261,7 +261,7 @@ BEYOND = [(-1e4, -1.0), (-0.1, -200.0), (-1e4, -2e4)]
     ],
 )
 def test_ratios_beyond_float32_leave_the_gradient_finite(config, apart, advantage):
-    """Wherever the paper's gradient is."""
+    """The cases are those in which the paper's gradient is finite."""
     logprob, behaviour = apart
     logprobs = torch.tensor([logprob, -1.0]).requires_grad_()
     columns = {
@@ -278,7 +278,7 @@ def test_ratios_beyond_float32_leave_the_gradient_finite(config, apart, advantag
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_tokens_the_loss_is_empty_and_still_has_a_gradient(name):
-    """Of a micro-batch that only keeps pace with another rank's."""
+    """A rank gets an empty micro-batch if another rank has more micro-batches."""
     nothing = Tokens({n: values[:0] for n, values in rollouts().items()})
     logprobs = nothing["logprobs"].requires_grad_()
     loss, _ = LOSSES[name][0].build()(nothing)
@@ -287,8 +287,8 @@ def test_without_tokens_the_loss_is_empty_and_still_has_a_gradient(name):
 
 
 def test_distillation_descends_the_divergence_from_the_teacher():
-    """Over a small vocabulary: the expected gradient is that of KL(student || teacher), on tokens
-    of another policy.
+    """Over a small vocabulary, the expected gradient on tokens of another policy is the gradient of
+    KL(student || teacher).
     """
     draw = torch.Generator().manual_seed(0)
     logits, teacher, sampler = torch.randn(3, 6, generator=draw, dtype=torch.float64)
@@ -306,7 +306,7 @@ def test_distillation_descends_the_divergence_from_the_teacher():
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2])
-def test_a_critic_is_pulled_to_its_returns_within_the_clip(clip):
+def test_value_loss_and_gradient_match_the_formula(clip):
     tokens = rollouts()
     exact = exactly(tokens)
     values = tokens["values"].requires_grad_()
@@ -331,7 +331,7 @@ def test_a_critic_is_pulled_to_its_returns_within_the_clip(clip):
     )
 
 
-def test_metrics_say_how_far_the_policies_are_apart():
+def test_metrics_measure_the_distance_of_the_policies():
     tokens = rollouts()
     _, metrics = dapo().build()(tokens)
     ratio = (tokens["logprobs"] - tokens["behaviour_logprobs"]).exp()
@@ -351,7 +351,7 @@ def test_supervised_tokens_need_no_columns():
     assert loss.tolist() == [1.0, 2.0]
 
 
-def test_a_column_that_is_not_there_is_named():
+def test_a_missing_column_is_named():
     tokens = rollouts()
     del tokens["reference_logprobs"]
     with pytest.raises(
@@ -367,8 +367,8 @@ def reduced(values, weights, lengths, reduction):
     return (values * weights).sum() / (batch_denominator(len(lengths), reduction) or weights.sum())
 
 
-def test_reductions_are_the_papers():
-    """GRPO eq. 3, DAPO eq. 8, and Dr. GRPO eq. 2 over the longest a completion can be."""
+def test_reductions_match_the_papers():
+    """GRPO eq. 3, DAPO eq. 8, and Dr. GRPO eq. 2 over the maximum length of a completion."""
     lengths = torch.tensor(LENGTHS)
     values = torch.randn(sum(LENGTHS), dtype=torch.float64)
     sums = torch.stack([part.sum() for part in values.split(LENGTHS)])
@@ -387,7 +387,7 @@ def test_reductions_are_the_papers():
         token_weights(lengths, "fixed_length")
 
 
-def test_sequences_are_summed_and_averaged_apart():
+def test_sequences_are_summed_and_averaged_separately():
     values = torch.tensor([1.0, 2.0, 3.0, 4.0])
     sequence = torch.tensor([0, 0, 0, 2])
     assert sum_by_sequence(values, sequence).tolist() == [6.0, 0.0, 4.0]

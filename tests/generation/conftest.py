@@ -1,4 +1,4 @@
-"""Generator ranks shared by the tests: a start of vLLM takes longer than all the rest."""
+"""Generator ranks shared by the tests: the start of vLLM takes longer than the tests."""
 
 import pytest
 
@@ -54,5 +54,5 @@ def generators(two_ranks, policy):
 
 @pytest.fixture(params=["generator", "generators"], ids=["one rank", "two ranks"])
 def one_or_two_ranks(request):
-    """One generator of either kind, which holds ``policy`` as version 1."""
+    """One generator of one or two ranks that holds ``policy`` as version 1."""
     return request.getfixturevalue(request.param)

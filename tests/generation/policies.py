@@ -1,4 +1,4 @@
-"""Tiny random policies in torchtitan, the reference that generators are held against."""
+"""Tiny random policies in torchtitan, the reference for generators."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,8 +26,8 @@ NARROW = replace(EXPERTS, n_kv_heads=1, vocab_size=65, tie_embeddings=False)
 
 
 class Policy:
-    """torchtitan's own model with random weights, three times the usual so that some tokens are
-    likelier.
+    """torchtitan's own model with random weights, three times the usual ones: some tokens are then
+    more likely than others.
     """
 
     def __init__(self, config: ModelConfig, seed: int):
@@ -48,7 +48,7 @@ class Policy:
     def logprobs(
         self, prompt: list[int], tokens: list[int], temperature: float = 1.0
     ) -> torch.Tensor:
-        """Of each of ``tokens`` after ``prompt``: log_softmax(logits / temperature), float32
+        """Return log_softmax(logits / temperature) of each of ``tokens`` after ``prompt``, float32
         [len(tokens)].
         """
         ids = torch.tensor([prompt + tokens])
@@ -65,7 +65,7 @@ class Policy:
 def error(
     policy: Policy, prompt: list[int], completion: Completion, temperature: float = 1.0
 ) -> float:
-    """Largest difference between the completion's log-probs and the policy's own."""
+    """Return the largest difference between the completion's log-probs and the policy's own."""
     own = policy.logprobs(prompt, completion.tokens, temperature)
     return (torch.tensor(completion.logprobs) - own).abs().max().item()
 
@@ -73,15 +73,14 @@ def error(
 def logprobs_of_swaps(
     policies: list[Policy], prompt: list[int], tokens: list[int], drawn: list[int]
 ) -> torch.Tensor:
-    """What each policy says, float32 [len(policies), len(tokens)], where one follows the other over
-    its cache.
+    """Return the log-probs of each policy, float32 [len(policies), len(tokens)], if each policy
+    continues on the KV cache of the previous one.
 
-    ``drawn[i]`` tokens had been drawn when ``policies[i + 1]`` took over. The last of them had not
-    been fed back: keys and values of the positions before it stay as the earlier policies left
-    them.
+    ``policies[i + 1]`` takes over after ``drawn[i]`` tokens. The last of these is not in the cache
+    yet: keys and values of the positions before it stay those of the earlier policies.
     """
     caches: dict[str, tuple[torch.Tensor, ...]] = {}
-    said = []
+    logprobs = []
     for policy, end in zip(policies, [0, *(len(prompt) + n - 1 for n in drawn)], strict=True):
         hooks = [
             layer.attention.inner_attention.register_forward_pre_hook(
@@ -89,15 +88,15 @@ def logprobs_of_swaps(
             )
             for name, layer in policy.model.layers.items()
         ]
-        said.append(policy.logprobs(prompt, tokens))
+        logprobs.append(policy.logprobs(prompt, tokens))
         for hook in hooks:
             hook.remove()
-    return torch.stack(said)
+    return torch.stack(logprobs)
 
 
 def over_older(caches: dict, layer: str, end: int, _module, args: tuple[torch.Tensor, ...]):
-    """Queries as they are; keys and values [B, L, N, H] of positions before ``end`` from the pass
-    before.
+    """Replace keys and values [B, L, N, H] before position ``end`` by those of the previous pass;
+    keep the queries.
     """
     queries, *own = args
     if end:

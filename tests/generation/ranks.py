@@ -1,8 +1,8 @@
-"""Generator ranks in processes of their own, as in a run: vLLM changes its process too much to
-share pytest's.
+"""Generator ranks in separate processes, as in a run: vLLM changes its process too much to share
+the process of pytest.
 
-``GeneratorRanks.run(fn, ...)`` calls ``fn(engine, ...)`` on every rank at once; what ``fn`` may be
-lies below it.
+``GeneratorRanks.run(fn, ...)`` calls ``fn(engine, ...)`` on every rank at once; common functions
+``fn`` are at the end of this file.
 """
 
 import multiprocessing
@@ -24,9 +24,7 @@ DEADLINE_S = 180
 
 
 class GeneratorRanks:
-    """``config.tensor_parallel_degree`` processes, each with a GenerationEngine and nothing
-    else.
-    """
+    """``config.tensor_parallel_degree`` processes, each with only a GenerationEngine."""
 
     def __init__(self, config: GeneratorConfig, model: ModelConfig):
         spawn = multiprocessing.get_context("spawn")
@@ -56,9 +54,7 @@ class GeneratorRanks:
         self.at_birth = self._replies()
 
     def run(self, fn, *args, **kwargs):
-        """What ``fn(engine, *args, **kwargs)`` returns on each rank; raises what the first that
-        failed raised.
-        """
+        """Return ``fn(engine, *args, **kwargs)`` of all ranks; raise the first error."""
         for pipe in self.pipes:
             pipe.send((fn, args, kwargs))
         return self._replies()
@@ -74,10 +70,8 @@ class GeneratorRanks:
         return [value for _, value in replies]
 
     def rebuild(self, model: ModelConfig, **changes) -> None:
-        """Close the engine of every rank and build one for ``model`` in the same processes, at a
-        fresh port.
-
-        ``changes`` are to the ranks' config.
+        """Close the engine of every rank and build one for ``model`` in the same processes, with a
+        new port and ``changes`` of the config.
         """
         store = new_store()
         for pipe in self.pipes:
@@ -86,7 +80,7 @@ class GeneratorRanks:
         self._store = store
 
     def close(self):
-        """End every rank in good order; leave no process behind whatever happens."""
+        """End every rank; kill those that do not end."""
         for pipe in self.pipes:
             pipe.send(None)
         for process in self.processes:
@@ -100,13 +94,13 @@ class GeneratorRanks:
 
 
 def new_store() -> TCPStore:
-    """Store at which ranks meet; the store holds its port."""
+    """Return a store at which ranks meet; the store keeps its port."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @contextmanager
 def variables(new: dict[str, str]):
-    """The environment with ``new`` in it, for a process that is started meanwhile."""
+    """Add ``new`` to the environment, for a process that starts within."""
     before = dict(os.environ)
     os.environ.update(new)
     yield
@@ -115,7 +109,7 @@ def variables(new: dict[str, str]):
 
 
 def host(pipe, config: GeneratorConfig, model: ModelConfig) -> None:
-    """A rank: builds its engine, then does as it is told."""
+    """Run a rank: build its engine, then execute the tasks from ``pipe``."""
     from rl.generation.engine import GenerationEngine
 
     lazy = "vllm" not in sys.modules
@@ -137,11 +131,11 @@ def host(pipe, config: GeneratorConfig, model: ModelConfig) -> None:
         engine.close()
 
 
-# What ranks are told to do.
+# Tasks of the ranks.
 
 
 def unpushed(engine) -> dict:
-    """What an engine without weights holds, and says when asked to generate."""
+    """Return the state of an engine without weights, and its error for a request."""
     try:
         engine.add(request("early"))
         refusal = None
@@ -154,7 +148,7 @@ def unpushed(engine) -> dict:
 
 
 def names_left(engine) -> list[str]:
-    """What this process would leave in /dev/shm and in its temporary folder, were it killed now."""
+    """Return the files in /dev/shm and the temporary folder that a kill would leave."""
     with open("/proc/self/maps") as maps:
         shared = [
             line.split(maxsplit=5)[5]
@@ -163,12 +157,12 @@ def names_left(engine) -> list[str]:
         ]
     own = [
         name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("pymp-")
-    ]  # answers to the test
+    ]  # multiprocessing's own
     return shared + own
 
 
 def write(engine, weights: dict[str, torch.Tensor]) -> None:
-    """Copy this rank's part of full ``weights`` into the engine's parameters, and tell nobody."""
+    """Copy this rank's part of full ``weights`` into the parameters without ``weights_changed``."""
     shards = engine.parameters()
     assert {shard.name for shard in shards} == weights.keys()
     for shard in shards:

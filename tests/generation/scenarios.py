@@ -1,4 +1,4 @@
-"""Plays a coroutine against an EngineLoop around a rank's engine; runs on the rank."""
+"""Coroutines against an EngineLoop around a rank's engine; run on the rank."""
 
 import asyncio
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from tests.generation.ranks import DEADLINE_S, write
 
 
 class Borrowed:
-    """The rank's engine, which outlives the loop under test."""
+    """The rank's engine, kept open after the loop under test."""
 
     def __init__(self, engine):
         self._real = engine
@@ -20,10 +20,10 @@ class Borrowed:
 
 
 def played(engine, scenario, *args, pull=("raise", None), swap="recompute", keep_engine=True):
-    """What ``await scenario(loop, *args)`` returns.
+    """Return the result of ``await scenario(loop, *args)``.
 
     ``pull`` is ("weights", full weights of any version), ("raise", None), or ("newest", {version:
-    full weights}) where rank r finds all but the r newest at its first pull, and all of them later.
+    full weights}). With "newest", rank r does not see the r newest versions at its first pull.
     """
     from rl.generation.loop import EngineLoop
 
@@ -54,7 +54,7 @@ def played(engine, scenario, *args, pull=("raise", None), swap="recompute", keep
 
 @contextmanager
 def swapping(engine, swap):
-    """The engine swaps in this mode meanwhile."""
+    """Set the engine's in-flight policy to ``swap`` within."""
     usual = engine.inflight_policy
     engine.inflight_policy = swap
     try:

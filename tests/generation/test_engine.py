@@ -1,6 +1,4 @@
-"""C2 and C3 as the engine keeps them: honest log-probs, no stale cache, a version for every
-token.
-"""
+"""Contracts C2 and C3 of the engine: honest log-probs, no stale cache, versions of tokens."""
 
 import subprocess
 import sys
@@ -30,7 +28,7 @@ def test_logprobs_are_of_the_distribution_sampled_from(generator, policy, temper
         assert completion.finish_reason == "length"
 
 
-def test_more_prompt_tokens_than_a_step_takes_are_spread_over_steps(generator, policy):
+def test_more_prompt_tokens_than_fit_a_step_take_several_steps(generator, policy):
     requests = [request(f"r{i}", [i + 1] * 100, max_tokens=5, seed=i) for i in range(4)]
     (completions,) = generator.run(generate, requests)
     (alone,) = generator.run(generate, [requests[3]])
@@ -49,7 +47,7 @@ def test_other_forms_of_the_model_give_the_same_logprobs_as_torchtitan(one_rank,
     assert max(error(policy, p, c) for p, c in zip(PROMPTS, completions, strict=True)) <= 1e-5
 
 
-def test_away_it_takes_no_memory_and_back_it_says_the_same(one_or_two_ranks):
+def test_offload_frees_all_memory_and_onload_restores_the_completions(one_or_two_ranks):
     before = one_or_two_ranks.run(generate, asked(max_tokens=20))
     for rank in one_or_two_ranks.run(away_and_back):
         assert rank["here"] > rank["cache"] > 0
@@ -72,22 +70,24 @@ def test_a_push_in_bfloat16_leaves_the_rope_cache_in_float32(one_rank, policy):
     one_rank.rebuild(TIED_FUSED)
     for cache, layer in zip(caches, policy.model.layers.values(), strict=True):
         assert cache.dtype == torch.float32
-        assert torch.equal(cache, layer.attention.rope.cache[:, 16:48])  # vLLM has each angle once
+        assert torch.equal(
+            cache, layer.attention.rope.cache[:, 16:48]
+        )  # vLLM keeps each angle once
 
 
-def test_a_generator_without_weights_refuses(one_rank):
+def test_a_generator_without_weights_refuses_requests(one_rank):
     unpushed = one_rank.at_birth[0]["unpushed"]
     assert unpushed["all_nan"]
     assert unpushed["refusal"] == "RunError: generator holds no weights yet: push before generate"
 
 
-def test_a_weight_that_was_not_pushed_is_loud(generator, policy):
+def test_a_weight_that_was_not_pushed_is_an_error(generator, policy):
     generator.run(push, policy.weights | {"norm.weight": torch.full((64,), torch.nan)}, 2)
     with pytest.raises(RunError, match="policy version 2 are not finite"):
         generator.run(generate, [request("nan")])
 
 
-def test_requests_that_cannot_be_served_are_refused_and_harm_nobody(generator):
+def test_invalid_requests_are_refused_and_do_not_affect_others(generator):
     bad = {
         "max_seq_len 256": request("long", [1] * 250, max_tokens=7),
         "at least one": request("empty", []),
@@ -107,9 +107,8 @@ def test_prefix_cache_does_not_outlive_the_weights(generator, policy, other_poli
     generator.run(push, other_policy.weights, 2)
     ((completion,),) = generator.run(generate, [request("again", prompt)])
     assert error(other_policy, prompt, completion) <= 1e-5
-    generator.run(
-        write, policy.weights
-    )  # the same without weights_changed: this test can see a stale cache
+    # without weights_changed the cache is stale, and this test detects it
+    generator.run(write, policy.weights)
     ((completion,),) = generator.run(generate, [request("stale", prompt)])
     assert error(policy, prompt, completion) > 1e-2
 
@@ -132,7 +131,7 @@ def test_each_token_has_the_version_it_was_drawn_from(generator, policy, other_p
         assert (old - new).abs().max() > 0.1
 
 
-def test_greedy_takes_the_likeliest_token_every_time(generator, policy):
+def test_greedy_always_takes_the_most_likely_token(generator, policy):
     runs = [
         generator.run(generate, [request("greedy", temperature=0.0, seed=seed)])[0][0]
         for seed in (1, 2)
@@ -153,7 +152,7 @@ def test_greedy_and_sampled_requests_keep_their_own_logprobs_in_one_batch(genera
         assert error(policy, [1, 2, 3], completion, temperature or 1.0) <= 1e-5
 
 
-def test_tokens_follow_the_seed_and_not_the_company(generator):
+def test_tokens_depend_on_the_seed_and_not_on_other_requests(generator):
     (alone,) = generator.run(generate, [request("a", seed=1)])
     (together,) = generator.run(
         generate, [request(f"s{seed}", seed=seed) for seed in (3, 2, 1, -1)]
@@ -175,7 +174,7 @@ def test_the_stop_token_is_part_of_the_completion(generator):
     assert len(stopped[0].versions) == end
 
 
-def test_aborted_requests_are_forgotten_and_their_ids_free(generator):
+def test_aborted_requests_are_dropped_and_their_ids_are_free(generator):
     (completions,) = generator.run(abort_one_of_two)
     assert list(completions) == ["kept"]
     (again,) = generator.run(generate, [request("dropped", max_tokens=3)])
@@ -229,22 +228,21 @@ def abort_one_of_two(engine):
 
 
 def away_and_back(engine) -> dict[str, Any]:
-    """Bytes of weights and cache before, meanwhile and afterwards; twice, since the second finds it
-    away already.
+    """Return the bytes of weights and cache before, during and after an offload. Both calls are
+    repeated, which does nothing.
     """
     caches = kv_caches(engine._engine)
-
     live = [shard.tensor for shard in engine.parameters()]
 
     def held(tensors) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
-    said: dict[str, Any] = {"here": held([*live, *caches]), "cache": held(caches)}
+    report: dict[str, Any] = {"here": held([*live, *caches]), "cache": held(caches)}
     weights = [tensor.clone() for tensor in live]
     engine.offload()
     engine.offload()
-    said["away"] = held([*live, *caches])
+    report["away"] = held([*live, *caches])
     engine.onload()
     engine.onload()
-    said["same"] = all(map(torch.equal, weights, live))
-    return said | {"back": held([*live, *caches])}
+    report["same"] = all(map(torch.equal, weights, live))
+    return report | {"back": held([*live, *caches])}

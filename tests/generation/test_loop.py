@@ -1,6 +1,4 @@
-"""The loop on one rank: concurrent callers, swaps in flight, and failures that reach everybody who
-waits.
-"""
+"""The loop on one rank: concurrent callers, swaps in flight, and failures of all pending calls."""
 
 import asyncio
 
@@ -11,14 +9,14 @@ from tests.generation.ranks import generate, request
 from tests.generation.scenarios import played
 
 
-def test_concurrent_calls_each_get_their_own_in_order(generator):
+def test_concurrent_calls_get_their_own_completions_in_order(generator):
     ((long, short, both),) = generator.run(played, concurrent_calls)
     assert [len(c.tokens) for c in long] == [30, 20]
     assert [len(c.tokens) for c in short] == [2]
     assert both == ["short", "long"]
 
 
-def test_a_lone_call_gives_what_the_engine_gives(generator):
+def test_a_single_call_returns_the_completions_of_the_engine(generator):
     requests = [request(f"r{i}", [i + 1] * (i + 3), seed=i) for i in range(5)]
     (by_engine,) = generator.run(generate, requests)
     (by_loop,) = generator.run(played, lone_call, requests)
@@ -44,14 +42,14 @@ def test_a_cancelled_call_frees_its_requests(generator):
     assert len(good[0].tokens) == 4
 
 
-def test_abort_ends_what_is_in_flight_and_the_loop_goes_on(generator):
+def test_abort_ends_requests_in_flight_and_the_loop_continues(generator):
     ((error, busy, good),) = generator.run(played, aborted)
     assert error.startswith("RunError: the request was aborted")
     assert not busy
     assert len(good[0].tokens) == 4
 
 
-def test_a_failure_in_the_thread_reaches_serve_and_everyone_who_waits(generator):
+def test_a_failure_in_the_thread_reaches_serve_and_all_pending_calls(generator):
     (errors,) = generator.run(played, failing_pull, pull=("raise", None))
     assert errors == [
         "serve: no such version 7",
@@ -61,7 +59,7 @@ def test_a_failure_in_the_thread_reaches_serve_and_everyone_who_waits(generator)
     ]
 
 
-def test_close_ends_serve_and_fails_what_is_pending(generator):
+def test_close_ends_serve_and_fails_pending_calls(generator):
     ((served, pending, later),) = generator.run(played, closed_while_generating)
     assert served is None
     assert pending == "RunError: the generation loop was closed"

@@ -1,4 +1,4 @@
-"""Pulls through the loop while it generates: drained, dropped for newer ones, cancelled, closed."""
+"""Pulls while the loop generates: drained, replaced by newer ones, cancelled, closed."""
 
 import asyncio
 import functools
@@ -28,11 +28,11 @@ def test_draining_gives_every_completion_one_version(one_or_two_ranks, policy, o
         sampled = policy if completion.versions[0] == 1 else other_policy
         assert error(sampled, each.prompt_tokens, completion) <= 1e-4
     assert pulled.version == 2
-    assert 0 < pulled.pause_s < waited_s / 2  # most of it, generation went on
+    assert 0 < pulled.pause_s < waited_s / 2  # generation continued most of the time
 
 
 @pytest.mark.parametrize("swap", ["drain", "recompute", "continue"])
-def test_a_pull_that_has_not_begun_is_dropped_for_a_newer(one_or_two_ranks, other_policy, swap):
+def test_a_pull_that_has_not_begun_gives_way_to_a_newer_one(one_or_two_ranks, other_policy, swap):
     pulls, late, completion = one_or_two_ranks.run(
         played, pull_thrice, pull=("weights", other_policy.weights), swap=swap
     )[0]
@@ -42,7 +42,7 @@ def test_a_pull_that_has_not_begun_is_dropped_for_a_newer(one_or_two_ranks, othe
     assert set(completion.versions) == ({1} if swap == "drain" else {1, 4})
 
 
-def test_all_ranks_hold_the_newest_version_that_any_of_them_found(
+def test_all_ranks_hold_the_newest_version_that_any_rank_found(
     one_or_two_ranks, policy, other_policy
 ):
     there = {2: policy.weights, 3: other_policy.weights}
@@ -52,7 +52,7 @@ def test_all_ranks_hold_the_newest_version_that_any_of_them_found(
     assert error(other_policy, [1, 2, 3], completion) <= 1e-4
 
 
-def test_calls_cancelled_while_draining_are_forgotten(generator, other_policy):
+def test_calls_cancelled_while_draining_are_dropped(generator, other_policy):
     ((pulled, busy, again),) = generator.run(
         played, cancel_while_draining, pull=("weights", other_policy.weights), swap="drain"
     )
@@ -70,7 +70,7 @@ def test_a_loop_that_drains_can_be_closed(one_or_two_ranks):
 
 
 def led(scenario):
-    """``scenario`` on rank 0; the others follow until it ends."""
+    """Run ``scenario`` on rank 0; the other ranks follow until it ends."""
 
     @functools.wraps(scenario)
     async def lead_or_follow(loop):
@@ -90,7 +90,7 @@ async def in_flight(loop, requests):
 
 @asynccontextmanager
 async def between_steps(loop):
-    """The engine stands still; what is asked meanwhile reaches it at once."""
+    """Pause the engine; it gets all commands of the block together."""
     stands = threading.Event()
     may_go = threading.Event()
 

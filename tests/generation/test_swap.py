@@ -1,6 +1,4 @@
-"""Newer weights under requests in flight, in each of the three modes: every version and log-prob is
-true.
-"""
+"""Newer weights with requests in flight, in the three modes: versions and log-probs are correct."""
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ REQUESTS = [
     request("b", range(50), max_tokens=90, seed=2),
     request("c", [*range(40), 7], max_tokens=50, seed=3),
 ]
-DRAWN = [10, 45]  # tokens that each has when a newer version comes
+DRAWN = [10, 45]  # tokens of each request when a newer version comes
 
 
 @pytest.mark.parametrize("swap", ["recompute", "continue"])
@@ -33,15 +31,15 @@ def test_every_token_in_flight_has_its_version_and_that_versions_logprob(
         claimed = torch.tensor(completion.versions) - 1, torch.arange(len(tokens))
         fresh = torch.stack([policy.logprobs(prompt, tokens) for policy in policies])[claimed]
         mixed = logprobs_of_swaps(policies, prompt, tokens, DRAWN)[claimed]
-        said = torch.tensor(completion.logprobs)
-        assert (said - (mixed if swap == "continue" else fresh)).abs().max() <= 1e-4
-        assert (fresh - mixed).abs().max() > 0.1  # the two can be told apart
+        reported = torch.tensor(completion.logprobs)
+        assert (reported - (mixed if swap == "continue" else fresh)).abs().max() <= 1e-4
+        assert (fresh - mixed).abs().max() > 0.1  # the two are distinguishable
 
 
 @pytest.mark.parametrize("swap", ["recompute", "continue"])
-def test_nobody_else_sees_a_key_or_value_of_older_weights(one_or_two_ranks, other_policy, swap):
-    """Not those of finished requests, nor those that requests in flight filled before the swap or
-    fill after it.
+def test_other_requests_see_no_key_or_value_of_older_weights(one_or_two_ranks, other_policy, swap):
+    """The older ones are those of finished requests, and those that requests in flight fill before
+    or after the swap.
     """
     asked, completions = one_or_two_ranks.run(
         share_prefixes_across_a_swap, swap, other_policy.weights
@@ -51,8 +49,8 @@ def test_nobody_else_sees_a_key_or_value_of_older_weights(one_or_two_ranks, othe
         assert error(other_policy, each.prompt_tokens, completion) <= 1e-4, each.request_id
 
 
-def test_a_request_preempted_at_the_swap_is_computed_wholly_anew(generator, policy, other_policy):
-    """It has tokens, and waits for memory, when its neighbour goes on with the KV it has."""
+def test_a_request_preempted_at_the_swap_is_recomputed_completely(generator, policy, other_policy):
+    """It has tokens and waits for memory while its neighbour continues with its KV cache."""
     ((running, preempted),) = generator.run(swap_while_preempted, other_policy.weights)
     for each, completion, goes_on in [
         (REQUESTS[0], running, True),
@@ -103,9 +101,8 @@ def share_prefixes_across_a_swap(engine, swap, weights):
     engine.add(waiting)
     with swapping(engine, swap):
         push(engine, weights, 2)
-    fresh = request(
-        "fresh", [5] * 70, seed=5
-    )  # its blocks lead to those that "flying" fills from now on
+    # its blocks are a prefix of the blocks that "flying" fills from now on
+    fresh = request("fresh", [5] * 70, seed=5)
     engine.add(fresh)
     *first, flown = finish(engine, [waiting, fresh, flying])
     heirs = [
@@ -124,7 +121,7 @@ def swap_while_preempted(engine, weights):
         engine.add(each)
     engine.step()
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
-    while len(scheduler.running) == 2:  # until one needs a block and takes the other's
+    while len(scheduler.running) == 2:  # until one preempts the other for a block
         engine.step()
     try:
         with swapping(engine, "continue"):

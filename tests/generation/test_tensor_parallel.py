@@ -1,4 +1,4 @@
-"""Two ranks are one generator: the same log-probs, one order of commands, nothing left behind."""
+"""Two ranks as one generator: the same log-probs, one order of commands, no leftover files."""
 
 import asyncio
 import time
@@ -42,8 +42,8 @@ def test_weights_swap_on_all_ranks_between_the_same_steps(generators, policy, ot
     assert first[0].versions == [1] * 10 + [2] * 20
 
 
-def test_live_ranks_hold_no_name_that_a_kill_would_leave_behind(generators, generator):
-    """Memory that is mapped but unlinked, and files that are gone, need nobody to clean up."""
+def test_a_kill_of_live_ranks_would_leave_no_files(generators, generator):
+    """The memory is mapped but unlinked, so a killed process leaves nothing."""
     assert [*generators.run(names_left), *generator.run(names_left)] == [[], [], []]
     assert generators.run(maps_shared_memory) == [True, True]
 
@@ -97,7 +97,7 @@ def test_four_ranks_with_half_a_kv_head_each_agree_with_torchtitan():
 
 
 def agreed_error(ranks: GeneratorRanks, policy: Policy) -> float:
-    """Largest error of the log-probs, which all ranks must agree on."""
+    """Return the largest error of the log-probs, which are equal on all ranks."""
     first, *others = ranks.run(generate, asked(max_tokens=40))
     assert all(other == first for other in others)
     return max(
@@ -106,7 +106,7 @@ def agreed_error(ranks: GeneratorRanks, policy: Policy) -> float:
 
 
 def test_a_rank_that_cannot_pull_ends_its_peers(generators, other_policy):
-    """Last of this file: the engines are closed by their failed loops."""
+    """This test is the last of the file: the failed loops close the engines."""
     leader, follower = generators.run(played_unequally, other_policy.weights)
     assert follower == ["serve: no such version 2"]
     cause = "another rank of this generator could not pull policy version 2"
@@ -131,7 +131,7 @@ def logits_width(engine):
 
 
 def owned_by_none(engine):
-    """Largest value of each row of a parameter that no part covers."""
+    """Return the largest value of each row of a parameter that no shard covers."""
     rows = Counter()
     for shard in engine.parameters():
         rows[shard.name] += len(shard.tensor)

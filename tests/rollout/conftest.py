@@ -5,8 +5,8 @@ from rl.types import Completion, Prompt, Rollout
 
 @pytest.fixture
 def rollout():
-    """Makes one: ``rollout([1, 2], [7, 8, 9], reward=0.5)``; token t's log-prob is -t, versions
-    count up from 3.
+    """Return a function that makes a rollout: ``rollout([1, 2], [7, 8, 9], reward=0.5)``. The
+    log-prob of token t is -t; versions count up from 3.
     """
 
     def make(

@@ -1,4 +1,4 @@
-"""A batch says of each token what was true when it was sampled, and teaches completions only."""
+"""A batch has the facts of sampling of each token, and loss weights for sampled tokens only."""
 
 import dataclasses
 
@@ -62,7 +62,7 @@ def test_a_rollout_of_two_sequences_weighs_as_much_as_one(rollout):
     assert sums == pytest.approx([1.0, 1.0])
 
 
-def test_what_was_not_sampled_between_turns_has_no_weight(rollout):
+def test_tokens_between_turns_have_no_weight(rollout):
     (turn,) = rollout([1], [7, 8, 9]).sequences
     turns = dataclasses.replace(turn, sampled=np.array([False, True, False, True]))
     batch = make_batch([dataclasses.replace(rollout([1], [7]), sequences=(turns,))])
@@ -79,7 +79,7 @@ def test_advantages_become_a_column_of_sampled_tokens(groups, per_token):
     assert column == [0, 0, 1, 1, 1, 0, 0, -1, 0, 2, 2, 0, 3, 3, 3, 3]
 
 
-def test_dtypes_are_those_that_the_trainer_takes(groups):
+def test_dtypes_are_those_of_the_trainer(groups):
     batch = batch_of(groups, "sequence_mean")
     assert (batch.tokens.dtype, batch.lengths.dtype) == (torch.int64, torch.int64)
     assert {values.dtype for values in [batch.loss_weights, *batch.columns.values()]} == {
@@ -87,7 +87,7 @@ def test_dtypes_are_those_that_the_trainer_takes(groups):
     }
 
 
-def test_sequence_mean_gives_every_completion_the_weight_of_one(groups):
+def test_sequence_mean_gives_every_completion_weight_1(groups):
     batch = batch_of(groups, "sequence_mean")
     sums = [weights.sum().item() for weights in batch.loss_weights.split(batch.lengths.tolist())]
     assert sums == pytest.approx([1.0, 1.0, 1.0, 1.0])
@@ -98,12 +98,12 @@ def test_a_column_is_spread_over_the_tokens_that_count(groups):
     assert column.tolist() == [0, 0, 1, 2, 3, 0, 0, 4, 0, 5, 6, 0, 7, 8, 9, 10]
 
 
-def test_a_fixed_length_gives_every_token_its_share_of_it(groups):
+def test_fixed_length_divides_every_weight_by_the_length(groups):
     weights = batch_of(groups, "fixed_length").loss_weights
     assert weights.tolist() == [0, 0, *[1 / 8] * 3, 0, 0, 1 / 8, 0, *[1 / 8] * 2, 0, *[1 / 8] * 4]
 
 
-def test_selected_rows_take_their_columns_along(groups):
+def test_selected_rows_keep_their_columns(groups):
     batch = batch_of(groups).select([3, 0])
     assert batch.tokens.tolist() == [4, 3, 2, 1, 9, 1, 2, 7, 8, 9]
     assert batch.columns["versions"].tolist() == [-1, 3, 4, 5, 6, -1, -1, 3, 4, 5]
@@ -111,7 +111,7 @@ def test_selected_rows_take_their_columns_along(groups):
     assert len(batch.select([])) == len(batch.select([]).tokens) == 0
 
 
-def test_metrics_say_what_the_step_came_to(rollout):
+def test_metrics_of_a_step(rollout):
     flat = [
         rollout([1], [2, 3], reward=1.0, correct=1.0, words=4.0),
         rollout([1], [2], reward=1.0, words=0.0),
@@ -132,7 +132,7 @@ def test_metrics_say_what_the_step_came_to(rollout):
     }
 
 
-def test_metrics_of_a_mixture_are_of_all_and_of_each_task(rollout):
+def test_metrics_of_a_mixture_cover_all_tasks_and_each_task(rollout):
     sort = [rollout([1], [2], reward=r, task="sort", words=4.0) for r in (1.0, 0.0)]
     copy = [
         [rollout([1], [2], reward=r, task="copy", correct=r) for r in pair]

@@ -1,6 +1,4 @@
-"""A prompt that no generator could take is refused with its task, its place and what was
-expected.
-"""
+"""Prompts that no generator accepts are refused with task, call and expected value."""
 
 from dataclasses import replace
 
@@ -15,7 +13,7 @@ from rl.types import Prompt
 
 
 class Digits(CopyDigits):
-    """Gives ``answer``, or what it makes of the right prompt."""
+    """Task that returns ``answer``, or its result for the right prompt if it is callable."""
 
     answer: object
 
@@ -113,7 +111,7 @@ def test_an_evaluation_prompt_that_cannot_be_used_is_named(answer, message):
 
 
 @pytest.mark.parametrize("answer", [None, (), {}, "abc", [None] * 5])
-def test_evaluation_prompts_that_are_no_list_of_so_many_are_refused(answer):
+def test_evaluation_prompts_of_a_wrong_type_or_number_are_refused(answer):
     with pytest.raises(
         RunError,
         match=r"Digits.eval_prompts\(4\) returned .*; expected is a list of at most 4 prompts",
@@ -126,7 +124,7 @@ def test_the_frame_that_raised_is_in_the_message():
         training_prompt(task(fails(ZeroDivisionError())), 3)
 
 
-def test_good_prompts_pass_as_they_are():
+def test_good_prompts_pass_unchanged():
     digits = task(lambda prompt: prompt)
     assert training_prompt(digits, 3) == CopyDigits.prompt(digits, 3)
     assert eval_prompts(digits, 4) == CopyDigits.eval_prompts(digits, 4)

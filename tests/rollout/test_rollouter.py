@@ -1,4 +1,4 @@
-"""What is asked for depends on prompt_ids alone; what comes back keeps its place."""
+"""Requests depend on prompt_ids alone; rollouts keep the order of their prompts."""
 
 import asyncio
 import random
@@ -22,7 +22,7 @@ PROMPTS = [
 
 
 class Echo:
-    """A task whose reward is the first token."""
+    """Task with the first token as its reward."""
 
     def decode(self, tokens):
         return " ".join(map(str, tokens))
@@ -41,8 +41,8 @@ async def score(prompt, completions):
 
 
 class Recorder:
-    """A generator: each completion is ten times the prompt's prompt_id plus the sample, in
-    requests' order.
+    """Generator of completions of one token, ten times the prompt_id plus the sample, in the order
+    of the requests.
     """
 
     def __init__(self):
@@ -81,9 +81,7 @@ def test_the_first_lost_group_of_each_kind_is_shown_and_all_are_counted():
         "'0'\nTraceback"
     )
     assert "test_rollouter.py" in first
-    assert first.endswith(
-        "the group is lost; others that are lost for this reason are only counted"
-    )
+    assert first.endswith("the group is lost; more groups of this kind are only counted")
     assert second.startswith("the reward of Moody raised ZeroDivisionError: none today; prompt 1, ")
     assert third.startswith("the reward of Moody returned None, which is no Score; prompt 20, ")
 
@@ -148,7 +146,7 @@ def test_a_generator_that_loses_a_completion_is_found_out():
     async def forgetful(requests):
         return (await Recorder()(requests))[:-1]
 
-    with pytest.raises(RunError, match="6 completions were asked for, and 5 came"):
+    with pytest.raises(RunError, match="6 requests got 5 completions"):
         collect(forgetful)
 
 

@@ -1,4 +1,4 @@
-"""The private names that ``rl.compat`` relies on are where they were, and nobody else uses any."""
+"""The private names that ``rl.compat`` relies on exist, and no other module uses private names."""
 
 import ast
 import dis
@@ -25,7 +25,7 @@ FOREIGN = {*WRITTEN_FOR, "torchao", "transformers"}
 
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[ProcessPoolExecutor]:
-    """A process that may import vLLM, which changes the environment."""
+    """Return a process that may import vLLM, which changes the environment."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         yield process
 
@@ -46,7 +46,7 @@ def test_the_installed_packages_have_every_name_that_compat_relies_on(elsewhere,
         "torch:ops.mkldnn._linear_pointwise(X, _gone)",
     ],
 )
-def test_a_name_that_is_gone_or_takes_other_parameters_fails_with_a_sentence(name):
+def test_a_name_that_is_gone_or_has_other_parameters_fails_with_a_sentence(name):
     assert moved("torch_internals", [name]) == [
         f"torch {version('torch')}: {name} is gone or changed; rl/compat/torch_internals.py was "
         f"written for {WRITTEN_FOR['torch']}: port it"
@@ -90,7 +90,7 @@ def test_the_search_finds_each_way_to_a_private_name(code):
 
 
 def moved_from(module: str) -> list[str]:
-    """Return a sentence for each name in the table of ``module`` that is not as it was."""
+    """Return a sentence for each name in the table of ``module`` that is gone or changed."""
     return moved(module, importlib.import_module(f"rl.compat.{module}").RELIES_ON)
 
 
@@ -131,7 +131,7 @@ def taken(function: Any) -> list[str]:
 
 
 def attributes(kind: type) -> set[str]:
-    """Return the attributes that instances get by annotation or in a method."""
+    """Return the attributes that annotations or methods give to instances."""
     names = set()
     for each in kind.__mro__:
         names |= inspect.get_annotations(each).keys()

@@ -13,7 +13,7 @@ SEQUENCE = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
 
 
 def batch(seed):
-    """Return (proximal, behaviour, staleness, sequence); ratios are inside and outside all ranges."""
+    """Return (proximal, behaviour, staleness, sequence), ratios inside and outside all ranges."""
     draw = torch.Generator().manual_seed(seed)
     behaviour = -torch.rand(sum(LENGTHS), generator=draw) * 3
     proximal = behaviour + torch.randn(sum(LENGTHS), generator=draw)

@@ -11,10 +11,11 @@ from rl.types import Place
 
 @pytest.fixture
 def with_procs(tmp_path):
-    """Runs ``work(spawn)``, where ``spawn(name)`` gives a mesh of processes. All end with it."""
+    """Return a function that runs ``work(spawn)``; ``spawn(name)`` returns a mesh of processes. All
+    meshes end with ``work``.
+    """
 
-    # Never taken back: Monarch hears of a death seconds later, and would interrupt the test that
-    # runs then.
+    # not undone: Monarch notices a death seconds later and would interrupt the next test
     monarch.actor.unhandled_fault_hook = lambda failure: None
 
     def run(work):
@@ -42,4 +43,4 @@ async def stop(mesh):
     try:
         await asyncio.wait_for(stopped(), 20)
     except Exception as error:
-        print(f"{mesh}: {error}")  # a mesh that has failed
+        print(f"{mesh}: {error}")  # the mesh has failed

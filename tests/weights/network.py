@@ -1,4 +1,4 @@
-"""Two trainer ranks and the two ranks of a generator, and a network that is only memory."""
+"""Two trainer ranks, the two ranks of a generator, and a network in memory."""
 
 import asyncio
 from collections.abc import Callable
@@ -33,21 +33,21 @@ def copied(weights: Weights) -> Weights:
 
 
 def trainer_parts(weights: Weights, rank: int) -> list[Shard]:
-    """Rows of everything but the scale, which both ranks hold."""
+    """Return the rank's rows of all parameters except for the scale, which both ranks hold."""
     return [
         _part(name, whole, None if name == "scale" else 0, rank) for name, whole in weights.items()
     ]
 
 
 def generator_parts(weights: Weights, rank: int) -> list[Shard]:
-    """Rows of one, columns of another, all of the rest; each rank in an order of its own."""
+    """Return rows of one parameter, columns of another, all of the rest, in an order by rank."""
     cuts = {"rows": 0, "columns": 1}
     shards = [_part(name, whole, cuts.get(name), rank) for name, whole in weights.items()]
     return shards[rank:] + shards[:rank]
 
 
 def layouts(shapes: Shapes = SHAPES) -> tuple[list[Layout], list[Layout]]:
-    """Of the trainer's ranks and the generator's."""
+    """Return the layouts of the trainer's ranks and of the generator's ranks."""
     weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     sources, wanted = (
         [layout_of(shards(weights, rank)) for rank in range(RANKS)]
@@ -57,20 +57,20 @@ def layouts(shapes: Shapes = SHAPES) -> tuple[list[Layout], list[Layout]]:
 
 
 def transfer(shapes: Shapes = SHAPES, **options: Any) -> Transfer:
-    """``options`` are fields of Transfer."""
+    """Return the Transfer of ``shapes``; ``options`` are fields of Transfer."""
     sources, wanted = (tuple(each) for each in layouts(shapes))
     return Transfer("rdma", DTYPE, sources, wanted, **options)
 
 
 def live_parts(rank: int, shapes: Shapes = SHAPES) -> list[Shard]:
-    """Parameters of a generator rank before its first pull: NaN."""
+    """Return the parameters of a generator rank before its first pull: NaN."""
     return generator_parts(
         {name: torch.full(s, torch.nan, dtype=DTYPE) for name, s in shapes.items()}, rank
     )
 
 
 def same(shards: list[Shard], weights: Weights, rank: int) -> bool:
-    """Whether ``parts`` of a generator rank are the cast ``weights``, bit for bit."""
+    """Whether ``shards`` of a generator rank are the cast ``weights``, bit for bit."""
     wanted = generator_parts({name: whole.to(DTYPE) for name, whole in weights.items()}, rank)
     return all(
         torch.equal(
@@ -95,7 +95,7 @@ def _part(name: str, whole: torch.Tensor, dim: int | None, rank: int) -> Shard:
 
 
 class Gates:
-    """Where a coroutine or its thread stops, again and again, until it is let on."""
+    """Gates at which a coroutine or its thread stops until ``let_on``."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -121,7 +121,7 @@ class Gates:
 
 
 class MemoryPublisher(PackedPublisher):
-    """Shows its memory to subscribers of the same process."""
+    """Publisher with memory that subscribers in the same process read."""
 
     def __init__(self, weights: Weights, rank: int, **options: Any):
         super().__init__(trainer_parts(weights, rank), transfer(**options), rank=rank)

@@ -1,6 +1,4 @@
-"""What trainer ranks push, and what readers laid out as generators pull; runs on the trainer's
-ranks.
-"""
+"""Pushes of trainer ranks to readers with the layouts of generators; run on the trainer's ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +14,7 @@ from rl.weights.digest import ShardDigests, digests, merge_digests
 from rl.weights.shared_memory import Segment, SharedMemoryPublisher, SharedMemorySubscriber
 
 DTYPE = torch.bfloat16
-# Half a kv head for each of four readers, and of the vocabulary 8, 8, 8 and 6 rows.
+# four readers get half a kv head each, and 8, 8, 8 and 6 rows of the vocabulary
 TIED_FUSED = ModelConfig(
     vocab_size=30,
     dim=32,
@@ -40,7 +38,7 @@ TRAINERS = scenes.LAYOUTS | {"fsdp4": scenes.Layout(shard=4)}
 
 
 def generators(model: ModelConfig) -> list[tuple[Layout, ...]]:
-    """Layouts of all generators that the tests push ``model`` to."""
+    """Return the layouts of all generators that the tests push ``model`` to."""
     degrees: list[dict[str, Any]] = [{"tp": 1}, {"tp": 2}, {"tp": 4}]
     if model.num_experts:
         degrees += [{"tp": 2, "expert_parallel": True}, {"tp": 4, "expert_parallel": True}]
@@ -48,7 +46,7 @@ def generators(model: ModelConfig) -> list[tuple[Layout, ...]]:
 
 
 class Reader:
-    """A rank of a generator: tensors of its own."""
+    """Generator rank with its own tensors."""
 
     def __init__(
         self, layouts: tuple[Layout, ...], rank: int, segments: list[Segment], number: int
@@ -61,9 +59,7 @@ class Reader:
         self._subscriber = SharedMemorySubscriber(segments, self._shards, reader=number)
 
     def pull(self, version: int, weights: dict[str, torch.Tensor]) -> ShardDigests:
-        """Digests of what it pulled, which must be its parts of the whole ``weights`` and nothing
-        else.
-        """
+        """Pull, check that the parameters are exactly the shards of ``weights``, return digests."""
         self._subscriber.pull(version)
         written = dict.fromkeys(self._tensors, 0)
         for shard in self._shards:
@@ -77,13 +73,13 @@ class Reader:
 
 
 def push_all(cases: list[tuple[str, str]], folder: str) -> list[Layout]:
-    """``push`` for each (model, trainer layout)."""
+    """Run ``push`` for each (model, trainer layout)."""
     return [push(MODELS[model], TRAINERS[layout], folder) for model, layout in cases]
 
 
 def push(model: ModelConfig, layout: scenes.Layout, folder: str) -> Layout:
-    """Push two versions to all generators, whose ranks this trainer's ranks play in turn; what this
-    rank held.
+    """Push two versions to all generators; return the layout of this rank. The trainer's ranks are
+    the generators' ranks too.
     """
     engine = scenes.engine_of(model, folder=folder, layout=layout)
     held = list(engine.shards().values())
@@ -112,7 +108,7 @@ def push(model: ModelConfig, layout: scenes.Layout, folder: str) -> Layout:
 
 
 def gathered(own: Any) -> list[Any]:
-    """The object of every rank, on every rank."""
+    """Return the objects of all ranks, on every rank."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return everyone

@@ -1,6 +1,6 @@
 """Trainer ranks and generator ranks of a push as real actors.
 
-A version's weights follow from its number.
+The weights of a version are a function of its number.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from monarch.actor import Actor, ActorError, ProcMesh, current_rank, endpoint
 from rl.weights.transport import Sent
 from tests.weights.network import Weights, change, live_parts, same, trainer_parts, transfer
 
-DEADLINE = 120.0  # imports of several processes side by side included
+DEADLINE = 120.0  # including concurrent imports of several processes
 SHAPES = {"rows": (256, 300), "columns": (64, 5000), "norm": (128,), "scale": (70,)}
 
 
 def weights_of(version: int) -> Weights:
-    """Even versions are all new; odd ones differ from the one before in few elements."""
+    """Return the weights of ``version``. Even versions are new; odd ones change few elements."""
     generator = torch.Generator().manual_seed(version // 2)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     if version % 2:
@@ -76,9 +76,7 @@ class GeneratorRank(Actor):
 
     @endpoint
     async def pull(self, version: int) -> tuple[bool, int]:
-        """Whether the parameters are those of ``version``, and how many deltas were read
-        for that.
-        """
+        """Return whether the parameters are those of ``version``, and the number of deltas read."""
         deltas = []
         read = self.subscriber._read
 
@@ -96,7 +94,7 @@ class GeneratorRank(Actor):
 
     @endpoint
     async def be_patient(self, seconds: float) -> None:
-        """Let a fetch take this long."""
+        """Set the patience of a fetch."""
         self.subscriber._patience = seconds
 
     @endpoint
@@ -105,7 +103,7 @@ class GeneratorRank(Actor):
 
 
 async def call(endpoint: Any, *args: Any) -> list[Any]:
-    """Answers of all ranks, in their order."""
+    """Return the answers of all ranks, in their order."""
 
     async def answers() -> Any:
         return await endpoint.call(*args)
@@ -116,8 +114,8 @@ async def call(endpoint: Any, *args: Any) -> list[Any]:
 async def check_pushes(
     trainer: ProcMesh, generator: ProcMesh, transport: str, versions: range
 ) -> None:
-    """Every version arrives bit for bit on every rank, as a delta where the version before was
-    there and is near.
+    """Check that every version arrives bit for bit on every rank, and as a delta if the version is
+    close to the previous one.
     """
     publishers = trainer.spawn("publishers", TrainerRank, transport, 3600.0)
     readers = generator.spawn("readers", GeneratorRank, transport)
@@ -134,9 +132,7 @@ async def check_pushes(
 async def check_a_killed_reader(
     spawn: Callable[[str], ProcMesh], transport: str
 ) -> tuple[Any, Any]:
-    """Both ranks of a generator die and others come in their place; returns the publishers and the
-    new readers.
-    """
+    """Kill and replace both ranks of a generator; return the publishers and the new readers."""
     publishers = spawn("trainer").spawn("publishers", TrainerRank, transport, 0.1)
     addresses = await call(publishers.open)
     readers = spawn("generator").spawn("readers", GeneratorRank, transport)

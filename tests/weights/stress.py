@@ -1,8 +1,7 @@
-"""A trainer that publishes as quickly as it can, and readers of it: what runs in each process of
-the stress test.
+"""Processes of the stress test: a trainer that publishes at full speed, and its readers.
 
-The board is a file that all map: the newest version that all trainer ranks hold, then a flag for
-each event.
+The board is a file that all processes map: the newest version that all trainer ranks hold, then a
+flag for each event.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ SHAPES = {"rows": (256, 512), "stack": (4, 64, 128), "norm": (1000,)}
 DTYPE = torch.bfloat16
 DEADLINE_S = 90.0
 
-# places on the board; from READY on, one of each reader
+# indices on the board; READY is the first of one flag for each reader
 ANNOUNCED = 0
 COPYING = 1
 READY = 2
@@ -38,7 +37,7 @@ def open_board(path: str) -> torch.Tensor:
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
-    """Every element changes with every version; whole numbers that bfloat16 has."""
+    """Return weights of which every element changes with the version, exact in bfloat16."""
     return {
         name: ((torch.arange(torch.Size(shape).numel()) * 31 + version * 7) % 256)
         .view(shape)
@@ -48,7 +47,7 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
 
 
 def shard(name: str, tensor: torch.Tensor, rank: int | None) -> Shard:
-    """Rank ``rank``'s share of the first dimension, or all of it."""
+    """Return the share of ``rank`` of the first dimension; all of it for None."""
     whole = Box.whole(SHAPES[name])
     size = SHAPES[name][0] // RANKS
     box = whole if rank is None else whole.slab(0, rank * size, size)
@@ -56,7 +55,7 @@ def shard(name: str, tensor: torch.Tensor, rank: int | None) -> Shard:
 
 
 def write(board_path: str, addresses: Connection) -> None:
-    """Publish all versions; the weights change as soon as a publish is over."""
+    """Publish all versions; the weights change right after each publish."""
     asyncio.run(_write(open_board(board_path), addresses))
 
 
@@ -85,10 +84,9 @@ def read(
     pause_s: float,
     answers: Connection,
 ) -> None:
-    """Pull what was announced ``late`` versions ago, or the newest if that is gone, until the last
-    is there.
+    """Pull the version announced ``late`` versions ago, or the newest if it is gone instead.
 
-    Copies with pauses of ``pause_s``. Answers how often it pulled.
+    Copies have pauses of ``pause_s``. Sends the number of pulls to ``answers``.
     """
     board, pulled, subscriber = open_reader(board_path, segments, number)
     shared_memory.copy_all = partial(copy_with_pauses, pause_s)
@@ -116,7 +114,7 @@ def copy_with_pauses(
 
 
 def hang(board_path: str, segments: list[Segment], number: int) -> None:
-    """Begin to copy, and do nothing any more."""
+    """Begin to copy, then hang."""
     board, _, subscriber = open_reader(board_path, segments, number)
     wait_until(lambda: int(board[ANNOUNCED]) >= DIES_AT)
     while not (claimed := subscriber.claim(int(board[ANNOUNCED]))):

@@ -1,4 +1,4 @@
-"""A delta gives the newer version bit for bit, or is not used."""
+"""A delta restores the newer version bit for bit, or is not used."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ INTEGERS = {
     room=st.sampled_from([0.0, 0.5, 2.0, 20.0]),
     seed=st.integers(0, 1 << 32),
 )
-def test_any_bits_arrive_or_nothing_is_written_beyond_the_room(
+def test_any_bits_arrive_and_nothing_is_written_beyond_the_capacity(
     dtype, numel, share, block, room, seed
 ):
     generator = torch.Generator().manual_seed(seed)
@@ -45,7 +45,7 @@ def test_any_bits_arrive_or_nothing_is_written_beyond_the_room(
             assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
 
 
-def test_zeros_of_different_sign_differ_and_a_nan_equals_itself():
+def test_negative_zero_differs_from_zero_and_nan_equals_itself():
     old = torch.tensor([0.0, float("nan"), 1.0])
     new = torch.tensor([-0.0, float("nan"), 1.0])
     code = torch.zeros(100, dtype=torch.uint8)
@@ -55,7 +55,7 @@ def test_zeros_of_different_sign_differ_and_a_nan_equals_itself():
     assert torch.equal(old.view(torch.int32), new.view(torch.int32))
 
 
-def test_the_last_element_of_a_full_block_is_reached():
+def test_the_last_element_of_a_full_block_is_encoded():
     old = torch.zeros(2 * delta.BLOCK + 1, dtype=torch.bfloat16)
     new = old.clone()
     new[[delta.BLOCK - 1, delta.BLOCK, 2 * delta.BLOCK]] = 1.0

@@ -1,4 +1,4 @@
-"""A digest is the same however a parameter is cut, and another for every other value."""
+"""A digest does not depend on the sharding of a parameter, and differs for other values."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def digest_of(whole: torch.Tensor) -> str:
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_a_digest_does_not_depend_on_the_cut(data):
+def test_a_digest_does_not_depend_on_the_sharding(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     boxes = [Box.whole(shape)]
     for dim, size in enumerate(shape):
@@ -65,7 +65,7 @@ def test_other_values_have_another_digest(change):
     assert digest_of(OTHERS[change](whole)) != digest_of(whole)
 
 
-def test_a_missing_part_is_seen_even_if_it_is_zero():
+def test_a_missing_shard_of_zeros_changes_the_digest():
     whole = torch.zeros(4, 3)
     assert merge_digests([digests([shard_of(whole, Box((0, 0), (3, 3)))])])["w"] != digest_of(whole)
 

@@ -1,6 +1,4 @@
-"""Trainer and generator on two hosts, which are network namespaces of this machine with addresses
-of their own.
-"""
+"""Push between two hosts, which are network namespaces of this machine with separate addresses."""
 
 import os
 import re
@@ -23,18 +21,18 @@ def permitted() -> bool:
 
 
 def marked(mark: str) -> list[Path]:
-    """Processes that inherited ``mark``."""
+    """Return the processes that inherited ``mark``."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (process / "environ").read_bytes():
                 found.append(process)
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process ended meanwhile
             continue
     return found
 
 
-def test_a_push_crosses_hosts_bit_for_bit_and_nothing_is_left():
+def test_a_push_between_hosts_is_exact_and_leaves_nothing_behind():
     if not permitted():
         cannot_run(
             "no right to make network namespaces; be root (in a container, with CAP_SYS_ADMIN)"

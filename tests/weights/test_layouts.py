@@ -1,5 +1,5 @@
-"""Any trainer layout pushes to any generator layout, bit for bit; and layouts are known before
-ranks run.
+"""Any trainer layout pushes to any generator layout bit for bit, and layouts can be planned without
+ranks.
 """
 
 import resource
@@ -33,8 +33,8 @@ def planned(model: str, layout: str) -> tuple[Layout, ...]:
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"{ranks} ranks")
 def pushed(request, tmp_path_factory) -> dict[tuple[str, str], list[Layout]]:
-    """By (model, trainer layout) what each rank held; the ranks have pushed it to all generators
-    and compared.
+    """Return the layouts of all ranks by (model, trainer layout), after they have pushed to all
+    generators and compared.
     """
     cases = [case for case in CASES if TRAINERS[case[1]].ranks == request.param]
     folder = str(tmp_path_factory.mktemp("pushed"))
@@ -57,26 +57,26 @@ LARGE = ModelConfig(
 )
 
 
-def test_every_reader_holds_its_part_of_every_version_bit_for_bit(pushed):
+def test_every_reader_holds_its_shards_of_every_version_bit_for_bit(pushed):
     assert len(pushed) >= 6
 
 
-def test_the_layout_planned_without_ranks_is_the_one_they_have(pushed):
+def test_the_layout_planned_without_ranks_is_that_of_the_ranks(pushed):
     for case, held in pushed.items():
         assert planned(*case) == held, case
     assert not dist.is_initialized()
 
 
-def test_adapters_change_no_layout():
+def test_adapters_do_not_change_the_layout():
     config = TrainerConfig(
         parallelism=TRAINERS["fsdp2_tp2"].parallelism, lora=LoRAConverter.Config()
     )
     assert trainer_layout(config, MODELS["tied_fused"]) == planned("tied_fused", "fsdp2_tp2")
 
 
-def test_a_large_model_on_many_ranks_is_planned_here_and_every_replica_gives_its_share():
-    """30 billion parameters, HSDP2x8 with TP4 and EP8, to eight ranks of whole experts: two per kv
-    head.
+def test_a_large_plan_takes_little_memory_and_balances_replicas():
+    """30 billion parameters, HSDP2x8 with TP4 and EP8, to eight ranks with whole experts, two ranks
+    for each kv head.
     """
     parallelism = TrainerLayout(replicate=2, shard=8, tp=4, ep=8).parallelism
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -91,7 +91,7 @@ def test_a_large_model_on_many_ranks_is_planned_here_and_every_replica_gives_its
         assert halves[0] == pytest.approx(halves[1], rel=0.05)
 
 
-def test_a_rank_is_told_to_plan_elsewhere():
+def test_planning_in_a_process_with_a_process_group_is_refused():
     dist.init_process_group("fake", rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="call it in a process that has none"):

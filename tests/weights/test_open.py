@@ -1,4 +1,4 @@
-"""The transport follows from where the ranks are, unless the config names one."""
+"""The transport follows from the hosts of the ranks, unless the config names one."""
 
 import pytest
 
@@ -16,11 +16,11 @@ from rl.weights.open import choose_transport
         ("shared_memory", ["a", "b"], "shared_memory"),
     ],
 )
-def test_one_host_shares_memory_and_several_need_a_network(wish, domains, transport):
+def test_one_host_uses_shared_memory_and_several_use_a_network(wish, domains, transport):
     assert choose_transport(wish, domains) == transport
 
 
-def test_shared_memory_of_another_host_is_refused_and_the_way_out_is_named(monkeypatch):
+def test_shared_memory_of_another_host_is_refused_with_the_fix(monkeypatch):
     from tests.weights.test_shared_memory import (
         SHAPE,
         SharedMemoryPublisher,

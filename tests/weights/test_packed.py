@@ -1,6 +1,4 @@
-"""The protocol of a push over a network: bit for bit or refused, and no slot reused under a
-reader.
-"""
+"""Protocol of a push over a network: bit for bit or refused, and no slot reused under a reader."""
 
 import asyncio
 import time
@@ -35,7 +33,7 @@ def make(weights, **options):
 
 
 async def push(publishers, version) -> Sent:
-    """What the first of them sent."""
+    """Publish ``version`` on all ranks; return the Sent of the first."""
     first, *_ = [await publisher.publish(version) for publisher in publishers]
     return first
 
@@ -52,7 +50,7 @@ def holds(subscribers, weights) -> bool:
     )
 
 
-def test_nothing_lies_in_two_blobs_and_a_blob_has_one_set_of_readers():
+def test_blobs_are_disjoint_and_have_one_set_of_readers_each():
     sources, wanted = layouts()
     for layout, blobs in zip(sources, plan_blobs(sources, wanted), strict=True):
         assert len({blob.readers for blob in blobs}) == len(blobs)
@@ -77,7 +75,7 @@ def test_slots_are_no_larger_than_the_shards_in_the_transfer_dtype():
     assert sum(memory.numel() for slot in publisher._deltas for memory in slot) == 0
 
 
-def test_versions_arrive_cast_in_any_order_of_numbers():
+def test_versions_arrive_cast_in_any_order():
     async def work():
         weights = initial()
         publishers, subscribers = make(weights)
@@ -85,14 +83,14 @@ def test_versions_arrive_cast_in_any_order_of_numbers():
             change(weights, 1.0, seed=version)
             expected = copied(weights)
             await push(publishers, version)
-            change(weights, 1.0, seed=99)  # what the optimizer does next is not seen
+            change(weights, 1.0, seed=99)  # changes after the publish do not arrive
             await pull(subscribers, version)
             assert holds(subscribers, expected)
 
     asyncio.run(work())
 
 
-def test_only_what_changed_is_read_where_that_is_smaller():
+def test_only_changes_are_read_if_they_are_smaller():
     async def work():
         weights = initial()
         publishers, subscribers = make(weights, delta=True, patience=0.0)
@@ -126,7 +124,7 @@ def test_only_what_changed_is_read_where_that_is_smaller():
     asyncio.run(work())
 
 
-def test_a_version_that_is_not_there_is_refused_and_said_what_is():
+def test_a_missing_version_is_refused_with_the_versions_that_exist():
     async def work():
         weights = initial()
         publishers, subscribers = make(weights)
@@ -147,7 +145,7 @@ def test_a_version_that_is_not_there_is_refused_and_said_what_is():
     asyncio.run(work())
 
 
-def test_a_slot_waits_for_its_readers_but_not_twice_for_a_dead_one():
+def test_a_slot_waits_for_its_readers_but_only_once_for_a_dead_one():
     async def work():
         weights = initial()
         publishers, (here, gone) = make(weights, patience=3600.0)
@@ -179,14 +177,14 @@ def test_a_slot_waits_for_its_readers_but_not_twice_for_a_dead_one():
         await asyncio.wait_for(push(publishers, 6), 30)
         waiting = asyncio.create_task(push(publishers, 7))
         await asyncio.sleep(0.05)
-        assert not waiting.done()  # it came back, so it is waited for again
+        assert not waiting.done()  # the reader fetched again, so the publisher waits for it
         await gone.fetch(6)
         await asyncio.wait_for(waiting, 30)
 
     asyncio.run(work())
 
 
-def test_a_publish_waits_no_more_for_a_generator_that_has_gone():
+def test_a_publish_does_not_wait_for_an_excused_generator():
     async def work():
         publishers, subscribers = make(initial(), patience=3600.0)
         await push(publishers, 0)
@@ -197,7 +195,7 @@ def test_a_publish_waits_no_more_for_a_generator_that_has_gone():
         for publisher in publishers:
             publisher.excuse(0)
         await asyncio.wait_for(waiting, 30)
-        await pull(subscribers, 2)  # another generator in its place, which is waited for
+        await pull(subscribers, 2)  # a new generator with its number, which the publisher waits for
         await asyncio.wait_for(push(publishers, 3), 30)
         waiting = asyncio.create_task(push(publishers, 4))
         await asyncio.wait([waiting], timeout=0.05)
@@ -211,7 +209,7 @@ def test_a_publish_waits_no_more_for_a_generator_that_has_gone():
     asyncio.run(work())
 
 
-def test_a_fetch_over_a_slow_link_lasts_as_long_as_its_patience():
+def test_a_fetch_over_a_slow_link_fails_after_its_patience():
     async def work():
         weights = initial()
         publishers, _ = make(weights)
@@ -222,7 +220,7 @@ def test_a_fetch_over_a_slow_link_lasts_as_long_as_its_patience():
             TransferFailed, match="fetch of version 0: 0.0 MiB did not arrive within 0 s"
         ):
             await subscriber.fetch(0)
-        subscriber.late()  # the transfer goes on behind the fetch
+        subscriber.late()  # the transfer continues after the fetch failed
         with pytest.raises(RunError, match="pull of version 0: fetched is None"):
             subscriber.pull(0)
         subscriber._patience = 60.0
@@ -232,7 +230,7 @@ def test_a_fetch_over_a_slow_link_lasts_as_long_as_its_patience():
     asyncio.run(work())
 
 
-def test_a_publish_that_was_cancelled_does_not_write_into_the_next_one():
+def test_a_cancelled_publish_does_not_write_into_the_next_one():
     async def work():
         weights = initial()
         publishers, subscribers = make(weights)
@@ -262,7 +260,7 @@ def test_a_publish_that_was_cancelled_does_not_write_into_the_next_one():
     asyncio.run(work())
 
 
-def test_a_publish_that_was_cancelled_at_its_end_is_not_taken_for_the_next_one():
+def test_a_publish_cancelled_at_its_end_is_not_confused_with_the_next_one():
     async def work():
         weights = initial()
         publishers, (subscriber, _) = make(weights)
@@ -285,7 +283,7 @@ def test_a_publish_that_was_cancelled_at_its_end_is_not_taken_for_the_next_one()
     asyncio.run(work())
 
 
-def test_a_publisher_that_was_restarted_is_not_taken_for_the_one_before():
+def test_a_restarted_publisher_is_not_confused_with_the_previous_one():
     async def work():
         weights = initial()
         publishers, (subscriber, _) = make(weights, delta=True)

@@ -1,4 +1,4 @@
-"""A push over a network in any state: bit for bit or refused, whatever stops where."""
+"""State machine of the push over a network: bit for bit or refused, whatever stops."""
 
 import asyncio
 
@@ -26,8 +26,8 @@ SHARES = st.sampled_from([0.0, 0.01, 0.05, 0.5])
 
 
 class Pushes(RuleBasedStateMachine):
-    """Publishers and readers that stop at every step, are cut short, die and come back; no one
-    waits for anyone.
+    """Publishers and readers that stop at any step, are cancelled, die and restart; none waits
+    for another.
     """
 
     @initialize(use_delta=st.booleans())
@@ -119,7 +119,7 @@ class Pushes(RuleBasedStateMachine):
         more=st.integers(0, 4),
     )
     def fetch_and_pull_while_pushing(self, reader, steps, times, share, rank, more):
-        """So many whole pushes and the beginning of another one, somewhere within a fetch."""
+        """Run several whole pushes and begin another one within a fetch."""
         self.fetch_a_bit(reader, 0, steps)
         self.pull(reader, 1)
         self.train_and_push(times, share, steps)
@@ -196,7 +196,7 @@ class Pushes(RuleBasedStateMachine):
         return task
 
     def settle(self, key):
-        """Run until the task stands at a gate or is done; a refused fetch is done too."""
+        """Run until the task waits at a gate or is done; a refused fetch is done too."""
         task = self.tasks[key]
         gates = self.gates(key)
 
@@ -214,9 +214,7 @@ class Pushes(RuleBasedStateMachine):
             assert error is None or (key[0] == "fetch" and isinstance(error, RunError))
 
     def cut_short(self, key):
-        """As if the endpoint had been cancelled: what its threads and transfers had begun goes on
-        behind its back.
-        """
+        """Cancel the task as a cancelled endpoint does: its threads and transfers continue."""
         task = self.tasks.pop(key, None)
         if task is None:
             return

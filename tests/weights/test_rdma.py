@@ -1,4 +1,4 @@
-"""The push through Monarch's buffers: between real processes, and when some of them are gone."""
+"""Push through Monarch's buffers between real processes, also when some of them have died."""
 
 import time
 
@@ -21,7 +21,7 @@ def test_every_version_arrives_bit_for_bit(with_procs):
     with_procs(lambda spawn: check_pushes(spawn("trainer"), spawn("generator"), "rdma", range(5)))
 
 
-def test_a_killed_reader_holds_nobody_up_and_its_successor_takes_the_whole_version(with_procs):
+def test_a_killed_reader_does_not_block_and_its_successor_fetches_whole_blobs(with_procs):
     async def work(spawn):
         publishers, readers = await check_a_killed_reader(spawn, "rdma")
         await call(publishers.close)
@@ -33,7 +33,7 @@ def test_a_killed_reader_holds_nobody_up_and_its_successor_takes_the_whole_versi
     with_procs(work)
 
 
-def test_a_read_fails_when_its_time_is_over_and_can_be_repeated(with_procs):
+def test_a_read_fails_after_its_timeout_and_can_be_repeated(with_procs):
     async def work(spawn):
         publishers = spawn("trainer").spawn("publishers", TrainerRank, "rdma", 60.0)
         readers = spawn("generator").spawn("readers", GeneratorRank, "rdma")
@@ -52,7 +52,7 @@ def test_a_read_fails_when_its_time_is_over_and_can_be_repeated(with_procs):
 
 
 @pytest.mark.parametrize("used", [1, FIRST_CHUNK, FIRST_CHUNK + 1, 700_001, 1_000_000])
-def test_little_more_than_a_delta_is_read(used):
+def test_at_most_a_quarter_more_than_a_delta_is_read(used):
     area = torch.arange(1_000_000).to(torch.uint8)
     assert torch.equal(torch.cat(chunks_of(area)), area)
     chunks = chunks_of(area, used)

@@ -1,4 +1,4 @@
-"""Routes cover every element once, or say which parameter is not covered."""
+"""Routes cover every element once, or the error names the parameter."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def cut(shape: tuple[int, ...], dim: int | None, shards: int, index: int) -> Box
     dim=st.sampled_from([None, 0, 1]),
     readers=st.integers(1, 4),
 )
-def test_routes_carry_every_element_to_its_place(rows, columns, source_dim, sources, dim, readers):
+def test_routes_copy_every_element_to_its_place(rows, columns, source_dim, sources, dim, readers):
     shape = (rows, columns)
     whole = torch.arange(rows * columns).view(shape)
     full = Box.whole(shape)
@@ -49,8 +49,8 @@ def replicated(sizes: list[int]) -> Layout:
 
 
 @pytest.mark.parametrize("sizes", [[4] * 8, [9, 1, 9, 1, 9, 1, 9, 1], [8, *[1] * 8]])
-def test_replicas_are_asked_for_equal_shares(sizes):
-    """Also where sizes come in a rhythm that matches the number of replicas."""
+def test_replicas_serve_equal_shares(sizes):
+    """This holds even if the sizes repeat with the number of replicas."""
     layout = replicated(sizes)
     for counts in plan_push([layout] * 2, [layout] * 3).elements():
         assert counts[0] == counts[1] == sum(sizes) // 2
@@ -77,14 +77,14 @@ def test_readers_begin_with_different_replicas():
         ([], "parameter w of the generator is held by no trainer rank"),
     ],
 )
-def test_what_cannot_be_routed_is_refused_by_name(regions, message):
+def test_a_parameter_that_cannot_be_routed_is_named(regions, message):
     with pytest.raises(ValueError, match=message):
         plan_routes(
             [(region,) for region in regions], (Region("w", (4, 2), Box.whole((4, 2))),), reader=0
         )
 
 
-def test_a_generator_without_a_place_for_every_element_is_refused():
+def test_a_generator_that_does_not_hold_every_element_is_refused():
     shape = (4, 2)
     trainer = [(Region("w", shape, Box.whole(shape)),)]
 
@@ -100,7 +100,7 @@ def test_a_generator_without_a_place_for_every_element_is_refused():
         plan_push(trainer, [rows(0, 3), rows(2, 4)])
 
 
-def test_a_plan_says_who_reads_how_much_from_whom():
+def test_a_plan_describes_the_bytes_between_ranks():
     shape = (6, 2**19)
     held = [(Region("w", shape, cut(shape, 0, 6, rank)),) for rank in range(6)]
     plan = plan_push(held, [(Region("w", shape, cut(shape, 1, 2, rank)),) for rank in range(2)])
@@ -114,7 +114,7 @@ def test_a_plan_says_who_reads_how_much_from_whom():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_digest_does_not_depend_on_the_cut_and_sees_every_bit_and_swap(dtype):
+def test_digest_does_not_depend_on_the_sharding_and_detects_bits_and_swaps(dtype):
     whole = torch.randn(6, 10).to(dtype)
     shape = tuple(whole.shape)
     full = Box.whole(shape)

@@ -1,4 +1,4 @@
-"""The push through torchstore: between real processes, and with a store that is opened anew."""
+"""Push through torchstore between real processes, and with a store that is opened again."""
 
 import inspect
 
@@ -15,7 +15,7 @@ from tests.weights.ranks import SHAPES, check_a_killed_reader, check_pushes
 
 @pytest.fixture
 def with_store(with_procs):
-    """Runs ``work(spawn)`` while a store is open."""
+    """Return a function that runs ``work(spawn)`` while a store is open."""
 
     def run(work):
         async def opened(spawn):
@@ -30,31 +30,29 @@ def with_store(with_procs):
     return run
 
 
-def test_every_version_arrives_bit_for_bit_and_nothing_piles_up(with_store):
+def test_every_version_arrives_bit_for_bit_and_the_store_does_not_grow(with_store):
     async def work(spawn):
         trainer = spawn("trainer")
         generator = spawn("generator")
         await check_pushes(trainer, generator, "store", range(4))
-        await check_pushes(
-            trainer, generator, "store", range(4, 10)
-        )  # as after a restart of the trainer
+        # as after a restart of the trainer
+        await check_pushes(trainer, generator, "store", range(4, 10))
         keys = await (await torchstore.client(store.STORE)).keys()
         blobs = sum(map(len, plan_blobs(*layouts(SHAPES))))
-        assert (
-            len(keys) <= RANKS * (1 + RANKS) + SLOTS * 2 * blobs
-        )  # headers, acknowledgements, blobs and deltas
+        # headers, acknowledgements, blobs and deltas
+        assert len(keys) <= RANKS * (1 + RANKS) + SLOTS * 2 * blobs
 
     with_store(work)
 
 
-def test_a_killed_reader_holds_nobody_up_and_its_successor_takes_the_whole_version(with_store):
+def test_a_killed_reader_does_not_block_and_its_successor_fetches_whole_blobs(with_store):
     async def work(spawn):
         await check_a_killed_reader(spawn, "store")
 
     with_store(work)
 
 
-def test_torchstore_is_changed_only_where_this_monarch_refuses_it():
+def test_torchstore_is_changed_only_if_this_monarch_refuses_it():
     methods = {
         name: value._method
         for name in dir(Controller)

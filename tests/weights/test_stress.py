@@ -1,5 +1,5 @@
-"""500 versions at full speed to three readers, one of which is killed: nothing torn, stale, stuck
-or left behind.
+"""500 versions at full speed to three readers with a kill: no torn or stale values, no hang, no
+leftover memory.
 """
 
 import multiprocessing
@@ -29,9 +29,7 @@ def inodes(segments: list[Segment]) -> set[str]:
 
 
 def holders(wanted: set[str]) -> set[int]:
-    """Processes that map one of the pushes' memories or have it open; a memory that none has is
-    gone.
-    """
+    """Return the processes that map or have open one of the memories with these inodes."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -45,7 +43,7 @@ def holders(wanted: set[str]) -> set[int]:
                 for fd in (process / "fd").iterdir()
                 if "/memfd:tiller" in os.readlink(fd)
             ]
-        except OSError:  # it ended while we looked
+        except OSError:  # the process ended meanwhile
             continue
         if wanted & {inode for _, _, _, _, inode, *_ in maps} or wanted & set(opened):
             found.add(int(process.name))
@@ -60,9 +58,7 @@ def named_memory(pid: int) -> set[str]:
     }
 
 
-def test_readers_of_any_speed_see_whole_versions_that_never_go_back_and_a_killed_one_comes_again(
-    tmp_path,
-):
+def test_readers_of_any_speed_see_whole_increasing_versions_despite_a_kill(tmp_path):
     path = str(tmp_path / "board")
     stress.open_board(path).zero_()[stress.ANNOUNCED] = -1
     board = stress.open_board(path)

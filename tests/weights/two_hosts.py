@@ -1,10 +1,9 @@
-"""A push between two hosts: ``python -m tests.weights.two_hosts``, as root, within namespaces of
-its own.
+"""A push between two hosts: ``python -m tests.weights.two_hosts``, as root, in separate namespaces.
 
     unshare --net --pid --fork --kill-child --mount-proc python -m tests.weights.two_hosts
 
-This process is the controller on the first host. The second one is another network namespace,
-joined to it by a pair of virtual interfaces. All of it is gone with this process.
+This process is the controller on the first host. The second host is another network namespace,
+joined by a pair of virtual interfaces. Everything ends with this process.
 """
 
 import asyncio
@@ -30,13 +29,13 @@ def run(*command: str) -> str:
 
 
 def start_worker(address: str, *prefix: str) -> subprocess.Popen:
-    """A host of Monarch's, which waits for its network until its standard input is closed."""
+    """Start a host of Monarch, which waits for its network until its standard input is closed."""
     worker = [sys.executable, "-m", "tests.weights.two_hosts", address]
     return subprocess.Popen([*prefix, *worker], stdin=subprocess.PIPE)
 
 
 def join(namespace: str) -> None:
-    """Two interfaces, one of them in ``namespace``."""
+    """Create a pair of interfaces, one of them in ``namespace``."""
     run("ip", "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", namespace)
     for address, prefix in ((HERE, []), (THERE, ["nsenter", f"--net=/proc/{namespace}/ns/net"])):
         run(*prefix, "ip", "address", "add", f"{address}/24", "dev", LINK)
@@ -45,7 +44,7 @@ def join(namespace: str) -> None:
 
 
 def received() -> int:
-    """Bytes that have come in from the other host, on this one."""
+    """Return the number of bytes received on this host from the other."""
     return json.loads(run("ip", "-json", "-statistics", "link", "show", LINK))[0]["stats64"]["rx"][
         "bytes"
     ]
@@ -72,7 +71,7 @@ def main() -> None:
     asyncio.run(push())
     print(f"received {received()}", flush=True)
     print(f"workers {[worker.wait(timeout=20) for worker in workers]}", flush=True)
-    os._exit(0)  # Monarch's own ending sometimes waits for the hosts that have left
+    os._exit(0)  # Monarch's own exit sometimes waits for hosts that have left
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ __all__ = ["torchstore"]
 RELIES_ON = (
     # torchstore.initialize spawns this class and accepts no other
     "torchstore.api:Controller",
-    # an endpoint has no public attribute that tells whether it is async
+    # no public attribute of an endpoint shows whether it is async
     "monarch._src.actor.endpoint:EndpointProperty._method",
 )
 

@@ -60,7 +60,7 @@ class Recorder:
         ]
 
 
-def test_the_first_lost_group_of_each_kind_is_shown_and_all_are_counted():
+def test_the_first_lost_group_of_each_kind_is_reported_and_all_are_counted():
     async def fail(prompt, completions):
         error = ZeroDivisionError("none today") if prompt.prompt_id % 2 else KeyError("seven")
         return score_group(Moody(error if prompt.prompt_id < 20 else None), prompt, completions)
@@ -102,7 +102,7 @@ def collect(generate, prompts=PROMPTS, *, seed=0, samples=2, **options):
     )
 
 
-def test_groups_and_samples_come_in_the_order_of_the_prompts():
+def test_groups_and_samples_keep_the_order_of_the_prompts():
     groups = collect(Recorder())
     assert [[r.reward for r in group] for group in groups] == [[50, 51], [60, 61], [70, 71]]
     assert [[(r.prompt.prompt_id, r.sample) for r in group] for group in groups][1] == [
@@ -114,7 +114,7 @@ def test_groups_and_samples_come_in_the_order_of_the_prompts():
     assert groups[0][0].metrics["correct"] == 0.0
 
 
-def test_a_request_is_a_function_of_ordinal_and_sample_alone():
+def test_a_request_is_a_function_of_prompt_id_and_sample_alone():
     whole = Recorder()
     parts = Recorder()
     collect(whole)
@@ -126,7 +126,7 @@ def test_a_request_is_a_function_of_ordinal_and_sample_alone():
     assert (first.prompt_tokens, first.sampling) == ([1, 5], SAMPLING)
 
 
-def test_ids_are_unique_and_streams_and_runs_have_seeds_of_their_own():
+def test_ids_are_unique_and_seeds_differ_by_stream_and_run():
     recorder = Recorder()
     collect(recorder)
     collect(recorder, stream="eval/sampled")
@@ -142,7 +142,7 @@ def test_sampling_and_scoring_are_timed():
     assert watch.lap().keys() > {"timing/generate", "timing/score"}
 
 
-def test_a_generator_that_loses_a_completion_is_found_out():
+def test_a_lost_completion_is_an_error():
     async def forgetful(requests):
         return (await Recorder()(requests))[:-1]
 
@@ -150,7 +150,7 @@ def test_a_generator_that_loses_a_completion_is_found_out():
         collect(forgetful)
 
 
-def test_prompts_may_repeat_with_other_ordinals():
+def test_prompts_may_repeat_with_other_prompt_ids():
     again = [replace(PROMPTS[0], prompt_id=8), PROMPTS[0]]
     assert [[r.reward for r in group] for group in collect(Recorder(), again, samples=1)] == [
         [80],
@@ -158,7 +158,7 @@ def test_prompts_may_repeat_with_other_ordinals():
     ]
 
 
-def test_a_group_that_is_lost_leaves_its_reason_in_its_place():
+def test_a_lost_group_is_replaced_by_its_reason():
     before, lost, after = collect(
         Recorder(), [PROMPTS[0], replace(PROMPTS[0], prompt_id=9), PROMPTS[1]]
     )

@@ -1,4 +1,4 @@
-"""A reward that is of no use is refused with its input, whatever the user's code did."""
+"""Invalid rewards are refused with their input, whatever the user's code does."""
 
 import json
 import pickle
@@ -20,7 +20,7 @@ COMPLETIONS = [
 
 
 class Moody:
-    """Scores the first completion well, and the second as it is told."""
+    """Task with a valid score for the first completion and ``answer`` for the second."""
 
     def __init__(self, answer):
         self.answer = answer
@@ -48,7 +48,7 @@ class Unspeakable(Exception):
     __repr__ = __str__
 
 
-def test_rollouts_are_made_of_texts_and_scores():
+def test_rollouts_have_texts_and_scores():
     good = Score(reward=0.5, correct=False)
     first, second = rollouts_of(PROMPT, COMPLETIONS, score_group(Moody(good), PROMPT, COMPLETIONS))
     assert (first.sample, first.text, first.reward, first.metrics) == (
@@ -135,7 +135,7 @@ def test_a_reward_that_raises_is_named_with_its_input_and_its_traceback():
         ),
     ],
 )
-def test_a_reward_that_makes_no_sense_is_named_with_what_it_returned(answer, named):
+def test_an_invalid_reward_is_named_with_its_value(answer, named):
     with pytest.raises(GroupLost) as error:
         score_group(Moody(answer), PROMPT, COMPLETIONS)
     assert str(error.value).startswith(f"the reward of Moody returned {named}")
@@ -147,7 +147,7 @@ def test_a_reward_that_makes_no_sense_is_named_with_what_it_returned(answer, nam
     "number", [np.float32(0.5), np.float64(0.5), Fraction(1, 2), 0.5, np.float16(0.5)]
 )
 @pytest.mark.parametrize("yes", [True, np.bool_(True)])
-def test_numbers_of_any_library_become_plain_ones(number, yes):
+def test_numbers_of_any_library_become_plain_floats(number, yes):
     score = Score(
         reward=number,
         correct=yes,
@@ -176,18 +176,18 @@ def test_numbers_of_any_library_become_plain_ones(number, yes):
         ),
     ],
 )
-def test_a_reward_that_raises_anything_costs_its_group(error, said):
+def test_a_reward_that_raises_anything_loses_only_its_group(error, said):
     with pytest.raises(GroupLost) as lost:
         score_group(Moody(error), PROMPT, COMPLETIONS)
     assert (
         f"the reward of Moody raised {said}; prompt 9, sample 1" in str(lost.value).splitlines()[0]
     )
-    str(lost.value).encode()  # as a file or terminal takes it
+    str(lost.value).encode()  # a file or terminal accepts it
     assert lost.value.reason == "reward raised"
 
 
 @pytest.mark.parametrize("decoded", [None, 5, b"text", SystemExit("no text")])
-def test_a_decode_that_fails_costs_its_group(decoded):
+def test_a_decode_that_fails_loses_only_its_group(decoded):
     class Mute(Moody):
         def decode(self, tokens):
             if isinstance(decoded, BaseException):
@@ -198,6 +198,6 @@ def test_a_decode_that_fails_costs_its_group(decoded):
         score_group(Mute(Score(reward=1.0, correct=True)), PROMPT, COMPLETIONS)
 
 
-def test_why_a_group_was_lost_crosses_processes():
+def test_the_reason_of_a_lost_group_survives_pickling():
     lost = pickle.loads(pickle.dumps(GroupLost("reward raised", "the reason")))
     assert (lost.reason, str(lost)) == ("reward raised", "the reason")

@@ -3,7 +3,7 @@ from itertools import product
 from rl.rollout.seeds import derive_seed
 
 
-def test_every_turn_of_every_sample_has_a_seed_of_its_own():
+def test_every_turn_of_every_sample_has_a_unique_seed():
     streams = ["train", "eval/greedy", "eval/sampled"]
     places = list(product(streams, range(3), range(12), range(12), range(3)))
     seeds = {
@@ -15,8 +15,6 @@ def test_every_turn_of_every_sample_has_a_seed_of_its_own():
 
 
 def test_seeds_never_change():
-    """They are part of what a run is a function of: a new value would make no old run
-    repeatable.
-    """
+    """Runs are a function of their seeds: with new values no old run would be repeatable."""
     assert derive_seed(0, 0, 0) == 809641258927754436
     assert derive_seed(1, 23, 4, 5, stream="eval/greedy") == 5802365615274067443

@@ -37,7 +37,7 @@ def open_board(path: str) -> torch.Tensor:
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
-    """Return weights of which every element changes with the version, exact in bfloat16."""
+    """Return weights, exact in bfloat16; every element changes with the version."""
     return {
         name: ((torch.arange(torch.Size(shape).numel()) * 31 + version * 7) % 256)
         .view(shape)

@@ -102,7 +102,7 @@ class RdmaSubscriber(PackedSubscriber):
 
 
 def chunks_of(area: torch.Tensor, used: int | None = None) -> list[torch.Tensor]:
-    """Cut ``area``, uint8 [bytes], into chunks; return all, or only those of its first ``used`` bytes.
+    """Cut ``area``, uint8 [bytes], into chunks; return all, or those of its first ``used`` bytes.
 
     Each chunk is a quarter of all chunks before it, so at most the larger of 1.25 times ``used``
     and FIRST_CHUNK bytes are read.

@@ -75,11 +75,6 @@ class Dialect(Protocol):
         ...
 
 
-def is_unicode(text: str) -> bool:
-    """Whether ``text`` has no half of a surrogate pair, which no tokenizer can encode."""
-    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
-
-
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with only the keys that dialects read.
 

@@ -49,3 +49,8 @@ class ControlTokens:
         """Return the first control token that ``text`` contains, or None."""
         match = self._pattern.search(text)
         return match.group() if match else None
+
+
+def is_unicode(text: str) -> bool:
+    """Whether ``text`` has no half of a surrogate pair, which no tokenizer can encode."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)

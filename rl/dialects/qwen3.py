@@ -11,9 +11,8 @@ from rl.dialects.base import (
     Rendered,
     checked_messages,
     checked_tools,
-    is_unicode,
 )
-from rl.dialects.plain_text import PlainText
+from rl.dialects.plain_text import PlainText, is_unicode
 from rl.errors import ConfigError, shown
 
 if TYPE_CHECKING:

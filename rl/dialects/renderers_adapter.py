@@ -13,9 +13,8 @@ from rl.dialects.base import (
     Rendered,
     checked_messages,
     checked_tools,
-    is_unicode,
 )
-from rl.dialects.plain_text import ControlTokens
+from rl.dialects.plain_text import ControlTokens, is_unicode
 from rl.dialects.probes import PLAIN, PROBES, SEVERAL, Probe
 from rl.dialects.template import difference, template_text
 

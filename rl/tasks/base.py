@@ -2,18 +2,17 @@
 
 import json
 import operator
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 from torchtitan.config import Configurable
 
+from rl.data.order import epoch_index as epoch_index
+from rl.data.progress import showing_progress as showing_progress
+from rl.data.progress import tell_progress as tell_progress
 from rl.errors import require, shown
 from rl.model.shape import ModelConfig, shape_of
 from rl.rules import at_least
@@ -161,38 +160,3 @@ class Task(Configurable, ABC):
         if own < longest - 1:
             return own, f"task.max_prompt_tokens={own}"
         return longest - 1, f"model.max_seq_len={longest} with room for one token more"
-
-
-_listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
-
-
-def tell_progress(text: str) -> None:
-    """Show ``text``, such as "read 2,000 of 9,000 lines", while a task is built. Cheap to call."""
-    if (listener := _listener.get()) is not None:
-        listener(text)
-
-
-@contextmanager
-def showing_progress(listener: Callable[[str], None]) -> Iterator[None]:
-    """Pass the texts of :func:`tell_progress` within the block to ``listener``."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
-
-
-def epoch_index(seed: int, prompt_id: int, size: int) -> int:
-    """Return the number, below ``size``, of the example for prompt ``prompt_id``. Every epoch has
-    each example once, in another order.
-    """
-    epoch, place = divmod(prompt_id, size)
-    return _epoch_order(seed, epoch, size)[place]
-
-
-@lru_cache(maxsize=16)  # a mixture alternates between tasks
-def _epoch_order(seed: int, epoch: int, size: int) -> list[int]:
-    order = list(range(size))
-    # A string seed is hashed by its bytes, so the order is the same in every process.
-    random.Random(f"epoch order/{seed}/{epoch}").shuffle(order)
-    return order

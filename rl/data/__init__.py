@@ -1,0 +1,1 @@
+"""Data to train on: rows of files and datasets, examples of tokens, their order, batches."""

@@ -1,0 +1,101 @@
+"""Rows of conversations, of prompts with completions or of texts, as examples."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rl.data.examples import (
+    Encoder,
+    EncodingConfig,
+    Example,
+    Examples,
+    Masked,
+    check_choice,
+    read_examples,
+)
+from rl.data.jsonl import Row, Source
+from rl.dialects.base import Dialect
+
+LossOn = Literal["assistant", "completion", "all"]
+FORM = '{"messages": […]}, {"prompt": …, "completion": …} or {"text": …}'
+
+
+@dataclass(kw_only=True, slots=True)
+class ConversationsConfig(EncodingConfig):
+    """Encoding of rows for supervised fine-tuning."""
+
+    loss_on: LossOn = "assistant"
+    """Tokens that are trained. The token that stops a turn counts as part of it.
+
+    - ``assistant``: All that the assistant writes in ``messages`` or in ``completion``.
+    - ``completion``: The last message of ``messages``, which must be the assistant's, or all that
+      the assistant writes in ``completion``.
+    - ``all``: Every token, also of prompts and templates. Rows with ``text`` need it.
+    """
+
+
+def read_conversations(
+    source: Source,
+    dialect: Dialect,
+    config: ConversationsConfig,
+    *,
+    section: str = "data",
+) -> Examples[Example]:
+    """Return the examples of all rows of ``source``, in order.
+
+    A row has one of three forms:
+
+    - ``messages``, with ``tools`` if there are any: a conversation.
+    - ``prompt`` and ``completion``: two texts, or two lists of messages. The completion may also be
+      the text of the assistant's message.
+    - ``text``: plain text outside of any template.
+
+    ``section`` is the name of ``config`` in errors. Raises ConfigError that names the first row
+    that cannot be used, or if none is left.
+    """
+    check_choice(f"{section}.loss_on", config.loss_on, LossOn)
+    encoder = Encoder(dialect, config, section)
+
+    def make(row: Row) -> tuple[Example, bool] | None:
+        example = encoder.example(row, _masked(row, encoder, config))
+        return None if example is None else (example, example.truncated)
+
+    return read_examples(source, encoder, FORM, make)
+
+
+def _masked(row: Row, encoder: Encoder, config: ConversationsConfig) -> Masked:
+    kind = _kind(row.value)
+    if kind == "text":
+        if config.loss_on != "all":
+            raise row.error(
+                f"field 'text' has no assistant, but {encoder.section}.loss_on is "
+                f"{config.loss_on!r}; set it to 'all'"
+            )
+        return encoder.whole_text(row)
+    if kind == "messages":
+        messages = row.value["messages"]
+        tokens, trained, message = encoder.conversation(row, messages, "field 'messages'")
+        if config.loss_on == "completion":
+            last = len(messages) - 1
+            if messages[last]["role"] != "assistant":
+                raise row.error("its last message is not the assistant's; there is no completion")
+            trained = trained & (message == last)
+    elif kind == "completion":
+        tokens, trained = encoder.completion(
+            row, row.value["prompt"], row.value["completion"], "completion"
+        )
+    else:
+        fields = ", ".join(map(repr, row.value)) or "nothing"
+        raise row.error(f"it has {fields}; write {FORM}")
+    return tokens, np.ones_like(trained) if config.loss_on == "all" else trained
+
+
+def _kind(value: Mapping) -> str:
+    """Return the form of a row, empty if it has none or several."""
+    given = {name for name in ("messages", "prompt", "completion", "text") if name in value}
+    given = {name for name in given if value[name] is not None}
+    if given == {"prompt", "completion"}:
+        return "completion"
+    return given.pop() if given in ({"messages"}, {"text"}) else ""

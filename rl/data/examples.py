@@ -1,0 +1,257 @@
+"""Examples of tokens, made of conversations or of plain text."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+
+import numpy as np
+
+from rl.data.jsonl import Row, Source, read_rows
+from rl.dialects.base import ConversationError, Dialect
+from rl.dialects.plain_text import ControlTokens
+from rl.errors import ConfigError, require, shown
+from rl.rules import at_least
+
+Item = TypeVar("Item")
+Truncate = Literal["error", "drop", "right"]
+WrittenControl = Literal["refuse", "text", "parse"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Example:
+    """Tokens to train on. Two arrays of one length T."""
+
+    tokens: np.ndarray
+    """int32 [T]."""
+    trained: np.ndarray
+    """bool [T]. Whether the token is trained. False for the first token, which nothing predicts.
+    At least one is True."""
+    line: int
+    """Line of the file, from 1; of other sources, number of the row, from 0."""
+
+    truncated: bool = False
+    """Whether tokens were cut off at the end."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(kw_only=True, slots=True)
+class EncodingConfig:
+    """Encoding of rows as tokens."""
+
+    max_tokens: Annotated[int, at_least(2, 10**8)] = 2048
+    """Maximum length of an example, in tokens; at most ``model.max_seq_len``."""
+
+    truncate: Truncate = "error"
+    """Treatment of longer examples.
+
+    - ``error``: The data is refused, and the error names the line.
+    - ``drop``: The example is left out and counted.
+    - ``right``: Its last tokens are cut off, with the token that stops it. It is counted. An
+      example that has nothing left to train on is refused.
+    """
+
+    enable_thinking: bool = True
+    """Value of the chat template's switch of this name. False: prompts hold an empty thought."""
+
+    control_tokens: WrittenControl = "refuse"
+    """Treatment of control tokens that are written in a field of plain text (``text``, ``prompt``,
+    ``completion``, ``chosen``, ``rejected``). In messages, they are always plain text.
+
+    - ``refuse``: The data is refused, and the error names the line.
+    - ``text``: It is encoded as plain text.
+    - ``parse``: It becomes the control token, for text that a chat template has made.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Examples(Generic[Item]):
+    """Examples, pairs or labelled examples, in the order of their rows."""
+
+    items: list[Item]
+    dropped: int
+    """Number of rows that were left out for their length."""
+    truncated: int
+    """Number of rows from which tokens were cut off."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Item:
+        return self.items[index]
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self.items)
+
+
+Masked = tuple[np.ndarray, np.ndarray]
+"""Tokens, int32 [T], and the mask of those to train, bool [T]."""
+
+
+class Encoder:
+    """Encoder of the parts of rows into tokens with a mask, by one dialect.
+
+    All methods raise ConfigError, naming the row, if it cannot be encoded.
+    """
+
+    def __init__(self, dialect: Dialect, config: EncodingConfig, section: str = "data"):
+        check_choice(f"{section}.truncate", config.truncate, Truncate)
+        check_choice(f"{section}.control_tokens", config.control_tokens, WrittenControl)
+        self.dialect = dialect
+        self.config = config
+        self.section = section
+        """Name of the config section, for errors."""
+        self._control = ControlTokens(dialect.tokenizer)
+        bos = dialect.tokenizer.bos_token_id
+        begins = dialect.tokenizer.encode("")[:1]
+        self._begin: list[int] = begins if bos is not None and begins == [bos] else []
+
+    def conversation(
+        self, row: Row, messages: Any, origin: str, prompt: int = 0
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return tokens, mask and message indices of a conversation.
+
+        The mask has what the assistant samples from message number ``prompt`` on. ``origin`` names
+        the fields, for errors.
+        """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise row.error(f"{origin} is {shown(messages)}; write a list of messages")
+        try:
+            done = self.dialect.render(
+                messages, self._tools(row), enable_thinking=self.config.enable_thinking
+            )
+        except ConversationError as error:
+            raise row.error(f"{origin}: {error}") from None
+        return done.tokens, done.sampled & (done.message >= prompt), done.message
+
+    def completion(self, row: Row, prompt: Any, completion: Any, name: str) -> Masked:
+        """Return the tokens of prompt and completion, with a mask of the completion.
+
+        Both are plain text or both are messages; text also completes messages, as the assistant's.
+        """
+        if isinstance(prompt, str) and isinstance(completion, str):
+            given = self._begun(self.text(row, "prompt", empty=True))
+            answer = self._stopped(self.text(row, name, empty=True))
+            tokens = np.array([*given, *answer], dtype=np.int32)
+            return tokens, np.arange(len(tokens)) >= len(given)
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+            raise row.error(
+                f"field 'prompt' is {shown(prompt)} and field {name!r} {shown(completion)}; write "
+                f"both as text or both as messages; without 'prompt' if {name!r} holds it too"
+            )
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        first = completion[0] if isinstance(completion, Sequence) and completion else None
+        if not isinstance(first, Mapping) or first.get("role") != "assistant":
+            raise row.error(
+                f"field {name!r} is {shown(completion)}; write the assistant's text, or messages "
+                "of which the first is the assistant's"
+            )
+        whole = [*prompt, *completion]
+        origin = f"fields 'prompt' and {name!r}"
+        return self.conversation(row, whole, origin, prompt=len(prompt))[:2]
+
+    def whole_text(self, row: Row) -> Masked:
+        """Return the tokens of field ``text`` and the stop token, all of them masked."""
+        tokens = np.array(self._begun(self._stopped(self.text(row, "text"))), dtype=np.int32)
+        return tokens, np.ones(len(tokens), dtype=np.bool_)
+
+    def text(self, row: Row, name: str, *, empty: bool = False) -> list[int]:
+        """Return the tokens of a field of plain text."""
+        text = row.text(name, empty=empty)
+        if self.config.control_tokens == "parse":
+            return list(self.dialect.tokenizer.encode(text, add_special_tokens=False))
+        word = self._control.first_in(text)
+        if word and self.config.control_tokens == "refuse":
+            raise row.error(
+                f"field {name!r} has the control token {word!r}; set {self.section}.control_tokens "
+                "to 'parse' if a chat template has made this text, else to 'text'"
+            )
+        try:
+            return self.dialect.encode(text)
+        except ConversationError as error:
+            raise row.error(f"field {name!r}: {error}") from None
+
+    def example(self, row: Row, masked: Masked) -> Example | None:
+        """Return the example of a row, cut to the maximum length; None if it is dropped."""
+        tokens, trained = masked
+        limit = self.config.max_tokens
+        trained = trained & (np.arange(len(tokens)) > 0)
+        if not trained.any():
+            raise row.error("nothing in it is to be trained: no token of an assistant; remove it")
+        if len(tokens) > limit:
+            setting = f"{self.section}.max_tokens={limit}"
+            if self.config.truncate == "error":
+                raise row.error(
+                    f"it has {len(tokens)} tokens, more than {setting} allows; raise the limit or "
+                    f"set {self.section}.truncate to 'drop' or 'right'"
+                )
+            if self.config.truncate == "drop":
+                return None
+            if not trained[:limit].any():
+                raise row.error(
+                    f"the first of its {len(tokens)} tokens to train is number "
+                    f"{int(trained.argmax()) + 1}, beyond {setting}; raise the limit or set "
+                    f"{self.section}.truncate to 'drop'"
+                )
+        return Example(
+            tokens=tokens[:limit],
+            trained=trained[:limit],
+            line=row.line,
+            truncated=len(tokens) > limit,
+        )
+
+    def _tools(self, row: Row) -> Any:
+        """Return field ``tools``, which may be JSON text, as datasets have it."""
+        tools = row.value.get("tools")
+        if not isinstance(tools, str):
+            return tools
+        try:
+            return json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise row.error(f"field 'tools' is not JSON: {error}") from None
+
+    def _begun(self, tokens: list[int]) -> list[int]:
+        """Return ``tokens`` after the token that begins a plain text, if the tokenizer has one."""
+        return tokens if tokens[:1] == self._begin else [*self._begin, *tokens]
+
+    def _stopped(self, tokens: list[int]) -> list[int]:
+        """Return ``tokens`` with the token that stops a plain text at their end."""
+        stop = self.dialect.tokenizer.eos_token_id
+        if stop is None:
+            stop = self.dialect.stop_token_ids[0]
+        ends = {stop, *self.dialect.stop_token_ids}
+        return tokens if tokens and tokens[-1] in ends else [*tokens, stop]
+
+
+def check_choice(field: str, value: str, allowed: Any) -> None:
+    """Raise ConfigError, naming ``field``, unless the Literal ``allowed`` lists ``value``."""
+    choices = get_args(allowed)
+    require(value in choices, f"{field}: {shown(value)} is not one of {', '.join(choices)}")
+
+
+def read_examples(
+    source: Source,
+    encoder: Encoder,
+    form: str,
+    make: Callable[[Row], tuple[Item, bool] | None],
+) -> Examples[Item]:
+    """Return what ``make`` makes of the rows of ``source``.
+
+    ``make`` returns an item and whether it is truncated, or None if the row is dropped. ``form``
+    is an example of a row. Raises ConfigError if no row is left.
+    """
+    rows = 0
+    made = []
+    for row in read_rows(source, field=f"{encoder.section}.path", form=form):
+        rows += 1
+        if (item := make(row)) is not None:
+            made.append(item)
+    if not made:
+        raise ConfigError(
+            f"{encoder.section}.max_tokens: each of the {rows} examples has more than "
+            f"{encoder.config.max_tokens} tokens; raise it"
+        )
+    return Examples([item for item, _ in made], rows - len(made), sum(cut for _, cut in made))

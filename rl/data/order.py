@@ -1,0 +1,32 @@
+"""The order of examples: a function of seed and epoch, so a resumed run needs no saved state."""
+
+import random
+from functools import lru_cache
+
+
+def epoch_index(seed: int, number: int, size: int) -> int:
+    """Return which of ``size`` examples is number ``number`` (from 0, without end) of the stream.
+
+    Every epoch has each example once, in an order of its own.
+    """
+    epoch, place = divmod(number, size)
+    return epoch_order(seed, epoch, size)[place]
+
+
+@lru_cache(maxsize=16)  # a mixture asks its tasks alternately
+def epoch_order(seed: int, epoch: int, size: int) -> tuple[int, ...]:
+    """Return the order of ``size`` examples in an epoch, from 0: the index of each."""
+    order = list(range(size))
+    # A string seed is hashed by its bytes, so the order is the same in every process.
+    random.Random(f"epoch order/{seed}/{epoch}").shuffle(order)
+    return tuple(order)
+
+
+def step_indices(seed: int, step: int, batch_size: int, size: int) -> list[int]:
+    """Return which of ``size`` examples are in the batch of ``step``, from 0.
+
+    Batches follow each other in the stream of :func:`epoch_index` without gaps. One batch may hold
+    the end of an epoch and the start of the next.
+    """
+    first = step * batch_size
+    return [epoch_index(seed, first + place, size) for place in range(batch_size)]

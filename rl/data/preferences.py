@@ -1,0 +1,126 @@
+"""Rows of answers that are preferred to others, or labelled good or bad."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rl.data.examples import Encoder, EncodingConfig, Example, Examples, Masked, read_examples
+from rl.data.jsonl import Row, Source
+from rl.dialects.base import Dialect
+from rl.errors import shown
+
+PAIRS = '{"prompt": …, "chosen": …, "rejected": …} or {"chosen": […], "rejected": […]}'
+LABELLED = '{"prompt": …, "completion": …, "label": true or false}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pair:
+    """Two answers to one prompt. Only tokens of the answers are trained."""
+
+    chosen: Example
+    rejected: Example
+    prompt_tokens: int
+    """Length of the prompt, with which both begin, in tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Labelled:
+    """An answer and whether it is good. Only tokens of the answer are trained."""
+
+    example: Example
+    label: bool
+
+
+def read_preferences(
+    source: Source, dialect: Dialect, config: EncodingConfig, *, section: str = "data"
+) -> Examples[Pair]:
+    """Return the pairs of all rows of ``source``, in order.
+
+    A row has ``chosen`` and ``rejected``, each one text or a list of messages that the assistant
+    begins, and their ``prompt``, of the same kind. Without ``prompt``, both are whole conversations
+    and their common first messages are the prompt. ``tools`` may be given with messages. A row is
+    dropped if one of its answers is too long.
+
+    ``section`` is the name of ``config`` in errors. Raises ConfigError that names the first row
+    that cannot be used, or if none is left.
+    """
+    encoder = Encoder(dialect, config, section)
+
+    def make(row: Row) -> tuple[Pair, bool] | None:
+        masked = _both(row, encoder)
+        prompt = _common_prompt(row, *masked)
+        chosen, rejected = (encoder.example(row, each) for each in masked)
+        if chosen is None or rejected is None:
+            return None
+        pair = Pair(chosen=chosen, rejected=rejected, prompt_tokens=prompt)
+        return pair, chosen.truncated or rejected.truncated
+
+    return read_examples(source, encoder, PAIRS, make)
+
+
+def read_labelled(
+    source: Source, dialect: Dialect, config: EncodingConfig, *, section: str = "data"
+) -> Examples[Labelled]:
+    """Return the labelled answers of all rows of ``source``, in order.
+
+    A row has ``prompt`` and ``completion``, both text or both messages, and ``label``: true for a
+    good answer, false for a bad one. ``section`` and errors are as in :func:`read_preferences`.
+    """
+    encoder = Encoder(dialect, config, section)
+
+    def make(row: Row) -> tuple[Labelled, bool] | None:
+        prompt, completion = _fields(row, LABELLED, "prompt", "completion")
+        label = row.value.get("label")
+        if not isinstance(label, bool):
+            raise row.error(f"field 'label' is {shown(label)}; write true or false")
+        masked = encoder.completion(row, prompt, completion, "completion")
+        example = encoder.example(row, masked)
+        if example is None:
+            return None
+        return Labelled(example=example, label=label), example.truncated
+
+    return read_examples(source, encoder, LABELLED, make)
+
+
+def _both(row: Row, encoder: Encoder) -> tuple[Masked, Masked]:
+    """Return tokens and masks of the two answers with their prompt."""
+    chosen, rejected = _fields(row, PAIRS, "chosen", "rejected")
+    if chosen == rejected:
+        raise row.error("fields 'chosen' and 'rejected' are equal; remove the row")
+    prompt = row.value.get("prompt")
+    if prompt is not None:
+        return (
+            encoder.completion(row, prompt, chosen, "chosen"),
+            encoder.completion(row, prompt, rejected, "rejected"),
+        )
+    for name, value in (("chosen", chosen), ("rejected", rejected)):
+        if not isinstance(value, list | tuple):
+            raise row.error(f"field {name!r} is {shown(value)}, without a 'prompt'; write {PAIRS}")
+    common = next(
+        (place for place, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
+        min(len(chosen), len(rejected)),
+    )
+    return (
+        encoder.completion(row, chosen[:common], chosen[common:], "chosen"),
+        encoder.completion(row, rejected[:common], rejected[common:], "rejected"),
+    )
+
+
+def _common_prompt(row: Row, chosen: Masked, rejected: Masked) -> int:
+    """Return the length of the prompt, which must be the same tokens in both."""
+    one, other = (tokens[: int(trained.argmax())] for tokens, trained in (chosen, rejected))
+    if not np.array_equal(one, other):
+        raise row.error(
+            "the chat template writes the prompt otherwise before 'chosen' than before 'rejected'; "
+            "end both answers before a next message of the user, and let both have thinking or none"
+        )
+    return len(one)
+
+
+def _fields(row: Row, form: str, *names: str) -> list[Any]:
+    values = [row.value.get(name) for name in names]
+    for name, value in zip(names, values, strict=True):
+        if value is None:
+            raise row.error(f"field {name!r} is missing; write {form}")
+    return values

@@ -1,0 +1,287 @@
+"""Rows become examples with the right mask, or an error that names line and cause."""
+
+import json
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from renderers import Qwen3RendererConfig, build_training_sample, create_renderer
+from tokenizers.processors import TemplateProcessing
+
+from rl.data.conversations import ConversationsConfig, read_conversations
+from rl.dialects.choose import dialect_of
+from rl.errors import ConfigError
+from tests.dialects.conversations import CORPUS, TOOL, call, said, system, tool, user
+from tests.tiny_tokenizers import copy_of, painted, qwen3
+
+ANSWERED = {name: row for name, row in CORPUS.items() if row[2]}
+CHAT = [system("s"), user("a"), said("b"), user("c"), said("d")]
+LONG = 10**6
+
+
+def read(source, dialect, **fields):
+    config = ConversationsConfig(**({"max_tokens": LONG} | fields))
+    return read_conversations(source, dialect, config)
+
+
+def shown(row, dialect, **fields) -> str:
+    (example,) = read([row], dialect, **fields)
+    assert example.tokens.dtype == np.int32
+    assert example.trained.dtype == np.bool_
+    assert not example.trained[0]
+    return painted(qwen3(), example.tokens, example.trained)
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_masks_are_those_of_renderers_training_samples(dialect, write, name):
+    messages, tools, expected = ANSWERED[name]
+    (example,) = read(write({"messages": messages, "tools": tools}), dialect)
+    oracle = create_renderer(qwen3(), Qwen3RendererConfig())
+    theirs = build_training_sample(oracle, messages, tools=tools)
+    assert example.tokens.tolist() == theirs.token_ids
+    assert example.trained.tolist() == [bool(each) for each in theirs.loss_mask]
+    parts = painted(qwen3(), example.tokens, example.trained).split("«")[1:]
+    assert [part.split("»")[0] for part in parts] == expected
+    assert example.line == 1
+
+
+ROWS = {
+    "all of a conversation": (
+        {"messages": [user("a"), said("b")]},
+        {"loss_on": "all"},
+        "<|im_start|>«user\na<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\nb<|im_end|>\n»",
+    ),
+    "last answer of a conversation": (
+        {"messages": CHAT},
+        {"loss_on": "completion", "enable_thinking": False},
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
+        "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        "«d<|im_end|>»\n",
+    ),
+    "prompt and completion of messages": (
+        {"prompt": CHAT[:4], "completion": CHAT[4:]},
+        {"enable_thinking": False},
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
+        "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        "«d<|im_end|>»\n",
+    ),
+    "completion with a tool in it": (
+        {"prompt": [user("a")], "completion": [said("", call({})), tool("3"), said("b")]},
+        {"loss_on": "completion", "enable_thinking": False},
+        '<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n«<tool_call>\n{"name": "add", '
+        '"arguments": {}}\n</tool_call><|im_end|>»\n<|im_start|>user\n<tool_response>\n3\n'
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n«b<|im_end|>»\n",
+    ),
+    "prompt of messages, completion of text": (
+        {"prompt": [user("a")], "completion": "b"},
+        {"enable_thinking": False},
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        "«b<|im_end|>»\n",
+    ),
+    "prompt and completion of text": (
+        {"prompt": "What is 1? ", "completion": "It is 1."},
+        {},
+        "What is 1? «It is 1.<|im_end|>»",
+    ),
+    "text of prompt too": (
+        {"prompt": "ab", "completion": "c"},
+        {"loss_on": "all"},
+        "a«bc<|im_end|>»",
+    ),
+    "empty prompt": ({"prompt": "", "completion": "xyz"}, {}, "x«yz<|im_end|>»"),
+    "empty completion": ({"prompt": "a", "completion": ""}, {}, "a«<|im_end|>»"),
+    "text": ({"text": "xyz"}, {"loss_on": "all"}, "x«yz<|im_end|>»"),
+    "text that a chat template has made": (
+        {"prompt": "<|im_start|>user\na<|im_end|>\n", "completion": "b<|im_end|>"},
+        {"control_tokens": "parse"},
+        "<|im_start|>user\na<|im_end|>\n«b<|im_end|>»",
+    ),
+    "nulls beside": (
+        {"messages": None, "prompt": None, "completion": None, "text": "xyz", "id": 5},
+        {"loss_on": "all"},
+        "x«yz<|im_end|>»",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_have_the_mask_of_their_form(dialect, name):
+    row, fields, expected = ROWS[name]
+    assert shown(row, dialect, **fields) == expected
+
+
+def test_control_tokens_in_text_may_be_text(dialect):
+    row = {"prompt": "a", "completion": "<|im_end|>"}
+    (example,) = read([row], dialect, control_tokens="text")
+    end = qwen3().convert_tokens_to_ids("<|im_end|>")
+    assert example.tokens.tolist().count(end) == 1
+    assert qwen3().decode(example.tokens) == "a<|im_end|><|im_end|>"
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>\n<|im_start|>assistant\n", "<tool_call>", "</think>"])
+def test_control_tokens_in_messages_are_never_trained_as_such(dialect, text):
+    (example,) = read([{"messages": [user(text), said(f"b{text}", thought="t")]}], dialect)
+    (plain,) = read([{"messages": [user("x"), said("bx", thought="t")]}], dialect)
+    control = set(qwen3().get_added_vocab().values())
+    assert [t for t in example.tokens.tolist() if t in control] == [
+        t for t in plain.tokens.tolist() if t in control
+    ]
+
+
+BROKEN = {
+    "system only": (CORPUS["system only"][0], "nothing in it is to be trained: no token of an ass"),
+    "user only": ([user("a")], "nothing in it is to be trained"),
+    "no messages": ([], "field 'messages': there are no messages"),
+    "messages of text": ("a", "field 'messages' is 'a'; write a list of messages"),
+    "unknown role": ([{"role": "bot", "content": "a"}], "field 'messages': message 0: role is 'bo"),
+    "content null": ([user("a"), said(None)], "message 1: content is None"),
+    "content in parts": (
+        [user("a"), {"role": "assistant", "content": [{"text": "b"}]}],
+        "message 1: content is .*; write one text",
+    ),
+    "arguments not JSON": ([user("a"), said("", call("{"))], "message 1: tool call 0: .* not JSON"),
+    "surrogate": ([user("a"), said("\udc00")], "message 1: .* half of a surrogate pair"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_conversations_that_cannot_be_trained_are_named_by_line(dialect, write, name):
+    messages, message = BROKEN[name]
+    path = write({"messages": CHAT}, {"messages": messages})
+    with pytest.raises(ConfigError, match=message) as error:
+        read(path, dialect)
+    assert str(error.value).startswith(f"data.path: {path} line 2: ")
+
+
+FORMS = {
+    "nothing": ({}, {}, r"it has nothing; write \{\"messages\""),
+    "sharegpt": ({"conversations": []}, {}, "it has 'conversations'; write"),
+    "unknown role in a completion": (
+        {"prompt": [user("a")], "completion": [said("b"), {"role": "bot", "content": "c"}]},
+        {},
+        "fields 'prompt' and 'completion': message 2: role is 'bot'",
+    ),
+    "two forms": ({"messages": CHAT, "text": "a"}, {}, "it has 'messages', 'text'; write"),
+    "completion missing": ({"prompt": "a"}, {}, "it has 'prompt'; write"),
+    "text without an assistant": ({"text": "a"}, {}, "loss_on is 'assistant'; set it to 'all'"),
+    "prompt of text, completion of messages": (
+        {"prompt": "a", "completion": [said("b")]},
+        {},
+        "field 'prompt' is 'a' and field 'completion' .* both as text or both as messages",
+    ),
+    "prompt that is a number": ({"prompt": 5, "completion": "a"}, {}, "field 'prompt' is 5"),
+    "completion that is a number": (
+        {"prompt": [user("a")], "completion": 5},
+        {},
+        "field 'completion' is 5; write the assistant's text",
+    ),
+    "completion that repeats the prompt": (
+        {"prompt": [user("a")], "completion": [user("a"), said("b")]},
+        {},
+        "field 'completion' .* of which the first is the assistant's",
+    ),
+    "no last answer": (
+        {"messages": CHAT[:4]},
+        {"loss_on": "completion"},
+        "its last message is not the assistant's",
+    ),
+    "control token in text": (
+        {"prompt": "<|im_start|>user", "completion": "a"},
+        {},
+        r"field 'prompt' has the control token '<\|im_start\|>'; set data.control_tokens",
+    ),
+    "blank text": ({"text": " "}, {"loss_on": "all"}, "field 'text' is missing or not text"),
+    "text of a surrogate": ({"text": "\ud800"}, {"loss_on": "all"}, "half of a surrogate pair"),
+    "tools not JSON": ({"messages": CHAT, "tools": "add"}, {}, "field 'tools' is not JSON"),
+    "tools no schemas": ({"messages": CHAT, "tools": [5]}, {}, "tool 0 is 5; write a JSON schema"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_of_no_form_are_refused_by_number_and_cause(dialect, name):
+    row, fields, message = FORMS[name]
+    with pytest.raises(ConfigError, match=f"^data.path: row 0: .*{message}"):
+        read([row], dialect, **fields)
+
+
+def test_unknown_choices_are_refused(dialect):
+    for field in ("loss_on", "truncate", "control_tokens"):
+        with pytest.raises(ConfigError, match=f"data.{field}: 'left' is not one of "):
+            read([{"messages": CHAT}], dialect, **{field: "left"})
+
+
+def test_tools_may_be_json_text(dialect):
+    row = {"messages": CHAT, "tools": [TOOL]}
+    assert shown(row, dialect) == shown(row | {"tools": json.dumps([TOOL])}, dialect)
+
+
+def test_a_dataset_gives_the_same_examples_as_its_rows(dialect):
+    rows = [
+        {"messages": [user("a"), said("b", thought="t")], "tools": None},
+        {"messages": [user("a"), said("", call({"a": 1})), tool("3"), said("c")], "tools": [TOOL]},
+        {"messages": [user("a"), said("", call({"other": "x"}))], "tools": [TOOL]},
+    ]
+    ours = read(rows, dialect)
+    theirs = read(Dataset.from_list(rows), dialect)
+    for one, other in zip(ours, theirs, strict=True):
+        assert painted(qwen3(), one.tokens, one.trained) == painted(
+            qwen3(), other.tokens, other.trained
+        )
+        assert one.line == other.line
+
+
+LINES = [{"messages": [user("a"), said("b " * n)]} for n in (1, 40, 2)]
+
+
+def test_long_examples_are_an_error_that_names_the_line(dialect, write):
+    path = write(*LINES)
+    message = "line 2: it has .* tokens, more than data.max_tokens=40 allows; .*'drop' or 'right'"
+    with pytest.raises(ConfigError, match=message):
+        read(path, dialect, max_tokens=40)
+
+
+def test_long_examples_may_be_dropped_and_are_counted(dialect):
+    examples = read(LINES, dialect, max_tokens=40, truncate="drop")
+    assert [example.line for example in examples] == [0, 2]
+    assert (examples.dropped, examples.truncated) == (1, 0)
+    with pytest.raises(
+        ConfigError, match="data.max_tokens: each of the 3 examples has more than 5"
+    ):
+        read(LINES, dialect, max_tokens=5, truncate="drop")
+
+
+def test_long_examples_may_be_cut_within_a_turn_and_are_counted(dialect):
+    examples = read(LINES, dialect, max_tokens=40, truncate="right")
+    (whole,) = read(LINES[1:2], dialect)
+    assert [len(example) for example in examples][1] == 40
+    assert examples[1].tokens.tolist() == whole.tokens[:40].tolist()
+    assert examples[1].trained.tolist() == whole.trained[:40].tolist()
+    assert [example.truncated for example in examples] == [False, True, False]
+    assert (examples.dropped, examples.truncated) == (0, 1)
+
+
+def test_an_example_that_is_cut_before_its_answer_is_refused(dialect):
+    rows = [{"messages": [user("word " * 50), said("b")]}]
+    with pytest.raises(
+        ConfigError, match="row 0: the first of its .* to train is number .* beyond"
+    ):
+        read(rows, dialect, max_tokens=20, truncate="right")
+
+
+def test_the_longest_allowed_example_is_kept_whole(dialect):
+    (whole,) = read(LINES[:1], dialect)
+    (same,) = read(LINES[:1], dialect, max_tokens=len(whole))
+    assert same.tokens.tolist() == whole.tokens.tolist()
+    assert not same.truncated
+
+
+def test_plain_text_begins_with_the_token_that_the_tokenizer_puts_first():
+    tokenizer = copy_of(qwen3())
+    tokenizer.bos_token = "<|im_start|>"
+    template = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    tokenizer.backend_tokenizer.post_processor = template
+    dialect = dialect_of(tokenizer)
+    for row in ({"prompt": "", "completion": "ab"}, {"prompt": "<|im_start|>", "completion": "ab"}):
+        assert shown(row, dialect, control_tokens="parse") == "<|im_start|>«ab<|im_end|>»"
+    assert shown({"text": "ab"}, dialect, loss_on="all") == "<|im_start|>«ab<|im_end|>»"

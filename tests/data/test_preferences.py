@@ -1,0 +1,166 @@
+"""Pairs of answers and labelled answers: only the answers are trained."""
+
+import numpy as np
+import pytest
+
+from rl.data.examples import EncodingConfig
+from rl.data.preferences import read_labelled, read_preferences
+from rl.errors import ConfigError
+from tests.dialects.conversations import TOOL, call, said, system, tool, user
+from tests.tiny_tokenizers import painted, qwen3
+
+ASKED = [system("s"), user("a"), said("b"), user("c")]
+HEAD = (
+    "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
+    "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+)
+THOUGHT = "<think>\n\n</think>\n\n"
+
+
+def pairs(rows, dialect, **fields):
+    return read_preferences(rows, dialect, EncodingConfig(**({"max_tokens": 10**6} | fields)))
+
+
+def labelled(rows, dialect, **fields):
+    return read_labelled(rows, dialect, EncodingConfig(**({"max_tokens": 10**6} | fields)))
+
+
+def texts(pair):
+    return [painted(qwen3(), e.tokens, e.trained) for e in (pair.chosen, pair.rejected)]
+
+
+def test_pairs_of_text(dialect):
+    (pair,) = pairs([{"prompt": "a? ", "chosen": "yes", "rejected": "no"}], dialect)
+    assert texts(pair) == ["a? «yes<|im_end|>»", "a? «no<|im_end|>»"]
+    assert qwen3().decode(pair.chosen.tokens[: pair.prompt_tokens]) == "a? "
+    assert pair.chosen.line == pair.rejected.line == 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": ASKED, "chosen": [said("yes")], "rejected": [said("no")]},
+        {"prompt": ASKED, "chosen": "yes", "rejected": "no"},
+        {"chosen": [*ASKED, said("yes")], "rejected": [*ASKED, said("no")]},
+        {"prompt": None, "chosen": [*ASKED, said("yes")], "rejected": [*ASKED, said("no")]},
+    ],
+)
+def test_the_prompt_of_messages_is_given_or_what_both_begin_with(dialect, row):
+    (pair,) = pairs([row], dialect)
+    assert texts(pair) == [
+        f"{HEAD}«{THOUGHT}yes<|im_end|>»\n",
+        f"{HEAD}«{THOUGHT}no<|im_end|>»\n",
+    ]
+    for example in (pair.chosen, pair.rejected):
+        assert qwen3().decode(example.tokens[: pair.prompt_tokens]) == HEAD
+    (off,) = pairs([row], dialect, enable_thinking=False)
+    assert texts(off)[1] == f"{HEAD}{THOUGHT}«no<|im_end|>»\n"
+
+
+def test_pairs_part_within_a_tool_cycle(dialect):
+    begin = [user("a"), said("", call({"a": 1})), tool("3")]
+    row = {"chosen": [*begin, said("3")], "rejected": [*begin, said("4")], "tools": [TOOL]}
+    (pair,) = pairs([row], dialect)
+    assert pair.chosen.tokens[: pair.prompt_tokens].tolist() == (
+        pair.rejected.tokens[: pair.prompt_tokens].tolist()
+    )
+    assert texts(pair)[0].endswith(
+        f"</tool_response><|im_end|>\n<|im_start|>assistant\n«{THOUGHT}3<|im_end|>»\n"
+    )
+    assert texts(pair)[0].count("«") == 1
+
+
+def test_a_pair_is_dropped_if_one_of_it_is_too_long(dialect):
+    rows = [
+        {"prompt": "a", "chosen": "b", "rejected": "c " * 50},
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+    ]
+    kept = pairs(rows, dialect, max_tokens=20, truncate="drop")
+    assert (len(kept), kept.dropped, kept.truncated) == (1, 1, 0)
+    assert kept[0].chosen.line == 1
+    cut = pairs(rows, dialect, max_tokens=20, truncate="right")
+    assert (len(cut), cut.dropped, cut.truncated) == (2, 0, 1)
+    assert [len(pair.rejected) for pair in cut] == [20, 3]
+    with pytest.raises(ConfigError, match="row 0: it has .* tokens, more than data.max_tokens=20"):
+        pairs(rows, dialect, max_tokens=20)
+
+
+BROKEN = {
+    "chosen missing": ({"prompt": "a", "rejected": "b"}, "field 'chosen' is missing; write"),
+    "rejected missing": ({"prompt": "a", "chosen": "b"}, "field 'rejected' is missing; write"),
+    "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are equal"),
+    "texts without a prompt": ({"chosen": "a", "rejected": "b"}, "'chosen' is 'a', without a 'pro"),
+    "prompt of text before conversations": (
+        {"prompt": "a", "chosen": [user("a"), said("b")], "rejected": [user("a"), said("c")]},
+        "field 'prompt' is 'a' and field 'chosen' .*; without 'prompt' if 'chosen' holds it too",
+    ),
+    "prompt repeated": (
+        {"prompt": ASKED, "chosen": [*ASKED, said("b")], "rejected": [*ASKED, said("c")]},
+        "field 'chosen' is .* of which the first is the assistant's",
+    ),
+    "one begins the other": (
+        {"chosen": [*ASKED, said("b")], "rejected": ASKED},
+        r"field 'rejected' is \[\]; write",
+    ),
+    "other questions": (
+        {"chosen": [user("a"), said("b")], "rejected": [user("c"), said("b")]},
+        "field 'chosen' is .* of which the first is the assistant's",
+    ),
+    "one continues the other": (
+        {
+            "chosen": [user("a"), said("b", thought="t"), said("c")],
+            "rejected": [user("a"), said("b", thought="t"), said("c"), user("d"), said("e")],
+        },
+        "field 'chosen' is \\[\\]",
+    ),
+    "thinking of the prompt left out of one": (
+        {
+            "prompt": [user("a"), said("", call({}), thought="t"), tool("3")],
+            "chosen": [said("c")],
+            "rejected": [said("c"), user("d"), said("e")],
+        },
+        "the chat template writes the prompt otherwise before 'chosen' than before 'rejected'",
+    ),
+    "one thinks though thinking is off": (
+        {"prompt": ASKED, "chosen": [said("b", thought="t")], "rejected": "c", "off": True},
+        "writes the prompt otherwise .* let both have thinking or none",
+    ),
+    "not rendered": (
+        {"prompt": ASKED, "chosen": [said(None)], "rejected": "b"},
+        "message 4: conte",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_pairs_that_cannot_be_trained_are_refused_by_number_and_cause(dialect, name):
+    row, message = BROKEN[name]
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(ConfigError, match=f"^data.path: row 1: .*{message}"):
+        pairs([good, row], dialect, enable_thinking=not row.get("off"))
+
+
+def test_labelled_answers(dialect):
+    rows = [
+        {"prompt": "a? ", "completion": "yes", "label": True},
+        {"prompt": [user("a")], "completion": [said("no")], "label": False},
+    ]
+    good, bad = labelled(rows, dialect)
+    assert (good.label, bad.label) == (True, False)
+    shown = [painted(qwen3(), e.example.tokens, e.example.trained) for e in (good, bad)]
+    assert shown[0] == "a? «yes<|im_end|>»"
+    assert shown[1].endswith(f"<|im_start|>assistant\n«{THOUGHT}no<|im_end|>»\n")
+    assert good.example.trained.dtype == np.bool_
+    kept = labelled(
+        [rows[0] | {"completion": "b " * 50}, rows[0]], dialect, max_tokens=20, truncate="drop"
+    )
+    assert (len(kept), kept.dropped) == (1, 1)
+
+
+@pytest.mark.parametrize("label", [None, 1, "true", 0.0])
+def test_labels_are_true_or_false(dialect, label):
+    row = {"prompt": "a", "completion": "b", "label": label}
+    with pytest.raises(ConfigError, match="row 0: field 'label' is .*; write true or false"):
+        labelled([row], dialect)
+    with pytest.raises(ConfigError, match="row 0: field 'completion' is missing; write"):
+        labelled([{"prompt": "a", "label": True}], dialect)

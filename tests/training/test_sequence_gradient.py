@@ -74,14 +74,14 @@ def example(loss: SequenceLoss) -> tuple[Batch, Labels, torch.Tensor]:
     draw = torch.Generator().manual_seed(7)
     steps = torch.ones(len(batch)) if loss.config.length_normalized else batch.lengths / 2
     reference = steps * (0.3 * torch.randn(len(batch), generator=draw) - 3.6)
-    return score_batch(batch, loss), labels, reference.double()
+    return batch, labels, reference.double()
 
 
 def direct(weights: dict[str, torch.Tensor], loss: SequenceLoss) -> tuple[Any, float]:
     """(gradient, value) of the mean over examples, by autograd through the whole model."""
     model = of_scene(weights)
     batch, labels, reference = example(loss)
-    scores = torch.stack([score(model, *row, loss.head) for row in rows_of(batch)])
+    scores = torch.stack([score(model, *row, loss) for row in rows_of(batch)])
     costs, _ = loss(scores, reference, labels)
     costs.mean().backward()
     return {name: weight.grad for name, weight in model.weights.items()}, costs.mean().item()
@@ -92,12 +92,15 @@ def rows_of(batch: Batch) -> Any:
     return zip(batch.tokens.split(sizes), batch.loss_weights.split(sizes), strict=True)
 
 
-def score(model: Qwen3, tokens: torch.Tensor, weights: torch.Tensor, head: Head) -> torch.Tensor:
-    """Weighted sum of log-probs, or the value at the last token that is read."""
-    if head == "values":
-        return model(tokens[:-1].tolist())[-1, 0]
+def score(
+    model: Qwen3, tokens: torch.Tensor, weights: torch.Tensor, loss: SequenceLoss
+) -> torch.Tensor:
+    """Sum or mean of the trained tokens' log-probs, or the value at the last token."""
+    if loss.head == "values":
+        return model(tokens.tolist())[-1, 0]
     logprobs, _ = per_token(model, tokens.tolist(), 1.0)
-    return (logprobs * weights[1:].double()).sum()
+    trained = logprobs[weights[1:] > 0]
+    return trained.mean() if loss.config.length_normalized else trained.sum()
 
 
 def scores_of(engine: TrainingEngine, batch: Batch, head: Head) -> torch.Tensor:
@@ -118,6 +121,7 @@ def scores_of(engine: TrainingEngine, batch: Batch, head: Head) -> torch.Tensor:
 def accumulate(engine: TrainingEngine, loss: SequenceLoss, calls: list[list[int]]) -> Metrics:
     """Add the gradient of the example's loss; return the metrics."""
     batch, labels, reference = example(loss)
+    batch = score_batch(batch, loss)
     scores = scores_of(engine, batch, loss.head)
     values, _, metrics = coefficients(loss, scores, reference, labels)
     learned = with_coefficients(batch, values[: len(ROWS)])

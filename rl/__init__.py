@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rl.session.config import Role, SessionConfig
     from rl.session.session import Session
     from rl.tasks.base import Score, Task
-    from rl.trainers.loop import RLTrainer
+    from rl.trainers.rl import RLTrainer
     from rl.training.config import TrainerConfig
     from rl.types import (
         Batch,
@@ -70,7 +70,7 @@ _SOURCES = {
     "PolicyGradient": "rl.algorithms.policy_gradient:PolicyGradient",
     "Prompt": "rl.types:Prompt",
     "RLConfig": "rl.config:RLConfig",
-    "RLTrainer": "rl.trainers.loop:RLTrainer",
+    "RLTrainer": "rl.trainers.rl:RLTrainer",
     "Role": "rl.session.config:Role",
     "Rollout": "rl.types:Rollout",
     "Sampling": "rl.types:Sampling",

@@ -92,6 +92,12 @@ def naming(code: str) -> Iterator[None]:
         raise RunError(f"{code} raised {said_by(error)}\n{trace_of(error)}") from error
 
 
+class Interrupted(RunError):
+    """A signal, or a call of ``leave``, ended the work before its end."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
 class NodeLost(RunError):
     """A node did not come up or has gone; the run can go on from its newest checkpoint on other
     nodes.
@@ -125,6 +131,10 @@ class ActorFailure(RunError):
         self.rank = rank
         self.call = call
         self.kind = kind
+
+    def facts(self) -> dict[str, str | int]:
+        """Return which actor failed, on which rank and in which call."""
+        return {"actor": self.actor, "rank": self.rank, "call": self.call}
 
 
 class RankLost(ActorFailure):

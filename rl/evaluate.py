@@ -11,7 +11,8 @@ from rl.errors import end_program, require
 from rl.observe.record import finite
 from rl.saved_run import exit_code_of, make_parser, open_run, run_session
 from rl.session.session import Session
-from rl.trainers.evaluation import Evaluation
+from rl.trainers.evaluation import Evaluation, held_out_prompts
+from rl.trainers.scheduler import sampling_of
 from rl.trainers.start import build_task
 
 PROGRAM = "python -m rl.evaluate"
@@ -49,7 +50,10 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
 
     async def evaluate(session: Session) -> dict[str, float]:
         # the folder is for evaluations that training leaves behind
-        return await Evaluation(config, task, session, session.folder / "unevaluated").scores()
+        prompts = held_out_prompts(config.evaluation, task)
+        sampling = sampling_of(config.rollout, task)
+        unused = session.folder / "unevaluated"
+        return await Evaluation(config, prompts, sampling, session, unused).scores()
 
     scores = run_session(session_config, config.task, evaluate)
     row = {"run": str(own.run), "step": run.step, **scores}

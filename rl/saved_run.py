@@ -18,6 +18,7 @@ from rl.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     ConfigError,
+    Interrupted,
     RunError,
     end_program,
     require,
@@ -127,14 +128,6 @@ def open_run(folder: Path, step: int | None, overrides: list[str], *, program: s
     return SavedRun(config, chosen, checkpoints.path(chosen))
 
 
-class Interrupted(RunError):
-    """A signal ended the program."""
-
-    def __init__(self, number: int):
-        super().__init__(f"interrupted by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
-
-
 def run_session(
     config: SessionConfig,
     task: Task.Config | None,
@@ -163,7 +156,9 @@ async def _run_session(
             return await work(session)
     except BaseException:
         if received:
-            raise Interrupted(received[0]) from None
+            error = Interrupted(f"interrupted by {signal.Signals(received[0]).name}")
+            error.exit_code = 128 + received[0]
+            raise error from None
         raise
 
 

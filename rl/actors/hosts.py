@@ -10,7 +10,8 @@ from pathlib import Path
 from monarch.actor import Point, ProcMesh, attach_to_workers, default_bootstrap_cmd, this_host
 from monarch.config import configure
 
-from rl.actors.nodes import Node
+from rl.actors.nodes import Node, Nodes
+from rl.actors.processes import ensure_runtime
 from rl.compat.monarch_internals import BootstrapCommand
 from rl.platform import device_type
 from rl.types import Place
@@ -42,12 +43,13 @@ _START = "os.execv(sys.argv[1], sys.argv[1:])\n"
 class Hosts:
     """Hosts of a run: the given nodes, in the order in which meshes take them, or this host."""
 
-    def __init__(self, logs: Path, nodes: Sequence[Node] = ()):
+    def __init__(self, logs: Path, nodes: Sequence[Node] = (), workers: Nodes | None = None):
         self.logs = logs
         self._nodes = nodes
+        self._workers = workers
         if nodes:
-            workers = [node.address for node in nodes]
-            self._mesh = attach_to_workers(ca="trust_all_connections", workers=workers)
+            addresses = [node.address for node in nodes]
+            self._mesh = attach_to_workers(ca="trust_all_connections", workers=addresses)
         else:
             self._mesh = this_host()
 
@@ -110,6 +112,13 @@ class Hosts:
             return ""
         return self._nodes[place.first_host + rank // place.per_host].name
 
+    async def lost(self) -> None:
+        """Wait until a node is lost, which raises NodeLost; on this host alone wait forever."""
+        if self._workers is None:
+            await asyncio.Event().wait()
+        else:
+            await self._workers.lost(self._nodes)
+
     async def shut_down(self) -> None:
         """End the workers of the nodes, if any. Raises nothing."""
 
@@ -119,3 +128,14 @@ class Hosts:
         if self._nodes:
             with contextlib.suppress(Exception):  # a lost node cannot answer
                 await asyncio.wait_for(shut_down(), SHUT_DOWN_S)
+
+
+async def gather_hosts(logs: Path, count: int, deadline: float) -> Hosts:
+    """Return ``count`` of the nodes that the cluster gave this run; this host if it gave none.
+
+    Starts Monarch in this process. Raises NodeLost if fewer nodes come up within ``deadline`` s.
+    """
+    workers = Nodes(logs / "workers")
+    nodes = await workers.gather(count, deadline)
+    ensure_runtime(logs / "controller.log", workers.own)
+    return Hosts(logs, nodes, workers)

@@ -40,7 +40,7 @@ class Nodes:
         self.own = os.environ.get("TILLER_NODE", "")
         self._folder = folder
 
-    def gather(self, count: int, deadline: float) -> list[Node]:
+    async def gather(self, count: int, deadline: float) -> list[Node]:
         """Wait until all workers listen, or for ``deadline`` s; return the first ``count`` that do.
 
         Empty for a run on this host. Raises NodeLost, which names the others, if too few listen.
@@ -49,7 +49,7 @@ class Nodes:
         while (missing := self._missing()) and time.monotonic() < ends:
             if all(self._ended(name) for name in missing):
                 break
-            time.sleep(POLL_S)
+            await asyncio.sleep(POLL_S)
         found = [name for name in self.names if name not in missing]
         if self.names and len(found) < count:
             endings = {name: self._ended(name) for name in missing}

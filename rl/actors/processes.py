@@ -40,11 +40,14 @@ def start_runtime(log: Path, node: str = "") -> None:
             os.environ["TMPDIR"] = before
 
 
-def ensure_runtime(log: Path) -> None:
-    """Start Monarch in this process unless it runs; Monarch stops when the interpreter ends."""
+def ensure_runtime(log: Path, node: str = "") -> None:
+    """Start Monarch in this process unless it runs; Monarch stops when the interpreter ends.
+
+    ``log`` and ``node`` are those of ``start_runtime``.
+    """
     if not _started:
         log.parent.mkdir(parents=True, exist_ok=True)
-        start_runtime(log)
+        start_runtime(log, node)
         atexit.register(stop_runtime)
 
 

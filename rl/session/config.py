@@ -121,6 +121,12 @@ class SessionConfig:
         }
 
     @property
+    def nodes(self) -> int:
+        """Number of nodes that all meshes need together."""
+        generators = self.generator.nodes if self.generator is not None else 0
+        return (self.trainer.nodes if self.trainer is not None else 1) + generators
+
+    @property
     def longest_sequence(self) -> int:
         """Number of tokens of the longest sequence that the model takes."""
         return min(self.longest, shape_of(self.model).max_seq_len)

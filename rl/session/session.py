@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from rl.actors.hosts import Hosts
+from rl.actors.hosts import Hosts, gather_hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.worker import WorkerGroup
 from rl.disk import temporary_folder
@@ -73,11 +73,12 @@ class Session(Models):
             self._temporary = temporary_folder("tiller-")
             folder = Path(self._temporary.name)
         self.folder = folder
-        if meshes is None:
-            if hosts is None:
-                ensure_runtime(folder / "logs" / "controller.log")
-                hosts = Hosts(folder / "logs")
-            meshes = Meshes(config, hosts, folder)
+        if meshes is None and hosts is None:
+            ensure_runtime(folder / "logs" / "controller.log")
+            hosts = Hosts(folder / "logs")
+        self._hosts = hosts
+        if hosts is not None:
+            meshes = meshes or Meshes(config, hosts, folder)
         groups = meshes.models()
         shared = {"none": [], "models": [*groups], "all": [*groups, "generator"]}
         super().__init__(groups, shared[config.colocate], watch)
@@ -90,6 +91,20 @@ class Session(Models):
         self.rollouter = Rollouter(self._score, seed=config.seed, watch=self.watch, warn=warn)
         self._restarts = 0
         self._lost_in_a_row = 0
+
+    @classmethod
+    async def on_nodes(
+        cls, config: SessionConfig, *, folder: Path, logs: Path, meshes: Any = None, **options: Any
+    ) -> Self:
+        """Return a session on the nodes that the cluster gave this run, or on this host alone.
+
+        ``logs`` is the folder of this attempt's logs. Other arguments are those of the constructor.
+        Raises NodeLost, with their names, if too few nodes come up.
+        """
+        hosts = None
+        if meshes is None:
+            hosts = await gather_hosts(logs, config.nodes, config.deadlines.start)
+        return cls(config, folder=folder, hosts=hosts, meshes=meshes, **options)
 
     def blocking(self) -> BlockingSession:
         """Return this session with blocking verbs; it is not started yet."""
@@ -166,8 +181,17 @@ class Session(Models):
         rewards = [self._rewards] if self._rewards is not None else []
         everything = [*self._groups.values(), *rewards, self.pool]
         await asyncio.gather(*(each.stop() for each in everything))
+        if self._hosts is not None:
+            await self._hosts.shut_down()
         if self._temporary is not None:
             self._temporary.cleanup()
+
+    async def lost_node(self) -> None:
+        """Wait until a node of the session is lost, which raises NodeLost."""
+        if self._hosts is not None:
+            await self._hosts.lost()
+        else:
+            await asyncio.Event().wait()
 
     # Sampling.
 
@@ -283,7 +307,9 @@ class Session(Models):
 
     def describe(self) -> str:
         """Return text that lists the processes to start."""
-        models = ", ".join(f"{group.name} ({group.ranks} ranks)" for group in self._groups.values())
+        models = ", ".join(
+            f"{name} ({role.trainer.ranks} ranks)" for name, role in self.config.models.items()
+        )
         generator = self.config.generator
         if generator is None:
             return f"starting {models}"

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import math
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rl.config import EvaluationConfig, RLConfig
@@ -14,7 +15,6 @@ from rl.session.session import Session
 from rl.step_folders import StepFolders
 from rl.tasks.base import Task
 from rl.trainers.ledger import Group
-from rl.trainers.scheduler import sampling_of
 from rl.types import Completion, GenerationRequest, Prompt, Sampling
 
 
@@ -30,11 +30,18 @@ class Evaluation:
     it.
     """
 
-    def __init__(self, config: RLConfig, task: Task, session: Session, folder: Path):
+    def __init__(
+        self,
+        config: RLConfig,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        session: Session,
+        folder: Path,
+    ):
         self._config = config.evaluation
         self._steps = config.steps
-        self._prompts = held_out_prompts(config.evaluation, task)
-        self._sampling = sampling_of(config.rollout, task)
+        self._prompts = prompts
+        self._sampling = sampling
         self._session = session
         self._replicas = config.generator.replicas
         self._at_once = config.generator.max_running_requests
@@ -92,7 +99,9 @@ class Evaluation:
             self.forget(each)
         return left
 
-    async def scores(self) -> dict[str, float]:
+    async def scores(
+        self, metric_calculator: Callable[[list[Group]], Mapping[str, float]] | None = None
+    ) -> dict[str, float]:
         """``eval/exact_match`` of greedy completions; ``eval/pass@k``: prompts that one of k
         samples solves.
 
@@ -121,6 +130,8 @@ class Evaluation:
         }
         scores["eval/version_min"] = min(versions, default=math.nan)
         scores["eval/version_max"] = max(versions, default=math.nan)
+        if metric_calculator is not None:
+            scores |= {f"eval/{name}": value for name, value in metric_calculator(groups).items()}
         return scores
 
     async def _ask(self, sampling: Sampling, samples: int, stream: str) -> list[Group]:

@@ -33,9 +33,9 @@ from rl.cli import find_config
 from rl.config import RLConfig
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
-from rl.roles import session_config
 from rl.session.session import Session
-from rl.trainers.loop import RLTrainer
+from rl.trainers.rl import RLTrainer
+from rl.trainers.run_folder import RunFolder
 from rl.types import Completion, Prompt, Rollout
 
 PIPELINES = ("deterministic", "asynchronous")
@@ -67,16 +67,15 @@ def configured(pipeline: str, bound: int, rollouts: int) -> RLConfig:
 
 def loop_in(folder: str, config: RLConfig, marks: Marks) -> RLTrainer:
     """Return the trainer's loop over meshes that take no time."""
-    task = config.task.build(seed=0, model=config.model)
     trainer: Any = Trainer(marks)
     meshes = SimpleNamespace(
         models=lambda: {"trainer": trainer},
         generator=lambda number: Generator(marks),
         rewards=lambda task, warn: Rewards(),
     )
-    record = RunRecord(folder)
-    session = Session(session_config(config), task=config.task, folder=record.folder, meshes=meshes)
-    return RLTrainer(config, task, session, record, Progress(config.steps, quiet=True))
+    run = RunFolder(config, RunRecord(folder), Progress(config.steps, quiet=True))
+    make_session = partial(Session.on_nodes, meshes=meshes)
+    return RLTrainer(config, run=run, make_session=make_session)
 
 
 def run(config: RLConfig) -> tuple[Marks, float]:
@@ -84,8 +83,8 @@ def run(config: RLConfig) -> tuple[Marks, float]:
     with tempfile.TemporaryDirectory() as folder:
         marks = Marks()
         loop = loop_in(folder, config, marks)
+        asyncio.run(loop.train())
         record = loop.record
-        asyncio.run(loop.run())
         if loop.ledger.trained != config.steps * config.rollout.prompts_per_step:
             raise RuntimeError("the run did not train on all prompts: nothing was measured")
         return marks, max(row["rollout/staleness_max"] for row in record.read_metrics())
@@ -133,7 +132,7 @@ def fill(loop: RLTrainer, tokens: int) -> None:
     two share a list.
     """
     ledger = loop.ledger
-    samples = SAVED // (2 * loop.config.rollout.prompts_per_step)
+    samples = SAVED // (2 * loop.arguments.rollout.prompts_per_step)
     while ledger.admits(0):
         prompt_id = ledger.admit(0)
         prompt = Prompt(
@@ -175,20 +174,21 @@ def checkpoint(*, repeats: int, tokens: int) -> dict[str, float]:
             last = now
 
     async def save(loop: RLTrainer) -> None:
+        await loop.open()
+        fill(loop, tokens)
         ticking = asyncio.create_task(tick())
         await asyncio.sleep(0.01)
         pauses.clear()
         for _ in range(repeats):
             loop.step += 1
             began = time.perf_counter()
-            await loop.checkpoint()
+            await loop.save_checkpoint()
             times.append(time.perf_counter() - began)
             await asyncio.sleep(0.01)
         ticking.cancel()
 
     with tempfile.TemporaryDirectory() as folder:
         loop = loop_in(folder, config, Marks())
-        fill(loop, tokens)
         asyncio.run(save(loop))
         size = sum(path.stat().st_size for path in loop.checkpoints.path(1).iterdir())
     policy: Any = loop.session.trainer

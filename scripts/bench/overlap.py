@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -42,7 +43,8 @@ from rl.observe.record import RunRecord
 from rl.roles import session_config
 from rl.session.meshes import Meshes
 from rl.session.session import Session
-from rl.trainers.loop import RLTrainer
+from rl.trainers.rl import RLTrainer
+from rl.trainers.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +127,11 @@ class Processes:
         rollout.max_staleness = mode.max_staleness
         rollout.stream_chunks = mode.parts
         config.steps = self.steps = before + steps
-        self.session = Session(
-            session_config(config), task=config.task, folder=self.record.folder, meshes=self.meshes
-        )
-        progress = Progress(config.steps, quiet=True)
-        await RLTrainer(config, self.task, self.session, self.record, progress).run()
+        run = RunFolder(config, self.record, Progress(config.steps, quiet=True))
+        make_session = partial(Session.on_nodes, meshes=self.meshes)
+        trainer = RLTrainer(config, self.task, run=run, make_session=make_session)
+        await trainer.train()
+        self.session = trainer.session
         ledger = [json.loads(line) for line in self.record.ledger_path.read_text().splitlines()]
         return self.record.read_metrics()[before:], ledger[before:]
 

@@ -23,20 +23,20 @@ def comes_up(folder, name: str) -> Node:
 
 def test_gather_returns_the_first_nodes_in_order(nodes, tmp_path):
     third, first, second = (comes_up(tmp_path, name) for name in ("n3", "n1", "n2"))
-    assert nodes.gather(3, deadline=60) == [first, second, third]
-    assert nodes.gather(2, deadline=60) == [first, second]
+    assert asyncio.run(nodes.gather(3, deadline=60)) == [first, second, third]
+    assert asyncio.run(nodes.gather(2, deadline=60)) == [first, second]
     assert nodes.own == "n1"
 
 
 def test_spare_node_replaces_a_missing_one(nodes, tmp_path):
     first, third = (comes_up(tmp_path, name) for name in ("n1", "n3"))
-    assert nodes.gather(2, deadline=0.5) == [first, third]
+    assert asyncio.run(nodes.gather(2, deadline=0.5)) == [first, third]
 
 
 def test_missing_nodes_are_named_at_the_deadline(nodes, tmp_path):
     comes_up(tmp_path, "n2")
     with pytest.raises(NodeLost, match="no worker came up within 0 s on n1, n3; "):
-        nodes.gather(2, deadline=0.3)
+        asyncio.run(nodes.gather(2, deadline=0.3))
 
 
 def test_gather_does_not_wait_for_nodes_that_have_ended(nodes, tmp_path):
@@ -47,7 +47,7 @@ def test_gather_does_not_wait_for_nodes_that_have_ended(nodes, tmp_path):
     with pytest.raises(
         NodeLost, match=r"no worker came up .* on n2 \(it ended with 1\), n3 \(it ended with 1\); "
     ):
-        nodes.gather(2, deadline=3600)
+        asyncio.run(nodes.gather(2, deadline=3600))
 
 
 def test_ended_worker_of_the_run_is_a_lost_node(nodes, tmp_path):
@@ -68,4 +68,5 @@ def test_ended_worker_of_the_run_is_a_lost_node(nodes, tmp_path):
 def test_run_without_nodes_has_this_host(monkeypatch, tmp_path):
     monkeypatch.delenv("TILLER_NODES", raising=False)
     monkeypatch.delenv("TILLER_NODE", raising=False)
-    assert (Nodes(tmp_path).gather(1, deadline=0), Nodes(tmp_path).own) == ([], "")
+    nodes = Nodes(tmp_path)
+    assert (asyncio.run(nodes.gather(1, deadline=0)), nodes.own) == ([], "")

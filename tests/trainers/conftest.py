@@ -1,17 +1,20 @@
 """The loop over meshes that compute nothing."""
 
 import asyncio
+import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from rl.cli import find_config
+from rl.errors import Interrupted
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
-from rl.roles import session_config
 from rl.session.session import Session
 from rl.step_folders import StepFolders
-from rl.trainers.loop import RLTrainer
+from rl.trainers.rl import RLTrainer
+from rl.trainers.run_folder import RunFolder
 from tests.trainers.fakes import Generator, Rewards, Trainer
 
 
@@ -63,28 +66,27 @@ def run(tmp_path):
             run.generators = generators
             run.rewards = rewards
             prepare(trainer, *generators)
-            task = config.task.build(seed=0, model=config.model)
 
             def make(number):
                 while len(generators) <= number:
                     generators.append(Generator(log, len(generators), trainer.slots))
                 return generators[number]
 
-            progress = Progress(steps, quiet=True)
-            session = Session(
-                session_config(config),
-                task=config.task,
-                folder=record.folder,
-                warn=progress.warn,
-                meshes=SimpleNamespace(
-                    models=lambda: {"trainer": trainer, **models(log)},
-                    generator=make,
-                    rewards=lambda task, warn: rewards,
-                ),
+            meshes = SimpleNamespace(
+                models=lambda: {"trainer": trainer, **models(log)},
+                generator=make,
+                rewards=lambda task, warn: rewards,
             )
-            run.loop = RLTrainer(config, task, session, record, progress)
+            run.loop = RLTrainer(
+                config,
+                run=RunFolder(config, record, Progress(steps, quiet=True)),
+                make_session=partial(Session.on_nodes, meshes=meshes),
+            )
             try:
-                return await asyncio.wait_for(run.loop.run(), 60)
+                await asyncio.wait_for(run.loop.train(), 60)
+                return json.loads((record.folder / "summary.json").read_text())
+            except Interrupted:
+                return None
             finally:
                 run.saved = trainer.saved
 

@@ -30,7 +30,7 @@ class Mesh:
 
     def __init__(self) -> None:
         self.is_running = self.is_dead = False
-        self.starts = 0
+        self.starts = self.stops = 0
         self._failure: asyncio.Future[ActorFailure] | None = None
 
     async def start(self) -> None:
@@ -43,6 +43,10 @@ class Mesh:
     async def stop(self) -> None:
         self.is_running = False
         self._failure = None
+        self.stops += 1
+
+    async def close(self) -> None:
+        await self.stop()
 
     async def failed(self) -> ActorFailure:
         return await asyncio.shield(self._failure)

@@ -351,7 +351,9 @@ def test_a_critics_checkpoint_is_there_before_the_policys_and_of_its_step(run):
     assert {*again.batches[0].columns["old_values"].tolist()} == {8.0}
 
 
-def test_models_of_the_users_own_fill_the_columns_that_they_are_to_and_score_whole_completions(run):
+def test_models_of_the_users_own_fill_the_columns_that_they_are_to_and_score_whole_completions(
+    run, tmp_path
+):
     class Teacher(Reference):
         async def forward(self, batch, *, temperature):
             return {"logprobs": batch.tokens.float()}
@@ -364,7 +366,8 @@ def test_models_of_the_users_own_fill_the_columns_that_they_are_to_and_score_who
             return {"values": torch.cat(places).float()}
 
     def edit(config):
-        role = {"model": config.model, "checkpoint": "somewhere"}
+        (tmp_path / ".metadata").touch()
+        role = {"model": config.model, "checkpoint": str(tmp_path)}
         config.roles["teacher"] = RoleConfig(**role, column="teacher_logprobs")
         config.roles["judge"] = RoleConfig(**role, head="values", reward_weight=0.5)
         config.algorithm.advantage = GroupAdvantage.Config(normalize_std=False)
@@ -378,7 +381,7 @@ def test_models_of_the_users_own_fill_the_columns_that_they_are_to_and_score_who
     assert "judge" not in "".join(batch.columns)
 
 
-def test_a_reward_models_score_is_part_of_what_is_compared(run):
+def test_a_reward_models_score_is_part_of_what_is_compared(run, tmp_path):
     class Judge(Reference):
         async def forward(self, batch, *, temperature):
             ends = batch.lengths.cumsum(0) - 1
@@ -387,8 +390,9 @@ def test_a_reward_models_score_is_part_of_what_is_compared(run):
             return {"values": values}
 
     def edit(config):
+        (tmp_path / ".metadata").touch()
         config.roles["judge"] = RoleConfig(
-            model=config.model, checkpoint="it", head="values", reward_weight=0.5
+            model=config.model, checkpoint=str(tmp_path), head="values", reward_weight=0.5
         )
         config.algorithm.advantage = GroupAdvantage.Config(normalize_std=False)
 

@@ -12,10 +12,11 @@ import pytest
 
 from rl import frames
 from rl.cli import find_config
-from rl.endings import GoingOn, Interrupts, fail
 from rl.errors import NodeLost, RunError
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
+from rl.trainers.endings import Interrupts, fail
+from rl.trainers.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -26,13 +27,15 @@ def record(tmp_path):
 @pytest.fixture
 def ended(record, capsys):
     """Fails a run with an exception; the exit code and what is said."""
-    going_on = GoingOn(
-        find_config("quickstart")(), record.folder, "python -m rl.train --config quickstart"
+    run = RunFolder(
+        find_config("quickstart")(),
+        record,
+        Progress(1, quiet=True, log=record.run_log),
+        command="python -m rl.train --config quickstart",
     )
 
     def end(error):
-        code = fail(error, None, record, Progress(1, quiet=True, log=record.run_log), going_on)
-        return code, capsys.readouterr().err
+        return fail(error, run), capsys.readouterr().err
 
     return end
 
@@ -126,7 +129,9 @@ def test_without_code_of_the_users_the_place_is_that_of_the_exception(monkeypatc
     assert frames.place_of(RunError("never raised")) == "an unknown place"
 
 
-def interrupted(record, steps, *, training=True, lacks=4, blocked=False, numbers=(), ignored=()):
+def interrupted(
+    record, steps, *, training=True, in_step=False, blocked=False, numbers=(), ignored=()
+):
     """Exit code and words of a process whose run after ``steps`` steps gets signals, each a little
     after the other.
 
@@ -136,26 +141,24 @@ def interrupted(record, steps, *, training=True, lacks=4, blocked=False, numbers
     async def main():
         left = asyncio.Event()
         config = find_config("quickstart")()
-        config.rollout.prompts_per_step = 4
-        controller = SimpleNamespace(
-            config=config,
+        trainer = SimpleNamespace(
+            arguments=config,
             step=steps,
             is_training=training,
-            ledger=SimpleNamespace(lacks=lacks),
+            is_in_step=in_step,
             leave=left.set,
         )
-        interrupts = Interrupts(
-            controller, Progress(9, quiet=False), GoingOn(config, record.folder, "train")
-        )
-        print("ready", flush=True)
-        ends = time.monotonic() + 20
-        while blocked and time.monotonic() < ends:
-            time.sleep(0.01)
-        try:
-            await asyncio.wait_for(left.wait(), 20)
-        except asyncio.CancelledError:
-            print("cancelled", flush=True)
-        os._exit(interrupts.exit_code)
+        folder = RunFolder(config, record, Progress(9, quiet=False), command="train")
+        with Interrupts(trainer, folder) as interrupts:
+            print("ready", flush=True)
+            ends = time.monotonic() + 20
+            while blocked and time.monotonic() < ends:
+                time.sleep(0.01)
+            try:
+                await asyncio.wait_for(left.wait(), 20)
+            except asyncio.CancelledError:
+                print("cancelled", flush=True)
+            os._exit(interrupts.interrupted().exit_code)
 
     read, write = os.pipe()
     child = os.fork()
@@ -186,14 +189,14 @@ def interrupted(record, steps, *, training=True, lacks=4, blocked=False, numbers
     [
         (
             "SIGINT",
-            {"lacks": 2},
+            {"in_step": True},
             130,
             "SIGINT: finishing step 12, then saving; Ctrl-C again leaves at once\n",
         ),
         ("SIGINT", {}, 130, "SIGINT: saving step 11; Ctrl-C again leaves at once\n"),
         (
             "SIGHUP",
-            {"lacks": 2},
+            {"in_step": True},
             75,
             "SIGHUP: finishing step 12, then saving; Ctrl-C leaves at once\n",
         ),

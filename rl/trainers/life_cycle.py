@@ -1,0 +1,322 @@
+"""Life cycle that all trainers share: start, resume, step, save, leave, recover, end."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rl.config import RLConfig
+from rl.errors import ActorFailure, RunError
+from rl.observe.progress import Progress
+from rl.observe.record import RunRecord
+from rl.session.concurrency import Signal, background
+from rl.session.config import SessionConfig
+from rl.session.session import Session
+from rl.step_folders import StepFolders
+from rl.tasks.base import Task
+from rl.trainers.endings import Interrupts
+from rl.trainers.report import Report
+from rl.trainers.run_folder import RunFolder, claim_run
+from rl.validation import validate
+
+Arguments = TypeVar("Arguments", bound=RLConfig)
+MetricCalculator = Callable[[Any], Mapping[str, float]]
+NOTHING_LEARNED = (
+    "every gradient was 0 or not finite, or the learning rate was 0; see trainer/grad_norm, "
+    "trainer/skipped_steps and reward/zero_std_groups in metrics.jsonl"
+)
+
+
+class LifeCycle(ABC, Generic[Arguments]):
+    """Run of a trainer, from the first step or the newest checkpoint to the last step.
+
+    - The constructor reads data and tries the user's code. No process starts.
+    - ``open`` claims the run folder and makes the session.
+    - ``live`` trains. If a model is lost, it goes back to the newest checkpoint.
+    - ``end`` ends all processes and gives the run folder back.
+
+    A trainer says what a step is and what a checkpoint keeps beside model and optimizer.
+    """
+
+    task: Task.Config | None = None
+    """Task whose reward scores completions in the session; None for trainers without rollouts."""
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        dataset_train: Any = None,
+        dataset_eval: Any = None,
+        *,
+        run: RunFolder | None = None,
+        make_session: Callable[..., Awaitable[Session]] = Session.on_nodes,
+    ):
+        """Read the data, start nothing.
+
+        ``run`` is the folder that the run uses, by default a new one as ``arguments`` says.
+        ``make_session`` returns the session, by default :meth:`Session.on_nodes`.
+        Raises ConfigError, naming field, value and what is allowed.
+        """
+        validate(arguments)
+        self.arguments = arguments
+        self.dataset_train = dataset_train
+        self.dataset_eval = dataset_eval
+        self.changed = Signal()
+        self.step = 0
+        """Number of completed steps."""
+        self.is_training = False
+        self.leaving = False
+        self.run = run
+        self._make_session = make_session
+        self._session: Session | None = None
+        self._is_ready = False
+        self._shown = ExitStack()
+        self._saved = 0
+        self._session_config = self.configure_model()
+        self.configure_dataloaders()
+        self.configure_functions()
+
+    # What a trainer trains, on what, and how.
+
+    @abstractmethod
+    def configure_model(self) -> SessionConfig:
+        """Return the models that the session holds, and where they run."""
+
+    @abstractmethod
+    def configure_dataloaders(self) -> None:
+        """Set ``dataset_train`` and ``dataset_eval`` unless the caller gave them."""
+
+    @abstractmethod
+    def configure_functions(self) -> None:
+        """Set the functions of a step, such as the loss."""
+
+    @abstractmethod
+    async def train_step(self) -> bool:
+        """Take one step and count it in ``step``; return False if the run is left before it."""
+
+    # Hooks of a trainer with more than a model to start, save or evaluate.
+
+    def assemble(self) -> None:
+        """Make what needs the session and the run folder, once both exist."""
+
+    def work(self) -> list[Coroutine[Any, Any, None]]:
+        """Return what runs beside the steps."""
+        return []
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        """Go back to ``state``, which ``snapshot`` returned; {} is the start of the run."""
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside model, optimizer and step, as JSON.
+
+        Files go to the folder of the checkpoint first.
+        """
+        return {}
+
+    async def after_step(self) -> None:
+        """Do what is due between a step and its checkpoint."""
+
+    async def wind_down(self) -> None:
+        """Wait for what still runs after the last step."""
+
+    async def scores(self, metric_calculator: MetricCalculator | None = None) -> dict[str, float]:
+        """Return metrics of the weights on ``dataset_eval``, named ``eval/…``; {} without data."""
+        return {}
+
+    def describe(self, path: Path) -> None:
+        """Complete the exported folder ``path`` with what the weights do not hold."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return counts for the summary."""
+        return {}
+
+    def whereabouts(self) -> dict[str, Any]:
+        """Return where the run stands, for ``failure.json``."""
+        facts: dict[str, Any] = {"step": self.step}
+        if self._session is not None:
+            facts["policy_version"] = self._session.version
+            facts["generator_versions"] = self._session.generator_versions
+        return facts
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether leaving now finishes a step first."""
+        return self.is_training
+
+    @property
+    def session(self) -> Session:
+        """The session of this trainer, once a call has made it."""
+        if self._session is None:
+            raise RunError("the trainer is not open; call train or evaluate first")
+        return self._session
+
+    @property
+    def record(self) -> RunRecord:
+        """Files of the run."""
+        assert self.run is not None, "open comes first"
+        return self.run.record
+
+    @property
+    def progress(self) -> Progress:
+        """Line that shows where the run stands."""
+        assert self.run is not None, "open comes first"
+        return self.run.progress
+
+    @property
+    def checkpoints(self) -> StepFolders:
+        """Checkpoints of the run."""
+        assert self.run is not None, "open comes first"
+        return self.run.checkpoints
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the session of this trainer exists."""
+        return self._session is not None
+
+    async def open(self) -> None:
+        """Claim the run folder and make the session, unless that was done."""
+        if self._session is not None:
+            return
+        if self.run is None:
+            name = type(self).__name__
+            self.run = claim_run(self.arguments, name=name, command=f"{name}(…).train()")
+        self._shown.enter_context(self.run.progress)
+        self._session = await self._make_session(
+            self._session_config,
+            task=self.task,
+            folder=self.run.folder,
+            logs=self.run.record.logs,
+            warn=self.run.progress.warn,
+        )
+        self.watch = self._session.watch
+        self.report = Report(self.arguments, self.run.record, self.run.progress, self.watch)
+        self.assemble()
+
+    async def end(self, *, at_once: bool = False) -> None:
+        """End all processes, ``at_once`` or after saves under way."""
+        session = self._session
+        self._session = None
+        self._is_ready = False
+        try:
+            if session is not None and not at_once:
+                await session.close()
+        finally:
+            if session is not None:
+                await session.stop()
+            self._shown.close()
+            if self.run is not None:
+                self.run.release()
+
+    def leave(self) -> None:
+        """Finish the step under way, save, and end ``train``; an evaluation is made later."""
+        self.leaving = True
+        self.changed.notify()
+
+    async def go_back(self, step: int = -1) -> None:
+        """Start what is not running, and go back to checkpoint ``step``, the newest for -1."""
+        self.is_training = False  # nothing is lost by leaving at once
+        session = self.session
+        await session.start()
+        state, ignored = await session.load(step)
+        for name in ignored:
+            self.progress.note(f"ignored {name}: it is incomplete")
+        self.step = self._saved = state.get("step", 0)
+        self.report.go_back(self.step, state.get("watchdog", {}))
+        if self.step:
+            self.progress.note(f"resumed after step {self.step}")
+        await self.restore(state)
+        self.report.plan(await session.connect())
+        self._is_ready = True
+
+    async def live(self, interrupts: Interrupts, step: int = -1) -> dict[str, Any]:
+        """Train to the last step from checkpoint ``step``, the newest for -1; return the summary.
+
+        Raises Interrupted after ``leave``, and after a signal that ``interrupts`` received.
+        """
+        self.leaving = False
+        self.progress.stage(self.session.describe())
+        try:
+            async with background(self.session.lost_node()):
+                summary = await self._attempts(step)
+        except asyncio.CancelledError:
+            if not interrupts.name:
+                raise  # the caller's, or the loop ends
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+            raise interrupts.interrupted() from None
+        if summary is None:
+            raise interrupts.interrupted()
+        assert self.run is not None, "open made the run"
+        self.run.conclude(summary)
+        if summary["steps_learned"] == 0:
+            raise RunError(f"none of {self.step} steps changed the weights: {NOTHING_LEARNED}")
+        return summary
+
+    async def _attempts(self, step: int) -> dict[str, Any] | None:
+        """Train until the end; return the summary, None if ``leave`` ended the run before."""
+        while True:
+            try:
+                await self.go_back(step)
+                step = -1
+                async with self.session.running(), background(*self.work()):
+                    await self._steps()
+                    return None if self.leaving else await self.finish()
+            except ActorFailure as failure:
+                self.session.recover(failure)
+
+    async def _steps(self) -> None:
+        self.is_training = True
+        self.watch.lap()
+        async with background(self.report.look_for_stalls()):
+            while self.step < self.arguments.steps and await self.train_step():
+                await self.after_step()
+                await self._save_if_due()
+        await self.save_checkpoint()
+        await self.wind_down()
+
+    async def _save_if_due(self) -> None:
+        checkpoint = self.arguments.trainer.checkpoint
+        is_due = checkpoint.enable and self.step % checkpoint.interval == 0
+        if is_due and self.step < self.arguments.steps:
+            await self.save_checkpoint()
+
+    async def save_checkpoint(self) -> None:
+        """Save model, optimizer and what ``snapshot`` returns as of this step."""
+        if self.step in (self._saved, 0):
+            return
+        with self.watch.span("checkpoint"):
+            state = {"step": self.step, "watchdog": self.report.to_dict()} | await self.snapshot()
+            await self.session.save(self.step, state)
+        self._saved = self.step
+
+    async def finish(self) -> dict[str, Any] | None:
+        """Export, then evaluate; return the summary, None if ``leave`` ended the evaluation.
+
+        The summary is also written before the evaluation, which may fail.
+        """
+        self.progress.stage("exporting the model")
+        export = self.record.folder / "export"
+        await self._export(export)
+        rows = self.record.read_metrics()
+        summary: dict[str, Any] = {
+            "steps": self.step,
+            "steps_learned": sum(row["trainer/updates"] > 0 for row in rows),
+            "policy_version": self.session.version,
+            **self.facts(),
+            "policy_digest": await self.session.weight_digest(),
+            "export": str(export),
+        }
+        self.record.write_summary(summary)
+        self.progress.note(f"exported to {export}")
+        self.progress.stage("evaluating on held-out data")
+        scores = await self.scores_unless_leaving()
+        return None if scores is None else summary | scores | self.facts()
+
+    async def scores_unless_leaving(self) -> dict[str, float] | None:
+        """Return the scores of the present weights; None once the run is to be left."""
+        return await self.changed.unless(lambda: self.leaving, self.scores())
+
+    async def _export(self, path: Path) -> None:
+        await self.session.export_hf(path)
+        self.describe(path)

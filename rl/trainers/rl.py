@@ -1,0 +1,275 @@
+"""The RL loop: sample, score, compare, learn, push; as far ahead as staleness allows."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from rl.algorithms.algorithm import Algorithm
+from rl.config import RLConfig
+from rl.errors import RunError
+from rl.metrics import Metrics
+from rl.observe.record import failing_loudly
+from rl.roles import session_config
+from rl.session.config import SessionConfig
+from rl.step_folders import ROLLOUTS
+from rl.tasks.base import Task
+from rl.trainers.companions import Companions
+from rl.trainers.evaluation import Evaluation, held_out_prompts
+from rl.trainers.ledger import Group, Ledger
+from rl.trainers.life_cycle import MetricCalculator
+from rl.trainers.saved_groups import read_groups, write_groups
+from rl.trainers.scheduler import RolloutScheduler, sampling_of
+from rl.trainers.start import build_task, check_algorithm
+from rl.trainers.trainer import Trainer
+from rl.types import Prompt
+
+
+class RLTrainer(Trainer[RLConfig]):
+    """Trains the policy of a session by what an algorithm makes of scored rollouts. ::
+
+        prompts -> RolloutScheduler -> session.sample -> rewards -> Ledger -> algorithm -> session
+                                          ^                                                  |
+                                          +------------------- push <------------------------+
+
+    ``dataset_train`` is a :class:`rl.tasks.base.Task`, by default the one that ``arguments.task``
+    builds; ``dataset_eval`` is a list of prompts, by default those that the task holds out. If a
+    model is lost, all goes back to the newest checkpoint; what is sampled and still within the
+    bound stays.
+    """
+
+    dataset_train: Task
+    dataset_eval: list[Prompt]
+
+    def configure_model(self) -> SessionConfig:
+        return session_config(self.arguments)
+
+    def configure_dataloaders(self) -> None:
+        check_algorithm(self.arguments)
+        if self.dataset_train is None:
+            self.dataset_train = build_task(self.arguments)
+        if self.dataset_eval is None:
+            self.dataset_eval = held_out_prompts(self.arguments.evaluation, self.dataset_train)
+
+    def configure_functions(self) -> None:
+        self.task = self.arguments.task
+        self.algorithm: Algorithm = self.arguments.algorithm.build(run=self.arguments)
+
+    def assemble(self) -> None:
+        config = self.arguments
+        folder = self.record.folder
+        self.ledger = Ledger(
+            groups_per_step=config.rollout.prompts_per_step,
+            max_staleness=config.rollout.max_staleness,
+            updates_per_step=config.updates_per_step,
+        )
+        self.companions = Companions(config, self.session, folder / "reference", self.checkpoints)
+        self.evaluation = Evaluation(
+            config,
+            self.dataset_eval,
+            sampling_of(config.rollout, self.dataset_train),
+            self.session,
+            folder / "unevaluated",
+        )
+        self.rollouts = RolloutScheduler(
+            config, self.dataset_train, self.session, self.changed, self.evaluate_if_due
+        )
+
+    def work(self) -> list[Coroutine[Any, Any, None]]:
+        return [self.rollouts.run(self.ledger, self.step)]
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        keep = self.arguments.rollout.pipeline == "asynchronous"
+        finished = await self.saved_groups() if state else {}
+        self.ledger.restore(state.get("ledger", {}), finished, self.session.version, keep=keep)
+        self.rollouts.restore(state.get("scheduler", {}))
+        self.algorithm.restore(state.get("algorithm", {}))
+        await self.companions.load(self.step, state.get("companions", {}))
+        await self.evaluate_what_was_left()
+
+    async def snapshot(self) -> dict[str, Any]:
+        finished = self.ledger.finished()
+        state = {  # of the same moment: sampling goes on while files are written
+            "ledger": self.ledger.to_dict(),
+            "scheduler": self.rollouts.to_dict(),
+            "algorithm": self.algorithm.to_dict(),
+            "companions": self.companions.to_dict(),
+        }
+        await asyncio.to_thread(self.save_groups, finished)
+        await self.companions.save(self.step)
+        return state
+
+    async def saved_groups(self) -> dict[int, Group]:
+        """Return the groups of the checkpoint that the policy has loaded."""
+        folder = self.session.trainer.loaded
+        assert folder is not None, "a state comes from a checkpoint"
+        return await asyncio.to_thread(read_groups, folder / ROLLOUTS)
+
+    def save_groups(self, groups: dict[int, Group]) -> None:
+        """Begin the folder of this step's checkpoint, which the trainer completes, with
+        ``groups``.
+        """
+        path = self.checkpoints.path(self.step) / ROLLOUTS
+        with failing_loudly(path):
+            self.record.check()
+            self.checkpoints.make(self.step)
+            write_groups(path, groups)
+
+    async def save_checkpoint(self) -> None:
+        """Save once nothing needs weights older than those of this step any more."""
+        if self.step not in (self._saved, 0):
+            await self.changed.until(lambda: self.rollouts.may_cut(self.step))
+        await super().save_checkpoint()
+
+    def facts(self) -> dict[str, Any]:
+        """Return restarts, dropped prompts and lost groups."""
+        restarts = self.session.restarts
+        return {
+            "restarts": sum(restarts.values()),
+            **restarts,
+            "dropped": dict(self.ledger.dropped),
+            "lost": dict(self.session.rollouter.lost),
+        }
+
+    def whereabouts(self) -> dict[str, Any]:
+        ledger = {"ledger": self.ledger.counts()} if self.is_open else {}
+        return super().whereabouts() | ledger
+
+    @property
+    def is_in_step(self) -> bool:
+        return self.ledger.lacks < self.arguments.rollout.prompts_per_step
+
+    async def wind_down(self) -> None:
+        await self.changed.until(lambda: self.leaving or self.rollouts.is_done)
+        if not self.leaving:
+            await self.session.settle()
+
+    async def train_step(self) -> bool:
+        chunk = await self.take()
+        if chunk:
+            await self.learn(chunk)
+        return bool(chunk)
+
+    async def learn(self, chunk: list[Group]) -> None:
+        """Take a step on ``chunk`` and the rest of the batch as it finishes; start the push."""
+        groups = list[Group]()
+        staleness = Counter[int]()
+        updates = list[Metrics]()
+        while chunk:
+            staleness += self.staleness(chunk)
+            with self.watch.span("train"):
+                rollouts = [*chain.from_iterable(chunk)]
+                batch = await self.algorithm.prepare(self.session, rollouts)
+            *earlier, last = self.algorithm.minibatches(batch, self.step)
+            for minibatch in earlier:
+                await self.algorithm.accumulate(self.session, minibatch)
+                updates.append(await self.algorithm.update(self.session))
+            await self.algorithm.accumulate(self.session, last)
+            groups += chunk
+            chunk = await self.take() if self.ledger.lacks else []
+        updates.append(await self.algorithm.update(self.session))
+        with self.watch.span("train"):
+            metrics = dict(Metrics.merged(updates)) | self.algorithm.finish()
+            await self.companions.refresh(self.step + 1)
+        self.step += 1
+        self.session.start_push()
+        ledger = self.ledger.stepped(self.session.version)
+        self.rollouts.stepped(self.step)
+        row = (
+            {"step": self.step, "policy_version": self.session.version}
+            | metrics
+            | self.session.push_metrics
+            | self.session.restarts
+        )
+        self.report.step(row, updates, groups, ledger, staleness)
+
+    async def take(self) -> list[Group]:
+        """Return the next chunk of the batch once it has finished; [] if the run is left before."""
+        rollout = self.arguments.rollout
+        chunk = list[Group]()
+
+        def taken() -> bool:
+            if self.leaving and self.ledger.lacks == rollout.prompts_per_step:
+                return True
+            chunk[:] = self.ledger.take(-(-rollout.prompts_per_step // rollout.stream_chunks))
+            return bool(chunk)
+
+        # In lockstep the trainer always waits.
+        with self.watch.span("starved" if rollout.max_staleness else "wait"):
+            await self.changed.until(taken)
+        self.changed.notify()  # there is room for others
+        return chunk
+
+    def staleness(self, groups: list[Group]) -> Counter[int]:
+        """Tokens by optimizer steps from their weights to the trainer's.
+
+        Raises RunError above ``max_staleness``.
+        """
+        versions = Counter(
+            chain.from_iterable(each.versions.tolist() for group in groups for each in group)
+        )
+        now = self.session.version
+        oldest = min(versions)
+        bound = self.arguments.rollout.max_staleness * self.arguments.updates_per_step
+        if now - oldest > bound:
+            raise RunError(f"a token of policy version {oldest} reached version {now}: {bound=}")
+        return Counter({now - version: count for version, count in versions.items()})
+
+    async def after_step(self) -> None:
+        """Keep the weights of this step until they are evaluated, whatever becomes of the run until
+        then.
+        """
+        if self.evaluation.is_behind(self.step):
+            with self.watch.span("checkpoint"):
+                await self.evaluation.keep(self.step)
+
+    async def evaluate_if_due(self, step: int) -> None:
+        """Evaluate the weights after ``step``, which the generators hold, unless the run is left
+        before that ends.
+        """
+        evaluated = self.report.evaluated
+        if self.leaving or not self.evaluation.is_due(step, evaluated):
+            return
+        with self.watch.span("evaluate"):
+            scores = await self.scores_unless_leaving()
+        if scores is not None:  # generators may have been pulling newer weights as it began
+            step = max(step, self.report.first_step(scores["eval/version_min"]))
+            skipped = self.evaluation.count_due(step, evaluated) - 1
+            self.report.evaluation(step, scores | {"eval/skipped": skipped})
+            self.evaluation.forget(step)
+        elif self.arguments.rollout.pipeline == "deterministic":  # where nothing else is in flight
+            await self.session.abort()
+
+    async def evaluate_what_was_left(self) -> None:
+        """Make the evaluations that had not ended at the checkpoint, each from the weights that it
+        was due for.
+        """
+        left = self.evaluation.left(self.step, self.report.evaluated)
+        for step in left:
+            await self.evaluation.bring_back(step, self.report.version_after(step))
+            await self.session.connect()
+            async with self.session.running():
+                await self.evaluate_if_due(step)
+            await self.session.start()  # a generator may have been lost meanwhile
+        if left:
+            await self.session.load()
+
+    async def scores(self, metric_calculator: MetricCalculator | None = None) -> dict[str, float]:
+        """Return what :meth:`Evaluation.scores` measures.
+
+        ``metric_calculator`` gets the groups of rollouts.
+        """
+        return await self.evaluation.scores(metric_calculator)
+
+    async def finish(self) -> dict[str, Any] | None:
+        self.evaluation.forget_all()
+        summary = await super().finish()
+        skipped = self.evaluation.count_due(self.step, self.report.evaluated)
+        if summary is not None and skipped:
+            summary["eval/skipped"] = skipped
+        return summary
+
+    def describe(self, path: Path) -> None:
+        self.dataset_train.describe(path)

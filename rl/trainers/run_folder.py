@@ -1,0 +1,113 @@
+"""Folder of a run in use by this process: its record, its progress, and how to resume it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rl.cli import read_config_file
+from rl.config import RLConfig
+from rl.errors import said_by
+from rl.frozen import changed_fields, frozen
+from rl.observe.curves import write_curves_png
+from rl.observe.owner import claim
+from rl.observe.progress import Progress
+from rl.observe.record import RunRecord
+from rl.step_folders import StepFolders
+
+UNCHANGED = ("resume:", "quiet:", "output_dir:")
+"""Fields whose change between attempts is no change of the run."""
+
+
+class RunFolder:
+    """Record, progress and checkpoints of a run, and the command that resumes it."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        record: RunRecord,
+        progress: Progress,
+        *,
+        command: str = "",
+        release: Callable[[], None] = lambda: None,
+    ):
+        self.record = record
+        self.progress = progress
+        self.checkpoints = StepFolders(record.folder / config.trainer.checkpoint.folder)
+        given = "" if config.output_dir else f" --output-dir {record.folder}"
+        self.command = f"{command}{given}{'' if config.resume else ' --resume'}"
+        self._release = release
+
+    @property
+    def folder(self) -> Path:
+        """Path of the folder."""
+        return self.record.folder
+
+    @property
+    def saved(self) -> int:
+        """Step of the newest complete checkpoint; 0 without a checkpoint."""
+        return max(self.checkpoints.complete(), default=0)
+
+    def how_to_resume(self) -> str:
+        """Return the command that resumes the run, and from which step."""
+        step = self.saved
+        way = f"go on from step {step}" if step else "nothing is saved; start again"
+        return f"{way} with: {self.command}"
+
+    def conclude(self, summary: dict[str, Any]) -> None:
+        """Write and show the summary of a finished run, and draw its curves."""
+        record = self.record
+        record.write_summary(summary)
+        rows = record.read_metrics()
+        try:
+            write_curves_png(record.folder / "curves.png", rows, record.read_evaluations())
+        except Exception as error:  # a picture is no reason to fail a finished run
+            self.progress.warn(f"no curves.png: {said_by(error)}")
+        self.progress.note("\n".join(f"{name:>18}  {value}" for name, value in summary.items()))
+        self.progress.note(f"run folder: {record.folder}")
+
+    def release(self) -> None:
+        """Let other processes use the folder."""
+        self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def claim_run(config: RLConfig, *, name: str, command: str) -> RunFolder:
+    """Claim the run folder of ``config``, a new one unless it resumes; write ``config.json``.
+
+    Raises ConfigError if the folder is in use or holds a run that is not to be resumed, RunError
+    if the folder cannot be written.
+    """
+    # The controller of the attempt before may live on: its node may be lost to the cluster only.
+    wait_s = config.deadlines.start if os.environ.get("TILLER_NODES") else 0.0
+    owner = claim(name, config.output_dir, resume=config.resume, wait_s=wait_s)
+    try:
+        record = RunRecord(owner.folder, os.environ.get("TILLER_LOGS", ""), check=owner.check)
+        progress = Progress(config.steps, quiet=config.quiet, log=record.run_log)
+        run = RunFolder(config, record, progress, command=command, release=owner.release)
+        resolved = frozen(config)
+        before = record.folder / "config.json"
+        changes = list[str]()
+        if config.resume:
+            frozen_before = read_config_file(before, f"--resume: {before}")["config"]
+            changes = changed_fields(frozen_before, resolved)
+        record.write_config({"name": name, "command": command, "config": resolved})
+    except BaseException:
+        owner.release()
+        raise
+    progress.note(f"run folder: {record.folder}")
+    for change in changes:
+        if not change.startswith(UNCHANGED):
+            progress.note(f"resuming with another {change}")
+    return run

@@ -1,0 +1,140 @@
+"""The protocol of trainers: one object for programs, scripts and coroutines."""
+
+import asyncio
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from rl.cli import find_config
+from rl.errors import ConfigError, Interrupted, RunError
+from rl.observe.progress import Progress
+from rl.observe.record import RunRecord
+from rl.session.session import Session
+from rl.step_folders import StepFolders
+from rl.trainers.rl import RLTrainer
+from rl.trainers.run_folder import RunFolder
+from tests.trainers.fakes import Generator, Rewards, Trainer
+
+MEMBERS = (
+    "train evaluate save_pretrained configure_model configure_dataloaders configure_functions "
+    "arguments dataset_train dataset_eval model state dtype param_dtype optimizer scheduler"
+)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes a trainer of two steps over meshes that compute nothing, with its log of calls."""
+
+    def make(kind=RLTrainer, **fields):
+        config = find_config("quickstart")()
+        config.steps = 2
+        config.rollout.prompts_per_step = 2
+        config.rollout.samples_per_prompt = 2
+        config.evaluation.prompts = 3
+        config.trainer.checkpoint.interval = 1
+        config.weights.transport = "shared_memory"
+        for name, value in fields.items():
+            setattr(config, name, value)
+        record = RunRecord(tmp_path / "run")
+        log = []
+        policy = Trainer(log, StepFolders(record.checkpoints), None)
+        meshes = SimpleNamespace(
+            models=lambda: {"trainer": policy},
+            generator=lambda number: Generator(log, number, policy.slots),
+            rewards=lambda task, warn: Rewards(),
+        )
+        run = RunFolder(config, record, Progress(config.steps, quiet=True), command="train")
+        return kind(config, run=run, make_session=partial(Session.on_nodes, meshes=meshes)), policy
+
+    return make
+
+
+def test_a_trainer_has_the_members_of_the_protocol(make):
+    trainer, _ = make()
+    with trainer:
+        trainer.train()
+        assert not [name for name in MEMBERS.split() if getattr(trainer, name, None) is None]
+
+
+def test_a_script_trains_evaluates_and_saves_without_an_event_loop(make, tmp_path):
+    trainer, policy = make()
+    state = trainer.train()
+    assert (state.step, state.version, trainer.step) == (2, 2, 2)
+    assert trainer.evaluate()["eval/prompts"] == 3
+    trainer.close()
+    assert not policy.is_running
+
+
+def test_a_coroutine_awaits_the_same_verbs(make):
+    async def main():
+        async with make()[0] as trainer:
+            return await trainer.train(), await trainer.evaluate()
+
+    state, scores = asyncio.run(main())
+    assert (state.step, scores["eval/prompts"]) == (2, 3)
+
+
+def test_closing_twice_is_closing_once(make):
+    trainer, policy = make()
+    trainer.train()
+    trainer.close()
+    stops = policy.stops
+    trainer.close()
+    assert policy.stops == stops > 0
+
+
+def test_the_user_measures_evaluations_too(make):
+    def longest(groups):
+        return {"longest": max(each.sampled_count for group in groups for each in group)}
+
+    with make()[0] as trainer:
+        trainer.train()
+        scores = trainer.evaluate(metric_calculator=longest)
+    assert scores["eval/longest"] >= 1
+
+
+def test_each_configure_method_is_called_once_and_in_order(make):
+    called = []
+
+    class Watched(RLTrainer):
+        def configure_model(self):
+            called.append("model")
+            return super().configure_model()
+
+        def configure_dataloaders(self):
+            called.append("dataloaders")
+            super().configure_dataloaders()
+
+        def configure_functions(self):
+            called.append("functions")
+            super().configure_functions()
+
+    with make(Watched)[0] as trainer:
+        trainer.train()
+        trainer.evaluate()
+    assert called == ["model", "dataloaders", "functions"]
+
+
+def test_a_run_that_is_left_raises_and_goes_on_with_the_next_call(make):
+    class Leaves(RLTrainer):
+        async def after_step(self):
+            await super().after_step()
+            if self.step == 1:
+                self.leave()
+
+    trainer, _ = make(Leaves)
+    with trainer:
+        with pytest.raises(Interrupted, match=r"interrupted by leave\(\) after step 1; go on from"):
+            trainer.train()
+        assert trainer.train().step == 2
+
+
+def test_a_config_that_cannot_work_is_refused_before_anything_starts(make):
+    with pytest.raises(ConfigError, match="steps is 0; it must be at least 1"):
+        make(steps=0)
+
+
+def test_a_trainer_that_was_not_opened_has_no_model(make):
+    with pytest.raises(RunError, match="the trainer is not open; call train or evaluate first"):
+        _ = make()[0].model

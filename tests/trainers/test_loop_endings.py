@@ -118,7 +118,7 @@ def test_a_generator_that_cannot_be_started_again_ends_the_run_by_name(run):
         generator.during = generate
 
     with pytest.raises(
-        RunError, match="generator-0 rank 0, start: the process died\nthat was the 4th time"
+        RunError, match="generator-0 rank 0, start: the process died\nit was lost 4 times"
     ):
         run(prepare)
     assert run.generators[0].starts == 4

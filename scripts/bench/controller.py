@@ -22,6 +22,7 @@ import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,12 +79,16 @@ def loop_in(folder: str, config: RLConfig, marks: Marks) -> RLTrainer:
     return RLTrainer(config, run=run, make_session=make_session)
 
 
+async def train(loop: RLTrainer) -> None:
+    await loop.train()
+
+
 def run(config: RLConfig) -> tuple[Marks, float]:
     """Run the controller to its end. Return its marks and the largest staleness of a token."""
     with tempfile.TemporaryDirectory() as folder:
         marks = Marks()
         loop = loop_in(folder, config, marks)
-        asyncio.run(loop.train())
+        asyncio.run(train(loop))
         record = loop.record
         if loop.ledger.trained != config.steps * config.rollout.prompts_per_step:
             raise RuntimeError("the run did not train on all prompts: nothing was measured")

@@ -99,6 +99,14 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str
     return list(tools)
 
 
+def as_json(where: str, value: Any) -> str:
+    """Return ``value`` as chat templates write it. Raises ConversationError if it is not JSON."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConversationError(f"{where}: {shown(value)} is not JSON: {error}") from None
+
+
 def _checked(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ConversationError(f"{where} is {shown(message)}; write an object with role, content")

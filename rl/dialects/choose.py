@@ -7,25 +7,25 @@ from rl.dialects.base import ConversationError, Dialect
 from rl.dialects.probes import PROBES
 from rl.dialects.qwen3 import Qwen3Dialect
 from rl.dialects.template import difference, template_text
+from rl.dialects.text_only import TextDialect
 from rl.errors import ConfigError
+from rl.model.tokenizer import load_tokenizer, require_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def dialect_of(tokenizer: "PreTrainedTokenizerFast") -> Dialect:
-    """Return the dialect that renders exactly as the chat template of ``tokenizer``.
+def dialect_of(model: "str | PreTrainedTokenizerFast") -> Dialect:
+    """Return the dialect that renders exactly as the chat template of ``model``: a tokenizer, or
+    a Hugging Face folder with one.
 
     Qwen3's is our own; for other families the optional package renderers may have one. The choice
     depends on what the template makes of sample conversations, not on the model's name. Raises
     ConfigError, naming ``model.hf_path``, if no dialect is exact.
     """
+    tokenizer = load_tokenizer(model) if isinstance(model, str) else model
+    require_chat_template(tokenizer)
     where = f"model.hf_path: the chat template in {tokenizer.name_or_path!r}"
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"model.hf_path: the tokenizer in {tokenizer.name_or_path!r} has no chat template; use "
-            "an instruction-tuned model or add chat_template.jinja"
-        )
     reasons = []
     for thinks in (True, False):
         try:
@@ -50,6 +50,19 @@ def dialect_of(tokenizer: "PreTrainedTokenizerFast") -> Dialect:
             "use a model with such a template"
         )
     return family
+
+
+def dialect_or_text(model: "str | PreTrainedTokenizerFast") -> Dialect:
+    """Return :func:`dialect_of` ``model``, or a dialect for plain text if no dialect is exact.
+
+    The latter serves base models. It refuses messages with the error of :func:`dialect_of`. Raises
+    ConfigError, naming ``model.hf_path``, if the tokenizer cannot be loaded or has no eos_token.
+    """
+    tokenizer = load_tokenizer(model) if isinstance(model, str) else model
+    try:
+        return dialect_of(tokenizer)
+    except ConfigError as error:
+        return TextDialect(tokenizer, str(error))
 
 
 def _first_difference(dialect: Qwen3Dialect) -> str:

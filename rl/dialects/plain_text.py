@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rl.dialects.base import ConversationError
 from rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,6 +50,18 @@ class ControlTokens:
         """Return the first control token that ``text`` contains, or None."""
         match = self._pattern.search(text)
         return match.group() if match else None
+
+    def refuse_in(self, text: str, where: str) -> None:
+        """Raise ConversationError, naming ``where``, if ``tokenizer`` cannot encode ``text`` as
+        plain text.
+        """
+        if not is_unicode(text):
+            raise ConversationError(f"{where}: half of a surrogate pair, as \\ud800; remove it")
+        if word := self.first_in(text):
+            raise ConversationError(
+                f"{where}: its text contains the control token {word!r}, which cannot be encoded "
+                "as text for this model; remove it"
+            )
 
 
 def is_unicode(text: str) -> bool:

@@ -1,6 +1,5 @@
 """Qwen3's dialect, which equals its chat template token for token."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +8,12 @@ import numpy as np
 from rl.dialects.base import (
     ConversationError,
     Rendered,
+    as_json,
     checked_messages,
     checked_tools,
 )
 from rl.dialects.plain_text import PlainText, is_unicode
-from rl.errors import ConfigError, shown
+from rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -116,7 +116,7 @@ class Qwen3Dialect:
             if given:
                 out.add(0, False, self._start, f"system\n{text}", self._end, "\n")
             return
-        listed = "".join("\n" + _json("a tool", tool) for tool in tools)
+        listed = "".join("\n" + as_json("a tool", tool) for tool in tools)
         text = f"system\n{text}\n\n" if given else "system\n"
         out.add(index, False, self._start, text + BEFORE_TOOLS + listed + AFTER_TOOLS)
         out.add(index, False, self._call, self._call_end, " XML tags:\n")
@@ -145,7 +145,7 @@ class Qwen3Dialect:
             arguments = function["arguments"]
             written = arguments
             if not isinstance(arguments, str):
-                written = _json(f"message {index}", arguments)
+                written = as_json(f"message {index}", arguments)
             body = f'\n{{"name": "{function["name"]}", "arguments": {written}}}\n'
             between = "\n" if number or content else ""
             out.add(index, True, between, self._call, body, self._call_end)
@@ -207,13 +207,6 @@ class _Pieces:
             sampled=np.repeat([sampled for *_, sampled in self._pieces], counts),
             message=np.repeat(np.array([m for _, m, _ in self._pieces], dtype=np.int32), counts),
         )
-
-
-def _json(where: str, value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False)  # as transformers' tojson
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConversationError(f"{where}: {shown(value)} is not JSON: {error}") from None
 
 
 def _last_query(turns: Sequence[Mapping[str, Any]]) -> int:

@@ -1,6 +1,5 @@
 """Dialects of other model families than Qwen3, from the package renderers."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +10,11 @@ from renderers.base import MODEL_RENDERER_MAP
 from rl.dialects.base import (
     ConversationError,
     Rendered,
+    as_json,
     checked_messages,
     checked_tools,
 )
-from rl.dialects.plain_text import ControlTokens, is_unicode
+from rl.dialects.plain_text import ControlTokens
 from rl.dialects.probes import PLAIN, PROBES, SEVERAL, Probe
 from rl.dialects.template import difference, template_text
 
@@ -59,8 +59,8 @@ class FamilyDialect:
         ]
         listed = checked_tools(tools) or None
         for index, turn in enumerate(turns):
-            self._check(f"message {index}", turn)
-        self._check("tools", listed)
+            self._control.refuse_in(as_json(f"message {index}", turn), f"message {index}")
+        self._control.refuse_in(as_json("tools", listed), "tools")
         rendered = self._render(turns, listed, add_generation_prompt, enable_thinking)
         options = {"add_generation_prompt": add_generation_prompt}
         if self._has_switch:
@@ -76,7 +76,7 @@ class FamilyDialect:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text`` outside of any template. Raises ConversationError."""
-        self._check("text", text)
+        self._control.refuse_in(text, "text")
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _render(
@@ -118,17 +118,6 @@ class FamilyDialect:
                 )
             self._renderers[enable_thinking] = create_renderer(self.tokenizer, config)
         return self._renderers[enable_thinking]
-
-    def _check(self, where: str, value: Any) -> None:
-        """Raise ConversationError if text within ``value`` cannot be encoded as plain text."""
-        text = json.dumps(value, ensure_ascii=False)
-        if not is_unicode(text):
-            raise ConversationError(f"{where}: half of a surrogate pair, as \\ud800; remove it")
-        if word := self._control.first_in(text):
-            raise ConversationError(
-                f"{where}: its text contains the control token {word!r}, which renderers cannot "
-                "encode as text; remove it"
-            )
 
 
 def find_family(tokenizer: "PreTrainedTokenizerFast") -> FamilyDialect | None:

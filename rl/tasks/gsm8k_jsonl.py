@@ -1,27 +1,22 @@
 """Task of word problems with numeric answers, from a JSONL file in GSM8K's format."""
 
-import json
 import logging
 import math
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import compress
 from operator import not_
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, cast
+from typing import Annotated, ClassVar, cast
 
+from rl.data.jsonl import read_rows
 from rl.errors import ConfigError, require
-from rl.model.hugging_face import read_json
 from rl.model.shape import ModelConfig
+from rl.model.tokenizer import load_tokenizer, read_stop_token_ids, require_chat_template
 from rl.rules import SHARE
 from rl.tasks.base import Score, Task, epoch_index, tell_progress
 from rl.tasks.math_answer import final_answer, reference_number, same_value
 from rl.types import Completion, Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 CHUNK = 2000  # prompts between two reports of progress
 
@@ -86,6 +81,7 @@ class Gsm8kJsonl(Task):
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         problems = [] if only_scores else read_problems(config.path)
         tokenizer = load_tokenizer(folder)
+        require_chat_template(tokenizer)
         self.set_tokenizer(tokenizer, read_stop_token_ids(folder, tokenizer))
         if only_scores:
             return
@@ -158,42 +154,14 @@ class Gsm8kJsonl(Task):
 
 def read_problems(path: str) -> list[Problem]:
     """Return all problems of a JSONL file. Raises ConfigError, naming the first invalid line."""
-    require(bool(path), "task.path: not set; name a JSONL file with 'question' and 'answer'")
-    try:
-        problems = list(_parse_lines(path))
-    except FileNotFoundError:
-        raise ConfigError(f"task.path: there is no file {path!r}") from None
-    except OSError as error:  # a folder, no permission, a broken disk
-        raise ConfigError(f"task.path: {path!r} cannot be read: {error.strerror}") from None
-    require(bool(problems), f"task.path: {path} is empty; write one JSON object a line")
+    problems = []
+    for row in read_rows(path, field="task.path", form='{"question": …, "answer": …}'):
+        question = row.text("question").strip()
+        answer = reference_number(row.text("answer"))
+        if answer is None:
+            raise row.error("field 'answer' has no '#### NUMBER' at its end")
+        problems.append(Problem(line=row.line, question=question, answer=answer))
     return problems
-
-
-def _parse_lines(path: str) -> Iterator[Problem]:
-    with open(path, "rb") as lines:
-        for number, raw in enumerate(lines, start=1):
-            if number % 10_000 == 0:
-                tell_progress(f"read {number:,} lines of {path}")
-            if not raw.strip():
-                continue
-            where = f"task.path: {path} line {number}"
-            try:
-                row = json.loads(raw)
-            except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deep
-                raise ConfigError(f"{where}: not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f'{where}: not a JSON object {{"question": …, "answer": …}}')
-            for name in ("question", "answer"):
-                text = row.get(name)
-                if not isinstance(text, str) or not text.strip():
-                    raise ConfigError(f"{where}: field {name!r} is missing or not text")
-                if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-                    problem = "has half of a surrogate pair, as \\ud800; remove it"
-                    raise ConfigError(f"{where}: field {name!r} {problem}")
-            answer = reference_number(row["answer"])
-            if answer is None:
-                raise ConfigError(f"{where}: field 'answer' has no '#### NUMBER' at its end")
-            yield Problem(line=number, question=row["question"].strip(), answer=answer)
 
 
 def choose_held_out(problems: list[Problem], fraction: float, path: str) -> list[bool]:
@@ -211,51 +179,3 @@ def choose_held_out(problems: list[Problem], fraction: float, path: str) -> list
     count = min(math.ceil(len(different) * fraction), len(different) - 1)
     held_out = set(different[:count])
     return [digest in held_out for digest in hashes]
-
-
-def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
-    """Return the tokenizer of a Hugging Face folder.
-
-    Raises ConfigError, naming the file, if a file is damaged, or if tokenizer.json or the chat
-    template is missing.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    files = [Path(hf_path) / name for name in ("tokenizer.json", "tokenizer_config.json")]
-    remedy = "save the tokenizer beside the model"
-    require(files[0].is_file(), f"model.hf_path: {hf_path!r} has no tokenizer.json; {remedy}")
-    for path in filter(Path.exists, files):
-        read_json("model.hf_path", path)
-    try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(hf_path, local_files_only=True)
-    except Exception as error:  # of many kinds, from transformers, tokenizers and Python
-        cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(
-            f"model.hf_path: the tokenizer in {hf_path!r} cannot be loaded: {cause}; save it again"
-        ) from None
-    require(
-        bool(tokenizer.chat_template),
-        f"model.hf_path: the tokenizer in {hf_path!r} has no chat template; use an "
-        "instruction-tuned model or add chat_template.jinja",
-    )
-    return tokenizer
-
-
-def read_stop_token_ids(hf_path: str, tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
-    """Return the eos tokens of the tokenizer and of generation_config.json, sorted.
-
-    Raises ConfigError for an eos_token_id that the tokenizer does not have.
-    """
-    ids = {tokenizer.eos_token_id} - {None}
-    path = Path(hf_path) / "generation_config.json"
-    if path.exists():
-        eos = read_json("model.hf_path", path).get("eos_token_id")
-        listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        size = len(tokenizer)
-        require(
-            all(type(token) is int and 0 <= token < size for token in listed),
-            f"model.hf_path: eos_token_id in {path} is {eos!r}; it must be one or several of the "
-            f"{size} token ids of the tokenizer",
-        )
-        ids.update(listed)
-    return tuple(sorted(ids))

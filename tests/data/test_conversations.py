@@ -9,7 +9,7 @@ from renderers import Qwen3RendererConfig, build_training_sample, create_rendere
 from tokenizers.processors import TemplateProcessing
 
 from rl.data.conversations import ConversationsConfig, read_conversations
-from rl.dialects.choose import dialect_of
+from rl.dialects.choose import dialect_of, dialect_or_text
 from rl.errors import ConfigError
 from tests.dialects.conversations import CORPUS, TOOL, call, said, system, tool, user
 from tests.tiny_tokenizers import copy_of, painted, qwen3
@@ -274,6 +274,16 @@ def test_the_longest_allowed_example_is_kept_whole(dialect):
     (same,) = read(LINES[:1], dialect, max_tokens=len(whole))
     assert same.tokens.tolist() == whole.tokens.tolist()
     assert not same.truncated
+
+
+def test_base_models_train_on_text(write):
+    tokenizer = copy_of(qwen3())
+    tokenizer.chat_template = None
+    dialect = dialect_or_text(tokenizer)
+    assert shown({"prompt": "a", "completion": "bc"}, dialect) == "a«bc<|im_end|>»"
+    path = write({"prompt": "a", "completion": "bc"}, {"messages": CHAT})
+    with pytest.raises(ConfigError, match="line 2: field 'messages': .* has no chat template"):
+        read(path, dialect)
 
 
 def test_plain_text_begins_with_the_token_that_the_tokenizer_puts_first():

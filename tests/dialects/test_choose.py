@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl.dialects.base import ConversationError
-from rl.dialects.choose import dialect_of
+from rl.dialects.choose import dialect_of, dialect_or_text
 from rl.dialects.qwen3 import Qwen3Dialect
 from rl.dialects.renderers_adapter import FamilyDialect
 from rl.errors import ConfigError
@@ -58,6 +58,31 @@ def test_templates_of_no_known_family_are_refused(template):
 def test_a_tokenizer_without_a_template_is_refused():
     with pytest.raises(ConfigError, match="model.hf_path: .* has no chat template"):
         dialect_of(with_template(""))
+
+
+def test_a_folder_is_as_good_as_its_tokenizer(tmp_path):
+    qwen3().save_pretrained(tmp_path)
+    dialect = dialect_of(str(tmp_path))
+    assert isinstance(dialect, Qwen3Dialect)
+    messages = [user("a"), said("b")]
+    ours = dialect_of(qwen3()).render(messages)
+    assert dialect.render(messages).tokens.tolist() == ours.tokens.tolist()
+    with pytest.raises(ConfigError, match="model.hf_path: '/nowhere' has no tokenizer.json"):
+        dialect_of("/nowhere")
+
+
+def test_base_models_have_a_dialect_for_text_alone():
+    assert isinstance(dialect_or_text(qwen3()), Qwen3Dialect)
+    dialect = dialect_or_text(with_template(""))
+    assert qwen3().decode(dialect.encode("plain")) == "plain"
+    with pytest.raises(ConversationError, match="model.hf_path: .* has no chat template"):
+        dialect.render([user("a")])
+    with pytest.raises(ConversationError, match="text: .* control token '<think>'"):
+        dialect.encode("<think>")
+    endless = with_template("")
+    endless.eos_token = None
+    with pytest.raises(ConfigError, match="model.hf_path: .* has no eos_token"):
+        dialect_or_text(endless)
 
 
 def test_without_renderers_the_error_tells_how_to_install_them(monkeypatch):
@@ -116,6 +141,8 @@ def test_control_tokens_in_text_of_another_family_are_refused(family):
         family.render([user("a")], [{"name": "<think>"}])
     with pytest.raises(ConversationError, match="text: .* control token"):
         family.encode("a<sop>")
+    with pytest.raises(ConversationError, match="message 0: .* is not JSON"):
+        family.render([said("", call({"a": {1}}))])
     with pytest.raises(ConversationError, match="message 0: half of a surrogate pair"):
         family.render([user("\ud800")])
     assert glm().decode(family.encode("plain")) == "plain"

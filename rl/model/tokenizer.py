@@ -1,0 +1,61 @@
+"""Tokenizer of a Hugging Face folder."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl.errors import ConfigError, require
+from rl.model.hugging_face import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
+    """Return the tokenizer of a Hugging Face folder.
+
+    Raises ConfigError, naming the file, if a file is damaged or tokenizer.json is missing.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    files = [Path(hf_path) / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    remedy = "save the tokenizer beside the model"
+    require(files[0].is_file(), f"model.hf_path: {hf_path!r} has no tokenizer.json; {remedy}")
+    for path in filter(Path.exists, files):
+        read_json("model.hf_path", path)
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(hf_path, local_files_only=True)
+    except Exception as error:  # of many kinds, from transformers, tokenizers and Python
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            f"model.hf_path: the tokenizer in {hf_path!r} cannot be loaded: {cause}; save it again"
+        ) from None
+    return tokenizer
+
+
+def require_chat_template(tokenizer: "PreTrainedTokenizerFast") -> None:
+    """Raise ConfigError if the tokenizer has no chat template."""
+    require(
+        bool(tokenizer.chat_template),
+        f"model.hf_path: the tokenizer in {tokenizer.name_or_path!r} has no chat template; use an "
+        "instruction-tuned model or add chat_template.jinja",
+    )
+
+
+def read_stop_token_ids(hf_path: str, tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
+    """Return the eos tokens of the tokenizer and of generation_config.json, sorted.
+
+    Raises ConfigError for an eos_token_id that the tokenizer does not have.
+    """
+    ids = {tokenizer.eos_token_id} - {None}
+    path = Path(hf_path) / "generation_config.json"
+    if path.exists():
+        eos = read_json("model.hf_path", path).get("eos_token_id")
+        listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        size = len(tokenizer)
+        require(
+            all(type(token) is int and 0 <= token < size for token in listed),
+            f"model.hf_path: eos_token_id in {path} is {eos!r}; it must be one or several of the "
+            f"{size} token ids of the tokenizer",
+        )
+        ids.update(listed)
+    return tuple(sorted(ids))

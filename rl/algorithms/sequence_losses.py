@@ -35,7 +35,7 @@ class Labels:
     rejected: torch.Tensor
     """[P]. Undesirable sequences of an unpaired loss, [Q]."""
     mismatched: torch.Tensor | None = None
-    """[M]. Completions after prompts of others: rows that a baseline is estimated from."""
+    """[M]. Sequences of one's prompt and another's completion, to estimate a baseline from."""
     margins: torch.Tensor | None = None
     """float [P]. Least difference of the rewards of each pair, for a reward model."""
 
@@ -99,7 +99,7 @@ class SequenceLoss(Configurable):
 class PairLoss(SequenceLoss):
     """Base of losses that compare a chosen sequence with a rejected one.
 
-    A subclass defines ``rewards``, and ``cost`` of the difference of a pair's rewards.
+    A subclass defines the reward of a sequence and the cost of a pair's rewards.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -109,7 +109,10 @@ class PairLoss(SequenceLoss):
     def __call__(
         self, scores: torch.Tensor, reference: torch.Tensor | None, labels: Labels
     ) -> Costs:
-        """Return the cost of each pair, [P], and metrics."""
+        """Return the cost of each pair, [P], and metrics.
+
+        Raises RunError if the numbers of chosen and rejected sequences differ.
+        """
         if len(labels.chosen) != len(labels.rejected):
             raise RunError(
                 f"{type(self).__name__} compares pairs; the labels have {len(labels.chosen)} "
@@ -250,11 +253,10 @@ class KTOLoss(SequenceLoss):
     """w_d sigmoid(beta (z - h)) of the desirable and w_u sigmoid(beta (h - z)) of the undesirable,
     h = log p/p_ref: KTO, arXiv:2402.01306, section 4.1.
 
-    The loss is the mean over all examples of both kinds. The baseline z estimates KL(p || p_ref)
-    as max(0, mean over mismatched sequences of h), where completion i + 1 of the batch, cyclically,
-    follows prompt i. No gradient flows through z. It is over the whole batch of the call, as the
-    paper's is over a micro-batch and TRL's over all ranks (TRL shifts the other way: completion
-    i - 1 follows prompt i).
+    The loss is the mean over all examples of both kinds. The baseline z estimates KL(p || p_ref):
+    it is max(0, mean of h over all mismatched sequences of the call), and no gradient flows through
+    it. In mismatched sequence i, completion i + 1 follows prompt i, cyclically, as in the paper,
+    which shifts within a micro-batch. TRL shifts the other way: completion i - 1 follows prompt i.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -278,7 +280,10 @@ class KTOLoss(SequenceLoss):
     def __call__(
         self, scores: torch.Tensor, reference: torch.Tensor | None, labels: Labels
     ) -> Costs:
-        """Return the cost of each sequence, desirable ones first, [P + Q], and metrics."""
+        """Return the cost of each sequence, desirable ones first, [P + Q], and metrics.
+
+        Raises RunError without mismatched sequences.
+        """
         config = self.config
         if labels.mismatched is None or not len(labels.mismatched):
             raise RunError("KTOLoss needs mismatched sequences to estimate its baseline from")

@@ -42,8 +42,8 @@ COEFFICIENTS = "coefficients"
 class LinearLoss(Configurable):
     """Coefficient times log-prob, or times value, of each token: column ``coefficients``.
 
-    The value of this loss means nothing, and so does the engine's ``loss/mean`` of it: merge the
-    metrics of :func:`coefficients` over those of the engine.
+    Only its gradient has a meaning, not its value, which the engine reports as ``loss/mean``: merge
+    the metrics of :func:`coefficients` over those of the engine.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -48,10 +48,10 @@ NAMES = {
     "accuracy": "rewards/accuracy",
     "margin": "rewards/margin",
 }
-"""TRL's names of what is compared, and Tiller's."""
+"""TRL's names of the values that are compared, and Tiller's."""
 
 SUMS = ("rewards/", "logps/")
-"""Beginnings of names of what TRL reports otherwise for IPO."""
+"""Beginnings of the names of values that TRL reports otherwise for IPO."""
 
 
 def write_models(folder: Path) -> None:

@@ -24,7 +24,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 
 Answer = dict[str, float]
 PAIR = {"prompt": "w1 w2", "chosen": "w3 w4", "rejected": "w5 w6"}
-"""What the trainers are built with; the losses are of work.json."""
+"""Data set that the trainers are built with; the losses are computed on work.json."""
 
 
 class Side:

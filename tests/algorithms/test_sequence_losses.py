@@ -125,7 +125,7 @@ def kto(scores, reference, beta, desirable_weight, undesirable_weight):
 
 @pytest.mark.parametrize("direction", [1.0, -1.0])
 def test_loss_and_gradient_of_kto_are_the_papers(direction):
-    """With a baseline above 0, and with one of 0 for an estimate below it."""
+    """The baseline is above 0, or is 0 for an estimate below 0."""
     scores, reference = scores_of(2 * len(DESIRABLE))
     reference[6:] = scores[6:] - direction * torch.arange(6)
     leaf = scores.clone().requires_grad_()
@@ -248,7 +248,7 @@ def test_far_scores_leave_the_gradient_finite(name):
     assert gradient.isfinite().all() and math.isfinite(value)
 
 
-def test_what_a_loss_cannot_work_with_is_named():
+def test_inputs_that_a_loss_cannot_compare_are_named():
     scores, reference = scores_of(4)
     pairs = Labels.pairs(2)
     for config in (DPOLoss.Config(), IPOLoss.Config(), KTOLoss.Config()):

@@ -1,5 +1,5 @@
-"""One gradient (C1) of losses over whole sequences: autograd through a float64 model on all
-sequences at once says what it is, however the batch is cut.
+"""One gradient (C1) of losses over whole sequences, however the batch is cut: that of autograd
+through a float64 model on all sequences at once.
 """
 
 import math
@@ -133,7 +133,7 @@ def accumulate(engine: TrainingEngine, loss: SequenceLoss, calls: list[list[int]
 
 
 def engines(folder: str, layout: str) -> dict[Head, TrainingEngine]:
-    """A policy, and a reward model whose head is no longer 0."""
+    """A policy, and a reward model with a head that is not 0."""
     model = MODELS["tied_fused"]
     fields: dict[str, Any] = {"folder": folder, "layout": LAYOUTS[layout], "lr": 0.0, "steps": 99}
     judge = engine_of(model, head="values", **fields)
@@ -174,7 +174,7 @@ def test_gradient_is_that_of_the_whole_however_the_batch_is_cut(alone, name, cut
 
 
 def in_layout(layout: str, folder: str) -> dict[str, Any]:
-    """What each rank computes for each loss."""
+    """Gradient and value of each loss, on a rank of its own."""
     own = engines(folder, layout)
     losses = {name: config.build() for name, config in LOSSES.items()}
     cut = "each pair in two calls"
@@ -183,7 +183,7 @@ def in_layout(layout: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["fsdp2", "cp2", "fsdp2_tp2"])
 def test_gradient_does_not_depend_on_the_layout(alone, layout, tmp_path):
-    """With ranks that have one sequence of a pair each."""
+    """The two sequences of some pair are on different ranks."""
     batch, _, _ = example(DPOLoss.Config().build())
     parts = balanced(batch.lengths.tolist(), 2)
     assert any((row ^ 1) in parts[1] for row in parts[0])

@@ -43,7 +43,8 @@ class ControlTokens:
     """The control tokens of ``tokenizer`` as they are written in text."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
-        words = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        added = filter(str.strip, tokenizer.get_added_vocab())  # runs of spaces control nothing
+        words = sorted(added, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
     def first_in(self, text: str) -> str | None:
@@ -60,7 +61,7 @@ class ControlTokens:
         if word := self.first_in(text):
             raise ConversationError(
                 f"{where}: its text contains the control token {word!r}, which cannot be encoded "
-                "as text for this model; remove it"
+                "as text for this model; remove it, or write thinking as reasoning_content"
             )
 
 

@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from rl.dialects.base import ConversationError
 from rl.dialects.choose import dialect_of, dialect_or_text
@@ -83,6 +84,13 @@ def test_base_models_have_a_dialect_for_text_alone():
     endless.eos_token = None
     with pytest.raises(ConfigError, match="model.hf_path: .* has no eos_token"):
         dialect_or_text(endless)
+
+
+def test_added_tokens_of_white_space_are_no_control_tokens():
+    tokenizer = with_template("")
+    tokenizer.add_tokens([AddedToken("    ", normalized=False)])
+    dialect = dialect_or_text(tokenizer)
+    assert tokenizer.decode(dialect.encode("a    b")) == "a    b"
 
 
 def test_without_renderers_the_error_tells_how_to_install_them(monkeypatch):

@@ -1,7 +1,8 @@
 """Rows of conversations, of prompts with completions or of texts, as examples."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -17,8 +18,10 @@ from rl.data.examples import (
 )
 from rl.data.jsonl import Row, Source
 from rl.dialects.base import Dialect
+from rl.errors import require
 
 LossOn = Literal["assistant", "completion", "all"]
+Turns = Literal["together", "apart"]
 FORM = '{"messages": […]}, {"prompt": …, "completion": …} or {"text": …}'
 
 
@@ -33,6 +36,16 @@ class ConversationsConfig(EncodingConfig):
     - ``completion``: The last message of ``messages``, which must be the assistant's, or all that
       the assistant writes in ``completion``.
     - ``all``: Every token, also of prompts and templates. Rows with ``text`` need it.
+    """
+
+    turns: Turns = "together"
+    """Examples that a row with ``messages`` makes.
+
+    - ``together``: One. Qwen3's chat template leaves out the thinking before the last message of
+      the user, so it is not trained.
+    - ``apart``: One for each message of the user that is answered. It ends before the next message
+      of the user, and only the answers after the last one are trained. Thus all thinking is
+      trained, each in the prompt that it is sampled in. ``loss_on`` must be ``assistant``.
     """
 
 
@@ -52,15 +65,26 @@ def read_conversations(
       the text of the assistant's message.
     - ``text``: plain text outside of any template.
 
+    Each row makes one example, unless ``config.turns`` is ``apart``.
+
     ``section`` is the name of ``config`` in errors. Raises ConfigError that names the first row
     that cannot be used, or if none is left.
     """
     check_choice(f"{section}.loss_on", config.loss_on, LossOn)
+    check_choice(f"{section}.turns", config.turns, Turns)
+    apart = config.turns == "apart"
+    require(
+        config.loss_on == "assistant" or not apart,
+        f"{section}.turns: 'apart' trains each answer once, but {section}.loss_on is "
+        f"{config.loss_on!r}; set it to 'assistant'",
+    )
     encoder = Encoder(dialect, config, section)
 
-    def make(row: Row) -> tuple[Example, bool] | None:
-        example = encoder.example(row, _masked(row, encoder, config))
-        return None if example is None else (example, example.truncated)
+    def make(row: Row) -> Iterator[tuple[Example, bool] | None]:
+        several = apart and _kind(row.value) == "messages"
+        for masked in _by_turn(row, encoder) if several else [_masked(row, encoder, config)]:
+            example = encoder.example(row, masked)
+            yield None if example is None else (example, example.truncated)
 
     return read_examples(source, encoder, FORM, make)
 
@@ -90,6 +114,22 @@ def _masked(row: Row, encoder: Encoder, config: ConversationsConfig) -> Masked:
         fields = ", ".join(map(repr, row.value)) or "nothing"
         raise row.error(f"it has {fields}; write {FORM}")
     return tokens, np.ones_like(trained) if config.loss_on == "all" else trained
+
+
+def _by_turn(row: Row, encoder: Encoder) -> Iterator[Masked]:
+    """Yield, for each of the user's messages that is answered, the conversation up to the next."""
+    messages = row.value["messages"]
+    origin = "field 'messages'"
+    whole = encoder.conversation(row, messages, origin)  # raises if any message is wrong
+    roles = [message["role"] for message in messages]
+    ends = [i for i in range(1, len(roles)) if roles[i] == "user" and roles[i - 1] != "user"]
+    answered = False
+    for start, end in pairwise([0, *ends, len(roles)]):
+        if "assistant" in roles[start:end]:
+            answered = True
+            yield encoder.conversation(row, messages[:end], origin, prompt=start)[:2]
+    if not answered:
+        yield whole[:2]  # has nothing to train
 
 
 def _kind(value: Mapping) -> str:

@@ -1,7 +1,7 @@
 """Examples of tokens, made of conversations or of plain text."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
@@ -72,9 +72,9 @@ class Examples(Generic[Item]):
 
     items: list[Item]
     dropped: int
-    """Number of rows that were left out for their length."""
+    """Number of items that were left out for their length."""
     truncated: int
-    """Number of rows from which tokens were cut off."""
+    """Number of items from which tokens were cut off."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -236,22 +236,27 @@ def read_examples(
     source: Source,
     encoder: Encoder,
     form: str,
-    make: Callable[[Row], tuple[Item, bool] | None],
+    make: Callable[[Row], Iterable[tuple[Item, bool] | None]],
 ) -> Examples[Item]:
     """Return what ``make`` makes of the rows of ``source``.
 
-    ``make`` returns an item and whether it is truncated, or None if the row is dropped. ``form``
-    is an example of a row. Raises ConfigError if no row is left.
+    ``make`` yields items, each with whether it is truncated, and None for each that is dropped.
+    ``form`` is an example of a row. Raises ConfigError if no item is left.
     """
-    rows = 0
-    made = []
+    items = []
+    dropped = 0
+    truncated = 0
     for row in read_rows(source, field=f"{encoder.section}.path", form=form):
-        rows += 1
-        if (item := make(row)) is not None:
-            made.append(item)
-    if not made:
+        for made in make(row):
+            if made is None:
+                dropped += 1
+                continue
+            item, cut = made
+            items.append(item)
+            truncated += cut
+    if not items:
         raise ConfigError(
-            f"{encoder.section}.max_tokens: each of the {rows} examples has more than "
+            f"{encoder.section}.max_tokens: each of the {dropped} examples has more than "
             f"{encoder.config.max_tokens} tokens; raise it"
         )
-    return Examples([item for item, _ in made], rows - len(made), sum(cut for _, cut in made))
+    return Examples(items, dropped, truncated)

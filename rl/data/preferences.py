@@ -1,5 +1,6 @@
 """Rows of answers that are preferred to others, or labelled good or bad."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +48,15 @@ def read_preferences(
     """
     encoder = Encoder(dialect, config, section)
 
-    def make(row: Row) -> tuple[Pair, bool] | None:
+    def make(row: Row) -> Iterator[tuple[Pair, bool] | None]:
         masked = _both(row, encoder)
         prompt = _common_prompt(row, *masked)
         chosen, rejected = (encoder.example(row, each) for each in masked)
         if chosen is None or rejected is None:
-            return None
-        pair = Pair(chosen=chosen, rejected=rejected, prompt_tokens=prompt)
-        return pair, chosen.truncated or rejected.truncated
+            yield None
+        else:
+            pair = Pair(chosen=chosen, rejected=rejected, prompt_tokens=prompt)
+            yield pair, chosen.truncated or rejected.truncated
 
     return read_examples(source, encoder, PAIRS, make)
 
@@ -69,7 +71,7 @@ def read_labelled(
     """
     encoder = Encoder(dialect, config, section)
 
-    def make(row: Row) -> tuple[Labelled, bool] | None:
+    def make(row: Row) -> Iterator[tuple[Labelled, bool] | None]:
         prompt, completion = _fields(row, LABELLED, "prompt", "completion")
         label = row.value.get("label")
         if not isinstance(label, bool):
@@ -77,8 +79,9 @@ def read_labelled(
         masked = encoder.completion(row, prompt, completion, "completion")
         example = encoder.example(row, masked)
         if example is None:
-            return None
-        return Labelled(example=example, label=label), example.truncated
+            yield None
+        else:
+            yield Labelled(example=example, label=label), example.truncated
 
     return read_examples(source, encoder, LABELLED, make)
 

@@ -109,12 +109,14 @@ class Sequence:
     def of(cls, given: abc.Sequence[int], completion: Completion) -> "Sequence":
         """Return the sequence of ``completion`` after the ``given`` tokens."""
         before = len(given)
-        return cls(
-            tokens=np.array([*given, *completion.tokens], dtype=np.int32),
-            sampled=np.arange(before + len(completion.tokens)) >= before,
-            logprobs=np.array([0.0] * before + completion.logprobs, dtype=np.float32),
-            versions=np.array([-1] * before + completion.versions, dtype=np.int32),
-        )
+        sampled = np.zeros(before + len(completion.tokens), dtype=np.bool_)
+        logprobs = np.zeros(len(sampled), dtype=np.float32)
+        versions = np.full(len(sampled), -1, dtype=np.int32)
+        sampled[before:] = True
+        logprobs[before:] = completion.logprobs
+        versions[before:] = completion.versions
+        tokens = np.array([*given, *completion.tokens], dtype=np.int32)
+        return cls(tokens=tokens, sampled=sampled, logprobs=logprobs, versions=versions)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -154,7 +156,7 @@ class Rollout:
     @property
     def sampled_count(self) -> int:
         """Number of sampled tokens."""
-        return sum(int(sequence.sampled.sum()) for sequence in self.sequences)
+        return int(sum(np.count_nonzero(sequence.sampled) for sequence in self.sequences))
 
     @property
     def versions(self) -> np.ndarray:

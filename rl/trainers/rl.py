@@ -7,6 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rl.algorithms.algorithm import Algorithm
 from rl.config import RLConfig
 from rl.errors import RunError
@@ -203,19 +205,19 @@ class RLTrainer(Trainer[RLConfig]):
         return chunk
 
     def staleness(self, groups: list[Group]) -> Counter[int]:
-        """Tokens by optimizer steps from their weights to the trainer's.
+        """Return the number of tokens by optimizer steps from their weights to the trainer's.
 
         Raises RunError above ``max_staleness``.
         """
-        versions = Counter(
-            chain.from_iterable(each.versions.tolist() for group in groups for each in group)
-        )
+        drawn = np.concatenate([each.versions for group in groups for each in group])
+        versions, counts = (each.tolist() for each in np.unique(drawn, return_counts=True))
         now = self.session.version
-        oldest = min(versions)
+        oldest = versions[0]
         bound = self.arguments.rollout.max_staleness * self.arguments.updates_per_step
         if now - oldest > bound:
             raise RunError(f"a token of policy version {oldest} reached version {now}: {bound=}")
-        return Counter({now - version: count for version, count in versions.items()})
+        ages = (now - version for version in versions)
+        return Counter(dict(zip(ages, counts, strict=True)))
 
     async def after_step(self) -> None:
         """Keep the weights of this step until they are evaluated, whatever becomes of the run until

@@ -1,7 +1,7 @@
-"""RLConfig: everything a run is a function of."""
+"""RLConfig: all that a run of the RL trainer depends on."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from torchtitan.components.optimizer import (
     LRSchedulersContainer,
@@ -13,22 +13,20 @@ from torchtitan.config import ParallelismConfig
 from rl.algorithms.algorithm import Algorithm
 from rl.algorithms.losses import ValueLoss
 from rl.algorithms.policy_gradient import PolicyGradient
-from rl.cluster import HardwareConfig, KubernetesConfig, SlurmConfig
+from rl.config.run import RunConfig
 from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.rules import (
     COSMETIC,
     NUMERICS,
     PERFORMANCE,
-    SECONDS,
     SHARE,
     SIGNED,
     at_least,
-    between,
 )
-from rl.session.config import Colocate, DeadlineConfig
+from rl.session.config import Colocate
 from rl.tasks.base import Task
-from rl.training.config import TrainerConfig, one_rank
+from rl.training.config import one_rank
 from rl.types import Head
 from rl.weights.config import WeightPushConfig
 
@@ -180,73 +178,19 @@ class EvaluationConfig:
     decoding only."""
 
 
-Action = Literal["ignore", "warn", "fail"]
-"""Consequence of an alarm: nothing, a warning, or the end of the run. An alarm is counted in any
-case."""
-
-
 @dataclass(kw_only=True, slots=True)
-class WatchdogConfig:
-    """Conditions that raise an alarm during a run, and the consequence of each.
+class RLConfig(RunConfig):
+    """Config of a run that trains a policy on its own rollouts."""
 
-    Every alarm is counted in the metrics as ``watchdog/NAME``.
-    """
-
-    stalled: Action = "fail"
-    """Consequence if no step finishes within ``stalled_s``."""
-
-    stalled_s: Annotated[float, SECONDS] = 1800.0
-    """Number of seconds without a finished step, not counting evaluations."""
-
-    zero_std: Action = "warn"
-    """Consequence if no group has an advantage other than 0."""
-
-    zero_std_steps: Annotated[int, at_least(1)] = 10
-    """Number of consecutive steps without such a group before the alarm."""
-
-    starving: Action = "warn"
-    """Consequence if the trainer mostly waits for rollouts. Checked only if
-    ``rollout.max_staleness`` is above 0."""
-
-    starving_share: Annotated[float, between(0, 1)] = 0.9
-    """Share of a step above which the trainer mostly waits."""
-
-    starving_steps: Annotated[int, at_least(1)] = 10
-    """Number of consecutive such steps before the alarm."""
-
-    entropy: Action = "warn"
-    """Consequence if the mean entropy of a token is out of range."""
-
-    entropy_min: Annotated[float, at_least(0, 1000)] = 0.0
-    """Smallest mean entropy of a token, in nats; 0 for no limit."""
-
-    entropy_max: Annotated[float, at_least(0, 1000)] = 0.0
-    """Largest mean entropy of a token, in nats; 0 for no limit."""
-
-    drift: Action = "warn"
-    """Consequence if trainer and generators disagree."""
-
-    drift_max: Annotated[float, at_least(0, 1e6)] = 0.0
-    """Largest value of the metric ``kl/behaviour``, in nats per token; 0 for no limit."""
-
-    non_finite: Action = "warn"
-    """Consequence if a metric is not finite. An update whose gradient norm is not finite is skipped
-    in any case, and more than ``trainer.max_skipped_steps`` in a row end the run."""
-
-
-@dataclass(kw_only=True, slots=True)
-class RLConfig:
-    """Config of one training run."""
+    trainer_class: ClassVar[str] = "rl.trainers.rl:RLTrainer"
 
     task: Annotated[Task.Config, NUMERICS]
     """Prompts and reward to train on: the config of a Task."""
 
-    model: Annotated[ModelConfig, NUMERICS] = field(default_factory=ModelConfig)
     rollout: Annotated[RolloutConfig, NUMERICS] = field(default_factory=RolloutConfig)
     algorithm: Annotated[Algorithm.Config, NUMERICS] = field(default_factory=PolicyGradient.Config)
     """What the rollouts teach: the config of an Algorithm."""
 
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     roles: Annotated[dict[str, RoleConfig], NUMERICS] = field(default_factory=dict)
@@ -255,11 +199,6 @@ class RLConfig:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weights: WeightPushConfig = field(default_factory=WeightPushConfig)
     evaluation: Annotated[EvaluationConfig, COSMETIC] = field(default_factory=EvaluationConfig)
-    deadlines: Annotated[DeadlineConfig, COSMETIC] = field(default_factory=DeadlineConfig)
-    watchdog: Annotated[WatchdogConfig, COSMETIC] = field(default_factory=WatchdogConfig)
-    hardware: Annotated[HardwareConfig, PERFORMANCE] = field(default_factory=HardwareConfig)
-    slurm: Annotated[SlurmConfig, PERFORMANCE] = field(default_factory=SlurmConfig)
-    kubernetes: Annotated[KubernetesConfig, PERFORMANCE] = field(default_factory=KubernetesConfig)
 
     colocate: Annotated[Colocate, PERFORMANCE] = "none"
     """Meshes that share devices. One of them at a time has its state in device memory; the others
@@ -271,27 +210,10 @@ class RLConfig:
       lockstep.
     """
 
-    max_restarts: Annotated[int, at_least(0, 10**6), COSMETIC] = 3
-    """Number of times that a dead mesh, trainer or generator, is restarted without progress in
-    between; one more ends the run. Progress is a new checkpoint for the trainer and a completion
-    for a generator."""
-
     steps: Annotated[int, at_least(1), NUMERICS] = 100
     """Number of steps. Each trains on ``rollout.prompts_per_step`` prompts, in one optimizer step
     or in as many as follow from ``algorithm.update_epochs`` and
     ``algorithm.prompts_per_minibatch``."""
-
-    seed: Annotated[int, at_least(0, 2**63 - 1), NUMERICS] = 0
-    """Seed of the initial weights, of the order of prompts and of every completion."""
-
-    output_dir: Annotated[str, COSMETIC] = ""
-    """Run folder; empty for ``runs/NAME-TIME``."""
-
-    resume: Annotated[bool, COSMETIC] = False
-    """Whether to resume from the newest complete checkpoint in ``output_dir``."""
-
-    quiet: Annotated[bool, COSMETIC] = False
-    """Whether to print errors only."""
 
     @property
     def nodes(self) -> int:

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from rl.algorithms.algorithm import Algorithm
     from rl.algorithms.batch import make_batch
     from rl.algorithms.policy_gradient import PolicyGradient
-    from rl.config import RLConfig
+    from rl.config import RLConfig, SFTConfig
     from rl.generation.config import GeneratorConfig
     from rl.model.shape import ModelConfig
     from rl.session.config import Role, SessionConfig
     from rl.session.session import Session
     from rl.tasks.base import Score, Task
     from rl.trainers.rl import RLTrainer
+    from rl.trainers.sft import SFTTrainer
     from rl.training.config import TrainerConfig
     from rl.types import (
         Batch,
@@ -46,6 +47,8 @@ __all__ = [
     "RLTrainer",
     "Role",
     "Rollout",
+    "SFTConfig",
+    "SFTTrainer",
     "Sampling",
     "Score",
     "Sequence",
@@ -73,6 +76,8 @@ _SOURCES = {
     "RLTrainer": "rl.trainers.rl:RLTrainer",
     "Role": "rl.session.config:Role",
     "Rollout": "rl.types:Rollout",
+    "SFTConfig": "rl.config:SFTConfig",
+    "SFTTrainer": "rl.trainers.sft:SFTTrainer",
     "Sampling": "rl.types:Sampling",
     "Score": "rl.tasks.base:Score",
     "Sequence": "rl.types:Sequence",

@@ -17,7 +17,7 @@ import tyro
 from torchtitan.config import ConfigManager
 from torchtitan.config.manager import custom_registry
 
-from rl.config import RLConfig
+from rl.config import RLConfig, RunConfig
 from rl.errors import ConfigError, require, shown
 from rl.frames import users_code, users_error
 from rl.frozen import thawed
@@ -39,7 +39,7 @@ trainer.activation-checkpoint:full or trainer.float8:linear.
 configs: {configs}"""
 
 
-def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RLConfig]:
+def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
     """The config's name and the resolved config.
 
     Raises ConfigError; ``--help`` prints and exits.
@@ -50,7 +50,7 @@ def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RLConf
     ConfigManager.register_tyro_rules(custom_registry)
     try:
         config = tyro.cli(
-            RLConfig,
+            type(base),
             default=base,
             args=overrides,
             prog=f"{program} --config {name}",
@@ -66,7 +66,19 @@ def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RLConf
     return name, config
 
 
-def load_config(name: str) -> tuple[str, RLConfig]:
+def parse_rl_config(arguments: Sequence[str], *, program: str) -> tuple[str, RLConfig]:
+    """Return what :func:`parse_config` returns; raise ConfigError for configs of other trainers."""
+    name, config = parse_config(arguments, program=program)
+    require(
+        isinstance(config, RLConfig),
+        f"--config {name}: {program} takes runs of the RL trainer, and this is one of "
+        f"{type(config).__name__}",
+    )
+    assert isinstance(config, RLConfig)
+    return name, config
+
+
+def load_config(name: str) -> tuple[str, RunConfig]:
     """Return the config of the given name, without overrides, and the name of the run it makes.
 
     Raises ConfigError if there is none of that name, or if the user's code or file that holds it is
@@ -78,14 +90,14 @@ def load_config(name: str) -> tuple[str, RLConfig]:
     with users_code(f"--config {name}"):
         config = function()
     require(
-        isinstance(config, RLConfig),
+        isinstance(config, RunConfig),
         f"--config {name}: {function.__name__} in {inspect.getfile(function)} returned "
-        f"{shown(config)}; it must return a RLConfig",
+        f"{shown(config)}; it must return a config such as RLConfig",
     )
     return name, config
 
 
-def read_frozen(path: Path) -> tuple[str, RLConfig]:
+def read_frozen(path: Path) -> tuple[str, RunConfig]:
     """Return the name of a run and the config that it wrote to ``path``.
 
     Raises ConfigError for any other file.
@@ -116,7 +128,7 @@ def read_config_file(path: Path, title: str) -> dict[str, Any]:
     return content
 
 
-def find_config(name: str) -> Callable[[], RLConfig]:
+def find_config(name: str) -> Callable[[], RunConfig]:
     """Return the function that makes config ``name``.
 
     Raises ConfigError listing the nearest and all that exist.
@@ -138,12 +150,12 @@ def find_config(name: str) -> Callable[[], RLConfig]:
 
 
 @cache
-def shipped_configs() -> dict[str, Callable[[], RLConfig]]:
+def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
     """Return every config function of Tiller's own ``configs`` folder, by name.
 
     The modules are found by their place: another package may have the name ``configs``.
     """
-    found: dict[str, Callable[[], RLConfig]] = {}
+    found: dict[str, Callable[[], RunConfig]] = {}
     for path in sorted(SHIPPED.glob("[!_]*.py")):
         spec = spec_from_file_location(f"tiller_configs.{path.stem}", path)
         assert spec is not None and spec.loader is not None
@@ -153,7 +165,7 @@ def shipped_configs() -> dict[str, Callable[[], RLConfig]]:
     return found
 
 
-def config_functions(module: ModuleType) -> dict[str, Callable[[], RLConfig]]:
+def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
     """Public functions that ``module`` defines and annotates as returning a RLConfig."""
     functions = inspect.getmembers(module, inspect.isfunction)
     own = {
@@ -166,7 +178,16 @@ def config_functions(module: ModuleType) -> dict[str, Callable[[], RLConfig]]:
 
 def _returns_config(function: Callable[..., Any]) -> bool:
     kind = function.__annotations__.get("return")
-    return kind is RLConfig or (isinstance(kind, str) and kind.rpartition(".")[2] == "RLConfig")
+    if isinstance(kind, str):  # of a module with postponed annotations
+        return kind.rpartition(".")[2] in {each.__name__ for each in _kinds(RunConfig)}
+    return isinstance(kind, type) and issubclass(kind, RunConfig)
+
+
+def _kinds(kind: type[RunConfig]) -> Iterator[type[RunConfig]]:
+    """Yield all subclasses of ``kind``."""
+    for each in kind.__subclasses__():
+        yield each
+        yield from _kinds(each)
 
 
 def _import(module_name: str, name: str) -> ModuleType:
@@ -195,7 +216,7 @@ def _take_name(arguments: list[str], program: str) -> tuple[str, list[str]]:
     raise ConfigError(f"--config NAME is missing\n{usage}")
 
 
-def _check_field_names(config: RLConfig, overrides: list[str]) -> None:
+def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
     known = set(_field_names(config))
     chosen = {
         argument.partition(":")[0].replace("-", "_") for argument in overrides
@@ -231,7 +252,7 @@ def _check_field_names(config: RLConfig, overrides: list[str]) -> None:
         )
 
 
-def _has_fields(config: RLConfig, name: str) -> bool:
+def _has_fields(config: RunConfig, name: str) -> bool:
     value: Any = config
     for part in name.split("."):
         value = (

@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from torchtitan.config import Configurable
 
-from rl.config import RLConfig
+from rl.config import RunConfig
 from rl.errors import ConfigError, require
 from rl.frames import users_code
 from rl.renamed import new_name
@@ -22,7 +22,7 @@ def frozen(value: Any) -> Any:
     """``value`` as JSON-able data; configs of exchangeable parts carry the ``type`` they build."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: frozen(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        if not isinstance(value, Configurable.Config):
+        if not isinstance(value, Configurable.Config | RunConfig):
             return fields
         return {"type": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
     if isinstance(value, dict):
@@ -32,7 +32,7 @@ def frozen(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else {"repr": repr(value)}
 
 
-def thawed(data: Any, kind: Any = RLConfig, name: str = "config") -> Any:
+def thawed(data: Any, kind: Any = RunConfig, name: str = "config") -> Any:
     """Return the value of type ``kind`` that ``frozen`` made ``data`` of.
 
     Raises ConfigError, naming the field, for what has no form in JSON and for data of another
@@ -150,7 +150,7 @@ def _defines(spec: ModuleSpec | None, names: Sequence[str]) -> bool:
 
 
 def _is_part(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Configurable.Config)
+    return isinstance(kind, type) and issubclass(kind, Configurable.Config | RunConfig)
 
 
 def _takes(kind: Any, data: Any) -> bool:

@@ -3,14 +3,16 @@
 import dataclasses
 from pathlib import Path
 
-from rl.config import RLConfig
+from rl.config import RLConfig, RunConfig
 from rl.session.config import Role, SessionConfig
 from rl.training.config import TrainerConfig
 
 
-def roles_of(config: RLConfig) -> dict[str, Role]:
+def roles_of(config: RunConfig) -> dict[str, Role]:
     """Return the models by role, in the order in which they take devices."""
     roles = {"trainer": Role("trainer", config.trainer, config.model)}
+    if not isinstance(config, RLConfig):
+        return roles
     needed = config.algorithm.roles()
     if "reference" in needed:
         roles["reference"] = Role("reference", _reference_config(config), config.model)
@@ -21,26 +23,31 @@ def roles_of(config: RLConfig) -> dict[str, Role]:
     return roles
 
 
-def session_config(config: RLConfig) -> SessionConfig:
-    """Return what a run starts."""
-    rollout = config.rollout
-    others = {name: role for name, role in roles_of(config).items() if name != "trainer"}
-    return SessionConfig(
+def session_config(config: RunConfig) -> SessionConfig:
+    """Return the models and processes that a run starts."""
+    session = SessionConfig(
         model=config.model,
         trainer=config.trainer,
-        roles=others,
-        generator=config.generator,
-        weights=config.weights,
+        roles={name: role for name, role in roles_of(config).items() if name != "trainer"},
+        generator=None,
         hardware=config.hardware,
         deadlines=config.deadlines,
+        optimizer_steps=config.steps * config.updates_per_step,
+        max_restarts=config.max_restarts,
+        seed=config.seed,
+    )
+    if not isinstance(config, RLConfig):
+        return session
+    rollout = config.rollout
+    return dataclasses.replace(
+        session,
+        generator=config.generator,
+        weights=config.weights,
         colocate=config.colocate,
         reward_workers=rollout.reward_workers,
         pushes="in_order" if rollout.pipeline == "deterministic" else "newest",
         compares_all=rollout.max_staleness <= 1,
         longest=config.task.max_prompt_tokens + rollout.max_tokens,
-        optimizer_steps=config.steps * config.updates_per_step,
-        max_restarts=config.max_restarts,
-        seed=config.seed,
     )
 
 

@@ -4,14 +4,16 @@ import asyncio
 import gc
 import os
 import shlex
+from importlib import import_module
+from typing import Any
 
 from rl.actors.processes import stop_runtime
 from rl.cli import parse_config
-from rl.config import RLConfig
+from rl.config import RLConfig, RunConfig
 from rl.errors import ConfigError, Interrupted, NodeLost, end_program, require
 from rl.trainers.endings import Interrupts, fail
-from rl.trainers.rl import RLTrainer
 from rl.trainers.run_folder import RunFolder, claim_run
+from rl.trainers.trainer import Trainer
 
 
 def run(arguments: list[str], *, program: str) -> int:
@@ -21,7 +23,8 @@ def run(arguments: list[str], *, program: str) -> int:
     is in use.
     """
     name, config = parse_config(arguments, program=program)
-    trainer = RLTrainer(config)
+    module, _, kind = config.trainer_class.partition(":")
+    trainer = getattr(import_module(module), kind)(config)
     _check_hosts(config, len(os.environ.get("TILLER_NODES", "").split()) or 1)
     command = f"{program} {shlex.join(arguments)}"
     with claim_run(config, name=name, command=command) as folder:
@@ -29,7 +32,7 @@ def run(arguments: list[str], *, program: str) -> int:
         return _run(trainer, folder)
 
 
-def _run(trainer: RLTrainer, folder: RunFolder) -> int:
+def _run(trainer: Trainer[Any], folder: RunFolder) -> int:
     try:
         # a full collection would go through all that was imported, and halt the loop for 0.3 s
         gc.freeze()
@@ -46,7 +49,7 @@ def _run(trainer: RLTrainer, folder: RunFolder) -> int:
         return fail(error, folder)
 
 
-async def _supervised(trainer: RLTrainer, folder: RunFolder) -> int:
+async def _supervised(trainer: Trainer[Any], folder: RunFolder) -> int:
     """Train and return the exit code; leave no process behind."""
     with Interrupts(trainer, folder) as interrupts:
         try:
@@ -69,12 +72,16 @@ async def _supervised(trainer: RLTrainer, folder: RunFolder) -> int:
     return 0
 
 
-def _check_hosts(config: RLConfig, present: int) -> None:
+def _check_hosts(config: RunConfig, present: int) -> None:
     """Raise ConfigError unless the config can run on ``present`` nodes like this one."""
     config.hardware.require_here()
+    fields = {"trainer.nodes": (config.trainer.nodes, 1)}
+    if isinstance(config, RLConfig):
+        fields["generator.nodes"] = (config.generator.nodes, 0)
+    given = " and ".join(f"{name}={nodes}" for name, (nodes, _) in fields.items())
+    here = " ".join(f"--{name} {nodes}" for name, (_, nodes) in fields.items())
     require(
         config.nodes <= present,
-        f"trainer.nodes={config.trainer.nodes} and generator.nodes={config.generator.nodes} need "
-        f"{config.nodes} nodes; this run has {present}: start it by python -m rl.launch slurm, or "
-        "give --trainer.nodes 1 --generator.nodes 0",
+        f"{given} need {config.nodes} nodes; this run has {present}: start it by python -m "
+        f"rl.launch slurm, or give {here}",
     )

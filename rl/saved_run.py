@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TypeVar
 
 from rl.actors.processes import stop_runtime
-from rl.cli import parse_config
+from rl.cli import parse_rl_config
 from rl.config import RLConfig
 from rl.errors import (
     EXIT_CONFIG,
@@ -112,7 +112,7 @@ def open_run(folder: Path, step: int | None, overrides: list[str], *, program: s
         f"{folder} is not the folder of a run, which has a config.json; name a folder that "
         "python -m rl.train wrote",
     )
-    _, config = parse_config(["--config", str(path), *overrides], program=program)
+    _, config = parse_rl_config(["--config", str(path), *overrides], program=program)
     checkpoints = StepFolders(folder.resolve() / config.trainer.checkpoint.folder)
     complete = checkpoints.complete()
     require(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl.cli import parse_config
-from rl.config import RLConfig
+from rl.config import RLConfig, RunConfig
 from rl.errors import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -75,7 +75,7 @@ def _launch(arguments: list[str]) -> int:
     return start(launch, wait)
 
 
-def _check(target: str, config: RLConfig, wait: bool) -> None:
+def _check(target: str, config: RunConfig, wait: bool) -> None:
     """Raise ConfigError if the run cannot work there, before it waits in a queue."""
     if target == "local":
         nodes = f"trainer.nodes and generator.nodes come to {config.nodes} nodes"
@@ -86,7 +86,7 @@ def _check(target: str, config: RLConfig, wait: bool) -> None:
         target == "slurm" or not wait,
         "--wait: not for kubernetes; follow the run by kubectl logs -f",
     )
-    errors = Plan(config).errors
+    errors = Plan(config).errors if isinstance(config, RLConfig) else []
     require(not errors, "\n".join(errors))
 
 

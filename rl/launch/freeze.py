@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.config import RLConfig
+from rl.config import RunConfig
 from rl.errors import RunError
 from rl.frozen import frozen
 from rl.observe.record import failing_loudly
@@ -25,7 +25,7 @@ class Launch:
     """One run to launch."""
 
     name: str
-    config: RLConfig
+    config: RunConfig
     folder: Path
     """Folder of the run, absolute."""
     command: str

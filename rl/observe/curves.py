@@ -25,6 +25,9 @@ PANELS = {
 }
 """Lines of each panel: metric and color by label."""
 
+LOSS = {"Loss": {"training": ("loss/mean", "#0f766e")}}
+"""First panel of a run without rewards."""
+
 PANELS_AHEAD = {
     "Staleness of a token, steps": {"mean": ("rollout/staleness_mean", "#7e22ce")},
     "Finished groups in the queue": {"finished": ("ledger/finished", "#0369a1")},
@@ -55,11 +58,11 @@ def series(rows: Sequence[dict], name: str) -> tuple[list[float], list[float]]:
 def write_curves_png(
     path: str | Path, rows: Sequence[dict], evaluations: Sequence[dict] = ()
 ) -> None:
-    """Plot reward, entropy, gradient norm and step time over steps into a PNG file. Raw values are
-    faint, smoothed values bold.
+    """Plot reward or loss, entropy, gradient norm and step time over steps into a PNG file. Raw
+    values are faint, smoothed values bold.
 
     Staleness and the queue of finished groups follow below if the run had any. ``evaluations`` are
-    rows of ``RunRecord.read_evaluations``; their exact match is shown as dots among the rewards.
+    rows of ``RunRecord.read_evaluations``; their exact match or loss is shown as dots.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -73,11 +76,16 @@ def write_curves_png(
     figure = Figure(figsize=(11, 10 if is_ahead else 7), layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(3 if is_ahead else 2, 2, sharex=True).flat)
-    steps, exact = series(evaluations, "eval/exact_match")
+    has_rewards = not rows or bool(series(rows, "reward/mean")[0])
+    held_out = "eval/exact_match" if has_rewards else "eval/loss"
+    steps, values = series(evaluations, held_out)
     if steps:
         dots = {"color": "#1e293b", "markersize": 4, "zorder": 3}
-        axes[0].plot(steps, exact, "o", label="held out, correct", **dots)
-    for each, (title, lines) in zip(axes, PANELS.items(), strict=False):
+        label = "held out, correct" if has_rewards else "held out"
+        axes[0].plot(steps, values, "o", label=label, **dots)
+    others = dict([*PANELS.items()][1:])
+    panels = PANELS if has_rewards else LOSS | others
+    for each, (title, lines) in zip(axes, panels.items(), strict=False):
         _plot_lines(each, rows, title, lines)
     _plot_times(axes[3], rows)
     for each, (title, lines) in zip(axes[4:], PANELS_AHEAD.items(), strict=False):

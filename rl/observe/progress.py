@@ -49,7 +49,7 @@ class Progress:
         self._log = log
         self._stage: str | None = "starting…"
         self._metrics: dict[str, float] = {}
-        self._rewards: deque[float] = deque(maxlen=1000)
+        self._headlines: deque[float] = deque(maxlen=1000)
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._updated = self._printed = time.monotonic()
         self._printed_step: int | None = None
@@ -110,8 +110,9 @@ class Progress:
         self.step = int(metrics["step"])
         self._metrics = metrics
         self._updated = time.monotonic()
-        if math.isfinite(metrics.get("reward/mean", math.nan)):
-            self._rewards.append(metrics["reward/mean"])
+        headline = metrics.get("reward/mean", metrics.get("loss/mean", math.nan))
+        if math.isfinite(headline):
+            self._headlines.append(headline)
         if "timing/step" in metrics:
             self._step_seconds.append(metrics["timing/step"])
         if self._is_line_due():
@@ -143,8 +144,10 @@ class Progress:
         return " · ".join(filter(None, [*parts, time_shares(self._metrics), self._time_left()]))
 
     def _numbers(self) -> list[str]:
+        headline = "reward" if "reward/mean" in self._metrics else "loss"
         shown = [
-            ("reward/mean", "reward {:.3f}"),
+            (f"{headline}/mean", f"{headline} {{:.3f}}"),
+            ("rewards/accuracy", "accuracy {:.0%}"),
             ("reward/correct", "correct {:.0%}"),
             ("tokens_per_s", "{:,.0f} tok/s"),
         ]
@@ -180,7 +183,7 @@ class Progress:
         reward, *others = self._numbers() or [""]
         others.append(time_shares(self._metrics))
         tail = "".join(f" · {other}" for other in others if other)
-        graph = sparkline(self._rewards, 24)
+        graph = sparkline(self._headlines, 24)
         parts = ((reward, "bold green"), " ", (graph, "green"), (tail, "dim"))
         return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 

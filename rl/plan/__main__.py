@@ -12,7 +12,7 @@ from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict
 from io import StringIO
 
-from rl.cli import load_config, parse_config
+from rl.cli import load_config, parse_rl_config
 from rl.errors import EXIT_CONFIG, ConfigError, end_program
 from rl.plan.diff import changes
 from rl.plan.plan import Plan
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = StringIO()
     try:
         with redirect_stderr(output) if own.json else nullcontext():
-            name, config = parse_config(rest, program=PROGRAM)
+            name, config = parse_rl_config(rest, program=PROGRAM)
         if own.diff:
             found = changes(config, load_config(own.diff)[1])
             rows = {"config": name, "other": own.diff, "changes": [*map(asdict, found)]}

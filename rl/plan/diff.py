@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rl.config import RLConfig
+from rl.config import RunConfig
 from rl.frozen import changed_fields, frozen
 from rl.rules import Effect
 from rl.validation.values import values
@@ -17,7 +17,7 @@ class Change:
     """``field: old → new``."""
 
 
-def changes(before: RLConfig, after: RLConfig) -> list[Change]:
+def changes(before: RunConfig, after: RunConfig) -> list[Change]:
     """Return the differences between two configs, those with an effect on numerics first."""
     effects = {value.name: value.effect for each in (before, after) for value in values(each)}
     found = [

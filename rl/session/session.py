@@ -144,7 +144,7 @@ class Session(Models):
     async def connect(self) -> str:
         """Bring all generators the trainer's weights; return the plan of the push as text."""
         if self.config.generator is None:
-            return "no generators"
+            return ""
         return await self.pool.connect()
 
     @asynccontextmanager

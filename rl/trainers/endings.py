@@ -89,7 +89,7 @@ class Interrupts:
         if trainer.is_training:
             if trainer.is_in_step:
                 first = f"finishing step {trainer.step + 1}, then saving"
-            elif 0 < trainer.step < trainer.arguments.steps:
+            elif 0 < trainer.step < trainer.total_steps:
                 first = f"saving step {trainer.step}"
             trainer.leave()
         elif self._task is not None:

@@ -4,10 +4,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from rl.config import RLConfig
+from rl.config import RunConfig
 from rl.errors import ActorFailure, RunError
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
@@ -21,11 +22,11 @@ from rl.trainers.report import Report
 from rl.trainers.run_folder import RunFolder, claim_run
 from rl.validation import validate
 
-Arguments = TypeVar("Arguments", bound=RLConfig)
+Arguments = TypeVar("Arguments", bound=RunConfig)
 MetricCalculator = Callable[[Any], Mapping[str, float]]
 NOTHING_LEARNED = (
-    "every gradient was 0 or not finite, or the learning rate was 0; see trainer/grad_norm, "
-    "trainer/skipped_steps and reward/zero_std_groups in metrics.jsonl"
+    "every gradient was 0 or not finite, or the learning rate was 0; see trainer/grad_norm and "
+    "trainer/skipped_steps in metrics.jsonl, and reward/zero_std_groups if the run has rewards"
 )
 
 
@@ -100,6 +101,11 @@ class LifeCycle(ABC, Generic[Arguments]):
     def assemble(self) -> None:
         """Make what needs the session and the run folder, once both exist."""
 
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of the whole run."""
+        return self.arguments.steps
+
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """Return what runs beside the steps."""
         return []
@@ -129,7 +135,8 @@ class LifeCycle(ABC, Generic[Arguments]):
 
     def facts(self) -> dict[str, Any]:
         """Return counts for the summary."""
-        return {}
+        restarts = self.session.restarts
+        return {"restarts": sum(restarts.values()), **restarts}
 
     def whereabouts(self) -> dict[str, Any]:
         """Return where the run stands, for ``failure.json``."""
@@ -182,8 +189,10 @@ class LifeCycle(ABC, Generic[Arguments]):
             name = type(self).__name__
             self.run = claim_run(self.arguments, name=name, command=f"{name}(…).train()")
         self._shown.enter_context(self.run.progress)
+        self.run.progress.total_steps = self.total_steps
+        updates = self.total_steps * self.arguments.updates_per_step
         self._session = await self._make_session(
-            self._session_config,
+            replace(self._session_config, optimizer_steps=updates),
             task=self.task,
             folder=self.run.folder,
             logs=self.run.record.logs,
@@ -226,7 +235,9 @@ class LifeCycle(ABC, Generic[Arguments]):
         if self.step:
             self.progress.note(f"resumed after step {self.step}")
         await self.restore(state)
-        self.report.plan(await session.connect())
+        plan = await session.connect()
+        if plan:
+            self.report.plan(plan)
         self._is_ready = True
 
     async def live(self, interrupts: Interrupts, step: int = -1) -> dict[str, Any]:
@@ -269,7 +280,7 @@ class LifeCycle(ABC, Generic[Arguments]):
         self.is_training = True
         self.watch.lap()
         async with background(self.report.look_for_stalls()):
-            while self.step < self.arguments.steps and await self.train_step():
+            while self.step < self.total_steps and await self.train_step():
                 await self.after_step()
                 await self._save_if_due()
         await self.save_checkpoint()
@@ -278,7 +289,7 @@ class LifeCycle(ABC, Generic[Arguments]):
     async def _save_if_due(self) -> None:
         checkpoint = self.arguments.trainer.checkpoint
         is_due = checkpoint.enable and self.step % checkpoint.interval == 0
-        if is_due and self.step < self.arguments.steps:
+        if is_due and self.step < self.total_steps:
             await self.save_checkpoint()
 
     async def save_checkpoint(self) -> None:

@@ -15,6 +15,7 @@ from rl.errors import RunError
 from rl.metrics import Metrics
 from rl.observe.record import failing_loudly
 from rl.roles import session_config
+from rl.rollout.metrics import rollout_metrics
 from rl.session.config import SessionConfig
 from rl.step_folders import ROLLOUTS
 from rl.tasks.base import Task
@@ -127,10 +128,7 @@ class RLTrainer(Trainer[RLConfig]):
 
     def facts(self) -> dict[str, Any]:
         """Return restarts, dropped prompts and lost groups."""
-        restarts = self.session.restarts
-        return {
-            "restarts": sum(restarts.values()),
-            **restarts,
+        return super().facts() | {
             "dropped": dict(self.ledger.dropped),
             "lost": dict(self.session.rollouter.lost),
         }
@@ -179,13 +177,31 @@ class RLTrainer(Trainer[RLConfig]):
         self.session.start_push()
         ledger = self.ledger.stepped(self.session.version)
         self.rollouts.stepped(self.step)
+        tokens = staleness.total()
         row = (
             {"step": self.step, "policy_version": self.session.version}
             | metrics
             | self.session.push_metrics
             | self.session.restarts
+            | rollout_metrics(groups)
+            | {f"ledger/{name}": count for name, count in ledger.items() if isinstance(count, int)}
+            | {
+                "rollout/staleness_max": max(staleness),
+                "rollout/staleness_mean": sum(age * n for age, n in staleness.items()) / tokens,
+            }
         )
-        self.report.step(row, updates, groups, ledger, staleness)
+        self.record_rollouts(groups)
+        self.record.append_ledger({"step": self.step, **ledger, "staleness": staleness})
+        self.report.step(row, updates, tokens=tokens)
+
+    def record_rollouts(self, groups: list[Group]) -> None:
+        """Write the first rollouts of the step, from another place each step, so that all tasks of
+        a mixture appear.
+        """
+        each = self.arguments.rollout.recorded_per_step
+        rollouts = [*chain.from_iterable(groups)]
+        first = self.step * each % len(rollouts)
+        self.record.append_rollouts(self.step, [*rollouts[first:], *rollouts[:first]][:each])
 
     async def take(self) -> list[Group]:
         """Return the next chunk of the batch once it has finished; [] if the run is left before."""

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rl.cli import read_config_file
-from rl.config import RLConfig
+from rl.config import RunConfig
 from rl.errors import said_by
 from rl.frozen import changed_fields, frozen
 from rl.observe.curves import write_curves_png
@@ -25,7 +25,7 @@ class RunFolder:
 
     def __init__(
         self,
-        config: RLConfig,
+        config: RunConfig,
         record: RunRecord,
         progress: Progress,
         *,
@@ -83,7 +83,7 @@ class RunFolder:
         self.release()
 
 
-def claim_run(config: RLConfig, *, name: str, command: str) -> RunFolder:
+def claim_run(config: RunConfig, *, name: str, command: str) -> RunFolder:
     """Claim the run folder of ``config``, a new one unless it resumes; write ``config.json``.
 
     Raises ConfigError if the folder is in use or holds a run that is not to be resumed, RunError

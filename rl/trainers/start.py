@@ -26,11 +26,7 @@ def build_task(config: RLConfig) -> Task:
     Raises ConfigError, also for what the task's own code raises.
     """
     name = type(config.task).__qualname__.removesuffix(".Config")
-    with (
-        _showing(Console(quiet=config.quiet, highlight=False)) as show,
-        showing_progress(show),
-        _before_start(),
-    ):
+    with reading(quiet=config.quiet), _before_start():
         with users_code(f"task: building {name}"):
             task: Task = config.task.build(seed=config.seed, model=config.model)
         for attribute, call in (
@@ -58,6 +54,13 @@ def check_algorithm(config: RLConfig) -> None:
         algorithm: Algorithm = config.algorithm.build(run=config)
     with _before_start():
         algorithm.rehearse(groups, rollout.samples_per_prompt)
+
+
+@contextmanager
+def reading(*, quiet: bool) -> Iterator[None]:
+    """Show on the console how far reading has come inside the block, if it takes long."""
+    with _showing(Console(quiet=quiet, highlight=False)) as show, showing_progress(show):
+        yield
 
 
 @contextmanager

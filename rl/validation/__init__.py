@@ -6,7 +6,7 @@ from pathlib import Path
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from rl.cluster import SlurmConfig
-from rl.config import RLConfig
+from rl.config import RLConfig, RunConfig, SFTConfig
 from rl.errors import ConfigError, require, require_value
 from rl.model.shape import shape_of
 from rl.training.config import adaptable_layers
@@ -19,21 +19,25 @@ RESERVED = ("critic", "export", "launch", "lock", "logs", "reference", "replicas
 """Names in a run folder that Tiller uses."""
 
 
-def validate(config: RLConfig) -> None:
+def validate(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
     validate_types(config)
     validate_numbers(config)
-    _validate_sampling(config)
+    if isinstance(config, RLConfig):
+        _validate_sampling(config)
     validate_folders(config)
     validate_layouts(config)
     _validate_checkpoint(config)
     _validate_training_modes(config)
-    _validate_lengths(config)
     validate_engines(config)
-    _validate_push(config)
-    _validate_chunks(config)
-    _validate_algorithm(config)
-    _validate_roles(config)
+    if isinstance(config, RLConfig):
+        _validate_lengths(config)
+        _validate_push(config)
+        _validate_chunks(config)
+        _validate_algorithm(config)
+        _validate_roles(config)
+    elif isinstance(config, SFTConfig):
+        _validate_supervised(config)
     _validate_lora(config)
     low = config.watchdog.entropy_min
     high = config.watchdog.entropy_max
@@ -43,6 +47,22 @@ def validate(config: RLConfig) -> None:
     _validate_slurm(config.slurm)
 
 
+def _validate_supervised(config: SFTConfig) -> None:
+    room = shape_of(config.model).max_seq_len
+    longest = config.task.max_tokens
+    rule = f"at most model.max_seq_len={room}"
+    require_value(longest <= room, "task.max_tokens", longest, rule)
+    budget = config.trainer.micro_batch_tokens
+    rule = f"at least task.max_tokens={longest}"
+    require_value(budget is None or budget >= longest, "trainer.micro_batch_tokens", budget, rule)
+    penalty = config.loss.kl_coef
+    require_value(penalty == 0, "loss.kl_coef", penalty, "0: the run has no reference policy")
+    require(
+        config.model.hf_path is not None,
+        "model.hf_path is not set; it must be the folder of the model and its tokenizer",
+    )
+
+
 def _validate_sampling(config: RLConfig) -> None:
     for name, allowed in (("top_p", 1.0), ("top_k", 0)):
         value = getattr(config.rollout, name)
@@ -50,11 +70,11 @@ def _validate_sampling(config: RLConfig) -> None:
         require_value(value == allowed, f"rollout.{name}", value, reason)
 
 
-def _validate_checkpoint(config: RLConfig) -> None:
+def _validate_checkpoint(config: RunConfig) -> None:
     checkpoint = config.trainer.checkpoint
     field = "trainer.checkpoint"
     folder = checkpoint.folder
-    taken = (*RESERVED, *config.roles)
+    taken = (*RESERVED, *(config.roles if isinstance(config, RLConfig) else ()))
     require_value(
         bool(re.fullmatch(r"[\w-]+", folder)) and folder not in taken,
         f"{field}.folder",
@@ -76,7 +96,7 @@ def _validate_checkpoint(config: RLConfig) -> None:
     )
 
 
-def _validate_training_modes(config: RLConfig) -> None:
+def _validate_training_modes(config: RunConfig) -> None:
     trainer = config.trainer
     hardware = config.hardware
     if trainer.float8 is not None:
@@ -98,7 +118,7 @@ def _validate_training_modes(config: RLConfig) -> None:
     )
 
 
-def _validate_lora(config: RLConfig) -> None:
+def _validate_lora(config: RunConfig) -> None:
     lora = config.trainer.lora
     if lora is None:
         return

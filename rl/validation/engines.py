@@ -1,6 +1,6 @@
 """Checks of what vLLM and torchtitan refuse when they start, or silently do wrong."""
 
-from rl.config import RLConfig
+from rl.config import RLConfig, RunConfig
 from rl.errors import require, require_value
 from rl.generation.config import kv_bytes_at_least
 from rl.model.shape import shape_of
@@ -11,7 +11,7 @@ OPTIMIZERS = ("Adam", "AdamW", "DistMuon")
 MAX_CUDA_HEAD_DIM = 256
 
 
-def validate_engines(config: RLConfig) -> None:
+def validate_engines(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if an engine could not start or
     would compute something wrong.
     """
@@ -23,7 +23,8 @@ def validate_engines(config: RLConfig) -> None:
         "trainer.training.enable_cpu_offload is True; it must be False: set colocate to 'models' "
         "to have memory in turns, or data_parallel_shard_degree to more",
     )
-    _validate_generator(config)
+    if isinstance(config, RLConfig):
+        _validate_generator(config)
 
 
 def _validate_optimizer(role: Role) -> None:

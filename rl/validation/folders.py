@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from rl.config import RLConfig
+from rl.config import RLConfig, RunConfig
 from rl.errors import ConfigError, require
 from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.training.hugging_face_files import check_folder
@@ -12,13 +12,14 @@ OWN_FIELDS = ("max_seq_len", "dtype")
 """Fields of ModelShape in which a folder of initial weights may differ from the model."""
 
 
-def validate_folders(config: RLConfig) -> None:
+def validate_folders(config: RunConfig) -> None:
     """Raise ConfigError, naming field, file and tensor, if a folder does not hold the weights that
     a model needs.
     """
     if config.model.hf_path is not None:
         _check("model.hf_path", config.model.hf_path, shape_of(config.model))
-    for name, role in config.roles.items():
+    roles = config.roles if isinstance(config, RLConfig) else {}
+    for name, role in roles.items():
         field = f"roles.{name}.model.hf_path"
         shape = shape_of(role.model, field=field)
         if role.model.hf_path is not None and role.checkpoint is None:
@@ -26,7 +27,7 @@ def validate_folders(config: RLConfig) -> None:
     _validate_initial_load(config)
 
 
-def _validate_initial_load(config: RLConfig) -> None:
+def _validate_initial_load(config: RunConfig) -> None:
     checkpoint = config.trainer.checkpoint
     field = "trainer.checkpoint.initial_load_path"
     path = checkpoint.initial_load_path

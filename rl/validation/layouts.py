@@ -2,7 +2,7 @@
 
 from torchtitan.config import ParallelismConfig
 
-from rl.config import RLConfig
+from rl.config import RLConfig, RunConfig
 from rl.errors import require, require_value
 from rl.model.shape import shape_of
 from rl.model.tp_plan import check_divides, check_generator, divisors
@@ -17,7 +17,7 @@ MIN_PROCESS_GIB = 0.2
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
-def validate_layouts(config: RLConfig) -> None:
+def validate_layouts(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if a model or the generators
     cannot be sharded as configured.
     """
@@ -27,6 +27,13 @@ def validate_layouts(config: RLConfig) -> None:
         _validate_mesh(role.parallelism_field, role.trainer.parallelism)
     for role in roles.values():
         _validate_role(role, cuda=cuda)
+    if isinstance(config, RLConfig):
+        _validate_generator(config)
+    _validate_nodes(config)
+    _validate_devices(config, roles)
+
+
+def _validate_generator(config: RLConfig) -> None:
     generator = config.generator
     shape = shape_of(config.model)
     check_generator(
@@ -38,11 +45,9 @@ def validate_layouts(config: RLConfig) -> None:
         "how many tokens a rank's experts get is not known when a model is compiled",
     )
     require(
-        cuda or shape.head_dim in CPU_HEAD_DIMS,
+        config.hardware.kind == "cuda" or shape.head_dim in CPU_HEAD_DIMS,
         f"model.head_dim is {shape.head_dim}; vLLM's CPU attention allows {list(CPU_HEAD_DIMS)}",
     )
-    _validate_nodes(config)
-    _validate_devices(config, roles)
 
 
 def _validate_mesh(field: str, parallelism: ParallelismConfig) -> None:
@@ -136,7 +141,7 @@ def _validate_experts(role: Role) -> None:
     )
 
 
-def _validate_nodes(config: RLConfig) -> None:
+def _validate_nodes(config: RunConfig) -> None:
     """Check that the ranks can be spread over the nodes."""
     nodes = config.trainer.nodes
     ranks = config.trainer.ranks
@@ -146,6 +151,15 @@ def _validate_nodes(config: RLConfig) -> None:
         f"trainer.nodes is {nodes}; it must divide the trainer's {ranks} ranks: allowed are "
         f"{allowed}",
     )
+    if isinstance(config, RLConfig):
+        _validate_generator_nodes(config)
+    spare = config.slurm.nodes
+    rule = f"0 or at least {config.nodes}, which trainer and generators need"
+    require_value(spare == 0 or spare >= config.nodes, "slurm.nodes", spare, rule)
+
+
+def _validate_generator_nodes(config: RLConfig) -> None:
+    nodes = config.trainer.nodes
     own = config.generator.nodes
     rule = "0 with colocate='all': the generators share the trainer's devices"
     require_value(own == 0 or config.colocate != "all", "generator.nodes", own, rule)
@@ -155,27 +169,28 @@ def _validate_nodes(config: RLConfig) -> None:
         f"weights.transport is {transport!r}, which stays on one host; with trainer.nodes={nodes} "
         f"and generator.nodes={own} 'auto', 'rdma' and 'torchstore' are allowed",
     )
-    spare = config.slurm.nodes
-    rule = f"0 or at least {config.nodes}, which trainer and generators need"
-    require_value(spare == 0 or spare >= config.nodes, "slurm.nodes", spare, rule)
 
 
-def _validate_devices(config: RLConfig, roles: dict[str, Role]) -> None:
+def _validate_devices(config: RunConfig, roles: dict[str, Role]) -> None:
     """Check that a node has memory for the processes and GPUs for the ranks that it gets."""
     hardware = config.hardware
-    generator = config.generator
     places = Placement(session_config(config), hardware.gpus).models
     models = sum(place.per_host for place in places.values())
-    hosts = generator.nodes or config.trainer.nodes
-    generators = -(-generator.replicas // hosts) * generator.tensor_parallel_degree
-    shared = models if generator.nodes == 0 else 0
-    workers = config.rollout.reward_workers
+    crowds = [("the number of model ranks", models, models)]
+    needed = {
+        f"{role.parallelism_field}'s degrees": places[name].per_host for name, role in roles.items()
+    }
+    if isinstance(config, RLConfig):
+        generator = config.generator
+        hosts = generator.nodes or config.trainer.nodes
+        generators = -(-generator.replicas // hosts) * generator.tensor_parallel_degree
+        shared = models if generator.nodes == 0 else 0
+        workers = config.rollout.reward_workers
+        crowds.append(("generator.replicas", generator.replicas, shared + generators))
+        crowds.append(("rollout.reward_workers", workers, models + workers))
+        needed["generator.tensor_parallel_degree"] = generator.tensor_parallel_degree
     room = int(hardware.host_gib / MIN_PROCESS_GIB)
-    for name, value, processes in (
-        ("the number of model ranks", models, models),
-        ("generator.replicas", generator.replicas, shared + generators),
-        ("rollout.reward_workers", workers, models + workers),
-    ):
+    for name, value, processes in crowds:
         require(
             processes <= room,
             f"{name} is {value}, which comes to {processes} processes on a node; its "
@@ -184,10 +199,6 @@ def _validate_devices(config: RLConfig, roles: dict[str, Role]) -> None:
         )
     if hardware.kind == "cpu":
         return
-    needed = {
-        f"{role.parallelism_field}'s degrees": places[name].per_host for name, role in roles.items()
-    }
-    needed["generator.tensor_parallel_degree"] = generator.tensor_parallel_degree
     for name, ranks in needed.items():
         require(
             ranks <= hardware.gpus,

@@ -142,7 +142,7 @@ def interrupted(
         left = asyncio.Event()
         config = find_config("quickstart")()
         trainer = SimpleNamespace(
-            arguments=config,
+            total_steps=config.steps,
             step=steps,
             is_training=training,
             is_in_step=in_step,

@@ -1,0 +1,134 @@
+"""Supervised fine-tuning on real engines and a tiny model."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import rl
+from rl.cli import find_config
+from rl.data.batches import batch_of
+from rl.errors import ConfigError, Interrupted
+from rl.trainers.sft import SFTTrainer, split_examples
+from tests.trainers.tiny_chat import chat_rows, tiny_chat_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Folder of a tiny Qwen3 with Qwen3's chat template."""
+    return tiny_chat_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def config(model, tmp_path):
+    config = find_config("sft_jsonl")()
+    config.model.hf_path = str(model)
+    config.model.max_seq_len = 128
+    config.task.max_tokens = 96
+    config.task.held_out_fraction = 0.2
+    config.examples_per_step = 4
+    config.steps = 4
+    config.validate_every = 0
+    config.trainer.lr_scheduler.warmup_steps = 0
+    config.trainer.checkpoint.interval = 2
+    config.output_dir = str(tmp_path / "run")
+    config.quiet = True
+    return config
+
+
+def last_step(trainer):
+    return trainer.record.read_metrics()[-1]
+
+
+def test_a_run_learns_and_its_validation_loss_is_that_of_transformers(config, model):
+    from transformers import AutoModelForCausalLM
+
+    trainer = SFTTrainer(config, chat_rows(40))
+    with trainer:
+        state = trainer.train()
+        exported = AutoModelForCausalLM.from_pretrained(trainer.record.folder / "export")
+        batch = batch_of(trainer.dataset_eval)
+        expected = []
+        rows = zip(
+            batch.tokens.split(batch.lengths.tolist()),
+            batch.loss_mask.split(batch.lengths.tolist()),
+            strict=True,
+        )
+        with torch.no_grad():
+            for tokens, mask in rows:
+                labels = tokens.masked_fill(~mask, -100)[None]
+                loss = exported.float()(input_ids=tokens[None], labels=labels).loss
+                expected += [loss.double()] * int(mask.sum())
+        rows = trainer.record.read_metrics()
+        assert trainer.evaluate() == pytest.approx(
+            {name: value for name, value in state.metrics.items() if name.startswith("eval/")}
+        )
+    assert state.metrics["eval/loss"] == pytest.approx(
+        float(torch.stack(expected).mean()), abs=1e-5
+    )
+    assert rows[-1]["loss/mean"] < rows[0]["loss/mean"]
+
+
+def test_a_run_that_was_left_goes_on_bit_for_bit(config, tmp_path):
+    class Leaves(SFTTrainer):
+        async def after_step(self):
+            if self.step == 3:
+                self.leave()
+
+    def digest(trainer):
+        return json.loads((trainer.record.folder / "summary.json").read_text())["policy_digest"]
+
+    with SFTTrainer(config, chat_rows(40)) as whole:
+        whole.train()
+    config.output_dir = str(tmp_path / "left")
+    with Leaves(config, chat_rows(40)) as trainer, pytest.raises(Interrupted):
+        trainer.train()
+    config.resume = True
+    with SFTTrainer(config, chat_rows(40)) as resumed:
+        assert resumed.train().step == 4
+    assert digest(resumed) == digest(whole)
+
+
+def test_epochs_set_the_number_of_steps_and_each_has_each_example_once(config):
+    config.task.held_out_fraction = 0.0
+    config.epochs = 2
+    trainer = SFTTrainer(config, chat_rows(10))
+    assert trainer.total_steps == 5
+    assert trainer.dataset_eval == []
+
+
+def test_equal_examples_are_held_out_together(config):
+    trainer = SFTTrainer(config, [*chat_rows(30), *chat_rows(30)])
+    train, held_out = ({each.tokens.tobytes() for each in side} for side in split(trainer))
+    assert train and held_out and not train & held_out
+
+
+def split(trainer):
+    return split_examples([*trainer.dataset_train, *trainer.dataset_eval], 0.3)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda config: setattr(config.model, "hf_path", None), "model.hf_path is not set"),
+        (lambda config: setattr(config.task, "max_tokens", 999), "task.max_tokens is 999; it must"),
+        (lambda config: setattr(config.loss, "kl_coef", 0.1), "loss.kl_coef is 0.1; it must be 0"),
+        (lambda config: setattr(config.task, "held_out_fraction", 1.0), "leaves no example"),
+        (lambda config: setattr(config.task, "loss_on", "words"), "task.loss_on is 'words'"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_before_anything_starts(config, edit, message):
+    edit(config)
+    with pytest.raises(ConfigError, match=message):
+        SFTTrainer(config, chat_rows(10))
+
+
+def test_without_rows_and_file_the_error_names_the_field(config):
+    with pytest.raises(ConfigError, match="task.path is not set; name a JSONL file, or give"):
+        SFTTrainer(config)
+
+
+def test_the_public_name_is_the_trainer():
+    assert rl.SFTTrainer is SFTTrainer
+    assert math.isfinite(rl.SFTConfig().steps)

@@ -1,0 +1,26 @@
+"""A tiny model that chats, and conversations for it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def tiny_chat_model(folder: Path) -> Path:
+    """Write a tiny Qwen3 with Qwen3's control tokens and chat template; return its folder."""
+    command = [sys.executable, "scripts/make_tiny_model.py", "--model-dir", str(folder / "tiny")]
+    data = ["--data", str(folder / "problems.jsonl")]
+    subprocess.run([*command, *data], check=True, capture_output=True, timeout=120)
+    return folder / "tiny"
+
+
+def chat_rows(count: int) -> list[dict]:
+    """Return ``count`` conversations about sums, each with another sum."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {number} plus {number * 7 % 10}?"},
+                {"role": "assistant", "content": str(number + number * 7 % 10)},
+            ]
+        }
+        for number in range(count)
+    ]

@@ -53,7 +53,6 @@ async def _supervised(trainer: Trainer[Any], folder: RunFolder) -> int:
     """Train and return the exit code; leave no process behind."""
     with Interrupts(trainer, folder) as interrupts:
         try:
-            await trainer.open()
             await trainer.live(interrupts)
             folder.progress.stage("stopping")
             await trainer.end()  # which waits for a save that is still being written

@@ -20,7 +20,7 @@ from torchtitan.config import Configurable
 
 import rl.algorithms
 import rl.tasks
-from rl.config import RLConfig
+from rl.config import RLConfig, SFTConfig
 from rl.rules import Bounds, Effect, rule_of
 from rl.validation.values import fields_of
 
@@ -29,7 +29,8 @@ REQUIRED = object()
 INTRODUCTION = """\
 # Configuration
 
-Every field of a config, by dataclass, starting with [RLConfig](#rlconfig). A field is set in a
+Every field of a config, by dataclass, starting with [RLConfig](#rlconfig) and
+[SFTConfig](#sftconfig), the configs of the trainers. A field is set in a
 config function or on the command line by its full name, for example `--rollout.max_tokens 512`.
 Dataclasses of torchtitan are shown with torchtitan's own documentation; Tiller may accept less than
 they describe.
@@ -72,7 +73,8 @@ def sections() -> dict[type, Section]:
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
     found: dict[type, Section] = {}
-    _collect(RLConfig, "", None, None, found)
+    for kind in (RLConfig, SFTConfig):
+        _collect(kind, "", None, None, found)
     return found
 
 

@@ -104,8 +104,9 @@ class Mesh:
         return await self.call("weight_digests", dtype)
 
     async def close(self) -> None:
-        """Let the engines finish saves and clean up, then end the processes."""
-        await self.call("close")
+        """Let the engines, if they were built, finish saves and clean up; then end the processes."""
+        if self._started:
+            await self.call("close")
         await self.stop()
 
     async def stop(self) -> None:

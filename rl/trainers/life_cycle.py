@@ -181,13 +181,18 @@ class LifeCycle(ABC, Generic[Arguments]):
         """Whether the session of this trainer exists."""
         return self._session is not None
 
+    def claim(self) -> RunFolder:
+        """Return the run folder, claimed by this process."""
+        if self.run is None:
+            name = type(self).__name__
+            self.run = claim_run(self.arguments, name=name, command=f"{name}(…).train()")
+        return self.run
+
     async def open(self) -> None:
         """Claim the run folder and make the session, unless that was done."""
         if self._session is not None:
             return
-        if self.run is None:
-            name = type(self).__name__
-            self.run = claim_run(self.arguments, name=name, command=f"{name}(…).train()")
+        self.run = self.claim()
         self._shown.enter_context(self.run.progress)
         self.run.progress.total_steps = self.total_steps
         updates = self.total_steps * self.arguments.updates_per_step
@@ -246,8 +251,9 @@ class LifeCycle(ABC, Generic[Arguments]):
         Raises Interrupted after ``leave``, and after a signal that ``interrupts`` received.
         """
         self.leaving = False
-        self.progress.stage(self.session.describe())
         try:
+            await self.open()
+            self.progress.stage(self.session.describe())
             async with background(self.session.lost_node()):
                 summary = await self._attempts(step)
         except asyncio.CancelledError:

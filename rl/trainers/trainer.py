@@ -140,15 +140,14 @@ class Trainer(LifeCycle[Arguments]):
         await self.end()
 
     async def _train(self, state: TrainerState | None) -> TrainerState:
-        await self.open()
-        assert self.run is not None, "open made the run"
-        with Interrupts(self, self.run) as interrupts:
+        run = self.claim()
+        with Interrupts(self, run) as interrupts:
             try:
                 summary = await self.live(interrupts, -1 if state is None else state.step)
             except (ConfigError, Interrupted):
                 raise
             except Exception as error:
-                fail(error, self.run, self)
+                fail(error, run, self)
                 raise
         self._metrics = {name: each for name, each in summary.items() if isinstance(each, float)}
         return self.state

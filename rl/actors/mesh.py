@@ -104,7 +104,7 @@ class Mesh:
         return await self.call("weight_digests", dtype)
 
     async def close(self) -> None:
-        """Let the engines, if they were built, finish saves and clean up; then end the processes."""
+        """Let engines that were built finish saves and clean up; then end the processes."""
         if self._started:
             await self.call("close")
         await self.stop()

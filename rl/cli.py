@@ -6,6 +6,8 @@ import importlib
 import inspect
 import json
 import re
+import shlex
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
@@ -21,31 +23,44 @@ from rl.config import RLConfig, RunConfig
 from rl.errors import ConfigError, require, shown
 from rl.frames import users_code, users_error
 from rl.frozen import thawed
+from rl.help import (
+    SHIPPED,
+    asks_for_help,
+    config_help,
+    is_common,
+    quick_help,
+    shipped_sources,
+    take_name,
+)
 from rl.renamed import new_name
+from rl.rules import range_text
 from rl.validation import validate
-from rl.validation.values import validate_types
+from rl.validation.values import ConfigValue, choices_of, validate_types, values
 
-SHIPPED = Path(__file__).parents[1] / "configs"
-"""Folder of the configs that ship with Tiller: next to its package."""
+LARGE = 10_000
 A_RUNS_FILE = "it must be the config.json of a run"
-USAGE = """usage: {program} --config NAME [--FIELD VALUE ...]
-
-NAME is a function of the configs package, MODULE.FUNCTION of your own package, or the config.json
-of a run. Any field of the config can be given, e.g. --seed 1
---trainer.parallelism.tensor_parallel_degree 2; a choice between kinds is given by its name, e.g.
-trainer.activation-checkpoint:full or trainer.float8:linear.
-{program} --config NAME --help lists them all.
-
-configs: {configs}"""
 
 
 def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
-    """The config's name and the resolved config.
+    """Return the config's name and the resolved config.
 
-    Raises ConfigError; ``--help`` prints and exits.
+    Raises ConfigError. ``--help`` prints the common fields and exits, ``--help-all`` all fields.
     """
-    name, overrides = _take_name(list(arguments), program)
-    name, base = load_config(name)
+    if text := quick_help(arguments, program):
+        print(text)
+        raise SystemExit(0)
+    given, overrides = take_name(arguments)
+    if given is None:
+        names = textwrap.fill(", ".join(shipped_sources()), 100, initial_indent="configs: ")
+        raise ConfigError(
+            f"--config NAME is missing; for example {program} --config quickstart\n{names}"
+        )
+    name, base = load_config(given)
+    if "--help-all" in overrides:
+        overrides = ["--help"]
+    elif asks_for_help(overrides):
+        print(config_help(program, given, common_fields(base)))
+        raise SystemExit(0)
     _check_field_names(base, overrides)
     ConfigManager.register_tyro_rules(custom_registry)
     try:
@@ -203,17 +218,33 @@ def _import(module_name: str, name: str) -> ModuleType:
             raise
 
 
-def _take_name(arguments: list[str], program: str) -> tuple[str, list[str]]:
-    for index, argument in enumerate(arguments):
-        if argument.startswith("--config="):
-            return argument.partition("=")[2], arguments[:index] + arguments[index + 1 :]
-        if argument == "--config" and index + 1 < len(arguments):
-            return arguments[index + 1], arguments[:index] + arguments[index + 2 :]
-    usage = USAGE.format(program=program, configs=", ".join(sorted(shipped_configs())))
-    if {"-h", "--help"} & set(arguments):
-        print(usage)
-        raise SystemExit(0)
-    raise ConfigError(f"--config NAME is missing\n{usage}")
+def common_fields(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """Return default and range of the common fields of a config, by name."""
+    return {
+        value.name: (_default_text(value.content), _limits_text(value))
+        for value in values(config)
+        if is_common(value.name) and isinstance(value.content, bool | int | float | str | None)
+    }
+
+
+def _default_text(content: bool | int | float | str | None) -> str:
+    if isinstance(content, bool):
+        return "(on)" if content else "(off)"
+    if isinstance(content, str):
+        return shlex.quote(content if len(content) <= 24 else f"{content[:23]}…")
+    return f"{content:g}" if isinstance(content, float) else str(content)
+
+
+def _limits_text(value: ConfigValue) -> str:
+    """Return the range of a field; an upper bound that is only a sanity check is left out."""
+    bounds = value.bounds
+    if bounds is None:
+        return " | ".join(map(str, choices_of(value.hint)))
+    if bounds.most < LARGE:
+        return range_text(bounds)
+    also = "".join(f" or {other:,}" for other in bounds.also)
+    least = f"{'above' if bounds.above else 'at least'} {bounds.least:,}"
+    return f"{least}{also}" if bounds.least > -LARGE else ""
 
 
 def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
@@ -246,10 +277,9 @@ def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
         )
         near = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join('--' + n for n in near)}? " if near else ""
-        raise ConfigError(
-            f"--{given}: there is no such field; {hint}All in {section or 'the config'}: "
-            f"{', '.join(siblings)}"
-        )
+        place = f"All in {section or 'the config'}: "
+        names = textwrap.fill(place + ", ".join(siblings), 100, break_on_hyphens=False)
+        raise ConfigError(f"--{given}: there is no such field; {hint.rstrip()}\n{names}")
 
 
 def _has_fields(config: RunConfig, name: str) -> bool:

@@ -6,14 +6,14 @@ Exit codes: 0 done, 1 failed, 2 the arguments cannot work, 128 + n ended by sign
 import json
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rl.errors import end_program, require
-from rl.observe.record import finite
-from rl.saved_run import exit_code_of, make_parser, open_run, run_session
-from rl.session.session import Session
-from rl.trainers.evaluation import Evaluation, held_out_prompts
-from rl.trainers.scheduler import sampling_of
-from rl.trainers.start import build_task
+from rl.help import run_parser
+from rl.program import exit_code
+
+if TYPE_CHECKING:
+    from rl.session.session import Session
 
 PROGRAM = "python -m rl.evaluate"
 DESCRIPTION = """\
@@ -21,25 +21,52 @@ Evaluate a checkpoint of a run on held-out prompts, as the run itself does. The
 scores of a deterministic pipeline are those that the run writes for that step.
 
   python -m rl.evaluate runs/first
-  python -m rl.evaluate runs/first --step 100 --prompts 1000 --samples 8"""
+  python -m rl.evaluate runs/first --step 100 --prompts 1000 --samples 8
+
+scores:
+  eval/exact_match   share of prompts whose greedy completion is correct
+  eval/reward_mean   mean reward of the greedy completions
+  eval/pass@K        share of prompts that at least one of K samples solves
+  eval/prompts       number of prompts
+  eval/lost          number of groups of completions whose reward failed
+  eval/version_min, eval/version_max   policy versions that drew the tokens"""
+ONE_GPU = """\
+  --generator.nodes 0
+  --generator.replicas 1
+  --generator.tensor_parallel_degree 1
+That is two GPUs: one for the trainer, one for the generator. On one GPU, add
+  --colocate all
+  --rollout.max_staleness 0
+  --generator.enforce_eager"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate a checkpoint; returns the exit code."""
-    return exit_code_of(lambda: _evaluate(arguments))
+    return exit_code(lambda: _evaluate(arguments))
 
 
 def _evaluate(arguments: Sequence[str] | None) -> None:
-    parser = make_parser(PROGRAM, DESCRIPTION)
-    parser.add_argument("--prompts", metavar="P", help="number of held-out prompts")
-    parser.add_argument("--samples", metavar="K", help="completions per prompt, for pass@K")
+    parser = run_parser(PROGRAM, DESCRIPTION, ONE_GPU)
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
+        "--prompts", metavar="P", help="number of held-out prompts; by default the run's"
+    )
+    parser.add_argument(
+        "--samples",
+        metavar="K",
+        help="samples per prompt, for pass@K; 0 is greedy alone; by default the run's",
     )
     own, overrides = parser.parse_known_args(arguments)
     for name in ("prompts", "samples"):
         if (given := getattr(own, name)) is not None:
             overrides += [f"--evaluation.{name}", given]
+
+    # these import torch, which --help does without
+    from rl.observe.record import finite
+    from rl.saved_run import open_run, run_session
+    from rl.trainers.evaluation import Evaluation, held_out_prompts
+    from rl.trainers.scheduler import sampling_of
+    from rl.trainers.start import build_task
+
     run = open_run(own.run, own.step, overrides, program=PROGRAM)
     config = run.config
     require(
@@ -48,7 +75,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     session_config = run.session_config(config.generator)
     task = build_task(config)
 
-    async def evaluate(session: Session) -> dict[str, float]:
+    async def evaluate(session: "Session") -> dict[str, float]:
         # the folder is for evaluations that training leaves behind
         prompts = held_out_prompts(config.evaluation, task)
         sampling = sampling_of(config.rollout, task)

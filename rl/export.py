@@ -3,34 +3,46 @@
 Exit codes: 0 done, 1 failed, 2 the arguments cannot work, 128 + n ended by signal n.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rl.disk import replace_folder, temporary_folder
 from rl.errors import ConfigError, end_program, require
-from rl.saved_run import exit_code_of, make_parser, open_run, run_session
-from rl.session.session import Session
-from rl.trainers.start import build_task
+from rl.help import run_parser
+from rl.program import exit_code
+
+if TYPE_CHECKING:
+    from rl.session.session import Session
 
 PROGRAM = "python -m rl.export"
 DESCRIPTION = """\
 Write a checkpoint of a run as a Hugging Face folder, for transformers and vLLM:
-config.json, safetensors and the tokenizer, as in the run's own export/.
+config.json, safetensors and the tokenizer, as in the run's own export/. Weights
+have the dtype of the model that the run started from, float32 from random
+weights. LoRA is merged into them, and written in adapter/ for PEFT too.
 
   python -m rl.export runs/first exported
   python -m rl.export runs/first --step 100 exported"""
+ONE_GPU = "That is one GPU."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export a checkpoint; returns the exit code."""
-    return exit_code_of(lambda: _export(arguments))
+    return exit_code(lambda: _export(arguments))
 
 
 def _export(arguments: Sequence[str] | None) -> None:
-    parser = make_parser(PROGRAM, DESCRIPTION)
+    parser = run_parser(PROGRAM, DESCRIPTION, ONE_GPU)
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write, new or empty")
     own, overrides = parser.parse_known_args(arguments)
+
+    # these import torch, which --help does without
+    from rl.disk import replace_folder, temporary_folder
+    from rl.saved_run import open_run, run_session
+    from rl.trainers.start import build_task
+
     folder = own.folder.resolve()
     _require_empty(folder)
     run = open_run(own.run, own.step, overrides, program=PROGRAM)
@@ -39,14 +51,18 @@ def _export(arguments: Sequence[str] | None) -> None:
     with temporary_folder(f".{folder.name}-", _make_parent(folder)) as partial:
         model = Path(partial) / "model"
 
-        async def export(session: Session) -> str:
+        async def export(session: "Session") -> str:
             await session.export_hf(model)
             return await session.weight_digest()
 
         digest = run_session(config, None, export)
         task.describe(model)
         replace_folder(folder, model)
-    print(f"exported step {run.step} of {own.run} to {own.folder}, policy digest {digest}")
+    if own.json:
+        row = {"run": str(own.run), "step": run.step, "folder": str(own.folder)}
+        print(json.dumps(row | {"policy_digest": digest}))
+    else:
+        print(f"exported step {run.step} of {own.run} to {own.folder}, policy digest {digest}")
 
 
 def _require_empty(folder: Path) -> None:

@@ -6,9 +6,18 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
-from rl.errors import EXIT_INTERRUPTED, end_program
+from rl.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    RunError,
+    end_program,
+    trace_of,
+)
 
 _PLAIN = dict(zip("▁▂▃▄▅▆▇█━─│·•→…", [*"_.,-=+*#--|-*", "->", "..."], strict=True))
 
@@ -32,6 +41,32 @@ def begin() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout = steady(sys.stdout, 1)
     sys.stderr = steady(sys.stderr, 2)
+
+
+def exit_code(program: Callable[[], int | None], *, interrupted: str = "interrupted") -> int:
+    """Call ``program`` and return the exit code; print the error that ends it, if any.
+
+    - 0 or what ``program`` returns: done
+    - 1: failed
+    - 2: the arguments, the config or its input cannot work
+    - 75: to be started again
+    - 128 + n: ended by signal n; after Ctrl-C outside a session, ``interrupted`` is printed
+    """
+    try:
+        return program() or 0
+    except ConfigError as error:
+        return _report(str(error), EXIT_CONFIG)
+    except RunError as error:
+        return _report(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _report(interrupted, EXIT_INTERRUPTED)
+    except Exception as error:
+        return _report(trace_of(error), EXIT_FAILED)
+
+
+def _report(error: str, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
 
 
 def steady(stream: TextIO | None, number: int) -> TextIO:

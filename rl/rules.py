@@ -87,3 +87,15 @@ def rule_of(hint: Any, kind: type[Rule]) -> Rule | None:
         if found:
             return found
     return None
+
+
+def range_text(bounds: Bounds) -> str:
+    """Return a range in words."""
+    low = f"above {_number(bounds.least)}" if bounds.above else f"from {_number(bounds.least)}"
+    high = f"and below {_number(bounds.most)}" if bounds.below else f"to {_number(bounds.most)}"
+    return " ".join([low, high, *(f"or {_number(other)}" for other in bounds.also)])
+
+
+def _number(value: float) -> str:
+    whole = value == int(value) and (isinstance(value, int) or abs(value) < 1e12)
+    return f"{int(value):,}" if whole else f"{value:g}"

@@ -63,7 +63,7 @@ async def _supervised(trainer: Trainer[Any], folder: RunFolder) -> int:
             return error.exit_code
         except Exception as error:
             code = fail(error, folder, trainer)
-            if isinstance(error, NodeLost):
+            if isinstance(error, NodeLost) and trainer.is_open:
                 end_program(code)  # its ranks will not answer; the launcher ends the others
             return code
         finally:

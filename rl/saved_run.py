@@ -1,9 +1,7 @@
 """A checkpoint of a run in a session of its own; the run folder is only read."""
 
-import argparse
 import asyncio
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,17 +11,7 @@ from typing import TypeVar
 from rl.actors.processes import stop_runtime
 from rl.cli import parse_rl_config
 from rl.config import RLConfig
-from rl.errors import (
-    EXIT_CONFIG,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    ConfigError,
-    Interrupted,
-    RunError,
-    end_program,
-    require,
-    trace_of,
-)
+from rl.errors import Interrupted, end_program, require
 from rl.generation.config import GeneratorConfig
 from rl.roles import session_config
 from rl.session.config import SessionConfig
@@ -34,15 +22,6 @@ from rl.tasks.base import Task
 Result = TypeVar("Result")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-EPILOG = """\
-The run folder is only read, so the run may still be going on.
-
-Any field of the run's config can be given after these arguments, with the names
-that python -m rl.train takes. A run of many GPUs is loaded on one with
-  --trainer.nodes 1 --trainer.parallelism.data_parallel_shard_degree 1
-(and 1 for its other degrees of trainer.parallelism).
-
-exit codes: 0 done, 1 failed, 2 the arguments cannot work, 130 Ctrl-C"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +59,6 @@ class SavedRun:
         )
         trainer = replace(config.trainer, checkpoint=checkpoint)
         return replace(session_config(config), trainer=trainer, roles={}, generator=generator)
-
-
-def make_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser of RUN and ``--step``."""
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=description,
-        epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
-    parser.add_argument(
-        "--step",
-        metavar="N",
-        type=int,
-        help="load RUN/checkpoints/step-N; without this option, the newest that is complete",
-    )
-    return parser
 
 
 def open_run(folder: Path, step: int | None, overrides: list[str], *, program: str) -> SavedRun:
@@ -182,23 +142,3 @@ def _cancel_on_signals() -> list[int]:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup(1)
             signal.signal(number, receive)
     return received
-
-
-def exit_code_of(program: Callable[[], None]) -> int:
-    """Run a program and return its exit code; print the error that ends it."""
-    try:
-        program()
-    except ConfigError as error:
-        return _say(str(error), EXIT_CONFIG)
-    except RunError as error:
-        return _say(str(error), error.exit_code)
-    except KeyboardInterrupt:  # before the session has its own handler
-        return _say("interrupted", EXIT_INTERRUPTED)
-    except Exception as error:
-        return _say(trace_of(error), EXIT_FAILED)
-    return 0
-
-
-def _say(text: str, code: int) -> int:
-    print(f"error: {text}", file=sys.stderr)
-    return code

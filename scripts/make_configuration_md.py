@@ -1,11 +1,12 @@
 """Write docs/configuration.md: every config field with its type, default, bounds, effect and
-docstring.
+docstring. Write rl/help.json: the fields of the shipped configs that ``--help`` shows.
 """
 
 import ast
 import dataclasses
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import textwrap
@@ -20,8 +21,10 @@ from torchtitan.config import Configurable
 
 import rl.algorithms
 import rl.tasks
+from rl.cli import common_fields, shipped_configs
 from rl.config import RLConfig, SFTConfig
-from rl.rules import Bounds, Effect, rule_of
+from rl.help import RECORD, digest, shipped_sources
+from rl.rules import Bounds, Effect, range_text, rule_of
 from rl.validation.values import fields_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -57,9 +60,20 @@ class Section:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page, and the fields that the programs show with ``--help``."""
     PAGE.write_text(page())
-    print(f"wrote {PAGE}")
+    RECORD.write_text(record())
+    print(f"wrote {PAGE} and {RECORD}")
+
+
+def record() -> str:
+    """Return default and range of the common fields of each shipped config, as JSON."""
+    sources = {path for path, _ in shipped_sources().values()}
+    configs = shipped_configs()
+    fields = {name: common_fields(configs[name]()) for name in shipped_sources()}
+    rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in fields.items())
+    digests = json.dumps({path.name: digest(path) for path in sorted(sources)})
+    return f'{{"sources": {digests},\n"configs": {{\n{rows}\n}}}}\n'
 
 
 def page() -> str:
@@ -251,18 +265,6 @@ def _bounds_texts(hint: Any) -> list[str]:
         *([f"each {range_text(of_elements)}"] if of_elements else []),
         *(f"`{key}` {range_text(limits)}" for key, limits in by_key.items()),
     ]
-
-
-def range_text(bounds: Bounds) -> str:
-    """Return a range in words."""
-    low = f"above {_number(bounds.least)}" if bounds.above else f"from {_number(bounds.least)}"
-    high = f"and below {_number(bounds.most)}" if bounds.below else f"to {_number(bounds.most)}"
-    return " ".join([low, high, *(f"or {_number(other)}" for other in bounds.also)])
-
-
-def _number(value: float) -> str:
-    whole = value == int(value) and (isinstance(value, int) or abs(value) < 1e12)
-    return f"{int(value):,}" if whole else f"{value:g}"
 
 
 def _class_doc(kind: type) -> str:

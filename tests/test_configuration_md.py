@@ -20,6 +20,11 @@ def test_the_page_is_up_to_date(script):
     assert up_to_date, f"run {SCRIPT}: docs/configuration.md is out of date"
 
 
+def test_the_fields_that_help_shows_are_up_to_date(script):
+    up_to_date = script.record() == script.RECORD.read_text()
+    assert up_to_date, f"run {SCRIPT}: rl/help.json is out of date"
+
+
 def test_every_field_of_ours_has_a_docstring(script):
     bare = [
         f"{kind.__qualname__}.{name}"

@@ -8,7 +8,9 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl import evaluate, export
+from rl.cli import parse_config
 from rl.frozen import frozen
+from rl.training.config import one_rank
 
 TWO_NODES = ["--trainer.nodes", "2", "--trainer.parallelism.data_parallel_shard_degree", "2"]
 H100S = ["--hardware.device", "h100", "--hardware.gpus_per_node", "8"]
@@ -86,17 +88,38 @@ def test_a_folder_to_export_to_that_cannot_be_made(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("program", [evaluate, export])
 def test_help_begins_with_what_the_program_does_and_has_an_example(program, capsys):
-    with pytest.raises(SystemExit) as end:
-        program.main(["--help"])
-    text = capsys.readouterr().out
-    assert end.value.code == 0
+    text = help_of(program, capsys)
     assert program.DESCRIPTION in text
     assert "exit codes: 0 done, 1 failed, 2" in text
+    assert ("--generator." in text) == (program is evaluate)
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b_2_nodes", "qwen3_30b_a3b"])
+@pytest.mark.parametrize("program", [evaluate, export])
+def test_the_fields_that_help_shows_fit_a_run_of_many_gpus_on_one_host(program, name, capsys):
+    lines = [line.split() for line in help_of(program, capsys).splitlines()]
+    shown = [words for words in lines if words and re.match(r"--(\w+\.|colocate)", words[0])]
+    fields = [word for words in shown for word in words]
+    config = parse_config(["--config", name, *fields], program="here")[1]
+    assert config.trainer.nodes == 1
+    assert config.trainer.parallelism == one_rank()
+    if program is evaluate:
+        generator = config.generator
+        found = (generator.nodes, generator.replicas, generator.tensor_parallel_degree)
+        assert (*found, config.colocate) == (0, 1, 1, "all")
+
+
+def help_of(program, capsys) -> str:
+    """Return the help text of a program."""
+    with pytest.raises(SystemExit) as end:
+        program.main(["--help"])
+    assert end.value.code == 0
+    return capsys.readouterr().out
 
 
 def assert_refused(program, arguments, message, capsys):
     """Check that the program exits with 2 and one sentence that matches ``message``."""
     assert program.main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    assert error.partition("\nAll in ")[0].strip().count("\n") == 0
     assert re.search(message, error), error

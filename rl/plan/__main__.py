@@ -12,25 +12,50 @@ from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict
 from io import StringIO
 
-from rl.cli import load_config, parse_rl_config
 from rl.errors import EXIT_CONFIG, ConfigError, end_program
-from rl.plan.diff import changes
-from rl.plan.plan import Plan
-from rl.plan.report import describe, describe_changes
+from rl.help import CONFIGS, quick_help
+from rl.program import exit_code
 
 PROGRAM = "python -m rl.plan"
+USAGE = f"""\
+usage: {{program}} --config NAME [--json] [--diff OTHER] [--FIELD VALUE ...]
+
+Print where each rank of a run would be, what it would hold in memory, how long a step would take,
+and whether the run can work. A plan starts nothing and needs no GPU. Memory is in GiB (2^30 bytes).
+
+  --json        print one JSON object, with sizes in bytes and times in seconds
+  --diff OTHER  print no plan but the fields in which OTHER differs, and whether they change the
+                numbers of a run; OTHER is the name of a config or the config.json of a run
+
+  {{program}} --config quickstart --rollout.max_staleness 1
+  {{program}} --config quickstart --diff runs/first/config.json
+
+{CONFIGS}
+
+exit codes: 0 the run can work, or the difference was printed; 1 failed; 2 the run cannot work"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan, or the difference to another config. Return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return exit_code(lambda: _plan(given))
+
+
+def _plan(arguments: list[str]) -> int:
+    if text := quick_help(arguments, PROGRAM, USAGE):
+        print(text)
+        return 0
     parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--diff", metavar="OTHER", help="list the fields in which config OTHER differs"
-    )
-    own, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & {*rest}:
-        parser.print_help()
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--diff", metavar="OTHER")
+    own, rest = parser.parse_known_args(arguments)
+
+    # these import torch, which --help does without
+    from rl.cli import load_config, parse_rl_config
+    from rl.plan.diff import changes
+    from rl.plan.plan import Plan
+    from rl.plan.report import describe, describe_changes
+
     output = StringIO()
     try:
         with redirect_stderr(output) if own.json else nullcontext():
@@ -42,20 +67,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         plan = Plan(config)
     except ConfigError as error:
-        return _refuse(str(error), as_json=own.json)
+        if not own.json:
+            raise
+        return _refuse(str(error))
     except SystemExit as end:  # the command line could not be read
         if own.json and end.code:
-            return _refuse(_unboxed(output.getvalue()), as_json=True)
+            return _refuse(_unboxed(output.getvalue()))
         return int(end.code or 0)
     print(json.dumps({"config": name} | plan.as_json()) if own.json else describe(name, plan))
     return 0 if plan.feasible else EXIT_CONFIG
 
 
-def _refuse(error: str, *, as_json: bool) -> int:
-    if as_json:
-        print(json.dumps({"feasible": False, "errors": [error]}))
-    else:
-        print(f"error: {error}", file=sys.stderr)
+def _refuse(error: str) -> int:
+    print(json.dumps({"feasible": False, "errors": [error]}))
     return EXIT_CONFIG
 
 

@@ -65,6 +65,12 @@ def is_number_field(hint: Any) -> bool:
     return not {int, float}.isdisjoint(_members(hint))
 
 
+def choices_of(hint: Any) -> list[Any]:
+    """Return the values that a field of this type is limited to; empty if it is not."""
+    literals = (member for member in _members(hint) if get_origin(member) is Literal)
+    return [choice for member in literals for choice in get_args(member)]
+
+
 def _walk(
     content: Any, hint: Any, name: str, effect: Effect | None, bounds: Bounds | None
 ) -> Iterator[ConfigValue]:

@@ -1,7 +1,7 @@
 """Commands that a page shows, checked against the programs that they call."""
 
 from rl.cli import parse_config
-from rl.launch.__main__ import TARGETS
+from rl.launch.targets import TARGETS
 from tests.docs.pages import ROOT
 
 SHELL = ("cd", "git", "kill", "source", "squeue", "tail")
@@ -9,7 +9,7 @@ SHELL = ("cd", "git", "kill", "source", "squeue", "tail")
 SWITCHES = {"--dry-run", "--json", "--wait"}
 OPTIONS = {
     "rl.evaluate": {"--json", "--prompts", "--samples", "--step"},
-    "rl.export": {"--step"},
+    "rl.export": {"--json", "--step"},
     "rl.launch": {"--dry-run", "--wait"},
     "rl.plan": {"--diff", "--json"},
     "rl.train": set(),
@@ -36,7 +36,7 @@ def check_command(command: list[str]) -> None:
 
 def _check_program(name: str, arguments: list[str]) -> None:
     """Raise unless ``python -m NAME`` takes the arguments."""
-    rest = _without(OPTIONS[name], [each for each in arguments if each != "--help"])
+    rest = _without(OPTIONS[name], [each for each in arguments if not each.startswith("--help")])
     if name == "rl.launch":
         assert rest.pop(0) in TARGETS
     if count := PLACES.get(name, 0):

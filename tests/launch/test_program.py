@@ -13,7 +13,8 @@ import pytest
 
 from rl.cli import parse_config
 from rl.frozen import frozen
-from rl.launch.__main__ import main
+from rl.launch.__main__ import PLACES, main
+from rl.launch.targets import TARGETS
 from rl.observe.owner import FolderOwner
 from tests.e2e.runs import TINY
 
@@ -98,13 +99,23 @@ def test_a_run_that_cannot_be_launched_is_refused_by_a_message(
     assert code != 2 or not folder.exists()
 
 
-def test_without_arguments_the_usage_is_printed(launch):
-    code, printed, errors = launch()
-    assert (
-        code,
-        printed.startswith("usage: python -m rl.launch local|slurm|kubernetes"),
-        errors,
-    ) == (0, True, "")
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["slurm", "--help"], ["local", "--help"]])
+def test_there_is_one_usage(launch, arguments):
+    code, printed, errors = launch(*arguments)
+    assert (code, errors) == (0, "")
+    assert printed.startswith("usage: python -m rl.launch local|slurm|kubernetes --config NAME")
+    for word in ("--dry-run", "--wait", "--output-dir", "exit codes:", "--help-all"):
+        assert word in printed
+
+
+def test_help_of_a_config_names_the_place(launch):
+    code, printed, errors = launch("slurm", "--config", "quickstart", "--help")
+    assert (code, errors) == (0, "")
+    assert printed.startswith("usage: python -m rl.launch slurm --config quickstart")
+
+
+def test_every_place_can_be_launched_to():
+    assert (*TARGETS,) == PLACES
 
 
 def test_a_folder_that_holds_a_run_requires_resume(launch, tmp_path):

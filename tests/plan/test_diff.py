@@ -9,6 +9,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 from rl.algorithms.losses import CISPOLoss
 from rl.cli import find_config, shipped_configs
 from rl.config import RLConfig
+from rl.frozen import frozen
 from rl.plan.__main__ import main
 from rl.plan.diff import changes
 from rl.validation.values import values
@@ -116,3 +117,21 @@ def test_changes_are_printed_under_their_effect(capsys):
     assert capsys.readouterr().out == "quickstart and quickstart are the same\n"
     assert main(["--config", "quickstart", "--diff", "quickstar"]) == 2
     assert "did you mean quickstart?" in capsys.readouterr().err
+
+
+def test_the_other_config_may_be_that_of_a_run(tmp_path, capsys):
+    other = find_config("quickstart")()
+    other.seed = 3
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"name": "quickstart", "config": frozen(other)}))
+    assert main(["--config", "quickstart", "--diff", str(path)]) == 0
+    assert capsys.readouterr().out.endswith("\n\nnumerics\n  seed: 0 → 3\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--json", "--help"], ["-h"]])
+def test_there_is_one_usage(arguments, capsys):
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert text.count("usage:") == 1
+    for word in ("--diff OTHER", "--json", "GiB", "starts nothing", "exit codes:"):
+        assert word in text

@@ -323,7 +323,7 @@ def test_fields_of_inner_tasks_weights_and_stages_are_given_on_the_command_line(
 
 def test_an_unknown_field_of_an_inner_task_is_answered_with_the_nearest():
     with pytest.raises(
-        ConfigError, match=r"--task.tasks.one.digit: .*did you mean --task.tasks.one.digits.*All in"
+        ConfigError, match=r"--task.tasks.one.digit: .*did you mean --task.tasks.one.digits"
     ):
         parse_config(
             ["--config", f"{__name__}.mixed", "--task.tasks.one.digit", "4"], program="train"

@@ -1,0 +1,248 @@
+"""Help texts of the programs; they are printed without importing torch, which takes seconds."""
+
+import ast
+import hashlib
+import json
+import textwrap
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+SHIPPED = Path(__file__).parents[1] / "configs"
+"""Folder of the configs that ship with Tiller: next to its package."""
+RECORD = Path(__file__).with_name("help.json")
+"""Common fields of the shipped configs; ``scripts/make_configuration_md.py`` writes it."""
+
+GROUPS = {
+    "run": {
+        "steps": "number of steps",
+        "epochs": "over the data; 0: by steps",
+        "examples_per_step": "",
+        "validate_every": "steps; 0: at the end only",
+        "seed": "of weights and samples",
+        "output_dir": "'': runs/NAME-TIME",
+        "resume": "go on in output_dir",
+        "quiet": "print errors only",
+    },
+    "model and data": {
+        "model.hf_path": "Hugging Face folder",
+        "model.max_seq_len": "prompt + completion, tokens",
+        "task.*": "",
+    },
+    "rollouts": {
+        "rollout.prompts_per_step": "",
+        "rollout.samples_per_prompt": "",
+        "rollout.max_tokens": "of a completion",
+        "rollout.temperature": "",
+        "rollout.max_staleness": "in steps; 0: lockstep",
+        "rollout.pipeline": "",
+        "rollout.reward_workers": "processes that score",
+    },
+    "algorithm": {
+        "algorithm.update_epochs": "passes over a batch",
+        "algorithm.loss.clip_low": "",
+        "algorithm.loss.clip_high": "",
+        "algorithm.loss.entropy_coef": "",
+    },
+    "trainer": {
+        "trainer.optimizer.param_groups.0.optimizer_kwargs.lr": "learning rate",
+        "trainer.lr_scheduler.warmup_steps": "",
+        "trainer.micro_batch_size": "sequences",
+        "trainer.nodes": "",
+        "trainer.parallelism.data_parallel_shard_degree": "",
+        "trainer.parallelism.tensor_parallel_degree": "",
+        "trainer.parallelism.expert_parallel_degree": "",
+        "trainer.training.mixed_precision_param": "dtype of computation",
+        "trainer.checkpoint.interval": "steps between checkpoints",
+    },
+    "generator": {
+        "generator.replicas": "engines",
+        "generator.nodes": "0: on the trainer's nodes",
+        "generator.tensor_parallel_degree": "",
+    },
+    "evaluation": {
+        "evaluation.every": "0: at the end only",
+        "evaluation.prompts": "held out; 0: no evaluation",
+        "evaluation.samples": "k of pass@k; 0: greedy only",
+    },
+    "hardware": {
+        "hardware.device": "",
+        "hardware.gpus_per_node": "",
+        "colocate": "meshes that share devices",
+    },
+}
+"""Fields that a config's help shows, by group, each with a few words. ``*`` stands for one name."""
+
+CONFIGS = """\
+NAME is one of these configs, MODULE.FUNCTION of a module of your own, or the config.json of a run:
+
+{configs}
+
+--config NAME --help lists the common fields of that config, with range and default. Any of its
+fields can be given; --config NAME --help-all and docs/configuration.md list them all."""
+
+COMMON = """\
+  --steps N              number of steps
+  --seed N               seed of the initial weights, the prompts and the completions
+  --output-dir DIR       run folder; by default runs/NAME-TIME
+  --resume               go on from the newest complete checkpoint in --output-dir
+  --quiet                print errors only
+  --model.hf_path DIR    Hugging Face folder to start from
+  --task.path FILE       JSONL file of prompts, for configs that read one"""
+
+USAGE = (
+    """\
+usage: {program} --config NAME [--FIELD VALUE ...]
+
+"""
+    + CONFIGS
+)
+
+READS_A_RUN = """\
+The run folder is only read, so the run may still be going on.
+
+Any field of the run's config can be given after these arguments, with the names
+that python -m rl.train takes. Add these for a run of several nodes or GPUs:
+  --trainer.nodes 1
+  --trainer.parallelism.data_parallel_replicate_degree 1
+  --trainer.parallelism.data_parallel_shard_degree 1
+  --trainer.parallelism.context_parallel_degree 1
+  --trainer.parallelism.tensor_parallel_degree 1
+  --trainer.parallelism.expert_parallel_degree 1
+{one_gpu}
+
+exit codes: 0 done, 1 failed, 2 the arguments cannot work, 130 Ctrl-C"""
+
+PAGE = """\
+usage: {program} --config {name} [--FIELD VALUE ...]
+
+{description}
+
+Common fields, each with its default, its range and what it is. A flag that is on is turned off by
+no-, as in --no-quiet. A choice between kinds of a part is given without dashes, for example
+trainer.activation-checkpoint:full, trainer.float8:linear or trainer.lora:on.
+
+{groups}
+
+--help-all lists every field; so does docs/configuration.md."""
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether the arguments ask for a help text."""
+    return not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
+
+
+def quick_help(arguments: Sequence[str], program: str, usage: str = USAGE) -> str:
+    """Return the help text that the arguments ask for.
+
+    Empty if they ask for none, or for that of a config which has to be imported.
+    """
+    name, rest = take_name(arguments)
+    if not asks_for_help(arguments):
+        return ""
+    if name is None:
+        return usage.format(program=program, common=COMMON, configs=configs_text())
+    if "--help-all" in rest or name not in shipped_sources():
+        return ""
+    known = json.loads(RECORD.read_text())
+    source = shipped_sources()[name][0]
+    current = known["sources"].get(source.name) == digest(source)
+    return config_help(program, name, known["configs"][name]) if current else ""
+
+
+def config_help(program: str, name: str, fields: dict[str, Any]) -> str:
+    """Return the help text of a config, given default and range of its common fields by name."""
+    rows = []
+    for group, patterns in GROUPS.items():
+        found = [
+            (field, text)
+            for pattern, text in patterns.items()
+            for field in fields
+            if _matches(field, pattern)
+        ]
+        rows += [group] if found else []
+        for field, text in found:
+            default, limits = fields[field]
+            given = f"--{field} {default}"
+            rows.append(f"  {given:<50} {limits:<18}  {text}".rstrip())
+    description = shipped_sources()[name][1] if name in shipped_sources() else f"Config {name}."
+    text = textwrap.fill(description, 100)
+    return PAGE.format(program=program, name=name, description=text, groups="\n".join(rows))
+
+
+def is_common(field: str) -> bool:
+    """Whether a config's help shows the field."""
+    return any(_matches(field, pattern) for words in GROUPS.values() for pattern in words)
+
+
+def _matches(field: str, pattern: str) -> bool:
+    return fnmatchcase(field, pattern) and field.count(".") == pattern.count(".")
+
+
+def configs_text() -> str:
+    """Return one entry for each shipped config: its name and what it is."""
+    described = {name: text for name, (_, text) in shipped_sources().items()}
+    width = max(map(len, described)) + 4
+    options: dict[str, Any] = {"width": 100, "subsequent_indent": " " * width}
+    return "\n".join(
+        textwrap.fill(text, initial_indent=f"  {name:<{width - 2}}", **options)
+        for name, text in described.items()
+    )
+
+
+@cache
+def shipped_sources() -> dict[str, tuple[Path, str]]:
+    """Return source file and first paragraph of the docstring of each shipped config, by name."""
+    found = {}
+    for path in sorted(SHIPPED.glob("[!_]*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.returns:
+                kind = ast.unparse(node.returns).strip("'\"")
+                if kind.endswith("Config"):
+                    text = (ast.get_docstring(node) or "").partition("\n\n")[0]
+                    found[node.name] = path, " ".join(text.split())
+    return found
+
+
+def digest(path: Path) -> str:
+    """Return a digest of a file's content."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def take_name(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the value of ``--config``, None if it is missing, and the other arguments."""
+    rest = list(arguments)
+    for index, argument in enumerate(rest):
+        if argument.startswith("--config="):
+            return argument.partition("=")[2], rest[:index] + rest[index + 1 :]
+        if argument == "--config" and index + 1 < len(rest):
+            return rest[index + 1], rest[:index] + rest[index + 2 :]
+    return None, rest
+
+
+def run_parser(program: str, description: str, one_gpu: str) -> ArgumentParser:
+    """Return the parser of a program that reads a run: RUN, ``--step`` and ``--json``.
+
+    ``one_gpu`` has the fields, besides those of the trainer, that a run of many GPUs needs on few.
+    """
+    parser = ArgumentParser(
+        prog=program,
+        description=description,
+        epilog=READS_A_RUN.format(one_gpu=one_gpu),
+        allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument(
+        "--step",
+        metavar="N",
+        type=int,
+        help="load RUN/checkpoints/step-N; without this option, the newest that is complete",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
+    return parser

@@ -1,0 +1,78 @@
+"""Places to launch a run to: the file that each needs, and the start of the run there."""
+
+import os
+import shlex
+import subprocess
+from typing import Any
+
+from rl.config import RLConfig, RunConfig
+from rl.errors import require
+from rl.launch import kubernetes, slurm
+from rl.launch.freeze import Launch
+from rl.plan.plan import Plan
+
+
+def check(target: str, config: RunConfig, wait: bool) -> None:
+    """Raise ConfigError if the run cannot work there, before it waits in a queue."""
+    if target == "local":
+        nodes = f"trainer.nodes and generator.nodes come to {config.nodes} nodes"
+        require(config.nodes == 1, f"{nodes}; it must be 1 on this host")
+        config.hardware.require_here()
+        return
+    require(
+        target == "slurm" or not wait,
+        "--wait: not for kubernetes; follow the run by kubectl logs -f",
+    )
+    errors = Plan(config).errors if isinstance(config, RLConfig) else []
+    require(not errors, "\n".join(errors))
+
+
+def _local_script(launch: Launch) -> str:
+    resume = ["--resume"] if launch.config.resume else []
+    return f"#!/bin/sh\nexec {shlex.join([*launch.train(), *resume])}\n"
+
+
+def _local(launch: Launch, wait: bool) -> int:
+    job = ["/bin/sh", str(launch.files / "job.sh")]
+    if wait:
+        os.execv(job[0], job)
+    log = launch.folder / "logs" / "console.log"
+    log.parent.mkdir(exist_ok=True)
+    with log.open("a") as output:
+        files: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+        }
+        process = subprocess.Popen(job, **files, start_new_session=True)
+    _show(launch, f"kill {process.pid}  (it saves first)", f"tail -f {log}")
+    return 0
+
+
+def _slurm(launch: Launch, wait: bool) -> int:
+    job = slurm.submit(launch)
+    print(f"job:        {job}")
+    _show(launch, f"scancel {job}", f"tail -F {launch.folder / 'logs' / f'slurm-{job}.log'}")
+    return slurm.follow(launch, job) if wait else 0
+
+
+def _kubernetes(launch: Launch, wait: bool) -> int:
+    kubernetes.submit(launch)
+    _show(launch, f"kubectl delete -f {launch.files / 'manifests.json'}")
+    return 0
+
+
+def _show(launch: Launch, end: str, follow: str = "") -> None:
+    """Print the run's folder and the commands that follow and end it."""
+    print(f"run folder: {launch.folder}")
+    if follow:
+        print(f"follow it:  {follow}")
+    print(f"end it:     {end}")
+
+
+TARGETS = {
+    "local": ("job.sh", _local_script, _local),
+    "slurm": ("job.sh", slurm.script, _slurm),
+    "kubernetes": ("manifests.json", kubernetes.manifests, _kubernetes),
+}
+"""File to write, function of its text, and function that starts the run, by place."""

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from rl.algorithms.algorithm import Algorithm
     from rl.algorithms.batch import make_batch
     from rl.algorithms.policy_gradient import PolicyGradient
-    from rl.config import RLConfig, SFTConfig
+    from rl.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
     from rl.generation.config import GeneratorConfig
     from rl.model.shape import ModelConfig
     from rl.session.config import Role, SessionConfig
     from rl.session.session import Session
     from rl.tasks.base import Score, Task
+    from rl.trainers.preference import PreferenceTrainer
     from rl.trainers.rl import RLTrainer
     from rl.trainers.sft import SFTTrainer
     from rl.training.config import TrainerConfig
@@ -42,9 +43,12 @@ __all__ = [
     "GeneratorConfig",
     "ModelConfig",
     "PolicyGradient",
+    "PreferenceConfig",
+    "PreferenceTrainer",
     "Prompt",
     "RLConfig",
     "RLTrainer",
+    "RewardModelConfig",
     "Role",
     "Rollout",
     "SFTConfig",
@@ -71,9 +75,12 @@ _SOURCES = {
     "GeneratorConfig": "rl.generation.config:GeneratorConfig",
     "ModelConfig": "rl.model.shape:ModelConfig",
     "PolicyGradient": "rl.algorithms.policy_gradient:PolicyGradient",
+    "PreferenceConfig": "rl.config:PreferenceConfig",
+    "PreferenceTrainer": "rl.trainers.preference:PreferenceTrainer",
     "Prompt": "rl.types:Prompt",
     "RLConfig": "rl.config:RLConfig",
     "RLTrainer": "rl.trainers.rl:RLTrainer",
+    "RewardModelConfig": "rl.config:RewardModelConfig",
     "Role": "rl.session.config:Role",
     "Rollout": "rl.types:Rollout",
     "SFTConfig": "rl.config:SFTConfig",

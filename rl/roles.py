@@ -3,19 +3,28 @@
 import dataclasses
 from pathlib import Path
 
-from rl.config import RLConfig, RunConfig
+from rl.config import PreferenceConfig, ReferenceConfig, RLConfig, RunConfig
 from rl.session.config import Role, SessionConfig
 from rl.training.config import TrainerConfig
 
 
 def roles_of(config: RunConfig) -> dict[str, Role]:
     """Return the models by role, in the order in which they take devices."""
+    if isinstance(config, PreferenceConfig):
+        loss = config.loss.build()
+        roles = {"trainer": Role("trainer", config.trainer, config.model, loss.head)}
+        if loss.needs_reference:
+            reference = _reference_config(config, config.reference)
+            roles["reference"] = Role("reference", reference, config.model)
+        return roles
     roles = {"trainer": Role("trainer", config.trainer, config.model)}
     if not isinstance(config, RLConfig):
         return roles
     needed = config.algorithm.roles()
     if "reference" in needed:
-        roles["reference"] = Role("reference", _reference_config(config), config.model)
+        roles["reference"] = Role(
+            "reference", _reference_config(config, config.reference), config.model
+        )
     if "critic" in needed:
         roles["critic"] = Role("critic", _critic_config(config), config.model, "values")
     for name, role in config.roles.items():
@@ -25,10 +34,12 @@ def roles_of(config: RunConfig) -> dict[str, Role]:
 
 def session_config(config: RunConfig) -> SessionConfig:
     """Return the models and processes that a run starts."""
+    roles = roles_of(config)
     session = SessionConfig(
         model=config.model,
+        head=roles["trainer"].head,
         trainer=config.trainer,
-        roles={name: role for name, role in roles_of(config).items() if name != "trainer"},
+        roles={name: role for name, role in roles.items() if name != "trainer"},
         generator=None,
         hardware=config.hardware,
         deadlines=config.deadlines,
@@ -51,11 +62,11 @@ def session_config(config: RunConfig) -> SessionConfig:
     )
 
 
-def _reference_config(config: RLConfig) -> TrainerConfig:
+def _reference_config(config: RunConfig, reference: ReferenceConfig) -> TrainerConfig:
     """The trainer's, in the reference's layout, and with no checkpoint of its own to go on from."""
     checkpoint = dataclasses.replace(config.trainer.checkpoint, folder="reference", enable=False)
     return dataclasses.replace(
-        config.trainer, parallelism=config.reference.parallelism, checkpoint=checkpoint
+        config.trainer, parallelism=reference.parallelism, checkpoint=checkpoint
     )
 
 

@@ -22,7 +22,7 @@ from torchtitan.config import Configurable
 import rl.algorithms
 import rl.tasks
 from rl.cli import common_fields, shipped_configs
-from rl.config import RLConfig, SFTConfig
+from rl.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
 from rl.help import RECORD, digest, shipped_sources
 from rl.rules import Bounds, Effect, range_text, rule_of
 from rl.validation.values import fields_of
@@ -32,8 +32,9 @@ REQUIRED = object()
 INTRODUCTION = """\
 # Configuration
 
-Every field of a config, by dataclass, starting with [RLConfig](#rlconfig) and
-[SFTConfig](#sftconfig), the configs of the trainers. A field is set in a
+Every field of a config, by dataclass, starting with the configs of the trainers:
+[RLConfig](#rlconfig), [SFTConfig](#sftconfig), [PreferenceConfig](#preferenceconfig) and
+[RewardModelConfig](#rewardmodelconfig). A field is set in a
 config function or on the command line by its full name, for example `--rollout.max_tokens 512`.
 Dataclasses of torchtitan are shown with torchtitan's own documentation; Tiller may accept less than
 they describe.
@@ -87,7 +88,7 @@ def sections() -> dict[type, Section]:
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
     found: dict[type, Section] = {}
-    for kind in (RLConfig, SFTConfig):
+    for kind in (RLConfig, SFTConfig, PreferenceConfig, RewardModelConfig):
         _collect(kind, "", None, None, found)
     return found
 

@@ -1,5 +1,7 @@
 """Configs of runs, one for each trainer."""
 
+from rl.config.dataset import DatasetConfig, DatasetRunConfig
+from rl.config.preference import PreferenceConfig, PreferenceDataConfig, RewardModelConfig
 from rl.config.rl import (
     CriticConfig,
     EvaluationConfig,
@@ -13,9 +15,14 @@ from rl.config.sft import SFTConfig, SFTDataConfig
 
 __all__ = [
     "CriticConfig",
+    "DatasetConfig",
+    "DatasetRunConfig",
     "EvaluationConfig",
+    "PreferenceConfig",
+    "PreferenceDataConfig",
     "RLConfig",
     "ReferenceConfig",
+    "RewardModelConfig",
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",

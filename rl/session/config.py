@@ -76,6 +76,9 @@ class SessionConfig:
     """Training of the policy. None trains nothing: one process holds the weights for the
     generators."""
 
+    head: Head = "logprobs"
+    """Output of the trained model; ``values`` for a reward model."""
+
     roles: dict[str, Role] = field(default_factory=dict)
     """Other models by name, such as a reference, a critic or a reward model."""
 
@@ -116,7 +119,7 @@ class SessionConfig:
     def models(self) -> dict[str, Role]:
         """Models by role, in the order in which they take devices."""
         return {
-            "trainer": Role("trainer", self.trainer or TrainerConfig(), self.model),
+            "trainer": Role("trainer", self.trainer or TrainerConfig(), self.model, self.head),
             **self.roles,
         }
 

@@ -160,7 +160,8 @@ class Trainer(LifeCycle[Arguments]):
 
     async def _save_pretrained(self, path: Path, state: TrainerState | None) -> None:
         async with self._weights_of(state):
-            await self._export(path)
+            exported = await self.export(path)
+        require(exported, "a reward model has no Hugging Face form; use its checkpoint")
 
     @asynccontextmanager
     async def _weights_of(self, state: TrainerState | None) -> AsyncIterator[None]:

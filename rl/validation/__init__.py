@@ -6,7 +6,7 @@ from pathlib import Path
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from rl.cluster import SlurmConfig
-from rl.config import RLConfig, RunConfig, SFTConfig
+from rl.config import PreferenceConfig, RLConfig, RunConfig, SFTConfig
 from rl.errors import ConfigError, require, require_value
 from rl.model.shape import shape_of
 from rl.training.config import adaptable_layers
@@ -36,8 +36,8 @@ def validate(config: RunConfig) -> None:
         _validate_chunks(config)
         _validate_algorithm(config)
         _validate_roles(config)
-    elif isinstance(config, SFTConfig):
-        _validate_supervised(config)
+    elif isinstance(config, SFTConfig | PreferenceConfig):
+        _validate_dataset(config)
     _validate_lora(config)
     low = config.watchdog.entropy_min
     high = config.watchdog.entropy_max
@@ -47,7 +47,7 @@ def validate(config: RunConfig) -> None:
     _validate_slurm(config.slurm)
 
 
-def _validate_supervised(config: SFTConfig) -> None:
+def _validate_dataset(config: SFTConfig | PreferenceConfig) -> None:
     room = shape_of(config.model).max_seq_len
     longest = config.task.max_tokens
     rule = f"at most model.max_seq_len={room}"
@@ -55,8 +55,9 @@ def _validate_supervised(config: SFTConfig) -> None:
     budget = config.trainer.micro_batch_tokens
     rule = f"at least task.max_tokens={longest}"
     require_value(budget is None or budget >= longest, "trainer.micro_batch_tokens", budget, rule)
-    penalty = config.loss.kl_coef
-    require_value(penalty == 0, "loss.kl_coef", penalty, "0: the run has no reference policy")
+    if isinstance(config, SFTConfig):
+        penalty = config.loss.kl_coef
+        require_value(penalty == 0, "loss.kl_coef", penalty, "0: the run has no reference policy")
     require(
         config.model.hf_path is not None,
         "model.hf_path is not set; it must be the folder of the model and its tokenizer",

@@ -10,7 +10,8 @@ import rl
 from rl.cli import find_config
 from rl.data.batches import batch_of
 from rl.errors import ConfigError, Interrupted
-from rl.trainers.sft import SFTTrainer, split_examples
+from rl.trainers.dataset import split_examples
+from rl.trainers.sft import SFTTrainer
 from tests.trainers.tiny_chat import chat_rows, tiny_chat_model
 
 
@@ -105,7 +106,8 @@ def test_equal_examples_are_held_out_together(config):
 
 
 def split(trainer):
-    return split_examples([*trainer.dataset_train, *trainer.dataset_eval], 0.3)
+    examples = [*trainer.dataset_train, *trainer.dataset_eval]
+    return split_examples(examples, 0.3, trainer.key)
 
 
 @pytest.mark.parametrize(

@@ -24,3 +24,24 @@ def chat_rows(count: int) -> list[dict]:
         }
         for number in range(count)
     ]
+
+
+def preference_rows(count: int) -> list[dict]:
+    """Return ``count`` questions about sums, whose chosen answers are right."""
+    return [
+        {
+            "prompt": row["messages"][:1],
+            "chosen": row["messages"][1:],
+            "rejected": [{"role": "assistant", "content": f"no idea {number}"}],
+        }
+        for number, row in enumerate(chat_rows(count))
+    ]
+
+
+def labelled_rows(count: int) -> list[dict]:
+    """Return the answers of ``preference_rows``, one by one, with their labels."""
+    return [
+        {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+        for row in preference_rows(count)
+        for name in ("chosen", "rejected")
+    ]

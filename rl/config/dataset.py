@@ -1,0 +1,36 @@
+"""Fields that the configs of trainers on given examples share."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from rl.config.run import RunConfig
+from rl.rules import COSMETIC, NUMERICS, SHARE, at_least
+
+
+@dataclass(kw_only=True)  # without slots, which only one base of a class may have
+class DatasetConfig:
+    """Files of examples."""
+
+    path: str = ""
+    """JSONL file of examples. Required unless the trainer is given rows."""
+
+    held_out_path: str = ""
+    """JSONL file of the validation examples. Empty: ``held_out_fraction`` of ``path``."""
+
+    held_out_fraction: Annotated[float, SHARE] = 0.05
+    """Share of the examples of ``path`` that are held out for validation, chosen by a hash of their
+    tokens, so equal examples are held out together. 0 for no validation."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DatasetRunConfig(RunConfig):
+    """Config of a run that trains on given examples."""
+
+    examples_per_step: Annotated[int, at_least(1, 10**6), NUMERICS] = 32
+    """Number of examples in the batch of a step."""
+
+    epochs: Annotated[int, at_least(0, 10**6), NUMERICS] = 0
+    """Number of passes over the examples. 0: ``steps`` sets the length of the run."""
+
+    validate_every: Annotated[int, at_least(0), COSMETIC] = 0
+    """Number of steps between validations during training; 0 for one at the end only."""

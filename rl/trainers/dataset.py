@@ -1,0 +1,128 @@
+"""Base of trainers on given examples: files, epochs, order and validation."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any, Generic, TypeVar
+
+from rl.config import DatasetConfig, DatasetRunConfig
+from rl.data.jsonl import Source
+from rl.data.order import step_indices
+from rl.dialects.base import Dialect
+from rl.dialects.choose import dialect_or_text
+from rl.errors import require
+from rl.roles import session_config
+from rl.session.config import SessionConfig
+from rl.trainers.start import reading
+from rl.trainers.trainer import Trainer
+
+Run = TypeVar("Run", bound=DatasetRunConfig)
+Item = TypeVar("Item")
+
+
+class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
+    """Trains on examples whose order is a function of seed and epoch.
+
+    ``dataset_train`` and ``dataset_eval`` are rows: dicts in a list or a ``datasets.Dataset``, or
+    the name of a JSONL file; by default the files of ``arguments.task``. Each epoch has each
+    example once.
+    """
+
+    dataset_train: list[Item]
+    dataset_eval: list[Item]
+
+    @property
+    @abstractmethod
+    def data(self) -> DatasetConfig:
+        """Files of the examples."""
+
+    @abstractmethod
+    def read(self, source: Source, dialect: Dialect) -> list[Item]:
+        """Return the examples of ``source``, in order."""
+
+    @abstractmethod
+    def key(self, item: Item) -> bytes:
+        """Return bytes that equal examples share."""
+
+    def configure_model(self) -> SessionConfig:
+        return session_config(self.arguments)
+
+    def configure_dataloaders(self) -> None:
+        data = self.data
+        hf_path = self.arguments.model.hf_path
+        assert hf_path is not None, "validation requires it"
+        rows: Any = data.path if self.dataset_train is None else self.dataset_train
+        held_out: Any = data.held_out_path if self.dataset_eval is None else self.dataset_eval
+        require(
+            not isinstance(rows, str) or bool(rows),
+            "task.path is not set; name a JSONL file, or give the trainer dataset_train",
+        )
+        with reading(quiet=self.arguments.quiet):
+            dialect = dialect_or_text(hf_path)
+            self.dataset_train = self.read(rows, dialect)
+            if held_out:
+                self.dataset_eval = self.read(held_out, dialect)
+        if not held_out:
+            split = split_examples(self.dataset_train, data.held_out_fraction, self.key)
+            self.dataset_train, self.dataset_eval = split
+        require(
+            bool(self.dataset_train),
+            f"task.held_out_fraction is {data.held_out_fraction}, which leaves no example to train "
+            "on; lower it, or name a file of its own in task.held_out_path",
+        )
+
+    @property
+    def total_steps(self) -> int:
+        config = self.arguments
+        if not config.epochs:
+            return config.steps
+        return math.ceil(config.epochs * len(self.dataset_train) / config.examples_per_step)
+
+    def next_examples(self) -> list[Item]:
+        """Return the examples of the step after ``step``."""
+        config = self.arguments
+        size = len(self.dataset_train)
+        indices = step_indices(config.seed, self.step, config.examples_per_step, size)
+        return [self.dataset_train[index] for index in indices]
+
+    def chunks(self, items: list[Item]) -> list[list[Item]]:
+        """Return ``items`` in lists of at most ``examples_per_step``."""
+        size = self.arguments.examples_per_step
+        return [items[first : first + size] for first in range(0, len(items), size)]
+
+    def row(self) -> dict[str, Any]:
+        """Return what the metrics of every step begin with, after the step was counted."""
+        seen = self.step * self.arguments.examples_per_step
+        return {
+            "step": self.step,
+            "policy_version": self.session.version,
+            "epoch": seen / len(self.dataset_train),
+            **self.session.restarts,
+        }
+
+    async def after_step(self) -> None:
+        every = self.arguments.validate_every
+        if not (every and self.step % every == 0 and self.step < self.total_steps):
+            return
+        with self.watch.span("evaluate"):
+            scores = await self.scores_unless_leaving()
+        if scores:
+            self.report.evaluation(self.step, scores)
+
+
+def split_examples(
+    items: list[Item], fraction: float, key: Callable[[Item], bytes]
+) -> tuple[list[Item], list[Item]]:
+    """Return the examples to train on and those to hold out, a share ``fraction`` in expectation.
+
+    A hash of its key decides for each example, so examples of one key are on one side.
+    """
+    limit = int(fraction * 2**64)
+
+    def is_held_out(item: Item) -> bool:
+        return int.from_bytes(blake2b(key(item), digest_size=8).digest(), "little") < limit
+
+    held_out = [is_held_out(item) for item in items]
+    pairs = [*zip(items, held_out, strict=True)]
+    return [item for item, out in pairs if not out], [item for item, out in pairs if out]

@@ -239,7 +239,8 @@ def _limits_text(value: ConfigValue) -> str:
     """Return the range of a field; an upper bound that is only a sanity check is left out."""
     bounds = value.bounds
     if bounds is None:
-        return " | ".join(map(str, choices_of(value.hint)))
+        # typing gives equal choices in the order that was imported first
+        return " | ".join(sorted(map(str, choices_of(value.hint))))
     if bounds.most < LARGE:
         return range_text(bounds)
     also = "".join(f" or {other:,}" for other in bounds.also)

@@ -138,7 +138,7 @@ def test_an_unknown_config_is_answered_with_the_nearest_and_all():
     ):
         parse(config="quikstart")
     with pytest.raises(
-        ConfigError, match=r"--config xyzzy: there is no such config; All that exist: gsm8k_jsonl"
+        ConfigError, match=r"--config xyzzy: there is no such config; All that exist: dpo_jsonl, "
     ):
         parse(config="xyzzy")
 

@@ -75,8 +75,10 @@ def test_a_program_ends_with_its_own_code_though_its_output_fails():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(("program", "rest"), [("train", []), ("plan", []), ("launch", ["local"])])
-def test_ctrl_c_ends_a_program_though_an_import_catches_it(program, rest, tmp_path):
+@pytest.mark.parametrize(
+    "program", [["rl.train"], ["rl.plan"], ["rl.launch", "local"], ["rl", "train"]], ids=" ".join
+)
+def test_ctrl_c_ends_a_program_though_an_import_catches_it(program, tmp_path):
     (tmp_path / "torch.py").write_text(
         textwrap.dedent(
             """
@@ -90,7 +92,7 @@ def test_ctrl_c_ends_a_program_though_an_import_catches_it(program, rest, tmp_pa
         )
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", f"rl.{program}", *rest, "--config", "quickstart"]
+    command = [sys.executable, "-m", *program, "--config", "quickstart"]
     started = time.monotonic()
     done = subprocess.run(
         command,

@@ -26,6 +26,8 @@ def check_command(command: list[str]) -> None:
         program, *arguments = arguments[arguments.index("2") + 1 :]
     elif program == "python" and arguments[0] != "-m":
         program, *arguments = arguments
+    if program == "tiller":
+        program, arguments = "python", ["-m", f"rl.{arguments[0]}", *arguments[1:]]
     if program == "python":
         _check_program(arguments[1], arguments[2:])
     elif program.startswith("scripts/"):

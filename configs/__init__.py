@@ -1,1 +1,0 @@
-"""Configs that ship with Tiller: functions that return an RLConfig."""

@@ -1,0 +1,51 @@
+"""Command ``tiller``: every program as a sub-command.
+
+Exit codes: those of the program; 2 for an unknown one.
+"""
+
+import os
+import runpy
+import sys
+from importlib.metadata import version
+
+from rl.errors import EXIT_CONFIG
+from rl.program import begin
+
+PROGRAMS = {
+    "train": "train a model as a config describes, on this host",
+    "plan": "print what a run would need and take, without starting it",
+    "launch": "start a run in the background, or submit it to Slurm or Kubernetes",
+    "evaluate": "print the scores of a run's checkpoint",
+    "export": "write a run's checkpoint as a Hugging Face folder",
+}
+USAGE = """\
+usage: tiller PROGRAM ...
+
+{programs}
+
+tiller PROGRAM --help describes a program; tiller PROGRAM is python -m rl.PROGRAM.
+tiller --version prints the version."""
+
+
+def main() -> int:
+    """Run the program that the command line names; return the exit code if there is none."""
+    begin()
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(USAGE.format(programs="\n".join(f"  {each:10}{PROGRAMS[each]}" for each in PROGRAMS)))
+        return 0
+    if name == "--version":
+        print(f"tiller {version('tiller-rl')}")
+        return 0
+    if name not in PROGRAMS:
+        print(f"error: {name!r} is no program; there are {', '.join(PROGRAMS)}", file=sys.stderr)
+        return EXIT_CONFIG
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as with python -m: for the user's own modules
+    sys.argv = [sys.argv[0], *arguments]
+    runpy.run_module(f"rl.{name}", run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

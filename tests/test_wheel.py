@@ -1,0 +1,118 @@
+"""The wheel works outside the repository."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rl import train
+from rl.__main__ import PROGRAMS
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("configs", "rl", "LICENSE", "README.md", "pyproject.toml")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """Build the wheel from a copy of the sources and install it; return the folder."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            cached = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, source / name, ignore=cached)
+        else:
+            shutil.copy(ROOT / name, source)
+    offline = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+    pip(["wheel", ".", *offline, "--no-build-isolation", "--wheel-dir", "../dist"], source)
+    (wheel,) = (folder / "dist").iterdir()
+    pip(["install", str(wheel), *offline, "--target", "../target"], source)
+    return folder / "target"
+
+
+def pip(arguments: list[str], folder: Path) -> None:
+    command = [sys.executable, "-m", "pip", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def tiller(installed, tmp_path):
+    """Return a function that runs the command in an empty folder, without the repository."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        environment = os.environ | {"PYTHONPATH": str(installed)}
+        command = [sys.executable, "-P", str(installed / "bin" / "tiller"), *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+
+    return run
+
+
+def test_the_wheel_has_every_module_and_data_file(installed):
+    for folder in ("rl", "configs"):
+        found = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+        missing = [
+            str(path.relative_to(ROOT))
+            for path in found
+            if "__pycache__" not in path.parts
+            and not (installed / path.relative_to(ROOT)).is_file()
+        ]
+        assert missing == []
+
+
+def test_help_of_a_program_is_that_of_python_m(tiller, capsys):
+    done = tiller("train", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert train.main(["--help"]) == 0
+    assert done.stdout == capsys.readouterr().out
+
+
+def test_a_shipped_config_is_planned(tiller, tmp_path):
+    done = tiller("plan", "--config", "quickstart")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "quickstart" in done.stdout
+    done = tiller("plan", "--config", "quickstart", "--steps", "0")
+    assert (done.returncode, done.stderr) == (2, "error: steps is 0; it must be at least 1\n")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_configs_of_the_user_are_not_shadowed(installed, tiller, tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.py").write_text("NAME = 'mine'\n")
+    code = (
+        "import configs.mine, importlib.util as u; print(u.find_spec('configs.quickstart').origin)"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{installed}"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=environment, cwd=tmp_path, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout == f"{installed / 'configs' / 'quickstart.py'}\n", done.stderr
+
+
+def test_the_version_is_that_of_pyproject(tiller):
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert tiller("--version").stdout == f"tiller {version}\n"
+
+
+def test_every_program_is_listed(tiller):
+    text = tiller("--help").stdout
+    for path in (ROOT / "rl").rglob("*.py"):
+        if "\nif __name__ ==" in path.read_text() and path.name != "node.py":
+            name = path.parent.name if path.name == "__main__.py" else path.stem
+            assert name == "rl" or f"\n  {name} " in text
+    for name in PROGRAMS:
+        assert (ROOT / "rl" / f"{name}.py").exists() or (ROOT / "rl" / name).is_dir()
+
+
+def test_an_unknown_program_is_refused(tiller):
+    done = tiller("tarin")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: 'tarin' is no program; there are train, plan")

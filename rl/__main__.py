@@ -14,6 +14,7 @@ from rl.program import begin
 PROGRAMS = {
     "train": "train a model as a config describes, on this host",
     "plan": "print what a run would need and take, without starting it",
+    "doctor": "print what is wrong with this host, a config or a run",
     "launch": "start a run in the background, or submit it to Slurm or Kubernetes",
     "evaluate": "print the scores of a run's checkpoint",
     "export": "write a run's checkpoint as a Hugging Face folder",

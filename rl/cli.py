@@ -49,6 +49,13 @@ def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunCon
     if text := quick_help(arguments, program):
         print(text)
         raise SystemExit(0)
+    name, config = read_config(arguments, program=program)
+    validate(config)
+    return name, config
+
+
+def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
+    """Return what :func:`parse_config` returns, without the checks of ``rl.validation``."""
     given, overrides = take_name(arguments)
     if given is None:
         names = textwrap.fill(", ".join(shipped_sources()), 100, initial_indent="configs: ")
@@ -77,8 +84,12 @@ def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunCon
     except Exception as error:
         validate_types(base)
         raise users_error(f"--config {name}", error) from error
-    validate(config)
     return name, config
+
+
+def unboxed(text: str) -> str:
+    """Return tyro's message without the box around it."""
+    return " ".join(re.sub(r"[│╭╮╰╯─+]|-{3,}", " ", text).split())
 
 
 def parse_rl_config(arguments: Sequence[str], *, program: str) -> tuple[str, RLConfig]:

@@ -189,6 +189,20 @@ def claim(name: str, output_dir: str, *, resume: bool, wait_s: float = 0.0) -> F
         return owner
 
 
+def read_owner(folder: Path) -> tuple[str, bool, bool]:
+    """Return the name of the owner of a folder, empty if there is none, whether another host or
+    boot runs it, and whether it may be alive. Takes no lock.
+    """
+    path = folder / "owner.json"
+    owner = _read(path)
+    if not owner:
+        return "", False, False
+    elsewhere = owner.get("boot") != _boot()
+    renewed = time.time() - path.stat().st_mtime < LEASE_S
+    alive = renewed and (elsewhere or Path(f"/proc/{owner['pid']}").exists())
+    return _name(owner), elsewhere, alive
+
+
 def _make(folder: Path) -> bool:
     with failing_loudly(folder):
         try:

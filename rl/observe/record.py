@@ -129,7 +129,7 @@ class RunRecord:
         rows = [self.metrics_path, self.rollouts_path, self.ledger_path, self.evaluations_path]
         for path in rows:
             keep = 0
-            for row, end in _rows(path):
+            for row, end in rows_of(path):
                 if row["step"] > step:
                     break
                 keep = end
@@ -184,7 +184,7 @@ def _rollout_row(step: int, rollout: Rollout) -> dict:
     }
 
 
-def _rows(path: Path) -> Iterator[tuple[dict, int]]:
+def rows_of(path: Path) -> Iterator[tuple[dict, int]]:
     """Yield each whole row and the offset of its end, in bytes. Skip an incomplete last line."""
     if not path.exists():
         return
@@ -205,7 +205,7 @@ def _rows(path: Path) -> Iterator[tuple[dict, int]]:
 def _read_numbers(path: Path) -> list[dict]:
     return [
         {name: math.nan if value is None else value for name, value in row.items()}
-        for row, _ in _rows(path)
+        for row, _ in rows_of(path)
     ]
 
 

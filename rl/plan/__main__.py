@@ -5,7 +5,6 @@ Exit codes: 0 the run can work, 2 it cannot or the config is invalid.
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
@@ -51,7 +50,7 @@ def _plan(arguments: list[str]) -> int:
     own, rest = parser.parse_known_args(arguments)
 
     # these import torch, which --help does without
-    from rl.cli import load_config, parse_rl_config
+    from rl.cli import load_config, parse_rl_config, unboxed
     from rl.plan.diff import changes
     from rl.plan.plan import Plan
     from rl.plan.report import describe, describe_changes
@@ -72,7 +71,7 @@ def _plan(arguments: list[str]) -> int:
         return _refuse(str(error))
     except SystemExit as end:  # the command line could not be read
         if own.json and end.code:
-            return _refuse(_unboxed(output.getvalue()))
+            return _refuse(unboxed(output.getvalue()))
         return int(end.code or 0)
     print(json.dumps({"config": name} | plan.as_json()) if own.json else describe(name, plan))
     return 0 if plan.feasible else EXIT_CONFIG
@@ -81,11 +80,6 @@ def _plan(arguments: list[str]) -> int:
 def _refuse(error: str) -> int:
     print(json.dumps({"feasible": False, "errors": [error]}))
     return EXIT_CONFIG
-
-
-def _unboxed(text: str) -> str:
-    """Return tyro's message without the box around it."""
-    return " ".join(re.sub(r"[│╭╮╰╯─+]|-{3,}", " ", text).split())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Checks of a config, made before any process starts."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
-from rl.cluster import SlurmConfig
 from rl.config import PreferenceConfig, RLConfig, RunConfig, SFTConfig
 from rl.errors import ConfigError, require, require_value
 from rl.model.shape import shape_of
@@ -21,30 +22,23 @@ RESERVED = ("critic", "export", "launch", "lock", "logs", "reference", "replicas
 
 def validate(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
-    validate_types(config)
-    validate_numbers(config)
+    for check in checks(config):
+        check(config)
+
+
+def checks(config: RunConfig) -> list[Callable[[Any], None]]:
+    """Return the parts of ``validate``, in order. All but the first two rely on those two."""
+    found: list[Callable[[Any], None]] = [validate_types, validate_numbers]
     if isinstance(config, RLConfig):
-        _validate_sampling(config)
-    validate_folders(config)
-    validate_layouts(config)
-    _validate_checkpoint(config)
-    _validate_training_modes(config)
-    validate_engines(config)
+        found += [_validate_sampling]
+    found += [validate_folders, validate_layouts, _validate_checkpoint]
+    found += [_validate_training_modes, validate_engines]
     if isinstance(config, RLConfig):
-        _validate_lengths(config)
-        _validate_push(config)
-        _validate_chunks(config)
-        _validate_algorithm(config)
-        _validate_roles(config)
+        found += [_validate_lengths, _validate_push, _validate_chunks]
+        found += [_validate_algorithm, _validate_roles]
     elif isinstance(config, SFTConfig | PreferenceConfig):
-        _validate_dataset(config)
-    _validate_lora(config)
-    low = config.watchdog.entropy_min
-    high = config.watchdog.entropy_max
-    require_value(
-        high == 0 or high > low, "watchdog.entropy_max", high, f"0 or above entropy_min={low}"
-    )
-    _validate_slurm(config.slurm)
+        found += [_validate_dataset]
+    return [*found, _validate_lora, _validate_watchdog, _validate_slurm]
 
 
 def _validate_dataset(config: SFTConfig | PreferenceConfig) -> None:
@@ -139,7 +133,16 @@ def _validate_lora(config: RunConfig) -> None:
         require(not clashes, f"trainer.lora is on; it must be none with {other}")
 
 
-def _validate_slurm(slurm: SlurmConfig) -> None:
+def _validate_watchdog(config: RunConfig) -> None:
+    low = config.watchdog.entropy_min
+    high = config.watchdog.entropy_max
+    require_value(
+        high == 0 or high > low, "watchdog.entropy_max", high, f"0 or above entropy_min={low}"
+    )
+
+
+def _validate_slurm(config: RunConfig) -> None:
+    slurm = config.slurm
     try:
         limit = slurm.time_s
     except ValueError:

@@ -8,6 +8,7 @@ SHELL = ("cd", "git", "kill", "source", "squeue", "tail")
 """Commands that are not Tiller's."""
 SWITCHES = {"--dry-run", "--json", "--wait"}
 OPTIONS = {
+    "rl.doctor": {"--json"},
     "rl.evaluate": {"--json", "--prompts", "--samples", "--step"},
     "rl.export": {"--json", "--step"},
     "rl.launch": {"--dry-run", "--wait"},
@@ -39,6 +40,9 @@ def check_command(command: list[str]) -> None:
 def _check_program(name: str, arguments: list[str]) -> None:
     """Raise unless ``python -m NAME`` takes the arguments."""
     rest = _without(OPTIONS[name], [each for each in arguments if not each.startswith("--help")])
+    if name == "rl.doctor" and "--config" not in rest:
+        assert rest in ([], ["RUN"])
+        return
     if name == "rl.launch":
         assert rest.pop(0) in TARGETS
     if count := PLACES.get(name, 0):

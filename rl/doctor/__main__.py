@@ -1,0 +1,57 @@
+"""Program that finds what is wrong with this host, and with a config or a run folder.
+
+Exit codes: 0 nothing stands in the way, 2 something does.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rl.errors import EXIT_CONFIG, end_program
+from rl.help import CONFIGS, quick_help
+from rl.program import exit_code
+
+PROGRAM = "python -m rl.doctor"
+USAGE = f"""\
+usage: {{program}} [RUN | --config NAME] [--FIELD VALUE ...] [--json]
+
+Print what is wrong with this host and, if given, with a config and its input or with the run in
+folder RUN, each with a fix. Starts no process of a run, writes nothing, and needs no GPU.
+
+  --json  print one JSON object as the last line
+
+  {{program}}
+  {{program}} --config quickstart --rollout.max_staleness 1
+  {{program}} runs/first
+
+{CONFIGS}
+
+exit codes: 0 nothing stands in the way, there may be warnings; 1 failed; 2 something does"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the findings. Return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return exit_code(lambda: _doctor(given))
+
+
+def _doctor(arguments: list[str]) -> int:
+    if text := quick_help(arguments, PROGRAM, USAGE):
+        print(text)
+        return 0
+    from rl.doctor.examine import examine  # imports torch, which --help does without
+
+    rest = [each for each in arguments if each != "--json"]
+    found = examine(rest, program=PROGRAM)
+    for finding in found:
+        print(finding)
+    errors = sum(finding.severity == "error" for finding in found)
+    print(f"{errors} errors, {len(found) - errors} warnings" if found else "nothing found")
+    if "--json" in arguments:
+        print(json.dumps({"ok": not errors, "findings": [*map(asdict, found)]}))
+    return EXIT_CONFIG if errors else 0
+
+
+if __name__ == "__main__":
+    end_program(main())

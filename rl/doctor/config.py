@@ -1,0 +1,160 @@
+"""Checks of a config: what is refused, what does not fit, and settings that are worth a look."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rl.algorithms.losses import CrossEntropyLoss
+from rl.algorithms.policy_gradient import PolicyGradient
+from rl.config import CriticConfig, ReferenceConfig, RLConfig, RunConfig
+from rl.config.dataset import DatasetRunConfig
+from rl.doctor.findings import Finding, refused, warning
+from rl.errors import ConfigError
+from rl.frozen import frozen
+from rl.plan.plan import Plan
+from rl.platform import device_type
+from rl.roles import roles_of
+from rl.validation import checks
+
+BFLOAT16_NOISE = 0.05  # log-probs of trainer and generators differ by up to half of it
+
+
+def check_values(config: RunConfig) -> Iterator[Finding]:
+    """Yield the first value that is of a wrong type or out of bounds."""
+    return _refusals(config, checks(config)[:2])
+
+
+def check_config(config: RunConfig) -> Iterator[Finding]:
+    """Yield what ``rl.validation`` refuses of a config of valid values: the first refusal of each
+    of its checks.
+    """
+    return _refusals(config, checks(config)[2:])
+
+
+def check_plan(plan: Plan) -> Iterator[Finding]:
+    """Yield what does not fit into the memory of a device or a host."""
+    for complaint in plan.errors:
+        yield refused("config", complaint, cut=": ")
+
+
+def check_settings(config: RunConfig) -> Iterator[Finding]:
+    """Yield settings of a valid config that are hardly intended."""
+    yield from _check_learning(config)
+    if isinstance(config, RLConfig):
+        yield from _check_precision(config)
+        yield from _check_staleness(config)
+        yield from _check_unused(config)
+        yield from _check_shares(config)
+
+
+def check_cluster(config: RunConfig, nodes: int) -> Iterator[Finding]:
+    """Yield how the machines differ from those of a program that is started here, which has
+    ``nodes`` nodes.
+    """
+    kind = config.hardware.kind
+    if kind != device_type():
+        what = f"the run computes on {kind}, this host on {device_type()}"
+        fix = "start it by python -m rl.launch slurm, or give --hardware.device auto"
+        yield warning("config", "hardware.device", what, fix)
+    elif config.nodes > nodes:
+        what = f"the run needs {config.nodes} nodes; a program that is started here has {nodes}"
+        fix = "start it by python -m rl.launch, or give --trainer.nodes 1 --generator.nodes 0"
+        yield warning("config", "trainer.nodes", what, fix)
+    slurm = config.slurm
+    ranks = sum(role.trainer.ranks for role in roles_of(config).values()) // config.trainer.nodes
+    if 0 < slurm.cpus_per_node < ranks:
+        what = f"is {slurm.cpus_per_node}; a node of the trainer has {ranks} ranks"
+        yield warning("config", "slurm.cpus_per_node", what, f"set it to {2 * ranks} or more")
+    if slurm.gpus_per_node and slurm.gpus_per_node < config.hardware.gpus:
+        what = f"is {slurm.gpus_per_node}; ranks are placed on {config.hardware.gpus} GPUs"
+        fix = "set it to None, or hardware.gpus_per_node to the same"
+        yield warning("config", "slurm.gpus_per_node", what, fix)
+    if config.nodes > 1 and config.output_dir.startswith(("/tmp/", "/dev/shm/")):
+        what = f"is {config.output_dir!r}, which nodes do not share"
+        yield warning("config", "output_dir", what, "name a folder that all nodes see")
+
+
+def _refusals(config: RunConfig, made: Sequence[Callable[[Any], None]]) -> Iterator[Finding]:
+    for check in made:
+        try:
+            check(config)
+        except ConfigError as error:
+            yield refused("config", error)
+
+
+def _check_precision(config: RLConfig) -> Iterator[Finding]:
+    training = config.trainer.training
+    generated = config.generator.dtype
+    tolerance = config.weights.canary_tolerance
+    bfloat16 = "bfloat16" in (generated, training.mixed_precision_param, training.dtype)
+    limit = 1e-3 if tolerance is None and generated == "float32" else tolerance
+    if bfloat16 and limit and limit < BFLOAT16_NOISE:
+        what = f"is {limit} with a model in bfloat16, whose log-probs differ by more: pushes fail"
+        fix = "set it to 0.5, or trainer.training.mixed_precision_param and generator.dtype to "
+        yield warning("config", "weights.canary_tolerance", what, f"{fix}'float32'")
+
+
+def _check_learning(config: RunConfig) -> Iterator[Finding]:
+    total = config.steps * config.updates_per_step
+    if isinstance(config, DatasetRunConfig) and config.epochs:
+        total = 0  # the data decides
+    for role in roles_of(config).values():
+        if role.field not in ("trainer", "critic"):
+            continue
+        field = role.field
+        rates = [g.optimizer_kwargs.get("lr") for g in role.trainer.optimizer.param_groups]
+        if rates and not any(rates):
+            what = "the learning rate is 0: the weights stay as they are"
+            fix = "set lr in optimizer_kwargs of a group, as default_adamw(lr=1e-6) does"
+            yield warning("config", f"{field}.optimizer", what, fix)
+        warm = role.trainer.lr_scheduler.warmup_steps
+        if warm >= total > 0 and warm:
+            what = f"is {warm} of {total} optimizer steps: the learning rate is hardly reached"
+            fix = "lower it, or raise steps"
+            yield warning("config", f"{field}.lr_scheduler.warmup_steps", what, fix)
+
+
+def _check_staleness(config: RLConfig) -> Iterator[Finding]:
+    algorithm = config.algorithm
+    if not isinstance(algorithm, PolicyGradient.Config) or algorithm.corrections:
+        return
+    stale = config.rollout.max_staleness
+    fix = "add TruncatedIS.Config() to algorithm.corrections, or set rollout.max_staleness to 0"
+    if stale and algorithm.recomputes:
+        what = f"is 'recomputed' with rollout.max_staleness={stale}: no ratio corrects for it"
+        yield warning("config", "algorithm.proximal", what, f"set it to 'behaviour', {fix}")
+    elif stale and isinstance(algorithm.loss, CrossEntropyLoss.Config):
+        what = f"has no importance ratio, and rollout.max_staleness is {stale}"
+        yield warning("config", "algorithm.loss", what, fix)
+
+
+def _check_unused(config: RLConfig) -> Iterator[Finding]:
+    needed = config.algorithm.roles()
+    for name, default, fix in (
+        ("reference", ReferenceConfig(), "set algorithm.loss.kl_coef above 0"),
+        ("critic", CriticConfig(), "choose an algorithm.advantage with values"),
+    ):
+        if name not in needed and frozen(getattr(config, name)) != frozen(default):
+            what = f"is set, and the algorithm has no {name}: the fields do nothing"
+            yield warning("config", name, what, f"{fix}, or remove them")
+    for name, role in config.roles.items():
+        if not role.column and not role.reward_weight:
+            what = "nothing reads the output of the model"
+            fix = "set its column for the loss, or its reward_weight, or remove the role"
+            yield warning("config", f"roles.{name}", what, fix)
+
+
+def _check_shares(config: RLConfig) -> Iterator[Finding]:
+    rollout = config.rollout
+    groups = rollout.prompts_per_step
+    updates = config.algorithm.updates(groups) // config.algorithm.passes
+    batch = groups * rollout.samples_per_prompt // max(1, updates)
+    parts = config.trainer.dp_degree
+    if parts > batch:
+        what = f"{parts} data-parallel ranks share {batch} sequences per update: some have none"
+        fix = "lower the data-parallel degrees, or raise rollout.prompts_per_step"
+        yield warning("config", "trainer.parallelism", what, fix)
+    running = groups * (1 + rollout.max_staleness)
+    if config.generator.replicas > running:
+        what = f"is {config.generator.replicas}, and at most {running} groups run at once"
+        fix = f"lower it to {running}, or raise rollout.prompts_per_step"
+        yield warning("config", "generator.replicas", what, fix)

@@ -1,0 +1,159 @@
+"""Checks of what a run reads: the task with its prompts, the tokenizer and its chat template."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from rl.config import RLConfig, RunConfig
+from rl.dialects.base import ConversationError
+from rl.dialects.choose import dialect_of
+from rl.dialects.template import template_text
+from rl.doctor.findings import Finding, error, refused, warning
+from rl.errors import ConfigError, RunError, shown
+from rl.model.tokenizer import load_tokenizer
+from rl.rollout.prompts import training_prompt
+from rl.tasks.base import Task
+from rl.trainers.evaluation import held_out_prompts
+from rl.trainers.start import build_task, check_algorithm
+from rl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+MOST_PROMPTS = 1000
+ANSWER = "It is 42."
+QUESTION = [{"role": "user", "content": "What is it?"}]
+
+
+def check_trainer(config: RunConfig) -> Iterator[Finding]:
+    """Yield why a trainer without a task refuses its data, or what is wrong with its examples."""
+    module, _, kind = config.trainer_class.partition(":")
+    try:
+        trainer = getattr(import_module(module), kind)(replace(config, quiet=True))
+    except ConfigError as reason:
+        yield refused("data", reason)
+        return
+    trained, held_out = (
+        [*map(trainer.key, examples)] for examples in (trainer.dataset_train, trainer.dataset_eval)
+    )
+    both = {*trained} & {*held_out}
+    if both:
+        what = f"{len(both)} of {len(held_out)} held-out examples are trained on"
+        yield warning("data", "held-out examples", what, "remove the copies from the training data")
+
+
+def check_inputs(config: RLConfig) -> tuple[Task | None, list[Finding]]:
+    """Build the task and the algorithm. Return the task and what is wrong with them."""
+    task = None
+    found = list[Finding]()
+    try:
+        task = build_task(replace(config, quiet=True))
+    except ConfigError as reason:
+        found.append(refused("data", reason))
+        found += _check_tokenizer(config, str(reason))
+    try:
+        check_algorithm(config)
+    except ConfigError as reason:
+        found.append(refused("config", reason))
+    return task, found
+
+
+def check_template(
+    tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Sequence[int]
+) -> Iterator[Finding]:
+    """Yield how the chat template differs from what training and generation rely on."""
+    if not tokenizer.chat_template:
+        return
+    where = "chat template"
+    advice = "use the template of the instruction-tuned model"
+    try:
+        opened = template_text(tokenizer, QUESTION, None, add_generation_prompt=True)
+        messages = [*QUESTION, {"role": "assistant", "content": ANSWER}]
+        answered = template_text(tokenizer, messages, None, add_generation_prompt=False)
+    except ConversationError as reason:
+        yield error("data", where, str(reason), advice)
+        return
+    if not answered.startswith(opened):
+        what = f"a prompt is {shown(opened[-60:])}, which no answered conversation begins with"
+        yield warning("data", where, what, advice)
+    end = answered.rpartition(ANSWER)[2]
+    tokens = tokenizer.encode(end, add_special_tokens=False)
+    if ANSWER not in answered:
+        yield warning("data", where, "it leaves out what the assistant says", advice)
+    elif not {*tokens} & {*stop_token_ids}:
+        stops = tokenizer.convert_ids_to_tokens([*stop_token_ids])
+        what = f"an answer ends in {shown(end)}, and none of the stop tokens {stops} is in it"
+        fix = "add the token to eos_token_id in generation_config.json; without it no answer ends"
+        yield warning("data", where, what, fix)
+    try:
+        dialect_of(tokenizer)
+    except ConfigError as reason:
+        what, _, fix = str(reason).removeprefix("model.hf_path: ").rpartition("; ")
+        yield warning("data", where, f"{what}: conversations of several turns are refused", fix)
+
+
+def check_prompts(config: RLConfig, task: Task) -> Iterator[Finding]:
+    """Yield what the first prompts of a task that was built have wrong."""
+    each_step = config.rollout.prompts_per_step
+    try:
+        prompts = [training_prompt(task, number) for number in range(MOST_PROMPTS)]
+        held_out = held_out_prompts(config.evaluation, task)
+    except RunError as reason:
+        yield refused("data", reason)
+        return
+    first = {_key(prompt) for prompt in prompts[:each_step]}
+    looked_at = min(each_step, MOST_PROMPTS)
+    if 2 * len(first) < looked_at:
+        what = f"the first step has {len(first)} different prompts of {looked_at}"
+        fix = "add data, or lower rollout.prompts_per_step and raise samples_per_prompt"
+        yield warning("data", "task", what, fix)
+    known = {_key(prompt): prompt for prompt in prompts}
+    both = [prompt for prompt in held_out if _key(prompt) in known]
+    if both:
+        what = f"{len(both)} of {len(held_out)} held-out prompts are trained on"
+        what += f", as {shown(both[0].text[:80])}"
+        yield warning("data", "held-out prompts", what, "remove the copies from the training data")
+    others = [p for p in prompts if p.answer.strip() != known[_key(p)].answer.strip()]
+    if others:
+        pair = (known[_key(others[0])].answer, others[0].answer)
+        what = f"one prompt has the answers {shown(pair[0])} and {shown(pair[1])}"
+        what += f": {shown(others[0].text[:80])}"
+        yield warning("data", "training prompts", what, "remove one of the examples")
+    yield from _check_lengths(config, task, prompts)
+
+
+def _check_lengths(config: RLConfig, task: Task, prompts: list[Prompt]) -> Iterator[Finding]:
+    ended = sum(prompt.tokens[-1] in task.stop_token_ids for prompt in prompts)
+    if ended:
+        what = f"{ended} of {len(prompts)} prompts end in a stop token: the answer is over"
+        fix = "encode prompts with add_special_tokens=False, and with add_generation_prompt=True"
+        yield warning("data", "training prompts", what, fix)
+    start = task.tokenizer.bos_token_id
+    if start is not None and any(prompt.tokens[:2] == [start, start] for prompt in prompts):
+        what = "a prompt begins with bos_token twice, of the chat template and of the tokenizer"
+        fix = "encode prompts with add_special_tokens=False"
+        yield warning("data", "training prompts", what, fix)
+    room = config.rollout.max_tokens
+    answers = [prompt.answer for prompt in prompts]
+    rows = task.tokenizer(answers, add_special_tokens=False)["input_ids"]
+    long = [len(row) + 1 for row in rows if len(row) + 1 > room]
+    if long:
+        what = f"is {room}; {len(long)} of {len(prompts)} answers are longer, up to {max(long)}"
+        yield warning("data", "rollout.max_tokens", what, f"set it to {max(long)} or more")
+
+
+def _check_tokenizer(config: RLConfig, reason: str) -> Iterator[Finding]:
+    if config.model.hf_path is None:
+        return
+    try:
+        load_tokenizer(config.model.hf_path)
+    except ConfigError as other:
+        if str(other) != reason:
+            yield refused("data", other)
+
+
+def _key(prompt: Prompt) -> str:
+    """Return what prompts that differ in case and white space alone have in common."""
+    text = " ".join(prompt.text.split()).casefold()
+    return f"{prompt.task} {text or prompt.tokens}"

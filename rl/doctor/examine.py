@@ -1,0 +1,108 @@
+"""All checks, in order."""
+
+import os
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+from rl.cli import read_config, unboxed
+from rl.config import RLConfig, RunConfig
+from rl.doctor.config import (
+    check_cluster,
+    check_config,
+    check_plan,
+    check_settings,
+    check_values,
+)
+from rl.doctor.data import check_inputs, check_prompts, check_template, check_trainer
+from rl.doctor.findings import CORRECT, Finding, error, refused
+from rl.doctor.host import Host, check_host, check_memory, check_output, check_room
+from rl.doctor.reward import check_reward
+from rl.doctor.run import check_run
+from rl.errors import ConfigError
+from rl.help import take_name
+from rl.plan.plan import Plan
+
+
+def examine(arguments: list[str], *, program: str) -> list[Finding]:
+    """Return what is wrong with this host, and with the config or the run of the command line."""
+    host = Host.here()
+    made = [*check_host(host), *_check_given(host, arguments, program)]
+    return [*{each.what: each for each in reversed(made)}.values()][::-1]  # the first of equals
+
+
+def _check_given(host: Host, arguments: list[str], program: str) -> Iterator[Finding]:
+    """Yield what is wrong with the config or the run that the command line names."""
+    if not arguments:
+        return
+    run = None if arguments[0].startswith("-") else Path(arguments[0])
+    config = None
+    if run is None and take_name(arguments)[0] is None:
+        fix = "give --config NAME, or the folder of a run as the first argument"
+        yield error("config", "command line", "--config NAME is missing", fix)
+        return
+    if run is not None:
+        arguments = ["--config", str(run / "config.json"), *arguments[1:]]
+    output = StringIO()
+    try:
+        with redirect_stderr(output):
+            name, config = read_config(arguments, program=program)
+    except ConfigError as reason:
+        yield refused("config", reason)
+    except SystemExit as end:  # the command line could not be read
+        if not end.code:
+            raise
+        yield error("config", "command line", unboxed(output.getvalue()), CORRECT)
+    else:
+        if run is not None:
+            config = replace(config, output_dir=str(run), resume=True)
+        yield from check_all(host, name, config)
+    if run is not None:
+        yield from check_run(run, config)
+
+
+def check_all(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:
+    """Yield what is wrong with a config, its input, and the host for it."""
+    found = [*check_values(config)]
+    if found:
+        yield from found
+        return
+    found = [*check_config(config)]
+    yield from found
+    if not found:
+        yield from _check_valid(host, name, config)
+    if isinstance(config, RLConfig):
+        yield from _check_task(config)
+    elif not found:
+        yield from check_trainer(config)
+
+
+def _check_task(config: RLConfig) -> Iterator[Finding]:
+    """Yield what is wrong with the task of a config, its data and its reward."""
+    task, found = check_inputs(config)
+    yield from found
+    if task is not None:
+        yield from check_template(task.tokenizer, task.stop_token_ids)
+        prompts = [*check_prompts(config, task)]
+        yield from prompts
+        if not any(finding.severity == "error" for finding in prompts):
+            yield from check_reward(config, task)
+
+
+def _check_valid(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:
+    """Yield what stands in the way of a config that nothing refuses."""
+    yield from check_settings(config)
+    yield from check_cluster(config, len(os.environ.get("TILLER_NODES", "").split()) or 1)
+    yield from check_room(host, config)
+    yield from check_output(name, config)
+    if not isinstance(config, RLConfig):
+        return
+    try:
+        plan = Plan(config)
+    except ConfigError as reason:
+        yield refused("config", reason)
+        return
+    yield from check_plan(plan)
+    yield from check_memory(host, config, plan)

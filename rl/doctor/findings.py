@@ -1,0 +1,44 @@
+"""What a check has found."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+CORRECT = "correct it there"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A finding, with its place and its fix."""
+
+    room: str
+    """Part that was checked: ``host``, ``config``, ``data``, ``reward`` or ``run``."""
+    severity: Literal["error", "warning"]
+    """``error`` if a run cannot work."""
+    where: str
+    """Field, file or property."""
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        where = "" if self.what.startswith(self.where) else f"{self.where}: "
+        return f"{self.severity:8} {where}{self.what}\n{'':8} fix: {self.fix}"
+
+
+def error(room: str, where: str, what: str, fix: str) -> Finding:
+    """Return a finding with which a run cannot work."""
+    return Finding(room, "error", where, what, fix)
+
+
+def warning(room: str, where: str, what: str, fix: str) -> Finding:
+    """Return a finding with which a run may do other than intended."""
+    return Finding(room, "warning", where, what, fix)
+
+
+def refused(room: str, reason: Exception | str, cut: str = "; ") -> Finding:
+    """Return the finding of a sentence of the form ``PLACE …; FIX``, as a ConfigError has it."""
+    text = str(reason).splitlines()[0]
+    what, _, fix = text.rpartition(cut)
+    first = re.match(r"--config \S+|\S+", text)
+    place = first[0].rstrip(":,;") if first else room
+    return error(room, place, what or text, fix if what else CORRECT)

@@ -1,0 +1,145 @@
+"""Configs that are refused, and settings that are hardly intended."""
+
+import json
+
+import pytest
+
+from rl.cli import find_config
+from rl.config import RoleConfig
+from rl.doctor.config import check_settings
+from rl.frozen import frozen
+from rl.model.shape import ModelConfig
+
+REFUSED = {
+    "a cut distribution": (
+        ("--rollout.top_p", "0.5"),
+        ("error", "rollout.top_p", "is 0.5", "it must be 1.0"),
+    ),
+    "a value out of bounds": (
+        ("--rollout.temperature", "-1"),
+        ("error", "rollout.temperature", "is -1.0", "must be at least"),
+    ),
+    "an unknown field": (
+        ("--stpes", "4"),
+        ("error", "--stpes", "there is no such field", "did you mean --steps"),
+    ),
+    "a value of another type": (
+        ("--steps", "many"),
+        ("error", "command line", "many", "correct it there"),
+    ),
+    "sequences that are too long": (
+        ("--rollout.max_tokens", "600"),
+        ("error", "task.max_prompt_tokens=16", "is 616", "at most model.max_seq_len=32"),
+    ),
+    "a cache for less than a sequence": (
+        ("--generator.kv_cache_gib", "1e-6"),
+        ("error", "generator.kv_cache_gib", "is 1e-06", "at least"),
+    ),
+    "more memory than a device has": (
+        ("--hardware.memory_gib", "1"),
+        ("error", "generator-0", r"needs .* of the 1\.0 that it has", "set hardware.memory_gib to"),
+    ),
+    "a learning rate of 0": (
+        ("--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", "0"),
+        ("warning", "trainer.optimizer", "learning rate is 0", "set lr"),
+    ),
+    "a warm-up that does not end": (
+        ("--steps", "10"),
+        ("warning", "trainer.lr_scheduler.warmup_steps", "is 10 of 10", "lower it"),
+    ),
+    "a tight canary": (
+        ("--generator.dtype", "bfloat16", "--weights.canary_tolerance", "0.001"),
+        ("warning", "weights.canary_tolerance", "0.001 .* bfloat16", "0.5"),
+    ),
+    "a canary for float32 with a trainer in bfloat16": (
+        ("--trainer.training.mixed_precision_param", "bfloat16"),
+        ("warning", "weights.canary_tolerance", "0.001 .* bfloat16", "0.5"),
+    ),
+    "stale rollouts that nothing corrects": (
+        ("--rollout.max_staleness", "2", "--algorithm.proximal", "recomputed"),
+        ("warning", "algorithm.proximal", "max_staleness=2", "TruncatedIS"),
+    ),
+    "a reference that is not there": (
+        ("--reference.refresh_every", "5"),
+        ("warning", "reference", "has no reference", "kl_coef"),
+    ),
+    "a critic that is not there": (
+        ("--critic.lr_scheduler.warmup_steps", "5"),
+        ("warning", "critic", "has no critic", "algorithm.advantage"),
+    ),
+    "ranks without sequences": (
+        (
+            *("--rollout.prompts_per_step", "1", "--rollout.samples_per_prompt", "2"),
+            *("--trainer.parallelism.data_parallel_shard_degree", "4"),
+        ),
+        ("warning", "trainer.parallelism", "4 data-parallel ranks share 2", "raise"),
+    ),
+    "generators without groups": (
+        ("--rollout.prompts_per_step", "2", "--generator.replicas", "3"),
+        ("warning", "generator.replicas", "is 3, and at most 2 groups", "lower it to 2"),
+    ),
+    "a node with fewer CPUs than ranks": (
+        (
+            *("--slurm.cpus_per_node", "1"),
+            *("--trainer.parallelism.data_parallel_shard_degree", "2"),
+        ),
+        ("warning", "slurm.cpus_per_node", "is 1; .* 2 ranks", "set it to 4"),
+    ),
+    "more nodes than there are": (
+        ("--generator.nodes", "1"),
+        ("warning", "trainer.nodes", "needs 2 nodes; .* has 1", "rl.launch"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_with_a_config_is_found(case, doctor, matches):
+    arguments, expected = REFUSED[case]
+    code, found = doctor("--config", "quickstart", *arguments)
+    assert code == (2 if expected[0] == "error" else 0)
+    found = [each for each in found if each["where"] not in ("cores", "/dev/shm", "/etc/hosts")]
+    matches(found, *expected)
+
+
+def test_each_fault_of_a_config_is_found(doctor):
+    faults = ("--rollout.top_p", "0.5", "--task.digits", "50", "--generator.block_size", "33")
+    code, found = doctor("--config", "quickstart", *faults)
+    assert code == 2
+    places = [each["where"] for each in found]
+    assert places == ["rollout.top_p", "generator.block_size", "task.digits"]
+
+
+def test_a_folder_that_nodes_do_not_share_is_found(doctor):
+    folder = "/tmp/no_such_folder_of_a_run"
+    _, found = doctor("--config", "quickstart", "--generator.nodes", "1", "--output-dir", folder)
+    (shared,) = [each for each in found if each["where"] == "output_dir"]
+    assert shared["severity"] == "warning" and "nodes do not share" in shared["what"]
+
+
+def test_a_role_that_nothing_reads_is_found(matches):
+    config = find_config("quickstart")()
+    config.roles["teacher"] = RoleConfig(model=ModelConfig(), checkpoint="there")
+    matches([*check_settings(config)], "warning", "roles.teacher", "nothing reads", "column")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--config", "quikstart"), ("--config quikstart", "no such config", "quickstart")),
+        (("--config", "no_package.mine"), ("--config no_package.mine", "cannot import", "PYTHON")),
+        (("--steps", "4"), ("command line", "--config NAME is missing", "folder of a run")),
+    ],
+)
+def test_a_config_that_does_not_exist_is_found(arguments, expected, doctor, matches):
+    code, found = doctor(*arguments)
+    assert code == 2
+    matches(found, "error", *expected)
+
+
+def test_a_config_of_a_run_with_a_wrong_value_is_found(tmp_path, doctor, matches):
+    path = tmp_path / "config.json"
+    config = frozen(find_config("quickstart")()) | {"colocate": "some"}
+    path.write_text(json.dumps({"name": "x", "config": config}))
+    code, found = doctor("--config", path)
+    assert code == 2
+    matches(found, "error", "colocate", "is 'some'", "'none' or 'models' or 'all'")

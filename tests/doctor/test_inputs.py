@@ -1,0 +1,260 @@
+"""Models, tokenizers, chat templates, data and rewards with damage, each found with its fix."""
+
+import json
+
+import pytest
+
+from rl.cli import shipped_configs
+from rl.doctor import reward
+from tests.training.model_folders import edit_config, truncate
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def template(old: str, new: str):
+    """Return a damage that replaces text in the chat template."""
+
+    def change(folder):
+        path = folder / "tiny" / "chat_template.jinja"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+
+    return change
+
+
+def data(*rows: str, repeat: int = 1):
+    """Return a damage that replaces the data by ``rows``."""
+    return lambda folder: (folder / "tiny.jsonl").write_text("\n".join(rows * repeat) + "\n")
+
+
+def problem(question: str, answer: str) -> str:
+    return json.dumps({"question": question, "answer": f"#### {answer}"})
+
+
+def spelled(folder):
+    """Add each question of the data in capital letters."""
+    path = folder / "tiny.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows += [row | {"question": row["question"].upper()} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def stop_elsewhere(folder):
+    edit_json(folder / "tiny" / "tokenizer_config.json", eos_token="<|endoftext|>")
+    edit_json(folder / "tiny" / "generation_config.json", eos_token_id=0)
+
+
+MANY = [problem(f"What is {n} and {n}?", str(2 * n)) for n in range(100)]
+DAMAGED = {
+    "no weights": (
+        lambda f: (f / "tiny" / "model.safetensors").unlink(),
+        ("error", "model.hf_path", "has no .*safetensors", "save the model"),
+    ),
+    "weights that are cut off": (
+        lambda f: truncate(f / "tiny"),
+        ("error", "model.hf_path", "model.safetensors cannot be read", "copy or download"),
+    ),
+    "another architecture": (
+        lambda f: edit_config(f / "tiny", attention_bias=True),
+        ("error", "model.hf_path", "attention_bias .* is True", "trains False only"),
+    ),
+    "no tokenizer": (
+        lambda f: (f / "tiny" / "tokenizer.json").unlink(),
+        ("error", "model.hf_path", "has no tokenizer.json", "save the tokenizer"),
+    ),
+    "a tokenizer that is cut off": (
+        lambda f: (f / "tiny" / "tokenizer.json").write_text('{"version": '),
+        ("error", "model.hf_path", "tokenizer.json", "Expecting value|correct it|save it"),
+    ),
+    "no chat template": (
+        lambda f: (f / "tiny" / "chat_template.jinja").unlink(),
+        ("error", "model.hf_path", "no chat template", "instruction-tuned model"),
+    ),
+    "a chat template that fails": (
+        template("{{- '<|im_start|>' + message.role", "{{- nothing() + message.role"),
+        ("error", "model.hf_path", "the chat template .* fails", "correct it there"),
+    ),
+    "a stop token of another model": (
+        stop_elsewhere,
+        ("warning", "chat template", "none of the stop tokens .*endoftext", "eos_token_id"),
+    ),
+    "a stop token that does not exist": (
+        lambda f: edit_json(f / "tiny" / "generation_config.json", eos_token_id=9999),
+        ("error", "model.hf_path", "eos_token_id .* is 9999", "token ids of the tokenizer"),
+    ),
+    "no data": (
+        lambda f: (f / "tiny.jsonl").unlink(),
+        ("error", "task.path", "there is no file", "correct it there"),
+    ),
+    "empty data": (data(""), ("error", "task.path", "is empty", "JSON object")),
+    "a row that is not JSON": (
+        data("{'question': 1}"),
+        ("error", "task.path", "line 1: not JSON", "correct it there"),
+    ),
+    "a row without answer": (
+        data(*MANY, problem("And?", "none")),
+        ("error", "task.path", "line 101: field 'answer' has no", "correct it there"),
+    ),
+    "data of another encoding": (
+        lambda f: (f / "tiny.jsonl").write_bytes("{}".encode("utf-16")),
+        ("error", "task.path", "UTF-16", "save it as UTF-8"),
+    ),
+    "a prompt that is too long": (
+        data(*MANY, problem("long " * 600, "1")),
+        ("error", "task.path", "line 101: its prompt has .* tokens", "raise the limit"),
+    ),
+    "one question": (
+        data(*MANY[:1], repeat=50),
+        ("error", "task.path", "has 1 different question", "2 or more"),
+    ),
+    "few questions": (
+        data(*MANY[:4]),
+        ("warning", "task", "the first step has 3 different prompts of 32", "add data"),
+    ),
+    "held-out questions that differ in case": (
+        spelled,
+        ("warning", "held-out prompts", "are trained on", "remove the copies"),
+    ),
+    "two answers": (
+        data(*MANY, *(problem(f"What is {n} and {n}?", "7") for n in range(100))),
+        ("warning", "training prompts", "one prompt has the answers", "remove one"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_inputs_are_found(case, inputs, doctor, matches):
+    damage, expected = DAMAGED[case]
+    damage(inputs)
+    files = ("--model.hf_path", inputs / "tiny", "--task.path", inputs / "tiny.jsonl")
+    code, found = doctor("--config", "gsm8k_jsonl", *files)
+    assert code == (2 if expected[0] == "error" else 0)
+    matches(found, *expected)
+
+
+TEMPLATES = {
+    "another family": (
+        template("<|im_start|>' + message.role + '\\n'", "<|im_start|>' + message.role + ':'"),
+        ["conversations of several turns are refused"],
+    ),
+    "another name of the assistant": (
+        template("{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>bot\\n' }}"),
+        ["which no answered conversation begins with", "several turns are refused"],
+    ),
+    "no content": (
+        template("+ content.lstrip('\\n')", ""),
+        ["it leaves out what the assistant says", "several turns are refused"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_a_template_of_its_own_is_found(case, inputs, doctor):
+    damage, expected = TEMPLATES[case]
+    damage(inputs)
+    files = ("--model.hf_path", inputs / "tiny", "--task.path", inputs / "tiny.jsonl")
+    code, found = doctor("--config", "gsm8k_jsonl", *files)
+    assert code == 0
+    assert {each["where"] for each in found} == {"chat template"}
+    for said, each in zip(expected, found, strict=True):
+        assert said in each["what"] and each["fix"]
+
+
+FAULTS = {
+    "constructor": ("error", "task", "building Broken: .* FileNotFoundError", "correct it there"),
+    "leak": ("warning", "held-out prompts", "50 of 256 held-out prompts", "remove the copies"),
+    "few prompts": ("warning", "task", "3 different prompts of 32", "add data"),
+    "two answers": ("warning", "training prompts", "one prompt has the answers", "remove one"),
+    "ends": ("warning", "training prompts", "1000 of 1000 .* stop token", "add_special_tokens"),
+    "bos twice": ("warning", "training prompts", "bos_token twice", "add_special_tokens=False"),
+    "no tokens": ("error", "task", r"prompt\(0\) has tokens=\[\]", "at least one"),
+    "late": ("error", "task", r"prompt\(900\) has tokens=\[\]", "at least one"),
+    "no held out": ("error", "evaluation.prompts", "holds out no prompts", "set it to 0"),
+    "random": ("warning", "Broken", "the same completions have the rewards", "derive"),
+    "constant": ("warning", "Broken", "is 0.25 for the reference answer", "prompt.answer"),
+    "empty": ("warning", "Broken", "no text gets 1.0, the reference answer 0.25", "no answer"),
+    "nan": ("error", "Broken", "reward=nan", "finite numbers"),
+    "raises": ("error", "Broken", "raised KeyError", "return a Score"),
+    "number": ("error", "Broken", "returned 0.5, which is no Score", "return a Score"),
+    "hangs": ("warning", "Broken", "0 of 8 groups were scored", "hangs"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_a_task_are_found(fault, doctor, matches, monkeypatch):
+    monkeypatch.setattr(reward, "DEADLINE_S", 1.0 if fault == "hangs" else 60.0)
+    code, found = doctor("--config", "tests.doctor.broken_task.broken", "--task.fault", fault)
+    assert code == (2 if FAULTS[fault][0] == "error" else 0)
+    matches(found, *FAULTS[fault])
+
+
+def test_answers_that_do_not_fit_are_found(doctor, matches):
+    code, found = doctor("--config", "quickstart", "--rollout.max_tokens", "3")
+    assert code == 0
+    expected = ("1000 of 1000 answers are longer, up to 4", "set it to 4 or more")
+    matches(found, "warning", "rollout.max_tokens", *expected)
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "Yes."}]}
+    for n in range(40)
+]
+
+
+def chats(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rows", "held_out", "expected"),
+    [
+        ([*CHATS, {"messages": 3}], [], ("error", "task.path", "line 41", "")),
+        (
+            CHATS,
+            CHATS[:5],
+            ("warning", "held-out examples", "5 of 5 held-out examples are trained on", "copies"),
+        ),
+    ],
+)
+def test_damaged_conversations_are_found(
+    rows, held_out, expected, good_inputs, tmp_path, doctor, matches
+):
+    files = ["--model.hf_path", good_inputs / "tiny", "--task.path", chats(tmp_path / "a", rows)]
+    if held_out:
+        files += ["--task.held_out_path", chats(tmp_path / "b", held_out)]
+    code, found = doctor("--config", "sft_jsonl", *files)
+    assert code == (2 if "error" in expected else 0)
+    matches(found, *expected)
+
+
+@pytest.mark.parametrize("config", shipped_configs())
+def test_shipped_configs_have_no_findings(config, good_inputs, tmp_path, doctor):
+    options = []
+    if config != "quickstart":
+        model = tmp_path / "longer"
+        model.mkdir()
+        for path in (good_inputs / "tiny").iterdir():
+            (model / path.name).write_bytes(path.read_bytes())
+        edit_json(model / "config.json", max_position_embeddings=32768)
+        rows = good_inputs / "tiny.jsonl"
+        if config == "sft_jsonl":
+            rows = chats(tmp_path / "chats.jsonl", CHATS)
+        if config in ("dpo_jsonl", "reward_model_jsonl"):
+            pairs = [{"prompt": f"{n}?", "chosen": "Yes.", "rejected": "No."} for n in range(40)]
+            rows = chats(tmp_path / "pairs.jsonl", pairs)
+        options = ["--model.hf_path", model, "--task.path", rows]
+    if "a3b" in config:
+        options += ["--trainer.parallelism.expert_parallel_degree", "1"]
+    code, found = doctor("--config", config, *options)
+    places = {each["where"] for each in found}
+    assert (code, places - {"hardware.device"}) == (0, set()), found
+    assert ("hardware.device" in places) == config.startswith("qwen3")
+
+
+def test_nothing_is_found_without_a_config(doctor):
+    code, found = doctor()
+    assert (code, [each for each in found if each["severity"] == "error"]) == (0, [])

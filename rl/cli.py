@@ -1,4 +1,4 @@
-"""From a config's name and dotted overrides to a validated RLConfig."""
+"""From a config's name and dotted overrides to a validated config."""
 
 import dataclasses
 import difflib

@@ -46,6 +46,7 @@ GROUPS = {
         "algorithm.loss.clip_low": "",
         "algorithm.loss.clip_high": "",
         "algorithm.loss.entropy_coef": "",
+        "loss.beta": "strength of the reference",
     },
     "trainer": {
         "trainer.optimizer.param_groups.0.optimizer_kwargs.lr": "learning rate",

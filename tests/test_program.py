@@ -106,6 +106,27 @@ def test_ctrl_c_ends_a_program_though_an_import_catches_it(program, tmp_path):
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("rl.train", ["--help"]),
+        ("rl.train", ["--config", "quickstart", "--help"]),
+        ("rl.plan", ["--help"]),
+        ("rl.launch.__main__", ["slurm", "--help"]),
+        ("rl.evaluate", ["--help"]),
+        ("rl.export", ["--help"]),
+    ],
+)
+def test_help_is_printed_without_importing_torch(program, arguments):
+    code = (
+        f"import sys, contextlib; from {program} import main\n"
+        f"with contextlib.suppress(SystemExit): main({arguments})\n"
+        "print(*{'torch', 'tyro', 'monarch'} & {*sys.modules}, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout[:6], done.stderr) == ("usage:", "\n")
+
+
 def accept_interrupts() -> None:
     signal.signal(
         signal.SIGINT, signal.default_int_handler

@@ -64,12 +64,19 @@ def scores(row: dict[str, object]) -> dict[str, object]:
 def test_an_export_has_every_byte_of_the_runs_own(tmp_path, run):
     before = times(run.folder)
     folder = tmp_path / "new" / "exported"
-    program = Program("rl.export", str(run.folder), str(folder), folder=tmp_path / "export")
+    arguments = [str(run.folder), str(folder), "--json"]
+    program = Program("rl.export", *arguments, folder=tmp_path / "export")
     assert program.wait() == 0, program.stderr
     program.assert_nothing_left()
     assert files(folder) == files(run.folder / "export")
     assert [path.name for path in folder.parent.iterdir()] == ["exported"]
-    assert run.json("summary.json")["policy_digest"] in program.stdout
+    summary = run.json("summary.json")
+    assert json.loads(program.stdout.splitlines()[-1]) == {
+        "run": str(run.folder),
+        "step": summary["steps"],
+        "folder": str(folder),
+        "policy_digest": summary["policy_digest"],
+    }
     assert times(run.folder) == before
 
 

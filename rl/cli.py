@@ -1,4 +1,4 @@
-"""From a config's name and dotted overrides to a validated config."""
+"""Command line of a config: its name and dotted overrides, read into a validated config."""
 
 import dataclasses
 import difflib
@@ -318,7 +318,7 @@ def _field_names(value: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
-    """What a list or dict holds, under the names that the command line has for it."""
+    """Return the elements of a list or dict by their names on the command line."""
     pairs = (
         value.items()
         if isinstance(value, dict)

@@ -139,7 +139,7 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 def quick_help(arguments: Sequence[str], program: str, usage: str = USAGE) -> str:
     """Return the help text that the arguments ask for.
 
-    Empty if they ask for none, or for that of a config which has to be imported.
+    Empty if they ask for none, or if the text needs an import of the config.
     """
     name, rest = take_name(arguments)
     if not asks_for_help(arguments):
@@ -184,7 +184,7 @@ def _matches(field: str, pattern: str) -> bool:
 
 
 def configs_text() -> str:
-    """Return one entry for each shipped config: its name and what it is."""
+    """Return one entry for each shipped config: name and description."""
     described = {name: text for name, (_, text) in shipped_sources().items()}
     width = max(map(len, described)) + 4
     options: dict[str, Any] = {"width": 100, "subsequent_indent": " " * width}

@@ -93,7 +93,7 @@ def run_session(
     task: Task.Config | None,
     work: Callable[[Session], Awaitable[Result]],
 ) -> Result:
-    """Return what ``work`` returns for a session, whose processes and files end with this call.
+    """Return the result of ``work`` for a session. Its processes and files end with this call.
 
     Raises Interrupted after Ctrl-C and other signals.
     """

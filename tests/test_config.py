@@ -1,4 +1,4 @@
-"""What a user may write on the command line, and what is said of what cannot work (C5)."""
+"""Arguments of the command line, and messages about those that cannot work (C5)."""
 
 import fnmatch
 import math
@@ -21,7 +21,7 @@ def parse(*overrides: str, config: str = "quickstart") -> RLConfig:
     return parse_config(["--config", config, *overrides], program=PROGRAM)[1]
 
 
-# What is given arrives, typed.
+# Values that are given have the type of their field.
 
 
 def test_overrides_reach_nested_fields_as_their_own_type():
@@ -95,7 +95,7 @@ def test_the_config_may_be_named_anywhere_and_with_an_equals_sign(place):
     assert (name, config.seed) == ("quickstart", 4)
 
 
-def test_what_is_not_given_is_the_configs_own():
+def test_the_config_decides_fields_that_are_not_given():
     assert frozen(parse()) == frozen(find_config("quickstart")())
 
 
@@ -456,7 +456,7 @@ def test_a_gpu_host_must_have_as_many_as_the_config_needs():
         ),
     ],
 )
-def test_what_context_parallelism_cannot_run_is_refused(field, value, message):
+def test_settings_that_context_parallelism_cannot_run_are_refused(field, value, message):
     config = find_config("quickstart")()
     config.trainer.parallelism.context_parallel_degree = 2
     validate(config)
@@ -509,7 +509,7 @@ def test_a_canary_may_be_strict_or_left_out_but_its_tolerance_is_a_number():
         parse("--weights.canary_tolerance", "nan")
 
 
-def test_what_the_watchdog_does_and_its_range_of_entropies_make_sense():
+def test_watchdog_actions_and_entropy_range_are_checked():
     config = find_config("quickstart")()
     config.watchdog.entropy_min = 0.5
     config.watchdog.entropy_max = 0.4

@@ -1,4 +1,4 @@
-"""What the Dockerfile names exists. No test builds it."""
+"""Paths that the Dockerfile names. No test builds the image."""
 
 import re
 from pathlib import Path

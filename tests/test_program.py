@@ -111,7 +111,7 @@ def test_ctrl_c_ends_a_program_though_an_import_catches_it(program, tmp_path):
     [
         ("rl.train", ["--help"]),
         ("rl.train", ["--config", "quickstart", "--help"]),
-        ("rl.plan", ["--help"]),
+        ("rl.plan.__main__", ["--help"]),
         ("rl.launch.__main__", ["slurm", "--help"]),
         ("rl.evaluate", ["--help"]),
         ("rl.export", ["--help"]),

@@ -1,4 +1,4 @@
-"""What the programs that read a run refuse before they start anything."""
+"""Arguments that the programs which read a run refuse before they start anything, and help."""
 
 import json
 import re
@@ -18,7 +18,7 @@ H100S = ["--hardware.device", "h100", "--hardware.gpus_per_node", "8"]
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run with checkpoints, whose content nothing reads, and one that is incomplete."""
+    """A run with two empty checkpoints that look complete, and one that is incomplete."""
     folder = tmp_path / "run"
     for step in (4, 20):
         (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)

@@ -1,7 +1,7 @@
 """Launcher: freezes a run in its folder, then starts it here or submits it to a cluster.
 
-Exit codes: 0 the run was submitted, or with --wait has finished; otherwise that of the run; 2 the
-config cannot work.
+Exit codes: 0 the run was submitted, or with --wait has finished; 1 failed; 2 the config cannot
+work; with --wait for a run on this host, the exit code of the run.
 """
 
 import shlex

@@ -1,4 +1,4 @@
-"""Checks of a config: what is refused, what does not fit, and settings that are worth a look."""
+"""Checks of a config: refusals, memory, machines, and settings that are worth a look."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

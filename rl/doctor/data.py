@@ -1,4 +1,4 @@
-"""Checks of what a run reads: the task with its prompts, the tokenizer and its chat template."""
+"""Checks of the input of a run: the task with its prompts, the tokenizer and its chat template."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a check has found."""
+"""Finding of a check."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a host lacks is found, each thing with its fix."""
+"""Hosts that lack something, each found with its fix."""
 
 from dataclasses import replace
 

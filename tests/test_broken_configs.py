@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rl.cli import SHIPPED, find_config, load_config, parse_config, shipped_configs
-from rl.config import RLConfig
+from rl.config import RunConfig
 from rl.errors import ConfigError
 from rl.frozen import frozen
 from rl.run import run
@@ -16,7 +16,7 @@ from rl.train import main
 PROGRAM = "python -m rl.train"
 HEAD = """\
 from dataclasses import dataclass
-from rl.config import RLConfig
+from rl.config import RunConfig
 from rl.tasks.copy_digits import CopyDigits
 """
 
@@ -81,7 +81,7 @@ def test_a_function_that_returns_no_run_config_is_named(module, returned):
     text = error_of(f"{name}.mine")
     assert text.startswith(f"--config {name}.mine: mine in ")
     assert f"returned {returned[:9]}" in text
-    assert text.endswith("it must return a RLConfig")
+    assert text.endswith("it must return a config such as RLConfig")
 
 
 def test_a_config_of_wrong_types_is_refused_by_field(module):
@@ -219,7 +219,7 @@ def test_configs_of_tiller_are_found_beside_a_package_of_the_same_name(tmp_path,
 def test_every_function_of_the_configs_folder_is_shipped():
     assert (SHIPPED / "quickstart.py").is_file()
     assert {"quickstart", "gsm8k_jsonl", "qwen3_8b"} <= shipped_configs().keys()
-    assert all(isinstance(make(), RLConfig) for make in shipped_configs().values())
+    assert all(isinstance(make(), RunConfig) for make in shipped_configs().values())
 
 
 PICKY = """
@@ -244,4 +244,4 @@ def test_an_exception_in_a_users_config_class_names_the_line(module):
 
 def test_a_return_annotation_may_name_the_module_of_run_config(module):
     source = "import rl.config as c\ndef mine() -> 'c.RLConfig':\n    return None\n"
-    assert error_of(f"{module(source)}.mine").endswith("it must return a RLConfig")
+    assert error_of(f"{module(source)}.mine").endswith("it must return a config such as RLConfig")

@@ -16,7 +16,7 @@ from rl.train import main
 PROGRAM = "python -m rl.train"
 HEAD = """\
 from dataclasses import dataclass
-from rl.config import RunConfig
+from rl.config import RLConfig
 from rl.tasks.copy_digits import CopyDigits
 """
 

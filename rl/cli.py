@@ -192,7 +192,7 @@ def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
 
 
 def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
-    """Public functions that ``module`` defines and annotates as returning a RLConfig."""
+    """Public functions that ``module`` defines and annotates as returning a config."""
     functions = inspect.getmembers(module, inspect.isfunction)
     own = {
         name: each

@@ -1,4 +1,4 @@
-"""The machines of a run: what their devices can do, and how Slurm is asked for them."""
+"""Machines of a run: figures of their devices, and the settings of Slurm and Kubernetes."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -25,14 +25,14 @@ class Device:
 
     memory_gib: float
     tflops: float
-    """In bfloat16."""
+    """Dense bfloat16 throughput."""
     float8_tflops: float
-    """0 where it does not compute in float8."""
+    """0 if the device does not compute in float8."""
     memory_gb_s: float
     link_gb_s: float
-    """To the other devices of its node."""
+    """Bandwidth to the other devices of the node."""
     network_gb_s: float
-    """To other nodes: the device's own share."""
+    """Bandwidth to other nodes: the device's own share."""
 
 
 # Sources: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200, with one 200
@@ -77,7 +77,7 @@ FIGURES = ("memory_gib", "tflops", "memory_gb_s", "link_gb_s", "network_gb_s")
 
 
 def _known(name: str) -> DeviceName:
-    """The device whose driver gives it this name."""
+    """Return the device that the driver calls ``name``."""
     found: list[DeviceName] = [known for known in DEVICES if known in name.lower()]
     require(
         bool(found),
@@ -237,8 +237,8 @@ class SlurmConfig:
     folder."""
 
     warn_s: Annotated[int, at_least(1, YEAR_S)] = 300
-    """Number of seconds before the time limit at which the run is told to finish its step, save and
-    exit. Must be longer than both take."""
+    """Number of seconds before the time limit at which the run gets the signal to finish its step,
+    save and exit. Must be longer than both take."""
 
     max_restarts: Annotated[int, at_least(0, 10**6)] = 20
     """Number of attempts after the first, whatever ended it: the time limit, a preemption or a lost
@@ -289,7 +289,7 @@ class KubernetesConfig:
     """Maximum size of /dev/shm for the processes of a node."""
 
     warn_s: Annotated[int, at_least(1, YEAR_S)] = 300
-    """Number of seconds that a pod has for saving when it is told to end."""
+    """Number of seconds that a pod has for saving before it ends."""
 
     max_restarts: Annotated[int, at_least(0, 10**6)] = 20
     """Number of attempts after the first."""

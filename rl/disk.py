@@ -33,7 +33,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Have ``write`` fill a file, which takes the name ``path`` once its content is on disk."""
+    """Write a file by ``write``; it gets the name ``path`` once its content is on disk."""
     partial = path.with_name(f"{path.name}.partial")
     with open(partial, "wb") as file:
         write(file)
@@ -43,7 +43,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def replace_folder(folder: Path, whole: Path) -> None:
-    """Give ``whole``, whose files are on disk, the name ``folder``, in place of what has it."""
+    """Rename ``whole`` to ``folder``, which it replaces. The files of ``whole`` are on disk."""
     sync_folder(whole)
     shutil.rmtree(folder, ignore_errors=True)
     whole.rename(folder)

@@ -1,4 +1,4 @@
-"""How a run ends early, each way with its exit code, and what may fail without ending it."""
+"""Errors that end a run, with their exit codes, and errors that a run survives."""
 
 import contextlib
 import os
@@ -16,8 +16,8 @@ CLEAN_UP_S = 5
 LONGEST_REPR = 200
 
 at_end: list[Callable[[], None]] = []
-"""Clean-ups that ``end_program`` calls: they remove what would outlive the process. What they raise
-is ignored."""
+"""Clean-ups that ``end_program`` calls, of things that would outlive the process. Errors in them
+are ignored."""
 
 
 def end_program(code: int) -> NoReturn:
@@ -32,7 +32,7 @@ def end_program(code: int) -> NoReturn:
 
 
 class ConfigError(ValueError):
-    """The configuration or the input it names cannot work; raised before any process starts."""
+    """Error in the config or in its input; raised before any process starts."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -49,7 +49,7 @@ def require_value(holds: bool, field: str, value: object, allowed: str) -> None:
 
 
 def shown(value: object) -> str:
-    """Return ``repr(value)``, cut to LONGEST_REPR characters; that of a user's class may raise."""
+    """Return ``repr(value)``, cut to LONGEST_REPR characters, also if it raises."""
     try:
         text = repr(value)
     except Exception:
@@ -59,7 +59,7 @@ def shown(value: object) -> str:
 
 
 def said_by(error: BaseException) -> str:
-    """Return type and text of an exception whose ``str()`` may raise."""
+    """Return type and text of an exception, also if its ``str()`` raises."""
     return _printable("".join(traceback.format_exception_only(error)).strip())
 
 
@@ -74,16 +74,14 @@ def _printable(text: str) -> str:
 
 
 class RunError(RuntimeError):
-    """A run failed after it started; the message names the actor, rank and call."""
+    """Failure of a run after it started. The message names actor, rank and call."""
 
     exit_code = EXIT_FAILED
 
 
 @contextlib.contextmanager
 def naming(code: str) -> Iterator[None]:
-    """Raise RunError, which says that ``code`` raised and where, for anything that the user's code
-    raises within.
-    """
+    """Raise RunError, which names ``code`` and the line, for any exception inside the block."""
     try:
         yield
     except RunError:
@@ -93,29 +91,25 @@ def naming(code: str) -> Iterator[None]:
 
 
 class Interrupted(RunError):
-    """A signal, or a call of ``leave``, ended the work before its end."""
+    """End of a run by a signal, or by a call of ``leave``."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 class NodeLost(RunError):
-    """A node did not come up or has gone; the run can go on from its newest checkpoint on other
-    nodes.
-    """
+    """Loss of a node. The run can resume from its newest checkpoint on other nodes."""
 
     exit_code = EXIT_AGAIN
 
 
 class FolderInUse(RunError):
-    """A living process owns the run folder; the run can start when that process has left."""
+    """Run folder with a living owner. The run can start when that process has ended."""
 
     exit_code = EXIT_AGAIN
 
 
 class ActorFailure(RunError):
-    """A rank of a mesh died, gave no answer in time, or raised; the message says what it
-    was doing.
-    """
+    """Death, silence or exception of a rank of a mesh. The message names the call."""
 
     def __init__(
         self,
@@ -138,9 +132,9 @@ class ActorFailure(RunError):
 
 
 class RankLost(ActorFailure):
-    """A rank died or gave no answer in time, so its mesh has to be started again.
+    """Death or silence of a rank. Its mesh has to be started again.
 
-    What a lost mesh means is decided by its keeper alone:
+    One object decides what the loss of a mesh means:
 
     - a model: :meth:`rl.session.session.Session.recover` goes back to the newest checkpoint;
     - a generator: :class:`rl.session.pool.GeneratorPool` starts it again, and the router asks
@@ -150,12 +144,12 @@ class RankLost(ActorFailure):
 
 
 class GroupLost(RunError):
-    """The rollouts of one prompt cannot be had; the run can go on without them."""
+    """Loss of the rollouts of one prompt. The run can go on without them."""
 
     def __init__(self, reason: str, message: str, kind: str = ""):
         super().__init__(message)
         self.reason = reason
-        """A few words that are counted: "reward raised"."""
+        """Few words by which losses are counted, such as "reward raised"."""
         self.kind = kind
         """Name of the exception's type, which distinguishes losses with the same reason."""
 

@@ -1,4 +1,4 @@
-"""Which of the user's own lines an exception comes from."""
+"""Line of the user's own code that an exception comes from."""
 
 import re
 import sysconfig
@@ -22,7 +22,7 @@ def place_of(error: BaseException) -> str:
     """Return file, line and function of the innermost frame of the user's own code, else of the
     innermost frame.
 
-    Frames of another process count too, which an error of a call to that process has in its text.
+    Frames of another process count too; they are in the text of the error.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
@@ -45,9 +45,7 @@ def users_error(what: str, error: BaseException) -> ConfigError:
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Turn whatever the user's code raises within the block, other than ConfigError, into one that
-    names the line.
-    """
+    """Raise any exception of the user's code inside the block as ConfigError, with its line."""
     try:
         yield
     except ConfigError:

@@ -1,4 +1,4 @@
-"""A config as JSON-able data, and back."""
+"""Conversion of a config to JSON, and back."""
 
 import ast
 import dataclasses
@@ -19,7 +19,7 @@ from rl.renamed import new_name
 
 
 def frozen(value: Any) -> Any:
-    """``value`` as JSON-able data; configs of exchangeable parts carry the ``type`` they build."""
+    """Return ``value`` as JSON data. Configs of runs and of parts carry their ``type``."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: frozen(getattr(value, f.name)) for f in dataclasses.fields(value)}
         if not isinstance(value, Configurable.Config | RunConfig):
@@ -33,10 +33,10 @@ def frozen(value: Any) -> Any:
 
 
 def thawed(data: Any, kind: Any = RunConfig, name: str = "config") -> Any:
-    """Return the value of type ``kind`` that ``frozen`` made ``data`` of.
+    """Return the value of type ``kind`` from the data that ``frozen`` returned.
 
-    Raises ConfigError, naming the field, for what has no form in JSON and for data of another
-    version of its code.
+    Raises ConfigError, naming the field, for values without a form in JSON and for data of another
+    version of the code.
     """
     if isinstance(data, dict) and data.keys() == {"repr"}:
         raise ConfigError(
@@ -163,7 +163,7 @@ def _takes(kind: Any, data: Any) -> bool:
 
 
 def changed_fields(before: Any, after: Any, name: str = "") -> list[str]:
-    """``field: old → new`` for every leaf in which two frozen configs differ."""
+    """Return ``field: old → new`` for every leaf in which two frozen configs differ."""
     if isinstance(before, dict) and isinstance(after, dict):
         prefix = f"{name}." if name else ""
         changes = list[str]()

@@ -35,16 +35,16 @@ class Metrics(Mapping[str, float]):
         return len(self._entries)
 
     def __or__(self, other: "Metrics") -> "Metrics":
-        """Both; ``other`` decides where a name is in both."""
+        """Return the metrics of both; those of ``other`` win."""
         return Metrics(self._entries | other._entries)
 
     def renamed(self, rename: Callable[[str], str]) -> "Metrics":
-        """The same values under other names."""
+        """Return the same values under other names."""
         return Metrics({rename(name): entry for name, entry in self._entries.items()})
 
     @classmethod
     def merged(cls, parts: Iterable["Metrics"]) -> "Metrics":
-        """Metrics over all ``shards``, which are in the order of time."""
+        """Return the metrics over all ``parts``, in the order of time."""
         entries: dict[str, Value] = {}
         for part in parts:
             for name, entry in part._entries.items():

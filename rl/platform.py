@@ -1,6 +1,6 @@
-"""Where this process computes: its device and its host.
+"""Device and host of this process.
 
-To import this module tells torchtitan the device, also the modules of it that were imported before.
+The import of this module sets torchtitan's device, also in modules that were imported before.
 ``rl.model``, ``rl.training`` and ``rl.generation`` import it first.
 """
 
@@ -22,23 +22,23 @@ def select_device() -> None:
 
 
 def device_type() -> str:
-    """``"cuda"`` or ``"cpu"``: what trainers and generators of this host run on."""
+    """Return the device of trainers and generators on this host: ``"cuda"`` or ``"cpu"``."""
     return titan.device_type
 
 
 def device_count() -> int:
-    """GPUs of this host; 0 without CUDA."""
+    """Return the number of GPUs of this host; 0 without CUDA."""
     return torch.cuda.device_count()
 
 
 def device_name() -> str:
-    """What the driver of this host's first GPU calls it."""
+    """Return the driver's name of the first GPU of this host."""
     return torch.cuda.get_device_name(0)
 
 
 def memory_domain() -> str:
-    """Equal for processes that can map each other's memory: one boot of one host, one PID
-    namespace.
+    """Return a name that is equal for processes that can map each other's memory: one boot of one
+    host, one PID namespace.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}/{boot[:8]}/{os.stat('/proc/self/ns/pid').st_ino}"

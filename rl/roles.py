@@ -1,4 +1,4 @@
-"""The models of a run: those that its algorithm needs, and no other, each with its own config."""
+"""Models that a run needs, each with its own config."""
 
 import dataclasses
 from pathlib import Path
@@ -63,7 +63,7 @@ def session_config(config: RunConfig) -> SessionConfig:
 
 
 def _reference_config(config: RunConfig, reference: ReferenceConfig) -> TrainerConfig:
-    """The trainer's, in the reference's layout, and with no checkpoint of its own to go on from."""
+    """Return the trainer's config in the reference's layout, without checkpoints of its own."""
     checkpoint = dataclasses.replace(config.trainer.checkpoint, folder="reference", enable=False)
     return dataclasses.replace(
         config.trainer, parallelism=reference.parallelism, checkpoint=checkpoint
@@ -71,7 +71,7 @@ def _reference_config(config: RunConfig, reference: ReferenceConfig) -> TrainerC
 
 
 def _role_config(config: RLConfig, name: str) -> TrainerConfig:
-    """The trainer's, in the role's layout, with the role's weights."""
+    """Return the trainer's config in the role's layout, with the role's weights."""
     role = config.roles[name]
     checkpoint = dataclasses.replace(
         config.trainer.checkpoint,
@@ -87,7 +87,7 @@ def _role_config(config: RLConfig, name: str) -> TrainerConfig:
 
 
 def _critic_config(config: RLConfig) -> TrainerConfig:
-    """The trainer's, but for what the critic has of its own."""
+    """Return the trainer's config with the fields that the critic has of its own."""
     trainer = config.trainer
     critic = config.critic
     keep = trainer.checkpoint.keep_latest_k
@@ -95,9 +95,9 @@ def _critic_config(config: RLConfig) -> TrainerConfig:
         trainer.checkpoint,
         folder="critic",
         initial_load_path=None,
-        # it must be complete when the trainer's is, which says where the run is
+        # it must be complete before the trainer's, which decides where the run resumes
         async_mode="disabled",
-        keep_latest_k=keep + 1 if keep else 0,  # also what was saved before the trainer came to it
+        keep_latest_k=keep + 1 if keep else 0,  # also the one that was saved before the trainer's
     )
     return dataclasses.replace(
         trainer,

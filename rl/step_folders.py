@@ -1,4 +1,4 @@
-"""The checkpoints on disk: which are complete, and how they are deleted."""
+"""Checkpoints on disk: which are complete, and how they are deleted."""
 
 import re
 import shutil
@@ -14,7 +14,7 @@ ROLLOUTS = "rollouts.npz"
 class StepFolders:
     """``folder``/step-N. A checkpoint is complete once it has ``.metadata``, which DCP writes last.
 
-    So ``.metadata`` goes first when one is deleted: what a kill leaves of it is incomplete.
+    A deletion removes ``.metadata`` first, so a kill leaves an incomplete checkpoint.
     """
 
     def __init__(self, folder: Path):
@@ -25,22 +25,22 @@ class StepFolders:
         return self.folder / f"step-{step}"
 
     def name(self, step: int) -> str:
-        """The checkpoint's name for a person: checkpoints/step-N."""
+        """Return the checkpoint's name for messages: checkpoints/step-N."""
         return f"{self.folder.name}/step-{step}"
 
     def complete(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
+        """Return the steps of the complete checkpoints, oldest first."""
         return [step for step in self.steps() if self._is_complete(step)]
 
     def incomplete(self) -> list[int]:
-        """Steps of what killed saves and deletions have left, oldest first."""
+        """Return the steps that killed saves and deletions have left, oldest first."""
         return [step for step in self.steps() if not self._is_complete(step)]
 
     def make(self, step: int) -> None:
-        """Make a folder for checkpoint ``step`` that is empty but for the controller's file, if
-        that is written.
+        """Make a folder for checkpoint ``step``, empty except for the controller's file.
 
-        Raises RunError if it has a complete one: written over, it would look complete before it is.
+        Raises RunError if it holds a complete checkpoint, which would look complete while it is
+        written again.
         """
         if self._is_complete(step):
             raise RunError(
@@ -53,8 +53,8 @@ class StepFolders:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def sync(self, step: int) -> None:
-        """Return when the names of all files of checkpoint ``step``, whose content is on disk, are
-        on disk too.
+        """Return when the names of all files of checkpoint ``step`` are on disk. Their content is
+        on disk already.
         """
         for folder in (self.path(step), self.folder, self.folder.parent):
             sync_folder(folder)
@@ -70,7 +70,7 @@ class StepFolders:
                 self._delete(step)
 
     def forget_after(self, step: int) -> None:
-        """Delete all that are newer than ``step``."""
+        """Delete all checkpoints newer than ``step``."""
         for newer in self.steps():
             if newer > step:
                 self._delete(newer)
@@ -87,6 +87,6 @@ class StepFolders:
         return (self.path(step) / ".metadata").is_file()
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, complete or not, oldest first."""
+        """Return the steps of all checkpoints, complete or not, oldest first."""
         names = (re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("*/"))
         return sorted(int(name[1]) for name in names if name)

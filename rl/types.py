@@ -1,4 +1,4 @@
-"""The nouns that cross process borders."""
+"""Data types that processes exchange."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -8,39 +8,38 @@ import numpy as np
 import torch
 
 StopReason = Literal["stop", "length"]
-"""Why sampling ended: a stop token, or ``Sampling.max_tokens``."""
+"""Reason for the end of sampling: a stop token, or ``Sampling.max_tokens``."""
 
 Head = Literal["logprobs", "values"]
-"""What a model ends in: a policy in log-probs of given tokens, a critic in what it expects before
-each."""
+"""Output of a model: log-probs of given tokens, or the value before each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the ranks of a mesh are: in order over ``hosts`` of the run's hosts, from
+    """Hosts and devices of a mesh. Its ranks are in order over ``hosts`` hosts, from
     ``first_host`` on.
     """
 
     first_host: int = 0
     hosts: int = 1
     ranks: int
-    """Of all these hosts, which have equal shares."""
+    """Number of ranks on all these hosts, which have equal shares."""
     first_device: int = 0
-    """The first of the mesh's GPUs on each host; the others follow."""
+    """First GPU of the mesh on each host; the others follow."""
 
     @property
     def per_host(self) -> int:
-        """Ranks on each of its hosts."""
+        """Number of ranks on each host."""
         return self.ranks // self.hosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One question put to the policy.
+    """Prompt for the policy.
 
     ``prompt_id`` is its place in the stream of prompts of the run; every seed derives from it.
     ``answer`` is the reference that the task scores against. ``task`` is the name of the task
-    that a mixture took it from, empty without one.
+    in a mixture, empty without a mixture.
     """
 
     prompt_id: int
@@ -52,7 +51,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn.
+    """Parameters of sampling.
 
     ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 mean no cut.
     """
@@ -66,7 +65,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One completion to sample; ``request_id`` is unique among the requests in flight."""
+    """Completion to sample; ``request_id`` is unique among the requests in flight."""
 
     request_id: str
     prompt_tokens: list[int]
@@ -90,10 +89,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sequence:
-    """Tokens as the engine saw them: what it was given, and what was sampled after it.
+    """Tokens of an engine: given tokens, and sampled tokens after them.
 
-    Four arrays of one length T. ``sampled`` tells which tokens were sampled; where it is False,
-    ``logprobs`` is 0 and ``versions`` is -1.
+    Four arrays of one length T. ``sampled`` marks the sampled tokens. For the others, ``logprobs``
+    is 0 and ``versions`` is -1.
     """
 
     tokens: np.ndarray
@@ -141,14 +140,14 @@ class Rollout:
     """Number among the rollouts of its prompt, from 0."""
     sequences: tuple[Sequence, ...]
     text: str
-    """What was sampled, decoded, to look at."""
+    """Sampled tokens, decoded, to look at."""
     stop_reason: StopReason
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def single_turn(cls, prompt: Prompt, completion: Completion, **fields: Any) -> "Rollout":
-        """Return the rollout of one completion; ``fields`` are those that neither one has."""
+        """Return the rollout of one completion; ``fields`` are all other fields."""
         sequence = Sequence.of(prompt.tokens, completion)
         reason = completion.finish_reason
         return cls(prompt=prompt, sequences=(sequence,), stop_reason=reason, **fields)
@@ -169,8 +168,8 @@ class Batch:
     """Sequences of unequal length, end to end, with per-token columns.
 
     ``tokens`` int64 [T], ``lengths`` int64 [N] with sum T, ``loss_weights`` float32 [T] and every
-    column float32 [T]. Entry ``t`` of a column speaks of *predicting* token ``t``, so the first
-    token of each sequence always has weight 0, and so have prompt tokens.
+    column float32 [T]. Entry ``t`` of a column is about *predicting* token ``t``, so the first
+    token of each sequence always has weight 0. Prompt tokens have weight 0 too.
     """
 
     tokens: torch.Tensor
@@ -182,7 +181,7 @@ class Batch:
         return len(self.lengths)
 
     def token_index(self, rows: abc.Sequence[int]) -> torch.Tensor:
-        """Places, int64, of all tokens of the given sequences, in the given order."""
+        """Return the places, int64, of all tokens of the given sequences, in the given order."""
         index = torch.tensor(rows, dtype=torch.int64)
         starts = (self.lengths.cumsum(0) - self.lengths)[index]
         lengths = self.lengths[index]
@@ -191,19 +190,17 @@ class Batch:
 
     @property
     def loss_mask(self) -> torch.Tensor:
-        """Which tokens have weight above 0, bool [T]."""
+        """Mask of tokens with a weight above 0, bool [T]."""
         return self.loss_weights > 0
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """A column that has ``values`` where tokens have weight above 0, one for each of these, and
-        0 elsewhere.
-        """
+        """Return a column with ``values`` for tokens of weight above 0, and 0 for the others."""
         column = torch.zeros(len(self.tokens))
         column[self.loss_mask] = values
         return column
 
     def select(self, rows: abc.Sequence[int]) -> "Batch":
-        """The given sequences, in the given order."""
+        """Return the given sequences, in the given order."""
         index = self.token_index(rows)
         return Batch(
             tokens=self.tokens[index],

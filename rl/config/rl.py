@@ -189,7 +189,7 @@ class RLConfig(RunConfig):
 
     rollout: Annotated[RolloutConfig, NUMERICS] = field(default_factory=RolloutConfig)
     algorithm: Annotated[Algorithm.Config, NUMERICS] = field(default_factory=PolicyGradient.Config)
-    """What the rollouts teach: the config of an Algorithm."""
+    """Learning from the rollouts: the config of an Algorithm."""
 
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

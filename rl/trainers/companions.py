@@ -1,4 +1,4 @@
-"""The models beside the policy: critic, reference and the user's own, over checkpoints."""
+"""Checkpoints of the models beside the policy: critic, reference and the user's own."""
 
 import re
 import shutil
@@ -13,8 +13,9 @@ from rl.step_folders import StepFolders
 class Companions:
     """Loads and saves the models beside the policy with each of its checkpoints.
 
-    A reference is what the policy was at first, or ``reference.refresh_every`` steps ago at most.
-    ``folder`` keeps what it was last, and what it was at each of ``checkpoints``.
+    A reference is a copy of the initial policy, or of the policy at most
+    ``reference.refresh_every`` steps ago. ``folder`` keeps the newest copy, and the copies that
+    ``checkpoints`` need.
     """
 
     def __init__(self, config: RLConfig, session: Session, folder: Path, checkpoints: StepFolders):
@@ -23,10 +24,10 @@ class Companions:
         self._session = session
         self._folder = folder
         self._checkpoints = checkpoints
-        self._reference = 0  # step whose policy the reference is
+        self._reference = 0  # step of the policy that the reference copies
 
     async def load(self, step: int, state: dict[str, Any]) -> None:
-        """Go back to what was after ``step``, at which ``to_dict`` returned ``state``."""
+        """Load all models as of ``step``, when ``to_dict`` returned ``state``."""
         for role in self._frozen:
             await self._session.init_model(role)
         if self._session.has("critic"):
@@ -35,12 +36,12 @@ class Companions:
             await self._load_reference(state.get("reference", 0))
 
     async def save(self, step: int) -> None:
-        """Write checkpoint ``step``; the policy's comes after it and tells where the run is."""
+        """Write checkpoint ``step``. The policy's checkpoint follows and completes the step."""
         if self._session.has("critic"):
             await self._session.save(step, role="critic")
 
     async def refresh(self, step: int) -> None:
-        """Make the reference what the policy is, if that is due after ``step``."""
+        """Copy the policy to the reference if that is due after ``step``."""
         every = self._refresh_every
         if not (self._session.has("reference") and every and step % every == 0):
             return

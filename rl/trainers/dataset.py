@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
-    """Trains on examples whose order is a function of seed and epoch.
+    """Trains on examples in an order that is a function of seed and epoch.
 
     ``dataset_train`` and ``dataset_eval`` are rows: dicts in a list or a ``datasets.Dataset``, or
     the name of a JSONL file; by default the files of ``arguments.task``. Each epoch has each

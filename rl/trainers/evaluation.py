@@ -1,4 +1,4 @@
-"""Held-out prompts: greedy, and pass@k."""
+"""Evaluation on held-out prompts: greedy, and pass@k."""
 
 import asyncio
 import dataclasses
@@ -21,13 +21,14 @@ from rl.types import Completion, GenerationRequest, Prompt, Sampling
 class Evaluation:
     """Asks the generators prompts that training never sees, with seeds of a stream of their own.
 
-    The prompts are cut into shares, at least one for each replica, whose requests an engine can run
-    at once. A replica is asked one share at a time, so that no call takes longer because there are
-    more prompts. In a deterministic pipeline a replica answers a share alone and without cached
-    prefixes, as in training, so that the scores depend on the config and the weights. There,
-    training goes on while the weights of an earlier step are evaluated, and saves: these weights
-    are kept in ``folder`` until their evaluation has ended, so that a run that resumes can repeat
-    it.
+    - The prompts are cut into shares, at least one for each replica. An engine can run all requests
+      of a share at once. A replica gets one share at a time, so the number of prompts does not
+      lengthen a call.
+    - In a deterministic pipeline a replica answers a share alone and without cached prefixes, as in
+      training. So the scores depend on the config and the weights alone.
+    - In a deterministic pipeline, training continues and saves while the weights of an earlier step
+      are evaluated. ``folder`` keeps these weights until the evaluation has ended, so a run that
+      resumes can repeat it.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ class Evaluation:
         self._in_order = config.rollout.pipeline == "deterministic"
 
     def is_due(self, step: int, evaluated: int) -> bool:
-        """Whether the weights after ``step`` are evaluated on the way, where those after
-        ``evaluated`` were last.
+        """Whether the weights after ``step`` are evaluated during training, if the weights after
+        ``evaluated`` were the last.
 
-        In an asynchronous pipeline generators may leave out the weights of a step: the next they
-        hold are due then.
+        In an asynchronous pipeline generators may skip the weights of a step. Then the next weights
+        that they hold are due.
         """
         every = self._config.every
         if not (self._prompts and every and evaluated < step < self._steps):
@@ -62,8 +63,8 @@ class Evaluation:
         return step % every == 0 if self._in_order else step // every > evaluated // every
 
     def count_due(self, step: int, evaluated: int) -> int:
-        """Number of evaluations on the way that are due after step ``evaluated`` and up to
-        ``step``.
+        """Return the number of evaluations during training that are due after step ``evaluated``
+        and up to ``step``.
         """
         every = self._config.every
         last = min(step, self._steps - 1)
@@ -78,20 +79,20 @@ class Evaluation:
         await self._session.save_weights(self._unevaluated.path(step))
 
     async def bring_back(self, step: int, version: int) -> None:
-        """Have the trainer hold the weights after ``step`` again, which are policy ``version``."""
+        """Load the weights after ``step``, which are policy ``version``, into the trainer."""
         await self._session.load_weights(self._unevaluated.path(step), version)
 
     def forget(self, step: int) -> None:
-        """Delete what ``keep`` kept of ``step``, if anything."""
+        """Delete the weights that ``keep`` wrote for ``step``, if any."""
         shutil.rmtree(self._unevaluated.path(step), ignore_errors=True)
 
     def forget_all(self) -> None:
-        """Delete all that ``keep`` kept."""
+        """Delete all weights that ``keep`` wrote."""
         shutil.rmtree(self._unevaluated.folder, ignore_errors=True)
 
     def left(self, step: int, evaluated: int) -> list[int]:
-        """Steps before ``step``, where the run goes on, whose evaluation has not ended; others are
-        forgotten.
+        """Return the steps before ``step`` with an evaluation that has not ended; forget the
+        others. The run resumes at ``step``.
         """
         kept = self._unevaluated.steps()
         left = [each for each in kept if self.is_due(each, evaluated) and each < step]
@@ -102,11 +103,11 @@ class Evaluation:
     async def scores(
         self, metric_calculator: Callable[[list[Group]], Mapping[str, float]] | None = None
     ) -> dict[str, float]:
-        """``eval/exact_match`` of greedy completions; ``eval/pass@k``: prompts that one of k
-        samples solves.
+        """Return ``eval/exact_match`` of greedy completions, and ``eval/pass@k``, the share of
+        prompts that one of k samples solves.
 
         ``eval/version_min`` and ``eval/version_max`` are the oldest and the newest policy version
-        that drew a token. A prompt whose reward fails counts as one that is not solved, and
+        that drew a token. A prompt with a failed reward counts as not solved, and
         ``eval/lost`` counts these failures. Empty if ``config.prompts`` is 0.
         """
         if not self._prompts:
@@ -135,7 +136,7 @@ class Evaluation:
         return scores
 
     async def _ask(self, sampling: Sampling, samples: int, stream: str) -> list[Group]:
-        """Scored samples of each prompt, in order, without prompts whose reward failed."""
+        """Return scored samples of each prompt, in order, without prompts with a failed reward."""
         size = min(-(-len(self._prompts) // self._replicas), max(1, self._at_once // samples))
         async with background() as work:
             shares = [
@@ -159,7 +160,7 @@ class Evaluation:
 
 
 def held_out_prompts(config: EvaluationConfig, task: Task) -> list[Prompt]:
-    """Prompts of each evaluation, none if ``config.prompts`` is 0.
+    """Return the prompts of each evaluation, none if ``config.prompts`` is 0.
 
     Raises RunError for prompts that cannot be used.
     """

@@ -1,4 +1,4 @@
-"""Where every prompt of the run is, and how old the weights may be that answer it."""
+"""Account of every prompt of the run, and of the age of the weights that answer it."""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from rl.errors import RunError
 from rl.types import Rollout
 
 Group = list[Rollout]
-"""The scored rollouts of one prompt."""
+"""Scored rollouts of one prompt."""
 
 
 @dataclass(slots=True)
@@ -46,9 +46,9 @@ class Ledger:
     - A step finds no room left, and makes t + U of t and B of room: turns stay. Where it skips
       updates t grows less, and turns come earlier.
 
-    What is taken has its turn at t, so t <= due: the bound holds. So a long rollout holds up no
-    step for as long as there is other work that its own bound leaves time for; with nothing to
-    spare, the order is first in, first out.
+    An entry that is taken has its turn at t, so t <= due: the bound holds. So a long rollout holds
+    up no step for as long as there is other work that its own bound leaves time for; with nothing
+    to spare, the order is first in, first out.
     """
 
     def __init__(self, *, groups_per_step: int, max_staleness: int, updates_per_step: int = 1):
@@ -56,9 +56,9 @@ class Ledger:
         self._updates = updates_per_step
         self._staleness = max_staleness * updates_per_step
         self.submitted = self.trained = 0
-        """How many prompt_ids were handed out, and trained on."""
+        """Number of prompt_ids handed out, and number trained on."""
         self.dropped: Counter[str] = Counter()
-        """How many will never be trained on, by reason."""
+        """Number of prompt_ids that will never be trained on, by reason."""
         self._entries: dict[int, _Entry] = {}
         self._waiting: deque[int] = deque()
         self._version = 0
@@ -67,19 +67,17 @@ class Ledger:
         self._dropped_now: dict[str, list[int]] = {}
 
     def __len__(self) -> int:
-        """Ordinals that are running or finished, those of the batch in the making included."""
+        """Number of running and finished prompt_ids, including the batch in the making."""
         return len(self._entries) + len(self._taken)
 
     def admits(self, held: int) -> bool:
-        """Whether one more may be sampled from version ``held`` or newer: then it can be trained on
-        in time.
+        """Whether one more prompt may be sampled from version ``held`` or newer and still be
+        trained on in time.
         """
         return self._turn(len(self._entries), self._room) <= held + self._staleness
 
     def admit(self, held: int) -> int:
-        """The next prompt_id, from now on running: one that has to be put again, or else a
-        new one.
-        """
+        """Return the next prompt_id, now running: one that has to be asked again, or a new one."""
         if self._waiting:
             prompt_id = self._waiting.popleft()
         else:
@@ -89,22 +87,22 @@ class Ledger:
         return prompt_id
 
     def finish(self, prompt_id: int, group: Group) -> None:
-        """The rollouts of a running prompt_id are there."""
+        """Store the rollouts of a running prompt_id, which is finished now."""
         entry = self._entries[prompt_id]
         assert entry.group is None, f"prompt_id {prompt_id} finished twice"
         entry.group = group
 
     def drop(self, prompt_id: int, reason: str) -> None:
-        """A running prompt_id will never be trained on."""
+        """Drop a running prompt_id, which will never be trained on."""
         assert self._entries.pop(prompt_id).group is None, f"prompt_id {prompt_id} was finished"
         self.dropped[reason] += 1
         self._dropped_now.setdefault(reason, []).append(prompt_id)
 
     def take(self, count: int) -> list[Group]:
-        """The ``count`` finished groups longest here, or what the batch still lacks, that make no
-        other one late.
+        """Return the ``count`` oldest finished groups, at most what the batch lacks, that make no
+        other group late.
 
-        Empty where there are not so many yet.
+        Empty if fewer groups have finished.
         """
         count = min(count, self._room)
         chosen: list[_Entry] = []
@@ -132,14 +130,14 @@ class Ledger:
 
     @property
     def lacks(self) -> int:
-        """Groups that the batch in the making still lacks."""
+        """Number of groups that the batch in the making still lacks."""
         return self._room
 
     def stepped(self, version: int) -> dict[str, Any]:
-        """The batch is trained, the trainer at ``version``; what became of prompt_ids since the
-        step before.
+        """Record that the batch was trained and the trainer is at ``version``; return the row of
+        the step for ``ledger.jsonl``.
 
-        Raises RunError where the counts do not add up.
+        Raises RunError if the counts do not add up.
         """
         row = {"trained_now": self._taken, "dropped_now": self._dropped_now}
         self.trained += len(self._taken)
@@ -153,7 +151,7 @@ class Ledger:
         return row | counts
 
     def counts(self) -> dict[str, int]:
-        """How many were submitted, and where they are."""
+        """Return the number of submitted prompts, and the number in each place."""
         finished = sum(entry.group is not None for entry in self._entries.values()) + len(
             self._taken
         )
@@ -167,8 +165,9 @@ class Ledger:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """State without the groups of ``finished``, JSON-able; between steps, when no batch is in
-        the making.
+        """Return the state without the groups of ``finished``, as JSON.
+
+        Called between steps, when no batch is in the making.
         """
         assert not self._taken, "a batch is in the making"
         running = [entry.prompt_id for entry in self._entries.values() if entry.group is None]
@@ -183,8 +182,8 @@ class Ledger:
         }
 
     def finished(self) -> dict[int, Group]:
-        """Groups that wait to be trained on, by prompt_id, longest here first; the other half of
-        the state.
+        """Return the groups that wait to be trained on, by prompt_id, oldest first: the other half
+        of the state.
         """
         return {
             entry.prompt_id: entry.group
@@ -195,13 +194,14 @@ class Ledger:
     def restore(
         self, state: dict[str, Any], finished: dict[int, Group], version: int, *, keep: bool = False
     ) -> None:
-        """Go back to ``to_dict`` and ``finished`` of when the trainer was at ``version``; if empty,
-        to the start.
+        """Go back to the state and the groups of the time when the trainer was at ``version``.
 
-        What was running then waits to be put again. So does what would break the bound, which may
-        be another now. What has been submitted since is as if it never was. With ``keep`` it waits
-        to be put again too, but for the groups that have finished since, none of whose tokens is of
-        a version above ``version``: they stay.
+        Empty arguments are the start of the run.
+
+        - Prompts that were running then are asked again, and so are groups that would break the
+          bound, which may have changed.
+        - Prompts submitted since then are forgotten. With ``keep`` they are asked again, except for
+          groups that have finished since without a token above ``version``: these stay.
         """
         since = {
             prompt_id: group

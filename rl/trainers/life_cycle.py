@@ -42,7 +42,7 @@ class LifeCycle(ABC, Generic[Arguments]):
     """
 
     task: Task.Config | None = None
-    """Task whose reward scores completions in the session; None for trainers without rollouts."""
+    """Task with the reward of completions; None for trainers without rollouts."""
 
     def __init__(
         self,

@@ -38,9 +38,8 @@ class RLTrainer(Trainer[RLConfig]):
                                           +------------------- push <------------------------+
 
     ``dataset_train`` is a :class:`rl.tasks.base.Task`, by default the one that ``arguments.task``
-    builds; ``dataset_eval`` is a list of prompts, by default those that the task holds out. If a
-    model is lost, all goes back to the newest checkpoint; what is sampled and still within the
-    bound stays.
+    builds; ``dataset_eval`` is a list of prompts, by default the held-out prompts of the task. If
+    a model is lost, the run goes back to the newest checkpoint. Rollouts within the bound stay.
     """
 
     dataset_train: Task
@@ -236,16 +235,14 @@ class RLTrainer(Trainer[RLConfig]):
         return Counter(dict(zip(ages, counts, strict=True)))
 
     async def after_step(self) -> None:
-        """Keep the weights of this step until they are evaluated, whatever becomes of the run until
-        then.
-        """
+        """Keep the weights of this step on disk until they are evaluated."""
         if self.evaluation.is_behind(self.step):
             with self.watch.span("checkpoint"):
                 await self.evaluation.keep(self.step)
 
     async def evaluate_if_due(self, step: int) -> None:
         """Evaluate the weights after ``step``, which the generators hold, unless the run is left
-        before that ends.
+        before the evaluation ends.
         """
         evaluated = self.report.evaluated
         if self.leaving or not self.evaluation.is_due(step, evaluated):
@@ -261,9 +258,7 @@ class RLTrainer(Trainer[RLConfig]):
             await self.session.abort()
 
     async def evaluate_what_was_left(self) -> None:
-        """Make the evaluations that had not ended at the checkpoint, each from the weights that it
-        was due for.
-        """
+        """Make the evaluations that had not ended at the checkpoint, each from its own weights."""
         left = self.evaluation.left(self.step, self.report.evaluated)
         for step in left:
             await self.evaluation.bring_back(step, self.report.version_after(step))

@@ -17,7 +17,7 @@ from rl.observe.record import RunRecord
 from rl.step_folders import StepFolders
 
 UNCHANGED = ("resume:", "quiet:", "output_dir:")
-"""Fields whose change between attempts is no change of the run."""
+"""Fields that may differ between attempts without a note."""
 
 
 class RunFolder:

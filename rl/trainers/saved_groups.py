@@ -1,4 +1,4 @@
-"""The file of a checkpoint that holds sampled groups: what is long as arrays, the rest as JSON."""
+"""File of sampled groups in a checkpoint: arrays of tokens, and JSON for the rest."""
 
 import json
 import zipfile
@@ -23,7 +23,7 @@ def write_groups(path: Path, groups: dict[int, Group]) -> None:
     """Write ``groups``, by prompt_id. Complete on disk on return.
 
     The file is a numpy archive. ``groups`` is UTF-8, one line of JSON per group. ``prompt_tokens``
-    [P] has the prompts of all groups end to end and ``prompt_lengths`` [G] says where to cut.
+    [P] has the prompts of all groups end to end and ``prompt_lengths`` [G] their lengths.
     ``tokens``, ``sampled``, ``logprobs`` and ``versions`` [T] have all sequences end to end, cut by
     ``lengths`` [N], in the order of the lines.
     """

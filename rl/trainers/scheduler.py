@@ -1,4 +1,4 @@
-"""Keeps the ledger filled with rollouts, as far ahead of the trainer as staleness allows."""
+"""Scheduler that fills the ledger with rollouts, as far ahead as staleness allows."""
 
 import math
 from collections import deque
@@ -20,7 +20,7 @@ WINDOW = 100  # groups over which lost ones are counted, or a step's if these ar
 
 
 class RolloutScheduler:
-    """Has prompts answered and scored, and has generators pull the weights they answer with.
+    """Samples and scores prompts, and brings generators the weights that they sample with.
 
     - Deterministic pipeline: the batch of step k is sampled whole, in as many shares as the config
       has replicas, from the weights after step k - max_staleness. Which requests a generator
@@ -28,7 +28,7 @@ class RolloutScheduler:
     - Asynchronous pipeline: every prompt is a task of its own, and generators pull the newest
       weights as soon as these are published.
 
-    A group that is lost, or whose rewards are all equal, makes room for the next prompt.
+    A group that is lost, or has equal rewards only, makes room for the next prompt.
 
     ``evaluate(step)`` is called when every generator holds the weights after ``step``, or newer
     ones. In a deterministic pipeline it is called for each step, and nothing else is sampled
@@ -58,16 +58,14 @@ class RolloutScheduler:
         self._resampled = 0
         self._sampled = 0  # batches
         self._held = 0
-        self._arrived = 0  # newest step whose weights, or newer ones, every generator holds
+        self._arrived = 0  # every generator holds the weights of this step or newer ones
         self._versions: dict[int, int] = {}
         self.is_done = False
         """Whether all steps have their batches, all weights have arrived and evaluations on the way
         have ended."""
 
     async def run(self, ledger: Ledger, step: int) -> None:
-        """Sample what the steps after ``step`` are trained on; ``ledger`` holds what was sampled
-        for them before.
-        """
+        """Sample rollouts for the steps after ``step``. ``ledger`` holds those sampled before."""
         self._resampled = 0
         self.is_done = False
         self._held = self._session.version
@@ -79,7 +77,7 @@ class RolloutScheduler:
             await self._run_free(ledger, step)
 
     def may_cut(self, step: int) -> bool:
-        """Whether all batches are sampled that need weights older than those after ``step``."""
+        """Whether no batch is left to sample from weights older than those after ``step``."""
         rollout = self._config.rollout
         needed = min(step + rollout.max_staleness, self._config.steps)
         return rollout.pipeline == "asynchronous" or self._sampled >= needed
@@ -96,20 +94,20 @@ class RolloutScheduler:
             self._resampled = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able state.
+        """Return the state, as JSON.
 
-        Of a deterministic pipeline, without the batch that is sampled again after a restore.
+        In a deterministic pipeline it lacks the batch that is sampled again after a restore.
         """
         deterministic = self._config.rollout.pipeline == "deterministic"
         return {"lost": self._before_batch if deterministic else [*self._recent]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to what ``to_dict`` returned; from an empty dict, to the start."""
+        """Go back to the state that ``to_dict`` returned; {} is the start."""
         self._before_batch = state.get("lost", [])
         self._recent = deque(self._before_batch, maxlen=self._recent.maxlen)
 
     async def _run_in_order(self, ledger: Ledger, step: int) -> None:
-        """Weights after weights: the batches that are sampled from them, and their evaluation."""
+        """Sample all batches, and evaluate, in the order of the weights."""
         staleness = self._config.rollout.max_staleness
         steps = self._config.steps
         self._sampled = step + len(ledger) // self._size
@@ -123,7 +121,7 @@ class RolloutScheduler:
         self._finish()
 
     async def _pull(self, step: int) -> None:
-        """Have every generator hold the weights after ``step`` or newer ones."""
+        """Wait until every generator holds the weights after ``step`` or newer ones."""
         await self._changed.until(lambda: step in self._versions)
         self._held = await self._session.wait_for(self._versions[step])
         while self._versions.get(self._arrived + 1, math.inf) <= self._held:
@@ -138,7 +136,7 @@ class RolloutScheduler:
         self._changed.notify()
 
     async def _sample_batch(self, ledger: Ledger) -> None:
-        """Fill one batch, in rounds: of the missing, until none is."""
+        """Sample one batch. Each round samples the groups that are still missing."""
         alone = partial(self._session.sample, alone=True)
         done: dict[int, Group] = {}
         dropped: dict[int, str] = {}
@@ -146,7 +144,7 @@ class RolloutScheduler:
         while missing := self._size - len(done):
             prompt_ids = [ledger.admit(self._held) for _ in range(missing)]
             shares = [prompt_ids[share :: self._replicas] for share in range(self._replicas)]
-            # One that fails ends the others, which a new attempt would ask again.
+            # A share that fails ends the others, since a new attempt asks them again.
             async with background() as work:
                 answers = [work.create_task(self._sample(share, alone)) for share in shares]
             outcomes = {
@@ -160,7 +158,7 @@ class RolloutScheduler:
                     dropped[prompt_id] = verdict
                 else:
                     done[prompt_id] = verdict
-        # All at once: a checkpoint has the whole batch, or puts it again.
+        # All at once: a checkpoint has the whole batch, or samples it again.
         for prompt_id, reason in dropped.items():
             ledger.drop(prompt_id, reason)
         for prompt_id, group in sorted(done.items()):
@@ -168,7 +166,7 @@ class RolloutScheduler:
         self._before_batch = [*self._recent]
 
     async def _run_free(self, ledger: Ledger, step: int) -> None:
-        """Admit prompt after prompt, as many as the bound and the rest of the run allow."""
+        """Sample prompts one by one, as many as the bound and the rest of the run allow."""
         last = ledger.trained + (self._config.steps - step) * self._size
 
         async def sample(prompt_id: int) -> None:
@@ -212,9 +210,9 @@ class RolloutScheduler:
         return dict(zip(prompt_ids, groups, strict=True))
 
     def _judge(self, outcome: Group | GroupLost) -> Group | str:
-        """The group, or why it is not trained on.
+        """Return the group, or the reason for which it is dropped.
 
-        Raises RunError, with the last cause, where too many are lost.
+        Raises RunError, with the last cause, if too many groups were lost.
         """
         self._recent.append(isinstance(outcome, GroupLost))
         if isinstance(outcome, GroupLost):
@@ -236,7 +234,7 @@ class RolloutScheduler:
 
 
 def sampling_of(rollout: RolloutConfig, task: Task) -> Sampling:
-    """How the run's tokens are drawn."""
+    """Return the sampling parameters of the run's rollouts."""
     return Sampling(
         max_tokens=rollout.max_tokens,
         temperature=rollout.temperature,

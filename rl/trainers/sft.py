@@ -12,7 +12,7 @@ from rl.trainers.dataset import DatasetTrainer
 from rl.trainers.life_cycle import MetricCalculator
 
 MAX_EXPONENT = 700.0
-"""Largest loss whose exponential is a float64."""
+"""Largest loss with an exponential that is a float64."""
 
 
 class SFTTrainer(DatasetTrainer[SFTConfig, Example]):

@@ -1,4 +1,4 @@
-"""The user's code, tried before anything starts."""
+"""Trial of the user's code before any process starts."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from rl.tasks.base import Task, showing_progress
 from rl.trainers.evaluation import held_out_prompts
 
 LINE_EVERY_S = 5.0
-MAX_TRIED = 1000  # prompts, and groups of completions
+MAX_TRIED = 1000  # number of prompts, and of groups of completions
 
 
 def build_task(config: RLConfig) -> Task:
@@ -65,7 +65,7 @@ def reading(*, quiet: bool) -> Iterator[None]:
 
 @contextmanager
 def _before_start() -> Iterator[None]:
-    """Raise what ends a run as ConfigError, since none has begun; Ctrl-C stays what it is."""
+    """Raise RunError as ConfigError, since no run has begun. Ctrl-C stays KeyboardInterrupt."""
     try:
         yield
     except RunError as error:
@@ -76,7 +76,9 @@ def _before_start() -> Iterator[None]:
 
 @contextmanager
 def _showing(console: Console) -> Iterator[Callable[[str], None]]:
-    """Show what is passed in a line that goes away; off a terminal, in lines every few seconds."""
+    """Yield a function that shows text: in one changing line on a terminal, otherwise in a line
+    every few seconds.
+    """
     if console.is_terminal and not console.quiet:
         with console.status("reading the data") as status:
             yield status.update

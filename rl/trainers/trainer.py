@@ -53,9 +53,9 @@ class Trainer(LifeCycle[Arguments]):
     def train(self, state: TrainerState | None = None) -> Any:
         """Train to the last step; return the :class:`TrainerState` at the end.
 
-        Training goes on from the newest checkpoint of the run, or from that of ``state``, which
-        discards newer ones. Raises :class:`rl.errors.Interrupted` if ``leave`` or a signal ended
-        the run before its last step, after saving.
+        Training goes on from the newest checkpoint of the run, or from the checkpoint of
+        ``state``, which discards newer ones. Raises :class:`rl.errors.Interrupted` if ``leave`` or
+        a signal ended the run before its last step, after saving.
         """
         return self._call(self._train(state))
 
@@ -94,7 +94,7 @@ class Trainer(LifeCycle[Arguments]):
 
     @property
     def state(self) -> TrainerState:
-        """Where the run stands."""
+        """Point that the run has reached."""
         version = self._session.version if self._session is not None else 0
         return TrainerState(self.step, version, self._metrics)
 

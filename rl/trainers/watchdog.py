@@ -1,4 +1,4 @@
-"""Conditions that a run must not go on in unseen."""
+"""Conditions that a run must not continue in unnoticed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Row = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A condition that came up; ``text`` is for the screen."""
+    """Condition that was found; ``text`` is for the screen."""
 
     name: str
     text: str
@@ -21,16 +21,16 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Something that the metrics of a step can show."""
+    """Condition that the metrics of a step can show."""
 
     name: str
-    """The field of WatchdogConfig that says what becomes of it."""
+    """Field of WatchdogConfig with the consequence."""
 
     found: Callable[[WatchdogConfig, Row], str]
-    """What is wrong, with value and limit; empty if nothing is, or the row does not tell."""
+    """Return the finding with value and limit; empty if the row does not show one."""
 
     steps: str = ""
-    """The field that says how many steps in a row make an alarm; empty for one."""
+    """Field with the number of consecutive steps that make an alarm; empty for one step."""
 
 
 def _non_finite(config: WatchdogConfig, row: Row) -> str:
@@ -76,7 +76,7 @@ def _starving(config: WatchdogConfig, row: Row) -> str:
     return ""
 
 
-CONDITIONS = (  # causes before what follows from them
+CONDITIONS = (  # causes before effects
     Condition("non_finite", _non_finite),
     Condition("drift", _drift),
     Condition("entropy", _entropy),
@@ -86,14 +86,14 @@ CONDITIONS = (  # causes before what follows from them
 
 
 class Watchdog:
-    """Looks at every step's metrics, and at the time since the last::
+    """Checks the metrics of every step, and the time since the last step::
 
         for alarm in watchdog.check(row):  # after each step; watchdog.stalled(seconds) between
             progress.warn(alarm.text)
         row |= watchdog.metrics
 
-    An alarm is given once, until its condition has ceased, and counted for every step of it. Both
-    calls raise RunError, after counting, for a condition whose action is ``fail``.
+    An alarm is returned once until its condition has ceased, and counted in every step. Both calls
+    raise RunError, after counting, if the action of the condition is ``fail``.
     """
 
     def __init__(self, config: WatchdogConfig):
@@ -104,9 +104,7 @@ class Watchdog:
         self._present: set[str] = set()
 
     def check(self, row: Row, updates: Sequence[Row] = ()) -> list[Alarm]:
-        """The alarms that come up with the metrics of a step that is done, and of each of its
-        updates.
-        """
+        """Return the new alarms of a finished step, from its metrics and those of its updates."""
         self._step = int(row["step"])
         self._present.discard("stalled")
         findings = {}
@@ -126,9 +124,7 @@ class Watchdog:
         return self._alarms(findings)
 
     def _found(self, condition: Condition, row: Row, updates: Sequence[Row]) -> str:
-        """Return the finding of the first update that shows the condition, or else that of the
-        step.
-        """
+        """Return the finding of the first update with the condition, otherwise of the step."""
         for number, update in enumerate(updates, start=1):
             if finding := condition.found(self._config, update):
                 return (
@@ -137,7 +133,7 @@ class Watchdog:
         return condition.found(self._config, row)
 
     def stalled(self, seconds: float) -> list[Alarm]:
-        """The alarm that no step was done for ``seconds``; given and counted once, until one is."""
+        """Return the alarm if no step finished for too many ``seconds``, once until one does."""
         limit = self._config.stalled_s
         if seconds < limit or "stalled" in self._present:
             return []
@@ -147,23 +143,23 @@ class Watchdog:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``watchdog/NAME``: how often so far each condition was an alarm."""
+        """Number of alarms of each condition so far, as ``watchdog/NAME``."""
         return {f"watchdog/{name}": float(count) for name, count in self._counts.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; JSON-able."""
+        """Return what a checkpoint keeps, as JSON."""
         return {"counts": dict(self._counts), "streaks": dict(self._streaks)}
 
     @classmethod
     def from_dict(cls, config: WatchdogConfig, state: dict[str, Any]) -> "Watchdog":
-        """One that goes on from what ``to_dict`` gave; a fresh one from an empty dict."""
+        """Return a watchdog with the state that ``to_dict`` returned; {} is a new one."""
         watchdog = cls(config)
         watchdog._counts |= state.get("counts", {})
         watchdog._streaks |= state.get("streaks", {})
         return watchdog
 
     def _alarms(self, findings: dict[str, str]) -> list[Alarm]:
-        """Count ``findings`` and give those to be told. Raises RunError if one is to fail."""
+        """Count ``findings`` and return the new alarms. Raises RunError for the action ``fail``."""
         for name in findings:
             self._counts[name] += 1
         new = [name for name in findings if name not in self._present]

@@ -43,6 +43,10 @@ def thawed(data: Any, kind: Any = RunConfig, name: str = "config") -> Any:
             f"{name}: {data['repr']} cannot be read from a frozen config: let a config function "
             "make it"
         )
+    require(
+        kind is not RunConfig or (isinstance(data, dict) and "type" in data),
+        f"{name} has no type, which names the kind of config, such as rl.config.rl.RLConfig",
+    )
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     parts = tuple(each for each in kinds if _is_part(each))
     if isinstance(data, dict) and "type" in data and parts:

@@ -9,9 +9,11 @@ import textwrap
 import pytest
 
 from rl.cli import parse_config, shipped_configs
+from rl.config import RLConfig
 from rl.plan.__main__ import main
 from rl.plan.plan import Plan
 from tests.plan.programs import planned
+from tests.trainers.tiny_chat import tiny_chat_model
 
 # Billions of parameters, all and active, as published. A token uses one row of an untied embedding.
 BILLIONS = {
@@ -23,7 +25,10 @@ BILLIONS = {
 }
 
 
-@pytest.mark.parametrize("config", shipped_configs())
+RL_CONFIGS = [name for name, make in shipped_configs().items() if isinstance(make(), RLConfig)]
+
+
+@pytest.mark.parametrize("config", RL_CONFIGS)
 def test_shipped_configs_can_work_and_have_the_sizes_of_the_published_models(config, capsys):
     code, plan = planned(capsys, "--config", config)
     assert (code, plan["feasible"], plan["errors"]) == (0, True, [])
@@ -31,6 +36,15 @@ def test_shipped_configs_can_work_and_have_the_sizes_of_the_published_models(con
     if config in BILLIONS:
         model = (plan["model"]["parameters"] / 1e9, plan["model"]["active_parameters"] / 1e9)
         assert model == pytest.approx(BILLIONS[config], rel=0.005)
+
+
+def test_a_config_of_another_trainer_is_refused_by_its_kind(capsys, tmp_path):
+    model = ["--model.hf_path", str(tiny_chat_model(tmp_path)), "--model.max_seq_len", "256"]
+    options = [*model, "--task.max_tokens", "200"]
+    code, plan = planned(capsys, "--config", "sft_jsonl", *options)
+    (error,) = plan["errors"]
+    assert (code, plan["feasible"]) == (2, False)
+    assert error.endswith("takes runs of the RL trainer, and this is one of SFTConfig")
 
 
 def test_a_plan_has_the_seat_of_each_rank_and_the_bytes_of_a_push(capsys):
@@ -126,7 +140,8 @@ def test_the_program_starts_no_process_and_imports_no_engine():
         sys.addaudithook(lambda event, args: event in STARTS and started.append((event, args)))
         STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system")
         STARTS += ("subprocess.Popen",)
-        from rl.plan.__main__ import main
+        from rl.config import RLConfig
+from rl.plan.__main__ import main
         code = main(["--config", "quickstart", "--json"])
         loaded = {name.partition(".")[0] for name in sys.modules}
         foreign = loaded & {"vllm", "monarch", "torchstore"}

@@ -7,7 +7,6 @@ import shlex
 from importlib import import_module
 from typing import Any
 
-from rl.actors.processes import stop_runtime
 from rl.cli import parse_config
 from rl.config import RLConfig, RunConfig
 from rl.errors import ConfigError, Interrupted, NodeLost, end_program, require
@@ -36,9 +35,7 @@ def _run(trainer: Trainer[Any], folder: RunFolder) -> int:
     try:
         # a full collection would go through all that was imported, and halt the loop for 0.3 s
         gc.freeze()
-        code = asyncio.run(_supervised(trainer, folder))
-        stop_runtime()
-        return code
+        return asyncio.run(_supervised(trainer, folder))
     except ConfigError:
         raise
     except (

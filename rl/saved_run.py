@@ -8,7 +8,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from rl.actors.processes import stop_runtime
 from rl.cli import parse_rl_config
 from rl.config import RLConfig
 from rl.errors import Interrupted, end_program, require
@@ -97,10 +96,7 @@ def run_session(
 
     Raises Interrupted after Ctrl-C and other signals.
     """
-    try:
-        return asyncio.run(_run_session(config, task, work))
-    finally:
-        stop_runtime()
+    return asyncio.run(_run_session(config, task, work))
 
 
 async def _run_session(

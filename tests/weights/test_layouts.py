@@ -94,7 +94,7 @@ def test_a_large_plan_takes_little_memory_and_balances_replicas():
 def test_planning_in_a_process_with_a_process_group_is_refused():
     dist.init_process_group("fake", rank=0, world_size=1)
     try:
-        with pytest.raises(RuntimeError, match="call it in a process that has none"):
+        with pytest.raises(RuntimeError, match="call it in a process without a process group"):
             planned("tied_fused", "alone")
     finally:
         dist.destroy_process_group()

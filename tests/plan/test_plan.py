@@ -140,8 +140,7 @@ def test_the_program_starts_no_process_and_imports_no_engine():
         sys.addaudithook(lambda event, args: event in STARTS and started.append((event, args)))
         STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system")
         STARTS += ("subprocess.Popen",)
-        from rl.config import RLConfig
-from rl.plan.__main__ import main
+        from rl.plan.__main__ import main
         code = main(["--config", "quickstart", "--json"])
         loaded = {name.partition(".")[0] for name in sys.modules}
         foreign = loaded & {"vllm", "monarch", "torchstore"}

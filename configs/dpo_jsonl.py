@@ -20,6 +20,6 @@ def dpo_jsonl() -> PreferenceConfig:
         trainer=TrainerConfig(
             optimizer=default_adamw(lr=5e-7, weight_decay=0.0),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.8),
-            micro_batch_size=8,
+            micro_batch_tokens=8 * 2048,
         ),
     )

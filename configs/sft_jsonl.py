@@ -18,6 +18,6 @@ def sft_jsonl() -> SFTConfig:
         trainer=TrainerConfig(
             optimizer=default_adamw(lr=1e-5, weight_decay=0.0),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.8),
-            micro_batch_size=8,
+            micro_batch_tokens=8 * 2048,
         ),
     )

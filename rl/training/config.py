@@ -125,8 +125,8 @@ class TrainerConfig:
     least the length of the longest prompt and completion."""
 
     packing: Annotated[bool, PERFORMANCE] = True
-    """Whether a row may hold several sequences, each with a mask of its own. False pads every
-    sequence to a row."""
+    """Whether a row may hold several sequences, each with a mask of its own. Rows are filled by
+    best fit if ``micro_batch_tokens`` is set. False pads every sequence to a row."""
 
     logits_mib: Annotated[int, at_least(1, 10**7), PERFORMANCE] = 1024
     """Maximum size of the float32 logits that exist at once on a rank, in MiB. Larger logits are

@@ -1,5 +1,6 @@
 """Micro-batches: rectangles of tokens that one rank runs, cut from a ragged Batch."""
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -73,13 +74,20 @@ Rows = list[list[int]]
 def plan(batch: Batch, cutting: Cutting) -> list[Rows]:
     """Return the rows of each micro-batch. Sequences are sorted by length, longest first, so that
     neighbours have similar lengths.
+
+    With a limit of tokens, a packed sequence goes to the row of any micro-batch that it leaves the
+    least room in (best-fit decreasing; Johnson, 1973). With a limit of sequences, micro-batches are
+    filled one after the other.
     """
     sizes = _sizes(batch)
-    planned: list[_Filling] = []
-    for sequence in sorted(range(len(batch)), key=lambda i: (-sizes[i], i)):
-        if not (planned and planned[-1].take(sequence, sizes[sequence])):
-            planned.append(_Filling(cutting, sequence, sizes[sequence]))
-    return [filling.rows for filling in planned]
+    longest_first = sorted(range(len(batch)), key=lambda i: (-sizes[i], i))
+    if cutting.tokens is None:
+        shares = [
+            longest_first[first : first + cutting.sequences]
+            for first in range(0, len(batch), cutting.sequences)
+        ]
+        return [_rows_of(share, sizes, cutting) for share in shares]
+    return _best_fit(longest_first, sizes, cutting, cutting.tokens)
 
 
 def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
@@ -145,37 +153,57 @@ def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-class _Filling:
-    """A micro-batch under construction, longest sequence first."""
-
-    def __init__(self, cutting: Cutting, sequence: int, size: int):
-        self.cutting = cutting
-        self.rows: Rows = [[sequence]]
-        self._width = size
-        self._used = [size]
-        self._count = 1
-
-    def take(self, sequence: int, size: int) -> bool:
-        """Add the sequence to the first row with room, else to a new row; return whether it
-        fits.
-        """
-        limit = self.cutting.tokens
-        if limit is None and self._count == self.cutting.sequences:
-            return False
-        room = self._width - size
-        fits = (r for r, used in enumerate(self._used) if self.cutting.one_row or used <= room)
-        new = len(self.rows)
-        row = next(fits, new) if self.cutting.pack else new
-        used = [*self._used, 0] if row == new else [*self._used]
+def _rows_of(sequences: list[int], sizes: list[int], cutting: Cutting) -> Rows:
+    """Return the rows of one micro-batch. Each sequence goes to the first row with room."""
+    if not cutting.pack:
+        return [[sequence] for sequence in sequences]
+    if cutting.one_row:
+        return [sequences]
+    width = sizes[sequences[0]]
+    rows: Rows = []
+    used = list[int]()
+    for sequence in sequences:
+        size = sizes[sequence]
+        row = next((r for r, cells in enumerate(used) if cells + size <= width), len(rows))
+        if row == len(rows):
+            rows.append([])
+            used.append(0)
+        rows[row].append(sequence)
         used[row] += size
-        if limit is not None and len(used) * _round_up(max(used), self.cutting.multiple_of) > limit:
-            return False
-        if row == new:
-            self.rows.append([])
-        self.rows[row].append(sequence)
-        self._used = used
-        self._count += 1
-        return True
+    return rows
+
+
+def _best_fit(
+    longest_first: list[int], sizes: list[int], cutting: Cutting, limit: int
+) -> list[Rows]:
+    """Return the rows of micro-batches of at most ``limit`` cells, except for those of one longer
+    sequence.
+    """
+    planned: list[Rows] = []
+    open_rows: list[tuple[int, int, int]] = []  # room, micro-batch and row, least room first
+    rows_left = 0  # number of rows that the newest micro-batch may still open
+    width = 0
+    one_row = cutting.pack and cutting.one_row
+    for sequence in longest_first:
+        size = sizes[sequence]
+        fits = bisect_left(open_rows, (size,))
+        if fits < len(open_rows):
+            room, micro, row = open_rows.pop(fits)
+            planned[micro][row].append(sequence)
+            insort(open_rows, (room - size, micro, row))
+            continue
+        if not rows_left:
+            planned.append([])
+            multiple = cutting.multiple_of
+            width = _round_up(max(size, 1), multiple)
+            if one_row:
+                width = max(width, limit // multiple * multiple)
+            rows_left = max(1, limit // width)
+        rows_left -= 1
+        planned[-1].append([sequence])
+        if cutting.pack and width <= limit:
+            insort(open_rows, (width - size, len(planned) - 1, len(planned[-1]) - 1))
+    return planned
 
 
 def _sizes(batch: Batch) -> list[int]:

@@ -124,6 +124,24 @@ def test_packing_fills_rows_that_padding_would_waste():
     assert padded.tokens.shape == (7, 16)
 
 
+@pytest.mark.parametrize("one_row", [True, False])
+def test_a_short_sequence_goes_to_the_row_that_it_leaves_the_least_room_in(one_row):
+    cutting = Cutting(sequences=1, tokens=20, pack=True, one_row=one_row, multiple_of=1)
+    rows = plan(batch_of([17, 15, 14, 7, 5, 4]), cutting)  # 16, 14, 13, 6, 4 and 3 cells
+    if one_row:
+        assert rows == [[[0, 4]], [[1, 3]], [[2, 5]]]
+    else:  # the rows of the first three are as long as these
+        assert rows == [[[0]], [[1]], [[2]], [[3], [4], [5]]]
+
+
+def test_best_fit_needs_few_more_micro_batches_than_the_tokens_do():
+    draw = torch.Generator().manual_seed(0)
+    batch = batch_of(torch.randint(10, 2048, (256,), generator=draw).tolist())
+    cutting = Cutting(sequences=1, tokens=4096, pack=True, one_row=True, multiple_of=2)
+    least = -(-(len(batch.tokens) - len(batch)) // 4096)
+    assert len(plan(batch, cutting)) <= 1.02 * least
+
+
 def test_without_rows_a_dummy_holds_nothing():
     cutting = Cutting(sequences=2, tokens=None, pack=True, one_row=False, multiple_of=8)
     dummy = lay_out(batch_of([3, 4]), [], cutting)

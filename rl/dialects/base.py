@@ -44,6 +44,42 @@ class Rendered:
         return len(self.tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """Call of a tool that an answer contains."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str = ""
+    """Reason for which the call cannot be read, in words for the model; then ``name`` and
+    ``arguments`` are empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssistantTurn:
+    """Parts of a sampled answer."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    is_reasoning_open: bool = False
+    """Whether the answer ends within its thinking."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer in the form of the Chat Completions API, with the calls that can be read."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        calls = [call for call in self.tool_calls if not call.error]
+        if calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+                for each in calls
+            ]
+        return message
+
+
 class Dialect(Protocol):
     """Chat format of a model family."""
 
@@ -64,6 +100,25 @@ class Dialect(Protocol):
 
         ``messages`` and ``tools`` are in the form of the Chat Completions API, with
         ``reasoning_content`` for thinking. Raises ConversationError if they cannot be rendered.
+        """
+        ...
+
+    def parse(self, prompt: Sequence[int], answer: Sequence[int]) -> AssistantTurn:
+        """Return the parts of an ``answer`` that was sampled after ``prompt``."""
+        ...
+
+    def continuation(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        enable_thinking: bool = True,
+    ) -> list[int]:
+        """Return the tokens that follow ``prompt`` and ``answer``, up to the next answer.
+
+        They close an answer that was cut off, hold ``messages``, which no assistant wrote, and end
+        with the generation prompt. Raises ConversationError if a token before would have to change.
         """
         ...
 

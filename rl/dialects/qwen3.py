@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl.dialects.base import (
+    AssistantTurn,
     ConversationError,
     Rendered,
     as_json,
@@ -13,7 +14,7 @@ from rl.dialects.base import (
     checked_tools,
 )
 from rl.dialects.plain_text import PlainText, is_unicode
-from rl.errors import ConfigError
+from rl.dialects.qwen3_turns import Control, parse_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -50,17 +51,9 @@ class Qwen3Dialect:
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", *, thinks: bool = True):
         self.tokenizer = tokenizer
         self.thinks = thinks
-        self._known = tokenizer.get_added_vocab()
-        self._start = self._control("<|im_start|>")
-        self._end = self._control("<|im_end|>")
-        self._think = self._control("<think>")
-        self._think_end = self._control("</think>")
-        self._call = self._control("<tool_call>")
-        self._call_end = self._control("</tool_call>")
-        self._response = self._control("<tool_response>")
-        self._response_end = self._control("</tool_response>")
+        self._control = Control.of(tokenizer)
         self._plain = PlainText(tokenizer)
-        self.stop_token_ids: tuple[int, ...] = (self._end,)
+        self.stop_token_ids: tuple[int, ...] = self._control.stops
 
     def render(
         self,
@@ -85,42 +78,68 @@ class Qwen3Dialect:
             if role == "assistant":
                 last = index + 1 == len(turns)
                 self._assistant(out, index, turn, index > query, last, enable_thinking)
-            elif role == "tool":
-                self._tool(out, index, turns)
-            elif index or role == "user":
-                text = f"{role}\n{turn['content']}"
-                out.add(index, False, self._start, text, self._end, "\n")
+            elif index or role != "system":
+                self._outside(out, index, turns)
         if add_generation_prompt:
-            out.add(-1, False, self._start, "assistant\n")
-            if self.thinks and not enable_thinking:
-                out.add(-1, False, self._think, "\n\n", self._think_end, "\n\n")
+            self._generation_prompt(out, enable_thinking)
         return out.encoded(self._plain)
+
+    def parse(self, prompt: Sequence[int], answer: Sequence[int]) -> AssistantTurn:
+        """Return the parts of an ``answer``, told apart by control tokens, never by text that looks
+        like them.
+        """
+        return parse_answer(answer, self._control, self.tokenizer)
+
+    def continuation(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        enable_thinking: bool = True,
+    ) -> list[int]:
+        """Return the tokens that follow ``prompt`` and ``answer``, up to the next answer.
+
+        Thinking stays where it was sampled, unlike in :meth:`render`, which leaves out the thinking
+        of earlier turns. Raises ConversationError, naming the message.
+        """
+        control = self._control
+        turns = checked_messages(messages)
+        out = _Pieces()
+        if not answer or answer[-1] not in control.stops:
+            if self.parse(prompt, answer).is_reasoning_open:
+                out.add(-1, False, control.think_end)
+            out.add(-1, False, control.im_end)
+        out.add(-1, False, "\n")
+        for index, turn in enumerate(turns):
+            if turn["role"] == "assistant":
+                raise ConversationError(
+                    f"message {index}: an assistant's message cannot follow an answer; sample it"
+                )
+            self._outside(out, index, turns)
+        self._generation_prompt(out, enable_thinking)
+        return out.encoded(self._plain).tokens.tolist()
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text`` outside of any template, none of them a control token."""
         return self._plain.encode([text])[0]
 
-    def _control(self, word: str) -> int:
-        if word not in self._known:
-            raise ConfigError(
-                f"model.hf_path: the tokenizer in {self.tokenizer.name_or_path!r} has no control "
-                f"token {word!r}, which Qwen3's chat template needs"
-            )
-        return self._known[word]
-
     def _system(self, out: "_Pieces", first: Mapping[str, Any], tools: list) -> None:
+        control = self._control
         given = first["role"] == "system"
         index = 0 if given else -1
         text = first["content"] if given else ""
         if not tools:
             if given:
-                out.add(0, False, self._start, f"system\n{text}", self._end, "\n")
+                out.add(0, False, control.im_start, f"system\n{text}", control.im_end, "\n")
             return
         listed = "".join("\n" + as_json("a tool", tool) for tool in tools)
         text = f"system\n{text}\n\n" if given else "system\n"
-        out.add(index, False, self._start, text + BEFORE_TOOLS + listed + AFTER_TOOLS)
-        out.add(index, False, self._call, self._call_end, " XML tags:\n")
-        out.add(index, False, self._call, CALL_FORM, self._call_end, self._end, "\n")
+        out.add(index, False, control.im_start, text + BEFORE_TOOLS + listed + AFTER_TOOLS)
+        out.add(index, False, control.tool_call, control.tool_call_end, " XML tags:\n")
+        out.add(
+            index, False, control.tool_call, CALL_FORM, control.tool_call_end, control.im_end, "\n"
+        )
 
     def _assistant(
         self,
@@ -131,13 +150,14 @@ class Qwen3Dialect:
         last: bool,
         enable_thinking: bool,
     ) -> None:
-        out.add(index, False, self._start, "assistant\n")
+        control = self._control
+        out.add(index, False, control.im_start, "assistant\n")
         thought, content = self._thought(index, turn)
         text = content
         if self.thinks and after_query and (last or thought):
             thought = thought.strip("\n")
             sampled = enable_thinking or bool(thought)
-            out.add(index, sampled, self._think, f"\n{thought}\n", self._think_end, "\n\n")
+            out.add(index, sampled, control.think, f"\n{thought}\n", control.think_end, "\n\n")
             text = content.lstrip("\n")
         out.add(index, True, text)
         for number, call in enumerate(turn["tool_calls"]):
@@ -148,8 +168,8 @@ class Qwen3Dialect:
                 written = as_json(f"message {index}", arguments)
             body = f'\n{{"name": "{function["name"]}", "arguments": {written}}}\n'
             between = "\n" if number or content else ""
-            out.add(index, True, between, self._call, body, self._call_end)
-        out.add(index, True, self._end)
+            out.add(index, True, between, control.tool_call, body, control.tool_call_end)
+        out.add(index, True, control.im_end)
         out.add(index, False, "\n")
 
     def _thought(self, index: int, turn: Mapping[str, Any]) -> tuple[str, str]:
@@ -166,14 +186,28 @@ class Qwen3Dialect:
             content = content.lstrip("\n")
         return thought or "", content
 
-    def _tool(self, out: "_Pieces", index: int, turns: Sequence[Mapping[str, Any]]) -> None:
-        """Add a tool's output; neighbouring ones share a turn of the user."""
+    def _generation_prompt(self, out: "_Pieces", enable_thinking: bool) -> None:
+        control = self._control
+        out.add(-1, False, control.im_start, "assistant\n")
+        if self.thinks and not enable_thinking:
+            out.add(-1, False, control.think, "\n\n", control.think_end, "\n\n")
+
+    def _outside(self, out: "_Pieces", index: int, turns: Sequence[Mapping[str, Any]]) -> None:
+        """Add a message that no assistant wrote; neighbouring outputs of tools share a turn of the
+        user.
+        """
+        control = self._control
+        role = turns[index]["role"]
+        if role != "tool":
+            text = f"{role}\n{turns[index]['content']}"
+            out.add(index, False, control.im_start, text, control.im_end, "\n")
+            return
         if index == 0 or turns[index - 1]["role"] != "tool":
-            out.add(index, False, self._start, "user")
+            out.add(index, False, control.im_start, "user")
         text = f"\n{turns[index]['content']}\n"
-        out.add(index, False, "\n", self._response, text, self._response_end)
+        out.add(index, False, "\n", control.tool_response, text, control.tool_response_end)
         if index + 1 == len(turns) or turns[index + 1]["role"] != "tool":
-            out.add(index, False, self._end, "\n")
+            out.add(index, False, control.im_end, "\n")
 
 
 class _Pieces:

@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from renderers import config_from_name, create_renderer
-from renderers.base import MODEL_RENDERER_MAP
+from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus
 
 from rl.dialects.base import (
+    AssistantTurn,
     ConversationError,
     Rendered,
+    ToolCall,
     as_json,
     checked_messages,
     checked_tools,
@@ -37,7 +39,7 @@ class FamilyDialect:
         self.tokenizer = tokenizer
         self.family = family
         self._control = ControlTokens(tokenizer)
-        self._renderers: dict[bool, Any] = {}
+        self._renderers: dict[tuple[bool, bool], Any] = {}
         self._config = config_from_name(family)
         self._has_switch = "enable_thinking" in type(self._config).template_field_names()
         self.stop_token_ids = tuple(self._renderer(True).get_stop_token_ids())
@@ -74,6 +76,40 @@ class FamilyDialect:
             return rendered
         return self._stopped(rendered)
 
+    def parse(self, prompt: Sequence[int], answer: Sequence[int]) -> AssistantTurn:
+        """Return the parts of an ``answer`` that was sampled after ``prompt``."""
+        parsed = self._renderer(True).parse_response([*answer], prompt_ids=[*prompt])
+        return AssistantTurn(
+            content=parsed.content or "",
+            reasoning=parsed.reasoning_content or "",
+            tool_calls=tuple(map(_call, parsed.tool_calls or ())),
+        )
+
+    def continuation(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        enable_thinking: bool = True,
+    ) -> list[int]:
+        """Return the tokens that follow ``prompt`` and ``answer``, up to the next answer.
+
+        Thinking stays where it was sampled. Raises ConversationError if a token before would have
+        to change.
+        """
+        turns = checked_messages(messages)
+        for index, turn in enumerate(turns):
+            self._control.refuse_in(as_json(f"message {index}", turn), f"message {index}")
+        before = [*prompt, *answer]
+        renderer = self._renderer(enable_thinking, keeps_thinking=True)
+        whole = renderer.bridge_to_next_turn([*prompt], [*answer], turns)
+        if whole is None or whole.token_ids[: len(before)] != before:
+            raise ConversationError(
+                f"{self.family} of renderers would change earlier tokens of this conversation"
+            )
+        return list(whole.token_ids[len(before) :])
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text`` outside of any template. Raises ConversationError."""
         self._control.refuse_in(text, "text")
@@ -106,18 +142,27 @@ class FamilyDialect:
             message=np.append(rendered.message, rendered.message[-1]),
         )
 
-    def _renderer(self, enable_thinking: bool) -> Any:
-        if enable_thinking not in self._renderers:
-            config = self._config
+    def _renderer(self, enable_thinking: bool, *, keeps_thinking: bool = False) -> Any:
+        """Return a renderer; ``keeps_thinking``: whether earlier turns keep their thinking."""
+        key = (enable_thinking, keeps_thinking)
+        if key not in self._renderers:
+            options: dict[str, Any] = {"thinking_retention": "all"} if keeps_thinking else {}
             if self._has_switch:
-                config = config.model_copy(update={"enable_thinking": enable_thinking})
+                options["enable_thinking"] = enable_thinking
             elif not enable_thinking:
                 raise ConversationError(
                     f"enable_thinking is False, but {self.family} has no such switch; set it to "
                     "True"
                 )
-            self._renderers[enable_thinking] = create_renderer(self.tokenizer, config)
-        return self._renderers[enable_thinking]
+            config = self._config.model_copy(update=options)
+            self._renderers[key] = create_renderer(self.tokenizer, config)
+        return self._renderers[key]
+
+
+def _call(call: Any) -> ToolCall:
+    if call.status is ToolCallParseStatus.OK and isinstance(call.arguments, dict):
+        return ToolCall(name=call.name, arguments=call.arguments)
+    return ToolCall(name="", arguments={}, error=f"the tool call is malformed: {call.status.value}")
 
 
 def find_family(tokenizer: "PreTrainedTokenizerFast") -> FamilyDialect | None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl.dialects.base import ConversationError, Rendered
+from rl.dialects.base import AssistantTurn, ConversationError, Rendered
 from rl.dialects.plain_text import ControlTokens
 from rl.errors import require
 
@@ -35,6 +35,22 @@ class TextDialect:
         add_generation_prompt: bool = False,
         enable_thinking: bool = True,
     ) -> Rendered:
+        """Raise ConversationError."""
+        raise ConversationError(self._reason)
+
+    def parse(self, prompt: Sequence[int], answer: Sequence[int]) -> AssistantTurn:
+        """Return the text of ``answer``."""
+        text = self.tokenizer.decode([each for each in answer if each not in self.stop_token_ids])
+        return AssistantTurn(content=text)
+
+    def continuation(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        enable_thinking: bool = True,
+    ) -> list[int]:
         """Raise ConversationError."""
         raise ConversationError(self._reason)
 

@@ -27,7 +27,7 @@ def test_qwen3_has_our_own_dialect():
     dialect = dialect_of(qwen3())
     assert isinstance(dialect, Qwen3Dialect)
     assert dialect.thinks
-    assert qwen3().convert_ids_to_tokens(dialect.stop_token_ids) == ["<|im_end|>"]
+    assert qwen3().convert_ids_to_tokens(dialect.stop_token_ids) == ["<|im_end|>", "<|endoftext|>"]
     instruct = dialect_of(qwen3_instruct())
     assert isinstance(instruct, Qwen3Dialect)
     assert not instruct.thinks

@@ -1,0 +1,109 @@
+"""Control tokens of Qwen3, and the parts of an answer between them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
+
+from rl.dialects.base import AssistantTurn, ToolCall
+from rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+CALL_SHAPE = 'a tool call is {"name": …, "arguments": {…}}'
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Ids of the control tokens."""
+
+    im_start: int
+    im_end: int
+    endoftext: int
+    think: int
+    think_end: int
+    tool_call: int
+    tool_call_end: int
+    tool_response: int
+    tool_response_end: int
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerFast") -> Self:
+        """Return the ids of ``tokenizer``. Raises ConfigError if it lacks one."""
+        known = tokenizer.get_added_vocab()
+        words = [_word(field.name) for field in fields(cls)]
+        missing = [word for word in words if word not in known]
+        if missing:
+            raise ConfigError(
+                f"model.hf_path: the tokenizer in {tokenizer.name_or_path!r} has no control token "
+                f"{missing[0]!r}, which Qwen3's chat template needs"
+            )
+        return cls(*(known[word] for word in words))
+
+    @property
+    def stops(self) -> tuple[int, int]:
+        """Tokens that end an answer."""
+        return self.im_end, self.endoftext
+
+
+def parse_answer(
+    tokens: Sequence[int], control: Control, tokenizer: "PreTrainedTokenizerFast"
+) -> AssistantTurn:
+    """Return the parts of a sampled answer.
+
+    Thinking is what follows ``<think>`` at the start, up to ``</think>`` or to a tool call. Content
+    is the text before the first call.
+    """
+    body = [token for token in tokens if token not in control.stops]
+    begin = next((i for i, token in enumerate(body) if tokenizer.decode([token]).strip()), None)
+    reasoning = ""
+    is_open = False
+    rest = body
+    if begin is not None and body[begin] == control.think:
+        close = _index(body, control.think_end, begin)
+        call = _index(body, control.tool_call, begin)  # a call ends the thinking too
+        end = close if close < len(body) else call
+        is_open = end == len(body)
+        reasoning = tokenizer.decode(body[begin + 1 : end])
+        rest = body[end + (end == close) :]
+    calls = []
+    first = place = _index(rest, control.tool_call, 0)
+    while place < len(rest):
+        end = _index(rest, control.tool_call_end, place)
+        text = tokenizer.decode(rest[place + 1 : end])
+        calls.append(_parse_call(text) if end < len(rest) else _broken("the tool call has no end"))
+        place = _index(rest, control.tool_call, end)
+    return AssistantTurn(
+        content=tokenizer.decode(rest[:first]).strip(),
+        reasoning=reasoning.strip(),
+        tool_calls=tuple(calls),
+        is_reasoning_open=is_open,
+    )
+
+
+def _word(name: str) -> str:
+    if name.startswith(("im_", "endof")):
+        return f"<|{name}|>"
+    return f"</{name[:-4]}>" if name.endswith("_end") else f"<{name}>"
+
+
+def _index(tokens: Sequence[int], token: int, start: int) -> int:
+    """Return the first place of ``token`` from ``start`` on, or the length of ``tokens``."""
+    return next((i for i in range(start, len(tokens)) if tokens[i] == token), len(tokens))
+
+
+def _parse_call(text: str) -> ToolCall:
+    try:
+        call: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return _broken(f"the tool call is not JSON: {error}")
+    name = call.get("name") if isinstance(call, dict) else None
+    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return _broken(CALL_SHAPE)
+    return ToolCall(name=name, arguments=arguments)
+
+
+def _broken(error: str) -> ToolCall:
+    return ToolCall(name="", arguments={}, error=error)

@@ -1,6 +1,7 @@
 """A model with a role as an actor, and the controller's handle to its mesh."""
 
 import asyncio
+import gc
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -98,16 +99,25 @@ class ModelWorker(Actor):
         return outputs if self.engine.is_leader else None
 
     def _forward_backward(
-        self, batch: Batch | None, loss: Configurable.Config, temperature: float
+        self, batch: Batch | None, loss: Configurable.Config, temperature: float, weight: float
     ) -> tuple[Outputs, Metrics] | None:
         batch = self.engine.from_leader(batch)
-        answer = self.engine.forward_backward(batch, loss.build(), temperature=temperature)
+        answer = self.engine.forward_backward(
+            batch, loss.build(), temperature=temperature, weight=weight
+        )
         return answer if self.engine.is_leader else None
 
     def _optim_step(self, options: dict[str, Any]) -> tuple[int, Metrics]:
         self.checkpointer.wait_for_staging()
         metrics = self.engine.optim_step(**options)
+        self._collect_garbage()
         return self.engine.version, metrics
+
+    def _collect_garbage(self) -> None:
+        """Collect garbage on all ranks in the same steps: one rank that collects stops all."""
+        gc.disable()
+        if self.engine.version % self.config.training.gc_freq == 0:
+            gc.collect()
 
     def _weight_digests(self, dtype: torch.dtype | None) -> ShardDigests:
         return digests(self.engine.shards().values(), dtype=dtype)
@@ -166,12 +176,17 @@ class WorkerGroup(Mesh):
         return _merge(batch, await self._call_leaders("forward", batch, temperature))
 
     async def forward_backward(
-        self, batch: Batch, loss: Configurable.Config, *, temperature: float = 1.0
+        self,
+        batch: Batch,
+        loss: Configurable.Config,
+        *,
+        temperature: float = 1.0,
+        weight: float = 1.0,
     ) -> tuple[Outputs, Metrics]:
-        """Add the gradient of ``loss`` on ``batch``; return the outputs of ``forward``, and
-        metrics.
+        """Add the gradient of ``loss`` on ``batch``, times ``weight``; return the outputs of
+        ``forward``, and metrics.
         """
-        answers = await self._call_leaders("forward_backward", batch, loss, temperature)
+        answers = await self._call_leaders("forward_backward", batch, loss, temperature, weight)
         outputs = [(share, outputs) for share, (outputs, _) in answers]
         metrics = answers[0][1][1]
         return _merge(batch, outputs), metrics
@@ -179,8 +194,8 @@ class WorkerGroup(Mesh):
     async def optim_step(self, **options: Any) -> Metrics:
         """Take a step on the gradients that were added; ``version`` counts up unless it is skipped.
 
-        ``options`` are those of TrainingEngine.optim_step: denominator, lr, betas, weight_decay,
-        max_norm.
+        ``options`` are those of TrainingEngine.optim_step: denominator, lr, betas, eps,
+        weight_decay, max_norm.
         """
         self.version, metrics = (await self.call("optim_step", options))[0]
         return metrics

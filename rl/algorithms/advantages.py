@@ -89,6 +89,11 @@ class AdvantageEstimator(Configurable):
         needs_values: ClassVar[bool] = False
         """Whether the estimator needs the values of a critic."""
 
+        @property
+        def needs_group(self) -> bool:
+            """Whether the estimator compares completions of one prompt, so that it needs two."""
+            return False
+
     config: Config
 
     def __init__(self, config: Config):
@@ -130,6 +135,10 @@ class GroupAdvantage(AdvantageEstimator):
         normalize_std: bool = True
         """Whether to divide by the standard deviation of the group."""
 
+        @property
+        def needs_group(self) -> bool:
+            return True
+
     config: Config
 
     def __call__(self, scored: Scored) -> Advantages:
@@ -152,7 +161,9 @@ class LeaveOneOut(AdvantageEstimator):
 
     @dataclass(kw_only=True, slots=True)
     class Config(AdvantageEstimator.Config):
-        pass
+        @property
+        def needs_group(self) -> bool:
+            return True
 
     def __call__(self, scored: Scored) -> Advantages:
         totals = scored.totals
@@ -179,6 +190,10 @@ class ReinforcePlusPlus(AdvantageEstimator):
         baseline: Literal["none", "group_mean"] = "none"
         """Baseline of each reward. ``group_mean`` subtracts its group's mean first, the paper's
         REINFORCE++-baseline."""
+
+        @property
+        def needs_group(self) -> bool:
+            return self.baseline == "group_mean"
 
     config: Config
 

@@ -137,6 +137,14 @@ class PolicyGradient(Algorithm):
                 f"algorithm.overlong_buffer is {self.overlong_buffer}; it must be at most "
                 f"rollout.max_tokens={rollout.max_tokens}",
             )
+            samples = rollout.samples_per_prompt
+            advantage = self.advantage
+            require(
+                samples > 1 or not advantage.needs_group,
+                f"rollout.samples_per_prompt is {samples}; it must be at least 2 with "
+                f"algorithm.advantage={type(advantage).__qualname__}, which compares the "
+                "completions of a prompt; GAE and ReinforcePlusPlus without a baseline do not",
+            )
             self._check_kl()
             for number, correction in enumerate(self.corrections):
                 if isinstance(correction, MaskedIS.Config):

@@ -38,8 +38,9 @@ class RolloutConfig:
     prompts_per_step: Annotated[int, at_least(1, 10**6)] = 32
     """Number of prompts whose completions a step trains on."""
 
-    samples_per_prompt: Annotated[int, at_least(2, 10**5)] = 8
-    """Number of completions per prompt. They form the group over which advantages are compared."""
+    samples_per_prompt: Annotated[int, at_least(1, 10**5)] = 8
+    """Number of completions per prompt. They form the group over which advantages are compared. 1
+    requires an ``algorithm.advantage`` that compares no group, such as GAE."""
 
     max_tokens: Annotated[int, at_least(1, 10**8)] = 256
     """Maximum length of a completion, in tokens."""

@@ -26,7 +26,7 @@ def rollout_metrics(groups: list[list[Rollout]]) -> dict[str, float]:
 
 def _reward_metrics(prefix: str, groups: list[list[Rollout]]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group]
-    flat = sum(len({r.reward for r in group}) == 1 for group in groups)
+    flat = sum(len(group) > 1 and len({r.reward for r in group}) == 1 for group in groups)
     metrics = {
         f"{prefix}/mean": sum(r.reward for r in rollouts) / len(rollouts),
         f"{prefix}/zero_std_groups": flat / len(groups),

@@ -80,18 +80,23 @@ class Models:
         *,
         role: str = "trainer",
         temperature: float = 1.0,
+        weight: float = 1.0,
     ) -> tuple[Outputs, Metrics]:
-        """Add the gradient of ``loss`` on ``batch``; return the outputs and metrics."""
+        """Add the gradient of ``loss`` on ``batch``, times ``weight``; return the outputs and
+        metrics. ``weight`` does not change the denominator of ``optim_step``.
+        """
         async with self._residency.of(role, "model", "optimizer"):
             with self.watch.span("train"):
                 group = self._groups[role]
-                return await group.forward_backward(batch, loss, temperature=temperature)
+                return await group.forward_backward(
+                    batch, loss, temperature=temperature, weight=weight
+                )
 
     async def optim_step(self, *, role: str = "trainer", **options: Any) -> Metrics:
         """Take one optimizer step on the gradients that were added.
 
         ``options`` are those of :meth:`rl.training.engine.TrainingEngine.optim_step`: denominator,
-        lr, betas, weight_decay and max_norm.
+        lr, betas, eps, weight_decay and max_norm.
         """
         self._changed.add(role)
         async with self._residency.of(role, "model", "optimizer"):

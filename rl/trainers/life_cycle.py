@@ -294,7 +294,8 @@ class LifeCycle(ABC, Generic[Arguments]):
 
     async def _save_if_due(self) -> None:
         checkpoint = self.arguments.trainer.checkpoint
-        is_due = checkpoint.enable and self.step % checkpoint.interval == 0
+        first = checkpoint.enable_first_step_checkpoint and self.step == 1
+        is_due = checkpoint.enable and (first or self.step % checkpoint.interval == 0)
         if is_due and self.step < self.total_steps:
             await self.save_checkpoint()
 

@@ -64,8 +64,9 @@ class TrainerConfig:
     training: titan.TrainingConfig = field(
         default_factory=lambda: titan.TrainingConfig(mixed_precision_param="float32")
     )
-    """Dtype, mixed precision and gradient clipping (``max_norm``). Batch sizes, ``seq_len`` and
-    ``steps`` are not read."""
+    """Dtype, mixed precision, gradient clipping (``max_norm``), and the number of optimizer steps
+    between collections of Python's garbage (``gc_freq``). Batch sizes, ``seq_len`` and ``steps``
+    must keep their defaults: other fields set them."""
 
     optimizer: Annotated[OptimizersContainer.Config, NUMERICS] = field(
         default_factory=lambda: default_adamw(lr=1e-6)
@@ -102,7 +103,7 @@ class TrainerConfig:
             initial_load_model_only=False,
         )
     )
-    """Checkpoints. ``folder`` is inside the run folder, ``interval`` is in optimizer steps, and
+    """Checkpoints. ``folder`` is inside the run folder, ``interval`` is in steps, and
     ``keep_latest_k`` counts complete checkpoints.
 
     A run always ends with a checkpoint. A run without a checkpoint starts from

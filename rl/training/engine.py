@@ -159,6 +159,7 @@ class TrainingEngine:
         denominator: float | None = None,
         lr: float | None = None,
         betas: tuple[float, float] | None = None,
+        eps: float | None = None,
         weight_decay: float | None = None,
         max_norm: float | None = None,
     ) -> Metrics:
@@ -189,7 +190,7 @@ class TrainingEngine:
         if lr is not None:
             rates = dict.fromkeys(rates, lr)
         if math.isfinite(norm):
-            self._step(lr=lr, betas=betas, weight_decay=weight_decay)
+            self._step(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         else:
             self.skipped_steps += 1
             self.skipped_in_a_row += 1

@@ -14,6 +14,7 @@ from rl.training.config import adaptable_layers
 from rl.validation.engines import validate_engines
 from rl.validation.folders import validate_folders
 from rl.validation.layouts import validate_layouts
+from rl.validation.unused import validate_unused
 from rl.validation.values import validate_numbers, validate_types
 
 RESERVED = ("critic", "export", "launch", "lock", "logs", "reference", "replicas", "unevaluated")
@@ -32,7 +33,7 @@ def checks(config: RunConfig) -> list[Callable[[Any], None]]:
     if isinstance(config, RLConfig):
         found += [_validate_sampling]
     found += [validate_folders, validate_layouts, _validate_checkpoint]
-    found += [_validate_training_modes, validate_engines]
+    found += [_validate_training_modes, validate_engines, validate_unused]
     if isinstance(config, RLConfig):
         found += [_validate_lengths, _validate_push, _validate_chunks]
         found += [_validate_algorithm, _validate_roles]
@@ -63,6 +64,10 @@ def _validate_sampling(config: RLConfig) -> None:
         value = getattr(config.rollout, name)
         reason = f"{allowed}: the trainer computes no log-probs of a cut distribution"
         require_value(value == allowed, f"rollout.{name}", value, reason)
+    resampled = config.rollout.max_resampled_groups
+    samples = config.rollout.samples_per_prompt
+    rule = "0 with rollout.samples_per_prompt=1: the rewards of every group are equal"
+    require_value(samples > 1 or resampled == 0, "rollout.max_resampled_groups", resampled, rule)
 
 
 def _validate_checkpoint(config: RunConfig) -> None:

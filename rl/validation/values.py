@@ -106,6 +106,20 @@ def fields_of(kind: type) -> list[tuple[str, Any]]:
     ]
 
 
+@cache
+def defaults_of(kind: type) -> dict[str, Any]:
+    """Return the defaults of a dataclass's fields that have one, by name. They must not be
+    changed.
+    """
+    found = {}
+    for field in dataclasses.fields(kind):
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    return found
+
+
 def _members(hint: Any) -> list[Any]:
     """Return the types that a union consists of, without metadata."""
     if get_origin(hint) is Annotated:

@@ -1,6 +1,7 @@
 """Actors that also return their parameters, and push with faults, for tests."""
 
 import asyncio
+import gc
 import os
 import threading
 from pathlib import Path
@@ -38,6 +39,21 @@ class OpenTrainer(PolicyTrainer):
             return share_out(batch)
 
         self.engine.from_leader = noted
+
+    @concurrent_endpoint
+    async def watch_collections(self) -> None:
+        """Record the generation of each later garbage collection in this process."""
+        self._collections: list[int] = []
+
+        def noted(phase: str, info: dict[str, int]) -> None:
+            if phase == "stop":
+                self._collections.append(info["generation"])
+
+        gc.callbacks.append(noted)
+
+    @concurrent_endpoint
+    async def collections(self) -> list[int]:
+        return self._collections
 
     @concurrent_endpoint
     async def payloads(self) -> list[int]:

@@ -10,7 +10,9 @@ from tests.session.sessions import batch, on_its_loop, trainer_config
 
 @pytest.fixture(scope="module")
 def trainer(sessions):
-    return sessions.run(sessions.start(trainer=trainer_config(fsdp=2, tp=2))).trainer
+    config = trainer_config(fsdp=2, tp=2)
+    config.training.gc_freq = 3
+    return sessions.run(sessions.start(trainer=config)).trainer
 
 
 @on_its_loop
@@ -52,3 +54,37 @@ async def test_options_and_residency_reach_every_rank(sessions, trainer):
     assert trainer.version == version + 1
     assert metrics["trainer/lr/AdamW"] == 0.0
     assert merge_digests(await trainer.weight_digests()) == before
+
+
+@on_its_loop
+async def test_eps_of_a_step_reaches_every_rank(sessions, trainer):
+    digests = []
+    for eps in (1e30, 1e-8):
+        await trainer.forward_backward(batch(), grpo())
+        before = merge_digests(await trainer.weight_digests())
+        await trainer.optim_step(lr=1e-2, eps=eps, weight_decay=0.0)
+        digests.append(merge_digests(await trainer.weight_digests()) == before)
+    assert digests == [True, False]
+
+
+@on_its_loop
+async def test_weight_of_a_batch_scales_its_gradient_alone(sessions, trainer):
+    rows = []
+    for weight in (1.0, 2.0, 0.0):
+        await trainer.forward_backward(batch(), grpo(), weight=weight)
+        rows.append(await trainer.optim_step(lr=0.0))
+    norms = [row["trainer/grad_norm"] for row in rows]
+    assert norms[0] > 0
+    assert norms == pytest.approx([norms[0], 2 * norms[0], 0.0], rel=1e-5)
+    assert len({row["trainer/weight"] for row in rows}) == 1
+
+
+@on_its_loop
+async def test_garbage_is_collected_every_gc_freq_steps_and_at_no_other_time(sessions, trainer):
+    await trainer.call("watch_collections")
+    first = trainer.version
+    for _ in range(6):
+        await trainer.forward_backward(batch(), grpo())
+        await trainer.optim_step(lr=0.0)
+    assert (first // 3 + 2) == trainer.version // 3
+    assert await trainer.call("collections") == [[2, 2]] * 4

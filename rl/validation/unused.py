@@ -88,7 +88,15 @@ UNUSED_BY_MEMORY_BUDGET = dict.fromkeys(
 
 UNUSED_WITHOUT_ROLLOUTS: dict[type, dict[str, str]] = {
     WatchdogConfig: dict.fromkeys(
-        "zero_std zero_std_steps starving starving_share starving_steps drift drift_max".split(),
+        [
+            "zero_std",
+            "zero_std_steps",
+            "starving",
+            "starving_share",
+            "starving_steps",
+            "drift",
+            "drift_max",
+        ],
         f"{_NO_ROLLOUTS}; set watchdog.non_finite or watchdog.stalled",
     ),
     DeadlineConfig: dict.fromkeys(("push", "reward"), f"{_NO_ROLLOUTS}; set deadlines.call"),

@@ -73,7 +73,7 @@ def trl_python(folder: Path) -> Path:
     return python
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, fields: dict[str, Any] = MODEL) -> None:
     """Random weights, and a tokenizer of as many words as there are embeddings."""
     import torch
     from tokenizers import Tokenizer
@@ -87,11 +87,11 @@ def write_model(folder: Path) -> None:
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**hf_config(shape_of(ModelConfig(**MODEL))))).save_pretrained(
+    Qwen3ForCausalLM(Qwen3Config(**hf_config(shape_of(ModelConfig(**fields))))).save_pretrained(
         folder
     )
     words = Tokenizer(
-        WordLevel({f"w{token}": token for token in range(MODEL["vocab_size"])}, unk_token="w0")
+        WordLevel({f"w{token}": token for token in range(fields["vocab_size"])}, unk_token="w0")
     )
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(folder)

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from rl.config import PreferenceConfig, ReferenceConfig, RLConfig, RunConfig
+from rl.config import PreferenceConfig, ReferenceConfig, RLConfig, RunConfig, SFTConfig
 from rl.session.config import Role, SessionConfig
 from rl.training.config import TrainerConfig
 
@@ -47,18 +47,19 @@ def session_config(config: RunConfig) -> SessionConfig:
         max_restarts=config.max_restarts,
         seed=config.seed,
     )
-    if not isinstance(config, RLConfig):
+    sampling = config.sampling_run() if isinstance(config, SFTConfig) else config
+    if not isinstance(sampling, RLConfig):
         return session
-    rollout = config.rollout
+    rollout = sampling.rollout
     return dataclasses.replace(
         session,
-        generator=config.generator,
-        weights=config.weights,
-        colocate=config.colocate,
+        generator=sampling.generator,
+        weights=sampling.weights,
+        colocate=sampling.colocate,
         reward_workers=rollout.reward_workers,
         pushes="in_order" if rollout.pipeline == "deterministic" else "newest",
         compares_all=rollout.max_staleness <= 1,
-        longest=config.task.max_prompt_tokens + rollout.max_tokens,
+        longest=sampling.task.max_prompt_tokens + rollout.max_tokens,
     )
 
 

@@ -11,7 +11,7 @@ from rl.config.rl import (
     RolloutConfig,
 )
 from rl.config.run import RunConfig, WatchdogConfig
-from rl.config.sft import SFTConfig, SFTDataConfig
+from rl.config.sft import SampledEvaluationConfig, SFTConfig, SFTDataConfig
 
 __all__ = [
     "CriticConfig",
@@ -28,5 +28,6 @@ __all__ = [
     "RunConfig",
     "SFTConfig",
     "SFTDataConfig",
+    "SampledEvaluationConfig",
     "WatchdogConfig",
 ]

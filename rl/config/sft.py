@@ -1,12 +1,20 @@
 """SFTConfig: all that a run of the supervised trainer depends on."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, ClassVar
+
+import tyro
 
 from rl.algorithms.losses import CrossEntropyLoss, PolicyLoss
 from rl.config.dataset import DatasetConfig, DatasetRunConfig
+from rl.config.rl import EvaluationConfig, RLConfig, RolloutConfig
+from rl.config.run import RunConfig
 from rl.data.conversations import ConversationsConfig
-from rl.rules import NUMERICS
+from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
+from rl.rules import COSMETIC, NUMERICS, PERFORMANCE, at_least
+from rl.session.config import Colocate
+from rl.tasks.base import Task
+from rl.weights.config import WeightPushConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -14,6 +22,32 @@ class SFTDataConfig(ConversationsConfig, DatasetConfig):
     """Examples of a run of the supervised trainer. A line of a file has ``messages``, ``prompt``
     and ``completion``, or ``text``.
     """
+
+
+@dataclass(kw_only=True, slots=True)
+class SampledEvaluationConfig(EvaluationConfig):
+    """Evaluation of completions that generators sample. Training waits meanwhile, so scores depend
+    on the config and the weights alone.
+    """
+
+    task: Annotated[Task.Config, NUMERICS]
+    """Held-out prompts, and the reward of their completions: the config of a Task."""
+
+    max_tokens: Annotated[int, at_least(1, 10**8)] = 256
+    """Maximum length of a completion, in tokens."""
+
+    temperature: Annotated[float, at_least(MIN_TEMPERATURE, 100)] = 1.0
+    """Temperature of the samples for pass@k."""
+
+    reward_workers: Annotated[int, at_least(0, 10**4), PERFORMANCE] = 1
+    """Number of processes that score completions; 0 scores in the controller's process."""
+
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    weights: WeightPushConfig = field(default_factory=WeightPushConfig)
+
+    colocate: Annotated[Colocate, PERFORMANCE] = "none"
+    """Whether trainer and generators have devices of their own (``none``) or the same ones in turn
+    (``all``)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,3 +59,37 @@ class SFTConfig(DatasetRunConfig):
     task: Annotated[SFTDataConfig, NUMERICS] = field(default_factory=SFTDataConfig)
     loss: Annotated[PolicyLoss.Config, NUMERICS] = field(default_factory=CrossEntropyLoss.Config)
     """Cost of a trained token. Only losses of log-probs and entropy apply."""
+
+    evaluation: Annotated[SampledEvaluationConfig | None, tyro.conf.AvoidSubcommands, COSMETIC] = (
+        None
+    )
+    """Evaluation of completions, during training and at its end. None starts no generators."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes that all meshes need together."""
+        generators = self.evaluation.generator.nodes if self.evaluation is not None else 0
+        return self.trainer.nodes + generators
+
+    def sampling_run(self) -> RLConfig | None:
+        """Return the config of an RL run in lockstep that starts the same processes and evaluates
+        the same way; None without ``evaluation``.
+        """
+        own = self.evaluation
+        if own is None:
+            return None
+        shared = {each.name: getattr(self, each.name) for each in fields(RunConfig)}
+        shared["trainer"] = replace(self.trainer, micro_batch_tokens=None)  # of other lengths
+        return RLConfig(
+            **shared,
+            task=own.task,
+            rollout=RolloutConfig(
+                max_tokens=own.max_tokens,
+                temperature=own.temperature,
+                reward_workers=own.reward_workers,
+            ),
+            evaluation=EvaluationConfig(every=own.every, prompts=own.prompts, samples=own.samples),
+            generator=own.generator,
+            weights=own.weights,
+            colocate=own.colocate,
+        )

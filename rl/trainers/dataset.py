@@ -2,11 +2,12 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
 from rl.config import DatasetConfig, DatasetRunConfig
+from rl.data.examples import Examples
 from rl.data.jsonl import Source
 from rl.data.order import step_indices
 from rl.dialects.base import Dialect
@@ -19,6 +20,7 @@ from rl.trainers.trainer import Trainer
 
 Run = TypeVar("Run", bound=DatasetRunConfig)
 Item = TypeVar("Item")
+Evaluate = Callable[[], Awaitable[dict[str, float]]]
 
 
 class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
@@ -38,7 +40,7 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
         """Files of the examples."""
 
     @abstractmethod
-    def read(self, source: Source, dialect: Dialect) -> list[Item]:
+    def read(self, source: Source, dialect: Dialect) -> Examples[Item]:
         """Return the examples of ``source``, in order."""
 
     @abstractmethod
@@ -60,9 +62,12 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
         )
         with reading(quiet=self.arguments.quiet):
             dialect = dialect_or_text(hf_path)
-            self.dataset_train = self.read(rows, dialect)
+            examples = self.read(rows, dialect)
+            self.dropped = examples.dropped
+            self.truncated = examples.truncated
+            self.dataset_train = examples.items
             if held_out:
-                self.dataset_eval = self.read(held_out, dialect)
+                self.dataset_eval = self.read(held_out, dialect).items
         if not held_out:
             split = split_examples(self.dataset_train, data.held_out_fraction, self.key)
             self.dataset_train, self.dataset_eval = split
@@ -71,6 +76,16 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
             f"task.held_out_fraction is {data.held_out_fraction}, which leaves no example to train "
             "on; lower it, or name a file of its own in task.held_out_path",
         )
+
+    def facts(self) -> dict[str, Any]:
+        """Return restarts, and the number of examples that are trained on, that were dropped for
+        their length, and that were truncated, those held out by ``held_out_fraction`` included.
+        """
+        return super().facts() | {
+            "examples": len(self.dataset_train),
+            "examples_dropped": self.dropped,
+            "examples_truncated": self.truncated,
+        }
 
     @property
     def total_steps(self) -> int:
@@ -101,14 +116,31 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
             **self.session.restarts,
         }
 
+    async def before_steps(self) -> None:
+        if self.step > self.report.evaluated:  # the run was left during the evaluation
+            await self.after_step()
+
     async def after_step(self) -> None:
-        every = self.arguments.validate_every
-        if not (every and self.step % every == 0 and self.step < self.total_steps):
+        due = self.due() if 0 < self.step < self.total_steps else []
+        if not due:
             return
         with self.watch.span("evaluate"):
-            scores = await self.scores_unless_leaving()
-        if scores:
+            scores = await self.changed.unless(lambda: self.leaving, self._all_of(due))
+        if scores is None:
+            await self.session.abort()
+        elif scores:
             self.report.evaluation(self.step, scores)
+
+    def due(self) -> list[Evaluate]:
+        """Return the evaluations of the weights after this step that are due during training."""
+        return [self.scores] if self.is_multiple(self.arguments.validate_every) else []
+
+    def is_multiple(self, every: int) -> bool:
+        """Whether this step is one of each ``every`` steps; 0 is none."""
+        return every > 0 and self.step % every == 0
+
+    async def _all_of(self, due: list[Evaluate]) -> dict[str, float]:
+        return {name: value for each in due for name, value in (await each()).items()}
 
 
 def split_examples(

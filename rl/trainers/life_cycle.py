@@ -120,6 +120,9 @@ class LifeCycle(ABC, Generic[Arguments]):
         """
         return {}
 
+    async def before_steps(self) -> None:
+        """Do what was due at the checkpoint that the run goes on from and had not ended."""
+
     async def after_step(self) -> None:
         """Do what is due between a step and its checkpoint."""
 
@@ -286,6 +289,7 @@ class LifeCycle(ABC, Generic[Arguments]):
         self.is_training = True
         self.watch.lap()
         async with background(self.report.look_for_stalls()):
+            await self.before_steps()
             while self.step < self.total_steps and await self.train_step():
                 await self.after_step()
                 await self._save_if_due()

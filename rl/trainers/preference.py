@@ -17,6 +17,7 @@ from rl.algorithms.sequence_scores import (
 )
 from rl.config import DatasetConfig, PreferenceConfig
 from rl.data.batches import batch_of, batch_of_pairs
+from rl.data.examples import Examples
 from rl.data.jsonl import Source
 from rl.data.preferences import Labelled, Pair, read_labelled, read_preferences
 from rl.dialects.base import Dialect
@@ -41,9 +42,9 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
 
     loss: SequenceLoss
 
-    def read(self, source: Source, dialect: Dialect) -> list[Preference]:
+    def read(self, source: Source, dialect: Dialect) -> Examples[Any]:
         read = read_labelled if self.is_unpaired else read_preferences
-        return [*read(source, dialect, self.arguments.task, section="task")]
+        return read(source, dialect, self.arguments.task, section="task")
 
     def key(self, item: Preference) -> bytes:
         if isinstance(item, Labelled):

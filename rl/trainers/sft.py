@@ -1,15 +1,19 @@
 """Supervised fine-tuning: cross-entropy of given conversations or texts."""
 
 import math
+from typing import Any
 
 from rl.config import DatasetConfig, SFTConfig
 from rl.data.batches import batch_of
 from rl.data.conversations import read_conversations
-from rl.data.examples import Example
+from rl.data.examples import Example, Examples
 from rl.data.jsonl import Source
 from rl.dialects.base import Dialect
-from rl.trainers.dataset import DatasetTrainer
+from rl.trainers.dataset import DatasetTrainer, Evaluate
+from rl.trainers.evaluation import Evaluation, held_out_prompts
 from rl.trainers.life_cycle import MetricCalculator
+from rl.trainers.scheduler import sampling_of
+from rl.trainers.start import build_task
 
 MAX_EXPONENT = 700.0
 """Largest loss with an exponential that is a float64."""
@@ -25,8 +29,8 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
     that are trained.
     """
 
-    def read(self, source: Source, dialect: Dialect) -> list[Example]:
-        return [*read_conversations(source, dialect, self.arguments.task, section="task")]
+    def read(self, source: Source, dialect: Dialect) -> Examples[Example]:
+        return read_conversations(source, dialect, self.arguments.task, section="task")
 
     def key(self, item: Example) -> bytes:
         return item.tokens.tobytes()
@@ -35,8 +39,25 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
     def data(self) -> DatasetConfig:
         return self.arguments.task
 
+    def configure_dataloaders(self) -> None:
+        super().configure_dataloaders()
+        self.sampling = self.arguments.sampling_run()
+        if self.sampling is not None:
+            self.questions = build_task(self.sampling)
+
     def configure_functions(self) -> None:
         self.loss = self.arguments.loss
+        self.task = None if self.sampling is None else self.sampling.task
+
+    def assemble(self) -> None:
+        if self.sampling is not None:
+            self.evaluation = Evaluation(
+                self.sampling,
+                held_out_prompts(self.sampling.evaluation, self.questions),
+                sampling_of(self.sampling.rollout, self.questions),
+                self.session,
+                self.record.folder / "unevaluated",
+            )
 
     async def train_step(self) -> bool:
         if self.leaving:
@@ -52,7 +73,34 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
         self.report.step(row, [metrics], tokens=len(batch.tokens))
         return True
 
+    def due(self) -> list[Evaluate]:
+        due: list[Evaluate] = []
+        if self.is_multiple(self.arguments.validate_every):
+            due.append(self.validation_scores)
+        if self.sampling is not None and self.is_multiple(self.sampling.evaluation.every):
+            due.append(self.sampled_scores)
+        return due
+
     async def scores(self, metric_calculator: MetricCalculator | None = None) -> dict[str, float]:
+        """Return what ``validation_scores`` and, if ``evaluation`` is set, ``sampled_scores``
+        return.
+        """
+        scores = await self.validation_scores(metric_calculator)
+        return scores | (await self.sampled_scores() if self.sampling is not None else {})
+
+    async def sampled_scores(self) -> dict[str, float]:
+        """Bring the generators the weights; return what :meth:`Evaluation.scores` measures."""
+        await self.session.push()
+        return await self.evaluation.scores()
+
+    def facts(self) -> dict[str, Any]:
+        """Return counts of examples, and lost groups of the evaluation if it is set."""
+        lost = {} if self.sampling is None else {"lost": dict(self.session.rollouter.lost)}
+        return super().facts() | lost
+
+    async def validation_scores(
+        self, metric_calculator: MetricCalculator | None = None
+    ) -> dict[str, float]:
         """Return ``eval/loss``, the mean negative log-prob of a trained token in nats, its
         exponential ``eval/perplexity``, and ``eval/tokens``, the number of trained tokens.
 

@@ -38,7 +38,7 @@ def checks(config: RunConfig) -> list[Callable[[Any], None]]:
         found += [_validate_lengths, _validate_push, _validate_chunks]
         found += [_validate_algorithm, _validate_roles]
     elif isinstance(config, SFTConfig | PreferenceConfig):
-        found += [_validate_dataset]
+        found += [_validate_dataset, _validate_sampled_evaluation]
     return [*found, _validate_lora, _validate_watchdog, _validate_slurm]
 
 
@@ -57,6 +57,21 @@ def _validate_dataset(config: SFTConfig | PreferenceConfig) -> None:
         config.model.hf_path is not None,
         "model.hf_path is not set; it must be the folder of the model and its tokenizer",
     )
+
+
+def _validate_sampled_evaluation(config: SFTConfig | PreferenceConfig) -> None:
+    sampling = config.sampling_run() if isinstance(config, SFTConfig) else None
+    if sampling is None:
+        return
+    prompts = sampling.evaluation.prompts
+    require_value(prompts > 0, "evaluation.prompts", prompts, "above 0; or set evaluation to None")
+    colocate = sampling.colocate
+    rule = "'none' or 'all': the trainer is the only model"
+    require_value(colocate != "models", "evaluation.colocate", colocate, rule)
+    try:
+        validate(sampling)
+    except ConfigError as error:
+        raise ConfigError(f"evaluation: {error}") from None
 
 
 def _validate_sampling(config: RLConfig) -> None:

@@ -5,13 +5,19 @@ import math
 
 import pytest
 import torch
+from datasets import Dataset
 
 import rl
 from rl.cli import find_config
+from rl.config import SampledEvaluationConfig
 from rl.data.batches import batch_of
 from rl.errors import ConfigError, Interrupted
+from rl.generation.config import GeneratorConfig
+from rl.tasks.copy_digits import CopyDigits
+from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.trainers.dataset import split_examples
 from rl.trainers.sft import SFTTrainer
+from rl.trainers.trainer import TrainerState
 from tests.trainers.tiny_chat import chat_rows, tiny_chat_model
 
 
@@ -21,8 +27,7 @@ def model(tmp_path_factory):
     return tiny_chat_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
-def config(model, tmp_path):
+def small(model, folder):
     config = find_config("sft_jsonl")()
     config.model.hf_path = str(model)
     config.model.max_seq_len = 128
@@ -33,9 +38,14 @@ def config(model, tmp_path):
     config.validate_every = 0
     config.trainer.lr_scheduler.warmup_steps = 0
     config.trainer.checkpoint.interval = 2
-    config.output_dir = str(tmp_path / "run")
+    config.output_dir = str(folder)
     config.quiet = True
     return config
+
+
+@pytest.fixture
+def config(model, tmp_path):
+    return small(model, tmp_path / "run")
 
 
 def last_step(trainer):
@@ -71,24 +81,88 @@ def test_a_run_learns_and_its_validation_loss_is_that_of_transformers(config, mo
     assert rows[-1]["loss/mean"] < rows[0]["loss/mean"]
 
 
-def test_a_run_that_was_left_goes_on_bit_for_bit(config, tmp_path):
-    class Leaves(SFTTrainer):
-        async def after_step(self):
-            if self.step == 3:
-                self.leave()
+def digest(trainer):
+    return json.loads((trainer.record.folder / "summary.json").read_text())["policy_digest"]
 
-    def digest(trainer):
-        return json.loads((trainer.record.folder / "summary.json").read_text())["policy_digest"]
 
-    with SFTTrainer(config, chat_rows(40)) as whole:
+class Leaves(SFTTrainer):
+    """Leaves after step 3."""
+
+    async def after_step(self):
+        if self.step == 3:
+            self.leave()
+
+
+class LeavesToEvaluate(SFTTrainer):
+    """Leaves while the generators evaluate."""
+
+    async def sampled_scores(self):
+        self.leave()
+        return await super().sampled_scores()
+
+
+@pytest.fixture(scope="module")
+def digest_of_four_steps(model, tmp_path_factory):
+    with SFTTrainer(small(model, tmp_path_factory.mktemp("whole") / "run"), chat_rows(40)) as whole:
         whole.train()
-    config.output_dir = str(tmp_path / "left")
+        assert whole.session.generator_versions == {}
+        assert not [*whole.record.logs.glob("generator*")]
+    return digest(whole)
+
+
+def test_a_run_that_was_left_goes_on_bit_for_bit(config, digest_of_four_steps):
     with Leaves(config, chat_rows(40)) as trainer, pytest.raises(Interrupted):
         trainer.train()
     config.resume = True
     with SFTTrainer(config, chat_rows(40)) as resumed:
         assert resumed.train().step == 4
-    assert digest(resumed) == digest(whole)
+    assert digest(resumed) == digest_of_four_steps
+
+
+def test_generators_evaluate_the_weights_of_a_step_and_change_nothing(
+    config, model, digest_of_four_steps
+):
+    config.evaluation = SampledEvaluationConfig(
+        task=Gsm8kJsonl.Config(path=str(model.parent / "problems.jsonl"), max_prompt_tokens=96),
+        max_tokens=4,
+        every=2,
+        prompts=3,
+        samples=2,
+        generator=GeneratorConfig(enforce_eager=True, kv_cache_gib=0.25),
+        reward_workers=0,
+    )
+    with LeavesToEvaluate(config, chat_rows(40)) as trainer, pytest.raises(Interrupted):
+        trainer.train()
+    assert trainer.record.read_evaluations() == []
+    config.resume = True
+    config.evaluation.colocate = "all"
+    with SFTTrainer(config, chat_rows(40)) as resumed:
+        resumed.train()
+        (row,) = resumed.record.read_evaluations()
+        again = resumed.evaluate(TrainerState(step=2, version=2))
+    assert row["step"] == row["eval/version_min"] == row["eval/version_max"] == 2
+    summary = json.loads((resumed.record.folder / "summary.json").read_text())
+    assert summary["eval/version_min"] == summary["eval/version_max"] == 4
+    assert {"eval/exact_match", "eval/pass@2", "eval/loss"} <= summary.keys()
+    assert row == {"step": 2} | {name: again[name] for name in row if name != "step"}
+    assert "eval/loss" not in row  # validate_every is 0
+    assert digest(resumed) == digest_of_four_steps
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompts": 0}, "evaluation.prompts is 0; it must be above 0"),
+        ({"max_tokens": 999}, "evaluation: task.max_prompt_tokens=96 .* rollout.max_tokens=999"),
+        ({"colocate": "models"}, "evaluation.colocate is 'models'; it must be 'none' or 'all'"),
+        ({"generator": GeneratorConfig(block_size=7)}, "evaluation: generator.block_size is 7"),
+    ],
+)
+def test_an_evaluation_that_cannot_work_is_refused_before_anything_starts(config, fields, message):
+    task = CopyDigits.Config(max_prompt_tokens=96)
+    config.evaluation = SampledEvaluationConfig(task=task, **{"max_tokens": 4} | fields)
+    with pytest.raises(ConfigError, match=message):
+        SFTTrainer(config, chat_rows(10))
 
 
 def test_epochs_set_the_number_of_steps_and_each_has_each_example_once(config):
@@ -97,6 +171,18 @@ def test_epochs_set_the_number_of_steps_and_each_has_each_example_once(config):
     trainer = SFTTrainer(config, chat_rows(10))
     assert trainer.total_steps == 5
     assert trainer.dataset_eval == []
+
+
+def test_a_dataset_is_rows_and_the_summary_counts_what_was_cut_or_left_out(config):
+    config.task.max_tokens = 40
+    rows = chat_rows(10)
+    rows[3]["messages"][1]["content"] = "word " * 60
+    for truncate, left, counts in (("drop", 9, (1, 0)), ("right", 10, (0, 1))):
+        config.task.truncate = truncate
+        trainer = SFTTrainer(config, Dataset.from_list(rows), rows)
+        assert len(trainer.dataset_train) == left
+        assert trainer.dataset_train[0].tokens.tolist() == trainer.dataset_eval[0].tokens.tolist()
+        assert (trainer.dropped, trainer.truncated) == counts  # those of training
 
 
 def test_equal_examples_are_held_out_together(config):

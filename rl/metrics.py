@@ -1,18 +1,36 @@
 """Metrics that merge exactly: each value carries the rule by which later values join it."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, Self
 
-Rule = Literal["mean", "max", "min", "sum", "last"]
+Reduction = Literal["mean", "max", "min", "sum", "std"]
+Rule = Reduction | Literal["last"]
 
 
 class Value(NamedTuple):
-    """A reduced value. A mean counts as ``weight`` when it is merged with others."""
+    """A reduced value, which merges with others as if all numbers had been reduced at once."""
 
     value: float
     rule: Rule = "mean"
     weight: float = 1.0
+    """Sum of the weights of the reduced numbers; counts for ``mean`` and ``std``."""
+    mean: float = 0.0
+    """Mean of the reduced numbers, of a ``std`` only."""
+
+    @classmethod
+    def of(cls, number: float, rule: Rule = "mean", weight: float = 1.0) -> Self:
+        """Return the value of one number."""
+        return cls(0.0, rule, weight, number) if rule == "std" else cls(number, rule, weight)
+
+    @classmethod
+    def over(cls, numbers: Sequence[float], rule: Rule = "mean") -> "Value":
+        """Return the value of at least one number, each with weight 1."""
+        return merged_values([cls.of(number, rule) for number in numbers])
+
+
+Entry = float | Value
+"""A number, which counts as ``Value.of(number)``, or a value with its rule."""
 
 
 class Metrics(Mapping[str, float]):
@@ -22,8 +40,12 @@ class Metrics(Mapping[str, float]):
     whole = Metrics.merged([first, second])
     """
 
-    def __init__(self, entries: Mapping[str, Value]):
-        self._entries = dict(entries)
+    def __init__(self, entries: Mapping[str, Entry], *, weight: float = 1.0):
+        """``weight`` is the weight of each entry that is a number."""
+        self._entries = {
+            name: entry if isinstance(entry, Value) else Value(entry, "mean", weight)
+            for name, entry in entries.items()
+        }
 
     def __getitem__(self, name: str) -> float:
         return self._entries[name].value
@@ -44,30 +66,44 @@ class Metrics(Mapping[str, float]):
 
     @classmethod
     def merged(cls, parts: Iterable["Metrics"]) -> "Metrics":
-        """Return the metrics over all ``parts``, in the order of time."""
-        entries: dict[str, Value] = {}
+        """Return the metrics over all ``parts``, in the order of time.
+
+        Raises ValueError, naming the metric, if two parts have it by different rules.
+        """
+        entries: dict[str, list[Value]] = {}
         for part in parts:
             for name, entry in part._entries.items():
-                entries[name] = _merge(entries[name], entry) if name in entries else entry
-        return cls(entries)
+                entries.setdefault(name, []).append(entry)
+        for name, values in entries.items():
+            if len(rules := dict.fromkeys(value.rule for value in values)) > 1:
+                raise ValueError(f"metric {name!r} is reduced by {' and by '.join(rules)}")
+        return cls({name: merged_values(values) for name, values in entries.items()})
 
 
-def _merge(before: Value, after: Value) -> Value:
-    weight = before.weight + after.weight
-    if math.isnan(before.value) and before.weight:
-        return before
-    match after.rule:
+def merged_values(values: Sequence[Value]) -> Value:
+    """Return the value over all numbers of ``values``, at least one, all of one rule.
+
+    NaN stays NaN. Standard deviations divide by the sum of weights. They merge by the sums of
+    squares about the common mean: Chan, Golub and LeVeque, "Updating formulae and a pairwise
+    algorithm for computing sample variances", 1979, eq. 2.1.
+    """
+    rule = values[0].rule
+    weight = sum(each.weight for each in values)
+    present = [each for each in values if each.weight]
+    numbers = [each.value for each in values]
+    match rule:
         case "last":
-            return after
-        case "max":
-            value = max(after.value, before.value)  # NaN stays if it comes first
-        case "min":
-            value = min(after.value, before.value)
+            return values[-1]
         case "sum":
-            value = before.value + after.value
-        case "mean":
-            parts = [part for part in (before, after) if part.weight]
-            value = (
-                sum(part.value * part.weight for part in parts) / weight if parts else after.value
-            )
-    return Value(value, after.rule, weight)
+            return Value(sum(numbers), rule, weight)
+        case "max" | "min":
+            chosen = (max if rule == "max" else min)(numbers)
+            return Value(math.nan if any(map(math.isnan, numbers)) else chosen, rule, weight)
+    if len(present) < 2:
+        return present[0] if present else values[-1]
+    mean = sum((each.mean if rule == "std" else each.value) * each.weight for each in present)
+    mean /= weight
+    if rule == "mean":
+        return Value(mean, rule, weight)
+    squares = sum(each.weight * (each.value**2 + (each.mean - mean) ** 2) for each in present)
+    return Value(math.sqrt(squares / weight), rule, weight, mean)

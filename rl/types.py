@@ -2,10 +2,13 @@
 
 from collections import abc
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from rl.metrics import Entry
 
 StopReason = Literal["stop", "length"]
 """Reason for the end of sampling: a stop token, or ``Sampling.max_tokens``."""
@@ -143,7 +146,7 @@ class Rollout:
     """Sampled tokens, decoded, to look at."""
     stop_reason: StopReason
     reward: float
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, "Entry"] = field(default_factory=dict)
 
     @classmethod
     def single_turn(cls, prompt: Prompt, completion: Completion, **fields: Any) -> "Rollout":

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torchtitan.config import Configurable
 
 from rl.algorithms.batch import make_batch, whole_texts
 from rl.algorithms.losses import Reduction
-from rl.metrics import Metrics, Value
+from rl.metrics import Entry, Metrics
 from rl.types import Batch, Rollout
 
 if TYPE_CHECKING:
@@ -98,11 +98,12 @@ class Algorithm(Configurable, ABC):
     @abstractmethod
     def score(
         self, batch: Batch, rollouts: Sequence[Rollout], rewards: torch.Tensor
-    ) -> dict[str, float]:
+    ) -> dict[str, Entry]:
         """Add the columns that the loss reads; return metrics.
 
         ``rewards`` float32 [N] are the rollouts' rewards plus the scores of reward models. The
-        batch has all columns of ``Config.columns``.
+        batch has all columns of ``Config.columns``. A metric that is a float is averaged over the
+        sampled tokens of a step; a :class:`rl.metrics.Value` has its own reduction and weight.
         """
 
     @abstractmethod
@@ -117,7 +118,7 @@ class Algorithm(Configurable, ABC):
         """Return the divisor of the summed loss of ``sequences``; None for the sum of weights."""
         return None
 
-    def end_step(self, metrics: dict[str, float]) -> None:
+    def end_step(self, metrics: Mapping[str, float]) -> None:
         """Adapt to the metrics that ``score`` returned, after the last update of a step."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,7 +142,7 @@ class Algorithm(Configurable, ABC):
         for (name, column), output in zip(self._columns.values(), outputs, strict=True):
             batch.columns[column] = output[name]
         rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
-        scores = {}
+        scores = dict[str, Entry]()
         if self._reward_weights:
             texts, ends = whole_texts(rollouts)
         for role, weight in self._reward_weights.items():
@@ -150,10 +151,7 @@ class Algorithm(Configurable, ABC):
             scores[f"{role}/score"] = float(values.mean())
         batch.columns["staleness"] = session.version - batch.columns["versions"]
         metrics = self.score(batch, rollouts, rewards) | scores
-        count = int(batch.loss_mask.sum())
-        self._prepared.append(
-            Metrics({name: Value(value, "mean", count) for name, value in metrics.items()})
-        )
+        self._prepared.append(Metrics(metrics, weight=float(batch.loss_mask.sum())))
         return batch
 
     async def accumulate(self, session: "Session", batch: Batch) -> None:

@@ -13,12 +13,13 @@ from torchtitan.config import Configurable
 
 from rl.algorithms.tokens import check_per_token, mean_by_sequence, sum_by_sequence
 from rl.errors import RunError, naming, shown
+from rl.metrics import Entry, Value
 from rl.rules import above, at_least
 
 Level = Literal["token", "sequence"]
 
-Weighted = tuple[Tensor, dict[str, float]]
-"""Weight of each token, float32 [C], and metrics."""
+Weighted = tuple[Tensor, dict[str, Entry]]
+"""Weight of each token, float32 [C], and metrics. A float is averaged over all tokens."""
 
 
 class Correction(Configurable):
@@ -74,7 +75,7 @@ class TruncatedIS(Correction):
         cap = self.config.cap
         if self.config.level == "sequence":
             log_ratio = sum_by_sequence(log_ratio, sequence)[sequence]
-        metrics = {"correction/capped": _share(log_ratio > math.log(cap))}
+        metrics: dict[str, Entry] = {"correction/capped": _share(log_ratio > math.log(cap))}
         return log_ratio.exp().clamp(max=cap), metrics
 
 
@@ -139,7 +140,7 @@ def correction_weights(
     Raises RunError, naming the correction, if one returns anything but weights and metrics.
     """
     weights = torch.ones_like(proximal)
-    metrics = dict[str, float]()
+    metrics = dict[str, Entry]()
     for correction in corrections:
         name = f"algorithm.corrections: {type(correction).__name__}"
         with naming(name):
@@ -149,7 +150,10 @@ def correction_weights(
             raise RunError(f"{wrong}; expected are a tensor and a dict of metrics")
         weights = weights * check_per_token(name, result[0], len(proximal))
         with naming(f"{name}: its metrics {shown(result[1])}"):
-            metrics |= {str(key): float(value) for key, value in result[1].items()}
+            metrics |= {
+                str(key): value if isinstance(value, Value) else float(value)
+                for key, value in result[1].items()
+            }
     metrics["correction/mean"] = weights.mean().item()
     metrics["correction/masked"] = _share(weights == 0)
     return weights, metrics

@@ -5,32 +5,19 @@ A loss computes the cost of each token; the trainer weights, sums and divides th
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import torch
 from torchtitan.config import Configurable
 
 from rl.algorithms.kl import Estimator, kl
+from rl.algorithms.loss_results import Metric as Metric
+from rl.algorithms.loss_results import PerToken as PerToken
 from rl.algorithms.tokens import Tokens, mean_by_sequence
-from rl.errors import RunError
 from rl.rules import SHARE, SIGNED, above, at_least
 
 CLIP = at_least(0, 1e6)
 Reduction = Literal["sequence_mean", "token_mean", "fixed_length"]
-METRIC_REDUCTIONS = ("mean", "max", "min")
-
-
-class Metric(NamedTuple):
-    """A value for each token, [C], and its reduction over the tokens of weight > 0 on all ranks."""
-
-    values: torch.Tensor
-    reduction: Literal["mean", "max", "min"]
-    where: torch.Tensor | None = None
-    """Mask of the tokens that count, bool [C]; None for all."""
-
-
-PerToken = tuple[torch.Tensor, dict[str, Metric]]
-"""Cost of each token, [C], and metrics."""
 
 
 class PolicyLoss(Configurable):
@@ -306,42 +293,6 @@ class ValueLoss(Configurable):
             loss = torch.maximum(loss, (clipped - tokens["returns"]).square())
             metrics["value/clipped"] = Metric((moved.abs() > clip).float(), "mean")
         return loss / 2, metrics
-
-
-def check_loss_result(loss: object, result: Any, count: int) -> PerToken:
-    """Return ``result`` of ``loss`` for ``count`` tokens.
-
-    Raises RunError, naming the loss, unless ``result`` is a pair: costs, float32 [C] with a
-    gradient, and a dict of :class:`Metric` with values [C].
-    """
-    if wrong := _loss_error(result, count):
-        raise RunError(
-            f"the loss {type(loss).__name__} returned {wrong}; it must return a pair for these "
-            f"{count} tokens: float32 [{count}] with a gradient, and a dict of metrics"
-        )
-    return result
-
-
-def _loss_error(result: Any, count: int) -> str:
-    """Return the first error in a loss's ``result``; empty if it is a PerToken."""
-    if not (isinstance(result, tuple) and len(result) == 2):
-        return f"a {type(result).__name__}"
-    costs, metrics = result
-    if not isinstance(costs, torch.Tensor):
-        return f"costs that are a {type(costs).__name__}"
-    if costs.shape != (count,) or costs.dtype != torch.float32:
-        return f"costs of shape {[*costs.shape]} and {costs.dtype}"
-    if not costs.requires_grad:
-        return "costs without a gradient"
-    if not isinstance(metrics, dict):
-        return f"metrics that are a {type(metrics).__name__}"
-    for name, metric in metrics.items():
-        if not (isinstance(metric, Metric) and metric.reduction in METRIC_REDUCTIONS):
-            wanted = f"not a Metric reduced by one of {METRIC_REDUCTIONS}"
-            return f"a {type(metric).__name__} as metric {name!r}, {wanted}"
-        if metric.values.shape != (count,):
-            return f"{[*metric.values.shape]} values as metric {name!r}"
-    return ""
 
 
 def grpo(**fields: float) -> ClippedLoss.Config:

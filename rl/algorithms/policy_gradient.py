@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,8 +20,10 @@ from rl.algorithms.algorithm import Algorithm
 from rl.algorithms.batch import counts_of
 from rl.algorithms.corrections import Correction, MaskedIS, correction_weights
 from rl.algorithms.kl import AdaptiveKL, Estimator, kl
+from rl.algorithms.loss_results import moments
 from rl.algorithms.losses import ClippedLoss, PolicyLoss, batch_denominator
 from rl.errors import require
+from rl.metrics import Entry
 from rl.rules import at_least
 from rl.types import Batch, Rollout
 
@@ -198,13 +200,14 @@ class PolicyGradient(Algorithm):
 
     def score(
         self, batch: Batch, rollouts: Sequence[Rollout], rewards: torch.Tensor
-    ) -> dict[str, float]:
+    ) -> dict[str, Entry]:
         """Add ``advantages``, and ``returns`` and ``correction`` if the config asks for them."""
         lengths = counts_of(rollouts)
         if buffer := self.config.overlong_buffer:
             longest = self.run.rollout.max_tokens
             rewards = rewards + overlong_penalty(lengths, max_tokens=longest, buffer=buffer)
-        metrics, token_rewards = self._penalty(batch)
+        metrics = dict[str, Entry]()
+        penalty, token_rewards = self._penalty(batch)
         values = batch.columns.get("old_values")
         scored = Scored(
             rewards=rewards,
@@ -216,6 +219,7 @@ class PolicyGradient(Algorithm):
         with_returns = self.config.advantage.needs_values
         found = advantages_of(self._advantage, scored, with_returns=with_returns)
         batch.columns["advantages"] = batch.scatter(found.advantages)
+        metrics |= penalty | moments("advantage", found.advantages)
         if found.returns is not None:
             batch.columns["returns"] = batch.scatter(found.returns)
         if self._corrections:
@@ -239,7 +243,7 @@ class PolicyGradient(Algorithm):
         """Return the divisor of the summed loss of ``sequences``; None for the sum of weights."""
         return batch_denominator(sequences, self.reduction)
 
-    def end_step(self, metrics: dict[str, float]) -> None:
+    def end_step(self, metrics: Mapping[str, float]) -> None:
         """Adapt the KL coefficient."""
         if self._kl_coef:
             self._kl_coef = self._adaptive_kl.update(self._kl_coef, metrics["kl/reference"])
@@ -271,7 +275,7 @@ class PolicyGradient(Algorithm):
         zeros = torch.zeros(tokens)
         correction_weights(self._corrections, logprobs, logprobs, zeros, scored.sequence)
 
-    def _penalty(self, batch: Batch) -> tuple[dict[str, float], torch.Tensor]:
+    def _penalty(self, batch: Batch) -> tuple[dict[str, Entry], torch.Tensor]:
         """Return metrics of the KL to the reference, and the reward [C] of each sampled token."""
         mask = batch.loss_mask
         columns = batch.columns
@@ -281,12 +285,12 @@ class PolicyGradient(Algorithm):
         policy = columns[self.config.proximal_column][mask]
         reference = columns["reference_logprobs"][mask]
         distance = float(kl(policy, reference, "k3").mean())
-        metrics = {"kl/reference": distance, "kl/coef": self._kl_coef}
+        metrics: dict[str, Entry] = {"kl/reference": distance, "kl/coef": self._kl_coef}
         if not self.config.reward_kl_coef:
             return metrics, zeros
         return metrics, -self._kl_coef * kl(policy, reference, self.config.reward_kl_estimator)
 
-    def _correct(self, batch: Batch, sequence: torch.Tensor) -> dict[str, float]:
+    def _correct(self, batch: Batch, sequence: torch.Tensor) -> dict[str, Entry]:
         """Add the column ``correction``; return metrics."""
         names = ("proximal_logprobs", "behaviour_logprobs", "staleness")
         proximal, behaviour, staleness = (batch.columns[name][batch.loss_mask] for name in names)

@@ -5,6 +5,7 @@ micro-batches and ranks hold. :mod:`rl.algorithms.sequence_scores` makes one gra
 however the batch is cut.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torchtitan.config import Configurable
 
+from rl.algorithms.loss_results import Metric
 from rl.errors import RunError
 from rl.rules import above, at_least
 from rl.types import Head
@@ -19,8 +21,9 @@ from rl.types import Head
 SCALE = above(0, 1e6)
 WEIGHT = at_least(0, 1e6)
 
-Costs = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""Cost of each example, [P], and metrics: values [M], of which the mean is reported."""
+Costs = tuple[torch.Tensor, Mapping[str, torch.Tensor | Metric]]
+"""Cost of each example, [P], and metrics: values [M], of which the mean is reported, or a Metric of
+values [M]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,11 +28,12 @@ from dataclasses import dataclass, replace
 import torch
 from torchtitan.config import Configurable
 
-from rl.algorithms.losses import PerToken, token_weights
+from rl.algorithms.loss_results import Metric, PerToken, value_of
+from rl.algorithms.losses import token_weights
 from rl.algorithms.sequence_losses import Labels, SequenceLoss
 from rl.algorithms.tokens import Tokens, sum_by_sequence
 from rl.errors import RunError
-from rl.metrics import Metrics, Value
+from rl.metrics import Metrics
 from rl.types import Batch, Head
 
 COEFFICIENTS = "coefficients"
@@ -117,16 +118,16 @@ def coefficients(
         )
     (gradient,) = torch.autograd.grad(costs.sum(), leaf)
     if loss.head == "logprobs":
-        metrics = metrics | {
+        metrics = dict(metrics) | {
             "logps/chosen": leaf[labels.chosen],
             "logps/rejected": leaf[labels.rejected],
         }
-    metrics = metrics | {"loss/mean": costs}
-    entries = {
-        name: Value(float(values.detach().mean()), "mean", len(values))
-        for name, values in metrics.items()
-        if len(values)
+    metrics = {**metrics, "loss/mean": costs}
+    each = {
+        name: entry if isinstance(entry, Metric) else Metric(entry, "mean")
+        for name, entry in metrics.items()
     }
+    entries = {name: value_of(metric) for name, metric in each.items() if len(metric.values)}
     return gradient, entries["loss/mean"].value, Metrics(entries)
 
 

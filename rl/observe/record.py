@@ -13,6 +13,7 @@ from typing import Any
 
 from rl.disk import sync_file, sync_folder, write_whole
 from rl.errors import RunError, require
+from rl.metrics import Metrics
 from rl.types import Rollout
 
 
@@ -167,7 +168,7 @@ def _rollout_row(step: int, rollout: Rollout) -> dict:
         "sample": rollout.sample,
         "task": rollout.prompt.task,
         "reward": rollout.reward,
-        "metrics": rollout.metrics,
+        "metrics": dict(Metrics(rollout.metrics)),
         "prompt": rollout.prompt.text,
         "answer": rollout.prompt.answer,
         "completion": rollout.text,

@@ -1,5 +1,6 @@
 """Metrics of a step's rollouts."""
 
+from rl.metrics import Metrics
 from rl.types import Rollout
 
 
@@ -31,7 +32,5 @@ def _reward_metrics(prefix: str, groups: list[list[Rollout]]) -> dict[str, float
         f"{prefix}/mean": sum(r.reward for r in rollouts) / len(rollouts),
         f"{prefix}/zero_std_groups": flat / len(groups),
     }
-    for name in sorted({name for r in rollouts for name in r.metrics}):
-        values = [r.metrics[name] for r in rollouts if name in r.metrics]
-        metrics[f"{prefix}/{name}"] = sum(values) / len(values)
-    return metrics
+    own = Metrics.merged(Metrics(rollout.metrics) for rollout in rollouts)
+    return metrics | {f"{prefix}/{name}": own[name] for name in sorted(own)}

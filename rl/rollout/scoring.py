@@ -3,11 +3,13 @@
 import math
 from collections import abc
 from numbers import Real
+from typing import get_args
 
 import numpy as np
 import torch
 
 from rl.errors import GroupLost, said_by, shown, trace_of
+from rl.metrics import Entry, Reduction, Value
 from rl.tasks.base import Score, Task
 from rl.types import Completion, Prompt, Rollout
 
@@ -80,7 +82,7 @@ def _plain_score(score: object) -> Score:
     if not isinstance(score.metrics, dict):
         raise _InvalidScore(f"metrics={shown(score.metrics)}, which is no dict")
     metrics = {
-        _plain_name(name): _plain_number(name, value) for name, value in score.metrics.items()
+        _plain_name(name): _plain_entry(name, value) for name, value in score.metrics.items()
     }
     return Score(reward=reward, correct=bool(score.correct), metrics=metrics)
 
@@ -90,6 +92,17 @@ def _plain_name(name: object) -> str:
         rule = f"names are text, not empty, and none of {', '.join(RESERVED_METRICS)}"
         raise _InvalidScore(f"a metric named {shown(name)}; {rule}")
     return str(name)
+
+
+def _plain_entry(name: str, value: object) -> Entry:
+    if not isinstance(value, Value):
+        return _plain_number(name, value)
+    number, weight, mean = (_plain_number(name, each) for each in (value[0], *value[2:]))
+    rules = get_args(Reduction)
+    if value.rule not in rules or weight < 0:
+        rule = f"whose rule is one of {', '.join(rules)} and whose weight is at least 0"
+        raise _InvalidScore(f"{name}={shown(value)}, which is no value {rule}")
+    return Value(number, value.rule, weight, mean)
 
 
 def _plain_number(name: str, value: object) -> float:

@@ -3,7 +3,7 @@
 import json
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, cast
@@ -14,6 +14,7 @@ from rl.data.order import epoch_index as epoch_index
 from rl.data.progress import showing_progress as showing_progress
 from rl.data.progress import tell_progress as tell_progress
 from rl.errors import require, shown
+from rl.metrics import Entry
 from rl.model.shape import ModelConfig, shape_of
 from rl.rules import at_least
 from rl.types import Completion, Prompt
@@ -35,9 +36,10 @@ class Score:
     correct: bool
     """Whether the completion is right, as counted by evaluation; Python's or numpy's bool."""
 
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers averaged over the rollouts of a step and reported as ``reward/NAME``. The names
-    ``correct``, ``mean`` and ``zero_std_groups`` are reserved."""
+    metrics: Mapping[str, Entry] = field(default_factory=dict)
+    """Numbers of the completion, reported as ``reward/NAME`` for the rollouts of a step. A number
+    is averaged; ``Value.of(number, rule, weight)`` of :mod:`rl.metrics` has another reduction. The
+    names ``correct``, ``mean`` and ``zero_std_groups`` are reserved."""
 
 
 class Task(Configurable, ABC):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rl.config import EvaluationConfig, RLConfig
 from rl.errors import GroupLost, RunError
+from rl.metrics import Metrics
 from rl.rollout.prompts import eval_prompts
 from rl.session.concurrency import background
 from rl.session.session import Session
@@ -104,7 +105,8 @@ class Evaluation:
         self, metric_calculator: Callable[[list[Group]], Mapping[str, float]] | None = None
     ) -> dict[str, float]:
         """Return ``eval/exact_match`` of greedy completions, and ``eval/pass@k``, the share of
-        prompts that one of k samples solves.
+        prompts that one of k samples solves. ``eval/reward/NAME`` is a metric of the task's scores
+        of greedy completions.
 
         ``eval/version_min`` and ``eval/version_max`` are the oldest and the newest policy version
         that drew a token. A prompt with a failed reward counts as not solved, and
@@ -116,10 +118,12 @@ class Evaluation:
         groups = await self._ask(
             dataclasses.replace(self._sampling, temperature=0.0), 1, "eval/greedy"
         )
+        own = Metrics.merged(Metrics(group[0].metrics) for group in groups)
         scores = {
             "eval/prompts": float(count),
             "eval/exact_match": _solved(groups) / count,
             "eval/reward_mean": sum(group[0].reward for group in groups) / max(len(groups), 1),
+            **{f"eval/reward/{name}": own[name] for name in own if name != "correct"},
         }
         if samples := self._config.samples:
             sampled = await self._ask(self._sampling, samples, "eval/sampled")

@@ -10,6 +10,7 @@ import numpy as np
 
 from rl.disk import write_whole
 from rl.errors import RunError
+from rl.metrics import Entry, Value
 from rl.trainers.ledger import Group
 from rl.types import Prompt, Rollout, Sequence
 
@@ -84,10 +85,21 @@ def _groups(arrays: Arrays) -> dict[int, Group]:
         group = json.loads(line)
         prompt = Prompt(tokens=next(prompts).tolist(), **group["prompt"])
         groups[group["prompt_id"]] = [
-            Rollout(prompt=prompt, sequences=tuple(sequence() for _ in range(count)), **rollout)
+            Rollout(
+                prompt=prompt,
+                sequences=tuple(sequence() for _ in range(count)),
+                **rollout | {"metrics": _metrics(rollout["metrics"])},
+            )
             for rollout, count in group["rollouts"]
         ]
     return groups
+
+
+def _metrics(content: dict[str, Any]) -> dict[str, Entry]:
+    """Return metrics as they were before they became JSON, in which a Value is a list."""
+    return {
+        name: Value(*entry) if isinstance(entry, list) else entry for name, entry in content.items()
+    }
 
 
 def _line(prompt_id: int, group: Group) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
 from torchtitan.tools.utils import get_local_device
 
-from rl.algorithms.losses import PerToken, check_loss_result
+from rl.algorithms.loss_results import PerToken, check_loss_result
 from rl.algorithms.tokens import Tokens
 from rl.errors import RunError
 from rl.metrics import Metrics, Value

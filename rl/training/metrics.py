@@ -6,42 +6,63 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from rl.algorithms.losses import Metric
-from rl.metrics import Metrics, Value
+from rl.algorithms.loss_results import Metric
+from rl.metrics import Metrics, Rule, Value
 
 
 class MetricTotals:
-    """Sums and extremes, kept on the device until ``reduce``. Each metric declares its
-    reduction.
+    """Sums, moments and extremes in float64, kept on the device until ``reduce``. Each metric
+    declares its reduction.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None):
         self._device = device
         self._group = group
+        self._rules: dict[str, Rule] = {}
         self._sums: dict[str, torch.Tensor] = {}
+        """Weighted sum and weight, [2]."""
+        self._moments: dict[str, torch.Tensor] = {}
+        """Weighted sum, weight, and weighted squares about their own mean, [3]."""
         self._extremes: dict[str, torch.Tensor] = {}
-        self._signs: dict[str, float] = {}
+        """Maximum, or minus the minimum."""
 
     def add(self, loss: torch.Tensor, metrics: Mapping[str, Metric], weights: torch.Tensor) -> None:
         """Add the loss of each token times its weight, and the other metrics of the tokens with
         weight > 0.
         """
+        self._rules["loss/mean"] = "mean"
         self._add_sum("loss/mean", loss, weights)
         mask = weights > 0
-        for name, (values, reduction, where) in metrics.items():
-            chosen = mask if where is None else mask & where
-            if reduction == "mean":
-                self._add_sum(name, values, chosen)
-                continue
-            self._signs[name] = 1.0 if reduction == "max" else -1.0
-            signed = torch.where(chosen, self._signs[name] * values.detach(), -torch.inf)
-            best = torch.cat([signed, signed.new_full((1,), -torch.inf)]).max()
-            self._extremes[name] = torch.maximum(best, self._extremes.get(name, best))
+        for name, (values, reduction, own) in metrics.items():
+            counted = mask.double() if own is None else mask * own.double()
+            self._rules[name] = reduction
+            match reduction:
+                case "mean" | "sum":
+                    self._add_sum(name, values, counted)
+                case "std":
+                    self._add_moments(name, values, counted)
+                case "max" | "min":
+                    self._add_extreme(name, values, counted, 1.0 if reduction == "max" else -1.0)
 
     def _add_sum(self, name: str, values: torch.Tensor, weights: torch.Tensor) -> None:
-        weighted = torch.where(weights > 0, values.detach() * weights, 0.0)
-        pair = torch.stack([weighted.sum(dtype=torch.float64), weights.sum(dtype=torch.float64)])
+        pair = _weighted(values, weights)
         self._sums[name] = self._sums.get(name, 0.0) + pair
+
+    def _add_moments(self, name: str, values: torch.Tensor, weights: torch.Tensor) -> None:
+        pair = _weighted(values, weights)
+        squares, _ = _weighted((values.detach() - _mean(pair)).double().square(), weights)
+        after = torch.cat([pair, squares[None]])
+        before = self._moments.get(name, torch.zeros_like(after))
+        self._moments[name] = _about(before, (before + after)[:2]) + _about(
+            after, (before + after)[:2]
+        )
+
+    def _add_extreme(
+        self, name: str, values: torch.Tensor, weights: torch.Tensor, sign: float
+    ) -> None:
+        signed = torch.where(weights > 0, sign * values.detach(), -torch.inf)
+        best = torch.cat([signed, signed.new_full((1,), -torch.inf)]).max()
+        self._extremes[name] = torch.maximum(best, self._extremes.get(name, best))
 
     def reduce(self) -> Metrics:
         """Return the metrics over all ranks, the same on every rank. Omits extremes without a
@@ -52,12 +73,53 @@ class MetricTotals:
         if self._group is not None:
             dist.all_reduce(sums, dist.ReduceOp.SUM, self._group)
             dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
-        reduced = {
-            name: Value(total / weight if weight > 0 else 0.0, "mean", weight)
-            for name, (total, weight) in zip(self._sums, sums.tolist(), strict=True)
-        }
+        reduced = dict[str, Value]()
+        for name, (total, weight) in zip(self._sums, sums.tolist(), strict=True):
+            rule = self._rules[name]
+            number = total if rule == "sum" else total / weight if weight > 0 else 0.0
+            reduced[name] = Value(number, rule, weight)
         for name, value in zip(self._extremes, extremes[1:].tolist(), strict=True):
             if value != -math.inf:
-                sign = self._signs[name]
-                reduced[name] = Value(sign * value, "max" if sign > 0 else "min")
-        return Metrics(reduced)
+                rule = self._rules[name]
+                reduced[name] = Value(value if rule == "max" else -value, rule)
+        return Metrics(reduced | self._deviations())
+
+    def _deviations(self) -> dict[str, Value]:
+        """Return the standard deviations over all ranks."""
+        if not self._moments:
+            return {}
+        moments = torch.stack([*self._moments.values()])
+        pairs = moments[:, :2].clone()
+        if self._group is not None:
+            dist.all_reduce(pairs, dist.ReduceOp.SUM, self._group)
+        squares = torch.stack([_about(*rows)[2] for rows in zip(moments, pairs, strict=True)])
+        if self._group is not None:
+            dist.all_reduce(squares, dist.ReduceOp.SUM, self._group)
+        rows = torch.cat([pairs, squares[:, None]], dim=1).tolist()
+        return {
+            name: Value(math.sqrt(square / weight), "std", weight, total / weight)
+            if weight > 0
+            else Value(0.0, "std", 0.0)
+            for name, (total, weight, square) in zip(self._moments, rows, strict=True)
+        }
+
+
+def _weighted(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of the values with weight > 0, and their weight, float64 [2]."""
+    weights = weights.double()
+    weighted = torch.where(weights > 0, values.detach() * weights, 0.0)
+    return torch.stack([weighted.sum(), weights.sum()])
+
+
+def _mean(pair: torch.Tensor) -> torch.Tensor:
+    """Return the mean of a weighted sum and a weight, [2]; 0 without a weight."""
+    return torch.where(pair[1] > 0, pair[0] / pair[1], 0.0)
+
+
+def _about(moments: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return ``moments`` [3] with the squares about the mean of ``whole`` [2]: Chan, Golub and
+    LeVeque, 1979, eq. 2.1.
+    """
+    moved = moments.clone()
+    moved[2] += moments[1] * (_mean(moments) - _mean(whole)).square()
+    return moved

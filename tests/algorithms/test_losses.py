@@ -233,8 +233,8 @@ def test_log_prob_errors_and_drift_of_stale_tokens_are_separate_metrics():
     _, metrics = dapo().build()(Tokens(tokens, staleness=staleness))
     error = metrics["logprob/error_max"]
     drift = metrics["logprob/drift_max"]
-    assert torch.equal(error.where, staleness == 0)
-    assert torch.equal(drift.where, staleness > 0)
+    assert torch.equal(error.weights, staleness == 0)
+    assert torch.equal(drift.weights, staleness > 0)
     difference = (tokens["logprobs"] - tokens["behaviour_logprobs"]).abs()
     assert torch.equal(error.values, difference) and torch.equal(drift.values, difference)
 

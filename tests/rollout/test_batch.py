@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl.algorithms.batch import make_batch
+from rl.metrics import Value
 from rl.rollout.metrics import rollout_metrics
 from rl.types import Batch, Rollout
 
@@ -130,6 +131,15 @@ def test_metrics_of_a_step(rollout):
         "completion/length_max": 5.0,
         "completion/cut_off": 0.25,
     }
+
+
+def test_a_metric_of_a_score_has_the_reduction_and_the_weight_of_its_own(rollout):
+    group = [
+        rollout([1], [2], reward=1.0, calls=Value.of(calls, "sum"), speed=Value(calls, "mean", n))
+        for calls, n in ((2.0, 1.0), (5.0, 3.0))
+    ]
+    metrics = rollout_metrics([group])
+    assert (metrics["reward/calls"], metrics["reward/speed"]) == (7.0, 4.25)
 
 
 def test_metrics_of_a_mixture_cover_all_tasks_and_each_task(rollout):

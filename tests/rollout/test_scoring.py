@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rl.errors import GroupLost
+from rl.metrics import Value
 from rl.rollout.scoring import rollouts_of, score_group
 from rl.tasks.base import Score
 from rl.types import Completion, Prompt, Rollout
@@ -130,6 +131,18 @@ def test_a_reward_that_raises_is_named_with_its_input_and_its_traceback():
         ),
         (Score(reward=1.0, correct=True, metrics={"words": 10**400}), "words=1000"),
         (
+            Score(reward=1.0, correct=True, metrics={"words": Value(2.0, "median")}),
+            "words=Value(value=2.0, rule='median', weight=1.0, mean=0.0), which is no",
+        ),
+        (
+            Score(reward=1.0, correct=True, metrics={"words": Value(2.0, "mean", -1.0)}),
+            "words=Value(value=2.0, rule='mean', weight=-1.0, mean=0.0), which is no",
+        ),
+        (
+            Score(reward=1.0, correct=True, metrics={"words": Value(2.0, "max", "many")}),
+            "words='many', which is no finite number",
+        ),
+        (
             Score(reward=1.0, correct=False, metrics={"words": 2.0, "length": float("inf")}),
             "length=inf, which is no finite number",
         ),
@@ -161,6 +174,12 @@ def test_numbers_of_any_library_become_plain_floats(number, yes):
     assert {type(value) for value in [rollout.reward, *rollout.metrics.values()]} == {float}
     assert {type(name) for name in rollout.metrics} == {str}
     assert json.loads(json.dumps(rollout.metrics)) == rollout.metrics
+
+
+def test_numbers_with_a_reduction_become_plain_floats():
+    score = Score(reward=1, correct=True, metrics={"words": Value.of(np.float32(2), "std", 3)})
+    _, rollout = rollouts_of(PROMPT, COMPLETIONS, score_group(Moody(score), PROMPT, COMPLETIONS))
+    assert repr(rollout.metrics["words"]) == repr(Value(0.0, "std", 3.0, 2.0))
 
 
 @pytest.mark.parametrize(

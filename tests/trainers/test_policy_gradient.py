@@ -14,6 +14,7 @@ from rl.algorithms.kl import AdaptiveKL
 from rl.algorithms.losses import ClippedLoss
 from rl.config import RoleConfig
 from rl.errors import RunError
+from rl.metrics import Value
 from tests.trainers.fakes import Critic, Reference
 from tests.trainers.loops import calls, free
 
@@ -414,6 +415,37 @@ class Now(TruncatedIS):
     def __call__(self, proximal, *others):
         self.calls = getattr(self, "calls", 0) + 1
         return torch.ones_like(proximal), {"first": 0.25} if self.calls == 1 else {}
+
+
+class Spread(TruncatedIS):
+    """Reports the largest number of tokens of a call, and how the numbers are spread."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TruncatedIS.Config):
+        pass
+
+    def __call__(self, proximal, *others):
+        tokens = float(len(proximal))
+        metrics = {"tokens/max": Value(tokens, "max"), "tokens/sum": Value(tokens, "sum")}
+        return torch.ones_like(proximal), metrics
+
+
+def test_advantages_and_corrections_are_measured_over_all_chunks_of_a_step(run):
+    def edit(config):
+        free(config)
+        config.rollout.stream_chunks = 2
+        config.rollout.prompts_per_step = 4
+        config.algorithm.corrections = (Spread.Config(),)
+
+    _, (row,) = run(steps=1, edit=edit)
+    parts = [batch.columns["advantages"][batch.loss_mask].double() for batch in run.trainer.batches]
+    assert len(parts) == 2
+    advantages = torch.cat(parts)
+    assert row["advantage/mean"] == pytest.approx(float(advantages.mean()), abs=1e-9)
+    assert row["advantage/std"] == pytest.approx(float(advantages.std(correction=0)))
+    assert row["advantage/max"] == float(advantages.max()) > 0
+    assert row["tokens/sum"] == len(advantages)
+    assert row["tokens/max"] == max(map(len, parts))
 
 
 def test_a_metric_that_a_part_lacks_is_averaged_over_the_others(run):

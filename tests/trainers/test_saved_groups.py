@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rl.errors import RunError
+from rl.metrics import Value
 from rl.trainers.saved_groups import read_groups, write_groups
 from rl.types import Completion, Prompt, Rollout
 
@@ -19,7 +20,7 @@ def rollout(prompt: Prompt, sample: int, length: int) -> Rollout:
         versions=[7 + i for i in range(length)],
         finish_reason="stop",
     )
-    metrics = {"correct": 0.1 + sample, "odd": math.inf}
+    metrics = {"correct": 0.1 + sample, "odd": math.inf, "calls": Value.of(0.3, "std", 2.0)}
     return Rollout.single_turn(
         prompt,
         completion,

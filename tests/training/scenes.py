@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import ParallelismConfig, TrainingConfig
 
-from rl.algorithms.losses import GSPOLoss, PolicyLoss, dapo, grpo
+from rl.algorithms.losses import ClippedLoss, GSPOLoss, Metric, PolicyLoss, dapo, grpo
+from rl.metrics import Reduction
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.config import TrainerConfig
@@ -42,6 +43,25 @@ MODELS = {"tied_fused": TIED_FUSED, "untied_split": UNTIED_SPLIT, "experts": EXP
 
 TEMPERATURE = 0.7
 LOSS = dapo(entropy_coef=0.05, kl_coef=0.1)
+
+
+class MeasuredLoss(ClippedLoss):
+    """The clipped loss with the entropy by every reduction, weighted and not."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ClippedLoss.Config):
+        pass
+
+    def surrogate(self, tokens):
+        costs, metrics = super().surrogate(tokens)
+        weights = (tokens["advantages"] - 0.5).clamp(min=0.0)
+        for rule in get_args(Reduction):
+            metrics[f"plain/{rule}"] = Metric(tokens["entropy"], rule)
+            metrics[f"weighted/{rule}"] = Metric(tokens["entropy"], rule, weights)
+        return costs, metrics
+
+
+MEASURED = MeasuredLoss.Config(clip_high=0.28, entropy_coef=0.05, kl_coef=0.1)
 BY_SEQUENCE = GSPOLoss.Config(clip_low=0.25, clip_high=0.25, entropy_coef=0.05)
 RUN_STATE = {"step": 2, "next_ordinal": 64, "name": "a run"}
 
@@ -234,13 +254,15 @@ class Cut:
 
 CUTS = {
     "one by one": Cut(fields={"micro_batch_size": 1}),
-    "by two": Cut(fields={"micro_batch_size": 2}),
+    "by two": Cut(fields={"micro_batch_size": 2}, loss=MEASURED),
     "by three": Cut(fields={"micro_batch_size": 3}),
     "all at once": Cut(fields={"micro_batch_size": 5}),
     "padded": Cut(fields={"micro_batch_size": 3, "packing": False}),
     "20 tokens": Cut(fields={"micro_batch_tokens": 20}),
     "32 tokens, padded": Cut(fields={"micro_batch_tokens": 32, "packing": False}),
-    "two calls": Cut((ragged_batch().select([0, 1]), ragged_batch().select([2, 3, 4]))),
+    "two calls": Cut(
+        (ragged_batch().select([0, 1]), ragged_batch().select([2, 3, 4])), loss=MEASURED
+    ),
     "one row": Cut((ragged_batch().select([3]),)),
     "policy alone": Cut(loss=grpo()),
     "entropy alone": Cut((without_advantages(),), loss=grpo(entropy_coef=0.3)),

@@ -121,6 +121,31 @@ def test_token_metrics_are_over_the_tokens_that_have_weight(alone):
         )
 
 
+@pytest.mark.parametrize("cut", ["by two", "two calls"])
+def test_metrics_of_every_reduction_are_exact(alone, cut):
+    batch = ragged_batch()
+    model = of_scene(alone["weights"])
+    sizes = batch.lengths.tolist()
+    rows = [per_token(model, row.tolist(), TEMPERATURE)[1] for row in batch.tokens.split(sizes)]
+    starts = [torch.zeros(1, dtype=torch.float64)] * len(rows)
+    pairs = zip(starts, rows, strict=True)
+    entropy = torch.cat([part for pair in pairs for part in pair])[batch.loss_mask].detach()
+    weights = (batch.columns["advantages"] - 0.5).clamp(min=0.0).double()[batch.loss_mask]
+    assert 1 < weights.count_nonzero() < len(weights)
+    step = alone["cuts"][cut]["step"]
+    for name, own in (("plain", torch.ones_like(weights)), ("weighted", weights)):
+        mean = (entropy * own).sum() / own.sum()
+        expected = {
+            "mean": mean,
+            "max": entropy[own > 0].max(),
+            "min": entropy[own > 0].min(),
+            "sum": (entropy * own).sum(),
+            "std": ((own * (entropy - mean).square()).sum() / own.sum()).sqrt(),
+        }
+        for rule, value in expected.items():
+            assert step[f"{name}/{rule}"] == pytest.approx(float(value), rel=1e-5), (name, rule)
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def engine(request, tmp_path_factory):
     """One engine for all that leaves its weights alone, and those weights."""

@@ -218,6 +218,13 @@ def values(tokens: Tokens) -> torch.Tensor:
             lambda tokens: (costs(tokens), {"mine": Metric(values(tokens)[:1], "max")}),
             r"\[1\] values as metric 'mine'",
         ),
+        (
+            lambda tokens: (
+                costs(tokens),
+                {"mine": Metric(values(tokens), "std", values(tokens)[:1])},
+            ),
+            r"\[1\] weights of metric 'mine'",
+        ),
     ],
 )
 def test_a_loss_that_is_not_per_token_is_refused_by_name(build, loss, wrong):

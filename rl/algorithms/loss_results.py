@@ -1,0 +1,92 @@
+"""Results of a loss: the cost of each token, and metrics with their reductions."""
+
+import math
+from typing import Any, NamedTuple, get_args
+
+import torch
+
+from rl.errors import RunError
+from rl.metrics import Entry, Reduction, Value
+
+
+class Metric(NamedTuple):
+    """A value for each token, float [C], and its reduction over the tokens of loss weight > 0 on
+    all ranks.
+    """
+
+    values: torch.Tensor
+    reduction: Reduction
+    weights: torch.Tensor | None = None
+    """Weight of each token, at least 0, float or bool [C]; None for 1. A maximum or minimum is over
+    the tokens of weight > 0."""
+
+
+PerToken = tuple[torch.Tensor, dict[str, Metric]]
+"""Cost of each token, [C], and metrics."""
+
+
+def check_loss_result(loss: object, result: Any, count: int) -> PerToken:
+    """Return ``result`` of ``loss`` for ``count`` tokens.
+
+    Raises RunError, naming the loss, unless ``result`` is a pair: costs, float32 [C] with a
+    gradient, and a dict of :class:`Metric` with values [C].
+    """
+    if wrong := _loss_error(result, count):
+        raise RunError(
+            f"the loss {type(loss).__name__} returned {wrong}; it must return a pair for these "
+            f"{count} tokens: float32 [{count}] with a gradient, and a dict of metrics"
+        )
+    return result
+
+
+def _loss_error(result: Any, count: int) -> str:
+    """Return the first error in a loss's ``result``; empty if it is a PerToken."""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        return f"a {type(result).__name__}"
+    costs, metrics = result
+    if not isinstance(costs, torch.Tensor):
+        return f"costs that are a {type(costs).__name__}"
+    if costs.shape != (count,) or costs.dtype != torch.float32:
+        return f"costs of shape {[*costs.shape]} and {costs.dtype}"
+    if not costs.requires_grad:
+        return "costs without a gradient"
+    if not isinstance(metrics, dict):
+        return f"metrics that are a {type(metrics).__name__}"
+    for name, metric in metrics.items():
+        if not (isinstance(metric, Metric) and metric.reduction in get_args(Reduction)):
+            wanted = f"not a Metric reduced by one of {get_args(Reduction)}"
+            return f"a {type(metric).__name__} as metric {name!r}, {wanted}"
+        if metric.values.shape != (count,):
+            return f"{[*metric.values.shape]} values as metric {name!r}"
+        if metric.weights is not None and metric.weights.shape != (count,):
+            return f"{[*metric.weights.shape]} weights of metric {name!r}"
+    return ""
+
+
+def value_of(metric: Metric) -> Value:
+    """Return the reduction of at least one value of weight > 0, in float64."""
+    values = metric.values.detach().double()
+    weights = torch.ones_like(values) if metric.weights is None else metric.weights.double()
+    counted = weights > 0
+    values = values[counted]
+    weights = weights[counted]
+    rule = metric.reduction
+    if rule in ("max", "min"):
+        return Value(float(values.max() if rule == "max" else values.min()), rule)
+    weight = float(weights.sum())
+    total = float((values * weights).sum())
+    if rule == "sum":
+        return Value(total, rule, weight)
+    mean = total / weight
+    if rule == "mean":
+        return Value(mean, rule, weight)
+    variance = float((weights * (values - mean).square()).sum()) / weight
+    return Value(math.sqrt(variance), rule, weight, mean)
+
+
+def moments(name: str, values: torch.Tensor) -> dict[str, Entry]:
+    """Return the metrics ``NAME/mean``, ``NAME/std`` and ``NAME/max`` of values [C]; none if C is
+    0.
+    """
+    rules: tuple[Reduction, ...] = ("mean", "std", "max") if len(values) else ()
+    return {f"{name}/{rule}": value_of(Metric(values, rule)) for rule in rules}

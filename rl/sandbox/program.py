@@ -1,0 +1,227 @@
+"""Process of a program in the sandbox, from its start to its end."""
+
+import asyncio
+import contextlib
+import marshal
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl.errors import RunError
+from rl.sandbox.limits import Limit, Limits, Result
+from rl.sandbox.scratch import Scratch
+
+START_S = 60.0  # for the launcher, on a host that is busy
+END_S = 1.0  # for the kernel, to end killed processes
+LOOK_S = 0.05  # between two looks at limits that the kernel does not enforce
+
+LAST_LINE = 200  # bytes of standard error in which its last line begins
+
+ENDINGS: dict[str, Limit] = {
+    "MemoryError": "memory",
+    "OSError: [Errno 27] File too large": "disk",
+    "OSError: [Errno 28] No space left": "disk",
+    "RuntimeError: can't start new thread": "threads",
+}
+"""Limits by the exception that ended the program."""
+
+Steps = Generator[tuple[int, float], bool, Result]
+
+
+class SandboxError(RunError):
+    """Failure of the sandbox to start a program; not a failure of the program."""
+
+
+class Program:
+    """Running program. A context manager: leaving it ends the program and deletes its files. ::
+
+    with sandbox.start("print(42)") as program:
+        result = program.wait()
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        orders: dict[str, Any],
+        limits: Limits,
+        *,
+        fds: Sequence[int],
+        environment: Mapping[str, str],
+        scratch: bool = False,
+    ):
+        self._name = name
+        self._limits = limits
+        self._limit: Limit | None = None
+        self._gone = False
+        with contextlib.ExitStack() as stack:
+            self._scratch = Scratch() if scratch else None
+            if self._scratch:
+                stack.callback(self._scratch.remove)
+            self._stdout = _memory_file(stack)
+            self._stderr = _memory_file(stack)
+            self._started, started = os.pipe()
+            stack.callback(os.close, self._started)
+            try:
+                stdin = _memory_file(stack, marshal.dumps(orders | {"started": started}))
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=stdin,
+                    stdout=self._stdout,
+                    stderr=self._stderr,
+                    cwd=self._scratch.path if self._scratch else "/",
+                    env=dict(environment),
+                    pass_fds=(started, *fds),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(started)
+            stack.callback(self._end)
+            self._ending = os.pidfd_open(self._process.pid)
+            stack.callback(os.close, self._ending)
+            self._resources = stack.pop_all()
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._resources.close()
+
+    def wait(self, beside: Sequence["Program"] = ()) -> Result:
+        """Wait for the end of the program, or end it at a limit; watch limits of the programs
+        ``beside`` it too. Raises SandboxError if the program did not start.
+        """
+        steps = self._steps(beside)
+        ready = False
+        with contextlib.closing(steps):
+            fd, seconds = next(steps)
+            while True:
+                poll = select.poll()
+                poll.register(fd, select.POLLIN)
+                ready = bool(poll.poll(seconds * 1000))
+                try:
+                    fd, seconds = steps.send(ready)
+                except StopIteration as end:
+                    return end.value
+
+    async def wait_async(self) -> Result:
+        """Wait like :meth:`wait`, without blocking the event loop."""
+        steps = self._steps(())
+        fd, seconds = next(steps)
+        while True:
+            ready = await _is_readable(fd, seconds)
+            try:
+                fd, seconds = steps.send(ready)
+            except StopIteration as end:
+                return end.value
+
+    def _steps(self, beside: Sequence["Program"]) -> Steps:
+        """Yield what to wait for, a file descriptor and seconds; receive whether it is readable."""
+        ready = yield self._started, START_S
+        if not ready or os.read(self._started, 1) != b"+":
+            self._end()
+            reason = _text(self._stderr, 2000).strip() or f"no start within {START_S:.0f} s"
+            raise SandboxError(f"{self._name} could not start a program: {reason}")
+        began = time.monotonic()
+        ended = False
+        while not ended and (pause := self._look(began + self._limits.wall_s, beside)) > 0:
+            ended = yield self._ending, pause
+        seconds = time.monotonic() - began
+        self._end()
+        return self._result(seconds)
+
+    def _look(self, ends: float, beside: Sequence["Program"]) -> float:
+        """Return seconds until the next look; 0 if a limit ends the program."""
+        left = ends - time.monotonic()
+        if left <= 0:
+            self._limit = "wall"
+            return 0
+        for program in beside:
+            if program._exceeded():
+                program._end()
+        self._limit = self._exceeded()
+        if self._limit:
+            return 0
+        return min(left, LOOK_S) if self._scratch or beside else left
+
+    def _exceeded(self) -> Limit | None:
+        """Return a limit that the kernel does not enforce and the program exceeds."""
+        if self._scratch is None or self._gone:
+            return None
+        if self._scratch.exceeds(self._limits.disk_mib << 20):
+            return "disk"
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        _, _, threads = status.partition("\nThreads:")
+        if threads and int(threads.split()[0]) > self._limits.threads:
+            return "threads"
+        return None
+
+    def _end(self) -> None:
+        """Kill the program's processes and wait until they have ended."""
+        if self._gone:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._gone = True
+        poll = select.poll()
+        poll.register(self._started, select.POLLIN)
+        while poll.poll(END_S * 1000) and os.read(self._started, 4096):
+            pass  # the last process inside closes the pipe
+
+    def _result(self, seconds: float) -> Result:
+        code = self._process.returncode
+        if self._scratch is None and code > 128:
+            code = 128 - code  # bubblewrap's own process ends like a shell
+        most = self._limits.output_bytes
+        stderr = _text(self._stderr, most)
+        return Result(
+            exit_code=code,
+            stdout=_text(self._stdout, most),
+            stderr=stderr,
+            limit=self._limit or self._limit_of(code),
+            seconds=seconds,
+        )
+
+    def _limit_of(self, code: int) -> Limit | None:
+        """Return the limit that the program itself ran into."""
+        if code in (-signal.SIGXCPU, -signal.SIGKILL):  # the second if it ignores the first
+            return "cpu"
+        size = os.fstat(self._stderr).st_size
+        last = os.pread(self._stderr, LAST_LINE, max(0, size - LAST_LINE)).decode(errors="replace")
+        for ending, limit in ENDINGS.items() if code else ():
+            if last.rstrip().rpartition("\n")[2].startswith(ending):
+                return limit
+        sizes = [os.fstat(file).st_size for file in (self._stdout, self._stderr)]
+        return "output" if max(sizes) > self._limits.output_bytes else None
+
+
+def _memory_file(stack: contextlib.ExitStack, content: bytes = b"") -> int:
+    file = os.memfd_create("sandbox")
+    stack.callback(os.close, file)
+    with open(file, "wb", closefd=False) as stream:
+        stream.write(content)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def _text(file: int, most: int) -> str:
+    return os.pread(file, most, 0).decode(errors="replace")
+
+
+async def _is_readable(fd: int, seconds: float) -> bool:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await asyncio.wait_for(ready.wait(), seconds)
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(fd)
+    return True

@@ -17,7 +17,7 @@ from rl.config import RLConfig, RoleConfig
 from rl.errors import ConfigError
 from rl.training.config import ranks_of
 from rl.validation import validate
-from tests.test_config import parse
+from tests.config.command_line import parse
 
 FRUGAL = f"{__name__}.frugal"
 

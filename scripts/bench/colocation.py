@@ -67,7 +67,9 @@ class Local:
     async def forward(self, batch: Batch, *, temperature: float) -> Any:
         return self._usage.noted(self.engine.forward(batch, temperature=temperature))
 
-    async def forward_backward(self, batch: Batch, loss: Any, *, temperature: float) -> Any:
+    async def forward_backward(
+        self, batch: Batch, loss: Any, *, temperature: float, weight: float
+    ) -> Any:
         return self._usage.noted(
             self.engine.forward_backward(batch, loss.build(), temperature=temperature)
         )

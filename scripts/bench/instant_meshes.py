@@ -77,7 +77,7 @@ class Trainer(Mesh):
         return {"logprobs": torch.full(batch.tokens.shape, -1.0)}
 
     async def forward_backward(
-        self, batch: Batch, loss: Any, *, temperature: float
+        self, batch: Batch, loss: Any, *, temperature: float, weight: float
     ) -> tuple[dict, Metrics]:
         await asyncio.sleep(0)
         return {}, Metrics({})

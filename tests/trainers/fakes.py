@@ -149,7 +149,7 @@ class Trainer(Mesh):
             return {"logprobs": torch.full(batch.tokens.shape, -1.0 - wrong - 1e-5 * self.version)}
 
     async def forward_backward(
-        self, batch: Batch, loss: Any, *, temperature: float
+        self, batch: Batch, loss: Any, *, temperature: float, weight: float
     ) -> tuple[dict, Metrics]:
         async with self._engine:
             self.alive()
@@ -271,7 +271,7 @@ class Critic(Mesh):
         return {"values": torch.full(batch.tokens.shape, float(self.steps))}
 
     async def forward_backward(
-        self, batch: Batch, loss: Any, *, temperature: float
+        self, batch: Batch, loss: Any, *, temperature: float, weight: float
     ) -> tuple[dict, Metrics]:
         self.batches.append(batch)
         return {}, Metrics({})

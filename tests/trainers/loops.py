@@ -35,3 +35,14 @@ def without_times(rows: list[dict]) -> list[dict]:
     """
     measured = ("timing/", "tokens_per_s", "ledger/", "push/", "restarts/")
     return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows]
+
+
+def updates(epochs: int, prompts_per_minibatch: int, prompts: int = 64):
+    """Return an edit of a config that sets the optimizer steps of a step."""
+
+    def edit(config):
+        config.rollout.prompts_per_step = prompts
+        config.algorithm.update_epochs = epochs
+        config.algorithm.prompts_per_minibatch = prompts_per_minibatch
+
+    return edit

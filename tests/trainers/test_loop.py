@@ -308,3 +308,13 @@ def test_weights_that_arrive_while_the_trainer_leaves_them_are_not_compared(run)
     assert all(
         log.index(f"canary {version}") < log.index(f"forward {version}") for version in compared
     )
+
+
+def test_the_first_step_is_saved_if_the_config_asks_for_it(run):
+    def edit(config):
+        config.trainer.checkpoint.enable_first_step_checkpoint = True
+
+    run(steps=5, save_every=3, edit=edit)
+    assert [*run.saved] == [1, 3, 5]
+    run(steps=5, save_every=3, folder="without")
+    assert [*run.saved] == [3, 5]

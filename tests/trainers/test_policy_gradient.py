@@ -8,28 +8,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rl.algorithms.advantages import GAE, GroupAdvantage, LeaveOneOut
+from rl.algorithms.advantages import ReinforcePlusPlus
 from rl.algorithms.corrections import StalenessDecay, TruncatedIS
-from rl.algorithms.kl import AdaptiveKL
 from rl.algorithms.losses import ClippedLoss
-from rl.config import RoleConfig
 from rl.errors import RunError
 from rl.metrics import Value
-from tests.trainers.fakes import Critic, Reference
-from tests.trainers.loops import calls, free
-
-
-def with_reference(log):
-    return {"reference": Reference(log)}
-
-
-def updates(epochs: int, prompts_per_minibatch: int, prompts: int = 64):
-    def edit(config):
-        config.rollout.prompts_per_step = prompts
-        config.algorithm.update_epochs = epochs
-        config.algorithm.prompts_per_minibatch = prompts_per_minibatch
-
-    return edit
+from tests.trainers.loops import calls, free, updates
 
 
 def test_two_epochs_over_mini_batches_of_a_quarter_are_eight_optimizer_steps(run):
@@ -146,153 +130,6 @@ def test_corrections_weigh_tokens_by_how_far_the_trainer_is_from_who_drew_them(r
     assert rows[-1]["correction/mean"] == pytest.approx(float(ratio) / 2, rel=1e-4)
 
 
-def in_loss(config):
-    config.algorithm.loss = ClippedLoss.Config(kl_coef=0.1)
-
-
-def in_reward(config):
-    config.algorithm.reward_kl_coef = 0.1
-    config.algorithm.advantage = LeaveOneOut.Config()
-
-
-@pytest.mark.parametrize("edit", [in_loss, in_reward])
-def test_a_penalty_is_against_the_reference_wherever_it_stands(run, edit):
-    _, rows = run(steps=2, edit=edit, models=with_reference)
-    for batch in run.trainer.batches:
-        assert torch.equal(
-            batch.columns["reference_logprobs"], torch.full(batch.tokens.shape, -2.0)
-        )
-    assert rows[0]["kl/reference"] == pytest.approx(torch.tensor(-1.0).exp().item())
-    assert rows[0]["kl/coef"] == 0.1
-
-
-def test_a_penalty_in_the_reward_lowers_what_is_compared(run):
-    def edit(config):
-        in_reward(config)
-        config.algorithm.reward_kl_estimator = "k1"
-        config.rollout.samples_per_prompt = 2
-
-    def uneven(log):
-        class Uneven(Reference):
-            async def forward(self, batch, *, temperature):
-                starts = batch.lengths.cumsum(0) - batch.lengths
-                logprobs = torch.full(batch.tokens.shape, -1.0)
-                logprobs[starts[0] : starts[1]] = -3.0
-                return {"logprobs": logprobs}
-
-        return {"reference": Uneven(log)}
-
-    run(steps=1, edit=edit, models=uneven)
-    batch = run.trainer.batches[0]
-    first, second = (
-        part[-1].item() for part in batch.columns["advantages"].split(batch.lengths.tolist())[:2]
-    )
-    # Rewards 0 and 1; two tokens of the first are 2 nats likelier than the reference has them: 0 -
-    # 0.1 * 4.
-    assert (first, second) == pytest.approx((-1.4, 1.4))
-
-
-def test_an_adaptive_penalty_follows_its_target_also_over_a_restart(run):
-    def edit(config):
-        in_loss(config)
-        config.algorithm.adaptive_kl = AdaptiveKL.Config(target=0.01)
-
-    _, whole = run(steps=5, edit=edit, models=with_reference)
-    coefs = [row["kl/coef"] for row in whole]
-    assert coefs == pytest.approx([0.1 * 1.02**step for step in range(5)])
-    run(steps=3, edit=edit, models=with_reference, save_every=1, folder="again")
-    _, rows = run(
-        steps=5, edit=edit, models=with_reference, saved=run.saved, save_every=1, folder="again"
-    )
-    assert [row["kl/coef"] for row in rows] == coefs
-
-
-def refreshed(config):
-    in_loss(config)
-    config.reference.refresh_every = 2
-
-
-def test_a_reference_becomes_the_policy_every_so_many_steps_and_a_resume_finds_it(run):
-    log, whole = run(steps=6, edit=refreshed, models=with_reference, save_every=1)
-    assert calls(log, "reference") == [
-        "reference begins",
-        "reference 2",
-        "reference 4",
-        "reference 6",
-    ]
-    for stop in (1, 2, 3):
-        folder = f"stopped{stop}"
-        run(steps=stop, edit=refreshed, models=with_reference, save_every=1, folder=folder)
-        log, rows = run(
-            steps=6,
-            edit=refreshed,
-            models=with_reference,
-            saved=run.saved,
-            save_every=1,
-            folder=folder,
-        )
-        assert [row["kl/reference"] for row in rows] == [row["kl/reference"] for row in whole]
-    assert kept_references(run.record) == [2, 4, 6]
-
-
-def kept_references(record) -> list[int]:
-    return sorted(
-        int(folder.name.removeprefix("policy-"))
-        for folder in (record.folder / "reference").iterdir()
-    )
-
-
-def test_a_reference_that_a_checkpoint_needs_is_kept_whatever_the_interval(run):
-    """The only checkpoint is the one that leaving has saved, at a step that no interval gives."""
-
-    def leave(trainer, *_):
-        async def train():
-            if trainer.version == 2:
-                run.loop.leave()
-
-        trainer.during["forward_backward"] = train
-
-    def die_once(trainer, *_):
-        async def train():
-            if trainer.version == 9 and trainer.starts == 1:
-                raise trainer.lose("forward_backward")
-
-        trainer.during["forward_backward"] = train
-
-    _, whole = run(steps=12, edit=refreshed, models=with_reference)
-    run(leave, steps=12, edit=refreshed, models=with_reference, folder="left")
-    assert [*run.saved] == [3]
-    _, rows = run(
-        die_once, steps=12, edit=refreshed, models=with_reference, saved=run.saved, folder="left"
-    )
-    assert run.trainer.starts == 2
-    assert [row["kl/reference"] for row in rows] == [row["kl/reference"] for row in whole]
-
-
-def test_a_reference_that_no_checkpoint_needs_is_deleted(run):
-    def keep_one(trainer, *_):
-        trainer.keep = 1
-        partial = run.record.folder / "reference" / "policy-3.partial"  # as a kill leaves it
-        partial.mkdir(parents=True)
-
-    run(keep_one, steps=7, edit=refreshed, models=with_reference, save_every=1)
-    assert kept_references(run.record) == [4, 6]  # step 5 was the newest checkpoint when 6 was kept
-
-
-def test_a_resume_with_another_refresh_interval_goes_on_with_the_reference_it_had(run):
-    def every_three(config):
-        refreshed(config)
-        config.reference.refresh_every = 3
-
-    _, twos = run(steps=5, edit=refreshed, models=with_reference, save_every=1)
-    _, rows = run(
-        steps=8, edit=every_three, models=with_reference, saved={5: run.saved[5]}, save_every=1
-    )
-    assert [row["kl/reference"] for row in rows[:5]] == [row["kl/reference"] for row in twos]
-    assert rows[5]["kl/reference"] == rows[4]["kl/reference"] != rows[6]["kl/reference"]
-    assert [int(call.split()[1]) for call in calls(run.log, "reference ")[-2:]] == [4, 6]
-
-
 def test_a_fixed_length_divides_by_the_number_of_completions(run):
     def edit(config):
         config.algorithm.loss = ClippedLoss.Config(reduction="fixed_length")
@@ -300,109 +137,6 @@ def test_a_fixed_length_divides_by_the_number_of_completions(run):
 
     run(steps=1, edit=edit)
     assert run.trainer.options == {"denominator": 4.0}
-
-
-def judged(config):
-    config.algorithm.advantage = GAE.Config(lam=1.0, whiten=False)
-    updates(2, 2, prompts=4)(config)
-
-
-def test_a_critic_says_what_it_expected_and_learns_what_came_in_step_with_the_policy(run):
-    critics: list[Critic] = []
-
-    def models(log):
-        critics.append(Critic(log, {}))
-        return {"critic": critics[-1]}
-
-    _, rows = run(steps=2, edit=judged, models=models)
-    (critic,) = critics
-    assert critic.steps == 8
-    for step, batch in enumerate(critic.batches):
-        spoken = batch.loss_weights > 0
-        old = float(4 * (step // 4))
-        assert torch.equal(batch.columns["old_values"], torch.full(batch.tokens.shape, old))
-        assert torch.equal(
-            batch.columns["returns"][spoken], batch.columns["advantages"][spoken] + old
-        )
-        assert {*batch.columns["returns"][spoken].tolist()} <= {
-            0.0,
-            1.0,
-        }  # the rewards, on every token
-    assert [batch.tokens.tolist() for batch in critic.batches] == [
-        b.tokens.tolist() for b in run.trainer.batches
-    ]
-    assert (rows[-1]["critic/value/mean"], rows[-1]["critic/grad_norm"]) == (
-        6.5,
-        0.5,
-    )  # updates 5 to 8
-
-
-def test_a_critics_checkpoint_is_there_before_the_policys_and_of_its_step(run):
-    saved: dict[int, int] = {}
-    log, _ = run(
-        steps=3, edit=judged, models=lambda log: {"critic": Critic(log, saved)}, save_every=1
-    )
-    assert calls(log, "critic saves", "save") == [
-        f"{who} {step}" for step in (1, 2, 3) for who in ("critic saves", "save")
-    ]
-    del run.saved[3]  # killed between the two
-    again = Critic([], saved)
-    run(steps=4, edit=judged, models=lambda log: {"critic": again}, saved=run.saved, save_every=1)
-    assert again.steps == 16
-    assert {*again.batches[0].columns["old_values"].tolist()} == {8.0}
-
-
-def test_models_of_the_users_own_fill_the_columns_that_they_are_to_and_score_whole_completions(
-    run, tmp_path
-):
-    class Teacher(Reference):
-        async def forward(self, batch, *, temperature):
-            return {"logprobs": batch.tokens.float()}
-
-    class Judge(Reference):
-        """Likes long texts: what it says of a token counts those before it."""
-
-        async def forward(self, batch, *, temperature):
-            places = [torch.arange(length) for length in batch.lengths.tolist()]
-            return {"values": torch.cat(places).float()}
-
-    def edit(config):
-        (tmp_path / ".metadata").touch()
-        role = {"model": config.model, "checkpoint": str(tmp_path)}
-        config.roles["teacher"] = RoleConfig(**role, column="teacher_logprobs")
-        config.roles["judge"] = RoleConfig(**role, head="values", reward_weight=0.5)
-        config.algorithm.advantage = GroupAdvantage.Config(normalize_std=False)
-
-    _, rows = run(
-        steps=1, edit=edit, models=lambda log: {"teacher": Teacher(log), "judge": Judge(log)}
-    )
-    (batch,) = run.trainer.batches
-    assert torch.equal(batch.columns["teacher_logprobs"], batch.tokens.float())
-    assert rows[0]["judge/score"] == pytest.approx(batch.lengths.float().mean().item())
-    assert "judge" not in "".join(batch.columns)
-
-
-def test_a_reward_models_score_is_part_of_what_is_compared(run, tmp_path):
-    class Judge(Reference):
-        async def forward(self, batch, *, temperature):
-            ends = batch.lengths.cumsum(0) - 1
-            values = torch.zeros(len(batch.tokens))
-            values[ends] = torch.tensor([4.0, 0.0, 0.0, 0.0])
-            return {"values": values}
-
-    def edit(config):
-        (tmp_path / ".metadata").touch()
-        config.roles["judge"] = RoleConfig(
-            model=config.model, checkpoint=str(tmp_path), head="values", reward_weight=0.5
-        )
-        config.algorithm.advantage = GroupAdvantage.Config(normalize_std=False)
-
-    run(steps=1, edit=edit, models=lambda log: {"judge": Judge(log)})
-    (batch,) = run.trainer.batches
-    first, second, *_ = (
-        part[-1].item() for part in batch.columns["advantages"].split(batch.lengths.tolist())
-    )
-    assert (first, second) == (0.5, -0.5)  # rewards 0 and 1 of the task, 2 and 0 of the judge
 
 
 class Now(TruncatedIS):
@@ -456,3 +190,15 @@ def test_a_metric_that_a_part_lacks_is_averaged_over_the_others(run):
 
     _, rows = run(steps=1, edit=edit)
     assert rows[0]["first"] == 0.25
+
+
+def test_reinforce_without_a_baseline_trains_on_one_completion_of_each_prompt(run):
+    def alone(config):
+        config.rollout.samples_per_prompt = 1
+        config.rollout.prompts_per_step = 4
+        config.algorithm.advantage = ReinforcePlusPlus.Config()
+
+    run(steps=1, edit=alone)
+    (batch,) = run.trainer.batches
+    assert len(batch) == 4
+    assert batch.columns["advantages"].unique().numel() > 1

@@ -1,291 +1,14 @@
-"""Arguments of the command line, and messages about those that cannot work (C5)."""
+"""Values that cannot work are refused by field, value and what is allowed (C5)."""
 
-import fnmatch
 import math
-import re
 
 import pytest
 
-from rl.cli import SHIPPED, common_fields, find_config, parse_config, shipped_configs
-from rl.config import RLConfig
+from rl.algorithms.advantages import GAE, GroupAdvantage, LeaveOneOut, ReinforcePlusPlus
+from rl.cli import find_config
 from rl.errors import ConfigError
-from rl.frozen import frozen
-from rl.help import GROUPS, shipped_sources
-from rl.tasks.copy_digits import CopyDigits
 from rl.validation import validate
-
-PROGRAM = "python -m rl.train"
-
-
-def parse(*overrides: str, config: str = "quickstart") -> RLConfig:
-    return parse_config(["--config", config, *overrides], program=PROGRAM)[1]
-
-
-# Values that are given have the type of their field.
-
-
-def test_overrides_reach_nested_fields_as_their_own_type():
-    config = parse(
-        *(
-            "--trainer.parallelism.tensor_parallel_degree",
-            "2",
-            "--rollout.temperature",
-            "0.7",
-            "--seed",
-            "3",
-        ),
-        *(
-            "--algorithm.loss.clip_high",
-            "0.28",
-            "--algorithm.loss.reduction",
-            "token_mean",
-            "--task.digits",
-            "4",
-        ),
-        *(
-            "--trainer.optimizer.param_groups.0.optimizer_kwargs.lr",
-            "0.01",
-            "--model.hf_path",
-            "None",
-        ),
-    )
-    assert (
-        config.trainer.parallelism.tensor_parallel_degree,
-        config.rollout.temperature,
-        config.seed,
-    ) == (2, 0.7, 3)
-    assert (config.algorithm.loss.clip_high, config.algorithm.loss.reduction) == (
-        0.28,
-        "token_mean",
-    )
-    assert (config.task.digits, config.model.hf_path) == (4, None)
-    assert config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] == 0.01
-    assert isinstance(config.task, CopyDigits.Config)
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        ["--trainer.micro-batch-size", "7"],
-        ["--trainer.micro_batch_size", "7"],
-        ["--trainer.micro-batch-size=7"],
-        ["--trainer.micro_batch_size=7"],
-    ],
-)
-def test_hyphens_underscores_and_equals_signs_are_one(written):
-    assert parse(*written).trainer.micro_batch_size == 7
-
-
-def test_flags_need_no_value_and_can_be_taken_back():
-    config = parse("--resume", "--quiet")
-    assert (config.resume, config.quiet) == (True, True)
-    config = parse("--no-resume", "--algorithm.advantage.no-normalize-std")
-    assert (config.resume, config.quiet, config.algorithm.advantage.normalize_std) == (
-        False,
-        False,
-        False,
-    )
-
-
-@pytest.mark.parametrize("place", [0, 2])
-def test_the_config_may_be_named_anywhere_and_with_an_equals_sign(place):
-    arguments = ["--seed", "4"]
-    arguments.insert(place, "--config=quickstart")
-    name, config = parse_config(arguments, program=PROGRAM)
-    assert (name, config.seed) == ("quickstart", 4)
-
-
-def test_the_config_decides_fields_that_are_not_given():
-    assert frozen(parse()) == frozen(find_config("quickstart")())
-
-
-# Names that do not exist.
-
-
-@pytest.mark.parametrize(
-    ("written", "near", "siblings"),
-    [
-        ("--sed", "--seed", "All in the config: algorithm, colocate, critic"),
-        (
-            "--trainer.micro-batchsize",
-            "--trainer.micro_batch_size",
-            "All in trainer: trainer.activation_checkpoint",
-        ),
-        (
-            "--trainer.parallelism.tensor_paralel_degree",
-            "--trainer.parallelism.tensor_parallel_degree",
-            "All in trainer.parallelism: trainer.parallelism.context_parallel_degree",
-        ),
-        ("--rollot.max_tokens", "--rollout.max_tokens", "All in the config: algorithm"),
-        ("--task.digit", "--task.digits", "All in task: task.digits, task.max_prompt_tokens"),
-    ],
-)
-def test_an_unknown_field_is_answered_with_the_nearest_and_its_siblings(written, near, siblings):
-    with pytest.raises(ConfigError) as error:
-        parse(written, "2")
-    message = str(error.value)
-    assert message.startswith(
-        f"{written.replace('-', '_').replace('__', '--')}: there is no such field; "
-    )
-    assert near in message.partition("All in")[0]
-    assert siblings in message
-
-
-def test_an_unknown_config_is_answered_with_the_nearest_and_all():
-    with pytest.raises(
-        ConfigError,
-        match=r"--config quikstart: .*did you mean quickstart\? .*gsm8k_jsonl, quickstart",
-    ):
-        parse(config="quikstart")
-    with pytest.raises(
-        ConfigError, match=r"--config xyzzy: there is no such config; All that exist: dpo_jsonl, "
-    ):
-        parse(config="xyzzy")
-
-
-@pytest.mark.parametrize("arguments", [[], ["--seed", "1"], ["--config"]])
-def test_a_missing_config_is_answered_with_usage_and_all(arguments):
-    with pytest.raises(
-        ConfigError, match=r"--config NAME is missing; for example .*\nconfigs: .*quickstart"
-    ):
-        parse_config(arguments, program=PROGRAM)
-
-
-# Configs and tasks of other packages.
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """A user's package with a task and a config of its own."""
-    (tmp_path / "shouting").mkdir()
-    (tmp_path / "shouting" / "__init__.py").write_text(
-        "from dataclasses import dataclass\n"
-        "from rl.config import RLConfig\n"
-        "from rl.tasks.copy_digits import CopyDigits\n"
-        "class Shout(CopyDigits):\n"
-        "    @dataclass(kw_only=True, slots=True)\n"
-        "    class Config(CopyDigits.Config):\n"
-        "        loudness: float = 1.0\n"
-        "def loud() -> RLConfig:\n"
-        "    return RLConfig(task=Shout.Config(loudness=2.0))\n"
-        "def helper():\n"
-        "    return None\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    return "shouting"
-
-
-def test_a_config_of_another_package_is_found_by_module_and_name(package):
-    config = parse("--task.loudness", "3", config=f"{package}.loud")
-    assert config.task.loudness == 3.0
-    assert frozen(config)["task"]["type"] == "shouting.Shout.Config"
-    with pytest.raises(ConfigError, match="--task.loudnes: .*did you mean --task.loudness"):
-        parse("--task.loudnes", "3", config=f"{package}.loud")
-
-
-@pytest.mark.parametrize("name", ["loudd", "helper", "RLConfig", "Shout"])
-def test_only_functions_that_return_a_run_config_are_configs(package, name):
-    with pytest.raises(
-        ConfigError,
-        match=f"--config {package}.{name}: there is no such config; .*All that exist: loud$",
-    ):
-        parse(config=f"{package}.{name}")
-
-
-def test_a_module_that_cannot_be_imported_is_named():
-    with pytest.raises(
-        ConfigError,
-        match=r"--config no.such.config: cannot import no.such \(.*\); is its folder on PYTHONPATH",
-    ):
-        parse(config="no.such.config")
-
-
-# Help, and values of the wrong type.
-
-
-def printed(*arguments: str, capsys) -> str:
-    """Return the help text that ``parse_config`` prints before it exits with 0."""
-    with pytest.raises(SystemExit) as end:
-        parse_config(arguments, program=PROGRAM)
-    assert end.value.code == 0
-    return capsys.readouterr().out
-
-
-def test_help_all_lists_every_field(capsys):
-    text = printed("--config", "quickstart", "--help-all", capsys=capsys)
-    for field in (
-        "--seed",
-        "--rollout.max-tokens",
-        "--trainer.parallelism.tensor-parallel-degree",
-        "--task.digits",
-    ):
-        assert field in text
-    assert "Seed of the initial weights" in text
-
-
-@pytest.mark.parametrize("name", sorted(shipped_configs()))
-def test_help_shows_the_common_fields_of_a_config(name, capsys):
-    text = printed("--config", name, "--help", capsys=capsys)
-    config = shipped_configs()[name]()
-    assert f"  --steps {config.steps}  " in text
-    sizes = f"  --trainer.micro_batch_size {config.trainer.micro_batch_size}  "
-    assert sizes in text
-    assert len(text.splitlines()) <= 62
-    assert max(map(len, text.splitlines())) <= 100
-
-
-def test_every_common_field_is_one_of_a_shipped_config(capsys):
-    shown = {name for make in shipped_configs().values() for name in common_fields(make())}
-    patterns = [pattern for words in GROUPS.values() for pattern in words]
-    assert [each for each in patterns if not fnmatch.filter(shown, each)] == []
-
-
-def test_help_shows_what_a_changed_shipped_config_returns(tmp_path, monkeypatch, capsys):
-    before = printed("--config", "quickstart", "--help", capsys=capsys)
-    source = (SHIPPED / "quickstart.py").read_text()
-    (tmp_path / "quickstart.py").write_text(source.replace("steps=200", "steps=201"))
-    for module in ("rl.cli", "rl.help"):
-        monkeypatch.setattr(f"{module}.SHIPPED", tmp_path)
-    shipped_configs.cache_clear()
-    shipped_sources.cache_clear()
-    after = printed("--config", "quickstart", "--help", capsys=capsys)
-    assert after.replace("--steps 201", "--steps 200") == before != after
-    monkeypatch.undo()
-    shipped_configs.cache_clear()
-    shipped_sources.cache_clear()
-
-
-def test_help_shows_the_common_fields_of_a_users_config(package, capsys):
-    text = printed("--config", f"{package}.loud", "--help", capsys=capsys)
-    assert text.startswith(f"usage: {PROGRAM} --config {package}.loud ")
-    assert "  --task.loudness 2\n" in text
-
-
-def test_help_without_a_config_lists_the_configs(capsys):
-    text = printed("--help", capsys=capsys)
-    assert [*shipped_sources()] == [*re.findall(r"^  (\w+)  +[A-Z]", text, re.MULTILINE)]
-    assert {*shipped_sources()} == {*shipped_configs()}
-
-
-@pytest.mark.parametrize(
-    ("written", "named"),
-    [
-        (["--seed", "two"], "--seed"),
-        (["--rollout.max-tokens", "1.5"], "--rollout.max-tokens"),
-        (["--model.attention", "flash"], "--model.attention"),
-        (["--trainer.micro_batch_size"], "--trainer.micro-batch-size"),
-        (["--trainer.checkpoint.keep_latest_k", "1"], "trainer.checkpoint"),
-    ],
-)
-def test_a_value_of_the_wrong_type_ends_with_2_and_names_the_field(capsys, written, named):
-    with pytest.raises(SystemExit) as end:
-        parse(*written)
-    assert end.value.code == 2
-    assert named in capsys.readouterr().err
-
-
-# Values that cannot work.
-
+from tests.config.command_line import parse
 
 REFUSED = [
     ("steps", 0, "steps is 0; it must be at least 1"),
@@ -535,3 +258,38 @@ def test_temperatures_that_are_none_are_refused(temperature):
 
 def test_shipped_configs_can_work():
     validate(find_config("quickstart")())
+
+
+COMPARING = [
+    GroupAdvantage.Config(),
+    LeaveOneOut.Config(),
+    ReinforcePlusPlus.Config(baseline="group_mean"),
+]
+
+
+@pytest.mark.parametrize("advantage", COMPARING, ids=lambda each: type(each).__qualname__)
+def test_an_advantage_that_compares_a_group_is_refused_without_one(advantage):
+    config = find_config("quickstart")()
+    config.rollout.samples_per_prompt = 1
+    config.algorithm.advantage = advantage
+    with pytest.raises(
+        ConfigError,
+        match="rollout.samples_per_prompt is 1; it must be at least 2 with algorithm.advantage="
+        f"{type(advantage).__qualname__}, which compares the completions",
+    ):
+        validate(config)
+    config.rollout.samples_per_prompt = 2
+    validate(config)
+
+
+@pytest.mark.parametrize("advantage", [GAE.Config(), ReinforcePlusPlus.Config()])
+def test_an_advantage_that_compares_no_group_takes_one_completion_of_each_prompt(advantage):
+    config = find_config("quickstart")()
+    config.rollout.samples_per_prompt = 1
+    config.algorithm.advantage = advantage
+    validate(config)
+    config.rollout.max_resampled_groups = 3
+    with pytest.raises(
+        ConfigError, match="rollout.max_resampled_groups is 3; it must be 0 with rollout.samples"
+    ):
+        validate(config)

@@ -1,0 +1,10 @@
+"""Config of a command line."""
+
+from rl.cli import parse_config
+from rl.config import RLConfig
+
+PROGRAM = "python -m rl.train"
+
+
+def parse(*overrides: str, config: str = "quickstart") -> RLConfig:
+    return parse_config(["--config", config, *overrides], program=PROGRAM)[1]

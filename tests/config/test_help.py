@@ -1,0 +1,91 @@
+"""Help, and messages about values of a wrong type (C5)."""
+
+import fnmatch
+import re
+
+import pytest
+
+from rl.cli import SHIPPED, common_fields, parse_config, shipped_configs
+from rl.help import GROUPS, shipped_sources
+from tests.config.command_line import PROGRAM, parse
+
+
+def printed(*arguments: str, capsys) -> str:
+    """Return the help text that ``parse_config`` prints before it exits with 0."""
+    with pytest.raises(SystemExit) as end:
+        parse_config(arguments, program=PROGRAM)
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_all_lists_every_field(capsys):
+    text = printed("--config", "quickstart", "--help-all", capsys=capsys)
+    for field in (
+        "--seed",
+        "--rollout.max-tokens",
+        "--trainer.parallelism.tensor-parallel-degree",
+        "--task.digits",
+    ):
+        assert field in text
+    assert "Seed of the initial weights" in text
+
+
+@pytest.mark.parametrize("name", sorted(shipped_configs()))
+def test_help_shows_the_common_fields_of_a_config(name, capsys):
+    text = printed("--config", name, "--help", capsys=capsys)
+    config = shipped_configs()[name]()
+    assert f"  --steps {config.steps}  " in text
+    sizes = f"  --trainer.micro_batch_size {config.trainer.micro_batch_size}  "
+    assert sizes in text
+    assert len(text.splitlines()) <= 62
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_every_common_field_is_one_of_a_shipped_config(capsys):
+    shown = {name for make in shipped_configs().values() for name in common_fields(make())}
+    patterns = [pattern for words in GROUPS.values() for pattern in words]
+    assert [each for each in patterns if not fnmatch.filter(shown, each)] == []
+
+
+def test_help_shows_what_a_changed_shipped_config_returns(tmp_path, monkeypatch, capsys):
+    before = printed("--config", "quickstart", "--help", capsys=capsys)
+    source = (SHIPPED / "quickstart.py").read_text()
+    (tmp_path / "quickstart.py").write_text(source.replace("steps=200", "steps=201"))
+    for module in ("rl.cli", "rl.help"):
+        monkeypatch.setattr(f"{module}.SHIPPED", tmp_path)
+    shipped_configs.cache_clear()
+    shipped_sources.cache_clear()
+    after = printed("--config", "quickstart", "--help", capsys=capsys)
+    assert after.replace("--steps 201", "--steps 200") == before != after
+    monkeypatch.undo()
+    shipped_configs.cache_clear()
+    shipped_sources.cache_clear()
+
+
+def test_help_shows_the_common_fields_of_a_users_config(package, capsys):
+    text = printed("--config", f"{package}.loud", "--help", capsys=capsys)
+    assert text.startswith(f"usage: {PROGRAM} --config {package}.loud ")
+    assert "  --task.loudness 2\n" in text
+
+
+def test_help_without_a_config_lists_the_configs(capsys):
+    text = printed("--help", capsys=capsys)
+    assert [*shipped_sources()] == [*re.findall(r"^  (\w+)  +[A-Z]", text, re.MULTILINE)]
+    assert {*shipped_sources()} == {*shipped_configs()}
+
+
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        (["--seed", "two"], "--seed"),
+        (["--rollout.max-tokens", "1.5"], "--rollout.max-tokens"),
+        (["--model.attention", "flash"], "--model.attention"),
+        (["--trainer.micro_batch_size"], "--trainer.micro-batch-size"),
+        (["--trainer.checkpoint.keep_latest_k", "1"], "trainer.checkpoint"),
+    ],
+)
+def test_a_value_of_the_wrong_type_ends_with_2_and_names_the_field(capsys, written, named):
+    with pytest.raises(SystemExit) as end:
+        parse(*written)
+    assert end.value.code == 2
+    assert named in capsys.readouterr().err

@@ -71,7 +71,9 @@ class Local:
         self, batch: Batch, loss: Any, *, temperature: float, weight: float
     ) -> Any:
         return self._usage.noted(
-            self.engine.forward_backward(batch, loss.build(), temperature=temperature)
+            self.engine.forward_backward(
+                batch, loss.build(), temperature=temperature, weight=weight
+            )
         )
 
     async def optim_step(self, **options: Any) -> Any:

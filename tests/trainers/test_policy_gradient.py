@@ -198,7 +198,8 @@ def test_reinforce_without_a_baseline_trains_on_one_completion_of_each_prompt(ru
         config.rollout.prompts_per_step = 4
         config.algorithm.advantage = ReinforcePlusPlus.Config()
 
-    run(steps=1, edit=alone)
-    (batch,) = run.trainer.batches
-    assert len(batch) == 4
-    assert batch.columns["advantages"].unique().numel() > 1
+    log, rows = run(steps=2, edit=alone)
+    assert [len(batch) for batch in run.trainer.batches] == [4, 4]
+    assert all("advantages" in batch.columns for batch in run.trainer.batches)
+    assert calls(log, "step") == ["step"] * 2
+    assert [row["reward/zero_std_groups"] for row in rows] == [0.0, 0.0]

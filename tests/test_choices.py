@@ -1,6 +1,4 @@
-"""What may be chosen of how the trainer trains, and what is said of choices that cannot
-work (C5).
-"""
+"""Kinds of parts of the trainer, and messages about choices that cannot work (C5)."""
 
 import re
 from dataclasses import replace
@@ -84,7 +82,7 @@ def test_adapters_are_switched_on_by_name():
     assert parse().trainer.lora is None
 
 
-def test_another_choice_than_the_configs_own_brings_its_own_fields():
+def test_a_part_chosen_on_the_command_line_has_its_own_fields():
     budget = [
         "trainer.activation-checkpoint:memory-budget",
         "--trainer.activation-checkpoint.memory-budget",
@@ -254,7 +252,7 @@ def background() -> RLConfig:
 
 @pytest.fixture
 def checkpoints(tmp_path, monkeypatch):
-    """What the roles name is there."""
+    """Create the checkpoints that the roles name."""
     for step in ("step-1", "step-2"):
         (tmp_path / "some" / step).mkdir(parents=True)
         (tmp_path / "some" / step / ".metadata").touch()
@@ -342,7 +340,7 @@ def test_models_beside_the_policy_have_layouts_of_their_own():
     ],
 )
 @pytest.mark.usefixtures("checkpoints")
-def test_a_model_beside_the_policy_that_cannot_work_is_refused_by_name(edit, message):
+def test_a_role_that_cannot_work_is_refused_by_name(edit, message):
     config = background()
     edit(config)
     with pytest.raises(ConfigError, match=re.escape(message)):

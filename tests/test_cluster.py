@@ -1,4 +1,4 @@
-"""What Slurm is asked for, as numbers."""
+"""Resources that a config asks Slurm for."""
 
 import pytest
 
@@ -17,11 +17,11 @@ from rl.cluster import SlurmConfig
         ("1-2:03:04", 93784),
     ],
 )
-def test_a_time_limit_means_what_it_means_to_slurm(time, seconds):
+def test_time_limits_are_read_as_slurm_reads_them(time, seconds):
     assert SlurmConfig(time=time).time_s == seconds
 
 
 @pytest.mark.parametrize("time", ["1h", "1:2:3:4", "1-", "-5", "12:", "infinite"])
-def test_what_is_no_time_of_slurms_is_none_here(time):
+def test_an_invalid_time_limit_is_refused(time):
     with pytest.raises(ValueError):
         _ = SlurmConfig(time=time).time_s

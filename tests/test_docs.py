@@ -1,4 +1,4 @@
-"""What the README and the pages of docs/ show is there, parses and runs."""
+"""Names, links, commands and code in the README and the pages of docs/ exist and work."""
 
 import importlib
 import json
@@ -214,7 +214,7 @@ def test_a_plan_that_is_shown_is_what_the_program_prints(capsys):
 @pytest.mark.parametrize("page", pages_with("python"))
 @pytest.mark.usefixtures("in_folder")
 def test_every_python_block_runs(page):
-    """In order, in one namespace."""
+    """Blocks run in order, in one namespace."""
     namespace = {"__name__": "__main__"}
     for block in blocks(page, "python"):
         code = compile(block.code, str(block), "exec")

@@ -45,7 +45,7 @@ def test_import_rl_loads_little_and_changes_nothing_else():
     assert len(loaded) < 100, loaded
 
 
-def test_every_name_can_be_had_and_is_its_own():
+def test_every_public_name_resolves():
     for name in rl.__all__:
         value = getattr(rl, name)
         assert getattr(value, "__name__", name).split(".")[-1] == name

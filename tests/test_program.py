@@ -50,7 +50,7 @@ def closed_terminal() -> int:
 @pytest.mark.parametrize(
     "open_it", [closed_pipe, closed_terminal, lambda: os.open("/dev/full", os.O_WRONLY)]
 )
-def test_output_that_cannot_be_written_ends_nothing(open_it, terminal, plain):
+def test_output_that_cannot_be_written_does_not_end_a_program(open_it, terminal, plain):
     descriptor = open_it()
     with steady(None, descriptor) as file:
         show(file, terminal=terminal)
@@ -59,7 +59,7 @@ def test_output_that_cannot_be_written_ends_nothing(open_it, terminal, plain):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_an_ascii_terminal_gets_what_it_can_show(terminal, tmp_path, plain):
+def test_an_ascii_terminal_gets_replacement_characters(terminal, tmp_path, plain):
     out = (tmp_path / "out").open("w", encoding="ascii")
     with out, steady(out, out.fileno()) as file:
         show(file, terminal=terminal)
@@ -69,7 +69,7 @@ def test_an_ascii_terminal_gets_what_it_can_show(terminal, tmp_path, plain):
     assert "?" not in shown.replace("\x1b[?", "")
 
 
-def test_a_program_ends_with_its_own_code_though_its_output_fails():
+def test_failing_output_does_not_change_the_exit_code():
     command = f"PYTHONIOENCODING=ascii {sys.executable} -m rl.launch > /dev/full"
     done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
@@ -78,7 +78,7 @@ def test_a_program_ends_with_its_own_code_though_its_output_fails():
 @pytest.mark.parametrize(
     "program", [["rl.train"], ["rl.plan"], ["rl.launch", "local"], ["rl", "train"]], ids=" ".join
 )
-def test_ctrl_c_ends_a_program_though_an_import_catches_it(program, tmp_path):
+def test_ctrl_c_ends_a_program_during_an_import_that_catches_it(program, tmp_path):
     (tmp_path / "torch.py").write_text(
         textwrap.dedent(
             """

@@ -48,7 +48,7 @@ def test_a_config_file_refuses_an_old_name_by_the_new(tmp_path, old, new):
     ["RLConfig(data=None)", "setattr(quickstart().rollout, 'parts_per_step', 2)"],
     ids=["argument", "attribute"],
 )
-def test_a_config_function_that_uses_an_old_name_is_told_the_new(tmp_path, monkeypatch, body):
+def test_an_old_name_in_a_config_function_is_refused_with_the_new_name(tmp_path, monkeypatch, body):
     monkeypatch.syspath_prepend(tmp_path)
     module = f"mine_{abs(hash(body))}"
     lines = "from configs.quickstart import quickstart\nfrom rl.config import RLConfig\n"

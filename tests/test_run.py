@@ -1,4 +1,4 @@
-"""What a run refuses before it has a folder."""
+"""Configs that a run refuses before it has a folder."""
 
 import os
 import subprocess
@@ -207,7 +207,7 @@ def test_a_folder_that_another_run_writes_to_is_refused(
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"name": "x"}'])
-def test_a_run_whose_config_json_is_broken_is_refused_by_name(tmp_path, content, capsys):
+def test_a_broken_config_json_of_a_run_is_refused(tmp_path, content, capsys):
     path = tmp_path / "config.json"
     path.write_text(content)
     arguments = ["--config", "quickstart", "--resume", "--output-dir", str(tmp_path)]

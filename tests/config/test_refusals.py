@@ -208,7 +208,7 @@ def test_a_generator_that_divides_experts_has_some_and_is_eager():
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc"])
-def test_only_changes_are_sent_where_that_can_be_less(transport):
+def test_a_delta_push_is_planned_if_it_can_be_smaller(transport):
     config = find_config("quickstart")()
     config.weights.delta = True
     for allowed in ("auto", "rdma", "torchstore"):
@@ -249,7 +249,7 @@ def test_watchdog_actions_and_entropy_range_are_checked():
 
 
 @pytest.mark.parametrize("temperature", [math.nan, -1.0])
-def test_temperatures_that_are_none_are_refused(temperature):
+def test_invalid_temperatures_are_refused(temperature):
     config = find_config("quickstart")()
     config.rollout.temperature = temperature
     with pytest.raises(ConfigError, match=f"rollout.temperature is {temperature}"):

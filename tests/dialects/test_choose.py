@@ -61,7 +61,7 @@ def test_a_tokenizer_without_a_template_is_refused():
         dialect_of(with_template(""))
 
 
-def test_a_folder_is_as_good_as_its_tokenizer(tmp_path):
+def test_a_folder_and_its_tokenizer_give_the_same_dialect(tmp_path):
     qwen3().save_pretrained(tmp_path)
     dialect = dialect_of(str(tmp_path))
     assert isinstance(dialect, Qwen3Dialect)

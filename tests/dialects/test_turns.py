@@ -29,7 +29,7 @@ def opening(dialect, thinking: bool) -> list[int]:
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_turns_of_an_adversary_equal_those_of_renderers(dialect, thinking):
-    """Where renderers has no next prompt, ours still extends the tokens."""
+    """Our dialect extends the tokens also if renderers has no next prompt."""
     config = Qwen3RendererConfig(enable_thinking=thinking, thinking_retention="all")
     oracle = create_renderer(qwen3(), config)
     rng = random.Random(0)
@@ -111,7 +111,7 @@ def test_a_malformed_call_has_its_reason_and_is_not_in_the_message(dialect, text
     assert turn.message == {"role": "assistant", "content": "Well."}
 
 
-def test_an_answer_is_told_apart_into_thinking_content_and_calls(dialect):
+def test_an_answer_is_parsed_into_thinking_content_and_calls(dialect):
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     turn = dialect.parse([], qwen3().encode(f"<think>\nhm\n</think>\n\nI add.\n{call}<|im_end|>"))
     function = {"name": "add", "arguments": {"a": 1}}

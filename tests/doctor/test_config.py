@@ -93,7 +93,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_wrong_with_a_config_is_found(case, doctor, matches):
+def test_a_broken_config_has_its_finding(case, doctor, matches):
     arguments, expected = REFUSED[case]
     code, found = doctor("--config", "quickstart", *arguments)
     assert code == (2 if expected[0] == "error" else 0)

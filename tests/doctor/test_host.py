@@ -43,7 +43,7 @@ def test_a_good_host_has_no_findings(host):
     assert [*check_host(host)] == []
 
 
-def test_this_host_has_no_findings_that_stand_in_the_way():
+def test_this_host_has_no_errors():
     assert [each for each in check_host(Host.here()) if each.severity == "error"] == []
 
 
@@ -91,7 +91,7 @@ LACKING = {
 
 
 @pytest.mark.parametrize("case", LACKING)
-def test_what_a_host_lacks_is_found(case, matches):
+def test_a_host_that_lacks_something_has_its_finding(case, matches):
     facts, severity, where, what, fix = LACKING[case]
     found = [*check_host(replace(GOOD, **facts))]
     matches([each for each in found if each.where == where], severity, where, what, fix)
@@ -139,7 +139,7 @@ ROOM = {
 
 
 @pytest.mark.parametrize("case", ROOM)
-def test_what_a_host_lacks_for_a_config_is_found(case, matches):
+def test_a_host_that_cannot_run_a_config_has_its_finding(case, matches):
     host, fields, expected = ROOM[case]
     config = quickstart()
     for name, value in fields.items():
@@ -160,7 +160,7 @@ def test_what_a_host_lacks_for_a_config_is_found(case, matches):
         ({"address": ""}, ("warning", "/etc/hosts", "no address", "address")),
     ],
 )
-def test_what_a_node_of_a_cluster_lacks_is_found(facts, expected, matches):
+def test_a_node_that_lacks_something_has_its_finding(facts, expected, matches):
     config = find_config("qwen3_8b_2_nodes")()
     assert [*check_room(cuda(open_files=10**5, shared_free=2**34), config)] == []
     host = cuda(open_files=10**5, shared_free=2**34, **facts)

@@ -159,7 +159,7 @@ def test_a_run_without_checkpoints_is_found(run, doctor):
     assert "has no complete checkpoint" in found[-1]["what"]
 
 
-def test_the_owner_that_was_killed_here_stands_in_no_way(run, doctor):
+def test_a_killed_owner_on_this_host_is_no_finding(run, doctor):
     own(run, pid=2**22 + 1)  # above the largest pid
     assert doctor(run) == (0, [])
 

@@ -1,4 +1,4 @@
-"""Configs of the tests' own, as a user has them in a package of their own."""
+"""Configs in a package outside Tiller, as a user writes them."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -26,12 +26,12 @@ def of_this_commit() -> int:
 
 SHORT = (of_this_commit(),)
 BLOWS = {seed: 2 if seed in SHORT else 3 for seed in range(SEEDS)}
-WITHIN_S = 290.0  # to be told of a blow: longest where it falls on a process that is starting
+WITHIN_S = 290.0  # until a blow is reported: longest for a process that is starting
 
 
 def strike(run: Run, actor: str, number: signal.Signals) -> bool:
-    """Strike, and wait until the run has named the actor; False where it ended before it could
-    know.
+    """Send the signal and wait until the run has named the actor. Return False if the run ended
+    first.
     """
 
     def told() -> int:
@@ -88,9 +88,7 @@ def test_no_group_is_lost_or_counted_twice_after_deaths_and_hangs(tmp_path, fini
 
 
 def check_ledger(run: Run, bound: int) -> None:
-    """Each prompt_id was trained on once, or dropped with a reason; what was begun and not needed
-    is waiting still.
-    """
+    """Check that each prompt_id was trained on once, was dropped for a reason, or is waiting."""
     rows = run.lines("ledger.jsonl")
     assert (
         [row["step"] for row in run.metrics()]

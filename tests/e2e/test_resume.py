@@ -98,7 +98,7 @@ def test_killed_ten_times_at_random_moments(tmp_path, finished, pipeline):
         elif moment == "evaluation":
             run.until(
                 lambda run=run: len(run.metrics()) % 5 in (1, 2)
-            )  # that of the fifth is going on, or soon
+            )  # the evaluation after a fifth step is running or about to start
         else:
             time.sleep(rng.uniform(0, 0.5))
         print(f"kill at {moment} after step {len(run.metrics())}")

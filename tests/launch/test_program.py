@@ -100,7 +100,7 @@ def test_a_run_that_cannot_be_launched_is_refused_by_a_message(
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["slurm", "--help"], ["local", "--help"]])
-def test_there_is_one_usage(launch, arguments):
+def test_help_has_one_usage(launch, arguments):
     code, printed, errors = launch(*arguments)
     assert (code, errors) == (0, "")
     assert printed.startswith("usage: python -m rl.launch local|slurm|kubernetes --config NAME")

@@ -106,7 +106,7 @@ def test_newer_names_for_rope_and_dtype_are_read(write):
     assert (shape.rope_theta, shape.dtype) == (5e5, "float32")
 
 
-def test_the_shorter_of_both_lengths_holds(write):
+def test_the_shorter_of_both_lengths_is_used(write):
     config = write(max_position_embeddings=512)
     assert shape_of(config).max_seq_len == 512
     config.max_seq_len = 100

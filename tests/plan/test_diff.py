@@ -129,7 +129,7 @@ def test_the_other_config_may_be_that_of_a_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--json", "--help"], ["-h"]])
-def test_there_is_one_usage(arguments, capsys):
+def test_help_has_one_usage(arguments, capsys):
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert text.count("usage:") == 1

@@ -156,7 +156,7 @@ def test_a_signal_while_srun_starts_the_run_is_not_lost(cluster, jobs):
         ("saved without Slurm's controller", "COMPLETED", 2),
     ],
 )
-def test_a_run_is_started_again_where_it_can_go_on_and_not_where_it_failed(
+def test_a_run_is_restarted_if_it_can_resume_and_not_if_it_failed(
     name, state, attempts, cluster, jobs
 ):
     job, folder = jobs[name]
@@ -185,7 +185,7 @@ def test_a_cancelled_job_is_not_started_again(cluster, folder):
     until(lambda: idle(cluster), 10, "allocation and processes are gone")
 
 
-def test_every_process_has_what_the_shell_that_submits_has_and_what_the_config_adds(
+def test_processes_get_the_submitting_shells_environment_and_the_configs(
     cluster, folder, monkeypatch
 ):
     monkeypatch.setenv("API_TOKEN", "s3cret")
@@ -197,7 +197,7 @@ def test_every_process_has_what_the_shell_that_submits_has_and_what_the_config_a
     assert "API_TOKEN" in (folder / "launch" / "environment.json").read_text()
 
 
-def test_jobs_that_share_a_node_do_not_get_in_each_others_way(cluster, tmp_path):
+def test_jobs_on_one_node_do_not_collide(cluster, tmp_path):
     entries = (
         "until [ $(ls {}/*/logs/*/workers/n1.json | wc -l) = 2 ]; do sleep 0.2; done; cat "
         '"$TILLER_LOGS"/workers/*.json'

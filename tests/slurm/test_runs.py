@@ -67,7 +67,7 @@ def test_preemption_and_a_lost_node_cost_attempts_and_change_no_weight(
     os.kill(worker_of(job, "n2"), signal.SIGKILL)
     until(lambda: job.restarts() == 2, 90, "it starts again without the node's worker")
     assert "node n2 is lost: its worker was ended by SIGKILL" in job.says(1)
-    assert job.resumed(2) == left  # where it was told to save
+    assert job.resumed(2) == left  # the step that the first signal saved
 
     assert cluster.wait_for(job.id, "COMPLETED", "FAILED", timeout=120) == "COMPLETED"
     assert job.summary()["policy_digest"] == uninterrupted.summary()["policy_digest"]

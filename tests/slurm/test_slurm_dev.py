@@ -45,7 +45,7 @@ def test_a_node_takes_four_ranks_on_fewer_cores(cluster: Cluster):
     assert cluster.ask("srun", "-N1", "-n4", "hostname").splitlines() == ["n1"] * 4
 
 
-def test_a_batch_job_writes_its_output_and_tells_its_exit_code(cluster: Cluster, tmp_path: Path):
+def test_a_batch_job_writes_its_output_and_exit_code(cluster: Cluster, tmp_path: Path):
     job = cluster.submit("-N2", f"--output={tmp_path}/out", "--wrap", "srun hostname; exit 3")
     assert cluster.wait_for(job, "COMPLETED", "FAILED") == "FAILED"
     assert cluster.field(job, "ExitCode") == "3:0"
@@ -136,7 +136,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(other: Cluster):
     assert (other.folder / "thesis").exists()
 
 
-def test_up_lets_go_of_its_callers_files(other: Cluster):
+def test_up_closes_the_files_of_its_caller(other: Cluster):
     read, write = os.pipe()
     command = [SCRIPT, "up", "1"]
     subprocess.run(
@@ -153,7 +153,7 @@ def test_up_lets_go_of_its_callers_files(other: Cluster):
     os.close(read)
 
 
-def test_down_leaves_nothing_even_of_jobs_and_commands_that_go_on(other: Cluster):
+def test_down_ends_running_jobs_and_commands(other: Cluster):
     assert other.start().returncode == 0
     network = other.network()
     job = other.submit("--output=/dev/null", "--wrap", "touch /dev/shm/of_a_job; srun sleep 1000")
@@ -185,7 +185,7 @@ def test_a_killed_holder_ends_the_cluster_and_up_starts_a_new_one(other: Cluster
         (["unshare"], CANNOT_RUN_HERE, "no right to make namespaces"),
     ],
 )
-def test_a_start_that_fails_leaves_nothing_and_says_why(
+def test_a_failed_start_cleans_up_and_prints_the_cause(
     other: Cluster, tmp_path: Path, tools: list[str], status: int, reason: str
 ):
     for tool in tools:

@@ -82,7 +82,7 @@ def test_eval_prompts_are_at_most_those_held_out(tiny):
     assert len(task.eval_prompts(1000)) == 6
 
 
-def test_the_right_number_earns_one_and_anything_else_nothing(tiny):
+def test_the_reward_is_one_for_the_right_number_and_zero_otherwise(tiny):
     task = build(tiny)
     prompt = task.prompt(0)
     right = task.score(prompt, f"so it is\n#### {prompt.answer}.0", SILENT)

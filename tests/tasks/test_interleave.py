@@ -34,7 +34,7 @@ def assert_in_proportion(weights: dict[str, float], counts: dict[str, int], plac
 
 @settings(max_examples=60, deadline=None)
 @given(WEIGHTS)
-def test_in_every_beginning_each_has_its_share(weights):
+def test_each_prefix_has_the_share_of_each_task(weights):
     schedule = StrideSchedule(weights)
     counts = Counter()
     for place in range(150):
@@ -71,7 +71,7 @@ def test_the_order_is_that_of_stride_scheduling(weights):
 
 
 @pytest.mark.parametrize("base", [1.0, 1.6180339887, 10.0])
-def test_many_weights_alike_or_far_apart_are_as_even(base):
+def test_many_or_extreme_weights_are_interleaved_evenly(base):
     weights = {f"t{i}": base**i for i in range(40)}
     schedule = StrideSchedule(weights)
     for place in range(0, 10**6, 10_007):

@@ -77,9 +77,7 @@ weights = st.dictionaries(st.sampled_from("abc"), st.floats(0, 10), min_size=1).
     st.lists(st.integers(1, 60), min_size=3, max_size=3),
     st.lists(st.integers(0, 250), max_size=5),
 )
-def test_each_task_goes_through_its_own_prompts_in_order_whatever_the_stages(
-    stages, lengths, jumps
-):
+def test_each_task_shows_its_prompts_in_order_across_stages(stages, lengths, jumps):
     starts = [sum(lengths[:place]) for place in range(1, len(stages))]
     later = [
         Stage(first_prompt_id=start, weights=w) for start, w in zip(starts, stages[1:], strict=True)
@@ -105,7 +103,7 @@ def test_each_task_goes_through_its_own_prompts_in_order_whatever_the_stages(
     ]
 
 
-def test_a_far_ordinal_is_known_without_those_before_it():
+def test_a_far_prompt_is_computed_without_the_earlier_ones():
     stages = [Stage(first_prompt_id=10**7, weights={"b": 1.0})]
     task = build(tasks=numbers("a", "b"), weights={"a": 0.75, "b": 0.25}, stages=stages)
     assert task.prompt(10**7).answer == str(1000 + 2_500_000)
@@ -136,7 +134,7 @@ def test_a_curriculum_of_digits_goes_from_one_to_three():
     )
 
 
-def test_without_weights_all_are_shown_alike():
+def test_tasks_without_weights_are_shown_equally():
     task = build(tasks=numbers("a", "b", "c"))
     assert Counter(task.prompt(prompt_id).task for prompt_id in range(30)) == {
         "a": 10,
@@ -210,7 +208,7 @@ class Listed(Numbers):
         ]
 
 
-def test_no_task_trains_on_what_another_holds_out():
+def test_no_task_trains_on_held_out_prompts_of_another():
     tasks = {"a": Listed.Config(), "b": Listed.Config(first=5, last=104)}
     for config in (
         tasks,

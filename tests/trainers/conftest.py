@@ -20,9 +20,9 @@ from tests.trainers.fakes import Generator, Rewards, Trainer
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs the loop; what is passed is called with the meshes before.
+    """Function that runs the loop and returns the log of calls and the rows of metrics.
 
-    Gives the log of calls, and the rows.
+    Its argument is called with the meshes before the loop starts.
     """
 
     def run(

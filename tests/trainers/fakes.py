@@ -1,6 +1,4 @@
-"""Meshes that compute nothing: they keep the order that real ones keep, and note what was asked of
-them.
-"""
+"""Meshes that compute nothing. They keep the order of real meshes and record all calls."""
 
 import asyncio
 import json
@@ -24,7 +22,7 @@ Hook = Callable[[], Awaitable[None]]
 
 
 class Mesh:
-    """Can be lost and started again."""
+    """Mesh that can be lost and started again."""
 
     name = "mesh"
 
@@ -52,7 +50,7 @@ class Mesh:
         return await asyncio.shield(self._failure)
 
     async def check_alive(self) -> None:
-        """None comes of one that has died, though nobody knows yet."""
+        """Wait for the failure of a dead mesh, and raise it."""
         if self.is_dead:
             raise await asyncio.wait_for(self.failed(), WAIT_S)
         self.alive()
@@ -61,7 +59,7 @@ class Mesh:
         return await getattr(self, name)(*args)
 
     def lose(self, call: str = "between calls") -> ActorFailure:
-        """As if a rank had been killed."""
+        """Return the failure of a killed rank, and fail all calls with it."""
         self.is_running = False
         if not self._failure.done():
             self._failure.set_result(
@@ -76,14 +74,14 @@ class Mesh:
         return self._failure.result()
 
     def alive(self) -> None:
-        """Raise how it was lost, if it was."""
+        """Raise the failure of a lost mesh."""
         assert self._failure is not None, f"{self.name} was asked before it was started"
         if self._failure.done():
             raise self._failure.result()
 
 
 class Trainer(Mesh):
-    """Its weights are its version; it has one engine, so one call at a time."""
+    """Trainer whose weights are a version number. Its one engine serves one call at a time."""
 
     name = "trainer"
 
@@ -100,17 +98,17 @@ class Trainer(Mesh):
         for step in {*checkpoints.steps()} - self.saved.keys():
             shutil.rmtree(checkpoints.path(step))
         self.during: dict[str, Hook] = {}
-        """By endpoint, what it waits for in the middle."""
+        """Hook that each endpoint awaits halfway, by name of the endpoint."""
         self.skips: set[int] = set()
         """Numbers of optimizer steps that change nothing."""
         self.losses: dict[int, float] = {}
-        """Losses of optimizer steps, by their numbers from 1; 0 of the others."""
+        """Losses of optimizer steps, by number from 1; the loss of other steps is 0."""
         self.wrong_since = 1000
-        """Version from which on its log-probs are not the generator's."""
+        """First version whose log-probs differ from the generator's."""
         self.batches: list[Batch] = []
-        """What it was trained on."""
+        """Batches of all calls of ``forward_backward``."""
         self.options: dict[str, float] = {}
-        """Of the last optimizer step."""
+        """Arguments of the last optimizer step."""
         self.slots: list[int] = []
         """Versions that can be pulled: the last two."""
         self.excused: list[int] = []
@@ -171,7 +169,7 @@ class Trainer(Mesh):
             return self.update_metrics(self._steps)
 
     def update_metrics(self, number: int) -> Metrics:
-        """Metrics of optimizer step ``number``, from 1: a mean of four tokens, a largest value, and
+        """Return metrics of optimizer step ``number``, from 1: a mean of four tokens, a maximum and
         counts.
         """
         return Metrics(
@@ -223,7 +221,7 @@ class Trainer(Mesh):
 
 
 class Reference(Mesh):
-    """Its log-probs tell which policy it is: those of version 0, or what it was given last."""
+    """Reference policy whose log-probs name its version: 0, or the last that it loaded."""
 
     name = "reference"
 
@@ -248,7 +246,7 @@ class Reference(Mesh):
 
 
 class Critic(Mesh):
-    """Expects as much as it has learned steps."""
+    """Critic whose values are the number of its optimizer steps."""
 
     name = "critic"
 
@@ -282,7 +280,7 @@ class Critic(Mesh):
 
 
 class Generator(Mesh):
-    """Says version after version what it holds."""
+    """Generator whose completions name the version of its weights."""
 
     dtype = torch.float32
 
@@ -293,21 +291,20 @@ class Generator(Mesh):
         self.log = log
         self.version = None
         self.during: Callable[[str], Awaitable[None]] | None = None
-        """What generating rollouts waits for in the middle; gets the id of the first request."""
+        """Hook that each call of ``generate`` awaits halfway, given the id of its first request."""
         self.pulling: Hook | None = None
-        """What each pull waits for."""
+        """Hook that each pull awaits."""
         self.pull_fails = False
         self.pull_takes = 0.0
-        """Seconds."""
+        """Duration of a pull, in seconds."""
         self.says: Callable[[int], int] = lambda version: version
-        """The version that it names for the one it holds."""
+        """Version that completions name, as a function of the version of the weights."""
         self.asked: list[str] = []
-        """Ids of the requests that it was sent."""
+        """Ids of all requests."""
         self.in_flight: set[str] = set()
-        """Ids of requests that it generates, also after their caller was cancelled."""
+        """Ids of requests in flight, also after their caller was cancelled."""
         self.calls: list[tuple[list[str], bool]] = []
-        """Ids of the requests of each call, and whether cached prefixes were to be forgotten before
-        it."""
+        """Ids of the requests of each call, and whether the call resets the prefix cache."""
 
     async def layouts(self) -> list[Any]:
         return [("here", LAYOUT)]

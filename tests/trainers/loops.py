@@ -1,4 +1,4 @@
-"""What tests of the loop ask of it, and read of what it leaves."""
+"""Configs and results of the loop, for its tests."""
 
 import json
 
@@ -18,7 +18,7 @@ def ledger_of(record: RunRecord) -> list[dict]:
 
 
 def whereabouts(record: RunRecord) -> tuple[list[list[int]], list[tuple[str, int]]]:
-    """The prompt_ids of each step, and those that were dropped."""
+    """Return the prompt_ids that each step trained on, and reason and prompt_id of each drop."""
     rows = ledger_of(record)
     dropped = [
         (reason, o)
@@ -30,9 +30,7 @@ def whereabouts(record: RunRecord) -> tuple[list[list[int]], list[tuple[str, int
 
 
 def without_times(rows: list[dict]) -> list[dict]:
-    """What a run computed, without what it measured of time, and of where prompt_ids and weights
-    are at that time.
-    """
+    """Return rows of metrics without times, states of prompts and states of the push."""
     measured = ("timing/", "tokens_per_s", "ledger/", "push/", "restarts/")
     return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows]
 

@@ -1,4 +1,4 @@
-"""What is learned is apart from how: trainers name no rank, device, lost process or actor."""
+"""The code of trainers names no rank, device, lost process or actor."""
 
 import ast
 from pathlib import Path
@@ -25,7 +25,7 @@ FORBIDDEN = {
 }
 
 
-def test_trainers_know_nothing_of_ranks_devices_and_processes():
+def test_trainers_name_no_rank_device_or_process():
     for file in sorted(Path("rl/trainers").glob("*.py")):
         tree = ast.parse(file.read_text())
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

@@ -25,7 +25,7 @@ def in_reward(config):
 
 
 @pytest.mark.parametrize("edit", [in_loss, in_reward])
-def test_a_penalty_is_against_the_reference_wherever_it_stands(run, edit):
+def test_a_penalty_compares_with_the_reference_in_reward_and_loss(run, edit):
     _, rows = run(steps=2, edit=edit, models=with_reference)
     for batch in run.trainer.batches:
         assert torch.equal(
@@ -35,7 +35,7 @@ def test_a_penalty_is_against_the_reference_wherever_it_stands(run, edit):
     assert rows[0]["kl/coef"] == 0.1
 
 
-def test_a_penalty_in_the_reward_lowers_what_is_compared(run):
+def test_a_penalty_in_the_reward_lowers_the_advantage(run):
     def edit(config):
         in_reward(config)
         config.algorithm.reward_kl_estimator = "k1"
@@ -61,7 +61,7 @@ def test_a_penalty_in_the_reward_lowers_what_is_compared(run):
     assert (first, second) == pytest.approx((-1.4, 1.4))
 
 
-def test_an_adaptive_penalty_follows_its_target_also_over_a_restart(run):
+def test_an_adaptive_penalty_follows_its_target_across_a_restart(run):
     def edit(config):
         in_loss(config)
         config.algorithm.adaptive_kl = AdaptiveKL.Config(target=0.01)
@@ -81,7 +81,7 @@ def refreshed(config):
     config.reference.refresh_every = 2
 
 
-def test_a_reference_becomes_the_policy_every_so_many_steps_and_a_resume_finds_it(run):
+def test_a_reference_is_refreshed_at_its_interval_and_restored(run):
     log, whole = run(steps=6, edit=refreshed, models=with_reference, save_every=1)
     assert calls(log, "reference") == [
         "reference begins",
@@ -111,7 +111,7 @@ def kept_references(record) -> list[int]:
     )
 
 
-def test_a_reference_that_a_checkpoint_needs_is_kept_whatever_the_interval(run):
+def test_a_reference_that_a_checkpoint_needs_is_kept(run):
     """The only checkpoint is the one that leaving has saved, at a step that no interval gives."""
 
     def leave(trainer, *_):
@@ -148,7 +148,7 @@ def test_a_reference_that_no_checkpoint_needs_is_deleted(run):
     assert kept_references(run.record) == [4, 6]  # step 5 was the newest checkpoint when 6 was kept
 
 
-def test_a_resume_with_another_refresh_interval_goes_on_with_the_reference_it_had(run):
+def test_a_resume_with_another_interval_keeps_the_reference(run):
     def every_three(config):
         refreshed(config)
         config.reference.refresh_every = 3
@@ -167,7 +167,7 @@ def judged(config):
     updates(2, 2, prompts=4)(config)
 
 
-def test_a_critic_says_what_it_expected_and_learns_what_came_in_step_with_the_policy(run):
+def test_a_critic_gives_values_and_is_trained_with_the_policy(run):
     critics: list[Critic] = []
 
     def models(log):
@@ -197,7 +197,7 @@ def test_a_critic_says_what_it_expected_and_learns_what_came_in_step_with_the_po
     )  # updates 5 to 8
 
 
-def test_a_critics_checkpoint_is_there_before_the_policys_and_of_its_step(run):
+def test_a_critics_checkpoint_is_written_before_the_policys(run):
     saved: dict[int, int] = {}
     log, _ = run(
         steps=3, edit=judged, models=lambda log: {"critic": Critic(log, saved)}, save_every=1
@@ -212,9 +212,7 @@ def test_a_critics_checkpoint_is_there_before_the_policys_and_of_its_step(run):
     assert {*again.batches[0].columns["old_values"].tolist()} == {8.0}
 
 
-def test_models_of_the_users_own_fill_the_columns_that_they_are_to_and_score_whole_completions(
-    run, tmp_path
-):
+def test_custom_models_fill_columns_and_score_completions(run, tmp_path):
     class Teacher(Reference):
         async def forward(self, batch, *, temperature):
             return {"logprobs": batch.tokens.float()}
@@ -242,7 +240,7 @@ def test_models_of_the_users_own_fill_the_columns_that_they_are_to_and_score_who
     assert "judge" not in "".join(batch.columns)
 
 
-def test_a_reward_models_score_is_part_of_what_is_compared(run, tmp_path):
+def test_a_reward_models_score_is_added_to_the_reward(run, tmp_path):
     class Judge(Reference):
         async def forward(self, batch, *, temperature):
             ends = batch.lengths.cumsum(0) - 1

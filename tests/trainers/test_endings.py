@@ -26,7 +26,7 @@ def record(tmp_path):
 
 @pytest.fixture
 def ended(record, capsys):
-    """Fails a run with an exception; the exit code and what is said."""
+    """Function that fails a run with an exception and returns the exit code and the output."""
     run = RunFolder(
         find_config("quickstart")(),
         record,
@@ -53,7 +53,7 @@ def boom():
     raise ZeroDivisionError("no prompts today")
 
 
-def test_a_failure_is_said_with_type_place_details_and_the_command_to_go_on(record, ended):
+def test_a_failure_prints_type_place_details_and_the_resume_command(record, ended):
     code, said = ended(
         raised_by(
             "def prompt(): raise ValueError('out of prompts')\nprompt()", "/home/me/my_task.py"
@@ -87,7 +87,7 @@ def test_a_failure_has_the_exit_code_of_its_kind(error, code, ended):
     assert ended(error)[0] == code
 
 
-def test_the_first_cause_is_said_though_failure_json_cannot_be_written(record, ended):
+def test_the_first_cause_is_printed_if_failure_json_cannot_be_written(record, ended):
     (record.folder / "failure.json.partial").symlink_to("/dev/full")
     _, said = ended(RunError("trainer rank 0 died"))
     assert "failed outside the steps: trainer rank 0 died\n" in said
@@ -97,7 +97,7 @@ def test_the_first_cause_is_said_though_failure_json_cannot_be_written(record, e
     assert "start again with: " in said
 
 
-def test_an_exception_without_a_text_of_its_own_is_said_all_the_same(ended):
+def test_an_exception_without_text_is_printed_by_type(ended):
     class Broken(Exception):
         def __str__(self):
             raise RuntimeError
@@ -122,7 +122,7 @@ def test_the_place_may_be_in_another_process():
     assert frames.place_of(error) == f"{__file__}, line {boom.__code__.co_firstlineno + 1}, in boom"
 
 
-def test_without_code_of_the_users_the_place_is_that_of_the_exception(monkeypatch):
+def test_the_place_without_user_code_is_that_of_the_exception(monkeypatch):
     monkeypatch.setattr(frames, "_FOREIGN", (*frames._FOREIGN, __file__))
     error = raised_by("import json; json.loads('{')", "<string>")
     assert "json/decoder.py, line" in frames.place_of(error)
@@ -132,10 +132,9 @@ def test_without_code_of_the_users_the_place_is_that_of_the_exception(monkeypatc
 def interrupted(
     record, steps, *, training=True, in_step=False, blocked=False, numbers=(), ignored=()
 ):
-    """Exit code and words of a process whose run after ``steps`` steps gets signals, each a little
-    after the other.
+    """Return exit code and output of a process whose run gets signals after ``steps`` steps.
 
-    It leaves as the loop does, unless ``blocked``: then it computes, and lets nothing else run.
+    The process leaves as the loop does. If ``blocked``, it computes without an await.
     """
 
     async def main():
@@ -209,7 +208,7 @@ def interrupted(
         ),
     ],
 )
-def test_the_first_signal_says_what_will_happen(number, state, code, said, record):
+def test_the_first_signal_prints_how_the_run_will_end(number, state, code, said, record):
     assert interrupted(record, 11, **state, numbers=[signal.Signals[number]]) == (code, said)
 
 
@@ -225,7 +224,7 @@ def test_a_second_ctrl_c_leaves_at_once_though_the_loop_is_blocked(first, record
     )
 
 
-def test_a_terminal_that_closes_is_nothing_to_a_run_under_nohup(record):
+def test_a_closed_terminal_does_not_end_a_run_under_nohup(record):
     numbers = [signal.SIGHUP, signal.SIGTERM]
     code, said = interrupted(record, 11, numbers=numbers, ignored=[signal.SIGHUP])
     assert (code, said.partition(":")[0]) == (75, "SIGTERM")

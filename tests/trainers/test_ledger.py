@@ -152,9 +152,7 @@ class Run(RuleBasedStateMachine):
             assert counts["dropped"] == len(self.dropped)
 
     def teardown(self):
-        """From anywhere a run comes to its end: every prompt_id is trained once or dropped, and
-        nothing is stuck.
-        """
+        """Check that the run can end: every prompt_id is trained on once or dropped."""
         if not hasattr(self, "ledger"):
             return
         for _ in range(6):
@@ -174,7 +172,7 @@ TestRandomInterleavings = Run.TestCase
 
 
 def filled(size: int, staleness: int, *finished: int) -> Ledger:
-    """All that is admitted from version 0, with some of it finished."""
+    """Return a ledger that is full at version 0, with the given prompt_ids finished."""
     ledger = Ledger(groups_per_step=size, max_staleness=staleness)
     while ledger.admits(0):
         ledger.admit(0)
@@ -187,7 +185,7 @@ def test_as_many_are_admitted_as_can_be_trained_on_in_time():
     assert [len(filled(4, staleness)) for staleness in (0, 1, 2)] == [4, 8, 12]
 
 
-def test_a_long_rollout_does_not_hold_the_step_while_its_bound_leaves_time():
+def test_a_long_rollout_does_not_delay_a_step_within_its_bound():
     ledger = filled(2, 1, 1, 2)
     assert prompt_ids(ledger.take(2)) == [1, 2]
     ledger.stepped(1)
@@ -198,7 +196,7 @@ def test_a_long_rollout_does_not_hold_the_step_while_its_bound_leaves_time():
     assert prompt_ids(ledger.take(1)) == [0]
 
 
-def test_one_that_is_due_is_waited_for():
+def test_a_step_waits_for_a_group_that_is_due():
     assert prompt_ids(filled(2, 1, 2, 3).take(2)) == [2, 3]
     assert prompt_ids(filled(2, 0, 1).take(1)) == [1]
     assert not filled(2, 0, 1).take(2)
@@ -214,7 +212,7 @@ def test_in_lockstep_the_order_is_first_in_first_out():
     assert prompt_ids(ledger.take(3)) == [0, 1, 2]
 
 
-def test_what_is_saved_comes_back_from_json_and_the_rest_is_put_again():
+def test_saved_groups_are_restored_and_other_prompts_are_put_again():
     ledger = filled(2, 2, 1, 0, 4)
     assert prompt_ids(ledger.take(2)) == [0, 1]
     ledger.stepped(1)
@@ -234,7 +232,7 @@ def test_what_is_saved_comes_back_from_json_and_the_rest_is_put_again():
     assert again.take(2) == [group_of(4, 0), group_of(2, 1)]
 
 
-def test_with_the_trainer_go_the_groups_of_versions_that_it_lost():
+def test_a_lost_trainer_drops_the_groups_of_its_lost_versions():
     ledger = filled(1, 3, 0, 1, 2)
     saved = ledger.to_dict(), ledger.finished()
     ledger.take(1)
@@ -255,7 +253,7 @@ def test_with_the_trainer_go_the_groups_of_versions_that_it_lost():
     assert ledger.counts()["finished"] == 3
 
 
-def test_a_ledger_that_does_not_add_up_says_so():
+def test_a_ledger_that_does_not_add_up_is_an_error():
     ledger = filled(2, 0, 0, 1)
     ledger.take(2)
     ledger._taken.pop()

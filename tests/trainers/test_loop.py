@@ -1,6 +1,4 @@
-"""The loop over meshes that compute nothing: what is asked for in which order, and what waits for
-what.
-"""
+"""Order of calls of the loop, over meshes that compute nothing."""
 
 import asyncio
 import gc
@@ -69,7 +67,7 @@ def test_one_step_stale_a_pull_slower_than_the_step_changes_no_order(run, checks
 
 @pytest.mark.parametrize("checks", [CANARY, {}, NO_CHECKS], ids=["canary", "all", "none"])
 def test_one_step_stale_generating_training_and_publishing_are_behind_each_other(run, checks):
-    """None of the three ends before the others have begun."""
+    """Each of the three starts before any of them ends."""
 
     def prepare(trainer, generator, *_):
         training = asyncio.Event()
@@ -177,7 +175,7 @@ def test_the_last_weights_are_checked_too(run):
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_pull_that_fails_is_told_once(run, staleness):
+def test_a_failed_pull_is_reported_once(run, staleness):
     def prepare(trainer, generator, *_):
         generator.pull_fails = True
 
@@ -198,7 +196,7 @@ def test_a_skipped_step_pushes_nothing_and_makes_nothing_stale(run):
 
 
 @pytest.mark.parametrize("step", [1, 2, 4])
-def test_what_was_sampled_ahead_is_trained_on_after_a_resume(run, step):
+def test_groups_sampled_ahead_are_trained_on_after_a_resume(run, step):
     _, whole = run(steps=5, staleness=1, save_every=1)
     saved = json.loads(json.dumps(run.saved[step]))
     log, resumed = run(steps=5, staleness=1, saved={step: saved})
@@ -210,7 +208,7 @@ def test_what_was_sampled_ahead_is_trained_on_after_a_resume(run, step):
     assert run.loop.ledger.submitted == 10
 
 
-def test_what_was_sampled_ahead_is_put_again_by_a_resume_in_lockstep(run):
+def test_a_resume_in_lockstep_puts_prompts_sampled_ahead_again(run):
     run(steps=5, staleness=1, save_every=2)
     saved = run.saved[2]
     assert saved["ledger"]["submitted"] == 6
@@ -246,7 +244,7 @@ def test_a_batch_comes_from_the_weights_of_as_many_steps_before_it_as_the_stalen
 @pytest.mark.parametrize("staleness", [0, 2, 3])
 @pytest.mark.parametrize("killed_after", [1, 3, 5])
 def test_stopped_anywhere_and_resumed_a_run_trains_on_the_same(run, staleness, killed_after):
-    """With groups that are replaced or lost on the way, and evaluations."""
+    """Some groups are replaced or lost, and the run evaluates."""
 
     def edit(config):
         config.rollout.max_resampled_groups = 2
@@ -269,7 +267,7 @@ def test_stopped_anywhere_and_resumed_a_run_trains_on_the_same(run, staleness, k
 
 
 @pytest.mark.parametrize("staleness", [2, 3])
-def test_what_generators_are_still_to_pull_is_not_overwritten(run, staleness):
+def test_a_version_that_generators_still_pull_is_not_overwritten(run, staleness):
     """The trainer could be done with three steps while the generator is busy with one batch."""
 
     def prepare(trainer, generator):

@@ -1,6 +1,4 @@
-"""The loop over meshes that compute nothing: what it does about lost actors, alarms and being told
-to leave.
-"""
+"""Lost actors, alarms and requests to leave in the loop, over meshes that compute nothing."""
 
 import asyncio
 import json
@@ -24,7 +22,7 @@ def test_the_summary_counts_the_steps_that_changed_weights(run, skipped):
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
 @pytest.mark.parametrize("update", ["simultaneous", "rolling"])
 @pytest.mark.parametrize("during", ["generate", "pull"])
-def test_a_lost_generator_comes_back_and_what_it_had_is_asked_again(run, edit, during, update):
+def test_a_lost_generator_is_restarted_and_its_requests_are_repeated(run, edit, during, update):
     def rolling(config):
         edit(config)
         config.generator.update = update
@@ -87,7 +85,7 @@ def test_weights_are_not_compared_with_a_generator_that_was_started_again(run, e
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
 
 
-def test_a_generator_that_is_lost_again_and_again_ends_the_run_by_name(run):
+def test_a_generator_that_is_lost_repeatedly_ends_the_run(run):
     def prepare(trainer, generator):
         async def generate(request):
             generator.lose("generate")
@@ -100,7 +98,7 @@ def test_a_generator_that_is_lost_again_and_again_ends_the_run_by_name(run):
     assert run.generators[0].starts == 4
 
 
-def test_a_generator_that_cannot_be_started_again_ends_the_run_by_name(run):
+def test_a_generator_that_cannot_be_restarted_ends_the_run(run):
     def prepare(trainer, generator):
         start = generator.start
 
@@ -123,7 +121,7 @@ def test_a_generator_that_cannot_be_started_again_ends_the_run_by_name(run):
     assert run.generators[0].starts == 4
 
 
-def test_where_one_mesh_fails_to_start_none_is_started_twice_at_once(run):
+def test_a_failed_start_of_one_mesh_starts_no_other_mesh_twice(run):
     def prepare(trainer, generator):
         starting = []
 
@@ -151,7 +149,7 @@ def test_where_one_mesh_fails_to_start_none_is_started_twice_at_once(run):
     assert not run.unheard
 
 
-def test_what_an_actor_raises_ends_the_run_at_once(run):
+def test_an_exception_of_an_actor_ends_the_run_at_once(run):
     def prepare(trainer, generator):
         async def die():
             raise ActorFailure(
@@ -166,7 +164,7 @@ def test_what_an_actor_raises_ends_the_run_at_once(run):
 
 
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-def test_generators_join_and_leave_while_the_run_goes_on(run, edit, monkeypatch):
+def test_generators_join_and_leave_during_a_run(run, edit, monkeypatch):
     monkeypatch.setattr("rl.session.pool.LOOK_EVERY_S", 0.005)
 
     def prepare(trainer, generator):
@@ -236,7 +234,7 @@ def test_no_more_generators_join_than_a_network_push_has_places_for(run, monkeyp
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-def test_a_run_that_is_left_finishes_its_step_saves_and_can_go_on(run, edit, staleness):
+def test_leaving_finishes_the_step_and_saves_a_resumable_checkpoint(run, edit, staleness):
     def prepare(trainer, generator):
         async def train():
             if trainer.version == 2:
@@ -255,7 +253,7 @@ def test_a_run_that_is_left_finishes_its_step_saves_and_can_go_on(run, edit, sta
 
 
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-def test_evaluation_on_the_way_changes_nothing_of_the_training(run, edit):
+def test_evaluation_during_training_does_not_change_training(run, edit):
     _, without = run(steps=6, staleness=1, edit=edit)
 
     def evaluating(config):
@@ -271,7 +269,7 @@ def test_evaluation_on_the_way_changes_nothing_of_the_training(run, edit):
         assert without_times(rows) == without_times(without)
 
 
-def test_an_alarm_that_is_to_fail_ends_the_run_with_its_step_in_the_metrics(run):
+def test_an_alarm_that_fails_ends_the_run_after_writing_metrics(run):
     def prepare(trainer, generator):
         run.rewards.flat = range(4, 100)
 

@@ -1,4 +1,4 @@
-"""The loop over meshes that compute nothing: evaluations, on the way and at the end."""
+"""Evaluations of the loop during training and at its end, over meshes that compute nothing."""
 
 import asyncio
 import json
@@ -63,7 +63,7 @@ def while_evaluating(generator, begun):
 
 
 @BOTH
-def test_evaluation_asks_every_replica_for_no_more_than_an_engine_runs_at_once(run, edit):
+def test_evaluation_sends_no_more_requests_than_engines_run_at_once(run, edit):
     in_flight = []
 
     def prepare(trainer, *generators):
@@ -95,7 +95,7 @@ def test_evaluation_asks_every_replica_for_no_more_than_an_engine_runs_at_once(r
     assert {fresh for _, fresh in calls} == {edit is deterministic}
 
 
-def test_a_generator_lost_in_an_evaluation_changes_no_share_of_it(run):
+def test_a_generator_lost_in_an_evaluation_changes_no_score(run):
     def edit(config):
         config.evaluation.prompts = 9
         config.evaluation.samples = 0
@@ -135,7 +135,7 @@ def test_time_after_the_last_step_is_no_stall(run, edit):
 
 
 @BOTH
-def test_time_in_which_an_evaluation_on_the_way_goes_on_is_no_stall(run, edit):
+def test_an_evaluation_in_progress_is_no_stall(run, edit):
     def prepare(trainer, generator):
         while_evaluating(generator, lambda version: asyncio.sleep(1.2))
 
@@ -144,7 +144,7 @@ def test_time_in_which_an_evaluation_on_the_way_goes_on_is_no_stall(run, edit):
 
 
 @BOTH
-def test_an_evaluation_that_fails_after_the_last_step_costs_neither_export_nor_summary(run, edit):
+def test_a_failed_last_evaluation_leaves_export_and_summary(run, edit):
     def prepare(trainer, generator):
         async def begun(version):
             raise ActorFailure(
@@ -164,7 +164,7 @@ def test_an_evaluation_that_fails_after_the_last_step_costs_neither_export_nor_s
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_an_asynchronous_evaluation_names_its_weights_and_those_it_came_too_late_for(run, every):
+def test_an_asynchronous_evaluation_names_its_weights_and_skipped_steps(run, every):
     """Each evaluation takes three steps at least."""
 
     def prepare(trainer, generator):
@@ -220,9 +220,7 @@ def test_evaluations_on_the_way_end_before_the_run_is_finished(run, edit, stalen
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_leaving_does_not_wait_for_an_evaluation_which_is_made_after_the_resume(
-    run, staleness, ahead
-):
+def test_leaving_postpones_an_evaluation_until_the_resume(run, staleness, ahead):
     """The trainer may be ``ahead`` of the weights that are evaluated; it cannot always be
     so far.
     """
@@ -276,7 +274,7 @@ def test_leaving_does_not_wait_for_an_asynchronous_evaluation(run):
 
 
 @BOTH
-def test_leaving_in_the_last_evaluation_is_quick_and_loses_nothing(run, edit):
+def test_leaving_in_the_last_evaluation_is_quick_and_resumable(run, edit):
     def prepare(trainer, generator):
         async def begun(version):
             if version == 3:
@@ -295,7 +293,7 @@ def test_leaving_in_the_last_evaluation_is_quick_and_loses_nothing(run, edit):
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_a_checkpoint_does_not_wait_for_an_evaluation_which_a_kill_does_not_lose(run, staleness):
+def test_a_checkpoint_does_not_wait_for_an_evaluation_that_survives_a_kill(run, staleness):
     edit = evaluating(deterministic, every=1)
     _, whole = run(steps=6, staleness=staleness, save_every=1, edit=edit, folder="whole")
     evaluated = run.record.read_evaluations()
@@ -317,7 +315,7 @@ def test_a_checkpoint_does_not_wait_for_an_evaluation_which_a_kill_does_not_lose
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_actors_lost_while_an_evaluation_is_repeated_change_nothing_of_it(run, staleness):
+def test_lost_actors_do_not_change_a_repeated_evaluation(run, staleness):
     """The trainer is lost in an evaluation; a generator in the evaluation that is made again for
     it.
     """
@@ -342,7 +340,7 @@ def test_actors_lost_while_an_evaluation_is_repeated_change_nothing_of_it(run, s
     assert run.record.read_evaluations() == evaluated
 
 
-def test_prompts_whose_reward_failed_are_counted(run):
+def test_prompts_with_a_failed_reward_are_counted(run):
     def prepare(trainer, generator):
         score = run.rewards.score
 

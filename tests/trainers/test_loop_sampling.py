@@ -1,5 +1,5 @@
-"""The loop over meshes that compute nothing: which groups become a batch, and when each is asked
-for.
+"""Batches of the loop and the time at which their groups are requested, over meshes that compute
+nothing.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from rl.tasks.copy_digits import CopyDigits
 from tests.trainers.loops import calls, free, ledger_of
 
 
-def test_replicas_share_a_batch_in_a_way_that_no_timing_changes(run):
+def test_the_share_of_each_replica_does_not_depend_on_timing(run):
     def prepare(trainer, first, second):
         second.pull_takes = 0.01
 
@@ -22,7 +22,7 @@ def test_replicas_share_a_batch_in_a_way_that_no_timing_changes(run):
     assert sorted(asked) == [["0", "2", "4"], ["1", "3", "5"]]
 
 
-def test_groups_whose_rewards_are_equal_are_replaced_up_to_a_limit(run):
+def test_groups_of_equal_rewards_are_replaced_up_to_a_limit(run):
     def prepare(trainer, generator):
         run.rewards.flat = range(1, 100)
 
@@ -39,7 +39,7 @@ def test_groups_whose_rewards_are_equal_are_replaced_up_to_a_limit(run):
     assert [row["ledger/dropped"] for row in rows] == [3, 6]
 
 
-def test_steps_that_are_trained_while_a_batch_is_sampled_lift_no_limit_of_it(run):
+def test_the_limit_of_resampling_holds_across_steps(run):
     def prepare(trainer, generator):
         run.rewards.flat = range(100)
         generator.during = lambda request: asyncio.sleep(0.01)
@@ -79,7 +79,7 @@ def test_lost_groups_make_room_until_they_are_too_many(run, pipeline):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_lost_groups_before_a_resume_count_after_it(run, staleness):
+def test_lost_groups_are_counted_across_a_resume(run, staleness):
     def prepare(trainer, generator):
         run.rewards.lost = range(2, 100, 3)
 
@@ -162,7 +162,7 @@ def test_training_begins_while_the_rest_of_the_batch_is_generated(run):
     ]
 
 
-def test_one_long_rollout_holds_up_no_step_while_its_bound_allows(run):
+def test_a_long_rollout_delays_no_step_within_its_bound(run):
     """Ordinal 0 goes on until two steps are done, and is trained on at the last moment."""
 
     def prepare(trainer, generator):
@@ -179,7 +179,7 @@ def test_one_long_rollout_holds_up_no_step_while_its_bound_allows(run):
     assert ledger[2]["staleness"]["2"] > 0
 
 
-def test_nothing_goes_on_with_a_batch_after_the_run_went_back(run):
+def test_a_batch_is_dropped_when_the_run_goes_back(run):
     """A reward worker is lost for good while a share of the batch is still generated."""
     scored = []
 

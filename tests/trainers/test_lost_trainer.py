@@ -12,7 +12,7 @@ from tests.trainers.loops import calls, free, ledger_of, without_times
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
 @pytest.mark.parametrize("call", ["forward_backward", "push_weights"])
-def test_with_a_lost_trainer_the_run_goes_back_to_the_newest_checkpoint(run, edit, staleness, call):
+def test_a_lost_trainer_returns_the_run_to_the_newest_checkpoint(run, edit, staleness, call):
     _, whole = run(steps=8, staleness=staleness, save_every=3, edit=edit)
 
     def prepare(trainer, *generators):
@@ -68,7 +68,7 @@ def test_a_trainers_death_leaves_no_trace_in_a_deterministic_ledger(run, stalene
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-def test_a_checkpoint_that_the_trainer_dies_over_does_not_count(run, edit, staleness):
+def test_an_unfinished_checkpoint_is_ignored(run, edit, staleness):
     """The groups of step 4 are on disk, the weights are not: both are written again."""
     _, whole = run(steps=6, staleness=staleness, save_every=2, edit=edit)
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_that_the_trainer_dies_over_does_not_count(run, edit, stale
         assert without_times(rows) == without_times(whole)
 
 
-def test_a_checkpoint_without_its_groups_is_refused_with_the_way_back(run):
+def test_a_checkpoint_without_its_groups_is_refused_with_a_remedy(run):
     run(steps=2, staleness=1, save_every=1)
     (run.loop.checkpoints.path(2) / ROLLOUTS).unlink()
     with pytest.raises(
@@ -102,7 +102,7 @@ def test_a_checkpoint_without_its_groups_is_refused_with_the_way_back(run):
 
 
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-def test_a_pull_that_raises_because_the_trainer_died_is_no_failure_of_the_generator(run, edit):
+def test_a_pull_from_a_dead_trainer_is_no_failure_of_the_generator(run, edit):
     """As over a network, where the connection is gone seconds before anybody says why."""
 
     def prepare(trainer, generator):
@@ -121,7 +121,7 @@ def test_a_pull_that_raises_because_the_trainer_died_is_no_failure_of_the_genera
     assert [row["step"] for row in rows] == [*range(1, 9)]
 
 
-def test_a_trainer_that_is_lost_again_and_again_ends_the_run_by_name(run):
+def test_a_trainer_that_is_lost_repeatedly_ends_the_run(run):
     def prepare(trainer, generator):
         async def die():
             if trainer.version == 2:

@@ -1,5 +1,5 @@
-"""What a step's groups become: batches with all that a loss needs, cut into as many updates as the
-config says.
+"""Batches that the groups of a step become, with the columns of the loss and the config's number of
+updates.
 """
 
 import math
@@ -24,7 +24,7 @@ def test_two_epochs_over_mini_batches_of_a_quarter_are_eight_optimizer_steps(run
     assert [len(batch) for batch in run.trainer.batches] == [32] * 16
 
 
-def test_each_epoch_goes_through_every_rollout_once_in_an_order_of_its_own(run):
+def test_each_epoch_visits_every_rollout_once_in_its_own_order(run):
     def seen(folder):
         run(steps=2, edit=updates(2, 2, prompts=4), folder=folder)
         return [
@@ -71,7 +71,7 @@ def test_the_watchdog_looks_at_every_update_of_a_step(run, bad):
         run(nan, steps=2, edit=edit)
 
 
-def test_the_loss_is_told_how_stale_each_token_is_at_its_own_update(run):
+def test_the_loss_gets_the_staleness_of_each_token_at_its_update(run):
     run(steps=2, staleness=1, edit=updates(2, 1, prompts=2))
     stale = [
         batch.columns["staleness"][batch.loss_weights > 0].unique().tolist()
@@ -92,7 +92,7 @@ def test_several_updates_a_step_keep_the_bound_in_steps(run, staleness, edit):
     assert rows[-1]["policy_version"] == 18
 
 
-def test_the_ratio_is_against_the_trainers_own_logprobs_where_they_are_asked_for(run):
+def test_the_ratio_uses_the_trainers_logprobs_if_configured(run):
     def edit(config):
         config.algorithm.proximal = "recomputed"
         updates(2, 2, prompts=4)(config)
@@ -103,7 +103,7 @@ def test_the_ratio_is_against_the_trainers_own_logprobs_where_they_are_asked_for
     assert all("proximal_logprobs" in batch.columns for batch in run.trainer.batches)
 
 
-def test_corrections_weigh_tokens_by_how_far_the_trainer_is_from_who_drew_them(run):
+def test_corrections_weigh_tokens_by_the_ratio_of_trainer_and_generator(run):
     def edit(config):
         config.algorithm.corrections = (
             TruncatedIS.Config(cap=2.0),
@@ -182,7 +182,7 @@ def test_advantages_and_corrections_are_measured_over_all_chunks_of_a_step(run):
     assert row["tokens/max"] == max(map(len, parts))
 
 
-def test_a_metric_that_a_part_lacks_is_averaged_over_the_others(run):
+def test_a_metric_is_averaged_over_the_parts_that_have_it(run):
     def edit(config):
         free(config)
         config.rollout.stream_chunks = 2

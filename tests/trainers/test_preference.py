@@ -90,7 +90,7 @@ def test_a_reward_model_learns_and_its_checkpoint_is_named_to_be_loaded(make):
 
 
 @pytest.mark.long
-def test_a_run_that_was_left_goes_on_bit_for_bit(make, tmp_path):
+def test_a_run_that_was_left_resumes_bit_for_bit(make, tmp_path):
     class Leaves(PreferenceTrainer):
         async def after_step(self):
             if self.step == 3:

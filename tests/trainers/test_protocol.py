@@ -116,7 +116,7 @@ def test_each_configure_method_is_called_once_and_in_order(make):
     assert called == ["model", "dataloaders", "functions"]
 
 
-def test_a_run_that_is_left_raises_and_goes_on_with_the_next_call(make):
+def test_leaving_raises_and_the_next_call_continues(make):
     class Leaves(RLTrainer):
         async def after_step(self):
             await super().after_step()

@@ -1,4 +1,4 @@
-"""The file of a checkpoint's groups gives back what was written, or says that it is damaged."""
+"""The file of a checkpoint's groups reads as it was written, or is refused as damaged."""
 
 import math
 import zipfile

@@ -110,7 +110,7 @@ def digest_of_four_steps(model, tmp_path_factory):
     return digest(whole)
 
 
-def test_a_run_that_was_left_goes_on_bit_for_bit(config, digest_of_four_steps):
+def test_a_run_that_was_left_resumes_bit_for_bit(config, digest_of_four_steps):
     with Leaves(config, chat_rows(40)) as trainer, pytest.raises(Interrupted):
         trainer.train()
     config.resume = True

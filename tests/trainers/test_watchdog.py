@@ -1,4 +1,4 @@
-"""Each condition is found, told once, counted at every step, and ends as configured."""
+"""Each condition is found, reported once, counted at every step, and handled as configured."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def watch(**config) -> Watchdog:
 
 
 def go(watchdog: Watchdog, first: int, *rows: dict[str, float]) -> list[list[str]]:
-    """The alarms of each step."""
+    """Return the texts of the alarms of each step."""
     checked = [
         watchdog.check({"step": first + place, **GOOD, **row}) for place, row in enumerate(rows)
     ]
@@ -66,7 +66,7 @@ def go(watchdog: Watchdog, first: int, *rows: dict[str, float]) -> list[list[str
 
 
 def counts(watchdog: Watchdog) -> dict[str, float]:
-    """Those above 0."""
+    """Return the counters above 0, by condition."""
     assert set(watchdog.metrics) == {f"watchdog/{name}" for name in NAMES}
     return {
         name.removeprefix("watchdog/"): count for name, count in watchdog.metrics.items() if count
@@ -74,7 +74,7 @@ def counts(watchdog: Watchdog) -> dict[str, float]:
 
 
 @each_case
-def test_a_warning_is_told_once_and_again_only_after_it_has_ceased(name, bad, steps, says):
+def test_a_warning_is_printed_once_until_its_condition_ends(name, bad, steps, says):
     watchdog = watch(**{name: "warn"})
     told = go(watchdog, 1, *[bad] * (steps + 2), {}, *[bad] * steps)
     [first], [again] = [alarms for alarms in told if alarms]
@@ -97,19 +97,19 @@ def test_a_failure_names_step_condition_value_and_the_field_to_change(name, bad,
 
 
 @each_case
-def test_what_is_ignored_is_counted_all_the_same(name, bad, steps, says):
+def test_an_ignored_condition_is_counted(name, bad, steps, says):
     watchdog = watch(**{name: "ignore"})
     assert not any(go(watchdog, 1, *[bad] * (steps + 3)))
     assert counts(watchdog) == {name: 4}
 
 
-def test_a_run_that_is_well_raises_no_alarm():
+def test_a_healthy_run_raises_no_alarm():
     watchdog = watch(**dict.fromkeys(NAMES, "fail"))
     assert not any(go(watchdog, 1, *[{}] * 20))
     assert counts(watchdog) == {}
 
 
-def test_limits_that_are_not_set_and_metrics_that_are_not_there_raise_no_alarm():
+def test_unset_limits_and_missing_metrics_raise_no_alarm():
     watchdog = Watchdog(WatchdogConfig(**dict.fromkeys(NAMES, "fail")))
     assert not any(
         go(watchdog, 1, *[{"entropy/mean": 0.0, "kl/behaviour": 1e9}, {"entropy/mean": 1e9}])
@@ -118,7 +118,7 @@ def test_limits_that_are_not_set_and_metrics_that_are_not_there_raise_no_alarm()
     assert counts(watchdog) == {}
 
 
-def test_every_condition_of_a_step_is_counted_and_told_and_the_cause_fails_first():
+def test_all_conditions_of_a_step_are_counted_and_the_cause_fails_first():
     bad = {name: value for _, row, _, _ in CASES for name, value in row.items()}
     watchdog = watch(zero_std_steps=1, starving_steps=1)
     [told] = go(watchdog, 1, bad)
@@ -135,7 +135,7 @@ def test_every_condition_of_a_step_is_counted_and_told_and_the_cause_fails_first
     assert counts(failing) == {"non_finite": 1, "drift": 1, "entropy": 1, "zero_std": 1}
 
 
-def test_a_stall_is_told_and_counted_once_until_a_step_is_done():
+def test_a_stall_is_printed_and_counted_once_until_a_step_ends():
     watchdog = watch(stalled="warn", stalled_s=60.0)
     go(watchdog, 7, {})
     told = [watchdog.stalled(seconds) for seconds in (10.0, 59.9, 60.0, 70.0)]

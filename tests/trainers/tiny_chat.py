@@ -27,7 +27,7 @@ def chat_rows(count: int) -> list[dict]:
 
 
 def preference_rows(count: int) -> list[dict]:
-    """Return ``count`` questions about sums, whose chosen answers are right."""
+    """Return ``count`` questions about sums. The chosen answers are right."""
     return [
         {
             "prompt": row["messages"][:1],

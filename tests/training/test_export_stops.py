@@ -33,7 +33,7 @@ def end_after_three(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return torch.full_like(scores, -1e9).index_fill(1, torch.tensor([chosen]), 0.0)
 
 
-def test_transformers_stops_where_the_task_of_random_weights_does(tmp_path):
+def test_transformers_stops_at_the_stop_tokens_of_the_task(tmp_path):
     model = ModelConfig(**SIZES, max_seq_len=64)
     export = exported(tmp_path, model)
     CopyDigits.Config().build(seed=0, model=model).describe(export)
@@ -54,7 +54,7 @@ def test_all_stop_tokens_are_written(tmp_path):
     assert GenerationConfig.from_pretrained(export).eos_token_id == [EOS, PAD]
 
 
-def test_a_task_that_nothing_ends_names_no_stop_token(tmp_path):
+def test_a_task_without_stop_tokens_exports_none(tmp_path):
     model = ModelConfig(**SIZES, max_seq_len=64)
     export = exported(tmp_path, model)
     task = CopyDigits.Config().build(seed=0, model=model)
@@ -63,7 +63,7 @@ def test_a_task_that_nothing_ends_names_no_stop_token(tmp_path):
     assert GenerationConfig.from_pretrained(export).eos_token_id is None
 
 
-def test_an_export_with_tokenizer_files_gains_only_the_generation_config_it_lacks(tmp_path):
+def test_an_export_adds_only_a_missing_generation_config(tmp_path):
     source = Folder().write(tmp_path / "in")
     (source / "generation_config.json").unlink()
     (source / "tokenizer_config.json").write_text("{}")

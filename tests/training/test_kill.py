@@ -68,7 +68,7 @@ def live_and_die(plan: Plan, folder: str, kills: list[Kill]) -> tuple[dict[str, 
 
 
 @pytest.mark.parametrize(("layout", "mode"), [("alone", "async"), ("fsdp2", "disabled")])
-def test_a_run_that_is_killed_ends_as_if_it_had_not_been(folder, uninterrupted, layout, mode):
+def test_a_killed_run_ends_with_the_same_weights(folder, uninterrupted, layout, mode):
     kills = [partial(kill_in_a_save, step=4), partial(kill_at, step=5, delay=0.02)]
     end, broken = live_and_die(Plan(layout, steps=8, async_mode=mode), folder, kills)
     assert end == uninterrupted(layout, 8)
@@ -78,9 +78,7 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(folder, uninterrupted, 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("layout", ["alone", "fsdp2"])
-def test_a_run_that_is_killed_ten_times_ends_as_if_it_had_not_been(
-    folder, uninterrupted, layout, mode
-):
+def test_a_run_killed_ten_times_ends_with_the_same_weights(folder, uninterrupted, layout, mode):
     draw = random.Random(f"{layout} {mode}")
     steps = [1 + number + draw.randrange(4) for number in range(10)]
     kills = [

@@ -71,7 +71,7 @@ def pair(request, plays):
 
 
 @pytest.mark.parametrize("model", DENSE)
-def test_adapters_learn_and_nothing_else_moves(plays, model):
+def test_only_adapters_are_trained(plays, model):
     (answer,), _ = plays(model, "alone")
     moved = {
         name
@@ -107,7 +107,7 @@ def test_new_adapters_do_not_change_the_policy(plays, folder, model):
     )
 
 
-def test_layers_that_the_user_names_are_adapted(folder):
+def test_named_layers_are_adapted(folder):
     engine = engine_of(
         TIED_FUSED, folder=folder, lora=LoRAConverter.Config(rank=2, target_modules=["wo", "w1"])
     )
@@ -243,7 +243,7 @@ def test_a_checkpoint_with_adapters_needs_a_run_with_adapters(plays, folder, mod
     without.close()
 
 
-def test_weights_of_one_policy_make_another_with_its_adapters(folder):
+def test_adapted_weights_are_copied_between_policies(folder):
     """A frozen reference receives weights this way."""
     engine, other = (adapted("tied_fused", "alone", folder) for _ in range(2))
     wake(engine)

@@ -198,7 +198,7 @@ def test_gradient_does_not_depend_on_the_layout(alone, layout, tmp_path):
             assert value == pytest.approx(expected, rel=1e-5), name
 
 
-def test_dpo_starts_at_ln_2_and_learns_what_was_chosen(folder):
+def test_dpo_starts_at_ln_2_and_learns_the_chosen_answers(folder):
     engine = engine_of(MODELS["tied_fused"], folder=folder, lr=1e-2, steps=30)
     loss = DPOLoss.Config().build()
     batch = score_batch(ROWS, loss)
@@ -217,7 +217,7 @@ def test_dpo_starts_at_ln_2_and_learns_what_was_chosen(folder):
     assert rows[-1]["trainer/weight"] == 3
 
 
-def test_a_reward_model_starts_at_ln_2_and_learns_what_was_chosen(folder):
+def test_a_reward_model_starts_at_ln_2_and_learns_the_chosen_answers(folder):
     engine = engine_of(MODELS["tied_fused"], folder=folder, lr=1e-2, steps=30, head="values")
     loss = BradleyTerryLoss.Config().build()
     batch = score_batch(ROWS, loss)

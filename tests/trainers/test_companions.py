@@ -218,7 +218,7 @@ def test_custom_models_fill_columns_and_score_completions(run, tmp_path):
             return {"logprobs": batch.tokens.float()}
 
     class Judge(Reference):
-        """Likes long texts: what it says of a token counts those before it."""
+        """Reward model whose value of a token is the number of tokens before it."""
 
         async def forward(self, batch, *, temperature):
             places = [torch.arange(length) for length in batch.lengths.tolist()]

@@ -103,7 +103,7 @@ def test_a_checkpoint_without_its_groups_is_refused_with_a_remedy(run):
 
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
 def test_a_pull_from_a_dead_trainer_is_no_failure_of_the_generator(run, edit):
-    """As over a network, where the connection is gone seconds before anybody says why."""
+    """The connection is lost before the death of the trainer is known, as over a network."""
 
     def prepare(trainer, generator):
         async def lose_connection():

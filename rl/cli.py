@@ -19,7 +19,7 @@ import tyro
 from torchtitan.config import ConfigManager
 from torchtitan.config.manager import custom_registry
 
-from rl.config import RLConfig, RunConfig
+from rl.config import RunConfig
 from rl.errors import ConfigError, require, shown
 from rl.frames import users_code, users_error
 from rl.frozen import thawed
@@ -90,18 +90,6 @@ def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConf
 def unboxed(text: str) -> str:
     """Return tyro's message without the box around it."""
     return " ".join(re.sub(r"[│╭╮╰╯─+]|-{3,}", " ", text).split())
-
-
-def parse_rl_config(arguments: Sequence[str], *, program: str) -> tuple[str, RLConfig]:
-    """Return what :func:`parse_config` returns; raise ConfigError for configs of other trainers."""
-    name, config = parse_config(arguments, program=program)
-    require(
-        isinstance(config, RLConfig),
-        f"--config {name}: {program} takes runs of the RL trainer, and this is one of "
-        f"{type(config).__name__}",
-    )
-    assert isinstance(config, RLConfig)
-    return name, config
 
 
 def load_config(name: str) -> tuple[str, RunConfig]:

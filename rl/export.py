@@ -39,15 +39,18 @@ def _export(arguments: Sequence[str] | None) -> None:
     own, overrides = parser.parse_known_args(arguments)
 
     # these import torch, which --help does without
+    from rl.config import RLConfig
     from rl.disk import replace_folder, temporary_folder
     from rl.saved_run import open_run, run_session
     from rl.trainers.start import build_task
+    from rl.trainers.trainer import NO_EXPORT
 
     folder = own.folder.resolve()
     _require_empty(folder)
     run = open_run(own.run, own.step, overrides, program=PROGRAM)
-    config = run.session_config(generator=None)
-    task = build_task(run.config)
+    config = run.session_config()
+    require(config.head == "logprobs", NO_EXPORT)
+    task = build_task(run.config) if isinstance(run.config, RLConfig) else None
     with temporary_folder(f".{folder.name}-", _make_parent(folder)) as partial:
         model = Path(partial) / "model"
 
@@ -56,7 +59,8 @@ def _export(arguments: Sequence[str] | None) -> None:
             return await session.weight_digest()
 
         digest = run_session(config, None, export)
-        task.describe(model)
+        if task is not None:
+            task.describe(model)
         replace_folder(folder, model)
     if own.json:
         row = {"run": str(own.run), "step": run.step, "folder": str(own.folder)}

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import os
 import shlex
-from importlib import import_module
 from typing import Any
 
 from rl.cli import parse_config
@@ -12,7 +11,7 @@ from rl.config import RLConfig, RunConfig
 from rl.errors import ConfigError, Interrupted, NodeLost, end_program, require
 from rl.trainers.endings import Interrupts, fail
 from rl.trainers.run_folder import RunFolder, claim_run
-from rl.trainers.trainer import Trainer
+from rl.trainers.trainer import Trainer, trainer_of
 
 
 def run(arguments: list[str], *, program: str) -> int:
@@ -22,8 +21,7 @@ def run(arguments: list[str], *, program: str) -> int:
     is in use.
     """
     name, config = parse_config(arguments, program=program)
-    module, _, kind = config.trainer_class.partition(":")
-    trainer = getattr(import_module(module), kind)(config)
+    trainer = trainer_of(config)
     _check_hosts(config, len(os.environ.get("TILLER_NODES", "").split()) or 1)
     command = f"{program} {shlex.join(arguments)}"
     with claim_run(config, name=name, command=command) as folder:

@@ -8,10 +8,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from rl.cli import parse_rl_config
-from rl.config import RLConfig
+from rl.cli import parse_config
+from rl.config import RLConfig, RunConfig
 from rl.errors import Interrupted, end_program, require
-from rl.generation.config import GeneratorConfig
 from rl.roles import session_config
 from rl.session.config import SessionConfig
 from rl.session.session import Session
@@ -27,18 +26,22 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class SavedRun:
     """A checkpoint of a run, with the run's config."""
 
-    config: RLConfig
+    config: RunConfig
     step: int
     """Number of steps completed at the checkpoint."""
     checkpoint: Path
 
-    def session_config(self, generator: GeneratorConfig | None) -> SessionConfig:
-        """Return a session of the policy alone, which loads the checkpoint and saves nothing.
+    def session_config(self, *, evaluates: bool = False) -> SessionConfig:
+        """Return a session that loads the checkpoint and saves nothing.
 
+        It holds the trained model and, if it ``evaluates``, what scores depend on: generators, and
+        the reference of preferences.
         Raises ConfigError if this host alone cannot hold it.
         """
         config = self.config
         config.hardware.require_here()
+        session = session_config(config)
+        generator = session.generator if evaluates else None
         for name, found, here in (
             ("trainer", config.trainer.nodes, 1),
             ("generator", generator.nodes if generator is not None else 0, 0),
@@ -57,7 +60,8 @@ class SavedRun:
             load_only=True,
         )
         trainer = replace(config.trainer, checkpoint=checkpoint)
-        return replace(session_config(config), trainer=trainer, roles={}, generator=generator)
+        roles = session.roles if evaluates and not isinstance(config, RLConfig) else {}
+        return replace(session, trainer=trainer, roles=roles, generator=generator)
 
 
 def open_run(folder: Path, step: int | None, overrides: list[str], *, program: str) -> SavedRun:
@@ -71,7 +75,7 @@ def open_run(folder: Path, step: int | None, overrides: list[str], *, program: s
         f"{folder} is not the folder of a run, which has a config.json; name a folder that "
         "python -m rl.train wrote",
     )
-    _, config = parse_rl_config(["--config", str(path), *overrides], program=program)
+    _, config = parse_config(["--config", str(path), *overrides], program=program)
     checkpoints = StepFolders(folder.resolve() / config.trainer.checkpoint.folder)
     complete = checkpoints.complete()
     require(

@@ -97,8 +97,6 @@ def _check_valid(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:
     yield from check_cluster(config, len(os.environ.get("TILLER_NODES", "").split()) or 1)
     yield from check_room(host, config)
     yield from check_output(name, config)
-    if not isinstance(config, RLConfig):
-        return
     try:
         plan = Plan(config)
     except ConfigError as reason:

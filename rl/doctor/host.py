@@ -141,7 +141,7 @@ def check_room(host: Host, config: RunConfig) -> Iterator[Finding]:
     yield from _check_devices(host, config)
 
 
-def check_memory(host: Host, config: RLConfig, plan: Plan) -> Iterator[Finding]:
+def check_memory(host: Host, config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Yield whether other processes hold the memory that a run of this host alone needs."""
     used = next(memory.used for memory in plan.memories if memory.kind == "host")
     here = config.nodes == 1 and (config.hardware.kind == "cuda") == host.cuda

@@ -5,7 +5,7 @@ import shlex
 import subprocess
 from typing import Any
 
-from rl.config import RLConfig, RunConfig
+from rl.config import RunConfig
 from rl.errors import require
 from rl.launch import kubernetes, slurm
 from rl.launch.freeze import Launch
@@ -23,7 +23,7 @@ def check(target: str, config: RunConfig, wait: bool) -> None:
         target == "slurm" or not wait,
         "--wait: not for kubernetes; follow the run by kubectl logs -f",
     )
-    errors = Plan(config).errors if isinstance(config, RLConfig) else []
+    errors = Plan(config).errors
     require(not errors, "\n".join(errors))
 
 

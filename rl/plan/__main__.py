@@ -50,7 +50,7 @@ def _plan(arguments: list[str]) -> int:
     own, rest = parser.parse_known_args(arguments)
 
     # these import torch, which --help does without
-    from rl.cli import load_config, parse_rl_config, unboxed
+    from rl.cli import load_config, parse_config, unboxed
     from rl.plan.diff import changes
     from rl.plan.plan import Plan
     from rl.plan.report import describe, describe_changes
@@ -58,7 +58,7 @@ def _plan(arguments: list[str]) -> int:
     output = StringIO()
     try:
         with redirect_stderr(output) if own.json else nullcontext():
-            name, config = parse_rl_config(rest, program=PROGRAM)
+            name, config = parse_config(rest, program=PROGRAM)
         if own.diff:
             found = changes(config, load_config(own.diff)[1])
             rows = {"config": name, "other": own.diff, "changes": [*map(asdict, found)]}

@@ -28,9 +28,16 @@ def changes(before: RunConfig, after: RunConfig) -> list[Change]:
 
 
 def _effect(name: str, effects: dict[str, Effect | None]) -> Effect:
-    """Return the effect of a field, or of its section if only the frozen config has the field."""
-    while name not in effects:
+    """Return the effect of a field, or of its section if only the frozen config has the field.
+
+    A section that one of the configs lacks has the strongest effect of its fields.
+    """
+    while name and name not in effects:
         name = name.rpartition(".")[0]
-    found = effects[name]
-    assert found is not None, f"{name} has no effect: declare one at the field"
-    return found
+    found = effects.get(name)
+    if found is not None:
+        return found
+    prefix = f"{name}." if name else ""
+    inside = {effect for field, effect in effects.items() if effect and field.startswith(prefix)}
+    assert inside, f"{name} has no effect: declare one at the field"
+    return min(inside, key=[*Effect].index)

@@ -136,7 +136,7 @@ def engine_step(setting: Setting) -> int:
     """Return the bytes that an engine step needs on a generator rank: activations of its tokens and
     three copies of float32 logits.
     """
-    generator = setting.config.generator
+    generator = setting.rl.generator
     shape = setting.shape
     tp = generator.tensor_parallel_degree
     p = setting.transfer_bytes
@@ -145,5 +145,5 @@ def engine_step(setting: Setting) -> int:
     sampled = generator.max_running_requests  # on a GPU, vLLM measures a step of so many
     if not setting.cuda:
         tokens = max(tokens, shape.max_seq_len)
-        sampled = min(sampled, math.ceil(setting.sequences / generator.replicas))
+        sampled = min(sampled, math.ceil(setting.sequences_sampled / generator.replicas))
     return tokens * wide * p + 3 * 4 * sampled * shape.vocab_size

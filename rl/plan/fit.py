@@ -75,7 +75,7 @@ def complaints(setting: Setting, found: list[Memory]) -> list[str]:
         if memory.used > memory.limit:
             kinds = (memory.kind, *dict.fromkeys(rank.role for rank in memory.ranks))
             messages.setdefault(kinds, _complaint(setting, memory))
-    return [*messages.values(), *_kv_complaint(setting)]
+    return [*messages.values(), *(_kv_complaint(setting) if setting.generators else [])]
 
 
 def _complaint(setting: Setting, memory: Memory) -> str:
@@ -108,32 +108,35 @@ def _remedy(setting: Setting, memory: Memory, item: Item, rank: RankMemory) -> s
         needed = math.ceil(memory.used / GIB * 10) / 10
         return f"set hardware.memory_gib to {needed}, if a rank has that much"
     if item.name == "room to move to":
-        return "set colocate to 'none', or hardware.host_memory_gib to what a node has"
+        colocate = f"{setting.section}colocate"
+        return f"set {colocate} to 'none', or hardware.host_memory_gib to what a node has"
     if item.name == "checkpoint staging":
         return "set trainer.checkpoint.async_mode to 'disabled'"
     if rank.role == "generator":
         return _generator_remedy(setting, memory, item)
-    crowded = len({rank.role for rank in memory.ranks}) > 1
-    if crowded and setting.config.colocate == "none" and setting.cuda and not memory.on_host:
-        return "set colocate to 'models', for one at a time to have memory there"
+    crowded = setting.cuda and not memory.on_host and len({rank.role for rank in memory.ranks}) > 1
+    if crowded and setting.generators and setting.rl.colocate == "none":
+        turns = "'all'" if setting.section else "'models'"
+        return f"set {setting.section}colocate to {turns}, for one at a time to have memory there"
     return _model_remedy(setting, item, rank)
 
 
 def _generator_remedy(setting: Setting, memory: Memory, item: Item) -> str:
-    generator = setting.config.generator
+    generator = setting.rl.generator
+    field = f"{setting.section}generator"
     over = memory.used - memory.limit
     if item.name == "KV cache" and setting.cuda:
         share = generator.gpu_memory_utilization - over / memory.limit
         if share >= MIN_SHARE:
-            return f"set generator.gpu_memory_utilization to at most {int(share * 100) / 100}"
-        return "set generator.nodes to 1 or more, for the generators to have GPUs of their own"
+            return f"set {field}.gpu_memory_utilization to at most {int(share * 100) / 100}"
+        return f"set {field}.nodes to 1 or more, for the generators to have GPUs of their own"
     if item.name == "KV cache":
         cache = generator.kv_cache_gib - over / GIB
-        return f"set generator.kv_cache_gib to at most {max(1, int(cache * 100)) / 100}"
+        return f"set {field}.kv_cache_gib to at most {max(1, int(cache * 100)) / 100}"
     if item.name == "engine step":
         running = max(1, generator.max_running_requests // 2)
-        return f"set generator.max_running_requests to {running}"
-    return f"set generator.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
+        return f"set {field}.max_running_requests to {running}"
+    return f"set {field}.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
 
 
 def _model_remedy(setting: Setting, item: Item, rank: RankMemory) -> str:
@@ -170,21 +173,20 @@ def _kv_complaint(setting: Setting) -> list[str]:
     """Return the message that the KV cache cannot hold a sequence of model.max_seq_len, which vLLM
     requires.
     """
-    generator = setting.config.generator
+    generator = setting.rl.generator
+    field = f"{setting.section}generator"
     room = kv_bytes(setting)
     share = generator.gpu_memory_utilization
     needed = kv_bytes_at_least(generator, setting.shape, cuda=setting.cuda)
     if needed <= room:
         return []
     enough = share + (needed - room) / (setting.device.memory_gib * GIB)
-    remedy = f"set generator.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
+    remedy = f"set {field}.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
     if room and enough <= MAX_SHARE:
         share_needed = int(enough * 100 + 1) / 100
-        remedy = (
-            f"set generator.gpu_memory_utilization to {share_needed}, or lower model.max_seq_len"
-        )
+        remedy = f"set {field}.gpu_memory_utilization to {share_needed}, or lower model.max_seq_len"
     return [
-        f"generator.gpu_memory_utilization is {share}, which leaves {room / GIB:.2f} GiB of each "
+        f"{field}.gpu_memory_utilization is {share}, which leaves {room / GIB:.2f} GiB of each "
         f"GPU for its KV cache; one sequence of model.max_seq_len={setting.shape.max_seq_len} "
         f"needs {needed / GIB:.2f} GiB: {remedy}"
     ]

@@ -71,13 +71,13 @@ class RankMemory:
 
 def all_ranks(setting: Setting) -> list[RankMemory]:
     """Return every rank of the run."""
-    slots, staging = _push_sizes(setting)
+    slots, staging = _push_sizes(setting) if setting.generators else ([], [])
     ranks = []
     for name, place in setting.places.items():
         passes = _passes(setting, name)
         for rank, layout in enumerate(setting.held[name]):
             items = [*_model_items(setting, name, layout), *passes]
-            if name == "trainer":
+            if name == "trainer" and slots:
                 on_host = setting.transport != "cuda_ipc"
                 items.append(Item("push slots", slots[rank], on_host=on_host))
             ranks.append(_rank(setting, name, rank, place, items))
@@ -172,8 +172,8 @@ def _push_sizes(setting: Setting) -> tuple[list[int], list[int]]:
 
 def transfer_of(setting: Setting) -> Transfer:
     """Return the transfer that both ends of the push will have."""
-    weights = setting.config.weights
-    generator = setting.config.generator
+    weights = setting.rl.weights
+    generator = setting.rl.generator
     dtype = getattr(torch, generator.dtype)
     return Transfer(
         setting.transport, dtype, setting.pushed, setting.wanted, generator.replicas, weights.delta
@@ -182,7 +182,7 @@ def transfer_of(setting: Setting) -> Transfer:
 
 def _generator_items(setting: Setting, staging: int) -> list[Item]:
     """Return the memory of a generator's rank, which is the same for all generators."""
-    generator = setting.config.generator
+    generator = setting.rl.generator
     weights = generator_weights(setting)
     items = [Item("parameters", weights), Item("push staging", staging, on_host=True)]
     if not setting.cuda and generator.dtype == "float32":
@@ -212,7 +212,7 @@ def kv_bytes(setting: Setting) -> int:
     """Return the bytes of a generator rank's KV cache: the rest of its share of a GPU, or
     ``generator.kv_cache_gib`` on CPU.
     """
-    generator = setting.config.generator
+    generator = setting.rl.generator
     if not setting.cuda:
         return int(generator.kv_cache_gib * GIB)
     share = int(generator.gpu_memory_utilization * setting.device.memory_gib * GIB)
@@ -222,7 +222,7 @@ def kv_bytes(setting: Setting) -> int:
 
 def kv_sequences(setting: Setting, tokens: int) -> int:
     """Return the number of sequences of ``tokens`` tokens that a generator's KV cache holds."""
-    generator = setting.config.generator
+    generator = setting.rl.generator
     blocks = kv_bytes(setting) // kv_bytes_per_block(generator, setting.shape, cuda=setting.cuda)
     # vLLM reserves one block
     return max(0, blocks - 1) // kv_blocks(generator, tokens, cuda=setting.cuda)

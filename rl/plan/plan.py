@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from rl.config import RLConfig
+from rl.config import RunConfig
 from rl.plan.fit import complaints, memories
 from rl.plan.memory import all_ranks, kv_bytes, kv_sequences
 from rl.plan.push import push_of
@@ -19,12 +19,12 @@ class Plan:
     Raises ConfigError if a model cannot be read.
     """
 
-    def __init__(self, config: RLConfig):
+    def __init__(self, config: RunConfig):
         self.setting = Setting(config)
         self.ranks = all_ranks(self.setting)
         self.memories = memories(self.setting, self.ranks)
         self.errors = complaints(self.setting, self.memories)
-        self.push = push_of(self.setting)
+        self.push = push_of(self.setting) if self.setting.generators else None
         self.step = step_of(self.setting, self.push)
 
     @property
@@ -33,7 +33,10 @@ class Plan:
         return not self.errors
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as JSON-able data, with sizes in bytes and times in seconds."""
+        """Return the plan as JSON-able data, with sizes in bytes and times in seconds.
+
+        ``kv_cache`` and ``push`` are None if the run has no generators.
+        """
         setting = self.setting
         sizes = sizes_of(setting.shape, fuse_qkv=setting.config.model.fuse_qkv)
         return {
@@ -50,13 +53,19 @@ class Plan:
                 "ranks": [asdict(rank) for rank in self.ranks],
                 "devices_and_hosts": [memory.as_json() for memory in self.memories],
             },
-            "kv_cache": {
-                "bytes": kv_bytes(setting),
-                "longest_sequence_tokens": setting.longest,
-                "sequences": kv_sequences(setting, setting.longest),
-            },
-            "push": asdict(self.push),
+            "kv_cache": self._kv_cache(),
+            "push": asdict(self.push) if self.push else None,
             "step": asdict(self.step),
+        }
+
+    def _kv_cache(self) -> dict[str, int] | None:
+        setting = self.setting
+        if not setting.generators:
+            return None
+        return {
+            "bytes": kv_bytes(setting),
+            "longest_sequence_tokens": setting.longest_sampled,
+            "sequences": kv_sequences(setting, setting.longest_sampled),
         }
 
     def _meshes(self) -> Iterator[dict[str, Any]]:
@@ -64,7 +73,9 @@ class Plan:
         for name, place in setting.places.items():
             degrees = degrees_of(setting.roles[name])
             yield {"name": name, "degrees": degrees, "seats": setting.seats(place)}
-        generator = setting.config.generator
+        if not setting.generators:
+            return
+        generator = setting.rl.generator
         tp = generator.tensor_parallel_degree
         degrees = {"tp": tp, "ep": tp if generator.expert_parallel else 1}
         for number, place in enumerate(setting.generators):

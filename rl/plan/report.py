@@ -18,7 +18,8 @@ def describe(name: str, plan: Plan) -> str:
     """Return the plan of config ``name`` as text for one screen."""
     head = _head(name, plan.setting)
     parts = [head, _meshes(plan), _memory(plan), _push(plan), _step(plan), _verdict(plan)]
-    return "\n\n".join("\n".join(lines) for lines in parts)
+    texts = ("\n".join(lines) for lines in parts)
+    return "\n\n".join(text for text in texts if text)
 
 
 def describe_changes(name: str, other: str, changes: Sequence[Change]) -> str:
@@ -55,18 +56,23 @@ def _meshes(plan: Plan) -> Iterator[str]:
         degrees = "  ".join(f"{axis} {degree}" for axis, degree in axes.items())
         ranks = f"{place.ranks:3} rank{'s' if place.ranks > 1 else ' '}"
         yield f"  {name:12} {ranks}  {degrees:45}  {_seats(setting, place)}"
-    generator = setting.config.generator
-    experts = "  whole experts" if generator.expert_parallel else ""
-    tp = f"tp {generator.tensor_parallel_degree}{experts}"
-    seats = list(dict.fromkeys(_seats(setting, place) for place in setting.generators))
-    shown = "; ".join(seats[:3]) + (f"; … {seats[-1]}" if len(seats) > 3 else "")
-    yield f"  {'generators':12} {generator.replicas:3} times  {tp:45}  {shown}"
+    if setting.generators:
+        yield _generators(setting)
     for roles, devices in _shared(plan).items():
         last = f" up to {devices[-1]}" if len(devices) > 1 else ""
         yield f"  {' and '.join(roles)} share {devices[0]}{last}"
     if setting.shared:
         turns = [name for name in (*setting.roles, "generator") if name in setting.shared]
         yield f"  one at a time has memory on its devices: {', '.join(turns)}"
+
+
+def _generators(setting: Setting) -> str:
+    generator = setting.rl.generator
+    experts = "  whole experts" if generator.expert_parallel else ""
+    tp = f"tp {generator.tensor_parallel_degree}{experts}"
+    seats = list(dict.fromkeys(_seats(setting, place) for place in setting.generators))
+    shown = "; ".join(seats[:3]) + (f"; … {seats[-1]}" if len(seats) > 3 else "")
+    return f"  {'generators':12} {generator.replicas:3} times  {tp:45}  {shown}"
 
 
 def _shared(plan: Plan) -> dict[tuple[str, ...], list[str]]:
@@ -110,9 +116,12 @@ def _memory(plan: Plan) -> Iterator[str]:
             yield _row(label, map(_size, totals))
     tightest = max(plan.memories, key=lambda memory: memory.used / memory.limit)
     yield f"  tightest: {tightest.name}, {_size(tightest.used)} of {_size(tightest.limit)}"
-    fit = kv_sequences(setting, setting.longest)
+    if not setting.generators:
+        return
+    longest = setting.longest_sampled
+    fit = kv_sequences(setting, longest)
     cache = _size(kv_bytes(setting))
-    yield f"  {cache} of KV cache hold {fit:,} sequences of the longest {setting.longest:,} tokens"
+    yield f"  {cache} of KV cache hold {fit:,} sequences of the longest {longest:,} tokens"
 
 
 def _row(label: str, cells: Iterable[str]) -> str:
@@ -131,6 +140,8 @@ def _fullest(ranks: Sequence[RankMemory]) -> list[RankMemory]:
 
 def _push(plan: Plan) -> Iterator[str]:
     push = plan.push
+    if push is None:
+        return
     yield f"push by {push.transport}{' over the network' if push.over_network else ''}"
     yield (
         f"  {_size(push.total)} in all, {_size(max(push.per_reader))} to a generator rank at most, "
@@ -141,15 +152,18 @@ def _push(plan: Plan) -> Iterator[str]:
 
 def _step(plan: Plan) -> Iterator[str]:
     step = plan.step
+    samples = step.concurrency > 0
+    together = f", {step.concurrency} sequences decoded together" if samples else ""
     yield (
         f"step, ~ {_seconds(step.seconds)}: {step.tokens:,} tokens, {step.tflop:,.3g} TFLOP of "
-        f"gradients, {step.concurrency} sequences decoded together"
+        f"gradients{together}"
     )
-    for name in ("generation", "training", "push"):
+    for name in ("generation", "training", "push") if samples else ():
         seconds = getattr(step, name)
         filled = round(BAR * seconds / step.seconds)
         yield f"  {name:10} {_seconds(seconds):>9}  {'█' * filled}{'·' * (BAR - filled)}"
-    yield f"  idle: trainer {step.trainer_idle:.0%}, generators {step.generators_idle:.0%}"
+    if samples:
+        yield f"  idle: trainer {step.trainer_idle:.0%}, generators {step.generators_idle:.0%}"
     yield from (f"  assumed: {assumption}" for assumption in step.assumptions)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.config import CompileConfig
 
-from rl.config import RLConfig
+from rl.config import PreferenceConfig, RLConfig, RunConfig, SFTConfig
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.model.tp_plan import generator_layout
@@ -28,7 +28,7 @@ class Setting:
     Raises ConfigError if a model cannot be read.
     """
 
-    def __init__(self, config: RLConfig):
+    def __init__(self, config: RunConfig):
         self.config = config
         self.hardware = config.hardware
         self.device = config.hardware.figures
@@ -38,9 +38,21 @@ class Setting:
         placement = Placement(session_config(config), config.hardware.gpus)
         self.hosts = config.nodes
         self.places: dict[str, Place] = placement.models
-        self.generators: list[Place] = [*map(placement.generator, range(config.generator.replicas))]
         self.held = {name: _layouts(role) for name, role in self.roles.items()}
         """Layouts by role and rank, adapters included."""
+        self.generators: list[Place] = []
+        """Places of the generators, if the run has any."""
+        self.shared = frozenset[str]()
+        """Roles that take turns: one at a time has memory on the device."""
+        sampling = config.sampling_run() if isinstance(config, SFTConfig) else config
+        if isinstance(sampling, RLConfig):
+            self._add_generators(sampling, placement)
+
+    def _add_generators(self, config: RLConfig, placement: Placement) -> None:
+        """Set what runs with generators have: their places, and both ends of the push."""
+        self.rl = config
+        """Config of all that concerns the generators."""
+        self.generators = [*map(placement.generator, range(config.generator.replicas))]
         self.pushed = tuple(
             tuple(region for region in layout if not is_adapter(region.name))
             for layout in self.held["trainer"]
@@ -53,26 +65,45 @@ class Setting:
         )
         ends = (self.places["trainer"], *self.generators)
         hosts = {host for place in ends for host in hosts_of(place)}
+        self.section = "evaluation." if config is not self.config else ""
+        """Config section that holds the fields of the generators, with a dot; empty for none."""
         self.transport = choose_transport(config.weights.transport, [str(host) for host in hosts])
         self.push_crosses_hosts = len(hosts) > 1
         sharing = {"none": [], "models": [*self.roles], "all": [*self.roles, "generator"]}
         self.shared = frozenset(sharing[config.colocate])
-        """Roles that take turns: one at a time has memory on the device."""
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest prompt and completion."""
-        return self.config.task.max_prompt_tokens + self.config.rollout.max_tokens
+        """Number of tokens of the longest sequence that is trained on."""
+        if isinstance(self.config, SFTConfig | PreferenceConfig):
+            return self.config.task.max_tokens
+        return self.longest_sampled
+
+    @property
+    def longest_sampled(self) -> int:
+        """Number of tokens of the longest prompt and completion of the generators."""
+        return self.rl.task.max_prompt_tokens + self.rl.rollout.max_tokens
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in a step."""
-        return self.config.rollout.prompts_per_step * self.config.rollout.samples_per_prompt
+        """Number of sequences that a step trains on."""
+        if isinstance(self.config, SFTConfig):
+            return self.config.examples_per_step
+        if isinstance(self.config, PreferenceConfig):
+            return 2 * self.config.examples_per_step  # pairs, or answers and mismatched ones
+        return self.sequences_sampled
+
+    @property
+    def sequences_sampled(self) -> int:
+        """Number of sequences that generators may have at once."""
+        if isinstance(self.config, SFTConfig):
+            return self.rl.evaluation.prompts * max(1, self.rl.evaluation.samples)
+        return self.rl.rollout.prompts_per_step * self.rl.rollout.samples_per_prompt
 
     @property
     def transfer_bytes(self) -> int:
         """Number of bytes of an element that is pushed."""
-        return DTYPE_BYTES[self.config.generator.dtype]
+        return DTYPE_BYTES[self.rl.generator.dtype]
 
     def seats(self, place: Place) -> list[dict[str, Any]]:
         """Return the ranks and the GPUs of a mesh on each of its hosts."""

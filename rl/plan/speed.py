@@ -12,6 +12,8 @@ from functools import cache
 
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
+from rl.algorithms.sequence_losses import KTOLoss
+from rl.config import PreferenceConfig, RLConfig
 from rl.generation.config import kv_bytes_per_token
 from rl.model.qwen3 import parameter_shapes
 from rl.model.shape import ModelShape, shape_of
@@ -21,12 +23,14 @@ from rl.plan.setting import LEARNING, Setting
 
 SELECTIVE = 7 / 6  # times a forward and a backward pass: half of the forward pass is recomputed
 MEAN_SHARE = 0.5
-"""Mean lengths of prompts and completions over their maximum lengths."""
+"""Mean lengths of prompts, completions and examples over their maximum lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Times of a step and its stages, in seconds, and counts."""
+    """Times of a step and its stages, in seconds, and counts. Training on given examples is one
+    stage; what belongs to the others is 0.
+    """
 
     generation: float
     training: float
@@ -69,14 +73,16 @@ def sizes_of(shape: ModelShape, *, fuse_qkv: bool) -> Sizes:
     return Sizes(total, total - experts + used - looked_up, experts)
 
 
-def step_of(setting: Setting, push: Push) -> Step:
-    """Return the estimate of a step."""
-    prompt = setting.config.task.max_prompt_tokens * MEAN_SHARE
-    completion = setting.config.rollout.max_tokens * MEAN_SHARE
+def step_of(setting: Setting, push: Push | None) -> Step:
+    """Return the estimate of a step. ``push`` is None for runs without generators."""
+    if push is None or not isinstance(setting.config, RLConfig):
+        return _step_on_examples(setting)
+    prompt = setting.rl.task.max_prompt_tokens * MEAN_SHARE
+    completion = setting.rl.rollout.max_tokens * MEAN_SHARE
     tokens = round(setting.sequences * (prompt + completion))
     generation, concurrency = _generation(setting, prompt, completion)
     training = _training(setting, tokens, prompt + completion)
-    lockstep = setting.config.rollout.max_staleness == 0
+    lockstep = setting.rl.rollout.max_staleness == 0
     stages = (generation, training, push.seconds)
     seconds = sum(stages) if lockstep else max(stages)
     return Step(
@@ -88,6 +94,30 @@ def step_of(setting: Setting, push: Push) -> Step:
         tokens=tokens,
         tflop=_flop(setting, "trainer", tokens, prompt + completion, train=True) / 1e12,
         assumptions=_assumptions(setting, prompt, completion, lockstep=lockstep),
+    )
+
+
+def _step_on_examples(setting: Setting) -> Step:
+    """Return the estimate of a step that trains on given examples."""
+    length = setting.longest * MEAN_SHARE
+    tokens = round(setting.sequences * length)
+    seconds = _training(setting, tokens, length)
+    return Step(
+        generation=0.0,
+        training=seconds,
+        push=0.0,
+        seconds=seconds,
+        trainer_idle=0.0,
+        generators_idle=0.0,
+        concurrency=0,
+        tokens=tokens,
+        tflop=_flop(setting, "trainer", tokens, length, train=True) / 1e12,
+        assumptions=(
+            f"mean sequence {length:g} tokens, half of task.max_tokens",
+            f"a device does {setting.device.tflops:g} TFLOP/s at "
+            f"{setting.hardware.training_efficiency:.0%} (hardware.training_efficiency)",
+            "no time for collectives, optimizer, data, validation or checkpoints",
+        ),
     )
 
 
@@ -115,20 +145,32 @@ def _training(setting: Setting, tokens: float, length: float) -> float:
     """Return the seconds of the forward passes for the batch's columns and of the gradients. Meshes
     on separate devices run in parallel.
     """
-    algorithm = setting.config.algorithm
+    asked, passes = _passes(setting)
     rate = setting.device.tflops * 1e12 * setting.hardware.training_efficiency
 
     def seconds(name: str, *, train: bool) -> float:
-        epochs = algorithm.passes if train else 1
-        flop = epochs * _flop(setting, name, tokens, length, train=train)
+        flop = (passes if train else 1) * _flop(setting, name, tokens, length, train=train)
         return flop / (rate * setting.roles[name].trainer.ranks)
 
-    asked = [name for name in setting.roles if name != "trainer" or name in algorithm.columns()]
     forward = [seconds(name, train=False) for name in asked]
     learning = [seconds(name, train=True) for name in setting.roles if name in LEARNING]
     if setting.shared:
         return sum(forward) + sum(learning)
     return max(forward, default=0.0) + max(learning)
+
+
+def _passes(setting: Setting) -> tuple[list[str], float]:
+    """Return the roles whose outputs for the batch a step needs before it learns, and how many
+    times the step learns from a sequence on average.
+    """
+    config = setting.config
+    if isinstance(config, RLConfig):
+        columns = config.algorithm.columns()
+        asked = [name for name in setting.roles if name != "trainer" or name in columns]
+        return asked, config.algorithm.passes
+    if not isinstance(config, PreferenceConfig):
+        return [], 1.0
+    return [*setting.roles], 0.5 if isinstance(config.loss, KTOLoss.Config) else 1.0
 
 
 def _generation(setting: Setting, prompt: float, completion: float) -> tuple[float, int]:
@@ -138,7 +180,7 @@ def _generation(setting: Setting, prompt: float, completion: float) -> tuple[flo
     Prompts are bound by products, once for each group with a prefix cache. A decoding step is bound
     by the reads of weights, keys and values, or by products.
     """
-    generator = setting.config.generator
+    generator = setting.rl.generator
     hardware = setting.hardware
     device = setting.device
     sizes = sizes_of(setting.shape, fuse_qkv=setting.config.model.fuse_qkv)
@@ -147,7 +189,7 @@ def _generation(setting: Setting, prompt: float, completion: float) -> tuple[flo
     fits = kv_sequences(setting, math.ceil(prompt + completion))
     concurrency = max(1, min(requests, generator.max_running_requests, fits))
     products = 2 * sizes.active / (tp * device.tflops * 1e12 * hardware.training_efficiency)
-    sharing = setting.config.rollout.samples_per_prompt if generator.prefix_caching else 1
+    sharing = setting.rl.rollout.samples_per_prompt if generator.prefix_caching else 1
     prompts = math.ceil(requests / sharing)
     weights = generator_weights(setting)
     if sizes.experts:

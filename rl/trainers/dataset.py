@@ -15,6 +15,7 @@ from rl.dialects.choose import dialect_or_text
 from rl.errors import require
 from rl.roles import session_config
 from rl.session.config import SessionConfig
+from rl.session.session import Session
 from rl.trainers.start import reading
 from rl.trainers.trainer import Trainer
 
@@ -86,6 +87,12 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
             "examples_dropped": self.dropped,
             "examples_truncated": self.truncated,
         }
+
+    async def scores_in(self, session: Session) -> dict[str, float]:
+        """Return the scores of the weights that ``session`` holds. The caller ends the session."""
+        self._session = session
+        self.assemble()
+        return await self.scores()
 
     @property
     def total_steps(self) -> int:

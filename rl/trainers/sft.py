@@ -56,7 +56,7 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
                 held_out_prompts(self.sampling.evaluation, self.questions),
                 sampling_of(self.sampling.rollout, self.questions),
                 self.session,
-                self.record.folder / "unevaluated",
+                self.session.folder / "unevaluated",
             )
 
     async def train_step(self) -> bool:

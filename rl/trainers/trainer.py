@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -11,12 +12,14 @@ import torch
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from rl.config import RunConfig
 from rl.errors import ConfigError, Interrupted, require
 from rl.session.session import Session
 from rl.trainers.endings import Interrupts, fail
 from rl.trainers.life_cycle import Arguments, LifeCycle, MetricCalculator
 
 T = TypeVar("T")
+NO_EXPORT = "a reward model has no Hugging Face form; use its checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,7 @@ class Trainer(LifeCycle[Arguments]):
     async def _save_pretrained(self, path: Path, state: TrainerState | None) -> None:
         async with self._weights_of(state):
             exported = await self.export(path)
-        require(exported, "a reward model has no Hugging Face form; use its checkpoint")
+        require(exported, NO_EXPORT)
 
     @asynccontextmanager
     async def _weights_of(self, state: TrainerState | None) -> AsyncIterator[None]:
@@ -188,3 +191,10 @@ class Trainer(LifeCycle[Arguments]):
     async def _hold(self, step: int, version: int) -> None:
         await self.session.load_weights(self.checkpoints.path(step), version)
         await self.session.connect()
+
+
+def trainer_of(config: RunConfig) -> Trainer[Any]:
+    """Return the trainer that runs ``config``. Raises ConfigError as its constructor does."""
+    module, _, name = config.trainer_class.partition(":")
+    trainer: Trainer[Any] = getattr(import_module(module), name)(config)
+    return trainer

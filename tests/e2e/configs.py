@@ -4,9 +4,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from configs.quickstart import quickstart
+from configs.sft_jsonl import sft_jsonl
 from rl.algorithms.advantages import GAE
-from rl.config import RLConfig
+from rl.config import RLConfig, SampledEvaluationConfig, SFTConfig
 from rl.tasks.copy_digits import WORDS, CopyDigits
+from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.types import Prompt
 
 BLOCK = 32
@@ -39,6 +41,16 @@ def long_prompts() -> RLConfig:
     config.task = CopyAfterPreamble.Config(max_prompt_tokens=len(PREAMBLE) + 5)
     config.model.max_seq_len = 3 * BLOCK
     config.generator.block_size = BLOCK
+    return config
+
+
+def sampled_sft() -> SFTConfig:
+    """Supervised fine-tuning whose generators answer word problems on the way."""
+    config = sft_jsonl()
+    config.evaluation = SampledEvaluationConfig(
+        task=Gsm8kJsonl.Config(max_prompt_tokens=96), max_tokens=8, prompts=4, samples=2, every=7
+    )
+    config.evaluation.generator.kv_cache_gib = 0.05
     return config
 
 

@@ -172,6 +172,13 @@ class Run:
             time.sleep(0.1)
 
 
+def start(tmp_path: Path, arguments: tuple[str, ...]) -> Run:
+    """Start the run in ``tmp_path``, or go on with it."""
+    folder = tmp_path / "run"
+    resume = ["--resume"] if (folder / "config.json").exists() else []
+    return Run(*arguments, *resume, folder=folder)
+
+
 def numbers(run: Run, *but: str) -> list[dict]:
     """Return the metrics of each step that do not depend on the clock or start with ``but``."""
     return [

@@ -7,15 +7,7 @@ import pytest
 
 from rl.observe.spans import STAGES
 from tests.e2e.pipelines import LOCKSTEP, STEPS, TWO_AHEAD
-from tests.e2e.runs import Run, digest, dropped, numbers, trained
-
-
-def start(tmp_path, arguments: tuple[str, ...]) -> Run:
-    """Start the run, or go on with it."""
-    folder = tmp_path / "run"
-    return Run(
-        *arguments, *(["--resume"] if (folder / "config.json").exists() else []), folder=folder
-    )
+from tests.e2e.runs import Run, digest, dropped, numbers, start, trained
 
 
 def assert_same(run: Run, whole: Run) -> None:

@@ -17,6 +17,7 @@ from rl.launch.__main__ import PLACES, main
 from rl.launch.targets import TARGETS
 from rl.observe.owner import FolderOwner
 from tests.e2e.runs import TINY
+from tests.trainers.tiny_chat import tiny_chat_model
 
 H100 = ["--hardware.device", "h100", "--hardware.gpus_per_node", "8"]
 SMALL = [*TINY, "--rollout.reward_workers", "0"]
@@ -47,6 +48,27 @@ def test_a_dry_run_prints_what_it_writes_and_starts_nothing(launch, tmp_path):
     )
     assert (name, config.seed) == ("quickstart", 7)
     assert frozen(config) == json.loads((folder / "launch" / "config.json").read_text())["config"]
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    return tiny_chat_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("name", ["sft_jsonl", "dpo_jsonl", "reward_model_jsonl"])
+def test_runs_of_every_trainer_are_launched(name, tiny_model, launch, tmp_path):
+    model = ("--model.hf_path", str(tiny_model), "--model.max_seq_len", "128")
+    arguments = ("--config", name, *model, "--task.max_tokens", "96", "--steps", "7")
+    for place in ("slurm", "local"):
+        folder = tmp_path / place
+        code, printed, errors = launch(place, *arguments, "--dry-run", "--output-dir", str(folder))
+        assert (code, errors) == (0, "")
+        assert "-m rl.train --config" in printed
+        frozen_file = folder / "launch" / "config.json"
+        assert parse_config(["--config", str(frozen_file)], program="here")[1].steps == 7
+    small = ("--hardware.memory_gib", "0.5", "--output-dir", str(tmp_path / "small"))
+    code, _, errors = launch("slurm", *arguments, *small)
+    assert (code, "GiB of the 0.5 that it has" in errors) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from rl.config import RLConfig
 from rl.plan.__main__ import main
 from rl.plan.plan import Plan
 from tests.plan.programs import planned
-from tests.trainers.tiny_chat import tiny_chat_model
 
 # Billions of parameters, all and active, as published. A token uses one row of an untied embedding.
 BILLIONS = {
@@ -36,15 +35,6 @@ def test_shipped_configs_can_work_and_have_the_sizes_of_the_published_models(con
     if config in BILLIONS:
         model = (plan["model"]["parameters"] / 1e9, plan["model"]["active_parameters"] / 1e9)
         assert model == pytest.approx(BILLIONS[config], rel=0.005)
-
-
-def test_a_config_of_another_trainer_is_refused_by_its_kind(capsys, tmp_path):
-    model = ["--model.hf_path", str(tiny_chat_model(tmp_path)), "--model.max_seq_len", "256"]
-    options = [*model, "--task.max_tokens", "200"]
-    code, plan = planned(capsys, "--config", "sft_jsonl", *options)
-    (error,) = plan["errors"]
-    assert (code, plan["feasible"]) == (2, False)
-    assert error.endswith("takes runs of the RL trainer, and this is one of SFTConfig")
 
 
 def test_a_plan_has_the_seat_of_each_rank_and_the_bytes_of_a_push(capsys):

@@ -79,7 +79,11 @@ class SFTConfig(DatasetRunConfig):
         if own is None:
             return None
         shared = {each.name: getattr(self, each.name) for each in fields(RunConfig)}
-        shared["trainer"] = replace(self.trainer, micro_batch_tokens=None)  # of other lengths
+        shared["trainer"] = replace(  # for other lengths, and for steps that epochs may set
+            self.trainer,
+            micro_batch_tokens=None,
+            lr_scheduler=replace(self.trainer.lr_scheduler, total_steps=None),
+        )
         return RLConfig(
             **shared,
             task=own.task,

@@ -99,9 +99,15 @@ UNUSED_WITHOUT_ROLLOUTS: dict[type, dict[str, str]] = {
         ],
         f"{_NO_ROLLOUTS}; set watchdog.non_finite or watchdog.stalled",
     ),
-    DeadlineConfig: dict.fromkeys(("push", "reward"), f"{_NO_ROLLOUTS}; set deadlines.call"),
 }
-"""The same of the runs that train on given examples."""
+"""Fields without an effect in runs that train on given examples."""
+
+UNUSED_WITHOUT_GENERATORS: dict[type, dict[str, str]] = {
+    DeadlineConfig: dict.fromkeys(
+        ("push", "reward"), "the run has no generators; set deadlines.call"
+    )
+}
+"""Fields without an effect in runs that sample no completions."""
 
 UNUSED_WITHOUT_ENTROPY: dict[type, dict[str, str]] = {
     WatchdogConfig: dict.fromkeys(
@@ -109,7 +115,7 @@ UNUSED_WITHOUT_ENTROPY: dict[type, dict[str, str]] = {
         "the loss has no entropy; set watchdog.non_finite or watchdog.stalled",
     )
 }
-"""The same of the runs that train on preferences."""
+"""Fields without an effect in runs that train on preferences."""
 
 OPTIMIZER_OPTIONS = {
     "Adam": "lr betas eps weight_decay amsgrad maximize foreach fused capturable differentiable "
@@ -151,6 +157,8 @@ def _sections(config: RunConfig) -> Iterator[tuple[str, Any, dict[str, str]]]:
     tables = [UNUSED]
     if isinstance(config, DatasetRunConfig):
         tables.append(UNUSED_WITHOUT_ROLLOUTS)
+        if not isinstance(config, SFTConfig) or config.evaluation is None:
+            tables.append(UNUSED_WITHOUT_GENERATORS)
     if isinstance(config, PreferenceConfig):
         tables.append(UNUSED_WITHOUT_ENTROPY)
     for value in values(config):

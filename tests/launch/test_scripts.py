@@ -127,3 +127,56 @@ def test_frozen_files_have_names_of_variables_and_no_values(tmp_path, monkeypatc
     assert "API_TOKEN" in environment["variables"]
     assert environment["packages"]["torchtitan"] == "0.3.0"
     assert not any("s3cret" in path.read_text() for path in launch.files.iterdir())
+
+
+SLURM = {
+    "partition": "gpu",
+    "account": "research",
+    "qos": "high",
+    "time": "1-00:00:00",
+    "nodes": 7,
+    "gpus_per_node": 5,
+    "cpus_per_node": 96,
+    "memory": "1500G",
+    "constraint": "nvlink",
+    "nodelist": "n[1-9]",
+    "exclude": "n7",
+    "exclusive": False,
+    "extra": ["--reservation=mine"],
+    "environment": {"NAME": "value"},
+    "prelude": ["module load cuda"],
+    "container_image": "/images/tiller.sqsh",
+    "container_mounts": ["/runs:/runs"],
+    "warn_s": 600,
+    "max_restarts": 3,
+}
+
+
+@pytest.mark.parametrize("field", SLURM)
+def test_every_field_of_slurm_changes_the_script(field):
+    config = with_everything()
+    default = getattr(find_config("quickstart")().slurm, field)
+    setattr(config.slurm, field, default)
+    before = slurm.script(launch_of(config))
+    setattr(config.slurm, field, SLURM[field])
+    assert slurm.script(launch_of(config)) != before
+
+
+KUBERNETES = {
+    "namespace": "training",
+    "image": "tiller:2",
+    "claim": "others",
+    "mount": "/runs/first",
+    "secret": "keys",
+    "shared_memory": "7Gi",
+    "warn_s": 77,
+    "max_restarts": 7,
+}
+
+
+@pytest.mark.parametrize("field", KUBERNETES)
+def test_every_field_of_kubernetes_changes_the_manifests(field):
+    config = on_kubernetes()
+    before = kubernetes.manifests(launch_of(config))
+    setattr(config.kubernetes, field, KUBERNETES[field])
+    assert kubernetes.manifests(launch_of(config)) != before

@@ -146,3 +146,34 @@ def test_the_program_starts_no_process_and_imports_no_engine():
     )
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["feasible"]
+
+
+@pytest.mark.parametrize(
+    ("field", "part"),
+    [
+        ("tflops", "training"),
+        ("training_efficiency", "training"),
+        ("memory_gb_s", "generation"),
+        ("generation_efficiency", "generation"),
+    ],
+)
+def test_a_slower_device_takes_longer(capsys, field, part):
+    slow = {"training_efficiency": "0.1", "generation_efficiency": "0.1"}.get(field, "1")
+    usual, slower = (
+        planned(capsys, "--config", "qwen3_8b", *arguments)[1]["step"][part]
+        for arguments in ([], [f"--hardware.{field}", slow])
+    )
+    assert slower > usual
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "transport"),
+    [("qwen3_8b_2_nodes", "network_gb_s", "auto"), ("qwen3_8b", "link_gb_s", "cuda_ipc")],
+)
+def test_a_slower_network_takes_longer(capsys, config, field, transport):
+    given = ["--config", config, "--weights.transport", transport]
+    usual, slower = (
+        planned(capsys, *given, *arguments)[1]["step"]["push"]
+        for arguments in ([], [f"--hardware.{field}", "1"])
+    )
+    assert slower > usual

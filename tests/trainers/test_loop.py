@@ -316,3 +316,11 @@ def test_the_first_step_is_saved_if_the_config_asks_for_it(run):
     assert [*run.saved] == [1, 3, 5]
     run(steps=5, save_every=3, folder="without")
     assert [*run.saved] == [3, 5]
+
+
+def test_as_many_rollouts_are_recorded_as_the_config_asks_for(run):
+    def edit(config):
+        config.rollout.recorded_per_step = 3
+
+    run(steps=2, edit=edit)
+    assert len(run.record.rollouts_path.read_text().splitlines()) == 6

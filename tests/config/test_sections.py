@@ -1,0 +1,58 @@
+"""Sections of a config reach the processes that they are for."""
+
+from dataclasses import replace
+
+import pytest
+
+from rl.cli import find_config
+from rl.config import RunConfig
+from rl.roles import roles_of, session_config
+from tests.trainers.tiny_chat import tiny_chat_model
+from tests.validation.full_config import full_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_chat_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=["quickstart", "sft_jsonl", "dpo_jsonl", "reward_model_jsonl"])
+def config(request, model) -> RunConfig:
+    config = find_config(request.param)()
+    if request.param != "quickstart":
+        config.model.hf_path = str(model)
+    return config
+
+
+def test_every_kind_of_run_gives_its_session_the_fields_of_its_config(config):
+    config.max_restarts = 7
+    config.seed = 11
+    config.steps = 13
+    session = session_config(config)
+    assert session.model is config.model
+    assert session.trainer is config.trainer
+    assert session.hardware is config.hardware
+    assert session.deadlines is config.deadlines
+    assert session.max_restarts == 7
+    assert session.seed == 11
+    assert session.optimizer_steps == 13
+
+
+def test_models_beside_the_policy_have_sections_of_their_own(tmp_path):
+    config = full_config(tmp_path)
+    config.reference.parallelism = replace(config.reference.parallelism)
+    roles = roles_of(config)
+    critic = roles["critic"].trainer
+    assert critic.parallelism is config.critic.parallelism
+    assert critic.optimizer is config.critic.optimizer
+    assert critic.lr_scheduler is config.critic.lr_scheduler
+    assert roles["reference"].trainer.parallelism is config.reference.parallelism
+    assert roles["judge"].trainer.parallelism is config.roles["judge"].parallelism
+    assert roles["judge"].model is config.roles["judge"].model
+
+
+def test_the_reference_of_preferences_has_a_layout_of_its_own(model):
+    config = find_config("dpo_jsonl")()
+    config.model.hf_path = str(model)
+    reference = roles_of(config)["reference"].trainer
+    assert reference.parallelism is config.reference.parallelism

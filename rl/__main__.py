@@ -8,7 +8,7 @@ import runpy
 import sys
 from importlib.metadata import version
 
-from rl.errors import EXIT_CONFIG
+from rl.errors import EXIT_CONFIG, nearest
 from rl.program import begin
 
 PROGRAMS = {
@@ -39,7 +39,9 @@ def main() -> int:
         print(f"tiller {version('tiller-rl')}")
         return 0
     if name not in PROGRAMS:
-        print(f"error: {name!r} is no program; there are {', '.join(PROGRAMS)}", file=sys.stderr)
+        hint = nearest(name, PROGRAMS)
+        known = ", ".join(PROGRAMS)
+        print(f"error: {name!r} is no program; {hint}there are {known}", file=sys.stderr)
         return EXIT_CONFIG
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as with python -m: for the user's own modules

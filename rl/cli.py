@@ -1,7 +1,6 @@
 """Command line of a config: its name and dotted overrides, read into a validated config."""
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 import json
@@ -20,16 +19,17 @@ from torchtitan.config import ConfigManager
 from torchtitan.config.manager import custom_registry
 
 from rl.config import RunConfig
-from rl.errors import ConfigError, require, shown
+from rl.errors import ConfigError, nearest, require, shown
 from rl.frames import users_code, users_error
 from rl.frozen import thawed
 from rl.help import (
     SHIPPED,
     asks_for_help,
+    check_known,
+    check_name,
     config_help,
     is_common,
     quick_help,
-    shipped_sources,
     take_name,
 )
 from rl.renamed import new_name
@@ -57,11 +57,8 @@ def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunCon
 def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
     """Return what :func:`parse_config` returns, without the checks of ``rl.validation``."""
     given, overrides = take_name(arguments)
-    if given is None:
-        names = textwrap.fill(", ".join(shipped_sources()), 100, initial_indent="configs: ")
-        raise ConfigError(
-            f"--config NAME is missing; for example {program} --config quickstart\n{names}"
-        )
+    check_name(given, program)
+    assert given is not None
     name, base = load_config(given)
     if "--help-all" in overrides:
         overrides = ["--help"]
@@ -153,13 +150,7 @@ def find_config(name: str) -> Callable[[], RunConfig]:
     else:
         known = shipped_configs()
         function = name
-    if function not in known:
-        near = difflib.get_close_matches(function, known, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError(
-            f"--config {name}: there is no such config; {hint}All that exist: "
-            f"{', '.join(sorted(known))}"
-        )
+    check_known(name, function, known)
     return known[function]
 
 
@@ -275,8 +266,7 @@ def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
                 if name.startswith(prefix)
             }
         )
-        near = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join('--' + n for n in near)}? " if near else ""
+        hint = nearest(given, known, prefix="--")
         place = f"All in {section or 'the config'}: "
         names = textwrap.fill(place + ", ".join(siblings), 100, break_on_hyphens=False)
         raise ConfigError(f"--{given}: there is no such field; {hint.rstrip()}\n{names}")

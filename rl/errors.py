@@ -1,11 +1,12 @@
 """Errors that end a run, with their exit codes, and errors that a run survives."""
 
 import contextlib
+import difflib
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Literal, NoReturn
 
 EXIT_FAILED = 1
@@ -46,6 +47,12 @@ def require(condition: bool, message: str) -> None:
 def require_value(holds: bool, field: str, value: object, allowed: str) -> None:
     """Raise ConfigError, "``field`` is ``value``; it must be ``allowed``", unless ``holds``."""
     require(holds, f"{field} is {value!r}; it must be {allowed}")
+
+
+def nearest(name: str, known: Collection[str], *, prefix: str = "") -> str:
+    """Return "did you mean …? " with the known names nearest to ``name``; empty if none is near."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(prefix + each for each in near)}? " if near else ""
 
 
 def shown(value: object) -> str:

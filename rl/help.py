@@ -5,11 +5,13 @@ import hashlib
 import json
 import textwrap
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from rl.errors import ConfigError, nearest
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 """Folder of the configs that ship with Tiller: next to its package."""
@@ -222,6 +224,37 @@ def take_name(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
         if argument == "--config" and index + 1 < len(rest):
             return rest[index + 1], rest[:index] + rest[index + 2 :]
     return None, rest
+
+
+def check_arguments(arguments: Sequence[str], program: str) -> None:
+    """Raise ConfigError if the config of the arguments is missing or is no shipped config.
+
+    Configs of the user's own are not looked for. This takes no import of torch.
+    """
+    check_name(take_name(arguments)[0], program)
+
+
+def check_name(name: str | None, program: str) -> None:
+    """Raise ConfigError if the name is None, or neither a shipped config nor a path or module."""
+    shipped = shipped_sources()
+    if name is None:
+        names = textwrap.fill(", ".join(shipped), 100, initial_indent="configs: ")
+        raise ConfigError(
+            f"--config NAME is missing; for example {program} --config quickstart\n{names}"
+        )
+    if "." not in name:
+        check_known(name, name, shipped)
+
+
+def check_known(name: str, function: str, known: Collection[str]) -> None:
+    """Raise ConfigError, with the nearest and all known functions, if ``function`` is none of
+    them.
+    """
+    if function not in known:
+        raise ConfigError(
+            f"--config {name}: there is no such config; {nearest(function, known)}All that exist: "
+            f"{', '.join(sorted(known))}"
+        )
 
 
 def run_parser(program: str, description: str, one_gpu: str) -> ArgumentParser:

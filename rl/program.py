@@ -41,6 +41,10 @@ def begin() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout = steady(sys.stdout, 1)
     sys.stderr = steady(sys.stderr, 2)
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        end_program(_report("the current folder was deleted; change to another", EXIT_CONFIG))
 
 
 def exit_code(program: Callable[[], int | None], *, interrupted: str = "interrupted") -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from rl.errors import end_program
-from rl.help import CONFIGS, quick_help
+from rl.help import CONFIGS, check_arguments, quick_help
 from rl.program import exit_code
 
 PROGRAM = "python -m rl.train"
@@ -41,6 +41,7 @@ def _train(arguments: list[str]) -> int:
     if text := quick_help(arguments, PROGRAM, USAGE):
         print(text)
         return 0
+    check_arguments(arguments, PROGRAM)
     from rl.run import run  # which imports torch
 
     return run(arguments, program=PROGRAM)

@@ -131,3 +131,40 @@ def accept_interrupts() -> None:
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # a shell in the background ignores them
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("train",), "--config NAME is missing"),
+        (("train", "--config", "quikstart"), "did you mean quickstart"),
+        (("launch", "slrum", "--config", "quickstart"), "did you mean slurm"),
+    ],
+)
+def test_a_wrong_name_is_refused_without_importing_torch(arguments, error):
+    program = textwrap.dedent("""
+        import runpy, sys
+        sys.modules["torch"] = None  # which fails any import of it
+        name, *sys.argv[1:] = sys.argv[1:]
+        runpy.run_module(f"rl.{name}", run_name="__main__", alter_sys=True)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and error in done.stderr
+
+
+def test_a_deleted_folder_is_named(tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    program = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", program, sys.executable, "-m", "rl", "train"],
+        cwd=folder, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: the current folder was deleted; change to another\n",
+    )

@@ -115,4 +115,7 @@ def test_every_program_is_listed(tiller):
 def test_an_unknown_program_is_refused(tiller):
     done = tiller("tarin")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: 'tarin' is no program; there are train, plan")
+    assert done.stderr == (
+        "error: 'tarin' is no program; did you mean train? there are train, plan, doctor, launch, "
+        "evaluate, export\n"
+    )

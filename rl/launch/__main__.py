@@ -9,8 +9,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from rl.errors import end_program, require
-from rl.help import CONFIGS, quick_help
+from rl.errors import end_program, nearest, require
+from rl.help import CONFIGS, check_arguments, quick_help
 from rl.program import exit_code
 
 PROGRAM = "python -m rl.launch"
@@ -54,7 +54,9 @@ def _launch(arguments: list[str]) -> int:
         print(text)
         return 0
     places = ", ".join(PLACES)
-    require(target in PLACES, f"{target!r} is no place to launch to; allowed are {places}")
+    hint = nearest(target, PLACES)
+    require(target in PLACES, f"{target!r} is no place to launch to; {hint}allowed are {places}")
+    check_arguments(rest, program)
 
     # these import torch, which --help does without
     from rl.cli import parse_config

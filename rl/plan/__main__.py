@@ -12,7 +12,7 @@ from dataclasses import asdict
 from io import StringIO
 
 from rl.errors import EXIT_CONFIG, ConfigError, end_program
-from rl.help import CONFIGS, quick_help
+from rl.help import CONFIGS, check_arguments, quick_help
 from rl.program import exit_code
 
 PROGRAM = "python -m rl.plan"
@@ -48,6 +48,8 @@ def _plan(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--diff", metavar="OTHER")
     own, rest = parser.parse_known_args(arguments)
+    if not own.json:
+        check_arguments(rest, PROGRAM)
 
     # these import torch, which --help does without
     from rl.cli import load_config, parse_config, unboxed

@@ -3,7 +3,9 @@
 import dataclasses
 from pathlib import Path
 
-from rl.config import PreferenceConfig, ReferenceConfig, RLConfig, RunConfig, SFTConfig
+from torchtitan.config import ParallelismConfig
+
+from rl.config import PreferenceConfig, RLConfig, RunConfig, SFTConfig
 from rl.session.config import Role, SessionConfig
 from rl.training.config import TrainerConfig
 
@@ -14,7 +16,7 @@ def roles_of(config: RunConfig) -> dict[str, Role]:
         loss = config.loss.build()
         roles = {"trainer": Role("trainer", config.trainer, config.model, loss.head)}
         if loss.needs_reference:
-            reference = _reference_config(config, config.reference)
+            reference = _reference_config(config, config.reference.parallelism)
             roles["reference"] = Role("reference", reference, config.model)
         return roles
     roles = {"trainer": Role("trainer", config.trainer, config.model)}
@@ -23,7 +25,7 @@ def roles_of(config: RunConfig) -> dict[str, Role]:
     needed = config.algorithm.roles()
     if "reference" in needed:
         roles["reference"] = Role(
-            "reference", _reference_config(config, config.reference), config.model
+            "reference", _reference_config(config, config.reference.parallelism), config.model
         )
     if "critic" in needed:
         roles["critic"] = Role("critic", _critic_config(config), config.model, "values")
@@ -63,12 +65,10 @@ def session_config(config: RunConfig) -> SessionConfig:
     )
 
 
-def _reference_config(config: RunConfig, reference: ReferenceConfig) -> TrainerConfig:
+def _reference_config(config: RunConfig, parallelism: ParallelismConfig) -> TrainerConfig:
     """Return the trainer's config in the reference's layout, without checkpoints of its own."""
     checkpoint = dataclasses.replace(config.trainer.checkpoint, folder="reference", enable=False)
-    return dataclasses.replace(
-        config.trainer, parallelism=reference.parallelism, checkpoint=checkpoint
-    )
+    return dataclasses.replace(config.trainer, parallelism=parallelism, checkpoint=checkpoint)
 
 
 def _role_config(config: RLConfig, name: str) -> TrainerConfig:

@@ -1,19 +1,40 @@
 """PreferenceConfig: all that a run of the preference trainer depends on."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
+
+from torchtitan.config import ParallelismConfig
 
 from rl.algorithms.sequence_losses import BradleyTerryLoss, DPOLoss, SequenceLoss
 from rl.config.dataset import DatasetConfig, DatasetRunConfig
-from rl.config.rl import ReferenceConfig
 from rl.data.examples import EncodingConfig
-from rl.rules import NUMERICS
+from rl.rules import NUMERICS, PERFORMANCE
+from rl.training.config import one_rank
 
 
 @dataclass(kw_only=True, slots=True)
 class PreferenceDataConfig(EncodingConfig, DatasetConfig):
     """Examples of a run of the preference trainer. A line of a file has ``chosen`` and
     ``rejected``, or ``prompt``, ``completion`` and ``label`` for a loss of single examples.
+    """
+
+
+@dataclass(kw_only=True, slots=True)
+class InitialPolicyConfig:
+    """Frozen copy of the initial policy, on a mesh of its own; present if the loss compares with a
+    reference. All other settings are those of the trainer.
+    """
+
+    parallelism: ParallelismConfig = field(default_factory=one_rank)
+    """Parallelism degrees; the number of ranks is their product."""
+
+    scores: Annotated[Literal["computed", "cached"], PERFORMANCE] = "computed"
+    """Origin of the reference's log-probs of answers.
+
+    - ``computed``: The reference runs during training and computes them in each step.
+    - ``cached``: The reference runs before the first step and computes them once for each example,
+      into ``reference/scores.safetensors`` of the run folder. No process of it runs during
+      training. KTO needs them once for each step, since its baseline depends on the batch.
     """
 
 
@@ -27,8 +48,8 @@ class PreferenceConfig(DatasetRunConfig):
     loss: Annotated[SequenceLoss.Config, NUMERICS] = field(default_factory=DPOLoss.Config)
     """Cost of a pair, or of a single example."""
 
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    """Frozen copy of the initial policy; present if the loss compares with it."""
+    reference: InitialPolicyConfig = field(default_factory=InitialPolicyConfig)
+    """Policy that the loss compares with."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """Models: calls on the models of a session by role."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ class Models:
         for role, group in groups.items():
             self._residency.add(role, group)
         self._changed: set[str] = set()  # roles with other weights than at their start
+        self._aside: set[str] = set()  # roles whose processes run inside ``using`` alone
 
     @property
     def trainer(self) -> TrainerMesh:
@@ -54,9 +56,34 @@ class Models:
         """Whether any model has this role."""
         return role in self._groups
 
+    def set_aside(self, role: str) -> None:
+        """Have the processes of ``role`` run inside ``using`` alone; call this before ``start``."""
+        self._aside.add(role)
+
+    @asynccontextmanager
+    async def using(self, role: str) -> AsyncIterator[None]:
+        """Run the processes of ``role``, which was set aside, while the block runs.
+
+        The model has the weights that its config starts from.
+        """
+        group = self._groups[role]
+        try:
+            await self._start_model(role)
+            await self.init_model(role)
+            yield
+            await group.close()
+        finally:
+            await group.stop()
+            self._residency.forget(role)
+
+    @property
+    def _present(self) -> dict[str, WorkerGroup]:
+        """Worker groups whose processes run from ``start`` to ``stop``, by role."""
+        return {role: group for role, group in self._groups.items() if role not in self._aside}
+
     async def start_models(self) -> None:
         """Start every model that is not running; models that share devices start one by one."""
-        lost = [role for role, group in self._groups.items() if not group.is_running]
+        lost = [role for role, group in self._present.items() if not group.is_running]
         for role in lost:
             self._residency.forget(role)
         async with background() as work:

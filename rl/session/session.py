@@ -124,7 +124,7 @@ class Session(Models):
     async def _opened(self) -> AsyncIterator[None]:
         try:
             await self.start()
-            for role in self._groups:
+            for role in self._present:
                 await self.load(role=role)
             await self.connect()
             async with self.running():
@@ -154,7 +154,7 @@ class Session(Models):
         If a model is lost, cancel the block and raise that failure.
         """
         generators = [self.pool.run(), self._push.run()] if self.config.generator else []
-        models = [_raise_failure(group) for group in self._groups.values()]
+        models = [_raise_failure(group) for group in self._present.values()]
         async with background(*generators, *models):
             yield
 
@@ -172,7 +172,7 @@ class Session(Models):
 
     async def close(self) -> None:
         """Let every engine clean up, after saves that are still being written."""
-        models = asyncio.gather(*(group.close() for group in self._groups.values()))
+        models = asyncio.gather(*(group.close() for group in self._present.values()))
         await self.pool.close()
         await models
 
@@ -308,7 +308,9 @@ class Session(Models):
     def describe(self) -> str:
         """Return text that lists the processes to start."""
         models = ", ".join(
-            f"{name} ({role.trainer.ranks} ranks)" for name, role in self.config.models.items()
+            f"{name} ({role.trainer.ranks} ranks)"
+            for name, role in self.config.models.items()
+            if name not in self._aside
         )
         generator = self.config.generator
         if generator is None:

@@ -113,6 +113,9 @@ class LifeCycle(ABC, Generic[Arguments]):
     async def restore(self, state: dict[str, Any]) -> None:
         """Go back to ``state``, which ``snapshot`` returned; {} is the start of the run."""
 
+    async def prepare(self) -> None:
+        """Do what training needs before its first step; return early once the run is left."""
+
     async def snapshot(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside model, optimizer and step, as JSON.
 
@@ -280,6 +283,7 @@ class LifeCycle(ABC, Generic[Arguments]):
                 await self.go_back(step)
                 step = -1
                 async with self.session.running(), background(*self.work()):
+                    await self.prepare()
                     await self._steps()
                     return None if self.leaving else await self.finish()
             except ActorFailure as failure:

@@ -22,6 +22,7 @@ from rl.data.jsonl import Source
 from rl.data.preferences import Labelled, Pair, read_labelled, read_preferences
 from rl.dialects.base import Dialect
 from rl.metrics import Metrics
+from rl.trainers.cached_reference import CachedReference
 from rl.trainers.dataset import DatasetTrainer
 from rl.trainers.life_cycle import MetricCalculator
 from rl.types import Batch
@@ -41,6 +42,7 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
     """
 
     loss: SequenceLoss
+    cache: CachedReference | None
 
     def read(self, source: Source, dialect: Dialect) -> Examples[Any]:
         read = read_labelled if self.is_unpaired else read_preferences
@@ -63,15 +65,25 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         """Whether examples are single answers with a label."""
         return isinstance(self.arguments.loss, KTOLoss.Config)
 
+    def assemble(self) -> None:
+        is_cached = self.loss.needs_reference and self.arguments.reference.scores == "cached"
+        self.cache = CachedReference(self) if is_cached else None
+
     async def restore(self, state: dict[str, Any]) -> None:
-        if self.session.has("reference"):
+        if self.session.has("reference") and self.cache is None:
             await self.session.init_model("reference")
+
+    async def prepare(self) -> None:
+        if self.cache is not None:
+            await self.cache.fill("eval", "train")
 
     async def train_step(self) -> bool:
         if self.leaving:
             return False
-        batch, labels = self.batch_of(self.next_examples())
-        weights, measured = await self.compare(batch, labels)
+        items = self.next_examples()
+        batch, labels = self.batch_of(items)
+        known = self.cache.scores("train", items) if self.cache is not None else None
+        weights, measured = await self.compare(batch, labels, known)
         learned = with_coefficients(batch, weights)
         await self.session.forward_backward(learned, LinearLoss.Config(head=self.loss.head))
         metrics = await self.session.optim_step(denominator=self.loss.count(labels)) | measured
@@ -91,14 +103,24 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         pairs = [item for item in items if isinstance(item, Pair)]
         return score_batch(batch_of_pairs(pairs), self.loss), Labels.pairs(len(pairs))
 
-    async def compare(self, batch: Batch, labels: Labels) -> tuple[torch.Tensor, Metrics]:
-        """Return the coefficients of the sequences that are trained, and metrics."""
-        roles = ["trainer", "reference"] if self.loss.needs_reference else ["trainer"]
-        outputs = await asyncio.gather(*(self.session.forward(batch, role=role) for role in roles))
-        scores, *reference = (sequence_scores(batch, each[self.loss.head]) for each in outputs)
-        prior = reference[0] if reference else None
+    async def compare(
+        self, batch: Batch, labels: Labels, reference: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Metrics]:
+        """Return the coefficients of the sequences that are trained, and metrics.
+
+        ``reference`` are the scores of the reference, [n], if they are known.
+        """
+        compares = self.loss.needs_reference and reference is None
+        roles = ["trainer", "reference"] if compares else ["trainer"]
+        scores, *computed = await asyncio.gather(*(self.scores_of(batch, role) for role in roles))
+        prior = computed[0] if compares else reference
         weights, _, metrics = coefficients(self.loss, scores, prior, labels)
         return weights[: len(batch) // 2] if self.is_unpaired else weights, metrics
+
+    async def scores_of(self, batch: Batch, role: str) -> torch.Tensor:
+        """Return the scores of the model ``role``, float64 [n]."""
+        outputs = await self.session.forward(batch, role=role)
+        return sequence_scores(batch, outputs[self.loss.head])
 
     async def export(self, path: Path) -> bool:
         if self.loss.head == "values":
@@ -117,9 +139,11 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         ``metric_calculator`` gets the metrics of each batch.
         """
         parts = []
-        for items in self.chunks(self.dataset_eval):
-            if len(items) > 1 or not self.is_unpaired:  # a baseline needs two
-                parts.append((await self.compare(*self.batch_of(items)))[1])
+        if self.cache is not None:
+            await self.cache.fill("eval")
+        for items in self.held_out_batches():
+            known = self.cache.scores("eval", items) if self.cache is not None else None
+            parts.append((await self.compare(*self.batch_of(items), known))[1])
         metrics = dict(Metrics.merged(parts))
         metrics["loss"] = metrics.pop("loss/mean", 0.0)
         if not parts:
@@ -127,3 +151,8 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         if metric_calculator is not None:
             metrics |= metric_calculator(parts)
         return {f"eval/{name}": value for name, value in metrics.items()}
+
+    def held_out_batches(self) -> list[list[Preference]]:
+        """Return the examples of ``dataset_eval`` in batches; a baseline of KTO needs two."""
+        batches = self.chunks(self.dataset_eval)
+        return [items for items in batches if len(items) > 1 or not self.is_unpaired]

@@ -16,6 +16,38 @@ from rl.step_folders import StepFolders
 from rl.trainers.rl import RLTrainer
 from rl.trainers.run_folder import RunFolder
 from tests.trainers.fakes import Generator, Rewards, Trainer
+from tests.trainers.tiny_chat import tiny_chat_model
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory):
+    """Folder of a tiny Qwen3 with Qwen3's chat template."""
+    return tiny_chat_model(tmp_path_factory.mktemp("chat_model"))
+
+
+@pytest.fixture
+def make_preference(chat_model, tmp_path):
+    """Makes a config of four steps on four examples each."""
+
+    def make(name="dpo_jsonl", **fields):
+        config = find_config(name)()
+        config.model.hf_path = str(chat_model)
+        config.model.max_seq_len = 128
+        config.task.max_tokens = 96
+        config.task.held_out_fraction = 0.2
+        config.examples_per_step = 4
+        config.steps = 4
+        config.validate_every = 0
+        config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] = 1e-3
+        config.trainer.lr_scheduler.warmup_steps = 0
+        config.trainer.checkpoint.interval = 2
+        config.output_dir = str(tmp_path / "run")
+        config.quiet = True
+        for field, value in fields.items():
+            setattr(config, field, value)
+        return config
+
+    return make
 
 
 @pytest.fixture

@@ -6,49 +6,17 @@ import math
 import pytest
 
 from rl.algorithms.sequence_losses import IPOLoss, KTOLoss, SimPOLoss
-from rl.cli import find_config
 from rl.errors import ConfigError, Interrupted
 from rl.trainers.preference import PreferenceTrainer
-from tests.trainers.tiny_chat import labelled_rows, preference_rows, tiny_chat_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Folder of a tiny Qwen3 with Qwen3's chat template."""
-    return tiny_chat_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def make(model, tmp_path):
-    """Makes a config of four steps on four examples each."""
-
-    def make(name="dpo_jsonl", **fields):
-        config = find_config(name)()
-        config.model.hf_path = str(model)
-        config.model.max_seq_len = 128
-        config.task.max_tokens = 96
-        config.task.held_out_fraction = 0.2
-        config.examples_per_step = 4
-        config.steps = 4
-        config.validate_every = 0
-        config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] = 1e-3
-        config.trainer.lr_scheduler.warmup_steps = 0
-        config.trainer.checkpoint.interval = 2
-        config.output_dir = str(tmp_path / "run")
-        config.quiet = True
-        for field, value in fields.items():
-            setattr(config, field, value)
-        return config
-
-    return make
+from tests.trainers.tiny_chat import labelled_rows, preference_rows
 
 
 def rows_of(trainer):
     return trainer.record.read_metrics()
 
 
-def test_dpo_begins_at_ln_2_and_learns_the_preference(make):
-    with PreferenceTrainer(make(steps=8), preference_rows(40)) as trainer:
+def test_dpo_begins_at_ln_2_and_learns_the_preference(make_preference):
+    with PreferenceTrainer(make_preference(steps=8), preference_rows(40)) as trainer:
         state = trainer.train()
         first, *_, last = rows_of(trainer)
         assert trainer.evaluate()["eval/loss"] == pytest.approx(state.metrics["eval/loss"])
@@ -60,15 +28,15 @@ def test_dpo_begins_at_ln_2_and_learns_the_preference(make):
 
 @pytest.mark.long
 @pytest.mark.parametrize("loss", [IPOLoss.Config(), SimPOLoss.Config()], ids=["ipo", "simpo"])
-def test_losses_of_pairs_learn(make, loss):
-    with PreferenceTrainer(make(loss=loss), preference_rows(30)) as trainer:
+def test_losses_of_pairs_learn(make_preference, loss):
+    with PreferenceTrainer(make_preference(loss=loss), preference_rows(30)) as trainer:
         trainer.train()
         first, *_, last = rows_of(trainer)
     assert last["loss/mean"] < first["loss/mean"]
 
 
-def test_kto_learns_from_single_answers(make):
-    with PreferenceTrainer(make(loss=KTOLoss.Config()), labelled_rows(30)) as trainer:
+def test_kto_learns_from_single_answers(make_preference):
+    with PreferenceTrainer(make_preference(loss=KTOLoss.Config()), labelled_rows(30)) as trainer:
         state = trainer.train()
         first, *_, last = rows_of(trainer)
     assert first["loss/mean"] == pytest.approx(0.5, abs=1e-6)
@@ -76,8 +44,10 @@ def test_kto_learns_from_single_answers(make):
     assert "eval/rewards/accuracy" in state.metrics
 
 
-def test_a_reward_model_learns_and_its_checkpoint_is_named_to_be_loaded(make):
-    with PreferenceTrainer(make("reward_model_jsonl", steps=8), preference_rows(40)) as trainer:
+def test_a_reward_model_learns_and_its_checkpoint_is_named_to_be_loaded(make_preference):
+    with PreferenceTrainer(
+        make_preference("reward_model_jsonl", steps=8), preference_rows(40)
+    ) as trainer:
         state = trainer.train()
         first, *_, last = rows_of(trainer)
         log = trainer.record.run_log.read_text()
@@ -90,7 +60,7 @@ def test_a_reward_model_learns_and_its_checkpoint_is_named_to_be_loaded(make):
 
 
 @pytest.mark.long
-def test_a_run_that_was_left_resumes_bit_for_bit(make, tmp_path):
+def test_a_run_that_was_left_resumes_bit_for_bit(make_preference, tmp_path):
     class Leaves(PreferenceTrainer):
         async def after_step(self):
             if self.step == 3:
@@ -99,9 +69,9 @@ def test_a_run_that_was_left_resumes_bit_for_bit(make, tmp_path):
     def digest(trainer):
         return json.loads((trainer.record.folder / "summary.json").read_text())["policy_digest"]
 
-    with PreferenceTrainer(make(), preference_rows(30)) as whole:
+    with PreferenceTrainer(make_preference(), preference_rows(30)) as whole:
         whole.train()
-    config = make(output_dir=str(tmp_path / "left"))
+    config = make_preference(output_dir=str(tmp_path / "left"))
     with Leaves(config, preference_rows(30)) as trainer, pytest.raises(Interrupted):
         trainer.train()
     config.resume = True

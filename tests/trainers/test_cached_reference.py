@@ -1,0 +1,211 @@
+"""Scores of the reference, computed once and kept in the run folder."""
+
+import os
+
+import pytest
+import torch
+
+from rl.algorithms.sequence_losses import KTOLoss, SimPOLoss
+from rl.errors import ConfigError, Interrupted, RunError
+from rl.trainers import reference_scores
+from rl.trainers.preference import PreferenceTrainer
+from rl.trainers.reference_scores import ReferenceScores, source_digest
+from tests.trainers.tiny_chat import labelled_rows, preference_rows
+
+HELD_OUT = preference_rows(23)[20:]
+
+
+class Counting(PreferenceTrainer):
+    """Counts the batches that the reference scores, and leaves after ``limit`` of them."""
+
+    limit = 1000
+    batches = 0
+
+    async def scores_of(self, batch, role):
+        self.batches += role == "reference"
+        if role == "reference" and self.batches == self.limit:
+            self.leave()
+        return await super().scores_of(batch, role)
+
+    async def train_step(self):
+        if self.cache is not None:
+            assert not self.session._groups["reference"].is_running
+        return await super().train_step()
+
+
+def metrics_of(trainer):
+    """Return the metrics of the loss, step by step."""
+    names = ("loss", "rewards", "logps", "kl", "trainer/grad_norm")
+    rows = trainer.record.read_metrics()
+    return [{name: row[name] for name in row if name.startswith(names)} for row in rows]
+
+
+@pytest.fixture
+def train(make_preference):
+    """Trains with the given origin of scores; returns the trainer and its final metrics."""
+
+    def train(scores, rows, held_out=HELD_OUT, **fields):
+        config = make_preference(**fields)
+        config.reference.scores = scores
+        with Counting(config, rows, held_out) as trainer:
+            results = trainer.train().metrics
+        return trainer, results
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("rows", "held_out", "fields"),
+    [
+        (preference_rows(14), HELD_OUT, {}),
+        pytest.param(
+            labelled_rows(6), labelled_rows(3), {"loss": KTOLoss.Config()}, marks=pytest.mark.long
+        ),
+    ],
+    ids=["dpo", "kto"],
+)
+def test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step(
+    train, make_preference, monkeypatch, tmp_path, rows, held_out, fields
+):
+    """The 16 examples of the steps are more than an epoch. The cached run is left before its first
+    step and goes on.
+    """
+    computed, wanted = train(
+        "computed", rows, held_out, output_dir=str(tmp_path / "computed"), **fields
+    )
+    monkeypatch.setattr(reference_scores, "EVERY_S", 0.0)
+    config = make_preference(**fields)
+    config.reference.scores = "cached"
+    with Counting(config, rows, held_out) as left, pytest.raises(Interrupted):
+        left.limit = 3
+        left.train()
+    assert (left.step, left.batches) == (0, 3)
+    cached, results = train("cached", rows, held_out, resume=True, **fields)
+    held_out_batches = -(-len(held_out) // 4)
+    assert cached.batches == held_out_batches + 4 - 3
+    assert cached.batches + left.batches <= computed.batches
+    entries = 16 if cached.is_unpaired else len(rows)
+    assert f"reference, train: {entries} of {entries}" in cached.record.run_log.read_text()
+    first, *later = zip(metrics_of(cached), metrics_of(computed), strict=True)
+    assert first[0] == first[1]  # the same bits
+    for own, other in later:
+        assert own == pytest.approx(other, rel=1e-6, abs=1e-6)
+    for name in ("eval/loss", "eval/rewards/accuracy"):
+        assert results[name] == pytest.approx(wanted[name], rel=1e-6)
+    strangers = PreferenceTrainer(config, rows, held_out).dataset_train[:4]
+    with pytest.raises(RunError, match="set reference.scores to 'computed'"):
+        cached.cache.scores("train", strangers)
+
+
+@pytest.mark.long
+def test_more_steps_need_more_scores_and_the_same_steps_need_none(train):
+    rows = preference_rows(20)
+    _, first = train("cached", rows)
+    same, again = train("cached", rows, resume=True)
+    assert (same.batches, again) == (0, first)
+    longer, _ = train("cached", rows, resume=True, steps=5)
+    assert (longer.step, longer.batches) == (5, 1)
+
+
+@pytest.fixture
+def scores(tmp_path):
+    """Opens the file of the folder with the given digests."""
+
+    def scores(data="d", source="s"):
+        return ReferenceScores(tmp_path / "scores", data=data, source=source, note=notes.append)
+
+    notes = scores.notes = []
+    with scores().adding("w"):
+        pass
+    first = scores()
+    with first.adding("w"):
+        first.add("train", torch.tensor([[0.1, -7.0], [float("-inf"), 2.5]], dtype=torch.float64))
+    return scores
+
+
+def test_the_same_bits_come_back(scores):
+    again = scores()
+    infinite = float("-inf")
+    assert again.has({"train": 2}) and again.has({"train": 1, "eval": 0})
+    assert not again.has({"train": 3}) and not again.has({"eval": 1})
+    found = again.at("train", [1, 0, 1]).tolist()
+    assert found == [[infinite, 2.5], [0.1, -7.0], [infinite, 2.5]]
+    assert scores.notes == []
+
+
+def test_scores_of_other_examples_are_not_used(scores):
+    assert scores(data="other").count("train") == 0
+    assert "examples or their order have changed" in scores.notes[0]
+
+
+def test_the_weights_decide_if_the_files_of_the_reference_have_changed(scores):
+    same = scores(source="touched")
+    assert same.count("train") == 2 and not same.has({"train": 2})
+    with same.adding("w"):
+        assert same.has({"train": 2})
+    assert scores(source="touched").has({"train": 2})
+    assert scores.notes == []
+    other = scores(source="changed")
+    with other.adding("v"):
+        assert other.count("train") == 0
+    assert "the reference has changed" in scores.notes[0]
+    assert scores(source="changed").count("train") == 0
+
+
+def test_a_damaged_file_is_computed_again_and_an_unfinished_one_is_ignored(scores, tmp_path):
+    whole = (tmp_path / "scores").read_bytes()
+    (tmp_path / "scores.partial").write_bytes(whole[:20])
+    assert scores().has({"train": 2})
+    (tmp_path / "scores").write_bytes(whole[:-1])
+    assert scores().count("train") == 0
+    assert "it cannot be read" in scores.notes[0]
+
+
+def test_what_was_added_is_written_if_the_run_ends(scores):
+    with_more = scores()
+    with pytest.raises(KeyboardInterrupt), with_more.adding("w"):
+        with_more.add("eval", torch.zeros(1, 2, dtype=torch.float64))
+        raise KeyboardInterrupt
+    assert scores().count("eval") == 1
+
+
+def test_the_digests_tell_what_the_scores_depend_on(make_preference, tmp_path):
+    """Each change is one that changes a score, or the example that it belongs to."""
+
+    def digest(rows, **fields):
+        config = make_preference(**fields)
+        config.reference.scores = "cached"
+        trainer = PreferenceTrainer(config, rows, HELD_OUT)
+        return reference_scores.data_digest(config, trainer.dataset_train, trainer.dataset_eval)
+
+    rows = preference_rows(6)
+    same = digest(rows)
+    assert same == digest(preference_rows(6), steps=9)
+    swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    loss = make_preference().loss
+    loss.length_normalized = True
+    changed = [
+        digest(rows[::-1]),
+        digest(rows[:5]),
+        digest(swapped),
+        digest(rows, seed=1),
+        digest(rows, examples_per_step=3),
+        digest(rows, loss=loss),
+    ]
+    assert len({same, *changed}) == 7
+
+    config = make_preference()
+    config.model.hf_path = str(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"1")
+    before = source_digest(config)
+    assert source_digest(config) == before
+    os.utime(weights, ns=(1, 1))
+    assert source_digest(config) != before
+
+
+def test_what_cannot_be_cached_is_refused(make_preference):
+    config = make_preference(loss=SimPOLoss.Config())
+    config.reference.scores = "cached"
+    with pytest.raises(ConfigError, match="reference.scores is 'cached'.*SimPOLoss has no ref"):
+        PreferenceTrainer(config, preference_rows(6))

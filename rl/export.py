@@ -43,13 +43,11 @@ def _export(arguments: Sequence[str] | None) -> None:
     from rl.disk import replace_folder, temporary_folder
     from rl.saved_run import open_run, run_session
     from rl.trainers.start import build_task
-    from rl.trainers.trainer import NO_EXPORT
 
     folder = own.folder.resolve()
     _require_empty(folder)
     run = open_run(own.run, own.step, overrides, program=PROGRAM)
     config = run.session_config()
-    require(config.head == "logprobs", NO_EXPORT)
     task = build_task(run.config) if isinstance(run.config, RLConfig) else None
     with temporary_folder(f".{folder.name}-", _make_parent(folder)) as partial:
         model = Path(partial) / "model"

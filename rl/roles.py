@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ParallelismConfig
 
 from rl.config import PreferenceConfig, RLConfig, RunConfig, SFTConfig
@@ -74,16 +75,26 @@ def _reference_config(config: RunConfig, parallelism: ParallelismConfig) -> Trai
 def _role_config(config: RLConfig, name: str) -> TrainerConfig:
     """Return the trainer's config in the role's layout, with the role's weights."""
     role = config.roles[name]
-    checkpoint = dataclasses.replace(
-        config.trainer.checkpoint,
-        folder=name,
-        enable=False,
-        initial_load_path=str(Path(role.checkpoint).resolve()) if role.checkpoint else None,
-        initial_load_model_only=True,
-        initial_load_in_hf=False,
-    )
+    checkpoint = _starting_from(role.checkpoint, config.trainer.checkpoint)
+    checkpoint = dataclasses.replace(checkpoint, folder=name, enable=False)
     return dataclasses.replace(
         config.trainer, parallelism=role.parallelism, checkpoint=checkpoint, lora=None
+    )
+
+
+def _starting_from(
+    folder: str | None, config: CheckpointManager.Config
+) -> CheckpointManager.Config:
+    """Return ``config`` with initial weights from ``folder``: a checkpoint or a Hugging Face
+    folder. None stands for the weights of the model.
+    """
+    path = Path(folder).resolve() if folder else None
+    return dataclasses.replace(
+        config,
+        initial_load_path=str(path) if path is not None else None,
+        initial_load_model_only=True,
+        initial_load_in_hf=path is not None and (path / "config.json").is_file(),
+        initial_load_in_hf_quantized=False,
     )
 
 
@@ -93,9 +104,8 @@ def _critic_config(config: RLConfig) -> TrainerConfig:
     critic = config.critic
     keep = trainer.checkpoint.keep_latest_k
     checkpoint = dataclasses.replace(
-        trainer.checkpoint,
+        _starting_from(critic.checkpoint, trainer.checkpoint),
         folder="critic",
-        initial_load_path=None,
         # it must be complete before the trainer's, which decides where the run resumes
         async_mode="disabled",
         keep_latest_k=keep + 1 if keep else 0,  # also the one that was saved before the trainer's

@@ -117,6 +117,11 @@ class CriticConfig:
     trainer.
     """
 
+    checkpoint: Annotated[str | None, NUMERICS] = None
+    """Folder that the critic starts from: of one step among the checkpoints of a reward model's
+    trainer or of a critic, or a Hugging Face folder of a reward model. None: The trunk starts from
+    ``model``, and all values are 0."""
+
     parallelism: ParallelismConfig = field(default_factory=one_rank)
     """Parallelism degrees; the number of ranks is their product."""
 
@@ -142,24 +147,26 @@ class RoleConfig:
 
     model: ModelConfig
     """Model with the policy's vocabulary. Its weights are those of ``checkpoint``, or of
-    ``model.hf_path`` if the head is ``logprobs`` and ``checkpoint`` is not set."""
+    ``model.hf_path`` if ``checkpoint`` is not set."""
 
     parallelism: ParallelismConfig = field(default_factory=one_rank)
     """Parallelism degrees; the number of ranks is their product."""
 
     checkpoint: str | None = None
-    """Folder of one step among the checkpoints of a run's trainer or critic."""
+    """Folder of one step among the checkpoints of a run's trainer or critic, or a Hugging Face
+    folder."""
 
     head: Head = "logprobs"
-    """Output of the model: log-probs of the policy's tokens, or values like a critic."""
+    """Output of the model: log-probs of the policy's tokens, or values like a critic or a reward
+    model."""
 
     column: str = ""
     """Name under which the loss receives the output, such as ``teacher_logprobs``; empty if it does
     not."""
 
     reward_weight: Annotated[float, SIGNED] = 0.0
-    """Weight of a reward model, whose head is ``values``. This times its value of the whole
-    completion is added to the task's reward before advantages are computed."""
+    """Weight of a reward model, whose head is ``values``. This times its score, the value at the
+    last token of the completion, is added to the task's reward before advantages are computed."""
 
 
 @dataclass(kw_only=True, slots=True)

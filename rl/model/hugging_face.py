@@ -10,6 +10,12 @@ from rl.errors import ConfigError, require
 
 QWEN3_NORM_EPS = 1e-6
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+REWARD_MODELS = {
+    "qwen3": "Qwen3ForSequenceClassification",
+    "qwen3_moe": "Qwen3MoeForSequenceClassification",
+}
+"""Classes of models with one score for a sequence in place of the output head."""
+
 CONFIG_CLASSES = {"qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig"}
 SIZES = {
     "vocab_size": "vocab_size",
@@ -102,7 +108,8 @@ def read_config(field: str, folder: Path) -> HuggingFaceConfig:
     check.one_of("model_type", config.get("model_type"), tuple(ARCHITECTURES))
     kind = config["model_type"]
     has_experts = kind == "qwen3_moe"
-    check.one_of("architectures", config.get("architectures"), ([ARCHITECTURES[kind]], [], None))
+    classes: tuple[Any, ...] = ([ARCHITECTURES[kind]], [REWARD_MODELS[kind]], [], None)
+    check.one_of("architectures", config.get("architectures"), classes)
     for key, allowed in ALLOWED_IF_PRESENT.items():
         check.one_of(key, config.get(key), allowed)
     for key, allowed in (ALLOWED | (ALLOWED_WITH_EXPERTS if has_experts else {})).items():

@@ -323,7 +323,7 @@ class LifeCycle(ABC, Generic[Arguments]):
         """
         self.progress.stage("exporting the model")
         export = self.record.folder / "export"
-        exported = await self.export(export)
+        await self.export(export)
         rows = self.record.read_metrics()
         summary: dict[str, Any] = {
             "steps": self.step,
@@ -331,11 +331,10 @@ class LifeCycle(ABC, Generic[Arguments]):
             "policy_version": self.session.version,
             **self.facts(),
             "policy_digest": await self.session.weight_digest(),
-            "export": str(export) if exported else "",
+            "export": str(export),
         }
         self.record.write_summary(summary)
-        if exported:
-            self.progress.note(f"exported to {export}")
+        self.progress.note(f"exported to {export}")
         self.progress.stage("evaluating on held-out data")
         scores = await self.scores_unless_leaving()
         return None if scores is None else summary | scores | self.facts()
@@ -344,8 +343,7 @@ class LifeCycle(ABC, Generic[Arguments]):
         """Return the scores of the present weights; None once the run is to be left."""
         return await self.changed.unless(lambda: self.leaving, self.scores())
 
-    async def export(self, path: Path) -> bool:
-        """Write the model as a Hugging Face folder; return whether it has that form."""
+    async def export(self, path: Path) -> None:
+        """Write the model as a Hugging Face folder."""
         await self.session.export_hf(path)
         self.describe(path)
-        return True

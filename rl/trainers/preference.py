@@ -1,7 +1,6 @@
 """Preference training and reward models: losses over whole sequences."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,17 +120,6 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         """Return the scores of the model ``role``, float64 [n]."""
         outputs = await self.session.forward(batch, role=role)
         return sequence_scores(batch, outputs[self.loss.head])
-
-    async def export(self, path: Path) -> bool:
-        if self.loss.head == "values":
-            self.progress.note(f"not exported: set roles.NAME.checkpoint to {self.newest}")
-            return False
-        return await super().export(path)
-
-    @property
-    def newest(self) -> Path:
-        """Newest complete checkpoint, which another run loads as a reward model or a critic."""
-        return self.checkpoints.path(max(self.checkpoints.complete(), default=0))
 
     async def scores(self, metric_calculator: MetricCalculator | None = None) -> dict[str, float]:
         """Return the loss and its metrics on ``dataset_eval``, named ``eval/…``.

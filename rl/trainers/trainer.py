@@ -19,7 +19,6 @@ from rl.trainers.endings import Interrupts, fail
 from rl.trainers.life_cycle import Arguments, LifeCycle, MetricCalculator
 
 T = TypeVar("T")
-NO_EXPORT = "a reward model has no Hugging Face form; use its checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +162,7 @@ class Trainer(LifeCycle[Arguments]):
 
     async def _save_pretrained(self, path: Path, state: TrainerState | None) -> None:
         async with self._weights_of(state):
-            exported = await self.export(path)
-        require(exported, NO_EXPORT)
+            await self.export(path)
 
     @asynccontextmanager
     async def _weights_of(self, state: TrainerState | None) -> AsyncIterator[None]:

@@ -15,12 +15,13 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from rl.disk import replace_folder, sync_file
 from rl.errors import RunError
+from rl.model.reward_model import describe_reward_model
 from rl.model.shape import ModelShape, hf_config
 from rl.model.shards import Box, Shards
 from rl.training.all_ranks import on_every_rank, on_first_rank
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_files import INDEX, ONE_FILE, check_tensors, files_of, stored_tensors
-from rl.training.hugging_face_names import HuggingFaceNames, Shapes, TensorPiece
+from rl.training.hugging_face_names import SCORE, HuggingFaceNames, Shapes, TensorPiece
 from rl.training.lora import peft_tensors, write_peft
 from rl.training.model import named_weights, shards_of
 from rl.training.values import ValueHead
@@ -57,7 +58,8 @@ class HuggingFaceFolders:
     @torch.no_grad()
     def export(self, folder: str) -> None:
         """Write the weights in the dtype that the model started from, config.json, and the other
-        files of the source.
+        files of the source. A model with a value head becomes a sequence classification of
+        transformers with one label.
 
         Adapters are merged into the weights, and written in the subfolder ``adapter`` for PEFT.
         Weights are split into files as in the source. ``folder`` appears when it is complete, and
@@ -80,15 +82,12 @@ class HuggingFaceFolders:
 
         on_first_rank("export", finish)
 
-    def _tensors(self) -> Shapes:
-        return self._names.tensors({name: shard.shape for name, shard in self._shards().items()})
+    def _tensors(self, shards: Shards) -> Shapes:
+        return self._names.tensors({name: shard.shape for name, shard in shards.items()})
 
-    def _shards(self) -> Shards:
-        """Return the shards that a Hugging Face folder has: all but a critic's head."""
-        shards = shards_of(self._model)
-        if isinstance(self._model.lm_head, ValueHead):
-            del shards["lm_head.weight"]
-        return shards
+    @property
+    def _has_values(self) -> bool:
+        return isinstance(self._model.lm_head, ValueHead)
 
     def _by_file(
         self, shards: Shards, files: dict[str, str]
@@ -103,9 +102,12 @@ class HuggingFaceFolders:
 
     def _read(self, folder: Path) -> None:
         stored = stored_tensors(folder)
-        check_tensors(folder, stored, self._tensors())
+        shards = shards_of(self._model)
+        if self._has_values and SCORE not in stored:  # a language model: the head stays 0
+            del shards["lm_head.weight"]
+        check_tensors(folder, stored, self._tensors(shards))
         files = {name: tensor.file for name, tensor in stored.items()}
-        for file, pieces in self._by_file(self._shards(), files).items():
+        for file, pieces in self._by_file(shards, files).items():
             with safe_open(folder / file, framework="pt") as tensors:
                 for piece, values in pieces:
                     source = piece.in_tensor.slices_in(Box.whole(piece.shape))
@@ -116,7 +118,7 @@ class HuggingFaceFolders:
             raise RunError(
                 f"{whole} holds something other than a model; name another folder to export to"
             )
-        tensors = self._tensors()
+        tensors = self._tensors(shards_of(self._model))
         files = files_of(self._source, tensors) if self._source is not None else {}
         if not files.keys() >= tensors.keys():
             files = _split(tensors, dtype)
@@ -165,6 +167,8 @@ class HuggingFaceFolders:
         config = folder / "config.json"
         if not config.exists():
             config.write_text(json.dumps(hf_config(self._shape), indent=2))
+        if self._has_values:
+            describe_reward_model(folder)
 
 
 class _FileLayout(NamedTuple):

@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 from rl.errors import ConfigError, require
 from rl.model.hugging_face import read_json
 from rl.model.shape import ModelShape
-from rl.training.hugging_face_names import Shapes, hugging_face_tensors
+from rl.training.hugging_face_names import SCORE, Shapes, hugging_face_tensors
+from rl.types import Head
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,11 +32,14 @@ class StoredTensor(NamedTuple):
     """Name of the dtype in safetensors, such as "BF16"."""
 
 
-def check_folder(folder: Path, shape: ModelShape) -> None:
+def check_folder(
+    folder: Path, shape: ModelShape, head: Head = "logprobs", *, needs_head: bool = True
+) -> None:
     """Raise ConfigError, naming file and tensor, unless ``folder`` holds the weights of a model of
-    ``shape``.
+    ``shape`` with ``head``.
 
-    Reads headers only, and a few rows of a tied head if the folder has one.
+    Without ``needs_head``, a folder without a value head has the trunk of a model with one. Reads
+    headers only, and a few rows of a tied head if the folder has one.
     """
     adapter = f"{folder} has an {ADAPTER}, which transformers would apply; merge it or move it away"
     require(not (folder / ADAPTER).exists(), adapter)
@@ -47,8 +51,16 @@ def check_folder(folder: Path, shape: ModelShape) -> None:
         f"{folder} holds {len(stored)} tensors, fewer than num_hidden_layers={layers} times "
         f"num_experts={experts}",
     )
-    check_tensors(folder, stored, hugging_face_tensors(shape))
-    if shape.tie_embeddings and HEAD in stored:
+    wanted = hugging_face_tensors(shape)
+    if head == "values":
+        wanted.pop(HEAD, None)
+        if needs_head or SCORE in stored:
+            wanted[SCORE] = (1, shape.dim)
+    else:
+        found = f"{folder} holds {SCORE}: it is a reward model, from which no policy can start"
+        require(SCORE not in stored, f"{found}; name the folder of a language model")
+    check_tensors(folder, stored, wanted)
+    if head == "logprobs" and shape.tie_embeddings and HEAD in stored:
         _check_tied_head(folder, stored)
 
 
@@ -91,6 +103,10 @@ def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes)
     those ``wanted``.
     """
     missing = [name for name in wanted if name not in stored]
+    require(
+        missing != [SCORE],
+        f"{folder} lacks {SCORE}: it is a language model; name the export of a reward model",
+    )
     require(not missing, f"{folder} lacks {_first_of(missing)}; its config.json asks for it")
     # A tied model has no separate head, and rotary frequencies are computed.
     known = {*wanted, HEAD}

@@ -11,6 +11,10 @@ from rl.errors import RunError
 from rl.model.qwen3 import parameter_shapes, qwen3_config
 from rl.model.shape import ModelShape
 from rl.model.shards import Box
+from rl.training.values import ValueHead
+
+SCORE = "score.weight"
+"""Tensor of a value head in a folder of transformers' sequence classification, [1, dim]."""
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of whole tensors, by name."""
@@ -51,6 +55,8 @@ class HuggingFaceNames:
     def __init__(self, model: Qwen3Model.Config):
         table = Qwen3StateDictAdapter(model, None).from_hf_map
         self._names = {ours: theirs for theirs, ours in table.items() if ours is not None}
+        if isinstance(model.lm_head, ValueHead.Config):
+            self._names["lm_head.weight"] = SCORE
         attention = model.first_attention
         head = attention.head_dim
         queries = attention.n_heads // attention.n_kv_heads * head

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
@@ -151,7 +150,9 @@ def _validate_lora(config: RunConfig) -> None:
         f"None, for all, or some of {allowed} with model.fuse_qkv={config.model.fuse_qkv}",
     )
     experts = shape_of(config.model).num_experts
+    scores = isinstance(config, PreferenceConfig) and config.loss.build().head == "values"
     for other, clashes in (
+        ("a reward model, whose value head would be frozen", scores),
         (f"the model's {experts} experts", experts > 0),
         ("trainer.float8", config.trainer.float8 is not None),
     ):
@@ -262,18 +263,6 @@ def _validate_roles(config: RLConfig) -> None:
         room = shape.max_seq_len
         rule = f"at least {longest}, the longest prompt and completion"
         require_value(room >= longest, f"{field}.model.max_seq_len", room, rule)
-        checkpoint = role.checkpoint
-        complete = checkpoint is None or Path(checkpoint, ".metadata").is_file()
-        require(
-            bool(checkpoint or (role.model.hf_path and role.head == "logprobs")),
-            f"{field}.checkpoint is not set; it must name the folder of the weights, or "
-            f"{field}.model.hf_path must where {field}.head is 'logprobs'",
-        )
-        require(
-            complete,
-            f"{field}.checkpoint is {checkpoint!r}, where no complete checkpoint is; name a folder "
-            "such as RUN/checkpoints/step-100",
-        )
         weight = role.reward_weight
         rule = f"0 unless {field}.head is 'values'"
         require_value(weight == 0 or role.head == "values", f"{field}.reward_weight", weight, rule)

@@ -3,10 +3,11 @@
 import dataclasses
 from pathlib import Path
 
-from rl.config import RLConfig, RunConfig
-from rl.errors import ConfigError, require
+from rl.config import PreferenceConfig, RLConfig, RoleConfig, RunConfig
+from rl.errors import ConfigError, require, require_value
 from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.training.hugging_face_files import check_folder
+from rl.types import Head
 
 OWN_FIELDS = ("max_seq_len", "dtype")
 """Fields of ModelShape in which a folder of initial weights may differ from the model."""
@@ -16,18 +17,56 @@ def validate_folders(config: RunConfig) -> None:
     """Raise ConfigError, naming field, file and tensor, if a folder does not hold the weights that
     a model needs.
     """
+    head: Head = config.loss.build().head if isinstance(config, PreferenceConfig) else "logprobs"
     if config.model.hf_path is not None:
-        _check("model.hf_path", config.model.hf_path, shape_of(config.model))
-    roles = config.roles if isinstance(config, RLConfig) else {}
-    for name, role in roles.items():
-        field = f"roles.{name}.model.hf_path"
-        shape = shape_of(role.model, field=field)
-        if role.model.hf_path is not None and role.checkpoint is None:
-            _check(field, role.model.hf_path, shape)
-    _validate_initial_load(config)
+        field = "model.hf_path"
+        _check(field, config.model.hf_path, shape_of(config.model), head, needs_head=False)
+    _validate_initial_load(config, head)
+    if isinstance(config, RLConfig):
+        _validate_critic(config)
+        for name, role in config.roles.items():
+            _validate_role(f"roles.{name}", role)
 
 
-def _validate_initial_load(config: RunConfig) -> None:
+def _validate_critic(config: RLConfig) -> None:
+    folder = config.critic.checkpoint
+    needed = "critic" in config.algorithm.roles()
+    rule = "None unless algorithm.advantage needs values"
+    require_value(needed or folder is None, "critic.checkpoint", folder, rule)
+    if folder is not None:
+        _check_start("critic.checkpoint", folder, config.model, "values")
+
+
+def _validate_role(field: str, role: RoleConfig) -> None:
+    shape = shape_of(role.model, field=f"{field}.model.hf_path")
+    if role.checkpoint is not None:
+        _check_start(f"{field}.checkpoint", role.checkpoint, role.model, role.head)
+        return
+    folder = role.model.hf_path
+    require(
+        folder is not None,
+        f"{field}.checkpoint is not set; it must name the folder of the weights, or "
+        f"{field}.model.hf_path must",
+    )
+    assert folder is not None, "it is set"
+    _check(f"{field}.model.hf_path", folder, shape, role.head)
+
+
+def _check_start(field: str, path: str, model: ModelConfig, head: Head) -> None:
+    """Raise ConfigError, naming ``field``, unless a model with ``head`` can start from ``path``."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        require(
+            (folder / ".metadata").is_file(),
+            f"{field} is {path!r}, where no complete checkpoint is; name a folder such as "
+            "RUN/checkpoints/step-100, or a Hugging Face folder",
+        )
+        return
+    _check_shape(field, path, model)
+    _check(field, path, shape_of(model), head)
+
+
+def _validate_initial_load(config: RunConfig, head: Head) -> None:
     checkpoint = config.trainer.checkpoint
     field = "trainer.checkpoint.initial_load_path"
     path = checkpoint.initial_load_path
@@ -40,7 +79,13 @@ def _validate_initial_load(config: RunConfig) -> None:
             "RUN/checkpoints/step-100, or set initial_load_in_hf for a Hugging Face folder",
         )
         return
-    ours = shape_of(config.model)
+    _check_shape(field, path, config.model)
+    _check(field, path, shape_of(config.model), head, needs_head=False)
+
+
+def _check_shape(field: str, path: str, model: ModelConfig) -> None:
+    """Raise ConfigError unless the folder ``path`` holds a model of the sizes of ``model``."""
+    ours = shape_of(model)
     theirs = shape_of(ModelConfig(hf_path=path), field=field)
     for key in (each.name for each in dataclasses.fields(ModelShape)):
         found = getattr(theirs, key)
@@ -50,11 +95,12 @@ def _validate_initial_load(config: RunConfig) -> None:
             f"{field} is {path!r}, a model whose {key} is {found}; it must be the model's, "
             f"{needed}",
         )
-    _check(field, path, ours)
 
 
-def _check(field: str, folder: str, shape: ModelShape) -> None:
+def _check(
+    field: str, folder: str, shape: ModelShape, head: Head, *, needs_head: bool = True
+) -> None:
     try:
-        check_folder(Path(folder), shape)
+        check_folder(Path(folder), shape, head, needs_head=needs_head)
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from None

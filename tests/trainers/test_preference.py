@@ -1,4 +1,4 @@
-"""Preference training and reward models on real engines and a tiny model."""
+"""Preference training on real engines and a tiny model."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import math
 import pytest
 
 from rl.algorithms.sequence_losses import IPOLoss, KTOLoss, SimPOLoss
-from rl.errors import ConfigError, Interrupted
+from rl.errors import Interrupted
 from rl.trainers.preference import PreferenceTrainer
 from tests.trainers.tiny_chat import labelled_rows, preference_rows
 
@@ -42,21 +42,6 @@ def test_kto_learns_from_single_answers(make_preference):
     assert first["loss/mean"] == pytest.approx(0.5, abs=1e-6)
     assert last["loss/mean"] < first["loss/mean"]
     assert "eval/rewards/accuracy" in state.metrics
-
-
-def test_a_reward_model_learns_and_its_checkpoint_is_named_to_be_loaded(make_preference):
-    with PreferenceTrainer(
-        make_preference("reward_model_jsonl", steps=8), preference_rows(40)
-    ) as trainer:
-        state = trainer.train()
-        first, *_, last = rows_of(trainer)
-        log = trainer.record.run_log.read_text()
-        with pytest.raises(ConfigError, match="a reward model has no Hugging Face form"):
-            trainer.save_pretrained("unused")
-    assert first["loss/mean"] == pytest.approx(math.log(2), abs=1e-6)
-    assert last["rewards/accuracy"] > 0.5
-    assert state.metrics["eval/loss"] < math.log(2)
-    assert f"set roles.NAME.checkpoint to {trainer.checkpoints.path(8)}" in log
 
 
 @pytest.mark.long

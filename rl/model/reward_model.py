@@ -1,0 +1,54 @@
+"""Description of a reward model for transformers' sequence classification."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.model.hugging_face import REWARD_MODELS, read_json
+from rl.model.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def describe_reward_model(folder: Path) -> None:
+    """Change config.json in ``folder`` to that of a sequence classification with one label, and
+    choose the pad token.
+
+    transformers scores a sequence at its last token that is not ``pad_token_id``. Tiller scores it
+    at its last token. Both are the same unless a sequence ends with the pad token, so the pad token
+    becomes another one if it is the eos token.
+    """
+    config = read_json("config.json", folder / "config.json")
+    config |= {"architectures": [REWARD_MODELS[config["model_type"]]], **LABELS}
+    if (folder / "tokenizer.json").is_file():
+        config["pad_token_id"] = _choose_pad_token(folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _choose_pad_token(folder: Path) -> int | None:
+    """Return a token that ends no sequence, which becomes the tokenizer's pad token; None if the
+    tokenizer has none, which limits transformers to batches of one sequence.
+    """
+    tokenizer = load_tokenizer(str(folder))
+    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
+        return tokenizer.pad_token_id  # type: ignore[no-any-return]
+    chosen = max(_unused_tokens(tokenizer), default=None)
+    if chosen is None:
+        return None
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = folder / name
+        if path.is_file():
+            content: dict[str, Any] = read_json(name, path)
+            content["pad_token"] = tokenizer.convert_ids_to_tokens(chosen)
+            path.write_text(json.dumps(content, indent=2, ensure_ascii=False))
+    return chosen
+
+
+def _unused_tokens(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """Return the special tokens without a use in text."""
+    used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    added = tokenizer.added_tokens_decoder
+    return [number for number, token in added.items() if token.special and number not in used]

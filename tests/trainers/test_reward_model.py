@@ -1,0 +1,254 @@
+"""Reward models: trained, in transformers, and as critic, judge and start of other runs."""
+
+import asyncio
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torchtitan.components.lora import LoRAConverter
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from configs.gsm8k_jsonl import gsm8k_jsonl
+from rl.algorithms.advantages import GAE
+from rl.cli import find_config
+from rl.config import RoleConfig
+from rl.errors import ConfigError
+from rl.model.reward_model import describe_reward_model
+from rl.model.shape import ModelConfig
+from rl.roles import session_config
+from rl.session.session import Session
+from rl.trainers.preference import PreferenceTrainer
+from rl.trainers.rl import RLTrainer
+from rl.types import Batch
+from rl.validation import validate
+from tests.trainers.tiny_chat import preference_rows
+
+HELD_OUT = preference_rows(48)[40:]
+
+
+@pytest.fixture(scope="module")
+def trained(chat_model, tmp_path_factory):
+    """A trainer of a reward model after eight steps, closed, and its final metrics."""
+    config = find_config("reward_model_jsonl")()
+    config.model = ModelConfig(hf_path=str(chat_model), max_seq_len=128)
+    config.task.max_tokens = 96
+    config.examples_per_step = 4
+    config.steps = 8
+    config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] = 1e-3
+    config.trainer.lr_scheduler.warmup_steps = 0
+    config.output_dir = str(tmp_path_factory.mktemp("judge") / "run")
+    config.quiet = True
+    with PreferenceTrainer(config, preference_rows(40), HELD_OUT) as trainer:
+        state = trainer.train()
+    return trainer, state.metrics
+
+
+@pytest.fixture(scope="module")
+def export(trained):
+    """Folder of the reward model."""
+    return trained[0].record.folder / "export"
+
+
+def batch_of(texts: list[list[int]]) -> Batch:
+    """Return a batch of ``texts``, each with one more token, which is never read."""
+    tokens = torch.tensor([token for text in texts for token in (*text, 0)])
+    lengths = torch.tensor([len(text) + 1 for text in texts])
+    return Batch(tokens=tokens, lengths=lengths, loss_weights=torch.zeros(len(tokens)))
+
+
+def values_of(folder, text: list[int]) -> torch.Tensor:
+    """Return the values after each token of ``text``, as transformers computes them."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        return model.score(model.model(torch.tensor([text])).last_hidden_state)[0, :, 0]
+
+
+def test_a_reward_model_learns(trained):
+    trainer, metrics = trained
+    first, *_, last = trainer.record.read_metrics()
+    assert first["loss/mean"] == pytest.approx(math.log(2), abs=1e-6)
+    assert last["rewards/accuracy"] > 0.5
+    assert metrics["eval/loss"] < math.log(2)
+
+
+def test_transformers_scores_as_the_reward_model(trained, export):
+    """Both score the last token of an answer, in batches padded on either side."""
+    trainer, metrics = trained
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        export, output_loading_info=True
+    )
+    assert type(model).__name__ == "Qwen3ForSequenceClassification"
+    assert model.num_labels == 1
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    assert model.config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
+    pairs = trainer.dataset_eval
+    answers = [each.tokens.tolist() for pair in pairs for each in (pair.chosen, pair.rejected)]
+    assert len({*map(len, answers)}) > 1
+    for side in ("left", "right"):
+        padded = tokenizer.pad({"input_ids": answers}, padding_side=side, return_tensors="pt")
+        with torch.no_grad():
+            scores = model(**padded).logits[:, 0]
+        for name, own in (("chosen", scores[::2]), ("rejected", scores[1::2])):
+            wanted = metrics[f"eval/rewards/{name}"]
+            assert own.mean().item() == pytest.approx(wanted, abs=1e-5)
+        loss = -torch.nn.functional.logsigmoid(scores[::2] - scores[1::2]).mean()
+        assert loss.item() == pytest.approx(metrics["eval/loss"], abs=1e-5)
+
+
+def rl_config(chat_model, problems):
+    config = gsm8k_jsonl()
+    config.model = ModelConfig(hf_path=str(chat_model), max_seq_len=128)
+    config.task.path = str(problems)
+    config.task.max_prompt_tokens = 96
+    config.rollout.max_tokens = 16
+    config.rollout.prompts_per_step = 2
+    config.rollout.samples_per_prompt = 2
+    config.algorithm.advantage = GAE.Config()
+    config.generator.kv_cache_gib = 0.1
+    config.evaluation.prompts = 0
+    config.steps = 1
+    config.quiet = True
+    return config
+
+
+@pytest.fixture
+def ppo(trained, export, chat_model, tmp_path):
+    """Config of PPO whose critic starts from the reward model, with two more copies as judges."""
+    config = rl_config(chat_model, chat_model.parent / "problems.jsonl")
+    config.output_dir = str(tmp_path / "ppo")
+    config.critic.checkpoint = str(export)
+    sizes = config.model
+    checkpoint = str(trained[0].checkpoints.path(8))
+    config.roles = {
+        "judge": RoleConfig(model=sizes, head="values", checkpoint=checkpoint, reward_weight=0.5),
+        "copy": RoleConfig(model=ModelConfig(hf_path=str(export), max_seq_len=128), head="values"),
+    }
+    return config
+
+
+def test_critic_and_roles_start_from_a_reward_model(ppo, export, tmp_path):
+    """The critic from a Hugging Face folder, one role from a checkpoint, one from its model."""
+    validate(ppo)
+    roles = session_config(ppo).roles
+    texts = [[5, 9, 7, 3, 11, 2], [8, 1, 4]]
+    wanted = torch.cat([values_of(export, text) for text in texts])
+
+    async def values():
+        config = session_config(ppo)
+        config.generator = None
+        async with Session(config, folder=tmp_path / "session") as session:
+            batch = batch_of(texts)
+            return [(await session.forward(batch, role=role))["values"] for role in roles]
+
+    starts = torch.tensor([0, len(texts[0]) + 1])
+    is_first = torch.zeros(len(wanted) + 2, dtype=torch.bool)
+    is_first[starts] = True
+    found = asyncio.run(values())
+    assert [*roles] == ["critic", "judge", "copy"] and len(found) == 3
+    for own in found:
+        torch.testing.assert_close(own[~is_first], wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.long
+def test_ppo_begins_with_the_values_of_the_reward_model_that_its_critic_starts_from(ppo, export):
+    batches = []
+
+    class Watched(RLTrainer):
+        async def learn(self, chunk):
+            prepare = self.algorithm.prepare
+
+            async def watched(session, rollouts):
+                batches.append((rollouts, await prepare(session, rollouts)))
+                return batches[-1][1]
+
+            self.algorithm.prepare = watched
+            await super().learn(chunk)
+
+    with Watched(ppo) as trainer:
+        trainer.train()
+        (row,) = trainer.record.read_metrics()
+    (rollouts, batch), *_ = batches
+    columns = batch.columns["old_values"].split(batch.lengths.tolist())
+    scores = []
+    for rollout, column in zip(rollouts, columns, strict=True):
+        (sequence,) = rollout.sequences
+        values = values_of(export, sequence.tokens.tolist())
+        scores.append(values[-1].item())
+        sampled = torch.from_numpy(sequence.sampled)[1:]
+        torch.testing.assert_close(column[1:][sampled], values[:-1][sampled], atol=1e-5, rtol=0)
+    assert row["judge/score"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
+
+
+def test_a_run_goes_on_from_an_exported_reward_model(trained, export, tmp_path):
+    trainer, metrics = trained
+    config = trainer.arguments
+    again = find_config("reward_model_jsonl")()
+    again.task = config.task
+    again.model = ModelConfig(hf_path=str(export), max_seq_len=128)
+    again.examples_per_step = 4
+    again.output_dir = str(tmp_path / "again")
+    again.quiet = True
+    with PreferenceTrainer(again, preference_rows(40), HELD_OUT) as second:
+        found = second.evaluate()
+    for name, value in found.items():
+        assert value == pytest.approx(metrics[name], abs=1e-5), name
+
+
+def edited(export, folder, **changes):
+    """Copy the reward model, with other tensors; None leaves one out."""
+    shutil.copytree(export, folder)
+    tensors = load_file(folder / "model.safetensors") | changes
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def test_folders_that_cannot_be_a_reward_model_are_refused(ppo, export, chat_model, tmp_path):
+    language_model = str(chat_model)
+    two = edited(export, tmp_path / "two", **{"score.weight": torch.zeros(2, 64)})
+    for folder, message in (
+        (language_model, "critic.checkpoint: .* lacks score.weight: it is a language model"),
+        (two, r"critic.checkpoint: .* score.weight is \[2, \d+\], the model's is \[1, \d+\]"),
+        (str(tmp_path), "critic.checkpoint is .*, where no complete checkpoint is; name a folder"),
+    ):
+        ppo.critic.checkpoint = folder
+        with pytest.raises(ConfigError, match=message):
+            validate(ppo)
+    ppo.critic.checkpoint = str(export)
+    ppo.roles["copy"].model.hf_path = language_model
+    with pytest.raises(ConfigError, match="roles.copy.model.hf_path: .* lacks score.weight"):
+        validate(ppo)
+    ppo.roles["copy"] = RoleConfig(model=ppo.model, checkpoint=str(export), column="teacher")
+    with pytest.raises(ConfigError, match="roles.copy.checkpoint: .* holds score.weight: it is a"):
+        validate(ppo)
+    del ppo.roles["copy"]
+    ppo.model.hf_path = str(export)
+    with pytest.raises(ConfigError, match="model.hf_path: .* from which no policy can start"):
+        validate(ppo)
+
+
+def test_what_a_run_cannot_use_is_refused(ppo, trained):
+    reward_model = trained[0].arguments
+    reward_model.trainer.lora = LoRAConverter.Config(rank=2, alpha=4.0)
+    with pytest.raises(ConfigError, match="trainer.lora is on; it must be none with a reward mod"):
+        validate(reward_model)
+    reward_model.trainer.lora = None
+    ppo.algorithm.advantage = gsm8k_jsonl().algorithm.advantage
+    with pytest.raises(ConfigError, match="critic.checkpoint is .* it must be None unless"):
+        validate(ppo)
+
+
+def test_a_pad_token_that_ends_sequences_is_replaced(chat_model, tmp_path):
+    folder = shutil.copytree(chat_model, tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"pad_token": content["eos_token"]}))
+    describe_reward_model(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert config["pad_token_id"] == tokenizer.pad_token_id != tokenizer.eos_token_id

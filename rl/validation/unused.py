@@ -244,10 +244,6 @@ def _validate_loss(config: RunConfig) -> None:
             "a loss of values, such as BradleyTerryLoss.Config: train a policy with a "
             "PreferenceConfig",
         )
-    if isinstance(config, PreferenceConfig):
-        every = config.reference.refresh_every
-        rule = "0: the reference of a preference loss is the initial policy"
-        require_value(every == 0, "reference.refresh_every", every, rule)
 
 
 def _of_type(config: RunConfig, kind: type) -> Iterator[tuple[str, Any]]:

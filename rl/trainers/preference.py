@@ -65,8 +65,9 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         return isinstance(self.arguments.loss, KTOLoss.Config)
 
     def assemble(self) -> None:
-        is_cached = self.loss.needs_reference and self.arguments.reference.scores == "cached"
-        self.cache = CachedReference(self) if is_cached else None
+        wanted = self.loss.needs_reference and self.arguments.reference.scores == "cached"
+        # without a run folder, the session runs the reference
+        self.cache = CachedReference(self) if wanted and self.run is not None else None
 
     async def restore(self, state: dict[str, Any]) -> None:
         if self.session.has("reference") and self.cache is None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rl.session.config import Role, SessionConfig
     from rl.session.session import Session
     from rl.tasks.base import Score, Task
+    from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Opening, Reply
     from rl.trainers.preference import PreferenceTrainer
     from rl.trainers.rl import RLTrainer
     from rl.trainers.sft import SFTTrainer
@@ -39,15 +40,19 @@ __all__ = [
     "Algorithm",
     "Batch",
     "Completion",
+    "EnvironmentTask",
     "GenerationRequest",
     "GeneratorConfig",
+    "MessageEnvironment",
     "ModelConfig",
+    "Opening",
     "PolicyGradient",
     "PreferenceConfig",
     "PreferenceTrainer",
     "Prompt",
     "RLConfig",
     "RLTrainer",
+    "Reply",
     "RewardModelConfig",
     "Role",
     "Rollout",
@@ -71,15 +76,19 @@ _SOURCES = {
     "Algorithm": "rl.algorithms.algorithm:Algorithm",
     "Batch": "rl.types:Batch",
     "Completion": "rl.types:Completion",
+    "EnvironmentTask": "rl.tasks.environment:EnvironmentTask",
     "GenerationRequest": "rl.types:GenerationRequest",
     "GeneratorConfig": "rl.generation.config:GeneratorConfig",
+    "MessageEnvironment": "rl.tasks.environment:MessageEnvironment",
     "ModelConfig": "rl.model.shape:ModelConfig",
+    "Opening": "rl.tasks.environment:Opening",
     "PolicyGradient": "rl.algorithms.policy_gradient:PolicyGradient",
     "PreferenceConfig": "rl.config:PreferenceConfig",
     "PreferenceTrainer": "rl.trainers.preference:PreferenceTrainer",
     "Prompt": "rl.types:Prompt",
     "RLConfig": "rl.config:RLConfig",
     "RLTrainer": "rl.trainers.rl:RLTrainer",
+    "Reply": "rl.tasks.environment:Reply",
     "RewardModelConfig": "rl.config:RewardModelConfig",
     "Role": "rl.session.config:Role",
     "Rollout": "rl.types:Rollout",

@@ -62,7 +62,7 @@ def session_config(config: RunConfig) -> SessionConfig:
         reward_workers=rollout.reward_workers,
         pushes="in_order" if rollout.pipeline == "deterministic" else "newest",
         compares_all=rollout.max_staleness <= 1,
-        longest=sampling.task.max_prompt_tokens + rollout.max_tokens,
+        longest=sampling.task.longest_sequence(rollout.max_tokens),
     )
 
 

@@ -10,8 +10,20 @@ import torch
 if TYPE_CHECKING:
     from rl.metrics import Entry
 
-StopReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length"]
 """Reason for the end of sampling: a stop token, or ``Sampling.max_tokens``."""
+
+EpisodeStop = Literal["done", "turns", "length", "context", "timeout"]
+"""Reason for the end of an episode:
+
+- ``done``: its environment ended it.
+- ``turns``, ``length``, ``timeout``: ``max_turns``, ``max_episode_tokens`` or ``episode_s`` of its
+  task was reached.
+- ``context``: the model's ``max_seq_len`` was reached.
+"""
+
+StopReason = FinishReason | EpisodeStop
+"""Reason for the end of a rollout. ``stop`` is of single completions."""
 
 Head = Literal["logprobs", "values"]
 """Output of a model: log-probs of given tokens, or the value before each token."""
@@ -87,7 +99,27 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
-    finish_reason: StopReason
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeEnd:
+    """Result of an episode, without its tokens."""
+
+    text: str
+    """The whole episode, decoded, to look at."""
+    reward: float
+    correct: bool
+    metrics: dict[str, "Entry"]
+    stop_reason: EpisodeStop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeTurn:
+    """Tokens that an environment adds to an episode before the next answer, or its end."""
+
+    tokens: list[int]
+    end: EpisodeEnd | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

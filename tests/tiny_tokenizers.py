@@ -66,3 +66,11 @@ def painted(tokenizer: PreTrainedTokenizerFast, tokens, mask) -> str:
         inside = bool(counts)
         run.append(int(token) if token is not None else 0)
     return text
+
+
+def make_model(folder: Path) -> Path:
+    """Write the model of ``scripts/make_tiny_model.py`` into ``folder``; return its path."""
+    path = folder / "model"
+    data = str(folder / "data")
+    _script().main(["--model-dir", str(path), "--data", data, "--lines", "60"])
+    return path

@@ -4,22 +4,19 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from rl.actors.group import ActorGroup
-from rl.actors.hosts import GUARDED
-from rl.actors.mesh import Deadlines
-from rl.actors.supervisor import Supervisor
-from rl.errors import ActorFailure, GroupLost, RankLost, RunError
+from rl.actors.task_workers import TaskWorkers
+from rl.errors import GroupLost, RankLost, RunError
 from rl.model.shape import ModelConfig
 from rl.rollout.scoring import rollouts_of, score_group
 from rl.tasks.base import Score, Task
-from rl.types import Completion, Place, Prompt, Rollout
+from rl.types import Completion, Prompt, Rollout
 
 TURN_S = 0.1  # a message has groups for this long, or one group: quick groups share messages
 
@@ -74,9 +71,8 @@ class _Job:
 
 
 @dataclass(kw_only=True, eq=False)
-class RewardWorkers:
-    """Workers that are started again when they die or hang; with ``count`` 0, a thread of this
-    process. ::
+class RewardWorkers(TaskWorkers):
+    """Workers that score completions; with ``count`` 0, a thread of this process. ::
 
         workers = RewardWorkers(config=config.task, model=config.model, count=2, ...)
         await workers.start()
@@ -87,40 +83,15 @@ class RewardWorkers:
     its groups is tried once more, alone, so that only the group that is to blame is lost.
     """
 
-    config: Task.Config
-    model: ModelConfig
-    supervisor: Supervisor
-    count: int
-    seed: int
-    deadlines: Deadlines
-    warn: Callable[[str], None]
-    restarts: int = field(default=0, init=False)
-    """Number of times that a worker was started again."""
+    actor = RewardWorker
 
     def __post_init__(self) -> None:
-        self._groups: dict[str, ActorGroup] = {}
+        super().__post_init__()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
         self._idle: deque[ActorGroup] = deque()
         self._waiting: deque[_Job] = deque()
         self._again: deque[_Job] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._held: set[_Job] = set()
-        self._broken: RunError | None = RunError("the reward workers were not started")
-
-    async def start(self) -> None:
-        """Start the workers and build their tasks; can be called again after ``stop``."""
-        if self.count == 0:
-            self._task: Task = self.config.build_scorer(seed=self.seed, model=self.model)
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
-        names = [f"reward-{number}" for number in range(self.count)]
-        await asyncio.gather(*map(self._spawn, names))
-        self._broken = None
-        for name in names:
-            self._create_task(self._keep(name))
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the workers were started, and neither stopped nor given up since."""
-        return self._broken is None
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
         """Return the group's rollouts.
@@ -144,38 +115,9 @@ class RewardWorkers:
             scored = await job.scored
         return rollouts_of(prompt, completions, scored)
 
-    async def stop(self) -> None:
-        """End the workers, whatever they are doing, and fail pending calls. Raises nothing."""
-        self._give_up(RunError("the reward workers were stopped"))
-        tasks = [*self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(group.stop() for group in self._groups.values()))
-
-    async def _spawn(self, name: str) -> None:
-        heartbeat = self.deadlines.heartbeat
-        group = ActorGroup(name, Place(ranks=1), self.supervisor, heartbeat=heartbeat)
-        self._groups[name] = group
-        arguments = (self.config, self.seed, self.model)
-        env = {GUARDED: "1"}  # the user's code may start processes
-        deadline = self.deadlines.start
-        await group.spawn(RewardWorker, *arguments, deadline=deadline, env=env, meet=False)
-        await group.call("start", deadline=deadline)
-
-    async def _keep(self, name: str) -> None:
-        """Give the worker jobs, and start it again whenever it is lost."""
-        try:
-            while True:
-                group = self._groups[name]
-                self._idle.append(group)
-                self._dispatch()
-                self.warn(f"{str(await group.failed()).splitlines()[0]}; starting it again")
-                self.restarts += 1
-                await group.stop()
-                await self._spawn(name)
-        except ActorFailure as failure:
-            self._give_up(failure)
+    def _started(self, group: ActorGroup) -> None:
+        self._idle.append(group)
+        self._dispatch()
 
     def _dispatch(self) -> None:
         """Send waiting jobs to idle workers."""
@@ -220,11 +162,6 @@ class RewardWorkers:
         return GroupLost(f"reward {how}", message)
 
     def _give_up(self, error: RunError) -> None:
-        self._broken = error
+        super()._give_up(error)
         for job in [*self._held, *self._again, *self._waiting]:
             job.settle(error)
-
-    def _create_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

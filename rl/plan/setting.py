@@ -82,7 +82,7 @@ class Setting:
     @property
     def longest_sampled(self) -> int:
         """Number of tokens of the longest prompt and completion of the generators."""
-        return self.rl.task.max_prompt_tokens + self.rl.rollout.max_tokens
+        return self.rl.task.longest_sequence(self.rl.rollout.max_tokens)
 
     @property
     def sequences(self) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rl.errors import RunError, naming, shown
 from rl.tasks.base import Task
+from rl.tasks.environment import EnvironmentTask
 from rl.types import Prompt
 
 
@@ -45,7 +46,12 @@ def _rules(task: Task, prompt: Prompt, prompt_id: int) -> Iterator[tuple[str, bo
     """Yield the name of a field, whether its value is right, and the expected value."""
     is_own = type(prompt.prompt_id) is int and prompt.prompt_id == prompt_id
     yield "prompt_id", is_own, f"{prompt_id}"
+    for field in ("text", "answer", "task"):
+        yield field, isinstance(getattr(prompt, field), str), "text"
     tokens = prompt.tokens
+    if isinstance(task, EnvironmentTask):
+        yield "tokens", tokens == [], "no tokens: the environment writes the first message"
+        return
     words = task.shape.vocab_size
     is_list = isinstance(tokens, list) and set(map(type, tokens)) == {int}
     yield "tokens", is_list, "a list of token ids, at least one, each an int"
@@ -54,5 +60,3 @@ def _rules(task: Task, prompt: Prompt, prompt_id: int) -> Iterator[tuple[str, bo
     limit, limited_by = task.prompt_limit()
     fits = len(tokens) <= limit
     yield "tokens", fits, f"at most {limit} tokens, not {len(tokens)}, by {limited_by}"
-    for field in ("text", "answer", "task"):
-        yield field, isinstance(getattr(prompt, field), str), "text"

@@ -17,7 +17,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 RESERVED_METRICS = ("correct", "mean", "zero_std_groups")  # reported as reward/NAME too
 
 
-class _InvalidScore(Exception):
+class InvalidScore(Exception):
     """A part of a score cannot be used; the message shows it."""
 
 
@@ -56,10 +56,10 @@ def _scored(task: Task, prompt: Prompt, sample: int, completion: Completion) -> 
     text = ""
     try:
         text = _plain_text(task.decode(completion.tokens))
-        return text, _plain_score(task.score(prompt, text, completion))
+        return text, plain_score(task.score(prompt, text, completion))
     except BaseException as error:  # the user's own code, which may raise SystemExit too
         where = f"prompt {prompt.prompt_id}, sample {sample}, completion {text!r}"
-        if isinstance(error, _InvalidScore):
+        if isinstance(error, InvalidScore):
             lost = GroupLost("reward made no sense", f"{reward} returned {error}; {where}", "")
         else:
             what = f"{reward} raised {said_by(error)}; {where}\n{trace_of(error)}"
@@ -69,18 +69,19 @@ def _scored(task: Task, prompt: Prompt, sample: int, completion: Completion) -> 
 
 def _plain_text(text: object) -> str:
     if not isinstance(text, str):
-        raise _InvalidScore(f"{shown(text)} from decode, which is no text")
+        raise InvalidScore(f"{shown(text)} from decode, which is no text")
     return str(text)
 
 
-def _plain_score(score: object) -> Score:
+def plain_score(score: object) -> Score:
+    """Return ``score`` with plain floats, finite in float32. Raises InvalidScore."""
     if not isinstance(score, Score):
-        raise _InvalidScore(f"{shown(score)}, which is no Score")
+        raise InvalidScore(f"{shown(score)}, which is no Score")
     reward = _plain_number("reward", score.reward)
     if not isinstance(score.correct, bool | np.bool_):
-        raise _InvalidScore(f"correct={shown(score.correct)}, which is no bool")
+        raise InvalidScore(f"correct={shown(score.correct)}, which is no bool")
     if not isinstance(score.metrics, dict):
-        raise _InvalidScore(f"metrics={shown(score.metrics)}, which is no dict")
+        raise InvalidScore(f"metrics={shown(score.metrics)}, which is no dict")
     metrics = {
         _plain_name(name): _plain_entry(name, value) for name, value in score.metrics.items()
     }
@@ -90,7 +91,7 @@ def _plain_score(score: object) -> Score:
 def _plain_name(name: object) -> str:
     if not isinstance(name, str) or not name or name in RESERVED_METRICS:
         rule = f"names are text, not empty, and none of {', '.join(RESERVED_METRICS)}"
-        raise _InvalidScore(f"a metric named {shown(name)}; {rule}")
+        raise InvalidScore(f"a metric named {shown(name)}; {rule}")
     return str(name)
 
 
@@ -113,7 +114,7 @@ def _plain_number(name: str, value: object) -> float:
         except OverflowError:
             number = math.inf
     if not math.isfinite(number):
-        raise _InvalidScore(f"{name}={shown(value)}, which is no finite number")
+        raise InvalidScore(f"{name}={shown(value)}, which is no finite number")
     if abs(number) > FLOAT32_MAX:
-        raise _InvalidScore(f"{name}={shown(value)}, which is no finite number in float32")
+        raise InvalidScore(f"{name}={shown(value)}, which is no finite number in float32")
     return number

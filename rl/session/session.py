@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from rl.actors.environment import EnvironmentWorkers
 from rl.actors.hosts import Hosts, gather_hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.worker import WorkerGroup
@@ -13,7 +14,8 @@ from rl.disk import temporary_folder
 from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost, require
 from rl.metrics import Metrics
 from rl.observe.spans import Stopwatch
-from rl.rollout.rollouter import Rollouter
+from rl.rollout.episodes import EpisodeCollector
+from rl.rollout.rollouter import Collector, Rollouter
 from rl.session.blocking import BlockingSession
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
@@ -88,7 +90,7 @@ class Session(Models):
         replicas = folder / "replicas"
         self.pool = GeneratorPool(config, meshes.generator, self.router, self._push, replicas, warn)
         self._residency.add("generator", self.pool)
-        self.rollouter = Rollouter(self._score, seed=config.seed, watch=self.watch, warn=warn)
+        self.rollouter = self._collector()
         self._restarts = 0
         self._lost_in_a_row = 0
 
@@ -228,8 +230,19 @@ class Session(Models):
         found = [group for group in groups if not isinstance(group, GroupLost)]
         return [rollout for group in found for rollout in group]
 
+    def _collector(self) -> Collector:
+        options: dict[str, Any] = {
+            "seed": self.config.seed,
+            "watch": self.watch,
+            "warn": self._warn,
+        }
+        if isinstance(self._rewards, EnvironmentWorkers):
+            longest = self.config.longest_sequence
+            return EpisodeCollector(self._rewards, longest=longest, **options)
+        return Rollouter(self._score, **options)
+
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
-        if self._rewards is None:
+        if self._rewards is None or isinstance(self._rewards, EnvironmentWorkers):
             raise ConfigError("this session scores nothing; give Session a task")
         return await self._rewards.score(prompt, completions)
 

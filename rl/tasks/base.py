@@ -68,6 +68,12 @@ class Task(Configurable, ABC):
         """Maximum length of a prompt, in tokens. Longer prompts are refused before the run
         starts."""
 
+        def longest_sequence(self, max_tokens: int) -> int:
+            """Return the maximum length of a sequence, in tokens, if an answer has at most
+            ``max_tokens``.
+            """
+            return self.max_prompt_tokens + max_tokens
+
         def build_scorer(self, *, seed: int, model: ModelConfig) -> "Task":
             """Build a task that only decodes and scores, for a reward worker."""
             options = {"only_scores": True} if vars(self._owner).get("can_only_score") else {}

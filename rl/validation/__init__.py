@@ -9,6 +9,7 @@ from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from rl.config import PreferenceConfig, RLConfig, RunConfig, SFTConfig
 from rl.errors import ConfigError, require, require_value
 from rl.model.shape import shape_of
+from rl.tasks.environment import EnvironmentTask
 from rl.training.config import adaptable_layers
 from rl.validation.engines import validate_engines
 from rl.validation.folders import validate_folders
@@ -186,16 +187,15 @@ def _validate_slurm(config: RunConfig) -> None:
 
 def _validate_lengths(config: RLConfig) -> None:
     """Check the lengths of prompts and completions, in tokens."""
-    prompt = config.task.max_prompt_tokens
     completion = config.rollout.max_tokens
     room = shape_of(config.model).max_seq_len
-    longest = prompt + completion
-    require_value(
-        longest <= room,
-        f"task.max_prompt_tokens={prompt} + rollout.max_tokens={completion}",
-        longest,
-        f"at most model.max_seq_len={room}",
-    )
+    longest = config.task.longest_sequence(completion)
+    if isinstance(config.task, EnvironmentTask.Config):
+        fields = "task.max_episode_tokens"
+    else:
+        prompt = config.task.max_prompt_tokens
+        fields = f"task.max_prompt_tokens={prompt} + rollout.max_tokens={completion}"
+    require_value(longest <= room, fields, longest, f"at most model.max_seq_len={room}")
     budget = config.trainer.micro_batch_tokens
     rule = f"at least {longest}, the longest prompt and completion"
     require_value(budget is None or budget >= longest, "trainer.micro_batch_tokens", budget, rule)
@@ -247,7 +247,7 @@ def _validate_algorithm(config: RLConfig) -> None:
 
 def _validate_roles(config: RLConfig) -> None:
     vocabulary = shape_of(config.model).vocab_size
-    longest = config.task.max_prompt_tokens + config.rollout.max_tokens
+    longest = config.task.longest_sequence(config.rollout.max_tokens)
     taken = (*RESERVED, "checkpoints", "generator", "policy", "reward", "trainer")
     for name, role in config.roles.items():
         field = f"roles.{name}"

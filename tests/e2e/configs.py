@@ -7,8 +7,10 @@ from configs.quickstart import quickstart
 from configs.sft_jsonl import sft_jsonl
 from rl.algorithms.advantages import GAE
 from rl.config import RLConfig, SampledEvaluationConfig, SFTConfig
+from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import WORDS, CopyDigits
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
+from rl.tasks.guessing_game import GuessingGame
 from rl.types import Prompt
 
 BLOCK = 32
@@ -60,8 +62,22 @@ def many_models() -> RLConfig:
     config.algorithm.advantage = GAE.Config()
     config.algorithm.loss.kl_coef = 0.05
     config.algorithm.adaptive_kl.target = 0.01
-    config.algorithm.old_logprobs = "recomputed"
+    config.algorithm.proximal = "recomputed"
     config.algorithm.update_epochs = 2
     config.algorithm.prompts_per_minibatch = 2
     config.reference.refresh_every = 2
+    return config
+
+
+def guessing() -> RLConfig:
+    """Return a config of episodes that fill several blocks of the KV cache; ``model.hf_path`` has
+    to be given.
+    """
+    config = long_prompts()
+    config.steps = 6
+    config.task = GuessingGame.Config(max_turns=5, max_episode_tokens=12 * BLOCK)
+    config.model = ModelConfig(max_seq_len=12 * BLOCK)
+    config.rollout.max_tokens = 24
+    config.rollout.recorded_per_step = 16
+    config.trainer.checkpoint.interval = 2
     return config

@@ -1,0 +1,224 @@
+"""Episodes of a worker: environments, and the tokens between them and the policy."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from rl.dialects.base import ConversationError, ToolCall
+from rl.errors import GroupLost, said_by, shown, trace_of
+from rl.rollout.scoring import InvalidScore, plain_score
+from rl.tasks.base import Score
+from rl.tasks.environment import EnvironmentTask, Message, MessageEnvironment, Opening, Reply
+from rl.types import EpisodeEnd, EpisodeStop, EpisodeTurn, Prompt
+
+UNREAD = "error: no call of this answer was run, since one of them is malformed"
+
+
+@dataclass(eq=False)
+class _Episode:
+    prompt: Prompt
+    sample: int
+    environment: MessageEnvironment | None = None
+    tokens: list[int] = field(default_factory=list)
+    """All tokens before the next answer."""
+    turns: int = 0
+    malformed: int = 0
+    """Number of tool calls that could not be read."""
+    score: Score = field(default_factory=lambda: Score(reward=0.0, correct=False))
+    """Score so far."""
+    started: float = field(default_factory=time.monotonic)
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def __str__(self) -> str:
+        return f"prompt {self.prompt.prompt_id}, sample {self.sample}, turn {self.turns}"
+
+
+class Environments:
+    """Open episodes of ``task``, each under a key. ::
+
+        environments = Environments(task)
+        turn = await environments.open(1, prompt, sample=0)
+        while turn.end is None:
+            turn = await environments.step(1, answer)     # tokens of the policy
+
+    ``open`` and ``step`` raise GroupLost, and close the episode, if its environment raises an
+    error, does not return in time, or returns something else than the protocol asks for.
+    """
+
+    def __init__(self, task: EnvironmentTask):
+        self._task = task
+        self._options = {"enable_thinking": task.config.enable_thinking}
+        self._open: dict[int, _Episode] = {}
+        self.hung = 0
+        """Number of calls that did not return in time; their threads are still running."""
+
+    def __len__(self) -> int:
+        """Number of open episodes."""
+        return len(self._open)
+
+    async def open(self, key: int, prompt: Prompt, sample: int) -> EpisodeTurn:
+        """Begin an episode; return the tokens before its first answer."""
+        episode = self._open[key] = _Episode(prompt, sample)
+        try:
+            make = self._task.environment
+            episode.environment = await self._call(episode, make, prompt, sample)
+            opening = await self._call(episode, episode.environment.reset)
+            episode.tokens = self._rendered(episode, opening)
+            self._check_opening(episode)
+            return EpisodeTurn(tokens=[*episode.tokens])
+        except BaseException:
+            await self.close([key])
+            raise
+
+    async def step(self, key: int, answer: list[int]) -> EpisodeTurn:
+        """Give the environment an ``answer``; return the tokens before the next answer, or the end
+        of the episode, which is closed then.
+        """
+        episode = self._open[key]
+        try:
+            turn = await self._answered(episode, answer)
+        except BaseException:
+            await self.close([key])
+            raise
+        if turn.end is not None:
+            await self.close([key])
+        return turn
+
+    async def close(self, keys: Iterable[int]) -> None:
+        """Close the episodes of ``keys`` that are open. Raises nothing."""
+        episodes = [self._open.pop(key) for key in keys if key in self._open]
+        await asyncio.gather(*map(self._close, episodes))
+
+    async def _close(self, episode: _Episode) -> None:
+        if episode.environment is not None:
+            with suppress(GroupLost):  # the rollout is complete, or lost for another reason
+                await self._call(episode, episode.environment.close)
+        episode.thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _answered(self, episode: _Episode, answer: list[int]) -> EpisodeTurn:
+        assert episode.environment is not None, "open made it"
+        turn = self._task.dialect.parse(episode.tokens, answer)
+        episode.turns += 1
+        broken = sum(bool(call.error) for call in turn.tool_calls)
+        episode.malformed += broken
+        if broken:
+            step = Reply(messages=[_refusal(call) for call in turn.tool_calls])
+        else:
+            step = await self._call(episode, episode.environment.step, turn.message)
+        self._count(episode, step)
+        if step.done:
+            return self._end(episode, answer, "done")
+        more = self._continued(episode, answer, step.messages)
+        if reason := self._limit(episode, len(episode.tokens) + len(answer) + len(more)):
+            return self._end(episode, answer, reason)
+        episode.tokens += [*answer, *more]
+        return EpisodeTurn(tokens=more)
+
+    def _check_opening(self, episode: _Episode) -> None:
+        length = len(episode.tokens)
+        most, field = self._task.prompt_limit()
+        room = self._task.config.max_episode_tokens - 1
+        if room < most:
+            most = room
+            field = f"task.max_episode_tokens={room + 1} with room for one token more"
+        if length > most:
+            message = f"its first messages are {length} tokens; {field} allows {most}; {episode}"
+            raise GroupLost("opening too long", message)
+
+    def _count(self, episode: _Episode, step: Any) -> None:
+        """Add the reward of ``step`` to the score of the episode."""
+        if not isinstance(step, Reply):
+            self._refuse(episode, f"step returned {shown(step)}, which is no Reply")
+        before = episode.score
+        try:
+            score = Score(reward=step.reward, correct=step.correct, metrics=step.metrics)
+            now = plain_score(score)
+        except InvalidScore as error:
+            self._refuse(episode, f"step returned {error}")
+        episode.score = Score(
+            reward=before.reward + now.reward,
+            correct=now.correct,
+            metrics={**before.metrics, **now.metrics},
+        )
+
+    def _rendered(self, episode: _Episode, opening: Any) -> list[int]:
+        if not isinstance(opening, Opening):
+            self._refuse(episode, f"reset returned {shown(opening)}, which is no Opening")
+        dialect = self._task.dialect
+        tools = [*opening.tools] or None
+        try:
+            rendered = dialect.render(
+                opening.messages, tools, add_generation_prompt=True, **self._options
+            )
+        except ConversationError as error:
+            self._refuse(episode, f"reset returned messages that cannot be rendered: {error}")
+        return rendered.tokens.tolist()
+
+    def _continued(
+        self, episode: _Episode, answer: list[int], messages: Sequence[Message]
+    ) -> list[int]:
+        dialect = self._task.dialect
+        try:
+            return dialect.continuation(episode.tokens, answer, messages, **self._options)
+        except ConversationError as error:
+            self._refuse(episode, f"step returned messages that cannot be rendered: {error}")
+
+    def _limit(self, episode: _Episode, length: int) -> EpisodeStop | None:
+        """Return the limit that allows no answer after ``length`` tokens; None if all allow it."""
+        config = self._task.config
+        if length >= self._task.shape.max_seq_len:
+            return "context"
+        if length >= config.max_episode_tokens:
+            return "length"
+        if episode.turns >= config.max_turns:
+            return "turns"
+        if time.monotonic() - episode.started > config.episode_s:
+            return "timeout"
+        return None
+
+    def _end(self, episode: _Episode, answer: list[int], reason: EpisodeStop) -> EpisodeTurn:
+        score = episode.score
+        counts = {"turns": float(episode.turns), "malformed_calls": float(episode.malformed)}
+        end = EpisodeEnd(
+            text=self._task.tokenizer.decode([*episode.tokens, *answer]),
+            reward=score.reward,
+            correct=score.correct,
+            metrics={**score.metrics, **counts},
+            stop_reason=reason,
+        )
+        return EpisodeTurn(tokens=[], end=end)
+
+    async def _call(self, episode: _Episode, method: Callable[..., Any], *args: Any) -> Any:
+        """Call the user's ``method`` as a coroutine or in the thread of the episode."""
+        where = f"{type(self._task).__name__}.{method.__name__}"
+        loop = asyncio.get_running_loop()
+        if inspect.iscoroutinefunction(method):
+            work = asyncio.ensure_future(method(*args))
+        else:
+            work = loop.run_in_executor(episode.thread, method, *args)
+        limit = self._task.config.step_s
+        try:
+            return await asyncio.wait_for(work, limit)
+        except TimeoutError:
+            self.hung += not inspect.iscoroutinefunction(method)
+            message = f"{where} took longer than task.step_s={limit:g}; {episode}"
+            raise GroupLost("environment hung", message) from None
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # the user's own code, which may raise SystemExit too
+            message = f"{where} raised {said_by(error)}; {episode}\n{trace_of(error)}"
+            raise GroupLost("environment raised", message, type(error).__name__) from None
+
+    def _refuse(self, episode: _Episode, what: str) -> NoReturn:
+        message = f"an environment of {type(self._task).__name__}: {what}; {episode}"
+        raise GroupLost("environment made no sense", message)
+
+
+def _refusal(call: ToolCall) -> dict[str, str]:
+    """Return the message that answers a tool call which was not run."""
+    return {"role": "tool", "content": f"error: {call.error}" if call.error else UNREAD}

@@ -1,0 +1,146 @@
+"""Protocol between a run and an environment, which answers the policy over several turns."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NoReturn
+
+from rl.dialects.choose import dialect_of
+from rl.errors import require
+from rl.metrics import Entry
+from rl.model.shape import ModelConfig
+from rl.rules import SECONDS, at_least
+from rl.tasks.base import Task
+from rl.types import Completion, Prompt
+
+Message = Mapping[str, Any]
+"""Message in the form of the Chat Completions API, with ``reasoning_content`` for thinking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Begin of an episode."""
+
+    messages: Sequence[Message]
+    """Messages before the first answer; the last one is of the user."""
+
+    tools: Sequence[Message] = ()
+    """JSON schemas of the tools that the policy may call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """Response of an environment to one answer of the policy."""
+
+    messages: Sequence[Message] = ()
+    """Messages before the next answer, one of role ``tool`` for each tool call; at least one unless
+    ``done``."""
+
+    reward: float = 0.0
+    """Number that is added to the reward of the episode."""
+
+    done: bool = False
+    """Whether the episode ends here."""
+
+    correct: bool = False
+    """Whether the episode is solved, as counted by evaluation; the last step decides."""
+
+    metrics: Mapping[str, Entry] = field(default_factory=dict)
+    """Numbers that replace those of earlier steps, as :attr:`rl.tasks.base.Score.metrics`."""
+
+
+class MessageEnvironment(ABC):
+    """One episode of an environment, in the messages of a conversation.
+
+    Each method may be a coroutine function. Other methods run in a thread, one call of an episode
+    at a time. An exception costs the group of the episode.
+    """
+
+    @abstractmethod
+    def reset(self) -> Any:
+        """Return the :class:`Opening` of the episode. Called once."""
+
+    @abstractmethod
+    def step(self, message: Message) -> Any:
+        """Return the :class:`Reply` that follows ``message``, the policy's answer.
+
+        ``tool_calls`` holds only calls with a name and a JSON object of arguments. The policy is
+        told of other calls, and the environment does not see that answer.
+        """
+
+    def close(self) -> Any:
+        """Free what the episode holds. Called once, also after a failure."""
+        return None
+
+
+class EnvironmentTask(Task):
+    """Task whose rollouts are episodes of an environment. A subclass, in any package, is a new
+    task::
+
+        class Guess(EnvironmentTask):
+            def prompt(self, prompt_id):
+                return self.seed_prompt(prompt_id, answer=str(prompt_id % 100))
+
+            def environment(self, prompt, sample):
+                return GuessingGame(int(prompt.answer))
+
+            def eval_prompts(self, count): ...
+
+    The policy's turns and the environment's messages are in the dialect of ``model.hf_path``. What
+    was sampled is never encoded again.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        max_prompt_tokens: Annotated[int, at_least(1, 10**8)] = 1024
+        """Maximum length of the messages before the first answer, tools included, in tokens. Longer
+        ones cost their group."""
+
+        max_turns: Annotated[int, at_least(1, 10_000)] = 8
+        """Maximum number of answers of the policy in an episode."""
+
+        max_episode_tokens: Annotated[int, at_least(2, 10**8)] = 4096
+        """Maximum length of an episode, in tokens of all messages and answers. Each answer has at
+        most ``rollout.max_tokens``."""
+
+        step_s: Annotated[float, SECONDS] = 60.0
+        """Time for one call of the environment. A call that takes longer costs its group."""
+
+        episode_s: Annotated[float, SECONDS] = 3600.0
+        """Time after which no more answers are sampled for an episode. Its reward counts."""
+
+        enable_thinking: bool = True
+        """Whether the policy may think before an answer, if its chat template has that switch."""
+
+        def longest_sequence(self, max_tokens: int) -> int:
+            """Return the maximum length of an episode, in tokens."""
+            return self.max_episode_tokens
+
+    config: Config
+
+    def __init__(self, config: Config, *, seed: int, model: ModelConfig):
+        super().__init__(config, seed=seed, model=model)
+        require(
+            model.hf_path is not None,
+            f"model.hf_path is not set; {type(self).__name__} needs the chat template of a model",
+        )
+        assert model.hf_path is not None
+        self.dialect = dialect_of(model.hf_path)
+        self.set_tokenizer(self.dialect.tokenizer, self.dialect.stop_token_ids)
+
+    @abstractmethod
+    def environment(self, prompt: Prompt, sample: int) -> MessageEnvironment:
+        """Return a new environment for rollout ``sample`` of ``prompt``.
+
+        Runs in an environment worker. All rollouts of a prompt should begin with the same messages.
+        """
+
+    def seed_prompt(self, prompt_id: int, *, text: str = "", answer: str = "") -> Prompt:
+        """Return a prompt without tokens: its environment writes the first message."""
+        return Prompt(prompt_id=prompt_id, tokens=[], text=text, answer=answer)
+
+    def score(self, prompt: Prompt, text: str, completion: Completion) -> NoReturn:
+        """Raise TypeError: the environment gives the reward."""
+        raise TypeError(
+            f"{type(self).__name__} scores no completions; its environment gives rewards"
+        )

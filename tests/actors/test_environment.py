@@ -1,0 +1,121 @@
+"""Environment workers that die or hang lose their own episodes only, and come back."""
+
+import asyncio
+
+import pytest
+
+from rl.actors.environment import EnvironmentWorkers
+from rl.actors.hosts import Hosts
+from rl.errors import GroupLost, RunError
+from rl.model.shape import ModelConfig
+from rl.session.config import DeadlineConfig, SessionConfig
+from rl.session.meshes import Meshes
+from tests.actors.processes import assert_ended
+from tests.actors.test_reward import pids_of
+from tests.rollout import moody_environment as moody
+from tests.tiny_tokenizers import make_model, qwen3
+
+DEADLINES = DeadlineConfig(start=200.0, heartbeat=4.0)
+ANSWER = qwen3().encode("The answer is 42.<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> ModelConfig:
+    folder = make_model(tmp_path_factory.mktemp("environments"))
+    return ModelConfig(hf_path=str(folder), max_seq_len=1000)
+
+
+def in_workers(tmp_path, model, work, count):
+    """Run ``work(workers, task)``; assert that all processes have ended after it."""
+    config = SessionConfig(model=model, reward_workers=count, deadlines=DEADLINES)
+    task = moody.Moody.Config(max_episode_tokens=900, step_s=1.0)
+    workers = Meshes(config, Hosts(tmp_path), tmp_path).rewards(task, print)
+    assert isinstance(workers, EnvironmentWorkers)
+
+    async def started():
+        try:
+            await workers.start()
+            return await work(workers, task.build(seed=0, model=model))
+        finally:
+            pids = pids_of(workers)
+            await workers.stop()
+            await assert_ended(pids)
+
+    return asyncio.run(asyncio.wait_for(started(), 300))
+
+
+async def play(workers, task, key, mood=4):
+    """Play an episode to its end; return the reward."""
+    turn = await workers.open(key, task.prompt(mood), 0)
+    assert turn.tokens
+    while turn.end is None:
+        turn = await workers.step(key, ANSWER)
+    return turn.end.reward
+
+
+def test_workers_hold_many_episodes_at_once(tmp_path, model):
+    async def work(workers, task):
+        rewards = await asyncio.gather(*(play(workers, task, key) for key in range(50)))
+        assert rewards == [1.0] * 50
+        assert sum(workers._open.values()) == 0
+        assert workers.restarts == 0
+
+    in_workers(tmp_path, model, work, 2)
+
+
+def test_episodes_of_a_worker_that_dies_are_lost_and_later_ones_are_not(tmp_path, model):
+    async def work(workers, task):
+        beside = await workers.open(1, task.prompt(4), 0)
+        assert beside.end is None
+        await workers.open(2, task.prompt(moody.DIES), 0)
+        with pytest.raises(GroupLost, match="the worker of an environment of Moody died"):
+            await workers.step(2, ANSWER)
+        with pytest.raises(GroupLost) as lost:
+            await workers.step(1, ANSWER)
+        assert lost.value.reason == "environment worker died"
+        assert await play(workers, task, 3) == 1.0
+        assert workers.restarts == 1
+
+    in_workers(tmp_path, model, work, 1)
+
+
+def test_calls_that_hang_cost_their_episodes_and_many_of_them_a_new_worker(tmp_path, model):
+    async def work(workers, task):
+        async def hang(key):
+            await workers.open(key, task.prompt(moody.HANGS), 0)
+            with pytest.raises(GroupLost) as lost:
+                await workers.step(key, ANSWER)
+            return lost.value.reason
+
+        reasons = await asyncio.gather(*map(hang, range(4)))
+        assert reasons == ["environment hung"] * 4
+        assert await play(workers, task, 10) == 1.0
+        assert workers.restarts == 0
+        reasons = await asyncio.gather(*map(hang, range(20, 30)))
+        assert "environment worker died" in reasons
+        assert await play(workers, task, 40) == 1.0
+        assert workers.restarts == 1
+
+    in_workers(tmp_path, model, work, 1)
+
+
+def test_episodes_in_this_process_need_no_worker(tmp_path, model):
+    async def work(workers, task):
+        assert await play(workers, task, 1) == 1.0
+        await workers.open(2, task.prompt(4), 0)
+        await workers.close([2, 3])
+        assert len(workers._here) == 0
+
+    in_workers(tmp_path, model, work, 0)
+
+
+def test_stopped_workers_open_no_episode(tmp_path, model):
+    async def work(workers, task):
+        await workers.open(1, task.prompt(4), 0)
+        await workers.stop()
+        for call in (workers.open(2, task.prompt(4), 0), workers.step(1, ANSWER)):
+            with pytest.raises(RunError, match="were stopped"):
+                await call
+        await workers.close([1])
+
+    in_workers(tmp_path, model, work, 1)

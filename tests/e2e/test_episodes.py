@@ -1,0 +1,47 @@
+"""Episodes of several turns with the real engines: exact log-probs, and exact resume."""
+
+import pytest
+
+from tests.e2e.configs import BLOCK
+from tests.e2e.runs import TINY, Run, digest, numbers
+from tests.tiny_tokenizers import make_model
+
+EPISODES = ("--config", "tests.e2e.configs.guessing", *TINY[2:])
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory) -> tuple[str, ...]:
+    folder = make_model(tmp_path_factory.mktemp("model"))
+    return (*EPISODES, "--model.hf_path", str(folder))
+
+
+def test_log_probs_of_all_turns_are_those_of_the_trainer(arguments, finished):
+    """Later turns are sampled on cached blocks, after every change of the weights."""
+    run = finished(*arguments)
+    rows = run.metrics()
+    assert len(rows) == 6
+    assert max(row["logprob/error_max"] for row in rows) <= 1e-5
+    assert rows[-1]["policy_version"] == 6
+    rollouts = run.lines("rollouts.jsonl")
+    assert len(rollouts) == 6 * 16
+    sequences = [sequence for rollout in rollouts for sequence in rollout["sequences"]]
+    assert max(len(sequence["tokens"]) for sequence in sequences) > 4 * BLOCK
+    assert {rollout["stop_reason"] for rollout in rollouts} <= {"done", "turns", "length"}
+    assert max(rollout["metrics"]["turns"] for rollout in rollouts) > 2
+
+
+def test_a_run_of_episodes_that_is_killed_and_resumed_is_the_uninterrupted_one(
+    arguments, finished, tmp_path
+):
+    whole = finished(*arguments)
+    run = Run(*arguments, folder=tmp_path / "run")
+    run.until_step(3)
+    run.kill()
+    run.assert_nothing_left()
+    run = Run(*arguments, "--resume", folder=tmp_path / "run")
+    assert run.wait() == 0, run.stderr
+    run.assert_nothing_left()
+    assert "resumed after step 2" in run.stdout
+    assert numbers(run, "push/") == numbers(whole, "push/")
+    assert run.lines("rollouts.jsonl") == whole.lines("rollouts.jsonl")
+    assert digest(run) == digest(whole)

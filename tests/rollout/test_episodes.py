@@ -1,0 +1,219 @@
+"""Episodes with an adversary: what is trained is what was sampled, token for token."""
+
+import asyncio
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rl.errors import GroupLost
+from rl.model.shape import ModelConfig
+from rl.observe.spans import Stopwatch
+from rl.rollout.environments import Environments
+from rl.rollout.episodes import EpisodeCollector
+from rl.rollout.seeds import derive_seed
+from rl.types import Completion, Sampling
+from tests.dialects.adversary import HABITS, Adversary
+from tests.rollout import moody_environment as moody
+from tests.tiny_tokenizers import make_model, qwen3
+
+SAMPLING = Sampling(max_tokens=150)
+LONGEST = 900
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> ModelConfig:
+    folder = make_model(tmp_path_factory.mktemp("episodes"))
+    return ModelConfig(hf_path=str(folder), max_seq_len=1500)
+
+
+class Engine:
+    """Generator whose policy is an adversary; it keeps every request and completion."""
+
+    def __init__(self, habits=HABITS, seed=0):
+        rng = random.Random(seed)
+        self._habits = habits
+        self._rng = rng
+        self._adversary = Adversary(qwen3(), rng, True)
+        self.rounds = []
+        self.versions = itertools.count()
+
+    async def __call__(self, requests):
+        version = next(self.versions)
+        completions = [self._complete(request, version) for request in requests]
+        self.rounds.append([*zip(requests, completions, strict=True)])
+        return completions
+
+    def _complete(self, request, version):
+        answer = self._adversary.answer(self._rng.choice(self._habits))
+        tokens = answer[: request.sampling.max_tokens]
+        reason = "length" if len(answer) > len(tokens) else "stop"
+        logprobs = [-float(n) - 1 for n in range(len(tokens))]
+        return Completion(
+            tokens=tokens, logprobs=logprobs, versions=[version] * len(tokens), finish_reason=reason
+        )
+
+
+def collect(model, prompt_ids, *, engine=None, samples=2, sampling=SAMPLING, **fields):
+    """Return the outcome of each prompt, the collector and the environments."""
+    fields = {"max_episode_tokens": LONGEST, "step_s": 5.0} | fields
+    task = moody.Moody.Config(**fields).build(seed=0, model=model)
+    environments = Environments(task)
+    warnings = []
+    collector = EpisodeCollector(
+        environments,
+        longest=min(model.max_seq_len, fields["max_episode_tokens"]),
+        seed=3,
+        watch=Stopwatch(),
+        warn=warnings.append,
+    )
+    prompts = [task.prompt(prompt_id) for prompt_id in prompt_ids]
+    work = collector.collect(prompts, sampling, samples=samples, generate=engine or Engine())
+    outcomes = asyncio.run(work)
+    assert len(environments) == 0
+    collector.warnings = warnings
+    return outcomes, collector
+
+
+def test_an_episode_is_the_tokens_that_the_engine_was_fed_and_drew(model):
+    engine = Engine()
+    groups, _ = collect(model, range(60), engine=engine)
+    answers = {}
+    for request, completion in itertools.chain.from_iterable(engine.rounds):
+        _, prompt_id, sample, turn = request.request_id.split("/")
+        answers.setdefault((int(prompt_id), int(sample)), []).append((request, completion))
+        assert request.seed == derive_seed(3, int(prompt_id), int(sample), int(turn))
+    reasons = set()
+    for group in groups:
+        for rollout in group:
+            (sequence,) = rollout.sequences
+            tokens = sequence.tokens.tolist()
+            own = answers.pop((rollout.prompt.prompt_id, rollout.sample))
+            trained = np.zeros(len(tokens), dtype=bool)
+            for request, completion in own:
+                begin = len(request.prompt_tokens)
+                place = slice(begin, begin + len(completion.tokens))
+                assert tokens[:begin] == request.prompt_tokens
+                assert tokens[place] == completion.tokens
+                assert sequence.logprobs[place].tolist() == completion.logprobs
+                assert sequence.versions[place].tolist() == completion.versions
+                assert not trained[place].any()
+                trained[place] = True
+            assert (sequence.sampled == trained).all()
+            assert trained[-1], "nothing follows the last answer"
+            assert (sequence.versions[~trained] == -1).all()
+            assert (sequence.logprobs[~trained] == 0).all()
+            assert len(tokens) <= LONGEST
+            reasons.add(rollout.stop_reason)
+            assert rollout.metrics["turns"] == len(own)
+    assert not answers
+    assert {"done", "length"} <= reasons
+
+
+def test_rewards_of_the_steps_are_added_and_the_last_step_says_whether_it_is_solved(model):
+    plain = Engine(habits=["plain"])
+    ((rollout, _),), _ = collect(model, [4], engine=plain)
+    assert rollout.stop_reason == "done"
+    assert rollout.reward == 1.0
+    expected = {"correct": 1.0, "mood": 1.0, "turns": 4.0, "malformed_calls": 0.0}
+    assert rollout.metrics == expected
+    assert rollout.text == qwen3().decode(rollout.sequences[0].tokens)
+    assert len(plain.rounds) == moody.TURNS
+
+
+def test_malformed_calls_are_told_to_the_policy_and_not_to_the_environment(model):
+    engine = Engine(habits=["invalid JSON"])
+    ((rollout,),), _ = collect(model, [4], engine=engine, samples=1, max_turns=3)
+    assert rollout.metrics["malformed_calls"] == 3.0
+    assert rollout.reward == 0.0
+    assert rollout.stop_reason == "turns"
+    second = qwen3().decode(engine.rounds[1][0][0].prompt_tokens)
+    assert "<tool_response>\nerror: " in second
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"max_turns": 2}, "turns"),
+        ({"max_episode_tokens": 550}, "length"),
+        ({"episode_s": 1e-9}, "timeout"),
+        ({"max_episode_tokens": 10**6}, "context"),
+    ],
+)
+def test_a_limit_ends_an_episode_after_an_answer(model, fields, reason):
+    narrow = replace(model, max_seq_len=550) if reason == "context" else model
+    engine = Engine(habits=["cut in text"])
+    outcomes, _ = collect(narrow, [4], engine=engine, samples=1, **fields)
+    ((rollout,),) = outcomes
+    assert rollout.stop_reason == reason
+    assert rollout.sequences[0].sampled[-1]
+
+
+def test_answers_fit_into_the_room_that_is_left(model):
+    engine = Engine(habits=["thinking, cut", "several calls"])
+    wide = replace(SAMPLING, max_tokens=10**6)
+    groups, _ = collect(model, range(10), engine=engine, sampling=wide)
+    for request, _ in itertools.chain.from_iterable(engine.rounds):
+        assert request.sampling.max_tokens == LONGEST - len(request.prompt_tokens) > 0
+    assert all(len(each.sequences[0]) <= LONGEST for group in groups for each in group)
+
+
+@pytest.mark.parametrize(
+    ("mood", "reason", "words"),
+    [
+        (moody.RAISES, "environment raised", "no step today; prompt 100, sample"),
+        (moody.RAISES_AT_RESET, "environment raised", "no episode today"),
+        (moody.EXITS, "environment raised", "no step, no worker"),
+        (moody.HANGS_ASYNC, "environment hung", "step took longer than task.step_s=0.3"),
+        (moody.NO_STEP, "environment made no sense", "step returned None"),
+        (moody.NAN, "environment made no sense", "reward=nan"),
+        (moody.NO_MESSAGES, "environment made no sense", "there are no messages"),
+        (moody.NO_OPENING, "environment made no sense", "reset returned 'hello'"),
+        (moody.ASSISTANT, "environment made no sense", "message 0: an assistant's message"),
+        (
+            moody.LONG,
+            "opening too long",
+            "task.max_episode_tokens=900 with room for",
+        ),
+    ],
+)
+def test_an_environment_that_fails_costs_its_group_alone(model, mood, reason, words):
+    engine = Engine(habits=["plain"])
+    (lost, healthy), collector = collect(model, [mood, 4], engine=engine, step_s=0.3)
+    assert isinstance(lost, GroupLost)
+    assert lost.reason == reason
+    assert words in str(lost)
+    assert [rollout.stop_reason for rollout in healthy] == ["done"] * 2
+    assert collector.lost.total() == 1
+    assert len(collector.warnings) == 1
+
+
+def test_an_exception_at_the_end_costs_nothing(model):
+    (group,), collector = collect(model, [moody.CLOSE_RAISES], engine=Engine(habits=["plain"]))
+    assert [rollout.reward for rollout in group] == [1.0, 1.0]
+    assert collector.lost.total() == 0
+
+
+def test_episodes_are_closed_when_sampling_is_cancelled(model):
+    task = moody.Moody.Config(max_episode_tokens=LONGEST).build(seed=0, model=model)
+    environments = Environments(task)
+    collector = EpisodeCollector(environments, longest=LONGEST, seed=3, watch=Stopwatch())
+
+    async def cancelled():
+        async def generate(requests):
+            opened.set()
+            await asyncio.Event().wait()
+
+        opened = asyncio.Event()
+        work = collector.collect([task.prompt(4)], SAMPLING, samples=3, generate=generate)
+        run = asyncio.create_task(work)
+        await opened.wait()
+        assert len(environments) == 3
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert len(environments) == 0
+
+    asyncio.run(cancelled())

@@ -102,7 +102,9 @@ def configured(tiny: bool) -> RLConfig:
 
 
 class Processes:
-    """One trainer after another goes on with the same run on them."""
+    """Processes on which one trainer after another goes on with the same run of ``config.steps``
+    steps.
+    """
 
     def __init__(self, config: RLConfig, folder: Path):
         self.config = config
@@ -141,6 +143,8 @@ class Processes:
 
 async def measure(config: RLConfig, *, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
     """Every mode in every round, once there has been a step."""
+    each = FILLING + steps + DRYING
+    config.steps = 1 + rounds * len(MODES) * each
     processes = Processes(config, folder)
     cores = []
     times: dict[str, list[Times]] = {mode.name: [] for mode in MODES}
@@ -150,7 +154,7 @@ async def measure(config: RLConfig, *, rounds: int, steps: int, folder: Path) ->
         for number in range(rounds):
             cores.append(await asyncio.to_thread(two_over_one))
             for mode in MODES:
-                metrics, ledger = await processes.run(mode, FILLING + steps + DRYING)
+                metrics, ledger = await processes.run(mode, each)
                 times[mode.name].append(mean_times(metrics[FILLING:-DRYING]))
                 for row in ledger:
                     staleness[mode.name].update(row["staleness"])

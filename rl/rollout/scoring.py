@@ -102,7 +102,7 @@ def _plain_entry(name: str, value: object) -> Entry:
     rules = get_args(Reduction)
     if value.rule not in rules or weight < 0:
         rule = f"whose rule is one of {', '.join(rules)} and whose weight is at least 0"
-        raise _InvalidScore(f"{name}={shown(value)}, which is no value {rule}")
+        raise InvalidScore(f"{name}={shown(value)}, which is no value {rule}")
     return Value(number, value.rule, weight, mean)
 
 

@@ -1,17 +1,74 @@
-"""Paths that the Dockerfile names. No test builds the image."""
+"""Syntax, rules and paths of the Dockerfile. No test builds the image."""
 
+import json
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+KNOWN = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL", "RUN"}
+KNOWN |= {"SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR"}
+"""Instructions that may stand in the file: those of Docker without ADD, MAINTAINER and ONBUILD."""
 
 
-def instructions() -> list[tuple[str, str]]:
-    """Return the instructions of the Dockerfile with their arguments."""
-    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+def instructions(text: str | None = None) -> list[tuple[str, str]]:
+    """Return the instructions of a Dockerfile, by default Tiller's, with their arguments."""
+    text = (ROOT / "Dockerfile").read_text() if text is None else text
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
     lines = text.replace("\\\n", " ").splitlines()
-    found = (line.split(None, 1) for line in lines if line.strip())
-    return [(name, rest) for name, rest in found]
+    found = (line.partition(" ") for line in lines if line.strip())
+    return [(name, " ".join(rest.split())) for name, _, rest in found]
+
+
+def lint(text: str) -> Iterator[str]:
+    """Yield the rules of hadolint, by number, that the text of a Dockerfile breaks."""
+    found = instructions(text)
+    names = [name for name, _ in found]
+    if "FROM" not in names or {*names[: names.index("FROM")]} - {"ARG"}:
+        yield "DL3061 starts with FROM or ARG"
+    if names.count("CMD") > 1:
+        yield "DL4003 one CMD"
+    for name, rest in found:
+        if name not in KNOWN:
+            yield f"DL1000 unknown instruction {name}"
+        if name == "FROM" and (":" not in rest or ":latest" in rest):
+            yield "DL3006 tag of the base image"
+        if name == "WORKDIR" and not rest.startswith("/"):
+            yield "DL3000 absolute WORKDIR"
+        if name in ("CMD", "ENTRYPOINT") and not is_json_list(rest):
+            yield f"DL3025 JSON form of {name}"
+        if name == "COPY" and len(rest.split()) > 2 and not rest.endswith("/"):
+            yield "DL3021 COPY of several files to a folder"
+        if name == "ENV" and "=" not in rest.split()[0]:
+            yield "DL3044 ENV name=value"
+        if name == "RUN":
+            yield from lint_shell(rest)
+
+
+def lint_shell(command: str) -> Iterator[str]:
+    """Yield the rules that the command of a RUN breaks."""
+    checked = subprocess.run(["sh", "-n", "-c", command], capture_output=True, timeout=20)
+    if checked.returncode:
+        yield "SC1000 syntax of the shell"
+    words = set(command.split())
+    if words & {"sudo", "cd"}:
+        yield "DL3003 no cd and no sudo"
+    if "|" in words:
+        yield "DL4006 pipefail"
+    if "apt-get install" in command:
+        if not words & {"-y", "--yes"}:
+            yield "DL3014 --yes"
+        if "--no-install-recommends" not in words:
+            yield "DL3015 --no-install-recommends"
+        if "apt-get update" not in command or "rm -rf /var/lib/apt/lists/*" not in command:
+            yield "DL3009 update and delete the lists in the same RUN"
+
+
+def is_json_list(text: str) -> bool:
+    return text.startswith("[") and bool(json.loads(text))
 
 
 def copied() -> list[str]:
@@ -56,3 +113,44 @@ def test_the_base_image_has_the_python_that_is_required():
         r'requires-python = "==(\d+\.\d+)\.', (ROOT / "pyproject.toml").read_text()
     )
     assert base == f"python:{required[1]}-slim"
+
+
+def test_the_dockerfile_breaks_no_rule():
+    assert [*lint((ROOT / "Dockerfile").read_text())] == []
+
+
+GOOD = """FROM python:3.11-slim
+RUN apt-get update && apt-get install --yes --no-install-recommends git && rm -rf \\
+    /var/lib/apt/lists/*
+COPY LICENSE README.md ./
+WORKDIR /work
+ENV A=b
+CMD ["tiller"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ("FROM", "RUN true\nFROM", "DL3061"),
+        (":3.11-slim", "", "DL3006"),
+        (":3.11-slim", ":latest", "DL3006"),
+        ("COPY", "COPPY", "DL1000"),
+        ("COPY", "ADD", "DL1000"),
+        ("/work", "work", "DL3000"),
+        ('["tiller"]', "tiller", "DL3025"),
+        ("README.md ./", "README.md target", "DL3021"),
+        ("A=b", "A b", "DL3044"),
+        ("CMD", 'CMD ["a"]\nCMD', "DL4003"),
+        ("--yes ", "", "DL3014"),
+        ("--no-install-recommends ", "", "DL3015"),
+        ("apt-get update && ", "", "DL3009"),
+        ("&& rm", "&& && rm", "SC1000"),
+        ("&& rm", "&& sudo rm", "DL3003"),
+        ("git &&", "git | tee log &&", "DL4006"),
+    ],
+)
+def test_a_broken_rule_is_found(old, new, rule):
+    assert [*lint(GOOD)] == []
+    assert old in GOOD
+    assert rule in {found.split()[0] for found in lint(GOOD.replace(old, new, 1))}

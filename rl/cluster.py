@@ -160,6 +160,14 @@ class HardwareConfig:
         return replace(DEVICES[named], **given)
 
     @property
+    def peak_tflops(self) -> float:
+        """Dense bfloat16 throughput of a device in TFLOP/s; 0 if it is unknown, as on CPU."""
+        known = self.kind == "cuda" and (
+            self.device != "auto" or any(name in device_name().lower() for name in DEVICES)
+        )
+        return self.tflops or (self.figures.tflops if known else 0.0)
+
+    @property
     def host_gib(self) -> float:
         """Memory of a node in GiB."""
         here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

@@ -6,6 +6,7 @@ The import of this module sets torchtitan's device, also in modules that were im
 
 import logging
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -34,6 +35,15 @@ def device_count() -> int:
 def device_name() -> str:
     """Return the driver's name of the first GPU of this host."""
     return torch.cuda.get_device_name(0)
+
+
+def peak_memory() -> int:
+    """Return the largest memory of this process so far, in bytes: reserved on its GPU, or resident
+    without CUDA.
+    """
+    if device_type() == "cuda":
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def memory_domain() -> str:

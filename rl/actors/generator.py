@@ -11,6 +11,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from rl.actors.mesh import Mesh
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig, environment, shared_memory
+from rl.metrics import Metrics
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shard, layout_of
 from rl.platform import memory_domain
@@ -83,6 +84,10 @@ class Generator(Actor):
         await self._connected().fetch(version)
 
     @concurrent_endpoint
+    async def generate(self, requests: list[GenerationRequest]) -> tuple[list[Completion], Metrics]:
+        return await self._loop.generate(requests), self._loop.take_load()
+
+    @concurrent_endpoint
     async def abort(self) -> None:
         await self._loop.abort()
         # All ranks have executed a command of one turn of the loop before the second turn after it.
@@ -90,7 +95,6 @@ class Generator(Actor):
             await self._loop.run_between_steps(lambda engine: None)
 
     serve = _loop_endpoint("serve")
-    generate = _loop_endpoint("generate")
     pull_weights = _loop_endpoint("pull")
     reset_prefix_cache = _loop_endpoint("reset_prefix_cache")
     close = _loop_endpoint("close")
@@ -130,6 +134,7 @@ class GeneratorMesh(Mesh):
         super().__post_init__()
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
         self._has_prefixes = False
+        self._load = Metrics({})
         self._patience = 0.0
 
     def _arguments(self) -> tuple[Any, ...]:
@@ -179,7 +184,17 @@ class GeneratorMesh(Mesh):
         if fresh and self._has_prefixes:
             await self.call("reset_prefix_cache", rank=0)
         self._has_prefixes = True
-        return (await self.call("generate", requests, rank=0))[0]
+        ((completions, load),) = await self.call("generate", requests, rank=0)
+        self._load = Metrics.merged([self._load, load])
+        return completions
+
+    def take_load(self) -> Metrics:
+        """Return ``generator/running``, ``queue`` (waiting requests) and ``cache`` (share of the KV
+        cache in use), each as ``_mean`` and ``_max`` over the engine's steps since the last call.
+        """
+        load = self._load
+        self._load = Metrics({})
+        return load
 
     async def abort(self) -> None:
         """Abort all requests in flight, also requests of cancelled callers."""

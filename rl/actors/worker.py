@@ -16,8 +16,9 @@ from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.config import Configurable
 
 from rl.actors.mesh import Mesh
-from rl.metrics import Metrics
+from rl.metrics import Metrics, Value
 from rl.model.shape import ModelConfig
+from rl.platform import peak_memory
 from rl.training.config import TrainerConfig
 from rl.training.micro_batches import balanced
 from rl.types import Batch, Head
@@ -107,11 +108,17 @@ class ModelWorker(Actor):
         )
         return answer if self.engine.is_leader else None
 
-    def _optim_step(self, options: dict[str, Any]) -> tuple[int, Metrics]:
+    def _optim_step(self, options: dict[str, Any]) -> tuple[int, Metrics, Metrics]:
+        """Return the version, metrics that all ranks share, and metrics of this rank."""
         self.checkpointer.wait_for_staging()
         metrics = self.engine.optim_step(**options)
         self._collect_garbage()
-        return self.engine.version, metrics
+        operations = self.engine.work.take() if self.engine.is_leader else 0
+        own = {
+            "memory/peak": Value(peak_memory() / 2**30, "max"),
+            "trainer/tflop": Value(operations / 1e12, "sum"),
+        }
+        return self.engine.version, metrics, Metrics(own)
 
     def _collect_garbage(self) -> None:
         """Collect garbage on all ranks in the same steps: one rank that collects stops all."""
@@ -197,8 +204,9 @@ class WorkerGroup(Mesh):
         ``options`` are those of TrainingEngine.optim_step: denominator, lr, betas, eps,
         weight_decay, max_norm.
         """
-        self.version, metrics = (await self.call("optim_step", options))[0]
-        return metrics
+        answers = await self.call("optim_step", options)
+        self.version, metrics, _ = answers[0]
+        return metrics | Metrics.merged(own for *_, own in answers)
 
     async def offload(self) -> None:
         """Move parameters, gradients and optimizer state to host memory."""

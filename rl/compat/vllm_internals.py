@@ -24,6 +24,8 @@ RELIES_ON = (
     "vllm.v1.engine.core_client:InprocClient.engine_core",
     "vllm.v1.engine.core:EngineCore.scheduler",
     "vllm.v1.core.sched.scheduler:Scheduler.running",
+    "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts()",
+    "vllm.v1.core.sched.scheduler:Scheduler.get_kv_cache_usage()",
     "vllm.v1.core.sched.scheduler:Scheduler.kv_cache_manager",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks(block_ids)",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.block_pool",
@@ -59,6 +61,14 @@ def set_weight_version(engine: Any, version: str) -> None:
 def shut_down(engine: Any) -> None:
     """Stop the engine and leave its process groups."""
     engine.engine_core.shutdown()
+
+
+def load_of(engine: Any) -> tuple[int, int, float]:
+    """Return the numbers of running and of waiting requests, and the share of the KV cache that is
+    in use.
+    """
+    scheduler = engine.engine_core.engine_core.scheduler
+    return *scheduler.get_request_counts(), scheduler.get_kv_cache_usage()
 
 
 def forget_prefixes(engine: Any) -> bool:

@@ -195,6 +195,11 @@ class GenerationEngine:
             if output.finished
         ]
 
+    @property
+    def load(self) -> tuple[int, int, float]:
+        """Numbers of running and of waiting requests, and the share of the KV cache in use."""
+        return vllm_internals.load_of(self._engine)
+
     def abort(self, request_ids: list[str]) -> None:
         """Drop these requests; ids that are not in flight are ignored."""
         self._engine.abort_request(request_ids)

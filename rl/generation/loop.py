@@ -10,10 +10,13 @@ from typing import Any, Literal, NamedTuple
 
 from rl.errors import RunError
 from rl.generation.engine import GenerationEngine
+from rl.metrics import Metrics, Rule, Value
 from rl.types import Completion, GenerationRequest
 
 # sleep of a rank without work, far below the timeout of the collectives that its peers wait in
 HEARTBEAT_S = 1.0
+LOAD = ("running", "queue", "cache")
+MEAN_AND_MAX: tuple[Rule, ...] = ("mean", "max")
 NO_VERSION = -1  # version of a rank that could not pull
 
 
@@ -80,6 +83,7 @@ class EngineLoop:
         self._visits: list[tuple[Callable[[GenerationEngine], Any], Future]] = []
         self._calls: dict[str, _Call] = {}
         self._pending: set[Future] = set()
+        self._loads: list[tuple[int, int, float]] = []
         self._ended: Future = Future()
 
     async def start(self) -> None:
@@ -107,6 +111,20 @@ class EngineLoop:
             self._send(call.add)
         call.done.add_done_callback(lambda done: self._abort(call) if done.cancelled() else None)
         return await asyncio.wrap_future(call.done)
+
+    def take_load(self) -> Metrics:
+        """Return the load of this rank, which leads, after each step since the last call."""
+        with self._changed:
+            loads = self._loads
+            self._loads = []
+        columns = zip(LOAD, zip(*loads, strict=True), strict=False)
+        return Metrics(
+            {
+                f"generator/{name}_{rule}": Value.over([float(each) for each in column], rule)
+                for name, column in columns
+                for rule in MEAN_AND_MAX
+            }
+        )
 
     async def abort(self) -> None:
         """Abort every request in flight; its ``generate`` raises RunError."""
@@ -237,7 +255,11 @@ class EngineLoop:
                     return
                 self._execute(engine, kind, argument)
             if engine.busy:
-                for request_id, completion in engine.step():
+                done = engine.step()
+                if engine.leads:
+                    with self._changed:
+                        self._loads.append(engine.load)
+                for request_id, completion in done:
                     self._deliver(request_id, completion)
 
     def _take(self, engine: GenerationEngine) -> tuple[list, list]:

@@ -313,6 +313,12 @@ class Session(Models):
         """Bytes and pauses of the last push."""
         return self._push.metrics
 
+    def take_generator_load(self) -> Metrics:
+        """Return the load of all generators since the last call: see
+        :meth:`rl.actors.generator.GeneratorMesh.take_load`.
+        """
+        return Metrics.merged(mesh.take_load() for mesh in self.pool.meshes)
+
     @property
     def generator_versions(self) -> dict[str, int | None]:
         """Policy version of each generator; None before its first pull."""

@@ -21,6 +21,7 @@ class Report:
         self._progress = progress
         self._watch = watch
         self._watchdog = Watchdog(config.watchdog)
+        self._peak_tflops = config.trainer.ranks * config.hardware.peak_tflops
         self.evaluated = 0
         """Step of the newest evaluation on the way; 0 before the first."""
         self._versions: dict[int, int] = {}
@@ -50,6 +51,8 @@ class Report:
         """
         timings = self._watch.lap()
         row |= timings | {"tokens_per_s": tokens / timings["timing/step"]}
+        if self._peak_tflops and "trainer/tflop" in row:
+            row["mfu"] = row["trainer/tflop"] / (self._peak_tflops * timings["timing/step"])
         self._versions[int(row["step"])] = int(row["policy_version"])
         try:
             self._warn(self._watchdog.check(row, updates))

@@ -182,6 +182,7 @@ class RLTrainer(Trainer[RLConfig]):
             | metrics
             | self.session.push_metrics
             | self.session.restarts
+            | dict(self.session.take_generator_load())
             | rollout_metrics(groups)
             | {f"ledger/{name}": count for name, count in ledger.items() if isinstance(count, int)}
             | {

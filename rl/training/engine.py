@@ -22,7 +22,7 @@ from rl.training.attention import attention_masks, shares_rows
 from rl.training.config import TrainerConfig
 from rl.training.context import SequenceShard
 from rl.training.lora import MergedWeights
-from rl.training.metrics import MetricTotals
+from rl.training.metrics import MetricTotals, WorkCount
 from rl.training.micro_batches import Cutting, MicroBatch, lay_out, plan
 from rl.training.model import build_model, reshard
 from rl.types import Batch, Head
@@ -88,6 +88,8 @@ class TrainingEngine:
         self._batch_group = batch_mesh.get_group() if batch_mesh else None
         self._weight = 0.0
         self._metrics: list[Metrics] = []
+        self.work = WorkCount.of(self.model)
+        """Operations of ``forward_backward`` on this rank's part of the batches."""
         self.dp_rank = batch_mesh.get_local_rank() if batch_mesh else 0
         """Index of the part of a batch that this rank computes."""
         self.dp_degree = batch_mesh.size() if batch_mesh else 1
@@ -147,6 +149,7 @@ class TrainingEngine:
                 (weight * (per_token * micro.loss_weights).sum()).backward()
             totals.add(per_token, metrics, micro.loss_weights)
             parts.append((micro.index, {name: v.detach() for name, v in outputs.items()}))
+        self.work.add(batch.lengths)
         self._weight += float(batch.loss_weights.sum(dtype=torch.float64))
         reduced = totals.reduce()
         self._metrics.append(reduced)

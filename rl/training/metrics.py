@@ -2,12 +2,44 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
+from torchtitan.protocols import BaseModel
 
 from rl.algorithms.loss_results import Metric
 from rl.metrics import Metrics, Rule, Value
+
+
+@dataclass
+class WorkCount:
+    """Floating-point operations of forward and backward passes, by torchtitan's formula: without
+    recomputation, and as if no token were masked for another.
+    """
+
+    per_token: int
+    per_pair: int
+    """Operations of a token for each token of its sequence."""
+    count: int = 0
+
+    @classmethod
+    def of(cls, model: BaseModel) -> Self:
+        """Return the count of a model that has done nothing."""
+        alone, with_one = (model.config.get_nparams_and_flops(model, n)[1] for n in (0, 1))
+        return cls(alone, with_one - alone)
+
+    def add(self, lengths: torch.Tensor) -> None:
+        """Add sequences of ``lengths``, int64 [N]."""
+        pairs = int(lengths.square().sum())
+        self.count += self.per_token * int(lengths.sum()) + self.per_pair * pairs
+
+    def take(self) -> int:
+        """Return the count, and count from 0 again."""
+        count = self.count
+        self.count = 0
+        return count
 
 
 class MetricTotals:

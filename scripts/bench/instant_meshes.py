@@ -133,6 +133,9 @@ class Generator(Mesh):
     async def weight_digests(self) -> list[dict]:
         return [{("w", Box.whole((1,))): self.version}]
 
+    def take_load(self) -> Metrics:
+        return Metrics({})
+
     async def generate(
         self, requests: list[GenerationRequest], *, fresh: bool = False
     ) -> list[Completion]:

@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from tests.e2e.runs import QUICKSTART, TINY, Run
+from tests.metric_names import undocumented
 
 
 def rise(run: Run) -> tuple[float, float]:
@@ -57,6 +58,7 @@ def test_reward_climbs_and_the_run_folder_tells_everything(replicas):
     assert last > 0.4
 
     rows = run.metrics()
+    assert not undocumented({name for row in rows for name in row})
     assert [row["step"] for row in rows] == list(range(1, 81))
     assert [row["policy_version"] for row in rows] == list(range(1, 81))
     for name in (
@@ -66,6 +68,11 @@ def test_reward_climbs_and_the_run_folder_tells_everything(replicas):
         "timing/generate",
         "timing/train",
         "tokens_per_s",
+        "advantage/std",
+        "generator/queue_max",
+        "generator/running_mean",
+        "memory/peak",
+        "trainer/tflop",
     ):
         assert all(isinstance(row[name], float) for row in rows), name
     errors = sorted(row["logprob/error_max"] for row in rows)  # lag 0: trainer and generator agree

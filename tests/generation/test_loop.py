@@ -85,6 +85,15 @@ def test_an_engine_that_does_not_start_fails_start_and_serve():
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+def test_the_load_of_an_engine_is_measured_at_each_step(generator):
+    ((before, load, after),) = generator.run(played, measured)
+    assert not before and not after
+    assert load["generator/running_max"] == 2
+    assert 1 < load["generator/running_mean"] < 2
+    assert load["generator/queue_max"] == 0
+    assert 0 < load["generator/cache_mean"] <= load["generator/cache_max"] < 1
+
+
 def test_idle_loops_sleep(generator):
     (cpu_s,) = generator.run(played, idle)
     assert cpu_s < 0.2
@@ -106,6 +115,13 @@ async def concurrent_calls(loop):
         one("short", [request("c", max_tokens=2)]),
     )
     return long, short, finished
+
+
+async def measured(loop):
+    loop.take_load()
+    before = loop.take_load()
+    await loop.generate([request("a", max_tokens=30), request("b", max_tokens=10)])
+    return dict(before), dict(loop.take_load()), dict(loop.take_load())
 
 
 async def lone_call(loop, requests):

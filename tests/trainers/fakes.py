@@ -177,6 +177,7 @@ class Trainer(Mesh):
                 "loss/mean": Value(self.losses.get(number, 0.0), "mean", weight=4.0),
                 "ratio/max": Value(1.0 + number, "max"),
                 "trainer/grad_norm": Value(0.5),
+                "trainer/tflop": Value(3.0, "sum"),
                 "trainer/updates": Value(float(number - 1 not in self.skips), "sum"),
             }
         )
@@ -317,6 +318,9 @@ class Generator(Mesh):
 
     async def abort(self) -> None:
         self.in_flight.clear()
+
+    def take_load(self) -> Metrics:
+        return Metrics({"generator/running_max": Value(float(len(self.asked)), "max")})
 
     async def pull_weights(self, version: int) -> float:
         self.alive()

@@ -31,7 +31,7 @@ def whereabouts(record: RunRecord) -> tuple[list[list[int]], list[tuple[str, int
 
 def without_times(rows: list[dict]) -> list[dict]:
     """Return rows of metrics without times, states of prompts and states of the push."""
-    measured = ("timing/", "tokens_per_s", "ledger/", "push/", "restarts/")
+    measured = ("timing/", "tokens_per_s", "generator/", "ledger/", "push/", "restarts/")
     return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows]
 
 

@@ -8,11 +8,14 @@ import pytest
 from rl.algorithms.sequence_losses import IPOLoss, KTOLoss, SimPOLoss
 from rl.errors import Interrupted
 from rl.trainers.preference import PreferenceTrainer
+from tests.metric_names import undocumented
 from tests.trainers.tiny_chat import labelled_rows, preference_rows
 
 
 def rows_of(trainer):
-    return trainer.record.read_metrics()
+    rows = trainer.record.read_metrics()
+    assert not undocumented({name for row in rows for name in row})
+    return rows
 
 
 def test_dpo_begins_at_ln_2_and_learns_the_preference(make_preference):

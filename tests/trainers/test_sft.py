@@ -18,6 +18,7 @@ from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.trainers.dataset import split_examples
 from rl.trainers.sft import SFTTrainer
 from rl.trainers.trainer import TrainerState
+from tests.metric_names import undocumented
 from tests.trainers.tiny_chat import chat_rows, tiny_chat_model
 
 
@@ -49,7 +50,10 @@ def config(model, tmp_path):
 
 
 def last_step(trainer):
-    return trainer.record.read_metrics()[-1]
+    row = trainer.record.read_metrics()[-1]
+    assert not undocumented(row)
+    assert row["memory/peak"] > 0.1 and row["trainer/tflop"] > 0
+    return row
 
 
 def test_a_run_learns_and_its_validation_loss_is_that_of_transformers(config, model):

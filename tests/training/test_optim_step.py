@@ -256,6 +256,17 @@ def test_an_extreme_of_no_token_is_left_out(build):
     assert metrics["logprob/drift_max"] > 0
 
 
+def test_operations_are_those_of_torchtitans_formula(build):
+    engine = build()
+    batch = ragged_batch()
+    engine.forward_backward(batch, LOSS.build())
+    engine.forward_backward(batch, LOSS.build())
+    model = engine.model
+    each = [n * model.config.get_nparams_and_flops(model, n)[1] for n in batch.lengths.tolist()]
+    assert engine.work.take() == 2 * sum(each) > 0
+    assert engine.work.take() == 0
+
+
 def test_an_empty_batch_is_refused(build):
     empty = Batch(
         tokens=torch.zeros(0).long(), lengths=torch.zeros(0).long(), loss_weights=torch.zeros(0)

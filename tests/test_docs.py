@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from rl.plan.__main__ import main as plan
 from tests.bench.programs import module
@@ -60,7 +64,7 @@ def field_names():
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A model and a file of problems, under the names that the pages have for them."""
+    """Models and a file of problems, under the names that the pages have for them."""
     folder = tmp_path_factory.mktemp("inputs")
     make = [sys.executable, str(ROOT / "scripts/make_tiny_model.py")]
     options = ["--model-dir", str(folder / "tiny"), "--data", str(folder / "tiny.jsonl")]
@@ -70,6 +74,15 @@ def inputs(tmp_path_factory):
     config.write_text(json.dumps(longer))
     (folder / "DIR").symlink_to("tiny")
     (folder / "FILE").symlink_to("tiny.jsonl")
+    judge = folder / "runs" / "judge" / "export"
+    judge.parent.mkdir(parents=True)
+    (folder / "runs" / "sft").mkdir()
+    (folder / "runs" / "sft" / "export").symlink_to(folder / "tiny")
+    shutil.copytree(folder / "tiny", judge)
+    with safe_open(judge / "model.safetensors", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    width = tensors["model.norm.weight"].shape
+    save_file(tensors | {"score.weight": torch.zeros(1, *width)}, judge / "model.safetensors")
     return folder
 
 

@@ -46,6 +46,7 @@ LOSSES: dict[str, SequenceLoss.Config] = {
     "DPO": DPOLoss.Config(beta=0.3, label_smoothing=0.1),
     "length-normalized DPO": DPOLoss.Config(length_normalized=True),
     "IPO": IPOLoss.Config(),
+    "IPO of sums": IPOLoss.Config(length_normalized=False),
     "KTO": KTOLoss.Config(beta=0.2, undesirable_weight=1.5),
     "SimPO": SimPOLoss.Config(),
     "reward model": BradleyTerryLoss.Config(margin=0.3, centering_coef=0.1),
@@ -55,9 +56,12 @@ ALL = [[0, 1, 2, 3, 4, 5]]
 
 CUTS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
     "one by one": ({"micro_batch_size": 1}, ALL),
+    "by two": ({"micro_batch_size": 2}, ALL),
+    "by three": ({"micro_batch_size": 3}, ALL),
     "all at once": ({"micro_batch_size": 6}, ALL),
     "padded": ({"micro_batch_size": 4, "packing": False}, ALL),
     "20 tokens": ({"micro_batch_tokens": 20}, ALL),
+    "32 tokens, padded": ({"micro_batch_tokens": 32, "packing": False}, ALL),
     "each pair in two calls": ({"micro_batch_size": 2}, [[0, 3, 4], [5, 2, 1]]),
 }
 """Fields of the engine, and the rows of each call of forward_backward."""
@@ -173,16 +177,32 @@ def test_gradient_is_that_of_the_whole_however_the_batch_is_cut(alone, name, cut
     assert step["trainer/grad_norm"] == pytest.approx(norm, rel=1e-6)
 
 
-def in_layout(layout: str, folder: str) -> dict[str, Any]:
-    """Gradient and value of each loss, on a rank of its own."""
+def in_layout(layout: str, folder: str, cuts: list[str]) -> dict[str, Any]:
+    """Gradient and value of each loss and cut, on a rank of its own."""
     own = engines(folder, layout)
     losses = {name: config.build() for name, config in LOSSES.items()}
-    cut = "each pair in two calls"
-    return {name: gradient_of(own[loss.head], loss, cut)[:2] for name, loss in losses.items()}
+    return {
+        (name, cut): gradient_of(own[loss.head], loss, cut)[:2]
+        for name, loss in losses.items()
+        for cut in cuts
+    }
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "cp2", "fsdp2_tp2"])
-def test_gradient_does_not_depend_on_the_layout(alone, layout, tmp_path):
+SHORT = ["each pair in two calls"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "cuts"),
+    [
+        *((layout, SHORT) for layout in ("fsdp2", "cp2", "fsdp2_tp2")),
+        *(
+            pytest.param(layout, [*CUTS], marks=pytest.mark.long)
+            for layout in LAYOUTS
+            if layout != "alone" and "ep" not in layout
+        ),
+    ],
+)
+def test_gradient_does_not_depend_on_the_layout(alone, layout, cuts, tmp_path):
     """The two sequences of some pair are on different ranks."""
     batch, _, _ = example(DPOLoss.Config().build())
     parts = balanced(batch.lengths.tolist(), 2)
@@ -190,12 +210,12 @@ def test_gradient_does_not_depend_on_the_layout(alone, layout, tmp_path):
     losses = {name: config.build() for name, config in LOSSES.items()}
     wanted = {name: direct(weights_of(alone[loss.head]), loss) for name, loss in losses.items()}
     ranks = LAYOUTS[layout].ranks
-    for answer in on_ranks(ranks, in_layout, layout, str(tmp_path), deadline=240.0):
-        assert answer.keys() == losses.keys()
-        for name, (gradients, value) in answer.items():
+    for answer in on_ranks(ranks, in_layout, layout, str(tmp_path), cuts, deadline=400.0):
+        assert len(answer) == len(losses) * len(cuts)
+        for (name, cut), (gradients, value) in answer.items():
             gradient, expected = wanted[name]
-            assert worst_error(gradients, gradient) <= 1e-5, name
-            assert value == pytest.approx(expected, rel=1e-5), name
+            assert worst_error(gradients, gradient) <= 1e-5, (name, cut)
+            assert value == pytest.approx(expected, rel=1e-5), (name, cut)
 
 
 def test_dpo_starts_at_ln_2_and_learns_the_chosen_answers(folder):

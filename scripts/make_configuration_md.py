@@ -200,8 +200,9 @@ def _type_text(hint: Any) -> str:
     kinds = list(dict.fromkeys(kind for kind, _ in dataclasses_in(hint)))
     if not kinds:
         return f"`{_type_name(hint)}`"
-    links = [*map(_link, _choices(kinds[0])), *map(_link, kinds)]
-    if _choices(kinds[0]):
+    choices = [each for each in _choices(kinds[0]) if not inspect.isabstract(each._owner)]
+    links = [*map(_link, choices), *map(_link, kinds)]
+    if choices:
         links[-1] = f"your own {links[-1]}"
     if NoneType in _members(hint):
         links.append("`None`")

@@ -58,6 +58,7 @@ class Program:
         self._name = name
         self._limits = limits
         self._limit: Limit | None = None
+        self._is_running = False
         self._gone = False
         with contextlib.ExitStack() as stack:
             self._scratch = Scratch() if scratch else None
@@ -92,6 +93,11 @@ class Program:
     def __exit__(self, *error: object) -> None:
         self._resources.close()
 
+    def ready(self) -> None:
+        """Wait until the program has started. Raises SandboxError if it did not."""
+        if not self._is_running:
+            self._check_start(_wait_readable(self._started, START_S))
+
     def wait(self, beside: Sequence["Program"] = ()) -> Result:
         """Wait for the end of the program, or end it at a limit; watch limits of the programs
         ``beside`` it too. Raises SandboxError if the program did not start.
@@ -101,9 +107,7 @@ class Program:
         with contextlib.closing(steps):
             fd, seconds = next(steps)
             while True:
-                poll = select.poll()
-                poll.register(fd, select.POLLIN)
-                ready = bool(poll.poll(seconds * 1000))
+                ready = _wait_readable(fd, seconds)
                 try:
                     fd, seconds = steps.send(ready)
                 except StopIteration as end:
@@ -114,7 +118,7 @@ class Program:
         steps = self._steps(())
         fd, seconds = next(steps)
         while True:
-            ready = await _is_readable(fd, seconds)
+            ready = await _wait_readable_async(fd, seconds)
             try:
                 fd, seconds = steps.send(ready)
             except StopIteration as end:
@@ -122,11 +126,8 @@ class Program:
 
     def _steps(self, beside: Sequence["Program"]) -> Steps:
         """Yield what to wait for, a file descriptor and seconds; receive whether it is readable."""
-        ready = yield self._started, START_S
-        if not ready or os.read(self._started, 1) != b"+":
-            self._end()
-            reason = _text(self._stderr, 2000).strip() or f"no start within {START_S:.0f} s"
-            raise SandboxError(f"{self._name} could not start a program: {reason}")
+        if not self._is_running:
+            self._check_start((yield self._started, START_S))
         began = time.monotonic()
         ended = False
         while not ended and (pause := self._look(began + self._limits.wall_s, beside)) > 0:
@@ -134,6 +135,13 @@ class Program:
         seconds = time.monotonic() - began
         self._end()
         return self._result(seconds)
+
+    def _check_start(self, ready: bool) -> None:
+        self._is_running = ready and os.read(self._started, 1) == b"+"
+        if not self._is_running:
+            self._end()
+            reason = _text(self._stderr, 2000).strip() or f"no start within {START_S:.0f} s"
+            raise SandboxError(f"{self._name} could not start a program: {reason}")
 
     def _look(self, ends: float, beside: Sequence["Program"]) -> float:
         """Return seconds until the next look; 0 if a limit ends the program."""
@@ -169,9 +177,7 @@ class Program:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._gone = True
-        poll = select.poll()
-        poll.register(self._started, select.POLLIN)
-        while poll.poll(END_S * 1000) and os.read(self._started, 4096):
+        while _wait_readable(self._started, END_S) and os.read(self._started, 4096):
             pass  # the last process inside closes the pipe
 
     def _result(self, seconds: float) -> Result:
@@ -214,7 +220,13 @@ def _text(file: int, most: int) -> str:
     return os.pread(file, most, 0).decode(errors="replace")
 
 
-async def _is_readable(fd: int, seconds: float) -> bool:
+def _wait_readable(fd: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+async def _wait_readable_async(fd: int, seconds: float) -> bool:
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(fd, ready.set)

@@ -1,100 +1,49 @@
 """Task of word problems with numeric answers, from a JSONL file in GSM8K's format."""
 
 import logging
-import math
-from array import array
 from dataclasses import dataclass
-from hashlib import blake2b
-from itertools import compress
-from operator import not_
-from typing import Annotated, ClassVar, cast
+from typing import Any, ClassVar
 
 from rl.data.jsonl import read_rows
-from rl.errors import ConfigError, require
-from rl.model.shape import ModelConfig
-from rl.model.tokenizer import load_tokenizer, read_stop_token_ids, require_chat_template
-from rl.rules import SHARE
-from rl.tasks.base import Score, Task, epoch_index, tell_progress
+from rl.tasks.base import Score
+from rl.tasks.chat_jsonl import ChatJsonl, Problem
 from rl.tasks.math_answer import final_answer, reference_number, same_value
 from rl.types import Completion, Prompt
 
-CHUNK = 2000  # prompts between two reports of progress
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One line of the file; ``answer`` is a plain number such as ``"1234"``."""
-
-    line: int
-    question: str
-    answer: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """A prompt without its id. An array takes a tenth of a list's memory."""
-
-    text: str
-    tokens: array
-    answer: str
-
-    def prompt(self, prompt_id: int) -> Prompt:
-        tokens = self.tokens.tolist()
-        return Prompt(prompt_id=prompt_id, tokens=tokens, text=self.text, answer=self.answer)
-
-
-class Gsm8kJsonl(Task):
+class Gsm8kJsonl(ChatJsonl):
     """Task of lines ``{"question": …, "answer": "… #### 42"}``; reward 1 for the number, else 0.
 
     Tokenizer and chat template are those of ``model.hf_path``.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Task.Config):
+    class Config(ChatJsonl.Config):
         path: str = ""
         """JSONL file. Each line has ``question`` and ``answer``, which ends in ``#### NUMBER``."""
-
-        held_out_fraction: Annotated[float, SHARE] = 0.1
-        """Share of the questions that are held out for evaluation, chosen by their hash."""
-
-        system_prompt: str = ""
-        """System message of the conversation; empty for none."""
 
         instruction: str = (
             "Think step by step, then give the answer on a line of its own, as: #### NUMBER"
         )
         """Text that follows each question in the user's message."""
 
-        enable_thinking: bool = False
-        """Whether to enable thinking in the chat template; Qwen3's then opens a ``<think>``
-        block."""
-
     config: Config
     can_only_score: ClassVar[bool] = True
 
-    def __init__(self, config: Config, *, seed: int, model: ModelConfig, only_scores: bool = False):
-        folder = model.hf_path
-        if folder is None:
-            raise ConfigError("model.hf_path: not set; name a folder with model and tokenizer")
-        super().__init__(config, seed=seed, model=model)
+    def __init__(self, config: Config, **options: Any):
         # math_verify warns that its timeouts are off, which is intended.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
-        problems = [] if only_scores else read_problems(config.path)
-        tokenizer = load_tokenizer(folder)
-        require_chat_template(tokenizer)
-        self.set_tokenizer(tokenizer, read_stop_token_ids(folder, tokenizer))
-        if only_scores:
-            return
-        held_out = choose_held_out(problems, config.held_out_fraction, config.path)
-        questions = self._make_questions(problems)
-        self.held_out = list(compress(questions, held_out))
-        self.train = list(compress(questions, map(not_, held_out)))
+        super().__init__(config, **options)
 
-    def prompt(self, prompt_id: int) -> Prompt:
-        return self.train[epoch_index(self.seed, prompt_id, len(self.train))].prompt(prompt_id)
-
-    def eval_prompts(self, count: int) -> list[Prompt]:
-        return [question.prompt(place) for place, question in enumerate(self.held_out[:count])]
+    def read_problems(self, path: str) -> list[Problem]:
+        problems = []
+        for row in read_rows(path, field="task.path", form='{"question": …, "answer": …}'):
+            question = row.text("question").strip()
+            answer = reference_number(row.text("answer"))
+            if answer is None:
+                raise row.error("field 'answer' has no '#### NUMBER' at its end")
+            problems.append(Problem(line=row.line, question=question, answer=answer))
+        return problems
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """Return the score. Metric ``answered``: the text has a value; ``format``: the value is
@@ -104,78 +53,3 @@ class Gsm8kJsonl(Task):
         correct = answer is not None and same_value(answer, prompt.answer)
         metrics = {"answered": float(answer is not None), "format": float(marked)}
         return Score(reward=float(correct), correct=correct, metrics=metrics)
-
-    def _make_questions(self, problems: list[Problem]) -> list[_Question]:
-        questions = list[_Question]()
-        for start in range(0, len(problems), CHUNK):
-            progress = f"{start:,} of {len(problems):,} questions of {self.config.path}"
-            tell_progress(f"tokenised {progress}")
-            chunk = problems[start : start + CHUNK]
-            texts = [self._render(problem.question) for problem in chunk]
-            rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-            questions += [
-                _Question(text, array("i", row), problem.answer)
-                for text, row, problem in zip(texts, rows, chunk, strict=True)
-            ]
-        self._check_lengths(problems, [len(question.tokens) for question in questions])
-        return questions
-
-    def _render(self, question: str) -> str:
-        messages = [{"role": "user", "content": f"{question}\n{self.config.instruction}".strip()}]
-        if self.config.system_prompt:
-            messages.insert(0, {"role": "system", "content": self.config.system_prompt})
-        options = {"enable_thinking": self.config.enable_thinking, "add_generation_prompt": True}
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except Exception as error:  # the template is a program
-            line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
-            roles = " and ".join(message["role"] for message in messages)
-            raise ConfigError(
-                f"model.hf_path: the chat template in {self.tokenizer.name_or_path!r} fails for "
-                f"messages of {roles}: {type(error).__name__}: {error}{line}"
-            ) from None
-        return cast(str, text)
-
-    def _check_lengths(self, problems: list[Problem], lengths: list[int]) -> None:
-        limit, field = self.prompt_limit()
-        long = [
-            (length, problem.line)
-            for length, problem in zip(lengths, problems, strict=True)
-            if length > limit
-        ]
-        if long:
-            length, line = long[0]
-            raise ConfigError(
-                f"task.path: {self.config.path} line {line}: its prompt has {length} tokens, more "
-                f"than {field} allows ({len(long)} such lines, the longest of {max(long)[0]} "
-                "tokens); raise the limit or leave such lines out"
-            )
-
-
-def read_problems(path: str) -> list[Problem]:
-    """Return all problems of a JSONL file. Raises ConfigError, naming the first invalid line."""
-    problems = []
-    for row in read_rows(path, field="task.path", form='{"question": …, "answer": …}'):
-        question = row.text("question").strip()
-        answer = reference_number(row.text("answer"))
-        if answer is None:
-            raise row.error("field 'answer' has no '#### NUMBER' at its end")
-        problems.append(Problem(line=row.line, question=question, answer=answer))
-    return problems
-
-
-def choose_held_out(problems: list[Problem], fraction: float, path: str) -> list[bool]:
-    """Return which problems are for evaluation: those whose questions have the lowest hashes, so
-    that copies of a question stay together.
-    """
-    require(0 < fraction < 1, f"task.held_out_fraction: {fraction} is not between 0 and 1")
-    hashes = [blake2b(each.question.encode(), digest_size=8).digest() for each in problems]
-    different = sorted(set(hashes))
-    require(
-        len(different) >= 2,
-        f"task.path: {path} has {len(different)} different question; it must have 2 or more, one "
-        "to train on and one held out",
-    )
-    count = min(math.ceil(len(different) * fraction), len(different) - 1)
-    held_out = set(different[:count])
-    return [digest in held_out for digest in hashes]

@@ -1,0 +1,186 @@
+"""Task of programming puzzles with unit tests, from a JSONL file."""
+
+import ast
+import builtins
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from rl.data.jsonl import Row, read_rows
+from rl.rules import above, at_least
+from rl.sandbox.limits import Limits
+from rl.sandbox.sandbox import Sandbox, open_sandbox
+from rl.tasks.base import Score
+from rl.tasks.chat_jsonl import ChatJsonl, Problem
+from rl.types import Completion, Prompt
+
+PROGRAMS = Path(__file__).parent / "puzzles"
+BLOCK = re.compile(r"^```(?:python|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FORM = '{"instruction": …, "tests": ["assert …", …]}'
+OWN_NAMES = {*dir(builtins), "__name__", "__builtins__"}
+
+
+class PythonPuzzles(ChatJsonl):
+    """Task of lines ``{"instruction": …, "tests": ["assert add(1, 2) == 3", …]}``.
+
+    The reward is the share of the tests that the last block of Python code of the completion
+    passes. Tokenizer and chat template are those of ``model.hf_path``.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ChatJsonl.Config):
+        path: str = ""
+        """JSONL file. Each line has ``instruction`` and ``tests``, a list of Python programs. A
+        test passes if it raises nothing."""
+
+        instruction: str = (
+            "Answer with one Markdown code block of Python that holds the whole solution."
+        )
+        """Text that follows each instruction in the user's message."""
+
+        all_or_nothing: bool = False
+        """Whether the reward is 1 if all tests pass, else 0, instead of the share that pass."""
+
+        seconds: Annotated[float, above(0, 3600)] = 5.0
+        """Time for all tests of one completion. Tests that did not end by then count as failed."""
+
+        memory_mib: Annotated[int, at_least(64, 10**6)] = 512
+        """Memory of a solution, in MiB."""
+
+        unsafe: bool = False
+        """Whether solutions run without a sandbox on a host where none works. They can then read
+        and change whatever the run can."""
+
+    config: Config
+    can_only_score: ClassVar[bool] = True
+
+    def __init__(self, config: Config, **options: Any):
+        self.sandbox = open_sandbox(unsafe=config.unsafe)
+        super().__init__(config, **options)
+
+    def read_problems(self, path: str) -> list[Problem]:
+        problems = []
+        for row in read_rows(path, field="task.path", form=FORM):
+            question = row.text("instruction").strip()
+            answer = json.dumps(read_tests(row))
+            problems.append(Problem(line=row.line, question=question, answer=answer))
+        return problems
+
+    def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
+        """Return the score. Metric ``answered``: the text has a block of code; ``passed``: share of
+        the tests that pass.
+
+        Raises SandboxError if the sandbox fails, which drops the group.
+        """
+        code = last_block(text)
+        tests = json.loads(prompt.answer)
+        passed = 0
+        if code is not None:
+            limits = Limits(
+                wall_s=self.config.seconds,
+                cpu_s=max(1, round(self.config.seconds)),
+                memory_mib=self.config.memory_mib,
+            )
+            passed = sum(run_tests(self.sandbox, code, tests, limits))
+        share = passed / len(tests)
+        correct = passed == len(tests)
+        return Score(
+            reward=float(correct) if self.config.all_or_nothing else share,
+            correct=correct,
+            metrics={"answered": float(code is not None), "passed": share},
+        )
+
+
+def last_block(text: str) -> str | None:
+    """Return the last fenced block of Python code; None without one."""
+    found = BLOCK.findall(text)
+    return found[-1] if found else None
+
+
+def run_tests(
+    sandbox: Sandbox, code: str, tests: Sequence[tuple[list[str], str]], limits: Limits
+) -> list[bool]:
+    """Return for each test whether ``code`` passes it.
+
+    Code and tests run in two sandboxes, so that the code sees no test and no expected value, and
+    what it returns reaches the tests as data. The tests are one after another; if one does not
+    end within ``limits``, the rest fails.
+
+    Args:
+        tests: Programs, each after the names of ``code`` that it uses.
+    """
+    plain = (PROGRAMS / "plain.py").read_text()
+    from_solver, to_judge, from_judge, to_solver = ends = [*os.pipe(), *os.pipe()]
+    with contextlib.ExitStack() as stack:
+        report = os.memfd_create("report")
+        stack.callback(os.close, report)
+        try:
+            solver = sandbox.start(
+                (PROGRAMS / "solver.py").read_text(),
+                limits=limits,
+                files={"plain.py": plain, "solution": code, "pipes": f"{from_judge} {to_judge}"},
+                fds=[from_judge, to_judge],
+            )
+            stack.enter_context(solver)
+            judge = sandbox.start(
+                (PROGRAMS / "judge.py").read_text(),
+                limits=limits,
+                files={"plain.py": plain},
+                stdin=json.dumps([[from_solver, to_solver, report], tests]),
+                fds=[from_solver, to_solver, report],
+            )
+            stack.enter_context(judge)
+        finally:
+            for end in ends:
+                os.close(end)
+        solver.ready()
+        judge.wait(beside=[solver])
+        verdicts = os.pread(report, len(tests), 0)
+    return [verdicts[at : at + 1] == b"1" for at in range(len(tests))]
+
+
+def read_tests(row: Row) -> list[tuple[list[str], str]]:
+    """Return the tests of a line, each after the names of a solution that it uses.
+
+    Raises ConfigError if one is no Python, or uses nothing of a solution.
+    """
+    tests = row.value.get("tests")
+    if not isinstance(tests, list) or not tests or not all(isinstance(each, str) for each in tests):
+        raise row.error("field 'tests' is missing or no list of programs")
+    found = []
+    for number, test in enumerate(tests):
+        try:
+            names = free_names(test)
+        except (SyntaxError, ValueError) as error:
+            raise row.error(f"test {number} is no Python: {error}") from None
+        modules = names & sys.stdlib_module_names
+        if modules:
+            raise row.error(f"test {number} uses {min(modules)} without importing it")
+        if not names:
+            raise row.error(f"test {number} uses nothing of the solution")
+        found.append((sorted(names), test))
+    return found
+
+
+def free_names(code: str) -> set[str]:
+    """Return the names that a program uses and defines nowhere."""
+    used = set[str]()
+    defined = set[str](OWN_NAMES)
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            defined.add(node.name)
+    return used - defined

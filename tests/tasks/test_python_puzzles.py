@@ -1,0 +1,243 @@
+"""Puzzles: what a solution scores, and that no solution forges its score."""
+
+import json
+
+import pytest
+
+from rl.errors import ConfigError, GroupLost
+from rl.model.shape import ModelConfig
+from rl.rollout.scoring import score_group
+from rl.sandbox.limits import Limits
+from rl.sandbox.sandbox import Landlock, open_sandbox
+from rl.tasks import python_puzzles
+from rl.tasks.python_puzzles import PythonPuzzles, free_names, last_block, run_tests
+from rl.types import Completion
+
+LIMITS = Limits(wall_s=30, cpu_s=20)
+ADD = "assert add(1, 2) == 3"
+
+
+def passed(code, *tests, limits=LIMITS):
+    named = [(sorted(free_names(test)), test) for test in tests]
+    return run_tests(open_sandbox(), code, named, limits)
+
+
+def puzzle(number):
+    name = f"plus_{number}"
+    test = f"assert {name}(1) == {1 + number}"
+    return {"instruction": f"Write {name}(n).", "tests": [test, f"assert {name}(0) == {number}"]}
+
+
+def build(tiny, tmp_path, *rows, only_scores=False, **config):
+    path = tmp_path / "puzzles.jsonl"
+    rows = rows or [puzzle(number) for number in range(10)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = PythonPuzzles.Config(path=str(path), seconds=30, **config)
+    options = {"only_scores": True} if only_scores else {}
+    return made.build(seed=0, model=ModelConfig(hf_path=str(tiny[0])), **options)
+
+
+def score(task, prompt, text):
+    completion = Completion(tokens=[1], logprobs=[0.0], versions=[0], finish_reason="stop")
+    return task.score(prompt, text, completion)
+
+
+def test_solution_passes_each_test_that_holds():
+    code = "def add(a, b):\n    return a + b"
+    tests = [
+        ADD,
+        "assert add('a', 'b') == 'ab'",
+        "assert add(1, 2) == 4",
+        "assert sub(1)",
+        "add(1)",
+    ]
+    assert passed(code, *tests) == [True, True, False, False, False]
+
+
+def test_values_arrive_with_their_types():
+    values = (
+        "(1, [2.5, None], {'a': (True, b'x')}, {3, 4}, frozenset({5}), 1j, 10**5000, 'ü', "
+        "float('inf'))"
+    )
+    code = f"def give():\n    return {values}\ndef same(x):\n    return x"
+    tests = [f"assert {call} == {values}" for call in ("give()", f"same({values})", "same(give())")]
+    assert passed(code, *tests) == [True] * 3
+    assert passed(code, "assert give() == list(give())", "assert give()[0] is True") == [False] * 2
+
+
+def test_classes_generators_and_exceptions_of_a_solution_can_be_tested():
+    code = """
+class Stack:
+    def __init__(self):
+        self.items = []
+    def push(self, item):
+        self.items.append(item)
+    def __len__(self):
+        return len(self.items)
+    def __getitem__(self, at):
+        return self.items[at]
+    def __str__(self):
+        return f"Stack{self.items}"
+def count():
+    n = 0
+    while True:
+        yield n
+        n += 1
+def fail(n):
+    raise ValueError(f"no {n}")
+"""
+    stack = "s = Stack(); s.push(3); s.push(item=4)\n"
+    fails = "try:\n    fail(7)\nexcept ValueError as error:\n    assert str(error) == 'no 7'\n"
+    tests = [
+        f"{stack}assert len(s) == 2 and s[1] == 4 and s.items == [3, 4]",
+        f"{stack}assert str(s) == 'Stack[3, 4]'",
+        "from itertools import islice\nassert list(islice(count(), 3)) == [0, 1, 2]",
+        "assert [x for x, _ in zip(count(), range(2))] == [0, 1]",
+        f"{fails}else:\n    assert False",
+        "s = Stack()\nassert s == s and s != Stack() and not s",
+    ]
+    assert passed(code, *tests) == [True] * len(tests)
+
+
+FORGERIES = {
+    "exits": "import sys; sys.exit(0)",
+    "exits when called": "import sys\ndef add(a, b): sys.exit(0)",
+    "ends its process": "import os; os._exit(0)",
+    "ends its process when called": "import os\ndef add(a, b): os._exit(0)",
+    "is equal to everything": (
+        "class All:\n  def __eq__(self, other): return True\n"
+        "  def __hash__(self): return 3\n  def __bool__(self): return True\n"
+        "def add(a, b): return All()"
+    ),
+    "is an equal number": (
+        "class All(int):\n  def __eq__(self, other): return True\n  __hash__ = int.__hash__\n"
+        "def add(a, b): return All(9)"
+    ),
+    "changes assertions": (
+        "import builtins\nbuiltins.AssertionError = type('A', (BaseException,), {})\n"
+        "builtins.__debug__ if True else 0\ndef add(a, b): return 4"
+    ),
+    "changes built-ins": (
+        "import builtins\nbuiltins.compile = builtins.exec = lambda *a: None\n"
+        "builtins.int = lambda x: 3\ndef add(a, b): return 4"
+    ),
+    "changes the libraries": (
+        "import json, plain\njson.dumps = lambda x: '[\"value\", true]'\n"
+        "plain.encode = lambda *a: True\ndef add(a, b): return 4"
+    ),
+    "overwrites files": (
+        "import os\nfor n in ('program.py', 'plain.py', 'judge.py', 'test'):\n"
+        "  open(n, 'w').write('assert True')\ndef add(a, b): return 4"
+    ),
+    "writes to every descriptor": (
+        "import os\nfor n in range(3, 64):\n  try: os.write(n, b'1' * 9)\n  except OSError: pass\n"
+        "def add(a, b): return 4"
+    ),
+    "writes verdicts": (
+        "import os\nfor n in range(64):\n  try: os.pwrite(n, b'1' * 9, 0)\n"
+        "  except OSError: pass\ndef add(a, b): return 4"
+    ),
+    "answers before it is asked": (
+        "import os\nfor n in range(3, 64):\n"
+        "  try: os.write(n, b'[\"value\", 4]\\n' * 9)\n  except OSError: pass\n"
+    ),
+    "looks for what is expected": (
+        "import sys\ndef add(a, b):\n  f = sys._getframe()\n  while f:\n"
+        "    for v in f.f_locals.values():\n"
+        "      if isinstance(v, (list, str)) and 'ass' 'ert add(1, 2)' in str(v): return 3\n"
+        "    f = f.f_back\n  import os\n"
+        "  return 3 if any('add(' in open(n).read() for n in os.listdir() if n == 'test') else 4"
+    ),
+    "ends loops": "def add(a, b): raise StopIteration",
+    "raises what ends a test": "def add(a, b): raise SystemExit(0)",
+    "is never done": "def add(a, b):\n  import threading\n  threading.Event().wait(0.2)",
+    "prints that it passed": "print('1' * 99, 'OK', '.')\ndef add(a, b): return 4",
+    "answers without end": "def add(a, b): return 'x' * (1 << 22)",
+    "nests its answer": ("def add(a, b):\n  x = []\n  for _ in range(100000): x = [x]\n  return x"),
+    "redefines what tests use": (
+        "def all(x): return True\ndef sorted(x): return [3]\ndef isinstance(a, b): return True\n"
+        "def add(a, b): return 4"
+    ),
+}
+CHECKS = [
+    ADD,
+    "assert all(map(lambda n: add(n, n) == 2 * n, [1, 2]))",
+    "assert sorted([add(1, 2)]) == [3]",
+    "for n in range(3):\n    assert add(n, 5) == n + 5",
+    "assert isinstance(add(1, 2), int) and not add(1, 2) != 3",
+]
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_forged_solution_passes_nothing(name):
+    assert passed(FORGERIES[name], *CHECKS) == [False] * len(CHECKS)
+
+
+def test_checks_hold_for_an_honest_solution():
+    assert passed("def add(a, b): return a + b", *CHECKS) == [True] * len(CHECKS)
+
+
+def test_tests_after_one_without_end_are_failed():
+    code = "def add(a, b):\n  while a == 2: pass\n  return a + b"
+    tests = [ADD, "assert add(2, 2) == 4", ADD]
+    assert passed(code, *tests, limits=Limits(wall_s=1, cpu_s=20)) == [True, False, False]
+    assert passed(code, *tests, limits=Limits(wall_s=30, cpu_s=1)) == [True, False, False]
+
+
+def test_last_block_counts():
+    text = "First:\n```python\na = 1\n```\nor\n```\nb = 2\n```\nend ```python\nc = 3\n"
+    assert last_block(text) == "b = 2\n"
+    assert last_block("```python\nnever closed") is None
+    assert last_block("x = 1") is None
+
+
+def test_score_is_the_share_of_tests_that_pass(tiny, tmp_path):
+    task = build(tiny, tmp_path)
+    prompt = task.prompt(0)
+    name = prompt.text.split("Write ")[1].split("(")[0]
+    assert "one Markdown code block of Python" in prompt.text
+    right = score(task, prompt, f"```python\ndef {name}(n): return n + {name[5:]}\n```")
+    half = score(task, prompt, f"```python\ndef {name}(n): return {name[5:]}\n```")
+    none = score(task, prompt, "no code")
+    assert (right.reward, right.correct) == (1.0, True)
+    assert (half.reward, half.correct, half.metrics["passed"]) == (0.5, False, 0.5)
+    assert (none.reward, none.metrics) == (0.0, {"answered": 0.0, "passed": 0.0})
+    task = build(tiny, tmp_path, all_or_nothing=True, only_scores=True)
+    assert score(task, prompt, f"```python\ndef {name}(n): return {name[5:]}\n```").reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        (None, "field 'tests' is missing"),
+        ([], "field 'tests' is missing"),
+        (["assert f(1", ADD], "test 0 is no Python"),
+        ([ADD, "assert 1 == 1"], "test 1 uses nothing of the solution"),
+        (["assert math.isclose(f(1), 1)"], "test 0 uses math without importing it"),
+    ],
+)
+def test_line_that_cannot_be_scored_is_refused(tiny, tmp_path, tests, message):
+    row = {"instruction": "Write f."} | ({"tests": tests} if tests is not None else {})
+    with pytest.raises(ConfigError, match=rf"task\.path: .* line 2: {message}"):
+        build(tiny, tmp_path, puzzle(1), row)
+
+
+def test_failure_of_the_sandbox_drops_the_group(tiny, tmp_path, monkeypatch):
+    task = build(tiny, tmp_path)
+    prompt = task.prompt(0)
+    monkeypatch.setattr(task, "decode", lambda tokens: "```python\nx = 1\n```")
+    monkeypatch.setattr(task, "sandbox", Landlock())
+    monkeypatch.setattr("rl.sandbox.sandbox.PYTHON", "/bin/false")
+    completion = Completion(tokens=[1], logprobs=[0.0], versions=[0], finish_reason="stop")
+    with pytest.raises(GroupLost, match="Landlock could not start a program"):
+        score_group(task, prompt, [completion])
+
+
+def test_host_without_a_sandbox_is_refused(tiny, tmp_path, monkeypatch):
+    def refuse(*, unsafe):
+        assert not unsafe
+        raise ConfigError("no sandbox works on this host")
+
+    monkeypatch.setattr(python_puzzles, "open_sandbox", refuse)
+    with pytest.raises(ConfigError, match="no sandbox"):
+        build(tiny, tmp_path)

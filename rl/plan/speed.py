@@ -170,7 +170,9 @@ def _passes(setting: Setting) -> tuple[list[str], float]:
         return asked, config.algorithm.passes
     if not isinstance(config, PreferenceConfig):
         return [], 1.0
-    return [*setting.roles], 0.5 if isinstance(config.loss, KTOLoss.Config) else 1.0
+    cached = config.reference.scores == "cached"
+    asked = [name for name in setting.roles if name == "trainer" or not cached]
+    return asked, 0.5 if isinstance(config.loss, KTOLoss.Config) else 1.0
 
 
 def _generation(setting: Setting, prompt: float, completion: float) -> tuple[float, int]:

@@ -61,7 +61,7 @@ def assert_same(run: Run, whole: Run) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_a_killed_run_goes_on_bit_for_bit(kind, tmp_path, finished, arguments):
+def test_a_killed_run_resumes_bit_for_bit(kind, tmp_path, finished, arguments):
     whole = finished(*arguments(kind))
     run = start(tmp_path, arguments(kind))
     run.until_step(SAVED_EVERY + 2)

@@ -69,6 +69,15 @@ def test_a_step_computes_what_the_loss_asks_for(options):
     assert reward_model.training < dpo.training
 
 
+def test_a_step_needs_no_reference_whose_scores_are_cached(options):
+    wide = ["--trainer.parallelism.data_parallel_shard_degree", "4"]  # so the reference is slower
+    computed, cached = (
+        plan_of("dpo_jsonl", [*options, *wide, "--reference.scores", scores]).step.training
+        for scores in ("computed", "cached")
+    )
+    assert cached == pytest.approx(computed * (1 + 3) / (4 + 3))
+
+
 def test_the_report_names_no_part_that_the_run_has_not(options, capsys):
     assert main(["--config", "dpo_jsonl", *options]) == 0
     report = capsys.readouterr().out

@@ -1,12 +1,10 @@
 """Preference training on real engines and a tiny model."""
 
-import json
 import math
 
 import pytest
 
 from rl.algorithms.sequence_losses import IPOLoss, KTOLoss, SimPOLoss
-from rl.errors import Interrupted
 from rl.trainers.preference import PreferenceTrainer
 from tests.metric_names import undocumented
 from tests.trainers.tiny_chat import labelled_rows, preference_rows
@@ -45,24 +43,3 @@ def test_kto_learns_from_single_answers(make_preference):
     assert first["loss/mean"] == pytest.approx(0.5, abs=1e-6)
     assert last["loss/mean"] < first["loss/mean"]
     assert "eval/rewards/accuracy" in state.metrics
-
-
-@pytest.mark.long
-def test_a_run_that_was_left_resumes_bit_for_bit(make_preference, tmp_path):
-    class Leaves(PreferenceTrainer):
-        async def after_step(self):
-            if self.step == 3:
-                self.leave()
-
-    def digest(trainer):
-        return json.loads((trainer.record.folder / "summary.json").read_text())["policy_digest"]
-
-    with PreferenceTrainer(make_preference(), preference_rows(30)) as whole:
-        whole.train()
-    config = make_preference(output_dir=str(tmp_path / "left"))
-    with Leaves(config, preference_rows(30)) as trainer, pytest.raises(Interrupted):
-        trainer.train()
-    config.resume = True
-    with PreferenceTrainer(config, preference_rows(30)) as resumed:
-        resumed.train()
-    assert digest(resumed) == digest(whole)

@@ -16,11 +16,6 @@ from rl.trainers.rl import RLTrainer
 from rl.trainers.run_folder import RunFolder
 from tests.trainers.fakes import Generator, Rewards, Trainer
 
-MEMBERS = (
-    "train evaluate save_pretrained configure_model configure_dataloaders configure_functions "
-    "arguments dataset_train dataset_eval model state dtype param_dtype optimizer scheduler"
-)
-
 
 @pytest.fixture
 def make(tmp_path):
@@ -50,13 +45,6 @@ def make(tmp_path):
     return make
 
 
-def test_a_trainer_has_the_members_of_the_protocol(make):
-    trainer, _ = make()
-    with trainer:
-        trainer.train()
-        assert not [name for name in MEMBERS.split() if getattr(trainer, name, None) is None]
-
-
 def test_a_script_trains_evaluates_and_saves_without_an_event_loop(make, tmp_path):
     trainer, policy = make()
     state = trainer.train()
@@ -75,15 +63,6 @@ def test_a_coroutine_awaits_the_same_verbs(make):
     assert (state.step, scores["eval/prompts"]) == (2, 3)
 
 
-def test_closing_twice_is_closing_once(make):
-    trainer, policy = make()
-    trainer.train()
-    trainer.close()
-    stops = policy.stops
-    trainer.close()
-    assert policy.stops == stops > 0
-
-
 def test_the_user_measures_evaluations_too(make):
     def longest(groups):
         return {"longest": max(each.sampled_count for group in groups for each in group)}
@@ -92,28 +71,6 @@ def test_the_user_measures_evaluations_too(make):
         trainer.train()
         scores = trainer.evaluate(metric_calculator=longest)
     assert scores["eval/longest"] >= 1
-
-
-def test_each_configure_method_is_called_once_and_in_order(make):
-    called = []
-
-    class Watched(RLTrainer):
-        def configure_model(self):
-            called.append("model")
-            return super().configure_model()
-
-        def configure_dataloaders(self):
-            called.append("dataloaders")
-            super().configure_dataloaders()
-
-        def configure_functions(self):
-            called.append("functions")
-            super().configure_functions()
-
-    with make(Watched)[0] as trainer:
-        trainer.train()
-        trainer.evaluate()
-    assert called == ["model", "dataloaders", "functions"]
 
 
 def test_leaving_raises_and_the_next_call_continues(make):

@@ -42,7 +42,7 @@ def score(task, prompt, text):
     return task.score(prompt, text, completion)
 
 
-def test_solution_passes_each_test_that_holds():
+def test_solution_passes_the_right_tests():
     code = "def add(a, b):\n    return a + b"
     tests = [
         ADD,
@@ -216,7 +216,7 @@ def test_score_is_the_share_of_tests_that_pass(tiny, tmp_path):
         (["assert math.isclose(f(1), 1)"], "test 0 uses math without importing it"),
     ],
 )
-def test_line_that_cannot_be_scored_is_refused(tiny, tmp_path, tests, message):
+def test_unusable_line_is_refused(tiny, tmp_path, tests, message):
     row = {"instruction": "Write f."} | ({"tests": tests} if tests is not None else {})
     with pytest.raises(ConfigError, match=rf"task\.path: .* line 2: {message}"):
         build(tiny, tmp_path, puzzle(1), row)

@@ -4,7 +4,6 @@ import importlib
 import json
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -66,9 +65,9 @@ def field_names():
 def inputs(tmp_path_factory):
     """Models and a file of problems, under the names that the pages have for them."""
     folder = tmp_path_factory.mktemp("inputs")
-    make = [sys.executable, str(ROOT / "scripts/make_tiny_model.py")]
-    options = ["--model-dir", str(folder / "tiny"), "--data", str(folder / "tiny.jsonl")]
-    subprocess.run([*make, *options], check=True, timeout=120, capture_output=True)
+    with pytest.MonkeyPatch.context() as patch:
+        script = module("scripts/make_tiny_model.py", patch)
+    script.main(["--model-dir", str(folder / "tiny"), "--data", str(folder / "tiny.jsonl")])
     config = folder / "tiny" / "config.json"
     longer = json.loads(config.read_text()) | {"max_position_embeddings": 32768}
     config.write_text(json.dumps(longer))

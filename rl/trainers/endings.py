@@ -62,8 +62,9 @@ class Interrupts:
 
     def interrupted(self) -> Interrupted:
         """Return the error that ends the run after the signal."""
+        step = max(self._trainer.step, self._run.saved)  # a resumed run may not have loaded yet
         error = Interrupted(
-            f"interrupted by {self.name or 'leave()'} after step {self._trainer.step}; "
+            f"interrupted by {self.name or 'leave()'} after step {step}; "
             f"{self._run.how_to_resume()}"
         )
         error.exit_code = EXIT_INTERRUPTED if self.name == "SIGINT" else EXIT_AGAIN

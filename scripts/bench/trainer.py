@@ -174,7 +174,7 @@ def take_turns(sides: dict[str, Step], repeats: int) -> tuple[dict[str, list[flo
 
 
 def clock() -> float:
-    """Seconds: those this process has computed for, or with a card, those that have passed."""
+    """Return seconds: CPU time of this process, or elapsed time with a GPU."""
     if device_type() == "cpu":
         return time.process_time()
     torch.cuda.synchronize()

@@ -178,7 +178,7 @@ def test_loss_and_gradient_match_the_papers(name, seed):
 
 @pytest.mark.parametrize("name", ["GRPO", "DAPO", "dual clip", "GSPO", "GSPO-token", "DPPO"])
 def test_some_tokens_are_clipped_and_some_are_not(name):
-    """The tokens are those that the transcriptions are compared on."""
+    """The tokens that the transcriptions are compared on are of both kinds."""
     tokens = rollouts()
     logprobs = tokens["logprobs"].requires_grad_()
     loss, metrics = LOSSES[name][0].build()(tokens)

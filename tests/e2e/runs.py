@@ -93,7 +93,7 @@ class Run:
         self.until(lambda: len(self.metrics()) >= step)
 
     def until_said(self, text: str) -> None:
-        """Wait for a line on the screen."""
+        """Wait until the run has printed a line."""
         self.until(lambda: text in self.stdout)
 
     def interrupt(self) -> None:

@@ -18,7 +18,7 @@ from rl.observe.owner import FolderOwner, claim
 def write_rows(folder: Path, elsewhere: bool) -> None:
     """Own a folder and append to a file, as a run does, for as long as it may.
 
-    With ``elsewhere`` as from another host, whose kernel does not know of this kernel's locks.
+    With ``elsewhere``, do so as a process of another host, which cannot see the locks of this one.
     """
     if elsewhere:
         owners._boot = lambda: "another boot"

@@ -68,7 +68,7 @@ class OpenTrainer(PolicyTrainer):
 
     @concurrent_endpoint
     async def tear(self) -> None:
-        """Leave the next slot as a writer that dies before it has finished."""
+        """Leave the next slot as if its writer had died while writing."""
         publish = self.publisher.publish
 
         async def torn(version: int) -> Sent:

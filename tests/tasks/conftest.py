@@ -17,7 +17,7 @@ def make_tiny_model() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tiny(make_tiny_model, tmp_path_factory) -> tuple[Path, Path]:
-    """A tiny model folder and 60 problems for it."""
+    """Folder of a tiny model, and a file of 60 problems for it."""
     folder = tmp_path_factory.mktemp("tiny")
     model = folder / "model"
     data = folder / "problems.jsonl"

@@ -224,6 +224,16 @@ def test_a_second_ctrl_c_leaves_at_once_though_the_loop_is_blocked(first, record
     )
 
 
+def test_a_resumed_run_that_has_not_loaded_yet_is_interrupted_after_its_checkpoint(record):
+    (record.checkpoints / "step-8").mkdir()
+    (record.checkpoints / "step-8" / ".metadata").touch()
+    folder = RunFolder(
+        find_config("quickstart")(), record, Progress(9, quiet=True), command="train"
+    )
+    error = Interrupts(SimpleNamespace(step=0), folder).interrupted()
+    assert str(error).startswith("interrupted by leave() after step 8; go on from step 8 with: ")
+
+
 def test_a_closed_terminal_does_not_end_a_run_under_nohup(record):
     numbers = [signal.SIGHUP, signal.SIGTERM]
     code, said = interrupted(record, 11, numbers=numbers, ignored=[signal.SIGHUP])

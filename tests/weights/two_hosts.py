@@ -29,7 +29,7 @@ def run(*command: str) -> str:
 
 
 def start_worker(address: str, *prefix: str) -> subprocess.Popen:
-    """Start a host of Monarch, which waits for its network until its standard input is closed."""
+    """Start a worker of Monarch, which waits until its standard input is closed."""
     worker = [sys.executable, "-m", "tests.weights.two_hosts", address]
     return subprocess.Popen([*prefix, *worker], stdin=subprocess.PIPE)
 

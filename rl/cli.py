@@ -208,13 +208,18 @@ def _import(module_name: str, name: str) -> ModuleType:
             raise
 
 
-def common_fields(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return default and range of the common fields of a config, by name."""
+def all_fields(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """Return default and range of the fields of a config, by name."""
     return {
         value.name: (_default_text(value.content), _limits_text(value))
         for value in values(config)
-        if is_common(value.name) and isinstance(value.content, bool | int | float | str | None)
+        if isinstance(value.content, bool | int | float | str | None)
     }
+
+
+def common_fields(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """Return default and range of the common fields of a config, by name."""
+    return {name: row for name, row in all_fields(config).items() if is_common(name)}
 
 
 def _default_text(content: bool | int | float | str | None) -> str:

@@ -16,7 +16,7 @@ from rl.errors import ConfigError, nearest
 SHIPPED = Path(__file__).parents[1] / "configs"
 """Folder of the configs that ship with Tiller: next to its package."""
 RECORD = Path(__file__).with_name("help.json")
-"""Common fields of the shipped configs; ``scripts/make_configuration_md.py`` writes it."""
+"""Fields of the shipped configs; ``scripts/make_configuration_md.py`` writes it."""
 
 GROUPS = {
     "run": {
@@ -133,6 +133,20 @@ trainer.activation-checkpoint:full, trainer.float8:linear or trainer.lora:on.
 --help-all lists every field; so does docs/configuration.md."""
 
 
+ALL_PAGE = """\
+usage: {program} --config {name} [--FIELD VALUE ...]
+
+{description}
+
+Every field, with its default, its range and what it is. A flag that is on is turned off by no-, as
+in --no-quiet. A choice between kinds of a part is given without dashes, for example
+trainer.activation-checkpoint:full, trainer.float8:linear or trainer.lora:on.
+
+{fields}
+
+docs/configuration.md says more of each, and lists the kinds of parts."""
+
+
 def asks_for_help(arguments: Sequence[str]) -> bool:
     """Whether the arguments ask for a help text."""
     return not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
@@ -148,12 +162,27 @@ def quick_help(arguments: Sequence[str], program: str, usage: str = USAGE) -> st
         return ""
     if name is None:
         return usage.format(program=program, common=COMMON, configs=configs_text())
-    if "--help-all" in rest or name not in shipped_sources():
+    if name not in shipped_sources():
         return ""
     known = json.loads(RECORD.read_text())
     source = shipped_sources()[name][0]
-    current = known["sources"].get(source.name) == digest(source)
-    return config_help(program, name, known["configs"][name]) if current else ""
+    if known["sources"].get(source.name) != digest(source):
+        return ""
+    if "--help-all" in rest:
+        return _all_help(program, name, known["configs"][name], known["texts"])
+    return config_help(program, name, known["configs"][name])
+
+
+def _all_help(program: str, name: str, fields: dict[str, Any], texts: dict[str, str]) -> str:
+    """Return the text that lists every field of a shipped config."""
+    rows = []
+    for field, (default, limits, *own) in fields.items():
+        rows.append(f"  {f'--{field} {default}':<70} {limits}".rstrip())
+        text = own[0] if own else texts[field]
+        rows.append(textwrap.fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    description = textwrap.fill(shipped_sources()[name][1], 100)
+    lines = "\n".join(filter(None, rows))
+    return ALL_PAGE.format(program=program, name=name, description=description, fields=lines)
 
 
 def config_help(program: str, name: str, fields: dict[str, Any]) -> str:
@@ -168,7 +197,7 @@ def config_help(program: str, name: str, fields: dict[str, Any]) -> str:
         ]
         rows += [group] if found else []
         for field, text in found:
-            default, limits = fields[field]
+            default, limits = fields[field][:2]
             given = f"--{field} {default}"
             rows.append(f"  {given:<50} {limits:<18}  {text}".rstrip())
     description = shipped_sources()[name][1] if name in shipped_sources() else f"Config {name}."

@@ -21,7 +21,7 @@ from torchtitan.config import Configurable
 
 import rl.algorithms
 import rl.tasks
-from rl.cli import common_fields, shipped_configs
+from rl.cli import all_fields, shipped_configs
 from rl.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
 from rl.help import RECORD, digest, shipped_sources
 from rl.rules import Bounds, Effect, range_text, rule_of
@@ -68,13 +68,42 @@ def main() -> None:
 
 
 def record() -> str:
-    """Return default and range of the common fields of each shipped config, as JSON."""
+    """Return default and range of each field of the shipped configs, and its text, as JSON."""
     sources = {path for path, _ in shipped_sources().values()}
-    configs = shipped_configs()
-    fields = {name: common_fields(configs[name]()) for name in shipped_sources()}
-    rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in fields.items())
+    texts = dict[str, str]()
+    configs = dict[str, dict[str, list[str]]]()
+    for name in shipped_sources():
+        config = shipped_configs()[name]()
+        own = dict(field_texts(config))
+        fields = configs[name] = {}
+        for field_name, row in all_fields(config).items():
+            text = own.get(field_name, "")
+            is_shared = texts.setdefault(field_name, text) == text
+            fields[field_name] = [*row] if is_shared else [*row, text]
+    rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in configs.items())
     digests = json.dumps({path.name: digest(path) for path in sorted(sources)})
-    return f'{{"sources": {digests},\n"configs": {{\n{rows}\n}}}}\n'
+    lines = json.dumps(texts, indent=0)
+    return f'{{"sources": {digests},\n"texts": {lines},\n"configs": {{\n{rows}\n}}}}\n'
+
+
+def field_texts(part: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield name and first sentence of each field of a config, down to all parts."""
+    for item in dataclasses.fields(part):
+        name = f"{place}.{item.name}".removeprefix(".")
+        kinds = [kind for kind in type(part).__mro__ if dataclasses.is_dataclass(kind)]
+        text = next(filter(None, (docstrings(kind).get(item.name) for kind in kinds)), "")
+        yield name, re.split(r"(?<=[.:]) |\n\n", " ".join(text.split("\n\n")[0].split()))[0]
+        content = getattr(part, item.name)
+        parts = {f"{name}.{key}": each for key, each in _items(content)}
+        for inner, each in (parts | {name: content}).items():
+            if dataclasses.is_dataclass(each):
+                yield from field_texts(each, inner)
+
+
+def _items(content: Any) -> list[tuple[Any, Any]]:
+    if isinstance(content, dict):
+        return [*content.items()]
+    return [*enumerate(content)] if isinstance(content, (list, tuple)) else []
 
 
 def page() -> str:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rl.cli import SHIPPED, common_fields, parse_config, shipped_configs
+from rl.cli import SHIPPED, all_fields, common_fields, parse_config, shipped_configs
 from rl.help import GROUPS, shipped_sources
 from tests.config.command_line import PROGRAM, parse
 
@@ -22,12 +22,30 @@ def test_help_all_lists_every_field(capsys):
     text = printed("--config", "quickstart", "--help-all", capsys=capsys)
     for field in (
         "--seed",
-        "--rollout.max-tokens",
-        "--trainer.parallelism.tensor-parallel-degree",
+        "--rollout.max_tokens",
+        "--trainer.parallelism.tensor_parallel_degree",
         "--task.digits",
     ):
         assert field in text
     assert "Seed of the initial weights" in text
+
+
+@pytest.mark.parametrize("name", sorted(shipped_configs()))
+def test_help_all_shows_each_field_with_its_default_and_its_text(name, capsys):
+    text = printed("--config", name, "--help-all", capsys=capsys)
+    lines = text.splitlines()
+    fields = all_fields(shipped_configs()[name]())
+    assert len(fields) > 100
+    for field, (default, limits) in fields.items():
+        (row,) = [line for line in lines if line.startswith(f"  --{field} ")]
+        assert " ".join(row.split()) == " ".join(f"--{field} {default} {limits}".split())
+    seed = lines.index(next(line for line in lines if line.startswith("  --seed ")))
+    assert lines[seed + 1].startswith("      Seed of ")
+
+
+def test_help_all_of_a_users_config_lists_every_field(package, capsys):
+    text = printed("--config", f"{package}.loud", "--help-all", capsys=capsys)
+    assert "--task.loudness" in text and "--rollout.max-tokens" in text
 
 
 @pytest.mark.parametrize("name", sorted(shipped_configs()))

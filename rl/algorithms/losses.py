@@ -5,7 +5,7 @@ A loss computes the cost of each token; the trainer weights, sums and divides th
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torchtitan.config import Configurable
@@ -29,6 +29,9 @@ class PolicyLoss(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        needs_proximal: ClassVar[bool] = False
+        """Whether the loss reads ``proximal_logprobs``, whatever the algorithm's ratio is."""
+
         entropy_coef: Annotated[float, SIGNED] = 0.0
         """Coefficient of a bonus per token, times the entropy (nats) of the distribution sampled
         from."""
@@ -142,6 +145,35 @@ class ClippedLoss(PolicyLoss):
         ceiling = torch.where(advantages < 0, dual, high)
         loss = -log_ratio.clamp(floor, ceiling).exp() * advantages
         return loss, {"ratio/clipped": _share(log_ratio, low, high)}
+
+
+class DecoupledLoss(ClippedLoss):
+    """-w min(r A, clip(r) A), the decoupled objective of PPO, for r = p / p_proximal and the
+    behaviour weight w = min(p_proximal / p_behaviour, cap), which has no gradient.
+
+    The objective without cap: Hilton et al., "Batch size-invariance for policy optimization",
+    arXiv:2110.00641, section 3. For generators with older weights: AReaL, arXiv:2505.24298. The
+    proximal policy is the trainer's before the step's first update, the behaviour policy the
+    generators'.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ClippedLoss.Config):
+        needs_proximal: ClassVar[bool] = True
+
+        behaviour_cap: Annotated[float, above(0, 1e6)] = 5.0
+        """Maximum behaviour weight."""
+
+    config: Config
+
+    def surrogate(self, tokens: Tokens) -> PerToken:
+        cap = math.log(self.config.behaviour_cap)
+        log_weight = tokens["proximal_logprobs"] - tokens["behaviour_logprobs"]
+        weight = log_weight.clamp(max=cap).exp()
+        loss, metrics = super().surrogate(tokens)
+        metrics["behaviour/weight"] = Metric(weight, "mean")
+        metrics["behaviour/capped"] = Metric((log_weight > cap).float(), "mean")
+        return weight * loss, metrics
 
 
 class GSPOLoss(ClippedLoss):

@@ -18,10 +18,10 @@ from rl.algorithms.advantages import (
 )
 from rl.algorithms.algorithm import Algorithm
 from rl.algorithms.batch import counts_of
-from rl.algorithms.corrections import Correction, MaskedIS, correction_weights
+from rl.algorithms.corrections import Correction, MaskedIS, TruncatedIS, correction_weights
 from rl.algorithms.kl import AdaptiveKL, Estimator, kl
 from rl.algorithms.loss_results import moments
-from rl.algorithms.losses import ClippedLoss, PolicyLoss, batch_denominator
+from rl.algorithms.losses import ClippedLoss, DecoupledLoss, PolicyLoss, batch_denominator
 from rl.errors import require
 from rl.metrics import Entry
 from rl.rules import at_least
@@ -48,16 +48,15 @@ class PolicyGradient(Algorithm):
         corrections: tuple[Correction.Config, ...] = ()
         """Weights of tokens that were not drawn from the weights they train; a token's weight is
         the product of all. They need the trainer's own log-probs, so any correction implies
-        ``recomputed`` for ``proximal``."""
+        ``recomputed`` for ``old_logprobs``."""
 
-        proximal: Literal["behaviour", "recomputed"] = "behaviour"
+        old_logprobs: Literal["behaviour", "recomputed"] = "behaviour"
         """Log-probs in the denominator of the loss's importance ratio.
 
         - ``behaviour``: Log-probs of the generators, which drew the tokens.
         - ``recomputed``: Log-probs of the trainer before the step's first update, which takes one
-          more forward pass. This is not decoupled PPO (arXiv:2110.00641, arXiv:2505.24298), which
-          also weights each token by the ratio of the trainer's probability to the generator's.
-          ``corrections=(TruncatedIS.Config(),)`` adds that weight, capped.
+          more forward pass. Nothing then corrects for the generators' policy: decoupled PPO is
+          ``loss=DecoupledLoss.Config()``, which has that weight.
         """
 
         reward_kl_coef: Annotated[float, at_least(0, 1e6)] = 0.0
@@ -90,7 +89,8 @@ class PolicyGradient(Algorithm):
         @property
         def recomputes(self) -> bool:
             """Whether a step starts with the trainer's log-probs of its rollouts."""
-            return self.proximal == "recomputed" or bool(self.corrections)
+            own = self.old_logprobs == "recomputed" or self.loss.needs_proximal
+            return own or bool(self.corrections)
 
         @property
         def proximal_column(self) -> str:
@@ -149,6 +149,16 @@ class PolicyGradient(Algorithm):
             )
             self._check_kl()
             for number, correction in enumerate(self.corrections):
+                is_masked = isinstance(correction, MaskedIS.Config)
+                weighs = (
+                    correction.weigh if is_masked else isinstance(correction, TruncatedIS.Config)
+                )
+                require(
+                    not (weighs and isinstance(self.loss, DecoupledLoss.Config)),
+                    f"algorithm.corrections.{number} weights tokens by the ratio that "
+                    "algorithm.loss=DecoupledLoss has already; remove it, or set its cap in "
+                    "algorithm.loss.behaviour_cap",
+                )
                 if isinstance(correction, MaskedIS.Config):
                     require(
                         correction.low <= correction.high,

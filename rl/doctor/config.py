@@ -115,13 +115,16 @@ def _check_learning(config: RunConfig) -> Iterator[Finding]:
 
 def _check_staleness(config: RLConfig) -> Iterator[Finding]:
     algorithm = config.algorithm
-    if not isinstance(algorithm, PolicyGradient.Config) or algorithm.corrections:
+    if not isinstance(algorithm, PolicyGradient.Config):
+        return
+    if algorithm.corrections or algorithm.loss.needs_proximal:
         return
     stale = config.rollout.max_staleness
-    fix = "add TruncatedIS.Config() to algorithm.corrections, or set rollout.max_staleness to 0"
+    fix = "choose DecoupledLoss, add TruncatedIS.Config() to algorithm.corrections, or set "
+    fix += "rollout.max_staleness to 0"
     if stale and algorithm.recomputes:
         what = f"is 'recomputed' with rollout.max_staleness={stale}: no ratio corrects for it"
-        yield warning("config", "algorithm.proximal", what, f"set it to 'behaviour', {fix}")
+        yield warning("config", "algorithm.old_logprobs", what, f"set it to 'behaviour', {fix}")
     elif stale and isinstance(algorithm.loss, CrossEntropyLoss.Config):
         what = f"has no importance ratio, and rollout.max_staleness is {stale}"
         yield warning("config", "algorithm.loss", what, fix)

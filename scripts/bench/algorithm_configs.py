@@ -86,7 +86,7 @@ def stale_recomputed() -> RLConfig:
     staleness.
     """
     config = stale()
-    config.algorithm.proximal = "recomputed"
+    config.algorithm.old_logprobs = "recomputed"
     return config
 
 
@@ -97,7 +97,7 @@ def _corrected(*corrections: Correction.Config) -> RLConfig:
 
 
 def stale_truncated() -> RLConfig:
-    """Recomputed, weighed by truncated importance ratios: decoupled PPO with a cap."""
+    """Recomputed, weighed by truncated importance ratios."""
     return _corrected(TruncatedIS.Config())
 
 

@@ -9,6 +9,7 @@ from rl.algorithms.losses import (
     CISPOLoss,
     ClippedLoss,
     CrossEntropyLoss,
+    DecoupledLoss,
     DistillationLoss,
     DPPOLoss,
     GSPOLoss,
@@ -97,6 +98,17 @@ def dppo(r, a, p):
     return 0.0 * p if abs(moved) > 0.05 and ((a > 0 and r > 1) or (a < 0 and r < 1)) else -r * a
 
 
+def decoupled(tokens):
+    """Return the cost of each token: arXiv:2110.00641, with the behaviour weight up to 1.1."""
+    names = ("logprobs", "proximal_logprobs", "behaviour_logprobs", "advantages")
+    costs = []
+    for p, proximal, behaviour, a in zip(*(tokens[name] for name in names), strict=True):
+        ratio = (p - proximal).exp()
+        weight = min((proximal - behaviour).exp(), torch.tensor(1.1))
+        costs.append(-weight * min(ratio * a, clip(ratio, 0.8, 1.2) * a))
+    return torch.stack(costs)
+
+
 def by_sequence(cost):
     """Return the cost of each token from its sequence's length-normalised ratio: GSPO eq. 7."""
 
@@ -124,6 +136,7 @@ LOSSES = {
     "GRPO": (grpo(), one_by_one(clipped(0.2, 0.2))),
     "DAPO": (dapo(), one_by_one(clipped(0.2, 0.28))),
     "dual clip": (ClippedLoss.Config(dual_clip=1.3), one_by_one(dual_clipped)),
+    "decoupled": (DecoupledLoss.Config(behaviour_cap=1.1), decoupled),
     "GSPO": (GSPOLoss.Config(clip_low=0.1, clip_high=0.1), by_sequence(clipped(0.1, 0.1))),
     "GSPO-token": (
         GSPOLoss.Config(clip_low=0.1, clip_high=0.1, token_level=True),
@@ -165,6 +178,8 @@ def test_loss_and_gradient_match_the_papers(name, seed):
     """Weights differ by token, so that errors do not cancel in a sum."""
     config, paper = LOSSES[name]
     tokens = rollouts(seed)
+    if config.needs_proximal:
+        tokens["proximal_logprobs"] = tokens["teacher_logprobs"]
     exact = exactly(tokens)
     weights = torch.rand(len(tokens["logprobs"])) + 0.5
     logprobs = tokens["logprobs"].requires_grad_()
@@ -237,6 +252,16 @@ def test_log_prob_errors_and_drift_of_stale_tokens_are_separate_metrics():
     assert torch.equal(drift.weights, staleness > 0)
     difference = (tokens["logprobs"] - tokens["behaviour_logprobs"]).abs()
     assert torch.equal(error.values, difference) and torch.equal(drift.values, difference)
+
+
+def test_the_behaviour_weight_and_its_cap_are_measured():
+    tokens = rollouts()
+    tokens["proximal_logprobs"] = tokens["teacher_logprobs"]
+    _, metrics = DecoupledLoss.Config(behaviour_cap=1.1).build()(tokens)
+    weights = metrics["behaviour/weight"].values
+    assert 0 < weights.min() < weights.max() == pytest.approx(1.1)
+    assert torch.equal(metrics["behaviour/capped"].values > 0, weights == weights.max())
+    assert 0 < metrics["behaviour/capped"].values.mean() < 1
 
 
 def test_a_correction_weights_only_the_surrogate():

@@ -56,8 +56,8 @@ REFUSED = {
         ("warning", "weights.canary_tolerance", "0.001 .* bfloat16", "0.5"),
     ),
     "stale rollouts that nothing corrects": (
-        ("--rollout.max_staleness", "2", "--algorithm.proximal", "recomputed"),
-        ("warning", "algorithm.proximal", "max_staleness=2", "TruncatedIS"),
+        ("--rollout.max_staleness", "2", "--algorithm.old_logprobs", "recomputed"),
+        ("warning", "algorithm.old_logprobs", "max_staleness=2", "TruncatedIS"),
     ),
     "a reference that is not there": (
         ("--reference.refresh_every", "5"),

@@ -62,7 +62,7 @@ def many_models() -> RLConfig:
     config.algorithm.advantage = GAE.Config()
     config.algorithm.loss.kl_coef = 0.05
     config.algorithm.adaptive_kl.target = 0.01
-    config.algorithm.proximal = "recomputed"
+    config.algorithm.old_logprobs = "recomputed"
     config.algorithm.update_epochs = 2
     config.algorithm.prompts_per_minibatch = 2
     config.reference.refresh_every = 2

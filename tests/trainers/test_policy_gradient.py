@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from rl.algorithms.advantages import ReinforcePlusPlus
-from rl.algorithms.corrections import StalenessDecay, TruncatedIS
-from rl.algorithms.losses import ClippedLoss
-from rl.errors import RunError
+from rl.algorithms.corrections import MaskedIS, StalenessDecay, TruncatedIS
+from rl.algorithms.losses import ClippedLoss, DecoupledLoss
+from rl.algorithms.policy_gradient import PolicyGradient
+from rl.config import RolloutConfig
+from rl.errors import ConfigError, RunError
 from rl.metrics import Value
 from tests.trainers.loops import calls, free, updates
 
@@ -94,13 +96,34 @@ def test_several_updates_a_step_keep_the_bound_in_steps(run, staleness, edit):
 
 def test_the_ratio_uses_the_trainers_logprobs_if_configured(run):
     def edit(config):
-        config.algorithm.proximal = "recomputed"
+        config.algorithm.old_logprobs = "recomputed"
         updates(2, 2, prompts=4)(config)
 
     log, _ = run(steps=1, edit=edit, canary_tolerance=0.0)
     assert calls(log, "forward", "train", "step")[:3] == ["forward 0", "train 0 on 0", "step"]
     assert log.count("forward 0") == 1
     assert all("proximal_logprobs" in batch.columns for batch in run.trainer.batches)
+
+
+def test_the_decoupled_loss_has_the_logprobs_of_the_trainer_before_the_step(run):
+    def edit(config):
+        config.algorithm.loss = DecoupledLoss.Config()
+        updates(2, 2, prompts=4)(config)
+
+    log, _ = run(steps=1, edit=edit, canary_tolerance=0.0)
+    assert log.count("forward 0") == 1
+    for batch in run.trainer.batches:
+        assert batch.columns.keys() >= {"proximal_logprobs", "behaviour_logprobs"}
+
+
+@pytest.mark.parametrize("correction", [TruncatedIS.Config(), MaskedIS.Config()])
+def test_the_decoupled_loss_refuses_a_second_behaviour_weight(correction):
+    fresh = (StalenessDecay.Config(), MaskedIS.Config(weigh=False))
+    config = PolicyGradient.Config(loss=DecoupledLoss.Config(), corrections=fresh)
+    config.check(RolloutConfig())
+    config.corrections = (StalenessDecay.Config(), correction)
+    with pytest.raises(ConfigError, match=r"algorithm\.corrections\.1 .*behaviour_cap"):
+        config.check(RolloutConfig())
 
 
 def test_corrections_weigh_tokens_by_the_ratio_of_trainer_and_generator(run):

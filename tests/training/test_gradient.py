@@ -16,6 +16,7 @@ from rl.algorithms.losses import (
     CISPOLoss,
     ClippedLoss,
     CrossEntropyLoss,
+    DecoupledLoss,
     DistillationLoss,
     DPPOLoss,
     GSPOLoss,
@@ -181,6 +182,7 @@ def test_any_partition_has_the_gradient_of_the_whole(engine, data):
 
 
 LOSSES = {
+    "decoupled": DecoupledLoss.Config(behaviour_cap=1.05, kl_coef=0.1),
     "dual clip": ClippedLoss.Config(dual_clip=1.5, kl_coef=0.1, kl_estimator="k2"),
     "GSPO": GSPOLoss.Config(clip_low=0.25, clip_high=0.25, kl_coef=0.1),
     "GSPO by token": GSPOLoss.Config(clip_low=0.25, clip_high=0.25, token_level=True),
@@ -206,6 +208,8 @@ def test_every_loss_has_the_gradient_of_one_sequence_at_a_time(engine, loss, cor
     if corrected:
         weighed = torch.rand(len(batch.tokens), generator=draw) * 2
         batch.columns.update(proximal_logprobs=near, correction=weighed)
+    if config.needs_proximal:
+        batch.columns["proximal_logprobs"] = near
     model = of_scene(weights)
     loss_sum_by_tokens(model, batch, config, temperature=TEMPERATURE).backward()
     wanted = {name: weight.grad for name, weight in model.weights.items()}

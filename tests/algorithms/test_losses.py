@@ -57,6 +57,14 @@ def rollouts(seed=0):
     return Tokens({name: values[counted] for name, values in tokens.items()})
 
 
+def rollouts_of(config, seed=0):
+    """Return ``rollouts(seed)``, with the proximal policy's log-probs if the loss reads them."""
+    tokens = rollouts(seed)
+    if config.needs_proximal:
+        tokens["proximal_logprobs"] = tokens["teacher_logprobs"]
+    return tokens
+
+
 def exactly(tokens):
     return Tokens(
         {name: values.detach().double() for name, values in tokens.items()},
@@ -177,9 +185,7 @@ LOSSES = {
 def test_loss_and_gradient_match_the_papers(name, seed):
     """Weights differ by token, so that errors do not cancel in a sum."""
     config, paper = LOSSES[name]
-    tokens = rollouts(seed)
-    if config.needs_proximal:
-        tokens["proximal_logprobs"] = tokens["teacher_logprobs"]
+    tokens = rollouts_of(config, seed)
     exact = exactly(tokens)
     weights = torch.rand(len(tokens["logprobs"])) + 0.5
     logprobs = tokens["logprobs"].requires_grad_()
@@ -255,9 +261,8 @@ def test_log_prob_errors_and_drift_of_stale_tokens_are_separate_metrics():
 
 
 def test_the_behaviour_weight_and_its_cap_are_measured():
-    tokens = rollouts()
-    tokens["proximal_logprobs"] = tokens["teacher_logprobs"]
-    _, metrics = DecoupledLoss.Config(behaviour_cap=1.1).build()(tokens)
+    config = DecoupledLoss.Config(behaviour_cap=1.1)
+    _, metrics = config.build()(rollouts_of(config))
     weights = metrics["behaviour/weight"].values
     assert 0 < weights.min() < weights.max() == pytest.approx(1.1)
     assert torch.equal(metrics["behaviour/capped"].values > 0, weights == weights.max())
@@ -304,9 +309,10 @@ def test_ratios_beyond_float32_leave_the_gradient_finite(config, apart, advantag
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_tokens_the_loss_is_empty_and_still_has_a_gradient(name):
     """A rank gets an empty micro-batch if another rank has more micro-batches."""
-    nothing = Tokens({n: values[:0] for n, values in rollouts().items()})
+    config, _ = LOSSES[name]
+    nothing = Tokens({n: values[:0] for n, values in rollouts_of(config).items()})
     logprobs = nothing["logprobs"].requires_grad_()
-    loss, _ = LOSSES[name][0].build()(nothing)
+    loss, _ = config.build()(nothing)
     loss.sum().backward()
     assert loss.shape == logprobs.grad.shape == (0,)
 

@@ -136,7 +136,7 @@ def validate_unused(config: RunConfig) -> None:
             value = getattr(section, field)
             message = f"{name}.{field} is {shown(value)}; it must be {defaults[field]!r}: {advice}"
             require(value == defaults[field], message.format(**words))
-    _validate_compile(config)
+    _validate_performance(config)
     _validate_optimizers(config)
     _validate_schedules(config)
     _validate_loss(config)
@@ -169,7 +169,7 @@ def _sections(config: RunConfig) -> Iterator[tuple[str, Any, dict[str, str]]]:
             yield value.name, value.content, UNUSED_BY_MEMORY_BUDGET
 
 
-def _validate_compile(config: RunConfig) -> None:
+def _validate_performance(config: RunConfig) -> None:
     components = config.trainer.compile.components
     require_value(
         components in (["model"], ["model", "loss"]),
@@ -178,6 +178,14 @@ def _validate_compile(config: RunConfig) -> None:
         "['model'], or the default ['model', 'loss']: losses are not compiled; to compile nothing, "
         "set trainer.compile.enable to False",
     )
+    backend = config.trainer.compile.backend
+    rule = "'inductor' or 'aot_eager', which torchtitan's attention can be compiled by"
+    require_value(backend in ("inductor", "aot_eager"), "trainer.compile.backend", backend, rule)
+    for name, parallelism in _of_type(config, titan.ParallelismConfig):
+        require(
+            not parallelism.enable_fsdp_symm_mem or config.hardware.kind == "cuda",
+            f"{name}.enable_fsdp_symm_mem is True, which needs CUDA; on CPU it must be False",
+        )
     overlaps = config.trainer.compile.enable_async_tensor_parallel
     require(
         not overlaps or config.hardware.kind == "cuda",

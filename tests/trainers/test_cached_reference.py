@@ -1,15 +1,22 @@
 """Scores of the reference, computed once and kept in the run folder."""
 
+import json
 import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rl.algorithms.sequence_losses import KTOLoss, SimPOLoss
 from rl.errors import ConfigError, Interrupted, RunError
+from rl.evaluate import main as evaluate
 from rl.trainers import reference_scores
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.reference_scores import ReferenceScores, source_digest
+from tests.trainers import killed_reference
 from tests.trainers.tiny_chat import labelled_rows, preference_rows
 
 HELD_OUT = preference_rows(23)[20:]
@@ -105,6 +112,29 @@ def test_more_steps_need_more_scores_and_the_same_steps_need_none(train):
     assert (same.batches, again) == (0, first)
     longer, _ = train("cached", rows, resume=True, steps=5)
     assert (longer.step, longer.batches) == (5, 1)
+
+
+@pytest.mark.long
+def test_a_killed_run_keeps_its_scores_and_its_checkpoint_scores_as_the_run(
+    chat_model, tmp_path, capsys
+):
+    examples = tmp_path / "examples.jsonl"
+    examples.write_text("".join(json.dumps(row) + "\n" for row in preference_rows(20)))
+    places = (str(chat_model), str(examples), str(tmp_path / "run"))
+    command = [sys.executable, "-m", "tests.trainers.killed_reference", *places, "4"]
+    assert subprocess.run(command, timeout=300, check=False).returncode == -signal.SIGKILL
+    config = killed_reference.config_of(*places)
+    with killed_reference.Counting(replace(config, output_dir=str(tmp_path / "whole"))) as whole:
+        wanted = whole.train().metrics
+    config.resume = True
+    with killed_reference.Counting(config) as trainer:
+        found = trainer.train().metrics
+    assert whole.batches - trainer.batches == 3
+    assert found == wanted  # the same bits
+    assert metrics_of(trainer) == metrics_of(whole)
+    assert evaluate([str(tmp_path / "whole"), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert row["eval/loss"] == wanted["eval/loss"]
 
 
 @pytest.fixture

@@ -108,6 +108,21 @@ LAYOUTS = {
     "ep2": Layout(shard=2, ep=2),
     "fsdp2_tp2_ep2": Layout(shard=2, tp=2, ep=2),
 }
+PAIRS = [
+    ("tied_fused", "fsdp2"),
+    ("tied_fused", "tp2"),
+    ("tied_fused", "fsdp2_tp2"),
+    ("tied_fused", "fsdp2_cp2"),
+    ("untied_split", "tp2"),
+    ("untied_split", "tp2_no_sp"),
+    ("untied_split", "cp2"),
+    ("untied_split", "cp2_tp2"),
+    ("untied_split", "hsdp4"),
+    ("experts", "ep2"),
+    ("experts", "fsdp2_tp2"),
+    ("experts", "fsdp2_tp2_ep2"),
+]
+"""Models and layouts of the gradient tests."""
 
 
 def engine_of(

@@ -4,22 +4,7 @@ import pytest
 import torch
 
 from tests.training.reference import worst_error
-from tests.training.scenes import CUTS, LAYOUTS, ragged_batch
-
-PAIRS = [
-    ("tied_fused", "fsdp2"),
-    ("tied_fused", "tp2"),
-    ("tied_fused", "fsdp2_tp2"),
-    ("tied_fused", "fsdp2_cp2"),
-    ("untied_split", "tp2"),
-    ("untied_split", "tp2_no_sp"),
-    ("untied_split", "cp2"),
-    ("untied_split", "cp2_tp2"),
-    ("untied_split", "hsdp4"),
-    ("experts", "ep2"),
-    ("experts", "fsdp2_tp2"),
-    ("experts", "fsdp2_tp2_ep2"),
-]
+from tests.training.scenes import CUTS, LAYOUTS, PAIRS, ragged_batch
 
 
 @pytest.fixture(params=PAIRS, ids="-".join)

@@ -35,6 +35,7 @@ from tests.training.reference import Qwen3, of_scene, per_token, relative_error,
 from tests.training.scenes import (
     LAYOUTS,
     MODELS,
+    PAIRS,
     cut_by,
     engine_of,
     gradients_of,
@@ -136,9 +137,9 @@ def accumulate(engine: TrainingEngine, loss: SequenceLoss, calls: list[list[int]
     return metrics
 
 
-def engines(folder: str, layout: str) -> dict[Head, TrainingEngine]:
+def engines(folder: str, layout: str, sizes: str = "tied_fused") -> dict[Head, TrainingEngine]:
     """A policy, and a reward model with a head that is not 0."""
-    model = MODELS["tied_fused"]
+    model = MODELS[sizes]
     fields: dict[str, Any] = {"folder": folder, "layout": LAYOUTS[layout], "lr": 0.0, "steps": 99}
     judge = engine_of(model, head="values", **fields)
     with torch.no_grad():
@@ -177,9 +178,9 @@ def test_gradient_is_that_of_the_whole_however_the_batch_is_cut(alone, name, cut
     assert step["trainer/grad_norm"] == pytest.approx(norm, rel=1e-6)
 
 
-def in_layout(layout: str, folder: str, cuts: list[str]) -> dict[str, Any]:
+def in_layout(sizes: str, layout: str, folder: str, cuts: list[str]) -> dict[Any, Any]:
     """Gradient and value of each loss and cut, on a rank of its own."""
-    own = engines(folder, layout)
+    own = engines(folder, layout, sizes)
     losses = {name: config.build() for name, config in LOSSES.items()}
     return {
         (name, cut): gradient_of(own[loss.head], loss, cut)[:2]
@@ -188,34 +189,42 @@ def in_layout(layout: str, folder: str, cuts: list[str]) -> dict[str, Any]:
     }
 
 
-SHORT = ["each pair in two calls"]
+def wanted_of(sizes: str, folder: str) -> dict[str, Any]:
+    """Gradient and value of each loss, from the weights of one rank alone, on that rank."""
+    alone = engines(folder, "alone", sizes)
+    weights = {head: weights_of(engine) for head, engine in alone.items()}
+    losses = {name: config.build() for name, config in LOSSES.items()}
+    return {name: direct(weights[loss.head], loss) for name, loss in losses.items()}
 
 
-@pytest.mark.parametrize(
-    ("layout", "cuts"),
-    [
-        *((layout, SHORT) for layout in ("fsdp2", "cp2", "fsdp2_tp2")),
-        *(
-            pytest.param(layout, [*CUTS], marks=pytest.mark.long)
-            for layout in LAYOUTS
-            if layout != "alone" and "ep" not in layout
-        ),
-    ],
-)
-def test_gradient_does_not_depend_on_the_layout(alone, layout, cuts, tmp_path):
+def assert_in_layout(sizes: str, layout: str, folder: str, cuts: list[str], wanted: Any) -> None:
+    ranks = LAYOUTS[layout].ranks
+    for answer in on_ranks(ranks, in_layout, sizes, layout, folder, cuts, deadline=400.0):
+        assert len(answer) == len(LOSSES) * len(cuts)
+        for (name, cut), (gradients, value) in answer.items():
+            gradient, expected = wanted[name]
+            assert worst_error(gradients, gradient) <= 1e-5, (name, cut)
+            assert value == pytest.approx(expected, rel=1e-5), (name, cut)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "cp2", "fsdp2_tp2"])
+def test_gradient_does_not_depend_on_the_layout(alone, layout, tmp_path):
     """The two sequences of some pair are on different ranks."""
     batch, _, _ = example(DPOLoss.Config().build())
     parts = balanced(batch.lengths.tolist(), 2)
     assert any((row ^ 1) in parts[1] for row in parts[0])
     losses = {name: config.build() for name, config in LOSSES.items()}
     wanted = {name: direct(weights_of(alone[loss.head]), loss) for name, loss in losses.items()}
-    ranks = LAYOUTS[layout].ranks
-    for answer in on_ranks(ranks, in_layout, layout, str(tmp_path), cuts, deadline=400.0):
-        assert len(answer) == len(losses) * len(cuts)
-        for (name, cut), (gradients, value) in answer.items():
-            gradient, expected = wanted[name]
-            assert worst_error(gradients, gradient) <= 1e-5, (name, cut)
-            assert value == pytest.approx(expected, rel=1e-5), (name, cut)
+    cuts = ["each pair in two calls"]
+    assert_in_layout("tied_fused", layout, str(tmp_path), cuts, wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_gradient_does_not_depend_on_model_layout_or_cut(pair, tmp_path):
+    sizes, layout = pair
+    (wanted,) = on_ranks(1, wanted_of, sizes, str(tmp_path / "alone"))
+    assert_in_layout(sizes, layout, str(tmp_path), [*CUTS], wanted)
 
 
 def test_dpo_starts_at_ln_2_and_learns_the_chosen_answers(folder):

@@ -95,7 +95,7 @@ def margin(scores: dict[str, float]) -> float:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_each_stage_improves_on_the_one_before(base, tmp_path, seed):
     sft = rl.SFTConfig(
-        **common(base, tmp_path / "sft", seed, 24, 1e-3),
+        **common(base, tmp_path / "sft", seed, 28, 1e-3),
         task=SFTDataConfig(max_tokens=16),
         examples_per_step=64,
     )

@@ -6,10 +6,13 @@ import inspect
 import json
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,21 +70,40 @@ def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConf
         raise SystemExit(0)
     _check_field_names(base, overrides)
     ConfigManager.register_tyro_rules(custom_registry)
+    output = StringIO()
     try:
-        config = tyro.cli(
-            type(base),
-            default=base,
-            args=overrides,
-            prog=f"{program} --config {name}",
-            registry=custom_registry,
-            config=(tyro.conf.CascadeSubcommandArgs,),  # any field may follow trainer.float8:linear
-        )
+        with redirect_stderr(output):
+            config = tyro.cli(
+                type(base),
+                default=base,
+                args=overrides,
+                prog=f"{program} --config {name}",
+                registry=custom_registry,
+                config=(tyro.conf.CascadeSubcommandArgs,),  # any field may follow a chosen part
+            )
+    except SystemExit:
+        text = output.getvalue()
+        print(text + _nearest_choice(text, [*_field_names(base)]), end="", file=sys.stderr)
+        raise
     except ValueError as error:  # a torchtitan dataclass refused its values
         raise ConfigError(str(error)) from error
     except Exception as error:
         validate_types(base)
         raise users_error(f"--config {name}", error) from error
     return name, config
+
+
+def _nearest_choice(text: str, fields: list[str]) -> str:
+    """Return a line with the choices nearest to the word that tyro's message refuses, or ""."""
+    words = unboxed(text)
+    if found := re.search(r"invalid choice '(.+?)' for .*?Expected one of \((.+?)\)", words):
+        hint = nearest(found[1], re.findall(r"'([^']+)'", found[2]))
+    elif found := re.search(r"Unrecognized options: ([^\s=]+)", words):
+        parts = re.findall(r"\b[\w.-]+:[\w-]+", words.partition("Available subcommands:")[2])
+        hint = nearest(found[1], [*parts, *(f"--{field}" for field in fields)])
+    else:
+        hint = ""
+    return f"{hint.strip()}\n" if hint else ""
 
 
 def unboxed(text: str) -> str:

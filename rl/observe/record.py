@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.disk import sync_file, sync_folder, write_whole
-from rl.errors import RunError, require
+from rl.errors import ConfigError, RunError, require
 from rl.metrics import Metrics
 from rl.types import Rollout
 
@@ -26,7 +26,12 @@ def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
     if not output_dir:
         names = chain([folder.name], (f"{folder.name}-{number}" for number in count(2)))
         folder = next(path for path in map(folder.with_name, names) if not path.exists())
-    holds_run = (folder / "config.json").exists()
+    try:
+        holds_run = (folder / "config.json").exists()
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir: {folder} cannot be read: {error.strerror}; choose another --output-dir"
+        ) from None
     require(
         resume or not holds_run,
         f"output_dir: {folder} already holds a run; add --resume, or name another folder",

@@ -113,6 +113,22 @@ def test_an_unknown_field_is_answered_with_the_nearest_and_its_siblings(written,
     assert siblings in message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (["--rollout.pipeline", "determinstic"], "deterministic"),
+        (["--weights.transport", "rmda"], "rdma"),
+        (["trainer.float8:liner"], "trainer.float8:linear"),
+        (["steps=3"], "--steps"),
+    ],
+)
+def test_an_unknown_choice_is_answered_with_the_nearest(arguments, near, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(*arguments)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"did you mean {near}")
+
+
 def test_an_unknown_config_is_answered_with_the_nearest_and_all():
     with pytest.raises(
         ConfigError,

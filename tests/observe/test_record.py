@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.errors import RunError
-from rl.observe.record import RunRecord, failing_loudly
+from rl.errors import ConfigError, RunError
+from rl.observe.record import RunRecord, failing_loudly, run_folder
 from rl.types import Completion, Prompt, Rollout
 
 
@@ -238,3 +238,9 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(RunError, match="run/checkpoints"):
         RunRecord(tmp_path / "run")
+
+
+def test_a_folder_that_cannot_be_read_is_named():
+    folder = "x" * 300
+    with pytest.raises(ConfigError, match=f"output_dir: {folder} cannot be read: File name too lo"):
+        run_folder("quickstart", folder, resume=False)

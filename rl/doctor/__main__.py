@@ -5,9 +5,10 @@ Exit codes: 0 nothing stands in the way, 2 something does.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from rl.doctor.findings import Finding
 from rl.errors import EXIT_CONFIG, end_program
 from rl.help import CONFIGS, quick_help
 from rl.program import exit_code
@@ -40,17 +41,29 @@ def _doctor(arguments: list[str]) -> int:
     if text := quick_help(arguments, PROGRAM, USAGE):
         print(text)
         return 0
-    from rl.doctor.examine import examine  # imports torch, which --help does without
+    from rl.doctor.host import Host, check_host  # imports torch, which --help does without
 
     rest = [each for each in arguments if each != "--json"]
-    found = examine(rest, program=PROGRAM)
-    for finding in found:
-        print(finding)
+    host = Host.here()
+    found = list[Finding]()
+    _report(found, check_host(host))
+    if rest:
+        from rl.doctor.examine import check_given  # imports all of Tiller, which takes seconds
+
+        _report(found, check_given(host, rest, PROGRAM))
     errors = sum(finding.severity == "error" for finding in found)
     print(f"{errors} errors, {len(found) - errors} warnings" if found else "nothing found")
     if "--json" in arguments:
         print(json.dumps({"ok": not errors, "findings": [*map(asdict, found)]}))
     return EXIT_CONFIG if errors else 0
+
+
+def _report(found: list[Finding], findings: Iterator[Finding]) -> None:
+    """Print findings as they are made, and add them to ``found``. Omits repetitions."""
+    for finding in findings:
+        if finding.what not in [each.what for each in found]:
+            print(finding, flush=True)
+            found.append(finding)
 
 
 if __name__ == "__main__":

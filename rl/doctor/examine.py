@@ -18,25 +18,17 @@ from rl.doctor.config import (
 )
 from rl.doctor.data import check_inputs, check_prompts, check_template, check_trainer
 from rl.doctor.findings import CORRECT, Finding, error, refused
-from rl.doctor.host import Host, check_host, check_memory, check_output, check_room
+from rl.doctor.host import Host
 from rl.doctor.reward import check_reward
+from rl.doctor.room import check_memory, check_output, check_room
 from rl.doctor.run import check_run
 from rl.errors import ConfigError
 from rl.help import take_name
 from rl.plan.plan import Plan
 
 
-def examine(arguments: list[str], *, program: str) -> list[Finding]:
-    """Return what is wrong with this host, and with the config or the run of the command line."""
-    host = Host.here()
-    made = [*check_host(host), *_check_given(host, arguments, program)]
-    return [*{each.what: each for each in reversed(made)}.values()][::-1]  # the first of equals
-
-
-def _check_given(host: Host, arguments: list[str], program: str) -> Iterator[Finding]:
+def check_given(host: Host, arguments: list[str], program: str) -> Iterator[Finding]:
     """Yield what is wrong with the config or the run that the command line names."""
-    if not arguments:
-        return
     run = None if arguments[0].startswith("-") else Path(arguments[0])
     config = None
     if run is None and take_name(arguments)[0] is None:

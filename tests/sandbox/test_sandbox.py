@@ -20,7 +20,8 @@ from rl.sandbox.program import SandboxError
 from rl.sandbox.sandbox import Bubblewrap, Landlock, Unsafe, open_sandbox
 from rl.sandbox.seccomp import CONDITIONAL, allowed_calls, seccomp_filter
 from tests.needs import cannot_run
-from tests.sandbox.worker import programs
+from tests.sandbox.conftest import ROOT
+from tests.sandbox.worker import own_launcher, programs
 
 LONG = Limits(wall_s=60, cpu_s=20)
 KERNEL = Path("/usr/include")
@@ -116,40 +117,47 @@ def test_many_programs_at_once_and_in_threads(sandbox):
 
 
 def test_cancelled_call_leaves_nothing(sandbox, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = programs()
+    monkeypatch.setattr(module, "LAUNCHER", module.LAUNCHER)  # set back at the end
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    launcher = own_launcher(tmp_path)
     descriptors = len(os.listdir("/proc/self/fd"))
 
     async def run():
         task = asyncio.create_task(sandbox.run_async("import time; time.sleep(60)", limits=LONG))
-        while not programs() - before:
+        while not programs(launcher):
             await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
 
     asyncio.run(asyncio.wait_for(run(), 60))
-    assert programs() == before
-    assert os.listdir(tmp_path) == []
+    assert programs(launcher) == set()
+    assert os.listdir(tmp_path / "scratch") == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_program_ends_with_its_caller(sandbox):
+def test_program_ends_with_its_caller(sandbox, tmp_path):
     name = type(sandbox).__name__
     code = f"""
 from rl.sandbox.limits import Limits
 from rl.sandbox.sandbox import {name}
+from tests.sandbox.worker import own_launcher
+from pathlib import Path
+own_launcher(Path({str(tmp_path)!r}))
 {name}().run("import time; print(flush=True); time.sleep(99)", limits=Limits(wall_s=99))
 """
-    before = programs()
-    caller = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": "/tmp"})
+    launcher = tmp_path / "launcher.py"
+    caller = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
     try:
-        wait_until(lambda: programs() - before)
+        wait_until(lambda: programs(launcher))
         time.sleep(0.5)  # for the launcher to ask for the parent's death
     finally:
         caller.kill()
         caller.wait()
-    wait_until(lambda: programs() == before)
+    wait_until(lambda: not programs(launcher))
 
 
 def wait_until(holds, seconds=30):

@@ -4,26 +4,28 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
+from rl.sandbox import sandbox
 from rl.sandbox.limits import Limits
-from rl.sandbox.sandbox import Bubblewrap, Landlock, Sandbox, Unsafe
+from rl.sandbox.sandbox import LAUNCHER, Bubblewrap, Landlock, Sandbox, Unsafe
 from tests.sandbox.attacks import ATTACKS, LIMITS, MESSES
 
 AT_ONCE = 4
 SANDBOXES = {each.name: each for each in (Bubblewrap(), Landlock(), Unsafe())}
 
 
-async def attack(sandbox: Sandbox, folder: Path) -> dict:
+async def attack(wall: Sandbox, folder: Path) -> dict:
     """Return all results by name."""
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def run(name: str, code: str, limits: Limits) -> tuple[str, dict]:
         async with turns:
-            result = await sandbox.run_async(code, limits=limits)
+            result = await wall.run_async(code, limits=limits)
         return name, {
             key: getattr(result, key) for key in ("exit_code", "stdout", "stderr", "limit")
         }
@@ -31,9 +33,7 @@ async def attack(sandbox: Sandbox, folder: Path) -> dict:
     jobs = []
     root = os.getuid() == 0
     for name, each in ATTACKS.items():
-        if sandbox.name == "unsafe" and (
-            each.shown == "none" or (each.shown == "root" and not root)
-        ):
+        if wall.name == "unsafe" and (each.shown == "none" or (each.shown == "root" and not root)):
             continue
         victim = folder / name.replace("/", "_")
         victim.write_text("victim")
@@ -41,40 +41,50 @@ async def attack(sandbox: Sandbox, folder: Path) -> dict:
     for name, code in MESSES.items():
         code = f"VICTIM = {str(folder / 'mess')!r}\n{code}"
         jobs.append(run(name, code, Limits(wall_s=30, cpu_s=10)))
-    for name, (code, limits, _) in LIMITS.items() if sandbox.name != "unsafe" else ():
+    for name, (code, limits, _) in LIMITS.items() if wall.name != "unsafe" else ():
         jobs.append(run(name, code, Limits(**{"wall_s": 30, "cpu_s": 10, **limits})))
     return dict(await asyncio.gather(*jobs))
 
 
-def programs() -> set[int]:
-    """Return the processes that run programs, of whatever sandbox."""
+def own_launcher(folder: Path) -> Path:
+    """Start programs of this process by a copy of the launcher, so that ``programs`` finds them."""
+    sandbox.LAUNCHER = Path(shutil.copy(LAUNCHER, folder / "launcher.py"))
+    return sandbox.LAUNCHER
+
+
+def programs(launcher: Path) -> set[int]:
+    """Return the processes that were started by ``launcher``."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if "launcher.py" in (process / "cmdline").read_text():
+            if str(launcher) in (process / "cmdline").read_text():
                 found.add(int(process.name))
     return found
 
 
 def main(name: str) -> None:
-    os.environ["TILLER_SECRET"] = "secret"
-    before = programs()
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as place:
+        folder, scratch, launchers = (
+            Path(place, each) for each in ("files", "scratch", "launcher")
+        )
+        for each in (folder, scratch, launchers):
+            each.mkdir()
         secret = os.memfd_create("secret", 0)
         os.write(secret, b"secret")
         os.set_inheritable(secret, True)
-        tempfile.tempdir = scratch
-        results = asyncio.run(attack(SANDBOXES[name], Path(folder)))
+        tempfile.tempdir = str(scratch)
+        launcher = own_launcher(launchers)
+        results = asyncio.run(attack(SANDBOXES[name], folder))
         tempfile.tempdir = None
-        left = programs() - before
+        left = programs(launcher)
         for process in left:
             os.kill(process, signal.SIGKILL)
-        changed = [path.name for path in Path(folder).iterdir() if path.read_text() != "victim"]
+        changed = [path.name for path in folder.iterdir() if path.read_text() != "victim"]
         print(
             json.dumps(
                 {
-                    "processes": sorted(left),
                     "user": os.getuid(),
+                    "processes": sorted(left),
                     "results": results,
                     "scratch": os.listdir(scratch),
                     "changed": changed,

@@ -184,6 +184,18 @@ def test_tests_after_one_without_end_are_failed():
     assert passed(code, *tests, limits=Limits(wall_s=30, cpu_s=1)) == [True, False, False]
 
 
+def test_solution_that_fills_the_disk_is_ended():
+    code = """
+def add(a, b):
+    import time
+    for n in range(32):
+        open(str(n), "wb").write(bytes(1 << 20))
+    time.sleep(2)
+    return a + b
+"""
+    assert passed(code, ADD) == [False]
+
+
 def test_last_block_counts():
     text = "First:\n```python\na = 1\n```\nor\n```\nb = 2\n```\nend ```python\nc = 3\n"
     assert last_block(text) == "b = 2\n"

@@ -4,7 +4,7 @@ how fast.
 Usage: python scripts/bench/algorithms.py [--off-policy | --only NAME ...] [--seeds N] [--steps N]
 [--plot F] [--json]
 
-Each is a config of algorithm_configs.py, the quickstart's but for the algorithm, and is trained
+Each is a config of algorithm_configs.py, the quickstart's except for the algorithm, and is trained
 once per seed, in at most --steps steps (200) of 32 prompts x 8 completions. "solved" are those
 whose exact match on 256 held-out prompts, greedy, is above 0.9 with every seed. "steps" is when the
 mean reward of ten steps first was above 0.9, the worst of the seeds. With --off-policy all are four

@@ -9,7 +9,7 @@ from tests.e2e.runs import Run
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Callable[..., Run]:
-    """A run with the given arguments that nobody disturbed; each is made once."""
+    """A run with the given arguments, without interference; each is made once."""
     runs: dict[tuple[str, ...], Run] = {}
 
     def run(*arguments: str) -> Run:

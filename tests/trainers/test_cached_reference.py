@@ -191,7 +191,7 @@ def test_a_damaged_file_is_computed_again_and_an_unfinished_one_is_ignored(score
     assert "it cannot be read" in scores.notes[0]
 
 
-def test_what_was_added_is_written_if_the_run_ends(scores):
+def test_added_entries_are_written_if_the_run_ends(scores):
     with_more = scores()
     with pytest.raises(KeyboardInterrupt), with_more.adding("w"):
         with_more.add("eval", torch.zeros(1, 2, dtype=torch.float64))
@@ -234,7 +234,7 @@ def test_the_digests_tell_what_the_scores_depend_on(make_preference, tmp_path):
     assert source_digest(config) != before
 
 
-def test_what_cannot_be_cached_is_refused(make_preference):
+def test_runs_that_cannot_cache_scores_are_refused(make_preference):
     config = make_preference(loss=SimPOLoss.Config())
     config.reference.scores = "cached"
     with pytest.raises(ConfigError, match="reference.scores is 'cached'.*SimPOLoss has no ref"):

@@ -79,7 +79,7 @@ def test_an_evaluation_is_repeatable_and_changes_no_weight(run):
     assert run.trainer.state.version == STEPS
 
 
-def test_what_is_saved_is_the_model_for_transformers(run, tmp_path):
+def test_the_saved_model_is_read_by_transformers(run, tmp_path):
     run.do(lambda: run.trainer.save_pretrained(tmp_path))
     ours, theirs = random_outputs(run, tmp_path)
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)

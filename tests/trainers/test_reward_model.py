@@ -231,7 +231,7 @@ def test_folders_that_cannot_be_a_reward_model_are_refused(ppo, export, chat_mod
         validate(ppo)
 
 
-def test_what_a_run_cannot_use_is_refused(ppo, trained):
+def test_a_reward_model_that_a_run_cannot_use_is_refused(ppo, trained):
     reward_model = trained[0].arguments
     reward_model.trainer.lora = LoRAConverter.Config(rank=2, alpha=4.0)
     with pytest.raises(ConfigError, match="trainer.lora is on; it must be none with a reward mod"):

@@ -130,7 +130,7 @@ def find_trainer(config: RunConfig) -> type[Trainer[Any]]:
 
 
 def watched(base: type[Trainer[Any]], run: Run) -> type[Trainer[Any]]:
-    """Return a subclass that tells ``run`` what is called, and does what ``run`` asks for."""
+    """Return a subclass that records its calls in ``run``, and has the faults set there."""
 
     class Watched(base):
         def configure_model(self):
@@ -195,6 +195,11 @@ def descendants() -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found - {os.getpid()}
+
+
+def alive(processes: set[int]) -> set[int]:
+    """Return those of ``processes`` that have not ended."""
+    return processes & dict(_parents()).keys()
 
 
 def _parents() -> Iterator[tuple[int, int]]:

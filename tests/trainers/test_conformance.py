@@ -11,6 +11,7 @@ from rl.trainers.trainer import TrainerState
 from tests.trainers.kinds import (
     KINDS,
     Run,
+    alive,
     config_of,
     descendants,
     random_outputs,
@@ -115,7 +116,7 @@ def test_closing_twice_leaves_nothing_behind(run):
     files = temporary_files(run.processes)
     run.close()
     run.close()
-    assert run.processes and wait_until(lambda: not run.processes & descendants(), 10)
+    assert run.processes and wait_until(lambda: not alive(run.processes), 10)
     assert [path for path in files if path.exists()] == []
     names = {path.name for path in run.trainer.record.folder.iterdir()}
     assert not {name for name in names if name.startswith(".") or "tmp" in name}

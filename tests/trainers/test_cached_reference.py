@@ -224,6 +224,16 @@ def test_the_digests_tell_what_the_scores_depend_on(make_preference, tmp_path):
     ]
     assert len({same, *changed}) == 7
 
+    trainer = PreferenceTrainer(make_preference(), rows, HELD_OUT)
+    pair, *others = trainer.dataset_train
+    mask = pair.chosen.trained.copy()
+    mask[-1] = not mask[-1]
+    shorter = replace(pair, chosen=replace(pair.chosen, trained=mask))
+    held_out = trainer.dataset_eval
+    of = reference_scores.data_digest
+    assert of(trainer.arguments, [pair, *others], held_out) == same
+    assert of(trainer.arguments, [shorter, *others], held_out) != same
+
     config = make_preference()
     config.model.hf_path = str(tmp_path)
     weights = tmp_path / "model.safetensors"

@@ -29,11 +29,11 @@ def validate(config: RunConfig) -> None:
 
 def checks(config: RunConfig) -> list[Callable[[Any], None]]:
     """Return the parts of ``validate``, in order. All but the first two rely on those two."""
-    found: list[Callable[[Any], None]] = [validate_types, validate_numbers]
+    found: list[Callable[[Any], None]] = [validate_types, validate_numbers, validate_unused]
     if isinstance(config, RLConfig):
         found += [_validate_sampling]
     found += [validate_folders, validate_layouts, _validate_checkpoint]
-    found += [_validate_training_modes, validate_engines, validate_unused]
+    found += [_validate_training_modes, validate_engines]
     if isinstance(config, RLConfig):
         found += [_validate_lengths, _validate_push, _validate_chunks]
         found += [_validate_algorithm, _validate_roles]

@@ -1,5 +1,6 @@
 """Refusal of fields that change nothing in a run, by the field to use instead."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from rl.config import (
 )
 from rl.errors import require, require_value, shown
 from rl.session.config import DeadlineConfig
+from rl.training.config import one_rank
 from rl.validation.values import defaults_of, values
 
 _STAGES = "pipeline parallelism is refused; use data_parallel_shard_degree"
@@ -178,6 +180,11 @@ def _validate_performance(config: RunConfig) -> None:
         "['model'], or the default ['model', 'loss']: losses are not compiled; to compile nothing, "
         "set trainer.compile.enable to False",
     )
+    float8 = config.trainer.float8
+    if float8 is not None and float8.emulate:
+        recipe = float8.recipe_name
+        rule = "'rowwise' with trainer.float8.emulate=True, which computes by no recipe"
+        require_value(recipe == "rowwise", "trainer.float8.recipe_name", recipe, rule)
     backend = config.trainer.compile.backend
     rule = "'inductor' or 'aot_eager', which torchtitan's attention can be compiled by"
     require_value(backend in ("inductor", "aot_eager"), "trainer.compile.backend", backend, rule)
@@ -243,6 +250,20 @@ def _validate_loss(config: RunConfig) -> None:
             f"loss is {type(config.loss).__qualname__}, a loss of log-probs; a reward model takes "
             "a loss of values, such as BradleyTerryLoss.Config: train a policy with a "
             "PreferenceConfig",
+        )
+    if isinstance(config, PreferenceConfig) and not config.loss.build().needs_reference:
+        _validate_no_reference(config)
+
+
+def _validate_no_reference(config: PreferenceConfig) -> None:
+    default = one_rank()
+    for field in dataclasses.fields(default):
+        value = getattr(config.reference.parallelism, field.name)
+        usual = getattr(default, field.name)
+        require(
+            value == usual,
+            f"reference.parallelism.{field.name} is {shown(value)}; it must be {usual!r}: "
+            f"{type(config.loss).__qualname__} compares with no reference",
         )
 
 

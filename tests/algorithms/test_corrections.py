@@ -46,6 +46,10 @@ WRITTEN_OUT = {
         lambda each: [min(math.prod(each), 1.5)] * len(each),
     ),
     "masked": (MaskedIS.Config(), lambda each: [masked(r, r) for r in each]),
+    "masked in a narrow range": (
+        MaskedIS.Config(low=0.7, high=1.3),
+        lambda each: [r if 0.7 <= r <= 1.3 else 0.0 for r in each],
+    ),
     "masked, weighing 1": (
         MaskedIS.Config(weigh=False),
         lambda each: [masked(r, 1.0) for r in each],

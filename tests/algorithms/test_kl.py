@@ -64,3 +64,9 @@ def test_the_coefficient_follows_the_divergence_by_a_bounded_step():
     assert steer.update(0.5, 6.6) == pytest.approx(0.5 * 1.01)
     assert steer.update(0.5, 60.0) == pytest.approx(0.5 * 1.02)
     assert steer.update(0.5, 0.0) == pytest.approx(0.5 * 0.98)
+
+
+def test_rate_and_clip_bound_a_step_of_the_coefficient():
+    steer = AdaptiveKL.Config(target=6.0, rate=0.5, clip=0.4).build()
+    assert steer.update(0.5, 60.0) == pytest.approx(0.5 * 1.2)
+    assert steer.update(0.5, 0.0) == pytest.approx(0.5 * 0.8)

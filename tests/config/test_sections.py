@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from rl.cli import find_config
-from rl.config import RunConfig
+from rl.config import RunConfig, SampledEvaluationConfig
 from rl.roles import roles_of, session_config
+from rl.tasks.copy_digits import CopyDigits
 from tests.trainers.tiny_chat import tiny_chat_model
 from tests.validation.full_config import full_config
 
@@ -48,7 +49,9 @@ def test_models_beside_the_policy_have_sections_of_their_own(tmp_path):
     assert critic.lr_scheduler is config.critic.lr_scheduler
     assert roles["reference"].trainer.parallelism is config.reference.parallelism
     assert roles["judge"].trainer.parallelism is config.roles["judge"].parallelism
-    assert roles["judge"].model is config.roles["judge"].model
+    judge = config.roles["judge"]
+    assert roles["judge"].model is judge.model
+    assert roles["judge"].trainer.checkpoint.initial_load_path == judge.checkpoint
 
 
 def test_the_reference_of_preferences_has_a_layout_of_its_own(model):
@@ -56,3 +59,22 @@ def test_the_reference_of_preferences_has_a_layout_of_its_own(model):
     config.model.hf_path = str(model)
     reference = roles_of(config)["reference"].trainer
     assert reference.parallelism is config.reference.parallelism
+
+
+def test_sampled_evaluations_have_the_fields_of_their_section(model):
+    config = find_config("sft_jsonl")()
+    config.model.hf_path = str(model)
+    assert session_config(config).generator is None
+    config.evaluation = SampledEvaluationConfig(
+        task=CopyDigits.Config(),
+        max_tokens=7,
+        temperature=0.5,
+        reward_workers=3,
+        colocate="all",
+    )
+    session = session_config(config)
+    assert session.generator is config.evaluation.generator
+    assert session.weights is config.evaluation.weights
+    assert (session.reward_workers, session.colocate) == (3, "all")
+    sampling = config.sampling_run()
+    assert (sampling.rollout.max_tokens, sampling.rollout.temperature) == (7, 0.5)

@@ -177,3 +177,11 @@ def test_a_slower_network_takes_longer(capsys, config, field, transport):
         for arguments in ([], [f"--hardware.{field}", "1"])
     )
     assert slower > usual
+
+
+def test_a_generator_without_a_prefix_cache_takes_longer(capsys):
+    usual, longer = (
+        planned(capsys, "--config", "qwen3_8b", *arguments)[1]["step"]["generation"]
+        for arguments in ([], ["--generator.no-prefix_caching"])
+    )
+    assert longer > usual

@@ -41,6 +41,11 @@ def test_prompts_are_the_chat_template_with_the_question_in_it(tiny):
     assert "<|im_end|>" not in task.decode(prompt.tokens)
 
 
+def test_a_prompt_with_thinking_leaves_the_thought_to_the_model(tiny):
+    prompt = build(tiny, enable_thinking=True).prompt(0)
+    assert prompt.text.endswith("<|im_start|>assistant\n")
+
+
 def test_stop_tokens_come_from_tokenizer_and_generation_config(tiny, tmp_path):
     task = build(tiny)
     assert set(task.tokenizer.convert_ids_to_tokens(task.stop_token_ids)) == {

@@ -308,7 +308,7 @@ def test_weights_that_arrive_while_the_trainer_leaves_them_are_not_compared(run)
     )
 
 
-def test_the_first_step_is_saved_if_the_config_asks_for_it(run):
+def test_checkpoints_are_saved_when_the_config_asks_for_them(run):
     def edit(config):
         config.trainer.checkpoint.enable_first_step_checkpoint = True
 
@@ -316,6 +316,8 @@ def test_the_first_step_is_saved_if_the_config_asks_for_it(run):
     assert [*run.saved] == [1, 3, 5]
     run(steps=5, save_every=3, folder="without")
     assert [*run.saved] == [3, 5]
+    run(steps=5, save_every=0, edit=edit, folder="at the end")
+    assert [*run.saved] == [5]
 
 
 def test_as_many_rollouts_are_recorded_as_the_config_asks_for(run):
@@ -324,3 +326,23 @@ def test_as_many_rollouts_are_recorded_as_the_config_asks_for(run):
 
     run(steps=2, edit=edit)
     assert len(run.record.rollouts_path.read_text().splitlines()) == 6
+
+
+def test_requests_have_length_and_temperature_of_the_config(run):
+    asked = []
+
+    def noted(trainer, generator):
+        generate = generator.generate
+
+        async def generate_noted(requests, **options):
+            asked.extend(each for each in requests if "canary" not in each.request_id)
+            return await generate(requests, **options)
+
+        generator.generate = generate_noted
+
+    def edit(config):
+        config.rollout.max_tokens = 5
+        config.rollout.temperature = 0.7
+
+    run(noted, steps=1, edit=edit)
+    assert {(each.sampling.max_tokens, each.sampling.temperature) for each in asked} == {(5, 0.7)}

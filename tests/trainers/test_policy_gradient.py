@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rl.algorithms.advantages import ReinforcePlusPlus
+from rl.algorithms.advantages import GAE, ReinforcePlusPlus
 from rl.algorithms.corrections import MaskedIS, StalenessDecay, TruncatedIS
 from rl.algorithms.losses import ClippedLoss, DecoupledLoss
 from rl.algorithms.policy_gradient import PolicyGradient
 from rl.config import RolloutConfig
 from rl.errors import ConfigError, RunError
 from rl.metrics import Value
+from tests.trainers.fakes import Critic
 from tests.trainers.loops import calls, free, updates
 
 
@@ -226,3 +227,27 @@ def test_reinforce_without_a_baseline_trains_on_one_completion_of_each_prompt(ru
     assert all("advantages" in batch.columns for batch in run.trainer.batches)
     assert calls(log, "step") == ["step"] * 2
     assert [row["reward/zero_std_groups"] for row in rows] == [0.0, 0.0]
+
+
+def test_long_completions_lose_reward(run):
+    """Every completion has two tokens of three, so the penalty is -1/2 of a buffer of two."""
+
+    def edit(buffer):
+        def edited(config):
+            config.rollout.max_tokens = 3
+            config.algorithm.overlong_buffer = buffer
+            config.algorithm.advantage = GAE.Config(whiten=False, lam=1.0)
+
+        return edited
+
+    found = []
+    for buffer in (0, 2):
+        run(
+            steps=1,
+            edit=edit(buffer),
+            models=lambda log: {"critic": Critic(log, {})},
+            folder=f"buffer {buffer}",
+        )
+        (batch,) = run.trainer.batches
+        found.append(batch.columns["advantages"][batch.loss_weights > 0])
+    assert torch.allclose(found[0] - found[1], torch.tensor(0.5))

@@ -195,6 +195,16 @@ def test_equal_examples_are_held_out_together(config):
     assert train and held_out and not train & held_out
 
 
+def test_a_file_of_its_own_holds_the_validation_examples(config, tmp_path):
+    for name, rows in (("train", chat_rows(9)), ("held_out", chat_rows(4))):
+        lines = [json.dumps(row) for row in rows]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    config.task.path = str(tmp_path / "train.jsonl")
+    config.task.held_out_path = str(tmp_path / "held_out.jsonl")
+    trainer = SFTTrainer(config)
+    assert (len(trainer.dataset_train), len(trainer.dataset_eval)) == (9, 4)
+
+
 def split(trainer):
     examples = [*trainer.dataset_train, *trainer.dataset_eval]
     return split_examples(examples, 0.3, trainer.key)

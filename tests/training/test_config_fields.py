@@ -7,14 +7,29 @@ import pytest
 import torch
 import torch._functorch.config as functorch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.components.optimizer.optimizer import ParamGroupConfig
+from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
+from rl.errors import ConfigError
+from rl.training.attention import DenseAttention, attention_config
 from rl.training.config import TrainerConfig, one_rank
+from rl.training.context import SequenceShard
 from rl.training.engine import TrainingEngine
+from tests.training.ranks import on_ranks
 from tests.training.scenes import TIED_FUSED
+
+
+def cells_of(balancer: str | None) -> list[int]:
+    """Return the cells of a row of eight that this rank of two computes."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    masks = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    (mine,), _ = SequenceShard(mesh, balancer).shard(torch.arange(8).view(1, 8), masks=masks)
+    return mine.flatten().tolist()
 
 
 def engine_of(folder: str, **fields) -> TrainingEngine:
@@ -163,3 +178,31 @@ def test_debugging_is_switched_on_by_the_config(folder):
         torch.autograd.set_detect_anomaly(False)
     engine_of(folder)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("context_parallel_load_balancer", "cells"),
+    [("headtail", [[0, 1, 6, 7], [2, 3, 4, 5]]), (None, [[0, 1, 2, 3], [4, 5, 6, 7]])],
+)
+def test_context_parallel_load_balancer_deals_the_cells(context_parallel_load_balancer, cells):
+    assert on_ranks(2, cells_of, context_parallel_load_balancer) == cells
+
+
+def test_attention_is_of_the_kind_of_the_config():
+    for attention in ("auto", "dense"):
+        config = attention_config(attention, context_parallel=False)
+        assert isinstance(config, DenseAttention.Config)
+    for attention in ("flex", "varlen"):
+        with pytest.raises(ConfigError, match=f"model.attention is '{attention}', which needs"):
+            attention_config(attention, context_parallel=False)
+
+
+def test_float8_has_the_recipe_of_the_config(monkeypatch):
+    monkeypatch.setattr(
+        "torchtitan.components.quantization.float8.has_cuda_capability", lambda *_: True
+    )
+    recipes = [
+        Float8LinearConverter.Config(recipe_name=name).build().torchao_config
+        for name in ("rowwise", "rowwise_with_gw_hp")
+    ]
+    assert recipes[0] != recipes[1]

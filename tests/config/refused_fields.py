@@ -1,0 +1,80 @@
+"""Values that are refused of fields without an effect, and what the message names instead."""
+
+_STAGES = "use data_parallel_shard_degree"
+_WEIGHTS = "set initial_load_path and initial_load_model_only"
+
+REFUSED: dict[str, tuple[object, str]] = {
+    "TrainingConfig.local_batch_size": (7, "set trainer.micro_batch_size instead"),
+    "TrainingConfig.global_batch_size": (7, "_per_step instead"),
+    "TrainingConfig.seq_len": (7, "max_tokens"),
+    "TrainingConfig.steps": (7, "set steps instead"),
+    "TrainingConfig.enable_cpu_offload": (True, "data_parallel_shard_degree"),
+    "TrainingConfig.disable_cuda_graphs": (True, "captures no CUDA graphs"),
+    "TrainingConfig.mixed_precision_reduce": ("bfloat16", "it must be 'float32'"),
+    "TrainingConfig.gc_debug": (True, "set gc_freq to 1"),
+    "ParallelismConfig.enable_fsdp_symm_mem": (True, "needs CUDA"),
+    "ParallelismConfig.spmd_backend": ("full_dtensor", "'partial_dtensor'"),
+    "ParallelismConfig.pipeline_parallel_degree": (2, "it must be 1: "),
+    "ParallelismConfig.module_fqns_per_model_part": ([["norm"]], _STAGES),
+    "ParallelismConfig.pipeline_parallel_first_stage_less_layers": (3, _STAGES),
+    "ParallelismConfig.pipeline_parallel_last_stage_less_layers": (3, _STAGES),
+    "ParallelismConfig.pipeline_parallel_layers_per_stage": (3, _STAGES),
+    "ParallelismConfig.pipeline_parallel_schedule": ("GPipe", _STAGES),
+    "ParallelismConfig.pipeline_parallel_schedule_csv": ("stages.csv", _STAGES),
+    "ParallelismConfig.pipeline_parallel_microbatch_size": (3, _STAGES),
+    "ParallelismConfig.context_parallel_ptrr_mask_key": ("mask", "one attention mask"),
+    "QuantizationConverter.Config.model_compile_enabled": (True, "set trainer.compile.enable"),
+    "CompileConfig.enable_async_tensor_parallel": (True, "needs CUDA"),
+    "CompileConfig.components": (["loss"], "set trainer.compile.enable to False"),
+    "BaseCheckpointManager.Config.folder": ("critic", "a name of letters"),
+    "BaseCheckpointManager.Config.initial_load_in_hf_quantized": (True, _WEIGHTS),
+    "BaseCheckpointManager.Config.last_save_model_only": (False, "writes the weights to export/"),
+    "BaseCheckpointManager.Config.last_save_in_hf": (True, "writes the weights to export/"),
+    "BaseCheckpointManager.Config.export_dtype": ("bfloat16", "the dtype of model.hf_path"),
+    "BaseCheckpointManager.Config.load_step": (3, "--resume goes on from the newest checkpoint"),
+    "BaseCheckpointManager.Config.exclude_from_loading": (["optimizer"], _WEIGHTS),
+    "BaseCheckpointManager.Config.create_seed_checkpoint": (True, "set seed"),
+    "BaseCheckpointManager.Config.load_only": (True, "set trainer.checkpoint.initial_load_path"),
+    "CommConfig.train_timeout_seconds": (7, "set deadlines.call"),
+    "CommConfig.mode": ("fake_backend", "python -m rl.plan"),
+    "DebugConfig.seed": (7, "set seed instead"),
+    "DebugConfig.spmd_typechecking": (True, "set detect_anomaly"),
+    "DebugConfig.moe_force_load_balance": (True, "experts are chosen by their router"),
+    "DebugConfig.batch_invariant": (True, "set deterministic instead"),
+    "DebugConfig.print_config": (True, "config.json in the run folder"),
+    "DebugConfig.save_config_file": ("config.toml", "set output_dir"),
+    "DebugConfig.enable_structured_logging": (False, "metrics.jsonl and trace.json"),
+    "RolloutConfig.top_p": (0.9, "computes no log-probs of a cut distribution"),
+    "RolloutConfig.top_k": (5, "computes no log-probs of a cut distribution"),
+}
+"""A refused value of each field that does not act, and a part of the message that names what to use
+instead or why.
+"""
+
+_NO_ROLLOUTS = "the run has no rollouts; set watchdog.non_finite or watchdog.stalled"
+_NO_GENERATORS = "the run has no generators; set deadlines.call"
+_NO_ENTROPY = "the loss has no entropy; set watchdog.non_finite or watchdog.stalled"
+_DATASET: dict[str, tuple[object, str]] = {
+    "watchdog.zero_std": ("fail", _NO_ROLLOUTS),
+    "watchdog.zero_std_steps": (3, _NO_ROLLOUTS),
+    "watchdog.starving": ("fail", _NO_ROLLOUTS),
+    "watchdog.starving_share": (0.5, _NO_ROLLOUTS),
+    "watchdog.starving_steps": (3, _NO_ROLLOUTS),
+    "watchdog.drift": ("fail", _NO_ROLLOUTS),
+    "watchdog.drift_max": (0.5, _NO_ROLLOUTS),
+    "deadlines.push": (7.0, _NO_GENERATORS),
+    "deadlines.reward": (7.0, _NO_GENERATORS),
+}
+_PREFERENCE = _DATASET | {
+    "watchdog.entropy": ("fail", _NO_ENTROPY),
+    "watchdog.entropy_min": (0.5, _NO_ENTROPY),
+    "watchdog.entropy_max": (0.5, _NO_ENTROPY),
+    "reference.refresh_every": (3, "the reference of a preference loss is the initial policy"),
+}
+
+REFUSED_BY_KIND: dict[str, dict[str, tuple[object, str]]] = {
+    "SFTConfig": _DATASET | {"loss.kl_coef": (0.5, "the run has no reference policy")},
+    "PreferenceConfig": _PREFERENCE,
+    "RewardModelConfig": _PREFERENCE,
+}
+"""The same of fields that act in an RL run, by the kind of run in which they do not."""

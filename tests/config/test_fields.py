@@ -1,0 +1,231 @@
+"""Every field of a config acts, as a test shows, or is refused with what to use instead (C9)."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchtitan.components.quantization import Float8LinearConverter
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+
+from rl.algorithms.losses import ClippedLoss
+from rl.algorithms.sequence_losses import DPOLoss
+from rl.cli import find_config
+from rl.errors import ConfigError
+from rl.validation import validate
+from rl.validation.unused import UNUSED
+from rl.validation.values import values
+from tests.bench.programs import module
+from tests.config.fields import ACTS
+from tests.config.refused_fields import REFUSED, REFUSED_BY_KIND
+from tests.trainers.tiny_chat import tiny_chat_model
+from tests.validation.full_config import full_config
+from tests.validation.test_values import put
+
+TESTS = Path(__file__).parents[1]
+KINDS = {
+    "RLConfig": "quickstart",
+    "SFTConfig": "sft_jsonl",
+    "PreferenceConfig": "dpo_jsonl",
+    "RewardModelConfig": "reward_model_jsonl",
+}
+
+
+@pytest.fixture(scope="module")
+def script():
+    with pytest.MonkeyPatch.context() as patch:
+        yield module("scripts/make_configuration_md.py", patch)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Folder of a model that chats, and of a checkpoint."""
+    folder = tiny_chat_model(tmp_path_factory.mktemp("model"))
+    (folder / ".metadata").touch()
+    return folder
+
+
+def config_of(kind: str, folder: Path) -> Any:
+    """Return a valid config of ``kind`` with as many sections as can be."""
+    if kind == "RLConfig":
+        return full_config(folder)
+    config = find_config(KINDS[kind])()
+    config.model.hf_path = str(folder)
+    config.model.max_seq_len = 128
+    config.task.max_tokens = 96
+    return config
+
+
+def leaves(script) -> set[str]:
+    """Return the fields that hold no section, each as CLASS.FIELD."""
+    return {
+        f"{kind.__qualname__}.{name}"
+        for kind in script.sections()
+        for name, hint in script.own_fields(kind)
+        if not [*script.dataclasses_in(hint)]
+    }
+
+
+def acting() -> dict[str, str]:
+    """Return the test of each field that acts."""
+    found: dict[str, str] = {}
+    for kind, tests in ACTS.items():
+        for test, names in tests.items():
+            for name in names.split():
+                assert f"{kind}.{name}" not in found, f"{kind}.{name} has two tests"
+                found[f"{kind}.{name}"] = test
+    return found
+
+
+@cache
+def source_of(path: Path) -> str:
+    """Return the text of a test's file, its conftest and what it imports from ``tests``."""
+    text = path.read_text()
+    conftest = path.parent / "conftest.py"
+    helpers = [
+        TESTS.parent / f"{name.replace('.', '/')}.py"
+        for name in re.findall(r"^from (tests[\w.]*) import", text, re.MULTILINE)
+    ]
+    return "\n".join([text, *(each.read_text() for each in (conftest, *helpers) if each.is_file())])
+
+
+def test_every_field_is_known_and_no_entry_is_stale(script):
+    known = [*acting(), *REFUSED]
+    assert len(known) == len({*known}), "a field acts and is refused"
+    assert {*known} == leaves(script)
+
+
+@pytest.mark.parametrize("field", acting())
+def test_the_test_of_a_field_exists_and_names_it(field):
+    place, name = acting()[field].split("::")
+    path = TESTS / place
+    functions = ast.parse(path.read_text()).body
+    assert name in {each.name for each in functions if hasattr(each, "name")}, f"{place}::{name}"
+    text = re.sub(r"(?<=\w)-(?=\w)", "_", source_of(path))  # options of the command line
+    assert re.search(rf"\b(no_)?{field.split('.')[-1]}\b", text), f"{place} does not name {field}"
+
+
+def places_of(config: Any, kind: str) -> list[str]:
+    """Return the sections of ``config`` that are of the dataclass named ``kind``."""
+    return [
+        value.name
+        for value in values(config)
+        if kind in {each.__qualname__ for each in type(value.content).__mro__}
+    ]
+
+
+def prepared(kind: str, field: str, folder: Path) -> Any:
+    """Return a config of ``kind`` that has the section of ``field``."""
+    config = config_of(kind, folder)
+    if field.startswith("QuantizationConverter"):
+        config.trainer.float8 = Float8LinearConverter.Config(emulate=True)
+    validate(config)
+    return config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("field", REFUSED)
+def test_a_field_without_an_effect_is_refused_with_what_to_use(kind, field, folder):
+    section, name = field.rsplit(".", 1)
+    value, instead = REFUSED[field]
+    places = places_of(prepared(kind, field, folder), section)
+    if section == "RolloutConfig" and kind != "RLConfig":
+        assert places == []
+        return
+    assert places
+    for place in places:
+        config = put(prepared(kind, field, folder), f"{place}.{name}", value)
+        with pytest.raises(ConfigError) as error:
+            validate(config)
+        assert str(error.value).startswith(f"{place}.{name} is {value!r}"), error.value
+        assert instead in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [(kind, field) for kind, fields in REFUSED_BY_KIND.items() for field in fields],
+)
+def test_a_field_without_an_effect_in_a_kind_of_run_is_refused(kind, field, folder):
+    value, instead = REFUSED_BY_KIND[kind][field]
+    with pytest.raises(ConfigError) as error:
+        validate(put(config_of(kind, folder), field, value))
+    assert str(error.value).startswith(f"{field} is {value!r}")
+    assert instead in str(error.value)
+
+
+def test_every_field_that_validation_refuses_is_tested():
+    unused = {(kind.__qualname__, name) for kind, names in UNUSED.items() for name in names}
+    tested = {field.rsplit(".", 1)[1] for field in REFUSED}
+    assert [each for each in unused if each[1] not in tested] == []
+
+
+@pytest.mark.parametrize("name", ["preserve_rng_state", "determinism_check", "debug"])
+def test_options_of_recomputed_layers_are_refused_with_a_memory_budget(name, folder):
+    config = config_of("SFTConfig", folder)
+    config.trainer.compile.enable = True
+    config.trainer.activation_checkpoint = MemoryBudgetAC.Config()
+    validate(config)
+    value = {"preserve_rng_state": False, "determinism_check": "none", "debug": True}[name]
+    setattr(config.trainer.activation_checkpoint, name, value)
+    with pytest.raises(ConfigError, match=f"checkpoint.{name} is .*: .*; set memory_budget"):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "message"),
+    [
+        ("SFTConfig", ClippedLoss.Config(), "loss is ClippedLoss.Config, which needs advantages"),
+        ("RewardModelConfig", DPOLoss.Config(), "loss is DPOLoss.Config, a loss of log-probs; a"),
+    ],
+)
+def test_a_loss_of_another_kind_of_run_is_refused(kind, loss, message, folder):
+    config = config_of(kind, folder)
+    config.loss = loss
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda optimizer: optimizer.param_groups[0].optimizer_kwargs.update(wieght_decay=0.1),
+            "param_groups.0.optimizer_kwargs has 'wieght_decay'; AdamW takes lr, betas, eps, we",
+        ),
+        (
+            lambda optimizer: optimizer.optimizer_factory_kwargs_by_name.update(SGD={}),
+            "optimizer_factory_kwargs_by_name has 'SGD'; it must be the optimizer_name of one of",
+        ),
+    ],
+)
+def test_options_that_no_optimizer_takes_are_refused(edit, message, folder):
+    for field in ("trainer", "critic"):
+        config = config_of("RLConfig", folder)
+        edit(getattr(config, field).optimizer)
+        with pytest.raises(ConfigError, match=f"^{field}.optimizer.{message}"):
+            validate(config)
+
+
+def test_a_schedule_that_ends_before_the_run_is_refused(folder):
+    config = config_of("SFTConfig", folder)
+    config.steps = 10
+    config.trainer.lr_scheduler.total_steps = 9
+    with pytest.raises(
+        ConfigError,
+        match="trainer.lr_scheduler.total_steps is 9; it must be None or at least the "
+        "run's 10 optimizer steps",
+    ):
+        validate(config)
+    config.trainer.lr_scheduler.total_steps = 10
+    validate(config)
+
+
+def test_a_recipe_of_float8_is_refused_with_emulation(folder):
+    config = config_of("SFTConfig", folder)
+    config.trainer.float8 = Float8LinearConverter.Config(emulate=True)
+    validate(config)
+    config.trainer.float8.recipe_name = "rowwise_with_gw_hp"
+    with pytest.raises(ConfigError, match="trainer.float8.recipe_name is 'rowwise_with_gw_hp'; it"):
+        validate(config)

@@ -98,7 +98,7 @@ def test_every_field_is_known_and_no_entry_is_stale(script):
 
 
 @pytest.mark.parametrize("field", acting())
-def test_the_test_of_a_field_exists_and_names_it(field):
+def test_every_entry_is_a_test_that_names_its_field(field):
     place, name = acting()[field].split("::")
     path = TESTS / place
     functions = ast.parse(path.read_text()).body

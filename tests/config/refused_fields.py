@@ -69,7 +69,6 @@ _PREFERENCE = _DATASET | {
     "watchdog.entropy": ("fail", _NO_ENTROPY),
     "watchdog.entropy_min": (0.5, _NO_ENTROPY),
     "watchdog.entropy_max": (0.5, _NO_ENTROPY),
-    "reference.refresh_every": (3, "the reference of a preference loss is the initial policy"),
 }
 
 REFUSED_BY_KIND: dict[str, dict[str, tuple[object, str]]] = {

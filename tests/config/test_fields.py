@@ -41,16 +41,17 @@ def script():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Folder of a model that chats, and of a checkpoint."""
+    """Folder of a model that chats, with the folder ``checkpoint`` of a complete checkpoint."""
     folder = tiny_chat_model(tmp_path_factory.mktemp("model"))
-    (folder / ".metadata").touch()
+    (folder / "checkpoint").mkdir()
+    (folder / "checkpoint" / ".metadata").touch()
     return folder
 
 
 def config_of(kind: str, folder: Path) -> Any:
     """Return a valid config of ``kind`` with as many sections as can be."""
     if kind == "RLConfig":
-        return full_config(folder)
+        return full_config(folder / "checkpoint")
     config = find_config(KINDS[kind])()
     config.model.hf_path = str(folder)
     config.model.max_seq_len = 128

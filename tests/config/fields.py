@@ -200,7 +200,7 @@ ACTS: dict[str, dict[str, str]] = {
         "tasks/test_copy_digits.py::test_a_config_that_cannot_work_is_refused": "max_prompt_tokens",
         "tasks/test_mixture.py::test_a_curriculum_of_digits_goes_from_one_to_three": "digits",
     },
-    "Gsm8kJsonl.Config": {
+    "ChatJsonl.Config": {
         f"{GSM8K}test_training_and_evaluation_share_no_question_and_lose_none": (
             "path held_out_fraction"
         ),
@@ -208,6 +208,25 @@ ACTS: dict[str, dict[str, str]] = {
             "system_prompt instruction"
         ),
         f"{GSM8K}test_a_prompt_with_thinking_leaves_the_thought_to_the_model": "enable_thinking",
+    },
+    "Gsm8kJsonl.Config": {
+        f"{GSM8K}test_training_and_evaluation_share_no_question_and_lose_none": "path",
+        f"{GSM8K}test_prompts_are_the_chat_template_with_the_question_in_it": "instruction",
+    },
+    "PythonPuzzles.Config": {
+        "tasks/test_python_puzzles.py::"
+        "test_score_is_the_share_of_tests_that_pass": "path all_or_nothing",
+    },
+    "EnvironmentTask.Config": {
+        "rollout/test_episodes.py::test_a_limit_ends_an_episode_after_an_answer": (
+            "max_turns max_episode_tokens episode_s"
+        ),
+        "rollout/test_episodes.py::test_an_environment_that_fails_costs_its_group_alone": "step_s",
+    },
+    "CriticConfig": {"trainers/test_reward_model.py::ppo": "checkpoint"},
+    "InitialPolicyConfig": {
+        "trainers/test_cached_reference.py::"
+        "test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step": "scores",
     },
     "Mixture.Config": {
         "tasks/test_mixture.py::test_each_task_shows_its_prompts_in_order_across_stages": "weights"

@@ -8,6 +8,8 @@ GRADIENT = "training/test_gradient.py::"
 WATCHDOG = "trainers/test_watchdog.py::"
 LOSSES = "algorithms/test_losses.py::test_loss_and_gradient_match_the_papers"
 PAIRS = "algorithms/test_sequence_losses.py::test_loss_and_gradient_of_pairs_are_the_papers"
+ADVANTAGES = "algorithms/test_advantages.py::test_advantages_match_the_papers"
+MEANS = "algorithms/test_sequence_losses.py::test_a_score_is_the_sum_or_mean_of_the_trained_tokens"
 CLIPS = "algorithms/test_losses.py::test_the_clip_stops_only_moves_away_from_the_old_policy"
 REDUCTIONS = "algorithms/test_losses.py::test_reductions_match_the_papers"
 CORRECTIONS = "algorithms/test_corrections.py::test_weights_follow_from_the_ratios"
@@ -29,7 +31,6 @@ GSM8K = "tasks/test_gsm8k_jsonl.py::"
 CONVERSATIONS = "data/test_conversations.py::"
 SFT = "trainers/test_sft.py::"
 CONDITIONS = f"{WATCHDOG}test_a_failure_names_step_condition_value_and_the_field_to_change"
-STALLS = f"{WATCHDOG}test_a_stall_ends_the_run_or_is_only_counted"
 
 ACTS: dict[str, dict[str, str]] = {
     "RunConfig": {
@@ -169,7 +170,7 @@ ACTS: dict[str, dict[str, str]] = {
         "test_reward_that_kills_or_blocks_its_worker_is_tried_twice": "reward",
     },
     "WatchdogConfig": {
-        STALLS: "stalled stalled_s",
+        f"{WATCHDOG}test_a_stall_ends_the_run_or_is_only_counted": "stalled stalled_s",
         CONDITIONS: "zero_std zero_std_steps starving starving_share starving_steps entropy "
         "entropy_min entropy_max drift drift_max non_finite",
     },
@@ -223,7 +224,10 @@ ACTS: dict[str, dict[str, str]] = {
         ),
         "rollout/test_episodes.py::test_an_environment_that_fails_costs_its_group_alone": "step_s",
     },
-    "CriticConfig": {"trainers/test_reward_model.py::ppo": "checkpoint"},
+    "CriticConfig": {
+        "trainers/test_reward_model.py::"
+        "test_critic_and_roles_start_from_a_reward_model": "checkpoint",
+    },
     "InitialPolicyConfig": {
         "trainers/test_cached_reference.py::"
         "test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step": "scores",
@@ -273,15 +277,9 @@ ACTS: dict[str, dict[str, str]] = {
             "update_epochs prompts_per_minibatch"
         ),
     },
-    "GroupAdvantage.Config": {
-        "algorithms/test_advantages.py::test_advantages_match_the_papers": "normalize_std"
-    },
-    "ReinforcePlusPlus.Config": {
-        "algorithms/test_advantages.py::test_advantages_match_the_papers": "gamma baseline"
-    },
-    "GAE.Config": {
-        "algorithms/test_advantages.py::test_advantages_match_the_papers": "gamma lam whiten"
-    },
+    "GroupAdvantage.Config": {ADVANTAGES: "normalize_std"},
+    "ReinforcePlusPlus.Config": {ADVANTAGES: "gamma baseline"},
+    "GAE.Config": {ADVANTAGES: "gamma lam whiten"},
     "PolicyLoss.Config": {
         LOSSES: "entropy_coef kl_coef kl_estimator",
         REDUCTIONS: "reduction",
@@ -388,21 +386,10 @@ ACTS: dict[str, dict[str, str]] = {
             "max_tokens temperature reward_workers colocate"
         ),
     },
-    "SequenceLoss.Config": {
-        "algorithms/test_sequence_losses.py::"
-        "test_a_score_is_the_sum_or_mean_of_the_trained_tokens": "length_normalized"
-    },
+    "SequenceLoss.Config": {MEANS: "length_normalized"},
     "DPOLoss.Config": {PAIRS: "beta label_smoothing"},
-    "IPOLoss.Config": {
-        PAIRS: "tau",
-        "algorithms/test_sequence_losses.py::"
-        "test_a_score_is_the_sum_or_mean_of_the_trained_tokens": "length_normalized",
-    },
-    "SimPOLoss.Config": {
-        PAIRS: "beta gamma",
-        "algorithms/test_sequence_losses.py::"
-        "test_a_score_is_the_sum_or_mean_of_the_trained_tokens": "length_normalized",
-    },
+    "IPOLoss.Config": {PAIRS: "tau", MEANS: "length_normalized"},
+    "SimPOLoss.Config": {PAIRS: "beta gamma", MEANS: "length_normalized"},
     "BradleyTerryLoss.Config": {PAIRS: "margin centering_coef"},
     "KTOLoss.Config": {
         "algorithms/test_sequence_losses.py::test_loss_and_gradient_of_kto_are_the_papers": (

@@ -112,6 +112,7 @@ def test_every_field_is_known_and_no_entry_is_stale(script):
 def test_every_entry_is_a_test_that_names_its_field(field):
     place, name = acting()[field].split("::")
     path = TESTS / place
+    assert name.startswith("test_")
     functions = ast.parse(path.read_text()).body
     assert name in {each.name for each in functions if hasattr(each, "name")}, f"{place}::{name}"
     text = re.sub(r"(?<=\w)-(?=\w)", "_", source_of(path))  # options of the command line

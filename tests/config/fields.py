@@ -397,4 +397,3 @@ ACTS: dict[str, dict[str, str]] = {
         )
     },
 }
-"""Fields by the dataclass that declares them and the test that shows that they act."""

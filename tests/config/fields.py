@@ -217,12 +217,24 @@ ACTS: dict[str, dict[str, str]] = {
     "PythonPuzzles.Config": {
         "tasks/test_python_puzzles.py::"
         "test_score_is_the_share_of_tests_that_pass": "path all_or_nothing",
+        "tasks/test_python_puzzles.py::"
+        "test_a_solution_has_the_time_and_the_memory_of_the_config": "seconds memory_mib",
+        "tasks/test_python_puzzles.py::test_the_instruction_follows_each_puzzle": "instruction",
+        "tasks/test_python_puzzles.py::test_unsafe_allows_a_host_without_a_sandbox": "unsafe",
+    },
+    "GuessingGame.Config": {
+        "tasks/test_guessing_game.py::"
+        "test_numbers_and_the_cost_of_a_guess_are_those_of_the_config": "numbers turn_cost",
     },
     "EnvironmentTask.Config": {
         "rollout/test_episodes.py::test_a_limit_ends_an_episode_after_an_answer": (
             "max_turns max_episode_tokens episode_s"
         ),
         "rollout/test_episodes.py::test_an_environment_that_fails_costs_its_group_alone": "step_s",
+        "rollout/test_episodes.py::"
+        "test_an_opening_is_as_long_as_the_config_allows": "max_prompt_tokens",
+        "rollout/test_episodes.py::"
+        "test_an_answer_without_thinking_follows_an_empty_thought": "enable_thinking",
     },
     "CriticConfig": {
         "trainers/test_reward_model.py::"

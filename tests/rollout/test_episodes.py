@@ -190,6 +190,21 @@ def test_an_environment_that_fails_costs_its_group_alone(model, mood, reason, wo
     assert len(collector.warnings) == 1
 
 
+def test_an_opening_is_as_long_as_the_config_allows(model):
+    (lost,), _ = collect(model, [4], engine=Engine(), max_prompt_tokens=100)
+    assert lost.reason == "opening too long"
+    assert "task.max_prompt_tokens=100 allows 100" in str(lost)
+
+
+@pytest.mark.parametrize("enable_thinking", [True, False])
+def test_an_answer_without_thinking_follows_an_empty_thought(model, enable_thinking):
+    engine = Engine(habits=["plain"])
+    collect(model, [4], engine=engine, samples=1, enable_thinking=enable_thinking)
+    prompts = [qwen3().decode(request.prompt_tokens) for ((request, _),) in engine.rounds]
+    ends = [prompt.endswith("<think>\n\n</think>\n\n") for prompt in prompts]
+    assert ends == [not enable_thinking] * moody.TURNS
+
+
 def test_an_exception_at_the_end_costs_nothing(model):
     (group,), collector = collect(model, [moody.CLOSE_RAISES], engine=Engine(habits=["plain"]))
     assert [rollout.reward for rollout in group] == [1.0, 1.0]

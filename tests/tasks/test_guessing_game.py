@@ -6,9 +6,13 @@ from tests.tiny_tokenizers import make_model
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = make_model(tmp_path_factory.mktemp("guessing"))
-    return GuessingGame.Config().build(seed=1, model=ModelConfig(hf_path=str(folder)))
+def model(tmp_path_factory):
+    return ModelConfig(hf_path=str(make_model(tmp_path_factory.mktemp("guessing"))))
+
+
+@pytest.fixture(scope="module")
+def task(model):
+    return GuessingGame.Config().build(seed=1, model=model)
 
 
 def said(text):
@@ -34,6 +38,14 @@ def test_each_wrong_guess_costs_reward(task):
     assert [reply.done for reply in replies] == [False, False, False, True]
     assert [reply.reward for reply in replies] == [0.0, 0.0, 0.0, 0.8]
     assert replies[-1].correct
+
+
+def test_numbers_and_the_cost_of_a_guess_are_those_of_the_config(model):
+    task = GuessingGame.Config(numbers=40, turn_cost=0.25).build(seed=1, model=model)
+    assert {int(task.prompt(prompt_id).answer) for prompt_id in range(200)} <= {*range(40)}
+    game = task.environment(task.seed_prompt(0, answer="30"), 0)
+    assert "from 0 to 39" in game.reset().messages[0]["content"]
+    assert [game.step(said(guess)).reward for guess in ("1", "2", "30")] == [0.0, 0.0, 0.5]
 
 
 def test_a_number_of_many_digits_is_a_wrong_guess(task):

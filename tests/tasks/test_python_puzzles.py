@@ -8,7 +8,7 @@ from rl.errors import ConfigError, GroupLost
 from rl.model.shape import ModelConfig
 from rl.rollout.scoring import score_group
 from rl.sandbox.limits import Limits
-from rl.sandbox.sandbox import Landlock, open_sandbox
+from rl.sandbox.sandbox import Bubblewrap, Landlock, open_sandbox
 from rl.tasks import python_puzzles
 from rl.tasks.python_puzzles import PythonPuzzles, free_names, last_block, run_tests
 from rl.types import Completion
@@ -32,7 +32,7 @@ def build(tiny, tmp_path, *rows, only_scores=False, **config):
     path = tmp_path / "puzzles.jsonl"
     rows = rows or [puzzle(number) for number in range(10)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = PythonPuzzles.Config(path=str(path), seconds=30, **config)
+    made = PythonPuzzles.Config(**{"path": str(path), "seconds": 30} | config)
     options = {"only_scores": True} if only_scores else {}
     return made.build(seed=0, model=ModelConfig(hf_path=str(tiny[0])), **options)
 
@@ -243,6 +243,37 @@ def test_failure_of_the_sandbox_drops_the_group(tiny, tmp_path, monkeypatch):
     completion = Completion(tokens=[1], logprobs=[0.0], versions=[0], finish_reason="stop")
     with pytest.raises(GroupLost, match="Landlock could not start a program"):
         score_group(task, prompt, [completion])
+
+
+def test_a_solution_has_the_time_and_the_memory_of_the_config(tiny, tmp_path):
+    row = {"tests": ["assert n() == 1"]}
+    sleeps = "```python\nimport time\ndef n():\n    time.sleep(2)\n    return 1\n```"
+    fills = "```python\ndef n():\n    return len(bytearray(300 << 20)) >> 20 == 300\n```"
+
+    def reward(text, **config):
+        rows = [row | {"instruction": f"Write n(), {number}."} for number in range(10)]
+        task = build(tiny, tmp_path, *rows, **config)
+        return score(task, task.prompt(0), text).reward
+
+    assert reward(sleeps) == reward(fills) == 1.0
+    assert reward(sleeps, seconds=1.0) == 0.0
+    assert reward(fills, memory_mib=200) == 0.0
+
+
+def test_the_instruction_follows_each_puzzle(tiny, tmp_path):
+    task = build(tiny, tmp_path, instruction="Answer in Python.")
+    prompt = task.prompt(0)
+    assert "(n).\nAnswer in Python." in task.tokenizer.decode(prompt.tokens)
+
+
+def test_unsafe_allows_a_host_without_a_sandbox(tiny, tmp_path, monkeypatch):
+    for sandbox in (Bubblewrap, Landlock):
+        monkeypatch.setattr(sandbox, "complaint", lambda self: "not here")
+    # the choice is made once in a process
+    monkeypatch.setattr(python_puzzles, "open_sandbox", open_sandbox.__wrapped__)
+    with pytest.raises(ConfigError, match="no sandbox works on this host"):
+        build(tiny, tmp_path)
+    assert build(tiny, tmp_path, unsafe=True).sandbox.name == "unsafe"
 
 
 def test_host_without_a_sandbox_is_refused(tiny, tmp_path, monkeypatch):

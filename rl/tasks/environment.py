@@ -11,6 +11,7 @@ from rl.metrics import Entry
 from rl.model.shape import ModelConfig
 from rl.rules import SECONDS, at_least
 from rl.tasks.base import Task
+from rl.tasks.tools import Tools
 from rl.types import Completion, Prompt
 
 Message = Mapping[str, Any]
@@ -71,6 +72,40 @@ class MessageEnvironment(ABC):
     def close(self) -> Any:
         """Free what the episode holds. Called once, also after a failure."""
         return None
+
+
+class ToolEnvironment(MessageEnvironment):
+    """Environment that runs the tool calls of each answer, until an answer has none. ::
+
+    class Sum(ToolEnvironment):
+        tools = Tools([add])
+
+        def begin(self):
+            return [{"role": "user", "content": "What is 17 + 25?"}]
+
+        def finish(self, message):
+            right = message["content"].endswith("42")
+            return Reply(reward=float(right), correct=right, done=True)
+    """
+
+    tools: Tools
+
+    @abstractmethod
+    def begin(self) -> Sequence[Message]:
+        """Return the messages before the first answer."""
+
+    @abstractmethod
+    def finish(self, message: Message) -> Reply:
+        """Return what follows an answer without tool calls, most often the end and its reward."""
+
+    def reset(self) -> Opening:
+        """Return the first messages, with all tools."""
+        return Opening(self.begin(), self.tools.schemas)
+
+    def step(self, message: Message) -> Reply:
+        """Return the answers of the tools, or what ``finish`` returns."""
+        answers = self.tools.answer(message)
+        return Reply(messages=answers) if answers else self.finish(message)
 
 
 class EnvironmentTask(Task):

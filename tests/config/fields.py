@@ -222,6 +222,10 @@ ACTS: dict[str, dict[str, str]] = {
         "tasks/test_python_puzzles.py::test_the_instruction_follows_each_puzzle": "instruction",
         "tasks/test_python_puzzles.py::test_unsafe_allows_a_host_without_a_sandbox": "unsafe",
     },
+    "Calculator.Config": {
+        "tasks/test_calculator.py::"
+        "test_expressions_are_a_function_of_the_seed_and_have_their_results": "operations largest",
+    },
     "GuessingGame.Config": {
         "tasks/test_guessing_game.py::"
         "test_numbers_and_the_cost_of_a_guess_are_those_of_the_config": "numbers turn_cost",

@@ -1,0 +1,151 @@
+"""Typed Python functions as tools that a policy calls."""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rl.errors import ConfigError, said_by, shown
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+MAX_CHARS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    call: Callable[..., Any]
+    arguments: "type[BaseModel]"
+    schema: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class Tools:
+    """Tools of an environment::
+
+        def add(a: int, b: int) -> int:
+            \"\"\"Return the sum of two numbers.\"\"\"
+            return a + b
+
+        tools = Tools([add])
+        opening = Opening(messages, tools.schemas)
+        messages = tools.answer(message)       # one of role ``tool`` for each call
+
+    A function's name, docstring and annotations become the schema of its tool. All functions run in
+    the thread of the caller; coroutine functions run on an event loop of their own.
+
+    The policy gets an error as the tool's answer if
+
+    - no tool has the name of the call,
+    - the arguments do not match the annotations,
+    - the function raises an exception.
+
+    Raises ConfigError if a function cannot be described.
+    """
+
+    functions: Sequence[Callable[..., Any]]
+    max_chars: int = MAX_CHARS
+    """Maximum length of an answer, in characters. Longer answers are cut off, and say so."""
+    _tools: dict[str, _Tool] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._tools = {}
+        for function in self.functions:
+            name = function.__name__
+            if name in self._tools:
+                raise ConfigError(f"two tools have the name {name!r}; rename one of them")
+            self._tools[name] = _described(function)
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """JSON schemas of all tools, in the form of the Chat Completions API."""
+        return [tool.schema for tool in self._tools.values()]
+
+    def answer(self, message: Mapping[str, Any]) -> list[dict[str, str]]:
+        """Return the answers to the tool calls of ``message``, in order; [] without calls."""
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        texts = [self.call(call["name"], call["arguments"]) for call in calls]
+        return [{"role": "tool", "content": text} for text in texts]
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return what tool ``name`` answers, as text; an error as text too."""
+        from pydantic import ValidationError
+
+        tool = self._tools.get(name)
+        if tool is None:
+            known = ", ".join(self._tools)
+            return self._bounded(f"error: there is no tool {name!r}; the tools are {known}")
+        try:
+            given = tool.arguments.model_validate_json(json.dumps(arguments), strict=True)
+        except ValidationError as error:
+            return self._bounded(f"error: {_problems(error)}")
+        values = {key: getattr(given, key) for key in type(given).model_fields}
+        try:
+            result = tool.call(**values)
+            if inspect.iscoroutine(result):
+                result = asyncio.run(result)
+            return self._bounded(_as_text(result))
+        except (Exception, SystemExit) as error:
+            return self._bounded(f"error: {said_by(error)}")
+
+    def _bounded(self, text: str) -> str:
+        if len(text) <= self.max_chars:
+            return text
+        return (
+            f"{text[: self.max_chars]}… (cut off after {self.max_chars} of {len(text)} characters)"
+        )
+
+
+def _described(function: Callable[..., Any]) -> _Tool:
+    """Return the tool of ``function``. Raises ConfigError."""
+    from pydantic import ConfigDict, create_model
+    from pydantic.errors import PydanticUserError
+
+    name = function.__name__
+    description = inspect.getdoc(function)
+    if not description:
+        raise ConfigError(f"tool {name!r} has no docstring; the policy reads it to use the tool")
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"tool {name!r} takes {parameter}; give each parameter a name")
+        if parameter.annotation is parameter.empty:
+            raise ConfigError(f"tool {name!r}: parameter {parameter.name!r} has no annotation")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (parameter.annotation, default)
+    try:
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        parameters = _untitled(model.model_json_schema())
+    except (PydanticUserError, NameError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"tool {name!r} has no JSON schema: {reason}") from error
+    schema = {"name": name, "description": description, "parameters": parameters}
+    return _Tool(function, model, {"type": "function", "function": schema})
+
+
+def _untitled(schema: Any) -> Any:
+    """Return ``schema`` without titles, which only repeat names."""
+    if isinstance(schema, list):
+        return [_untitled(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: each for key, each in schema.items() if key != "title" or isinstance(each, dict)}
+    return {key: _untitled(each) for key, each in kept.items()}
+
+
+def _problems(error: Any) -> str:
+    """Return the arguments that pydantic refused, with its reasons."""
+    problems = []
+    for each in error.errors():
+        place = ".".join(map(str, each["loc"]))
+        problems.append(f"argument {place}: {each['msg']}, not {shown(each['input'])}")
+    return "; ".join(problems)
+
+
+def _as_text(result: Any) -> str:
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, ensure_ascii=False, default=str)

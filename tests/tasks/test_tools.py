@@ -1,0 +1,156 @@
+"""Typed functions as tools: what a policy reads, and what it gets for good and bad calls."""
+
+import asyncio
+from typing import Literal
+
+import pytest
+
+from rl.errors import ConfigError
+from rl.tasks.tools import Tools
+
+
+def add(a: int, b: int = 2) -> int:
+    """Return the sum of two numbers."""
+    return a + b
+
+
+async def wait(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(0)
+    return f"waited {seconds}"
+
+
+def rank(names: list[str], order: Literal["up", "down"] = "up", *, title: str = "") -> list[str]:
+    """Sort names."""
+    return sorted(names, reverse=order == "down")
+
+
+def fail() -> None:
+    """Fail."""
+    raise KeyError("no such thing")
+
+
+def leave() -> None:
+    """Leave."""
+    raise SystemExit("bye")
+
+
+def flood() -> str:
+    """Return much text."""
+    return "x" * 10**6
+
+
+def nothing_json() -> object:
+    """Return something that JSON does not have."""
+    return object
+
+
+TOOLS = Tools([add, wait, rank, fail, leave, flood, nothing_json])
+
+
+def test_a_schema_has_name_docstring_and_annotations():
+    assert Tools([add]).schemas == [
+        {
+            "type": "function",
+            "function": {
+                "name": "add",
+                "description": "Return the sum of two numbers.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        "a": {"type": "integer"},
+                        "b": {"type": "integer", "default": 2},
+                    },
+                    "required": ["a"],
+                    "additionalProperties": False,
+                },
+            },
+        }
+    ]
+    properties = Tools([rank]).schemas[0]["function"]["parameters"]["properties"]
+    assert properties["order"] == {"enum": ["up", "down"], "type": "string", "default": "up"}
+    assert properties["title"] == {"type": "string", "default": ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "answer"),
+    [
+        ("add", {"a": 1}, "3"),
+        ("add", {"a": 1, "b": -5}, "-4"),
+        ("wait", {"seconds": 2}, "waited 2.0"),
+        ("rank", {"names": ["b", "ä"], "order": "down"}, '["ä", "b"]'),
+    ],
+)
+def test_a_right_call_is_answered_with_text(name, arguments, answer):
+    assert TOOLS.call(name, arguments) == answer
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("sub", {}, "there is no tool 'sub'; the tools are add, wait, rank"),
+        ("add", {}, "argument a: Field required"),
+        ("add", {"a": "1"}, "argument a: Input should be a valid integer, not '1'"),
+        ("add", {"a": 1.5}, "argument a: Input should be a valid integer"),
+        ("add", {"a": True}, "argument a: Input should be a valid integer"),
+        ("add", {"a": 1, "c": 2}, "argument c: Extra inputs are not permitted"),
+        ("rank", {"names": ["a", 2]}, "argument names.1: Input should be a valid string"),
+        ("rank", {"names": [], "order": "left"}, "argument order: Input should be 'up' or 'down'"),
+        ("fail", {}, "KeyError: 'no such thing'"),
+        ("leave", {}, "SystemExit: bye"),
+    ],
+)
+def test_a_wrong_call_is_answered_with_the_error(name, arguments, words):
+    answer = TOOLS.call(name, arguments)
+    assert answer.startswith("error: ")
+    assert words in answer
+
+
+def test_a_long_answer_is_cut_off():
+    answer = TOOLS.call("flood", {})
+    assert answer.endswith("(cut off after 8192 of 1000000 characters)")
+    assert len(answer) < 8300
+    assert len(Tools([flood], max_chars=10).call("flood", {})) < 80
+
+
+def test_what_is_no_json_is_answered_as_text():
+    assert TOOLS.call("nothing_json", {}) == "\"<class 'object'>\""
+
+
+def test_each_call_of_a_message_has_its_answer():
+    calls = [{"function": {"name": "add", "arguments": {"a": n}}} for n in (1, 2)]
+    answers = TOOLS.answer({"role": "assistant", "content": "", "tool_calls": calls})
+    assert answers == [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]
+    assert TOOLS.answer({"role": "assistant", "content": "42"}) == []
+
+
+def untyped(a):
+    """Take anything."""
+
+
+def undescribed(a: int):
+    return a
+
+
+def starred(*values: int):
+    """Take many."""
+
+
+def odd(a: type(TOOLS)):
+    """Take tools."""
+
+
+@pytest.mark.parametrize(
+    ("functions", "words"),
+    [
+        ([untyped], "tool 'untyped': parameter 'a' has no annotation"),
+        ([undescribed], "tool 'undescribed' has no docstring"),
+        ([starred], "tool 'starred' takes *values: int"),
+        ([odd], "tool 'odd' has no JSON schema"),
+        ([add, add], "two tools have the name 'add'"),
+    ],
+)
+def test_a_function_that_cannot_be_described_is_refused(functions, words):
+    with pytest.raises(ConfigError) as error:
+        Tools(functions)
+    assert words in str(error.value)

@@ -86,6 +86,10 @@ class RunConfig:
     steps: Annotated[int, at_least(1), NUMERICS] = 100
     """Number of steps."""
 
+    export_every: Annotated[int, at_least(0), COSMETIC] = 0
+    """Number of steps between exports to ``exports/step-N`` of the run folder, as Hugging Face
+    folders. 0 exports at the end only."""
+
     seed: Annotated[int, at_least(0, 2**63 - 1), NUMERICS] = 0
     """Seed of the initial weights, of the order of prompts and of every completion."""
 

@@ -297,6 +297,7 @@ class LifeCycle(ABC, Generic[Arguments]):
             while self.step < self.total_steps and await self.train_step():
                 await self.after_step()
                 await self._save_if_due()
+                await self._export_if_due()
         await self.save_checkpoint()
         await self.wind_down()
 
@@ -306,6 +307,12 @@ class LifeCycle(ABC, Generic[Arguments]):
         is_due = checkpoint.enable and (first or self.step % checkpoint.interval == 0)
         if is_due and self.step < self.total_steps:
             await self.save_checkpoint()
+
+    async def _export_if_due(self) -> None:
+        every = self.arguments.export_every
+        if every and self.step % every == 0 and self.step < self.total_steps:
+            with self.watch.span("checkpoint"):
+                await self.export(self.record.folder / "exports" / f"step-{self.step}")
 
     async def save_checkpoint(self) -> None:
         """Save model, optimizer and what ``snapshot`` returns as of this step."""

@@ -17,7 +17,10 @@ from rl.validation.layouts import validate_layouts
 from rl.validation.unused import validate_unused
 from rl.validation.values import validate_numbers, validate_types
 
-RESERVED = ("critic", "export", "launch", "lock", "logs", "reference", "replicas", "unevaluated")
+RESERVED = (
+    *("critic", "export", "exports", "launch", "lock", "logs", "reference", "replicas"),
+    "unevaluated",
+)
 """Names in a run folder that Tiller uses."""
 
 

@@ -39,6 +39,8 @@ ACTS: dict[str, dict[str, str]] = {
         "test_run.py::test_a_folder_that_another_run_writes_to_is_refused": "output_dir",
         f"{SFT}test_a_run_that_was_left_resumes_bit_for_bit": "resume",
         "observe/test_progress.py::test_quiet_shows_nothing": "quiet",
+        "trainers/test_conformance.py::"
+        "test_the_model_is_exported_every_so_many_steps": "export_every",
     },
     "RLConfig": {
         SAVED: "steps",

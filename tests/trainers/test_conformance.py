@@ -5,6 +5,7 @@ The tests of a kind share one trainer of real engines, in the order of this file
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rl.errors import Interrupted, RunError
 from rl.trainers.trainer import TrainerState
@@ -45,6 +46,7 @@ def run(request, model, tmp_path_factory):
     """A trainer that has trained for four steps, without evaluations on the way."""
     config = config_of(request.param, model, tmp_path_factory.mktemp("run") / "run", STEPS)
     config.trainer.checkpoint.keep_latest_k = 3
+    config.export_every = 2
     before = descendants()
     run = Run(request.param, config)
     run.trained = run.do(run.trainer.train)
@@ -69,6 +71,19 @@ def test_the_state_is_that_of_the_last_step(run):
 
 def test_the_newest_checkpoints_are_kept(run):
     assert run.trainer.checkpoints.complete() == [2, 3, 4]
+
+
+def test_the_model_is_exported_every_so_many_steps(run, tmp_path):
+    folder = run.trainer.record.folder
+    assert [path.name for path in (folder / "exports").iterdir()] == ["step-2"]
+    run.do(lambda: run.trainer.save_pretrained(tmp_path, HALF))
+    weights, expected, last = (
+        load_file(path / "model.safetensors")
+        for path in (folder / "exports" / "step-2", tmp_path, folder / "export")
+    )
+    assert weights.keys() == expected.keys() == last.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+    assert not all(torch.equal(weights[name], last[name]) for name in weights)
 
 
 def test_an_evaluation_is_repeatable_and_changes_no_weight(run):

@@ -33,7 +33,6 @@ from rl.validation.values import defaults_of, values
 
 _STAGES = "pipeline parallelism is refused; use data_parallel_shard_degree"
 _ONCE = "set initial_load_path and initial_load_model_only to start from other weights"
-_EXPORT = "the end of a run writes the weights to export/; set export_every for exports on the way"
 _LOG = "metrics.jsonl and trace.json of the run folder record the run"
 _NO_ROLLOUTS = "the run has no rollouts"
 
@@ -58,7 +57,7 @@ UNUSED: dict[type, dict[str, str]] = {
     },
     CheckpointManager.Config: {
         "last_save_model_only": "every checkpoint is complete",
-        "last_save_in_hf": _EXPORT,
+        "last_save_in_hf": "set export_every for exports on the way; the end of a run makes one",
         "export_dtype": "the export has the dtype of model.hf_path; cast the exported weights",
         "create_seed_checkpoint": "initial weights depend on seed alone, in every layout: set seed",
         "exclude_from_loading": f"a resumed run loads everything; {_ONCE}",

@@ -17,6 +17,7 @@ PROGRAMS = {
     "doctor": "print what is wrong with this host, a config or a run",
     "launch": "start a run in the background, or submit it to Slurm or Kubernetes",
     "evaluate": "print the scores of a run's checkpoint",
+    "play": "play an episode of an environment, as a person or with a run's policy",
     "export": "write a run's checkpoint as a Hugging Face folder",
 }
 USAGE = """\

@@ -114,6 +114,7 @@ def test_ctrl_c_ends_a_program_during_an_import_that_catches_it(program, tmp_pat
         ("rl.plan.__main__", ["--help"]),
         ("rl.launch.__main__", ["slurm", "--help"]),
         ("rl.evaluate", ["--help"]),
+        ("rl.play", ["--help"]),
         ("rl.export", ["--help"]),
     ],
 )

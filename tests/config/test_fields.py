@@ -99,7 +99,7 @@ def test_every_field_is_known_and_no_entry_is_stale(script):
 
 
 @pytest.mark.parametrize("field", acting())
-def test_every_entry_is_a_test_that_names_its_field(field):
+def test_every_entry_refers_to_code_with_its_field(field):
     place, name = acting()[field].split("::")
     path = TESTS / place
     assert name.startswith("test_")

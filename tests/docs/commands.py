@@ -13,6 +13,7 @@ OPTIONS = {
     "rl.export": {"--json", "--step"},
     "rl.launch": {"--dry-run", "--wait"},
     "rl.plan": {"--diff", "--json"},
+    "rl.play": {"--prompt", "--run", "--step"},
     "rl.train": set(),
 }
 """Options of each program that are no fields of a config."""

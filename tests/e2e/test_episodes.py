@@ -1,5 +1,8 @@
 """Episodes of several turns with the real engines: exact log-probs, and exact resume."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.e2e.configs import BLOCK
@@ -45,3 +48,17 @@ def test_a_run_of_episodes_that_is_killed_and_resumed_is_the_uninterrupted_one(
     assert numbers(run, "push/") == numbers(whole, "push/")
     assert run.lines("rollouts.jsonl") == whole.lines("rollouts.jsonl")
     assert digest(run) == digest(whole)
+
+
+def test_the_policy_of_a_run_plays_an_episode(arguments, finished):
+    run = finished(*arguments)
+    done = subprocess.run(
+        [sys.executable, "-m", "rl.play", "--run", str(run.folder), "--prompt", "1"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "starting trainer (1 ranks) and generators (1 x 1)" in done.stdout
+    assert done.stdout.count("[fed: ") == done.stdout.count("[sampled: ") > 1
+    assert "turns: reward 0, not correct" in done.stdout or "done: reward" in done.stdout

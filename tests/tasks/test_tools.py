@@ -113,7 +113,7 @@ def test_a_long_answer_is_cut_off():
     assert len(Tools([flood], max_chars=10).call("flood", {})) < 80
 
 
-def test_what_is_no_json_is_answered_as_text():
+def test_a_result_without_a_json_form_is_answered_as_text():
     assert TOOLS.call("nothing_json", {}) == "\"<class 'object'>\""
 
 

@@ -1,0 +1,175 @@
+"""The program: one episode of an environment in the terminal, with a person or a policy.
+
+Exit codes: 0 done, 1 failed, 2 the arguments cannot work, 128 + n ended by signal n.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl.errors import end_program, require
+from rl.help import CONFIGS, quick_help
+from rl.program import exit_code
+
+if TYPE_CHECKING:
+    from rl.config import RunConfig
+    from rl.tasks.environment import EnvironmentTask
+    from rl.types import EpisodeEnd
+
+PROGRAM = "python -m rl.play"
+USAGE = f"""\
+usage: {{program}} --config NAME [--prompt N] [--FIELD VALUE ...]
+       {{program}} --run RUN [--step N] [--prompt N] [--FIELD VALUE ...]
+
+Play one episode of an environment, and print the tokens of each turn: those that are fed to the
+policy, and those that are sampled. You are the policy, unless --run names a run, whose policy
+plays then. An answer of yours ends with an empty line. It may have tool calls, as the model writes
+them.
+
+  --prompt N    number of the prompt; by default 0
+  --run RUN     folder of a run
+  --step N      checkpoint of the run; by default the newest that is complete
+
+  {{program}} --config my_games.countdown --model.hf_path DIR
+
+{CONFIGS}"""
+STRIP_CHARS = 2000
+
+Policy = Callable[[list[int]], Awaitable[list[int]]]
+"""Returns the tokens of an answer to the given tokens."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Play an episode; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return exit_code(lambda: _play(given))
+
+
+def _play(arguments: list[str]) -> None:
+    if text := quick_help(arguments, PROGRAM, USAGE):
+        print(text)
+        return
+    parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
+    parser.add_argument("--prompt", type=int, default=0)
+    parser.add_argument("--run", type=Path)
+    parser.add_argument("--step", type=int)
+    own, rest = parser.parse_known_args(arguments)
+    require(own.prompt >= 0, f"--prompt {own.prompt}: it must be 0 or above")
+    if own.run is not None:
+        _play_run(own.run, own.step, own.prompt, rest)
+        return
+    require(own.step is None, "--step needs --run RUN, whose checkpoint it names")
+
+    from rl.cli import parse_config  # imports torch, which --help does without
+
+    task = _task_of(parse_config(rest, program=PROGRAM)[1])
+
+    async def answer(tokens: list[int]) -> list[int]:
+        return _typed(task)
+
+    asyncio.run(play(task, own.prompt, answer))
+
+
+def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[str]) -> None:
+    from rl.config import RLConfig
+    from rl.rollout.seeds import derive_seed
+    from rl.saved_run import open_run, run_session
+    from rl.session.session import Session
+    from rl.trainers.scheduler import sampling_of
+    from rl.types import GenerationRequest
+
+    run = open_run(folder, step, overrides, program=PROGRAM)
+    config = run.config
+    task = _task_of(config)
+    assert isinstance(config, RLConfig), "others have no environment"
+    sampling = sampling_of(config.rollout, task)
+    longest = min(task.config.max_episode_tokens, task.shape.max_seq_len)
+
+    async def work(session: Session) -> None:
+        async def answer(tokens: list[int]) -> list[int]:
+            turn = len(tokens)  # a number that each turn has of its own
+            request = GenerationRequest(
+                request_id=f"play/{turn}",
+                prompt_tokens=tokens,
+                seed=derive_seed(config.seed, prompt_id, 0, turn, stream="play"),
+                sampling=replace(sampling, max_tokens=min(sampling.max_tokens, longest - turn)),
+            )
+            (completion,) = await session.sample([request])
+            return completion.tokens
+
+        await play(task, prompt_id, answer)
+
+    run_session(run.session_config(evaluates=True), None, work)
+
+
+async def play(task: "EnvironmentTask", prompt_id: int, answer: Policy) -> "EpisodeEnd":
+    """Play the episode of prompt ``prompt_id`` and print each turn; return its end."""
+    from rl.rollout.environments import Environments
+    from rl.rollout.prompts import training_prompt
+
+    environments = Environments(task)
+    tokens: list[int] = []
+    try:
+        turn = await environments.open(0, training_prompt(task, prompt_id), 0)
+        while turn.end is None:
+            print(strip(task, "fed", turn.tokens))
+            tokens += turn.tokens
+            sampled = await answer(tokens)
+            print(strip(task, "sampled", sampled))
+            tokens += sampled
+            turn = await environments.step(0, sampled)
+    finally:
+        await environments.close([0])
+    end = turn.end
+    print(f"\n{end.stop_reason}: reward {end.reward:g}, {'' if end.correct else 'not '}correct")
+    for name, value in end.metrics.items():
+        print(f"{name:>18}  {value}")
+    return end
+
+
+def strip(task: "EnvironmentTask", kind: str, tokens: Sequence[int]) -> str:
+    """Return a title, and the tokens apart from each other as they are decoded one by one."""
+    pieces = [repr(task.tokenizer.decode([token]))[1:-1] for token in tokens]
+    text = "|".join(pieces)
+    if len(text) > STRIP_CHARS:
+        text = f"{text[: STRIP_CHARS // 2]} … {text[-STRIP_CHARS // 2 :]}"
+    return f"\n[{kind}: {len(tokens)} tokens]\n{text}"
+
+
+def _task_of(config: "RunConfig") -> "EnvironmentTask":
+    from rl.config import RLConfig
+    from rl.tasks.environment import EnvironmentTask
+    from rl.trainers.start import build_task
+
+    has_environment = isinstance(config, RLConfig) and isinstance(
+        config.task, EnvironmentTask.Config
+    )
+    require(
+        has_environment,
+        f"the task of this {type(config).__name__} has no environment to play; choose a config "
+        "whose task is an EnvironmentTask, such as GuessingGame.Config",
+    )
+    assert isinstance(config, RLConfig)
+    task = build_task(config)
+    assert isinstance(task, EnvironmentTask)
+    return task
+
+
+def _typed(task: "EnvironmentTask") -> list[int]:
+    """Return the tokens of an answer that a person types, with its stop token."""
+    print("\nyour answer, then an empty line:", flush=True)
+    lines = []
+    for line in sys.stdin:
+        if not line.strip():
+            break
+        lines.append(line.rstrip("\n"))
+    tokens = task.tokenizer.encode("\n".join(lines), add_special_tokens=False)
+    return [*tokens, task.stop_token_ids[0]]
+
+
+if __name__ == "__main__":
+    end_program(main(sys.argv[1:]))

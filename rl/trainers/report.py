@@ -21,7 +21,7 @@ class Report:
         self._progress = progress
         self._watch = watch
         self._watchdog = Watchdog(config.watchdog)
-        self._peak_tflops = config.trainer.ranks * config.hardware.peak_tflops
+        self._peak_tflops = config.trainer_tflops
         self.evaluated = 0
         """Step of the newest evaluation on the way; 0 before the first."""
         self._versions: dict[int, int] = {}

@@ -86,6 +86,8 @@ class EnvironmentWorkers(TaskWorkers):
 
     async def start(self) -> None:
         """Start the workers and build their tasks; can be called again after ``stop``."""
+        self._open.clear()
+        self._changed.clear()
         await super().start()
         if self.count == 0:
             self._here = Environments(cast(EnvironmentTask, self._task))
@@ -110,21 +112,22 @@ class EnvironmentWorkers(TaskWorkers):
         return await self._ask(key, "step", key, answer)
 
     async def close(self, keys: Iterable[int]) -> None:
-        """Close the open episodes among ``keys``. Raises nothing."""
+        """Close the open episodes among ``keys``, without waiting for their workers. Raises
+        nothing.
+        """
         if self.count == 0:
-            return await self._here.close(keys)
+            await self._here.close(keys)
+            return
         homes: dict[ActorGroup, list[int]] = {}
         for key in keys:
             if (group := self._forget(key)) is not None:
                 homes.setdefault(group, []).append(key)
+        for group, own in homes.items():
+            self._create_task(self._close(group, own))
+
+    async def _close(self, group: ActorGroup, keys: list[int]) -> None:
         with suppress(ActorFailure):  # a lost worker has no open episodes
-            await asyncio.gather(
-                *(
-                    group.call("close", own, deadline=self.config.step_s + GRACE_S)
-                    for group, own in homes.items()
-                )
-            )
-        return None
+            await group.call("close", keys, deadline=self.config.step_s + GRACE_S)
 
     def _started(self, group: ActorGroup) -> None:
         self._open[group] = 0

@@ -109,7 +109,7 @@ def test_episodes_in_this_process_need_no_worker(tmp_path, model):
     in_workers(tmp_path, model, work, 0)
 
 
-def test_stopped_workers_open_no_episode(tmp_path, model):
+def test_stopped_workers_open_no_episode_until_they_start_again(tmp_path, model):
     async def work(workers, task):
         await workers.open(1, task.prompt(4), 0)
         await workers.stop()
@@ -117,5 +117,7 @@ def test_stopped_workers_open_no_episode(tmp_path, model):
             with pytest.raises(RunError, match="were stopped"):
                 await call
         await workers.close([1])
+        await workers.start()
+        assert await play(workers, task, 3) == 1.0
 
     in_workers(tmp_path, model, work, 1)

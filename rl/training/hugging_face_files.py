@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rl.errors import ConfigError, require
-from rl.model.hugging_face import read_json
+from rl.model.hugging_face import REWARD_MODELS, read_json
 from rl.model.shape import ModelShape
 from rl.training.hugging_face_names import SCORE, Shapes, hugging_face_tensors
 from rl.types import Head
@@ -59,6 +59,13 @@ def check_folder(
     else:
         found = f"{folder} holds {SCORE}: it is a reward model, from which no policy can start"
         require(SCORE not in stored, f"{found}; name the folder of a language model")
+        path = folder / "config.json"
+        kind = read_json("config.json", path).get("architectures")
+        require(
+            not {*(kind or ())} & {*REWARD_MODELS.values()},
+            f"architectures in {path} is {kind}, a reward model; name the folder of a language "
+            "model",
+        )
     check_tensors(folder, stored, wanted)
     if head == "logprobs" and shape.tie_embeddings and HEAD in stored:
         _check_tied_head(folder, stored)

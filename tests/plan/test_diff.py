@@ -38,7 +38,7 @@ COSMETIC = """
     trainer.training.local_batch_size trainer.training.global_batch_size trainer.training.seq_len
     trainer.training.steps weights.digests weights.min_gb_s weights.canary_tolerance
     evaluation* watchdog* deadlines deadlines.start deadlines.call deadlines.heartbeat
-    deadlines.push max_restarts output_dir resume quiet
+    deadlines.push max_restarts export_every output_dir resume quiet
 """
 MIXED = [
     "",

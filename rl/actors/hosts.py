@@ -121,13 +121,10 @@ class Hosts:
 
     async def shut_down(self) -> None:
         """End the workers of the nodes, if any. Raises nothing."""
-
-        async def shut_down() -> None:
-            await self._mesh.shutdown()
-
         if self._nodes:
             with contextlib.suppress(Exception):  # a lost node cannot answer
-                await asyncio.wait_for(shut_down(), SHUT_DOWN_S)
+                async with asyncio.timeout(SHUT_DOWN_S):
+                    await self._mesh.shutdown()
 
 
 async def gather_hosts(logs: Path, count: int, deadline: float) -> Hosts:

@@ -59,13 +59,10 @@ def stop_runtime() -> None:
 
 async def stop_procs(procs: ProcMesh | None, *, deadline: float = 20.0) -> None:
     """End the processes, if there are any."""
-
-    async def stopped(mesh: ProcMesh) -> None:
-        await mesh.stop()
-
     if procs is not None:
         with contextlib.suppress(Exception):  # a mesh that has failed raises
-            await asyncio.wait_for(stopped(procs), deadline)
+            async with asyncio.timeout(deadline):
+                await procs.stop()
 
 
 class Process:

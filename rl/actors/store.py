@@ -32,5 +32,6 @@ class StoreProcess:
         from rl.weights.store import close_store
 
         with contextlib.suppress(Exception):  # the process has ended
-            await asyncio.wait_for(close_store(), DEADLINE_S)
+            async with asyncio.timeout(DEADLINE_S):
+                await close_store()
         await stop_procs(self._procs)

@@ -202,17 +202,19 @@ class Environments:
         else:
             work = loop.run_in_executor(episode.thread, method, *args)
         limit = self._task.config.step_s
+        clock = asyncio.timeout(limit)
         try:
-            return await asyncio.wait_for(work, limit)
-        except TimeoutError:
-            self.hung += not inspect.iscoroutinefunction(method)
-            message = f"{where} took longer than task.step_s={limit:g}; {episode}"
-            raise GroupLost("environment hung", message) from None
+            async with clock:
+                return await work
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # the user's own code, which may raise SystemExit too
-            message = f"{where} raised {said_by(error)}; {episode}\n{trace_of(error)}"
-            raise GroupLost("environment raised", message, type(error).__name__) from None
+            if not clock.expired():
+                message = f"{where} raised {said_by(error)}; {episode}\n{trace_of(error)}"
+                raise GroupLost("environment raised", message, type(error).__name__) from None
+            self.hung += not inspect.iscoroutinefunction(method)
+            message = f"{where} took longer than task.step_s={limit:g}; {episode}"
+            raise GroupLost("environment hung", message) from None
 
     def _refuse(self, episode: _Episode, what: str) -> NoReturn:
         message = f"an environment of {type(self._task).__name__}: {what}; {episode}"

@@ -231,7 +231,8 @@ async def _wait_readable_async(fd: int, seconds: float) -> bool:
     ready = asyncio.Event()
     loop.add_reader(fd, ready.set)
     try:
-        await asyncio.wait_for(ready.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await ready.wait()
     except TimeoutError:
         return False
     finally:

@@ -157,7 +157,8 @@ class Ranks:
 
     async def call(self, endpoint: str, *args: Any) -> list[Any]:
         answers = getattr(self._actors, endpoint).call(*args)
-        return [answer for _, answer in await asyncio.wait_for(_resolve(answers), DEADLINE_S)]
+        async with asyncio.timeout(DEADLINE_S):
+            return [answer for _, answer in await answers]
 
     async def timed(self, endpoint: str, *args: Any) -> float:
         begun = time.perf_counter()
@@ -165,7 +166,7 @@ class Ranks:
         return time.perf_counter() - begun
 
     async def stop(self) -> None:
-        await _resolve(self.procs.stop())
+        await self.procs.stop()
 
 
 class Pushes:
@@ -309,10 +310,6 @@ async def growth(models: dict[str, ModelConfig], rounds: int, hosts: Hosts) -> l
             )
         await pushes.stop()
     return rows
-
-
-async def _resolve(future: Any) -> Any:
-    return await future
 
 
 def _resident() -> int:

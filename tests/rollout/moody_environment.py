@@ -14,7 +14,7 @@ from tests.dialects.conversations import TOOL, system, user
 RAISES, RAISES_AT_RESET, NO_STEP, NAN, NO_MESSAGES, DIES, HANGS, HANGS_ASYNC, EXITS = range(
     100, 109
 )
-NO_OPENING, ASSISTANT, CLOSE_RAISES, LONG = range(109, 113)
+NO_OPENING, ASSISTANT, CLOSE_RAISES, LONG, TIMES_OUT = range(109, 114)
 TURNS = 4
 
 
@@ -68,6 +68,8 @@ class Environment(MessageEnvironment):
                 os.kill(os.getpid(), signal.SIGKILL)
             case _ if self.mood == HANGS:
                 time.sleep(3600)
+            case _ if self.mood == TIMES_OUT:
+                raise TimeoutError("no answer of the user's server")
             case _ if self.mood == EXITS:
                 raise SystemExit("no step, no worker")
         if len(self.answers) == TURNS:

@@ -166,6 +166,7 @@ def test_answers_fit_into_the_room_that_is_left(model):
         (moody.RAISES, "environment raised", "no step today; prompt 100, sample"),
         (moody.RAISES_AT_RESET, "environment raised", "no episode today"),
         (moody.EXITS, "environment raised", "no step, no worker"),
+        (moody.TIMES_OUT, "environment raised", "no answer of the user's server"),
         (moody.HANGS_ASYNC, "environment hung", "step took longer than task.step_s=0.3"),
         (moody.NO_STEP, "environment made no sense", "step returned None"),
         (moody.NAN, "environment made no sense", "reward=nan"),

@@ -16,7 +16,7 @@ import pytest
 from rl.errors import ConfigError
 from rl.sandbox import sandbox as module
 from rl.sandbox.limits import Limits
-from rl.sandbox.program import SandboxError
+from rl.sandbox.program import SandboxError, _wait_readable_async
 from rl.sandbox.sandbox import Bubblewrap, Landlock, Unsafe, open_sandbox
 from rl.sandbox.seccomp import CONDITIONAL, allowed_calls, seccomp_filter
 from tests.needs import cannot_run
@@ -135,6 +135,24 @@ def test_cancelled_call_leaves_nothing(sandbox, tmp_path, monkeypatch):
     assert programs(launcher) == set()
     assert os.listdir(tmp_path / "scratch") == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_cancelling_a_wait_is_never_lost(turns):
+    reader, writer = os.pipe()
+
+    async def run():
+        waiting = asyncio.create_task(_wait_readable_async(reader, 60))
+        await asyncio.sleep(0.01)
+        os.write(writer, b"+")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if waiting.cancel():
+            await asyncio.wait([waiting])
+            assert waiting.cancelled()
+
+    with os.fdopen(reader), os.fdopen(writer, "w"):
+        asyncio.run(run())
 
 
 def test_program_ends_with_its_caller(sandbox, tmp_path):

@@ -19,6 +19,7 @@ LONGEST_REPR = 200
 at_end: list[Callable[[], None]] = []
 """Clean-ups that ``end_program`` calls, of things that would outlive the process. Errors in them
 are ignored."""
+os.register_at_fork(after_in_child=at_end.clear)  # a forked process leaves its parent's things
 
 
 def end_program(code: int) -> NoReturn:

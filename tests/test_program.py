@@ -6,10 +6,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from rl.disk import temporary_folder
+from rl.errors import end_program
 from rl.observe.progress import Progress
 from rl.program import begin, steady
 from tests.observe.rows import make_rows
@@ -169,3 +172,12 @@ def test_a_deleted_folder_is_named(tmp_path):
         2,
         "error: the current folder was deleted; change to another\n",
     )
+
+
+def test_a_forked_process_leaves_the_files_of_its_parent():
+    with temporary_folder("tiller-") as folder:
+        child = os.fork()
+        if child == 0:
+            end_program(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert Path(folder).is_dir()

@@ -117,10 +117,10 @@ async def play(task: "EnvironmentTask", prompt_id: int, answer: Policy) -> "Epis
         turn = await environments.open(0, training_prompt(task, prompt_id), 0)
         while turn.end is None:
             print(strip(task, "fed", turn.tokens))
-            tokens += turn.tokens
+            tokens = turn.tokens if turn.is_whole else tokens + turn.tokens
             sampled = await answer(tokens)
             print(strip(task, "sampled", sampled))
-            tokens += sampled
+            tokens = tokens + sampled
             turn = await environments.step(0, sampled)
     finally:
         await environments.close([0])

@@ -120,6 +120,11 @@ class EpisodeTurn:
 
     tokens: list[int]
     end: EpisodeEnd | None = None
+    is_whole: bool = False
+    """Whether ``tokens`` are all tokens before the next answer, instead of those after the last
+    answer: the history was rewritten."""
+    max_tokens: int | None = None
+    """Maximum length of the next answer, if the environment sets one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,7 +13,15 @@ from rl.dialects.base import ConversationError, ToolCall
 from rl.errors import GroupLost, said_by, shown, trace_of
 from rl.rollout.scoring import InvalidScore, plain_score
 from rl.tasks.base import Score
-from rl.tasks.environment import EnvironmentTask, Message, MessageEnvironment, Opening, Reply
+from rl.tasks.environment import (
+    EnvironmentTask,
+    Message,
+    MessageEnvironment,
+    Opening,
+    Reply,
+    TokenEnvironment,
+    TokenReply,
+)
 from rl.types import EpisodeEnd, EpisodeStop, EpisodeTurn, Prompt
 
 UNREAD = "error: no call of this answer was run, since one of them is malformed"
@@ -23,7 +31,7 @@ UNREAD = "error: no call of this answer was run, since one of them is malformed"
 class _Episode:
     prompt: Prompt
     sample: int
-    environment: MessageEnvironment | None = None
+    environment: MessageEnvironment | TokenEnvironment | None = None
     tokens: list[int] = field(default_factory=list)
     """All tokens before the next answer."""
     turns: int = 0
@@ -68,9 +76,15 @@ class Environments:
             make = self._task.environment
             episode.environment = await self._call(episode, make, prompt, sample)
             opening = await self._call(episode, episode.environment.reset)
-            episode.tokens = self._rendered(episode, opening)
+            most = None
+            if isinstance(episode.environment, TokenEnvironment):
+                first = self._given(episode, "reset", opening, may_end=False)
+                episode.tokens = [*first.tokens]
+                most = first.max_tokens
+            else:
+                episode.tokens = self._rendered(episode, opening)
             self._check_opening(episode)
-            return EpisodeTurn(tokens=[*episode.tokens])
+            return EpisodeTurn(tokens=[*episode.tokens], max_tokens=most)
         except BaseException:
             await self.close([key])
             raise
@@ -106,18 +120,40 @@ class Environments:
         episode.turns += 1
         broken = sum(bool(call.error) for call in turn.tool_calls)
         episode.malformed += broken
-        if broken:
+        environment = episode.environment
+        if isinstance(environment, TokenEnvironment):
+            step = await self._call(episode, environment.step, answer)
+            self._given(episode, "step", step, may_end=True)
+        elif broken:
             step = Reply(messages=[_refusal(call) for call in turn.tool_calls])
         else:
-            step = await self._call(episode, episode.environment.step, turn.message)
+            step = await self._call(episode, environment.step, turn.message)
         self._count(episode, step)
+        in_tokens = isinstance(step, TokenReply)
         if step.done:
-            return self._end(episode, answer, "done")
-        more = self._continued(episode, answer, step.messages)
-        if reason := self._limit(episode, len(episode.tokens) + len(answer) + len(more)):
+            return self._end(episode, answer, step.stop_reason if in_tokens else "done")
+        before = [*episode.tokens, *answer]
+        if in_tokens:
+            whole = [*step.tokens]
+        else:
+            whole = before + self._continued(episode, answer, step.messages)
+        if reason := self._limit(episode, len(whole)):
             return self._end(episode, answer, reason)
-        episode.tokens += [*answer, *more]
-        return EpisodeTurn(tokens=more)
+        episode.tokens = whole
+        most = step.max_tokens if in_tokens else None
+        if whole[: len(before)] != before:
+            return EpisodeTurn(tokens=[*whole], is_whole=True, max_tokens=most)
+        return EpisodeTurn(tokens=whole[len(before) :], max_tokens=most)
+
+    def _given(self, episode: _Episode, method: str, reply: Any, *, may_end: bool) -> TokenReply:
+        """Return ``reply``, which has to be a TokenReply with tokens of the model, or the end."""
+        if not isinstance(reply, TokenReply):
+            self._refuse(episode, f"{method} returned {shown(reply)}, which is no TokenReply")
+        size = self._task.shape.vocab_size
+        known = all(isinstance(each, int) and 0 <= each < size for each in reply.tokens)
+        if not ((may_end and reply.done) or (known and reply.tokens)):
+            self._refuse(episode, f"{method} returned {shown(reply)}; give tokens below {size}")
+        return reply
 
     def _check_opening(self, episode: _Episode) -> None:
         length = len(episode.tokens)

@@ -6,12 +6,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import numpy as np
-
 from rl.errors import GroupLost, RunError
 from rl.observe.spans import Stopwatch
 from rl.rollout.rollouter import Collector, Generate
 from rl.rollout.seeds import derive_seed
+from rl.sequences import SequenceLog
 from rl.types import (
     Completion,
     EpisodeEnd,
@@ -21,7 +20,6 @@ from rl.types import (
     Rollout,
     Sampling,
 )
-from rl.types import Sequence as TokenSequence
 
 _keys = itertools.count()
 
@@ -45,47 +43,35 @@ class Episode:
     prompt: Prompt
     sample: int
     tokens: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    """All tokens before the next answer."""
+    max_tokens: int | None = None
+    """Maximum length of the next answer, if the environment sets one."""
+    log: SequenceLog = field(default_factory=SequenceLog)
     answers: list[list[int]] = field(default_factory=list)
     """Tokens of each answer of the policy."""
     end: EpisodeEnd | None = None
 
-    def feed(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample."""
-        self._append(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
+    def feed(self, turn: EpisodeTurn) -> None:
+        """Append what the environment adds, or begin again if it rewrote the history."""
+        if turn.is_whole:
+            self.tokens = []
+        self.tokens += turn.tokens
+        self.max_tokens = turn.max_tokens
+        self.end = turn.end
 
     def answer(self, completion: Completion) -> None:
         """Append an answer of the policy."""
-        self._append(completion.tokens, True, completion.logprobs, completion.versions)
+        self.log.add(self.tokens, completion)
+        self.tokens += completion.tokens
         self.answers.append(completion.tokens)
-
-    def _append(
-        self,
-        tokens: Sequence[int],
-        sampled: bool,
-        logprobs: Sequence[float],
-        versions: Sequence[int],
-    ) -> None:
-        self.tokens += tokens
-        self.sampled += [sampled] * len(tokens)
-        self.logprobs += logprobs
-        self.versions += versions
 
     def rollout(self) -> Rollout:
         """Return the rollout of the ended episode."""
         assert self.end is not None, "the episode has not ended"
-        sequence = TokenSequence(
-            tokens=np.array(self.tokens, dtype=np.int32),
-            sampled=np.array(self.sampled, dtype=np.bool_),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int32),
-        )
         return Rollout(
             prompt=self.prompt,
             sample=self.sample,
-            sequences=(sequence,),
+            sequences=tuple(strand.sequence() for strand in self.log.strands),
             text=self.end.text,
             stop_reason=self.end.stop_reason,
             reward=self.end.reward,
@@ -172,8 +158,7 @@ class EpisodeCollector(Collector):
                 if episode.prompt.prompt_id not in lost:
                     lost[episode.prompt.prompt_id] = self.count(error)
                 return
-            episode.feed(turn.tokens)
-            episode.end = turn.end
+            episode.feed(turn)
 
         await asyncio.gather(*map(advance, episodes))
 
@@ -185,11 +170,12 @@ class EpisodeCollector(Collector):
 
     def _request(self, episode: Episode, sampling: Sampling, stream: str) -> GenerationRequest:
         room = self._longest - len(episode.tokens)
+        most = min(sampling.max_tokens, room, episode.max_tokens or room)
         turn = len(episode.answers)
         prompt = episode.prompt
         return GenerationRequest(
             request_id=f"{stream}/{prompt.prompt_id}/{episode.sample}/{turn}",
             prompt_tokens=[*episode.tokens],
             seed=derive_seed(self.seed, prompt.prompt_id, episode.sample, turn, stream=stream),
-            sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room)),
+            sampling=replace(sampling, max_tokens=most),
         )

@@ -12,7 +12,7 @@ from rl.model.shape import ModelConfig
 from rl.rules import SECONDS, at_least
 from rl.tasks.base import Task
 from rl.tasks.tools import Tools
-from rl.types import Completion, Prompt
+from rl.types import Completion, EpisodeStop, Prompt
 
 Message = Mapping[str, Any]
 """Message in the form of the Chat Completions API, with ``reasoning_content`` for thinking."""
@@ -48,6 +48,41 @@ class Reply:
 
     metrics: Mapping[str, Entry] = field(default_factory=dict)
     """Numbers that replace those of earlier steps, as :attr:`rl.tasks.base.Score.metrics`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenReply(Reply):
+    """Response of an environment that writes prompts in tokens."""
+
+    tokens: Sequence[int] = ()
+    """All tokens before the next answer, unless ``done``. They need not begin with those before:
+    then the history was rewritten, and a new sequence begins."""
+
+    max_tokens: int | None = None
+    """Maximum length of the next answer; at most ``rollout.max_tokens`` in any case."""
+
+    stop_reason: EpisodeStop = "done"
+    """Reason for the end, if ``done``."""
+
+
+class TokenEnvironment(ABC):
+    """One episode of an environment that writes prompts in tokens, such as an agent that keeps its
+    own conversation.
+
+    Each method may be a coroutine function, as those of :class:`MessageEnvironment`.
+    """
+
+    @abstractmethod
+    def reset(self) -> Any:
+        """Return the :class:`TokenReply` with the first prompt. Called once."""
+
+    @abstractmethod
+    def step(self, answer: list[int]) -> Any:
+        """Return the :class:`TokenReply` that follows ``answer``, the tokens of the policy."""
+
+    def close(self) -> Any:
+        """Free what the episode holds. Called once, also after a failure."""
+        return None
 
 
 class MessageEnvironment(ABC):
@@ -164,7 +199,7 @@ class EnvironmentTask(Task):
         self.set_tokenizer(self.dialect.tokenizer, self.dialect.stop_token_ids)
 
     @abstractmethod
-    def environment(self, prompt: Prompt, sample: int) -> MessageEnvironment:
+    def environment(self, prompt: Prompt, sample: int) -> MessageEnvironment | TokenEnvironment:
         """Return a new environment for rollout ``sample`` of ``prompt``.
 
         Runs in an environment worker. All rollouts of a prompt should begin with the same messages.

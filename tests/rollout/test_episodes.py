@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from rl.observe.spans import Stopwatch
 from rl.rollout.environments import Environments
 from rl.rollout.episodes import EpisodeCollector
 from rl.rollout.seeds import derive_seed
+from rl.tasks.environment import TokenEnvironment, TokenReply
 from rl.types import Completion, Sampling
 from tests.dialects.adversary import HABITS, Adversary
 from tests.rollout import moody_environment as moody
@@ -56,10 +57,12 @@ class Engine:
         )
 
 
-def collect(model, prompt_ids, *, engine=None, samples=2, sampling=SAMPLING, **fields):
+def collect(
+    model, prompt_ids, *, engine=None, samples=2, sampling=SAMPLING, task=moody.Moody, **fields
+):
     """Return the outcome of each prompt, the collector and the environments."""
     fields = {"max_episode_tokens": LONGEST, "step_s": 5.0} | fields
-    task = moody.Moody.Config(**fields).build(seed=0, model=model)
+    task = task.Config(**fields).build(seed=0, model=model)
     environments = Environments(task)
     warnings = []
     collector = EpisodeCollector(
@@ -233,3 +236,69 @@ def test_episodes_are_closed_when_sampling_is_cancelled(model):
         assert len(environments) == 0
 
     asyncio.run(cancelled())
+
+
+class Rewriter(TokenEnvironment):
+    """Answers in tokens; each third prompt leaves out the turns before."""
+
+    def __init__(self, opening):
+        self.opening = opening
+        self.tokens = [*opening]
+        self.turns = 0
+
+    def reset(self):
+        return TokenReply(tokens=self.tokens, max_tokens=7)
+
+    def step(self, answer):
+        self.turns += 1
+        if self.turns == 6:
+            return TokenReply(reward=1.0, done=True, stop_reason="turns", metrics={"own": 2.0})
+        self.tokens = [*self.tokens, *answer, 5, 6]
+        if self.turns % 3 == 0:
+            self.tokens = [*self.opening, self.turns]
+        return TokenReply(tokens=self.tokens)
+
+
+class Rewritten(moody.Moody):
+    """Task whose environment writes prompts in tokens; prompts 100 and above misbehave."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(moody.Moody.Config):
+        pass
+
+    def environment(self, prompt, sample):
+        openings = {100: [10**6], 101: [], 102: [-1], 103: "ab"}
+        return Rewriter(openings.get(prompt.prompt_id, [1, 2, 3]))
+
+
+def test_an_environment_that_writes_tokens_may_rewrite_the_history(model):
+    engine = Engine()
+    (group,), _ = collect(model, [4], engine=engine, task=Rewritten)
+    assert [request.sampling.max_tokens for request, _ in engine.rounds[0]] == [7, 7]
+    assert engine.rounds[1][0][0].sampling.max_tokens == SAMPLING.max_tokens
+    for sample, rollout in enumerate(group):
+        own = [by_sample[sample] for by_sample in engine.rounds]
+        first, second = rollout.sequences
+        for sequence, turns, opening in (
+            (first, own[:3], [1, 2, 3]),
+            (second, own[3:], [1, 2, 3, 3]),
+        ):
+            tokens = opening
+            sampled = [False] * len(opening)
+            for number, (request, completion) in enumerate(turns):
+                assert request.prompt_tokens == tokens
+                more = [5, 6] if number < 2 else []
+                tokens = [*tokens, *completion.tokens, *more]
+                sampled += [True] * len(completion.tokens) + [False] * len(more)
+            assert sequence.tokens.tolist() == tokens
+            assert sequence.sampled.tolist() == sampled
+        assert rollout.stop_reason == "turns"
+        assert rollout.metrics["turns"] == 6.0 and rollout.metrics["own"] == 2.0
+        assert rollout.sampled_count == sum(len(completion.tokens) for _, completion in own)
+
+
+def test_prompts_that_are_no_tokens_of_the_model_cost_their_group(model):
+    groups, _ = collect(model, [100, 101, 102, 103, 4], engine=Engine(), task=Rewritten)
+    assert [each.reason for each in groups[:4]] == ["environment made no sense"] * 4
+    assert "give tokens below" in str(groups[0])
+    assert len(groups[4]) == 2

@@ -1,0 +1,69 @@
+"""Sequences of an episode in the making."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rl.types import Completion, Sequence
+
+
+@dataclass(eq=False)
+class Strand:
+    """A sequence that later answers may continue. Four lists of one length, as in
+    :class:`rl.types.Sequence`. Tokens are only ever appended.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def feed(self, tokens: Items[int]) -> None:
+        """Append tokens that the policy did not sample."""
+        self.tokens += tokens
+        self.sampled += [False] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [-1] * len(tokens)
+
+    def answer(self, completion: Completion) -> None:
+        """Append an answer of the policy."""
+        self.tokens += completion.tokens
+        self.sampled += [True] * len(completion.tokens)
+        self.logprobs += completion.logprobs
+        self.versions += completion.versions
+
+    def sequence(self) -> Sequence:
+        """Return the tokens so far as arrays."""
+        return Sequence(
+            tokens=np.array(self.tokens, dtype=np.int32),
+            sampled=np.array(self.sampled, dtype=np.bool_),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+        )
+
+
+class SequenceLog:
+    """Sequences of an episode, from the prompts and answers of its turns.
+
+    A turn continues the longest sequence whose tokens its prompt begins with. If no sequence is
+    one, a new sequence begins, in which the whole prompt counts as not sampled. So every answer is
+    marked as sampled in exactly one sequence, also if the prompts of others contain it.
+    """
+
+    def __init__(self) -> None:
+        self.strands: list[Strand] = []
+        """The sequences, in the order in which they began."""
+
+    def add(self, prompt: Items[int], completion: Completion) -> Strand:
+        """Append a turn; return its sequence, which ends with the answer."""
+        prompt = [*prompt]
+        found = [each for each in self.strands if prompt[: len(each.tokens)] == each.tokens]
+        if found:
+            strand = max(found, key=lambda each: len(each.tokens))
+        else:
+            strand = Strand()
+            self.strands.append(strand)
+        strand.feed(prompt[len(strand.tokens) :])
+        strand.answer(completion)
+        return strand

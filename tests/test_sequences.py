@@ -1,0 +1,67 @@
+"""Sequences of an episode whose history may be rewritten."""
+
+import random
+
+from rl.sequences import SequenceLog
+from rl.types import Completion
+
+
+def completion(*tokens, version=0):
+    logprobs = [-0.5 * token for token in tokens]
+    versions = [version] * len(tokens)
+    return Completion(tokens=[*tokens], logprobs=logprobs, versions=versions, finish_reason="stop")
+
+
+def columns(log):
+    return [(each.tokens, [int(s) for s in each.sampled]) for each in log.strands]
+
+
+def test_a_prompt_continues_the_longest_sequence_that_it_begins_with():
+    log = SequenceLog()
+    log.add([1, 2], completion(3, 4))
+    log.add([1, 2, 3, 4, 5], completion(6, version=2))
+    assert columns(log) == [([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1])]
+    sequence = log.strands[0].sequence()
+    assert sequence.versions.tolist() == [-1, -1, 0, 0, -1, 2]
+    assert sequence.logprobs.tolist() == [0, 0, -1.5, -2, 0, -3]
+
+
+def test_another_prompt_begins_a_sequence_in_which_no_shared_token_is_sampled():
+    log = SequenceLog()
+    log.add([1, 2], completion(3, 4))
+    log.add([1, 2, 3, 4, 5], completion(6))
+    log.add([1, 2, 3, 4, 5], completion(7))  # the same prompt again
+    log.add([9, 3, 4], completion(3))  # a rewritten history
+    assert columns(log)[1:] == [
+        ([1, 2, 3, 4, 5, 7], [0, 0, 0, 0, 0, 1]),
+        ([9, 3, 4, 3], [0, 0, 0, 1]),
+    ]
+
+
+def test_conversations_by_turns_are_one_sequence_each():
+    log = SequenceLog()
+    for turn in range(4):
+        for each in (1, 2):
+            before = next((s.tokens for s in log.strands if s.tokens[0] == each), [])
+            log.add([*before, each, turn], completion(10 * each + turn))
+    assert [strand.tokens[0] for strand in log.strands] == [1, 2]
+    assert [sum(strand.sampled) for strand in log.strands] == [4, 4]
+
+
+def test_every_answer_of_a_random_tree_of_prompts_is_sampled_in_one_sequence():
+    rng = random.Random(0)
+    for _ in range(50):
+        log = SequenceLog()
+        histories = [[]]
+        answers = []
+        for _ in range(20):
+            prompt = [*rng.choice(histories), *rng.choices(range(3), k=rng.randint(1, 3))]
+            answer = rng.choices(range(3), k=rng.randint(1, 3))
+            log.add(prompt, completion(*answer))
+            histories.append(prompt + answer)
+            answers.append((prompt, answer))
+        assert sum(sum(s.sampled) for s in log.strands) == sum(len(each) for _, each in answers)
+        for prompt, answer in answers:
+            end = len(prompt) + len(answer)
+            own = [s for s in log.strands if s.tokens[:end] == prompt + answer]
+            assert any(all(s.sampled[len(prompt) : end]) for s in own)

@@ -30,17 +30,21 @@ class Mesh:
         self.is_running = self.is_dead = False
         self.starts = self.stops = 0
         self._failure: asyncio.Future[ActorFailure] | None = None
+        self._over: asyncio.Future[ActorFailure] | None = None
+        """Done if the mesh was lost or stopped, with the failure of pending and later calls."""
 
     async def start(self) -> None:
         await asyncio.sleep(0.02)
         self.is_running = True
         self.is_dead = False
         self._failure = asyncio.get_running_loop().create_future()
+        self._over = asyncio.get_running_loop().create_future()
         self.starts += 1
 
     async def stop(self) -> None:
         self.is_running = False
-        self._failure = None
+        if self._over is not None and not self._over.done():
+            self._over.set_result(self._lost("stop: it was stopped", "stop"))
         self.stops += 1
 
     async def close(self) -> None:
@@ -61,23 +65,20 @@ class Mesh:
     def lose(self, call: str = "between calls") -> ActorFailure:
         """Return the failure of a killed rank, and fail all calls with it."""
         self.is_running = False
-        if not self._failure.done():
-            self._failure.set_result(
-                RankLost(
-                    f"{self.name} rank 0, {call}: the process died",
-                    actor=self.name,
-                    rank=0,
-                    call=call,
-                    kind="died",
-                )
-            )
-        return self._failure.result()
+        if not self._over.done():
+            self._over.set_result(self._lost(f"{call}: the process died", call))
+            self._failure.set_result(self._over.result())
+        return self._over.result()
+
+    def _lost(self, what: str, call: str) -> RankLost:
+        message = f"{self.name} rank 0, {what}"
+        return RankLost(message, actor=self.name, rank=0, call=call, kind="died")
 
     def alive(self) -> None:
-        """Raise the failure of a lost mesh."""
-        assert self._failure is not None, f"{self.name} was asked before it was started"
-        if self._failure.done():
-            raise self._failure.result()
+        """Raise the failure of a lost or stopped mesh."""
+        assert self._over is not None, f"{self.name} was asked before it was started"
+        if self._over.done():
+            raise self._over.result()
 
 
 class Trainer(Mesh):
@@ -324,7 +325,7 @@ class Generator(Mesh):
 
     async def pull_weights(self, version: int) -> float:
         self.alive()
-        incarnation = self._failure
+        incarnation = self._over
         await asyncio.sleep(self.pull_takes)
         if self.pulling:
             await self.pulling()
@@ -352,7 +353,7 @@ class Generator(Mesh):
         assert not names & self.in_flight, "asked twice at once"
         self.in_flight |= names
         began = self.version
-        incarnation = self._failure
+        incarnation = self._over
         await asyncio.sleep(0)
         if self.during and not canary:
             await asyncio.wait_for(self.during(requests[0].request_id), WAIT_S)

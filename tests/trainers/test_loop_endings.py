@@ -214,6 +214,26 @@ def test_a_generator_that_leaves_while_the_trainer_dies_is_stopped(run, monkeypa
     assert run.loop.session.pool.meshes == [first]
 
 
+def test_a_generator_may_leave_while_it_pulls(run, monkeypatch):
+    monkeypatch.setattr("rl.session.pool.LOOK_EVERY_S", 0.005)
+
+    def prepare(trainer, first, second):
+        async def leave():
+            if trainer.version == 2:
+                (run.record.folder / "replicas").write_text("1")
+                while second.is_running:
+                    await asyncio.sleep(0.005)
+
+        second.pulling = leave
+
+    _, rows = run(prepare, steps=4, replicas=2)
+    first, second = run.generators
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert (first.version, second.version) == (4, 1)
+    assert run.loop.session.pool.meshes == [first]
+    assert rows[-1]["restarts/generators"] == 0
+
+
 def test_no_more_generators_join_than_a_network_push_has_places_for(run, monkeypatch):
     monkeypatch.setattr("rl.session.pool.LOOK_EVERY_S", 0.005)
 

@@ -51,11 +51,13 @@ def make_preference(chat_model, tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     """Function that runs the loop and returns the log of calls and the rows of metrics.
 
-    Its argument is called with the meshes before the loop starts.
+    Its argument is called with the meshes before the loop starts. No curves are drawn, which would
+    take most of the time.
     """
+    monkeypatch.setattr("rl.trainers.run_folder.write_curves_png", lambda *_: None)
 
     def run(
         prepare=lambda trainer, *generators: None,

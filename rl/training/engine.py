@@ -24,7 +24,7 @@ from rl.training.context import SequenceShard
 from rl.training.lora import MergedWeights
 from rl.training.metrics import MetricTotals, WorkCount
 from rl.training.micro_batches import Cutting, MicroBatch, lay_out, plan
-from rl.training.model import build_model, reshard
+from rl.training.model import build_model, reduce_over_replicas, reshard
 from rl.types import Batch, Head
 
 Loss = Callable[[Tokens], PerToken]
@@ -121,7 +121,7 @@ class TrainingEngine:
         """
         self.require_resident("forward", "model")
         parts = []
-        for micro in self._micro_batches(batch):
+        for micro, _ in self._micro_batches(batch):
             with self._context():
                 parts.append((micro.index, self._run(micro, temperature)))
         reshard(self.model)
@@ -140,7 +140,8 @@ class TrainingEngine:
         self.require_resident("forward_backward", "model", "optimizer")
         parts = []
         totals = MetricTotals(self.device, self._batch_group)
-        for micro in self._micro_batches(batch):
+        for micro, is_last in self._micro_batches(batch):
+            reduce_over_replicas(self.model, is_last)
             with self._context():
                 outputs = self._run(micro, temperature)
                 own = {name: values[micro.loss_index] for name, values in outputs.items()}
@@ -291,8 +292,10 @@ class TrainingEngine:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches, and dummies while another rank has more."""
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yield this rank's micro-batches, and dummies while another rank has more; each with
+        whether it is the last.
+        """
         cutting = self._cutting()
         planned = plan(batch, cutting)
         count = int(self._over_batch(len(planned), dist.ReduceOp.MAX))
@@ -300,7 +303,7 @@ class TrainingEngine:
             raise ValueError("the batch is empty; give at least one sequence")
         for number in range(count):
             rows = planned[number] if number < len(planned) else []
-            yield lay_out(batch, rows, cutting).to(self.device)
+            yield lay_out(batch, rows, cutting).to(self.device), number == count - 1
 
     def _cutting(self) -> Cutting:
         inner = self.model.config.first_attention.inner_attention

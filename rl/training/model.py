@@ -214,6 +214,15 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def reduce_over_replicas(model: nn.Module, reduces: bool) -> None:
+    """Set whether backward passes add up the gradients of replicas. A pass that does not keeps its
+    gradient, and the next pass that does adds it.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_all_reduce(reduces, recurse=False)
+
+
 def local_box(parameter: torch.Tensor) -> Box:
     """Return the part of the whole parameter that this rank holds."""
     if not isinstance(parameter, DTensor):

@@ -33,7 +33,7 @@ def dpo_words() -> PreferenceConfig:
         task=PreferenceDataConfig(**DATA),
         examples_per_step=PAIRS,
         loss=DPOLoss.Config(beta=BETA),
-        reference=InitialPolicyConfig(parallelism=_two_ranks()),
+        reference=InitialPolicyConfig(parallelism=_replicas()),
         trainer=_trainer(),
         quiet=True,
     )
@@ -41,12 +41,13 @@ def dpo_words() -> PreferenceConfig:
 
 def _trainer() -> TrainerConfig:
     return TrainerConfig(
-        parallelism=_two_ranks(),
+        parallelism=_replicas(),
         training=TrainingConfig(mixed_precision_param="float32", max_norm=MAX_NORM),
         optimizer=default_adamw(lr=LEARNING_RATE, weight_decay=0.0, fused=True),
         micro_batch_tokens=4 * MAX_TOKENS,
     )
 
 
-def _two_ranks() -> ParallelismConfig:
-    return ParallelismConfig(data_parallel_shard_degree=2, spmd_backend="partial_dtensor")
+def _replicas() -> ParallelismConfig:
+    """Two replicas, as TRL's processes are."""
+    return ParallelismConfig(data_parallel_replicate_degree=2, spmd_backend="partial_dtensor")

@@ -105,11 +105,13 @@ LAYOUTS = {
     "fsdp2_cp2": Layout(shard=2, cp=2),
     "cp2_tp2": Layout(cp=2, tp=2),
     "hsdp4": Layout(replicate=2, shard=2),
+    "ddp2": Layout(replicate=2),
     "ep2": Layout(shard=2, ep=2),
     "fsdp2_tp2_ep2": Layout(shard=2, tp=2, ep=2),
 }
 PAIRS = [
     ("tied_fused", "fsdp2"),
+    ("tied_fused", "ddp2"),
     ("tied_fused", "tp2"),
     ("tied_fused", "fsdp2_tp2"),
     ("tied_fused", "fsdp2_cp2"),

@@ -17,8 +17,8 @@ from rl.plan.memory import all_ranks, transfer_of
 from rl.plan.setting import Setting
 from rl.weights.packed import PackedPublisher, PackedSubscriber
 from tests.plan.engines import LENGTH, ROWS, grown, held, saved, storages
+from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks
-from tests.training.scenes import LAYOUTS
 
 TIED = ModelConfig(
     vocab_size=2048,

@@ -12,8 +12,8 @@ from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.model import is_adapter, local_box
 from rl.weights.digest import digests
+from tests.training.layouts import LAYOUTS
 from tests.training.scenes import (
-    LAYOUTS,
     MODELS,
     TEMPERATURE,
     accumulate,

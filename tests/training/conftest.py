@@ -6,8 +6,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.training.disk import checkpointer_of
+from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks, rank_environment
-from tests.training.scenes import LAYOUTS, MODELS, TIED_FUSED, engine_of, play
+from tests.training.scenes import MODELS, TIED_FUSED, engine_of, play
 
 
 @pytest.fixture(scope="module", autouse=True)

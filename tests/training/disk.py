@@ -25,7 +25,8 @@ from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_names import TensorPiece
 from rl.training.model import shard_of
 from rl.weights.digest import digests
-from tests.training.scenes import LAYOUTS, TIED_FUSED, adopted, engine_of, learn, ragged_batch
+from tests.training.layouts import LAYOUTS
+from tests.training.scenes import TIED_FUSED, adopted, engine_of, learn, ragged_batch
 
 
 @contextlib.contextmanager

@@ -12,8 +12,9 @@ from rl.model.shape import ModelConfig
 from rl.step_folders import StepFolders
 from rl.weights.digest import digests
 from tests.training.disk import checkpointer_of, everything
+from tests.training.layouts import LAYOUTS
 from tests.training.ranks import Ranks
-from tests.training.scenes import LAYOUTS, engine_of, learn, ragged_batch
+from tests.training.scenes import engine_of, learn, ragged_batch
 
 T = TypeVar("T")
 

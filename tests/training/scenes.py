@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config import TrainingConfig
 
 from rl.algorithms.losses import ClippedLoss, GSPOLoss, Metric, PolicyLoss, dapo, grpo
 from rl.metrics import Reduction
@@ -21,6 +21,7 @@ from rl.training.logprobs import linear_logprobs
 from rl.training.micro_batches import balanced
 from rl.types import Batch, Head
 from rl.weights.digest import digests
+from tests.training.layouts import LAYOUTS, Layout
 
 # 46 over tensor parallel 2 is 23, which FSDP over 2 then cuts unevenly; 15 is no multiple of any
 # padding.
@@ -64,67 +65,6 @@ class MeasuredLoss(ClippedLoss):
 MEASURED = MeasuredLoss.Config(clip_high=0.28, entropy_coef=0.05, kl_coef=0.1)
 BY_SEQUENCE = GSPOLoss.Config(clip_low=0.25, clip_high=0.25, entropy_coef=0.05)
 RUN_STATE = {"step": 2, "next_ordinal": 64, "name": "a run"}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Degrees of a layout of ranks."""
-
-    replicate: int = 1
-    shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    sequence_parallel: bool = True
-    ep: int = 1
-    """Among how many of these ranks the experts are divided; it adds none."""
-
-    @property
-    def ranks(self) -> int:
-        return self.replicate * self.shard * self.cp * self.tp
-
-    @property
-    def parallelism(self) -> ParallelismConfig:
-        return ParallelismConfig(
-            data_parallel_replicate_degree=self.replicate,
-            data_parallel_shard_degree=self.shard,
-            context_parallel_degree=self.cp,
-            tensor_parallel_degree=self.tp,
-            expert_parallel_degree=self.ep,
-            enable_sequence_parallel=self.sequence_parallel,
-            spmd_backend="partial_dtensor",
-        )
-
-
-LAYOUTS = {
-    "alone": Layout(),
-    "fsdp2": Layout(shard=2),
-    "tp2": Layout(tp=2),
-    "tp2_no_sp": Layout(tp=2, sequence_parallel=False),
-    "cp2": Layout(cp=2),
-    "fsdp2_tp2": Layout(shard=2, tp=2),
-    "fsdp2_cp2": Layout(shard=2, cp=2),
-    "cp2_tp2": Layout(cp=2, tp=2),
-    "hsdp4": Layout(replicate=2, shard=2),
-    "ddp2": Layout(replicate=2),
-    "ep2": Layout(shard=2, ep=2),
-    "fsdp2_tp2_ep2": Layout(shard=2, tp=2, ep=2),
-}
-PAIRS = [
-    ("tied_fused", "fsdp2"),
-    ("tied_fused", "ddp2"),
-    ("tied_fused", "tp2"),
-    ("tied_fused", "fsdp2_tp2"),
-    ("tied_fused", "fsdp2_cp2"),
-    ("untied_split", "tp2"),
-    ("untied_split", "tp2_no_sp"),
-    ("untied_split", "cp2"),
-    ("untied_split", "cp2_tp2"),
-    ("untied_split", "hsdp4"),
-    ("experts", "ep2"),
-    ("experts", "fsdp2_tp2"),
-    ("experts", "fsdp2_tp2_ep2"),
-]
-"""Models and layouts of the gradient tests."""
 
 
 def engine_of(

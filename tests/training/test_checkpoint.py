@@ -16,9 +16,9 @@ from tests.training.disk import (
     checkpointer_of,
     names_in,
 )
+from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks
 from tests.training.scenes import (
-    LAYOUTS,
     LOSS,
     RUN_STATE,
     TEMPERATURE,

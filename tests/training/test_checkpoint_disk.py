@@ -19,12 +19,9 @@ from tests.training.disk import (
     save_and_step_on,
     write_to_a_disk_full_on_rank_1,
 )
+from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks
-from tests.training.scenes import (
-    LAYOUTS,
-    TIED_FUSED,
-    engine_of,
-)
+from tests.training.scenes import TIED_FUSED, engine_of
 
 
 def test_a_checkpoint_is_on_disk_before_older_ones_are_deleted(one, monkeypatch):

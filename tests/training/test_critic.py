@@ -14,10 +14,10 @@ from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.types import Batch
 from rl.weights.digest import digests, merge_digests
+from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks
 from tests.training.reference import worst_error
 from tests.training.scenes import (
-    LAYOUTS,
     MODELS,
     cut_by,
     engine_of,

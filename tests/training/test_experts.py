@@ -12,6 +12,7 @@ from rl.model.tp_plan import generator_layout
 from rl.training.checkpoint import Checkpointer
 from rl.weights.digest import merge_digests
 from rl.weights.routes import plan_routes
+from tests.training.layouts import Layout
 from tests.training.ranks import on_ranks
 from tests.training.reference import worst_error
 from tests.training.scenes import (
@@ -21,7 +22,6 @@ from tests.training.scenes import (
     MODELS,
     RUN_STATE,
     SIZES,
-    Layout,
     engine_of,
     held,
     logits_of,

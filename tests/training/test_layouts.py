@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from tests.training.layouts import LAYOUTS, PAIRS
 from tests.training.reference import worst_error
-from tests.training.scenes import CUTS, LAYOUTS, PAIRS, ragged_batch
+from tests.training.scenes import CUTS, ragged_batch
 
 
 @pytest.fixture(params=PAIRS, ids="-".join)

@@ -17,10 +17,10 @@ from rl.training.model import is_adapter
 from rl.weights.digest import digests, merge_digests
 from tests.training.adapters import LORA, STEPS, adapted, merged, play_adapted, wake
 from tests.training.disk import checkpointer_of
+from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks
 from tests.training.reference import worst_error
 from tests.training.scenes import (
-    LAYOUTS,
     MODELS,
     SIZES,
     TIED_FUSED,

@@ -112,6 +112,8 @@ class EpisodeEnd:
     correct: bool
     metrics: dict[str, "Entry"]
     stop_reason: EpisodeStop
+    turn_rewards: tuple[float, ...] = ()
+    """Part of the reward that followed each answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +186,9 @@ class Rollout:
     stop_reason: StopReason
     reward: float
     metrics: dict[str, "Entry"] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
+    """Part of ``reward`` that followed each turn, as many as turns; empty if only the whole is
+    known. A turn is a run of sampled tokens: what the policy wrote before others did."""
 
     @classmethod
     def single_turn(cls, prompt: Prompt, completion: Completion, **fields: Any) -> "Rollout":
@@ -196,6 +201,11 @@ class Rollout:
     def sampled_count(self) -> int:
         """Number of sampled tokens."""
         return int(sum(np.count_nonzero(sequence.sampled) for sequence in self.sequences))
+
+    @property
+    def turn_lengths(self) -> list[int]:
+        """Number of sampled tokens of each turn, over all sequences; the sum is sampled_count."""
+        return [length for each in self.sequences for length in _runs(each.sampled)]
 
     @property
     def versions(self) -> np.ndarray:
@@ -216,9 +226,21 @@ class Batch:
     lengths: torch.Tensor
     loss_weights: torch.Tensor
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    rollouts: torch.Tensor | None = None
+    """Number of the rollout of each sequence, int64 [N]; None if each is a rollout of its own."""
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def rows_by_rollout(self) -> list[list[int]]:
+        """Indices of the sequences of each rollout, in order."""
+        if self.rollouts is None:
+            return [[row] for row in range(len(self))]
+        rows: dict[int, list[int]] = {}
+        for row, rollout in enumerate(self.rollouts.tolist()):
+            rows.setdefault(rollout, []).append(row)
+        return [*rows.values()]
 
     def token_index(self, rows: abc.Sequence[int]) -> torch.Tensor:
         """Return the places, int64, of all tokens of the given sequences, in the given order."""
@@ -242,9 +264,17 @@ class Batch:
     def select(self, rows: abc.Sequence[int]) -> "Batch":
         """Return the given sequences, in the given order."""
         index = self.token_index(rows)
+        chosen = torch.tensor(rows, dtype=torch.int64)
         return Batch(
             tokens=self.tokens[index],
-            lengths=self.lengths[torch.tensor(rows, dtype=torch.int64)],
+            lengths=self.lengths[chosen],
             loss_weights=self.loss_weights[index],
             columns={name: values[index] for name, values in self.columns.items()},
+            rollouts=None if self.rollouts is None else self.rollouts[chosen],
         )
+
+
+def _runs(mask: np.ndarray) -> list[int]:
+    """Return the length of each run of True in ``mask``, bool [T]."""
+    edges = np.diff(np.concatenate([[0], mask.astype(np.int8), [0]]))
+    return (np.flatnonzero(edges < 0) - np.flatnonzero(edges > 0)).tolist()

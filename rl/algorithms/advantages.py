@@ -11,6 +11,9 @@ from rl.algorithms.tokens import check_per_token, sum_by_sequence
 from rl.errors import RunError, naming, shown
 from rl.rules import SHARE
 
+Unit = Literal["token", "turn"]
+"""Unit that a discount acts on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
@@ -30,6 +33,13 @@ class Scored:
 
     values: torch.Tensor | None = None
     """A critic's value before each token, float32 [C]."""
+
+    turn_rewards: torch.Tensor | None = None
+    """Part of ``rewards`` that each token has, float32 [C]; the last token of a completion has the
+    rest. None: the last token has the whole."""
+
+    turn_ends: torch.Tensor | None = None
+    """Whether each token is the last one of a turn, bool [C]. None: a completion is one turn."""
 
     @cached_property
     def sequence(self) -> torch.Tensor:
@@ -57,11 +67,30 @@ class Scored:
     @property
     def earned(self) -> torch.Tensor:
         """Reward of each token, float64 [C]; the last token of a completion also gets the
-        completion's reward.
+        completion's reward, except for the part that other tokens have by ``turn_rewards``.
         """
         nonempty = self.lengths > 0
         last = self.lengths.cumsum(0)[nonempty] - 1
-        return self.token_rewards.double().index_add(0, last, self.rewards[nonempty].double())
+        earned = self.token_rewards.double()
+        rest = self.rewards.double()
+        if self.turn_rewards is not None:
+            given = self.turn_rewards.double()
+            earned = earned + given
+            rest = rest - sum_by_sequence(given, self.sequence, len(rest))
+        return earned.index_add(0, last, rest[nonempty])
+
+    def discounts(self, factor: float, per: "Unit") -> torch.Tensor:
+        """Return the factor between each token and the next one, float64 [C]; 0 after the last
+        token of a completion.
+        """
+        sequence = self.sequence
+        factors = torch.full((len(sequence),), factor, dtype=torch.float64)
+        if per == "turn":
+            ends = torch.zeros_like(factors, dtype=torch.bool)
+            factors[~(ends if self.turn_ends is None else self.turn_ends)] = 1.0
+        factors[:-1] *= sequence[1:] == sequence[:-1]
+        factors[-1:] = 0.0
+        return factors
 
 
 @dataclass(frozen=True)
@@ -88,6 +117,9 @@ class AdvantageEstimator(Configurable):
 
         needs_values: ClassVar[bool] = False
         """Whether the estimator needs the values of a critic."""
+
+        by_token: ClassVar[bool] = False
+        """Whether it matters which token of a completion has a reward."""
 
         @property
         def needs_group(self) -> bool:
@@ -183,9 +215,13 @@ class ReinforcePlusPlus(AdvantageEstimator):
     @dataclass(kw_only=True, slots=True)
     class Config(AdvantageEstimator.Config):
         by_group: ClassVar[bool] = False
+        by_token: ClassVar[bool] = True
 
         gamma: Annotated[float, SHARE] = 1.0
-        """Discount per token."""
+        """Discount per token, or per turn by ``discount_per``."""
+
+        discount_per: Unit = "token"
+        """Unit of ``gamma``: see :class:`GAE`."""
 
         baseline: Literal["none", "group_mean"] = "none"
         """Baseline of each reward. ``group_mean`` subtracts its group's mean first, the paper's
@@ -195,6 +231,11 @@ class ReinforcePlusPlus(AdvantageEstimator):
         def needs_group(self) -> bool:
             return self.baseline == "group_mean"
 
+        @property
+        def has_discount(self) -> bool:
+            """Whether the unit of the discount matters."""
+            return self.gamma < 1
+
     config: Config
 
     def __call__(self, scored: Scored) -> Advantages:
@@ -202,7 +243,8 @@ class ReinforcePlusPlus(AdvantageEstimator):
             rewards = scored.rewards.double()
             means = sum_by_sequence(rewards, scored.group) / scored.group_sizes
             scored = replace(scored, rewards=rewards - means[scored.group])
-        return Advantages(_whitened(_discounted(scored.earned, scored, self.config.gamma)).float())
+        factors = scored.discounts(self.config.gamma, self.config.discount_per)
+        return Advantages(_whitened(_discounted(scored.earned, factors)).float())
 
 
 class GAE(AdvantageEstimator):
@@ -215,15 +257,31 @@ class GAE(AdvantageEstimator):
     class Config(AdvantageEstimator.Config):
         by_group: ClassVar[bool] = False
         needs_values: ClassVar[bool] = True
+        by_token: ClassVar[bool] = True
 
         gamma: Annotated[float, SHARE] = 1.0
-        """Discount per token."""
+        """Discount per token, or per turn by ``discount_per``."""
 
         lam: Annotated[float, SHARE] = 0.95
         """Lambda. 0 uses the critic's next value alone, 1 uses rewards alone."""
 
+        discount_per: Unit = "token"
+        """Unit of ``gamma`` and ``lam``.
+
+        - ``token``: They act between each two sampled tokens.
+        - ``turn``: They act between the last token of an answer and the first token of the next
+          one. Within an answer both are 1. Requires an environment as the task.
+
+        Tokens that the environment fed are no actions, so they count as neither.
+        """
+
         whiten: bool = True
         """Whether to scale advantages to mean 0 and standard deviation 1 over all tokens."""
+
+        @property
+        def has_discount(self) -> bool:
+            """Whether the unit of the discounts matters."""
+            return self.gamma * self.lam < 1
 
     config: Config
 
@@ -232,11 +290,10 @@ class GAE(AdvantageEstimator):
             raise RunError("GAE needs the values of a critic: configure one")
         config = self.config
         values = scored.values.double()
-        sequence = scored.sequence
-        following = torch.zeros_like(values)
-        following[:-1] = values[1:] * (sequence[1:] == sequence[:-1])
-        residuals = scored.earned + config.gamma * following - values
-        advantages = _discounted(residuals, scored, config.gamma * config.lam)
+        per = config.discount_per
+        following = torch.cat([values[1:], values[:1]])
+        residuals = scored.earned + scored.discounts(config.gamma, per) * following - values
+        advantages = _discounted(residuals, scored.discounts(config.gamma * config.lam, per))
         returns = (advantages + values).float()
         return Advantages((_whitened(advantages) if config.whiten else advantages).float(), returns)
 
@@ -251,19 +308,16 @@ def overlong_penalty(lengths: torch.Tensor, *, max_tokens: int, buffer: int) -> 
     return ((max_tokens - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
-def _discounted(values: torch.Tensor, scored: Scored, factor: float) -> torch.Tensor:
-    """Return [C]: the sum of ``factor**k`` times the k-th next value, up to the end of each
-    completion.
+def _discounted(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return [C]: each value plus its factor times the result of the next token.
 
-    Each round doubles the span that is summed, so the number of rounds is the number of bits of the
-    longest length.
+    A factor of 0 ends a completion. Each round doubles the span that is summed, so the number of
+    rounds is the number of bits of the longest length.
     """
-    sequence = scored.sequence
     span = 1
-    longest = int(scored.lengths.max())
-    while span < longest:
-        ahead = values[span:] * (sequence[span:] == sequence[:-span])
-        values = torch.cat([values[:-span] + factor**span * ahead, values[-span:]])
+    while factors.any():
+        values = torch.cat([values[:-span] + factors[:-span] * values[span:], values[-span:]])
+        factors = torch.cat([factors[:-span] * factors[span:], torch.zeros_like(factors[-span:])])
         span *= 2
     return values
 

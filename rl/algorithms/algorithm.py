@@ -90,7 +90,7 @@ class Algorithm(Configurable, ABC):
         }
         self._learning = ["trainer", *(role for role in config.roles() if role == "critic")]
         self._prepared: list[Metrics] = []
-        self._sequences = 0
+        self._rollouts = 0
 
     reduction: Reduction = "token_mean"
     """Reduction of the tokens' losses: see :func:`rl.algorithms.losses.token_weights`."""
@@ -114,8 +114,8 @@ class Algorithm(Configurable, ABC):
         """Return the batch of each optimizer step of ``step``; as many as ``Config.updates``."""
         return [batch]
 
-    def denominator(self, sequences: int) -> float | None:
-        """Return the divisor of the summed loss of ``sequences``; None for the sum of weights."""
+    def denominator(self, rollouts: int) -> float | None:
+        """Return the divisor of the summed loss of ``rollouts``; None for the sum of weights."""
         return None
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
@@ -128,7 +128,7 @@ class Algorithm(Configurable, ABC):
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the state that ``to_dict`` returned; an empty dict restores the start."""
         self._prepared = []
-        self._sequences = 0
+        self._rollouts = 0
 
     def rehearse(self, groups: int, samples: int) -> None:
         """Run user-defined parts on made-up rollouts, before anything starts."""
@@ -159,12 +159,12 @@ class Algorithm(Configurable, ABC):
         batch.columns["staleness"] = session.version - batch.columns["versions"]
         backward = functools.partial(session.forward_backward, batch, temperature=self.temperature)
         await asyncio.gather(*(backward(self.loss(role), role=role) for role in self._learning))
-        self._sequences += len(batch)
+        self._rollouts += len(batch.rows_by_rollout)
 
     async def update(self, session: "Session") -> Metrics:
         """Take one optimizer step on the accumulated gradients; return its metrics."""
-        denominator = self.denominator(self._sequences)
-        self._sequences = 0
+        denominator = self.denominator(self._rollouts)
+        self._rollouts = 0
         metrics, *critic = await asyncio.gather(
             *(session.optim_step(role=role, denominator=denominator) for role in self._learning)
         )

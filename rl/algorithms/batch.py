@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from rl.algorithms.losses import Reduction, token_weights
+from rl.errors import RunError
 from rl.types import Batch, Rollout
 
 
@@ -24,6 +25,8 @@ def make_batch(
     sequences has the weights of one.
     """
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
+    sizes = torch.tensor([len(rollout.sequences) for rollout in rollouts])
+    is_forked = len(sequences) > len(rollouts)
     counts = counts_of(rollouts)
     sampled = _joined([sequence.sampled for sequence in sequences])
     loss_weights = torch.zeros(len(sampled))
@@ -36,6 +39,7 @@ def make_batch(
             "behaviour_logprobs": _joined([sequence.logprobs for sequence in sequences]),
             "versions": _joined([sequence.versions for sequence in sequences]).float(),
         },
+        rollouts=torch.arange(len(rollouts)).repeat_interleave(sizes) if is_forked else None,
     )
     if advantages is not None:
         each = len(advantages) == len(rollouts)
@@ -47,6 +51,35 @@ def make_batch(
 def counts_of(rollouts: Sequence[Rollout]) -> torch.Tensor:
     """Return the number of sampled tokens of each rollout, int64 [N]."""
     return torch.tensor([rollout.sampled_count for rollout in rollouts])
+
+
+def turn_ends(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    """Return whether each of the C sampled tokens is the last one of its turn, bool [C]."""
+    lengths = [length for rollout in rollouts for length in rollout.turn_lengths]
+    ends = torch.zeros(sum(lengths), dtype=torch.bool)
+    ends[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = True
+    return ends
+
+
+def turn_rewards(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    """Return the reward of each of the C sampled tokens, float32 [C]: the last token of a turn has
+    the reward of the turn. All are 0 if only the reward of the whole rollout is known.
+
+    Raises RunError if a rollout has another number of rewards than of turns.
+    """
+    earned = torch.zeros(int(counts_of(rollouts).sum()))
+    each = list[float]()
+    for rollout in rollouts:
+        turns = len(rollout.turn_lengths)
+        rewards = rollout.turn_rewards or (0.0,) * turns
+        if len(rewards) != turns:
+            raise RunError(
+                f"rollout {rollout.sample} of prompt {rollout.prompt.prompt_id} has "
+                f"{len(rewards)} rewards of turns, but {turns} turns"
+            )
+        each += rewards
+    earned[turn_ends(rollouts)] = torch.tensor(each, dtype=torch.float32)
+    return earned
 
 
 def whole_texts(rollouts: Sequence[Rollout]) -> tuple[Batch, torch.Tensor]:

@@ -17,7 +17,7 @@ from rl.algorithms.advantages import (
     overlong_penalty,
 )
 from rl.algorithms.algorithm import Algorithm
-from rl.algorithms.batch import counts_of
+from rl.algorithms.batch import counts_of, turn_ends, turn_rewards
 from rl.algorithms.corrections import Correction, MaskedIS, TruncatedIS, correction_weights
 from rl.algorithms.kl import AdaptiveKL, Estimator, kl
 from rl.algorithms.loss_results import moments
@@ -68,6 +68,15 @@ class PolicyGradient(Algorithm):
 
         adaptive_kl: AdaptiveKL.Config = field(default_factory=AdaptiveKL.Config)
         """Adaptation of the KL coefficient that is above 0, in the loss or in the reward."""
+
+        credit: Literal["episode", "turn"] = "episode"
+        """Sampled tokens that get the reward, for estimators that tell tokens apart.
+
+        - ``episode``: The last token of a rollout gets its whole reward.
+        - ``turn``: The last token of each answer gets the reward of the step that follows it, and
+          the last token of the rollout the rest. Requires an environment as the task, and an
+          advantage that tells tokens apart.
+        """
 
         overlong_buffer: Annotated[int, at_least(0, 10**8)] = 0
         """Number of tokens before ``rollout.max_tokens`` over which a completion's reward decreases
@@ -225,6 +234,8 @@ class PolicyGradient(Algorithm):
             lengths=lengths,
             token_rewards=token_rewards,
             values=None if values is None else values[batch.loss_mask],
+            turn_rewards=turn_rewards(rollouts) if self.config.credit == "turn" else None,
+            turn_ends=turn_ends(rollouts),
         )
         with_returns = self.config.advantage.needs_values
         found = advantages_of(self._advantage, scored, with_returns=with_returns)
@@ -244,14 +255,16 @@ class PolicyGradient(Algorithm):
         count = updates // self.config.update_epochs
         cut = list[Batch]()
         for epoch in range(self.config.update_epochs):
-            order = list(range(len(batch)))
+            order = batch.rows_by_rollout
             random.Random(f"{self.run.seed}/update/{step}/{epoch}").shuffle(order)
-            cut += [batch.select(sorted(order[first::count])) for first in range(count)]
+            for first in range(count):
+                rows = sorted(row for rollout in order[first::count] for row in rollout)
+                cut.append(batch.select(rows))
         return cut
 
-    def denominator(self, sequences: int) -> float | None:
-        """Return the divisor of the summed loss of ``sequences``; None for the sum of weights."""
-        return batch_denominator(sequences, self.reduction)
+    def denominator(self, rollouts: int) -> float | None:
+        """Return the divisor of the summed loss of ``rollouts``; None for the sum of weights."""
+        return batch_denominator(rollouts, self.reduction)
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
         """Adapt the KL coefficient."""

@@ -173,6 +173,7 @@ def _rollout_row(step: int, rollout: Rollout) -> dict:
         "sample": rollout.sample,
         "task": rollout.prompt.task,
         "reward": rollout.reward,
+        "turn_rewards": rollout.turn_rewards,
         "metrics": dict(Metrics(rollout.metrics)),
         "prompt": rollout.prompt.text,
         "answer": rollout.prompt.answer,

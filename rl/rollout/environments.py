@@ -39,6 +39,8 @@ class _Episode:
     """Number of tool calls that could not be read."""
     score: Score = field(default_factory=lambda: Score(reward=0.0, correct=False))
     """Score so far."""
+    rewards: list[float] = field(default_factory=list)
+    """Reward of each step."""
     started: float = field(default_factory=time.monotonic)
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
@@ -176,6 +178,7 @@ class Environments:
             now = plain_score(score)
         except InvalidScore as error:
             self._refuse(episode, f"step returned {error}")
+        episode.rewards.append(now.reward)
         episode.score = Score(
             reward=before.reward + now.reward,
             correct=now.correct,
@@ -226,6 +229,7 @@ class Environments:
             correct=score.correct,
             metrics={**score.metrics, **counts},
             stop_reason=reason,
+            turn_rewards=tuple(episode.rewards),
         )
         return EpisodeTurn(tokens=[], end=end)
 

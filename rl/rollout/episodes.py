@@ -76,6 +76,7 @@ class Episode:
             stop_reason=self.end.stop_reason,
             reward=self.end.reward,
             metrics={"correct": float(self.end.correct), **self.end.metrics},
+            turn_rewards=self.end.turn_rewards,
         )
 
 

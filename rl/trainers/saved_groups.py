@@ -88,7 +88,11 @@ def _groups(arrays: Arrays) -> dict[int, Group]:
             Rollout(
                 prompt=prompt,
                 sequences=tuple(sequence() for _ in range(count)),
-                **rollout | {"metrics": _metrics(rollout["metrics"])},
+                **rollout
+                | {
+                    "metrics": _metrics(rollout["metrics"]),
+                    "turn_rewards": tuple(rollout["turn_rewards"]),
+                },
             )
             for rollout, count in group["rollouts"]
         ]

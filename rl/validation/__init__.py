@@ -12,6 +12,7 @@ from rl.model.shape import shape_of
 from rl.tasks.environment import EnvironmentTask
 from rl.training.config import adaptable_layers
 from rl.validation.engines import validate_engines
+from rl.validation.episodes import validate_episodes
 from rl.validation.folders import validate_folders
 from rl.validation.layouts import validate_layouts
 from rl.validation.unused import validate_unused
@@ -239,6 +240,7 @@ def _validate_chunks(config: RLConfig) -> None:
 
 def _validate_algorithm(config: RLConfig) -> None:
     config.algorithm.check(config.rollout)
+    validate_episodes(config)
     in_turns = config.rollout.max_staleness == 0 and config.generator.enforce_eager
     require(
         config.colocate != "all" or in_turns,

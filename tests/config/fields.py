@@ -9,6 +9,7 @@ WATCHDOG = "trainers/test_watchdog.py::"
 LOSSES = "algorithms/test_losses.py::test_loss_and_gradient_match_the_papers"
 PAIRS = "algorithms/test_sequence_losses.py::test_loss_and_gradient_of_pairs_are_the_papers"
 ADVANTAGES = "algorithms/test_advantages.py::test_advantages_match_the_papers"
+TURNS = "algorithms/test_turns.py::"
 MEANS = "algorithms/test_sequence_losses.py::test_a_score_is_the_sum_or_mean_of_the_trained_tokens"
 CLIPS = "algorithms/test_losses.py::test_the_clip_stops_only_moves_away_from_the_old_policy"
 REDUCTIONS = "algorithms/test_losses.py::test_reductions_match_the_papers"
@@ -290,14 +291,21 @@ ACTS: dict[str, dict[str, str]] = {
             "reward_kl_coef reward_kl_estimator"
         ),
         "trainers/test_policy_gradient.py::test_long_completions_lose_reward": "overlong_buffer",
+        f"{TURNS}test_the_reward_of_a_turn_is_credited_if_the_config_says_so": "credit",
         "trainers/test_policy_gradient.py::"
         "test_each_epoch_visits_every_rollout_once_in_its_own_order": (
             "update_epochs prompts_per_minibatch"
         ),
     },
     "GroupAdvantage.Config": {ADVANTAGES: "normalize_std"},
-    "ReinforcePlusPlus.Config": {ADVANTAGES: "gamma baseline"},
-    "GAE.Config": {ADVANTAGES: "gamma lam whiten"},
+    "ReinforcePlusPlus.Config": {
+        ADVANTAGES: "gamma baseline",
+        f"{TURNS}test_reinforce_discounts_per_token_or_per_turn": "discount_per",
+    },
+    "GAE.Config": {
+        ADVANTAGES: "gamma lam whiten",
+        f"{TURNS}test_gae_over_turns_is_the_formula": "discount_per",
+    },
     "PolicyLoss.Config": {
         LOSSES: "entropy_coef kl_coef kl_estimator",
         REDUCTIONS: "reduction",

@@ -116,7 +116,7 @@ def test_changes_are_printed_under_their_effect(capsys):
     assert main(["--config", "quickstart", "--diff", "quickstart"]) == 0
     assert capsys.readouterr().out == "quickstart and quickstart are the same\n"
     assert main(["--config", "quickstart", "--diff", "quickstar"]) == 2
-    assert "did you mean quickstart?" in capsys.readouterr().err
+    assert "did you mean quickstart or tool_quickstart?" in capsys.readouterr().err
 
 
 def test_the_other_config_may_be_that_of_a_run(tmp_path, capsys):

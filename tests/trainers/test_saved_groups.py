@@ -28,6 +28,7 @@ def rollout(prompt: Prompt, sample: int, length: int) -> Rollout:
         text="é\n\u2028",
         reward=1 / 3,
         metrics=metrics,
+        turn_rewards=(0.1, 0.2),
     )
 
 

@@ -1,0 +1,257 @@
+"""Credit of the turns of an episode, transcribed in float64, one turn at a time."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from rl.algorithms.advantages import GAE, GroupAdvantage, LeaveOneOut, ReinforcePlusPlus, Scored
+from rl.algorithms.batch import counts_of, make_batch, turn_ends, turn_rewards
+from rl.cli import find_config
+from rl.errors import RunError
+from rl.types import Prompt, Rollout, Sequence
+
+
+def sequence(draws, turns):
+    """Return fed and sampled tokens of ``turns`` answers, each of one to four tokens."""
+    sampled = []
+    for _ in range(turns):
+        sampled += [False] * draws.randint(1, 3) + [True] * draws.randint(1, 4)
+    mask = np.array(sampled)
+    tokens = np.arange(len(mask), dtype=np.int32)
+    logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
+    versions = np.where(mask, 0, -1).astype(np.int32)
+    return Sequence(tokens=tokens, sampled=mask, logprobs=logprobs, versions=versions)
+
+
+def episodes(seed):
+    """Return two groups of three episodes, of one to four turns in one or two sequences."""
+    draws = random.Random(seed)
+    made = []
+    for number in range(6):
+        parts = tuple(sequence(draws, draws.randint(1, 2)) for _ in range(1 + number % 2))
+        turns = sum(len(lengths_of(part)) for part in parts)
+        rewards = tuple(draws.uniform(-1, 1) for _ in range(turns))
+        prompt = Prompt(prompt_id=number // 3, tokens=[], text="", answer="")
+        made.append(
+            Rollout(
+                prompt=prompt,
+                sample=number % 3,
+                sequences=parts,
+                text="",
+                stop_reason="done",
+                reward=sum(rewards),
+                turn_rewards=rewards,
+            )
+        )
+    return made
+
+
+def lengths_of(part):
+    """Return the length of each run of sampled tokens, counted one token at a time."""
+    lengths = []
+    before = False
+    for now in part.sampled.tolist():
+        if now and not before:
+            lengths.append(0)
+        if now:
+            lengths[-1] += 1
+        before = now
+    return lengths
+
+
+def scored(rollouts, seed, *, by_turn=True):
+    draw = torch.Generator().manual_seed(seed)
+    lengths = counts_of(rollouts)
+    count = int(lengths.sum())
+    return Scored(
+        rewards=torch.tensor([rollout.reward for rollout in rollouts]),
+        groups=torch.tensor([rollout.prompt.prompt_id for rollout in rollouts]),
+        lengths=lengths,
+        token_rewards=-0.1 * torch.rand(count, generator=draw),
+        values=torch.randn(count, generator=draw),
+        turn_rewards=turn_rewards(rollouts) if by_turn else None,
+        turn_ends=turn_ends(rollouts),
+    )
+
+
+def each_turn(rollouts, given):
+    """Yield, by rollout, its turns: lists of (reward, value) of each token, in Python's floats."""
+    place = 0
+    for rollout in rollouts:
+        turns = []
+        lengths = [length for part in rollout.sequences for length in lengths_of(part)]
+        for length, reward in zip(lengths, rollout.turn_rewards, strict=True):
+            rewards = given.token_rewards[place : place + length].tolist()
+            if given.turn_rewards is not None:
+                rewards[-1] += reward
+            values = given.values[place : place + length].tolist()
+            turns.append([*zip(rewards, values, strict=True)])
+            place += length
+        if given.turn_rewards is None:
+            last, value = turns[-1][-1]
+            turns[-1][-1] = (last + rollout.reward, value)
+        yield turns
+
+
+def gae_by_turn(turns, gamma, lam):
+    """Return advantages: within an answer rewards are summed, between answers gamma and lambda
+    act.
+    """
+    advantages = []
+    following = 0.0  # the critic's value at the begin of the next turn
+    after = 0.0  # the advantage there
+    for turn in reversed(turns):
+        own = [
+            sum(reward for reward, _ in turn[place:]) + gamma * following - value
+            for place, (_, value) in enumerate(turn)
+        ]
+        own = [each + gamma * lam * after for each in own]
+        following = turn[0][1]
+        after = own[0]
+        advantages = own + advantages
+    return advantages
+
+
+def gae_by_token(turns, gamma, lam):
+    tokens = [token for turn in turns for token in turn]
+    advantages = []
+    following = after = 0.0
+    for reward, value in reversed(tokens):
+        after = reward + gamma * following - value + gamma * lam * after
+        following = value
+        advantages.insert(0, after)
+    return advantages
+
+
+FORMULAS = {"turn": gae_by_turn, "token": gae_by_token}
+
+
+@pytest.mark.parametrize("by_turn", [True, False], ids=["turn", "episode"])
+@pytest.mark.parametrize("unit", FORMULAS)
+@pytest.mark.parametrize("seed", range(3))
+def test_gae_over_turns_is_the_formula(unit, by_turn, seed):
+    rollouts = episodes(seed)
+    given = scored(rollouts, seed, by_turn=by_turn)
+    config = GAE.Config(gamma=0.9, lam=0.8, whiten=False, discount_per=unit)
+    found = config.build()(given)
+    rows = [FORMULAS[unit](turns, 0.9, 0.8) for turns in each_turn(rollouts, given)]
+    wanted = torch.tensor([each for row in rows for each in row], dtype=torch.float64)
+    torch.testing.assert_close(found.advantages.double(), wanted, rtol=1e-5, atol=1e-6)
+    targets = wanted + given.values
+    torch.testing.assert_close(found.returns.double(), targets, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("unit", FORMULAS)
+def test_reinforce_discounts_per_token_or_per_turn(unit):
+    rollouts = episodes(0)
+    given = scored(rollouts, 0)
+    found = ReinforcePlusPlus.Config(gamma=0.7, discount_per=unit).build()(given).advantages
+    earned = []
+    for turns in each_turn(rollouts, given):
+        for index, turn in enumerate(turns):
+            for place in range(len(turn)):
+                total = 0.0
+                tokens = 0
+                for later in range(index, len(turns)):
+                    for reward, _ in turns[later][place if later == index else 0 :]:
+                        total += 0.7 ** (tokens if unit == "token" else later - index) * reward
+                        tokens += 1
+                earned.append(total)
+    values = torch.tensor(earned, dtype=torch.float64)
+    wanted = (values - values.mean()) / (values.std(correction=0) + 1e-8)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [GroupAdvantage.Config(), LeaveOneOut.Config()])
+def test_group_advantages_compare_whole_episodes(config):
+    """A forked episode counts once, and the place of its reward makes no difference."""
+    rollouts = episodes(1)
+    by_turn, whole = (
+        config.build()(scored(rollouts, 1, by_turn=by_turn)).advantages for by_turn in (True, False)
+    )
+    assert torch.equal(by_turn, whole)
+    totals = scored(rollouts, 1).totals.split([3, 3])
+    lengths = counts_of(rollouts).split([3, 3])
+    wanted = []
+    for group, counts in zip(totals, lengths, strict=True):
+        mean = group.mean()
+        others = (group.sum() - group) / 2
+        norm = (group - mean) / (group.std() + 1e-6)
+        each = norm if isinstance(config, GroupAdvantage.Config) else group - others
+        wanted.append(each.repeat_interleave(counts))
+    torch.testing.assert_close(by_turn.double(), torch.cat(wanted), rtol=1e-5, atol=1e-6)
+
+
+def test_the_last_token_of_a_turn_has_its_reward_and_the_last_of_all_the_rest():
+    rollouts = episodes(2)
+    given = dataclasses.replace(
+        scored(rollouts, 2), token_rewards=torch.zeros(int(counts_of(rollouts).sum()))
+    )
+    more = dataclasses.replace(given, rewards=given.rewards + 5.0)  # of a reward model
+    place = 0
+    for rollout in rollouts:
+        lengths = [length for part in rollout.sequences for length in lengths_of(part)]
+        for number, length in enumerate(lengths):
+            place += length
+            rest = 5.0 if number + 1 == len(lengths) else 0.0
+            earned = rollout.turn_rewards[number]
+            assert float(given.earned[place - 1]) == pytest.approx(earned, abs=1e-6)
+            assert float(more.earned[place - 1]) == pytest.approx(earned + rest, abs=1e-6)
+    assert int((given.earned.abs() > 1e-6).sum()) == sum(len(r.turn_rewards) for r in rollouts)
+
+
+def test_an_episode_with_rewards_of_other_turns_is_refused():
+    rollout = dataclasses.replace(episodes(0)[0], turn_rewards=(1.0,) * 9)
+    with pytest.raises(RunError, match="rollout 0 of prompt 0 has 9 rewards of turns, but"):
+        turn_rewards([rollout])
+
+
+def test_a_rollout_with_one_reward_only_has_it_at_the_end():
+    rollout = dataclasses.replace(episodes(0)[0], turn_rewards=())
+    assert not turn_rewards([rollout]).any()
+
+
+def test_minibatches_and_fixed_length_count_rollouts():
+    """Sequences of one rollout are trained in one update, which divides by rollouts."""
+    config = find_config("quickstart")()
+    rollouts = episodes(3) + episodes(4)
+    config.rollout.prompts_per_step = 4
+    config.algorithm.prompts_per_minibatch = 1
+    config.algorithm.loss.reduction = "fixed_length"
+    algorithm = config.algorithm.build(run=config)
+    batch = make_batch(rollouts, reduction="fixed_length", max_tokens=10)
+    owners = [n for n, rollout in enumerate(rollouts) for _ in rollout.sequences]
+    batch.columns["owner"] = torch.tensor(owners).repeat_interleave(batch.lengths).float()
+    parts = algorithm.minibatches(batch, step=1)
+    assert len(parts) == 4
+    seen = []
+    for part in parts:
+        inside = set(part.columns["owner"].int().tolist())
+        assert len(part.rows_by_rollout) == len(inside) == 3
+        assert algorithm.denominator(len(part.rows_by_rollout)) == 3.0
+        seen += inside
+        wanted = sum(rollouts[each].sampled_count for each in inside) / 10
+        assert float(part.loss_weights.sum()) == pytest.approx(wanted)
+    assert sorted(seen) == list(range(12))
+
+
+@pytest.mark.parametrize("credit", ["episode", "turn"])
+def test_the_reward_of_a_turn_is_credited_if_the_config_says_so(credit):
+    rollouts = episodes(5)
+    config = find_config("quickstart")()
+    config.algorithm.credit = credit
+    config.algorithm.advantage = GAE.Config(lam=1.0, whiten=False)
+    algorithm = config.algorithm.build(run=config)
+    batch = make_batch(rollouts)
+    batch.columns["old_values"] = torch.zeros(len(batch.tokens))
+    algorithm.score(batch, rollouts, torch.tensor([rollout.reward for rollout in rollouts]))
+    found = batch.columns["returns"][batch.loss_mask].split(counts_of(rollouts).tolist())
+    for rollout, returns in zip(rollouts, found, strict=True):
+        lengths = torch.tensor(rollout.turn_lengths)
+        left = torch.tensor(rollout.turn_rewards, dtype=torch.float64).flip(0).cumsum(0).flip(0)
+        each = left if credit == "turn" else torch.full_like(left, rollout.reward)
+        wanted = each.repeat_interleave(lengths)
+        torch.testing.assert_close(returns.double(), wanted, rtol=1e-5, atol=1e-5)

@@ -90,7 +90,13 @@ class RolloutConfig:
     max_lost: Annotated[float, SHARE, COSMETIC] = 0.1
     """Maximum share of groups that may be lost because their reward raised an error, hung or
     returned an invalid value. It is measured over the last 100 groups, or over one step's groups if
-    they are more. Above it the run fails."""
+    they are more. A group that goes on by ``min_episodes`` counts by its share of lost episodes.
+    Above it the run fails."""
+
+    min_episodes: Annotated[int, at_least(0, 10**5)] = 0
+    """Number of episodes with which a group is trained on although others of it were lost: their
+    environment failed. ``ledger.jsonl`` counts the episodes that are missing. 0 drops each group
+    that lost one. Requires an environment as the task."""
 
     recorded_per_step: Annotated[int, at_least(0), COSMETIC] = 4
     """Number of rollouts of each step that are written to ``rollouts.jsonl``."""

@@ -50,6 +50,8 @@ class Episode:
     answers: list[list[int]] = field(default_factory=list)
     """Tokens of each answer of the policy."""
     end: EpisodeEnd | None = None
+    lost: GroupLost | None = None
+    """Failure that ended the episode."""
 
     def feed(self, turn: EpisodeTurn) -> None:
         """Append what the environment adds, or begin again if it rewrote the history."""
@@ -88,8 +90,9 @@ class EpisodeCollector(Collector):
             sample one answer of each           # one call of ``generate``
             step the environment of each        # all are awaited
 
-    So which requests a generator answers together depends on the config alone, and a lost episode
-    costs its group alone. ``longest`` is the maximum length of an episode, in tokens.
+    So which requests a generator answers together depends on the config alone. A lost episode costs
+    its group alone, or itself alone if ``fewest`` episodes of its group are left. ``longest`` is
+    the maximum length of an episode, in tokens.
     """
 
     def __init__(
@@ -113,21 +116,18 @@ class EpisodeCollector(Collector):
         samples: int,
         generate: Generate,
         stream: str = "train",
+        fewest: int = 0,
     ) -> list[list[Rollout] | GroupLost]:
         """Return ``samples`` rollouts of each prompt, in order, or the GroupLost of its group.
         ``generate`` is called once a round.
         """
+        needed = fewest or samples
         groups = [[Episode(next(_keys), prompt, n) for n in range(samples)] for prompt in prompts]
         everything = [episode for group in groups for episode in group]
         lost: dict[int, GroupLost] = {}
         try:
-            await self._each(everything, self._open, lost)
-            while alive := [
-                episode
-                for number, group in enumerate(groups)
-                for episode in group
-                if episode.end is None and prompts[number].prompt_id not in lost
-            ]:
+            await self._each(everything, self._open)
+            while alive := self._alive(groups, needed, lost):
                 requests = [self._request(episode, sampling, stream) for episode in alive]
                 with self.watch.span("generate"):
                     completions = await generate(requests)
@@ -136,28 +136,43 @@ class EpisodeCollector(Collector):
                 for episode, completion in zip(alive, completions, strict=True):
                     episode.answer(completion)
                 with self.watch.span("score"):
-                    await self._each(alive, self._step, lost)
+                    await self._each(alive, self._step)
         finally:
             await self._service.close([each.key for each in everything if each.end is None])
+        for number, group in enumerate(groups):
+            for episode in group if number not in lost else ():
+                if episode.lost is not None:
+                    self.count_episode(episode.lost)
         return [
-            lost.get(prompt.prompt_id) or [episode.rollout() for episode in group]
-            for prompt, group in zip(prompts, groups, strict=True)
+            lost.get(number) or [episode.rollout() for episode in group if episode.lost is None]
+            for number, group in enumerate(groups)
         ]
 
+    def _alive(
+        self, groups: list[list[Episode]], needed: int, lost: dict[int, GroupLost]
+    ) -> list[Episode]:
+        """Return the episodes that go on, and note in ``lost`` by index each group that has fewer
+        than ``needed`` left. Its reason is that of its first lost episode, in the order of samples.
+        """
+        alive = []
+        for number, group in enumerate(groups):
+            errors = [episode.lost for episode in group if episode.lost is not None]
+            if len(group) - len(errors) >= needed:
+                alive += [each for each in group if each.end is None and each.lost is None]
+            elif number not in lost:
+                lost[number] = self.count(errors[0])
+        return alive
+
     async def _each(
-        self,
-        episodes: list[Episode],
-        act: Callable[[Episode], Awaitable[EpisodeTurn]],
-        lost: dict[int, GroupLost],
+        self, episodes: list[Episode], act: Callable[[Episode], Awaitable[EpisodeTurn]]
     ) -> None:
-        """Advance all ``episodes`` at once, and note in ``lost`` the groups of those that fail."""
+        """Advance all ``episodes`` at once, and note the failures of those that fail."""
 
         async def advance(episode: Episode) -> None:
             try:
                 turn = await act(episode)
             except GroupLost as error:
-                if episode.prompt.prompt_id not in lost:
-                    lost[episode.prompt.prompt_id] = self.count(error)
+                episode.lost = error
                 return
             episode.feed(turn)
 

@@ -31,6 +31,8 @@ class Collector(ABC):
         self._warn = warn
         self.lost: Counter[str] = Counter()
         """Number of lost groups, including those of evaluations, by reason and exception type."""
+        self.lost_episodes: Counter[str] = Counter()
+        """Number of lost episodes of groups that went on without them, in the same form."""
 
     @abstractmethod
     async def collect(
@@ -41,16 +43,27 @@ class Collector(ABC):
         samples: int,
         generate: Generate,
         stream: str = "train",
+        fewest: int = 0,
     ) -> list[list[Rollout] | GroupLost]:
-        """Return ``samples`` rollouts of each prompt, in order, or the GroupLost of its group."""
+        """Return ``samples`` rollouts of each prompt, in order, or the GroupLost of its group.
+
+        A group of episodes that loses some of them goes on with at least ``fewest``; 0 for all.
+        """
 
     def count(self, lost: GroupLost) -> GroupLost:
         """Count a lost group, and return it."""
-        kind = f"{lost.reason} ({lost.kind})" if lost.kind else lost.reason
-        self.lost[kind] += 1
-        if self.lost[kind] == 1:
-            self._warn(f"{lost}\nthe group is lost; more groups of this kind are only counted")
+        self._count(lost, self.lost, "group")
         return lost
+
+    def count_episode(self, lost: GroupLost) -> None:
+        """Count a lost episode of a group that went on without it."""
+        self._count(lost, self.lost_episodes, "episode")
+
+    def _count(self, lost: GroupLost, counter: Counter[str], noun: str) -> None:
+        kind = f"{lost.reason} ({lost.kind})" if lost.kind else lost.reason
+        counter[kind] += 1
+        if counter[kind] == 1:
+            self._warn(f"{lost}\nthe {noun} is lost; more {noun}s of this kind are only counted")
 
 
 class Rollouter(Collector):
@@ -68,9 +81,10 @@ class Rollouter(Collector):
         samples: int,
         generate: Generate,
         stream: str = "train",
+        fewest: int = 0,
     ) -> list[list[Rollout] | GroupLost]:
         """Return ``samples`` rollouts of each prompt, in order, or the GroupLost of its group.
-        ``generate`` is called once.
+        ``generate`` is called once. ``fewest`` is of episodes alone.
         """
         requests = [
             GenerationRequest(

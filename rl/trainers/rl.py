@@ -130,6 +130,7 @@ class RLTrainer(Trainer[RLConfig]):
         return super().facts() | {
             "dropped": dict(self.ledger.dropped),
             "lost": dict(self.session.rollouter.lost),
+            "lost_episodes": dict(self.session.rollouter.lost_episodes),
         }
 
     def whereabouts(self) -> dict[str, Any]:
@@ -191,7 +192,9 @@ class RLTrainer(Trainer[RLConfig]):
             }
         )
         self.record_rollouts(groups)
-        self.record.append_ledger({"step": self.step, **ledger, "staleness": staleness})
+        samples = self.arguments.rollout.samples_per_prompt
+        lost = {"episodes_lost_now": sum(samples - len(group) for group in groups)}
+        self.record.append_ledger({"step": self.step, **ledger, **lost, "staleness": staleness})
         self.report.step(row, updates, tokens=tokens)
 
     def record_rollouts(self, groups: list[Group]) -> None:

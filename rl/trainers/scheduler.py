@@ -52,9 +52,9 @@ class RolloutScheduler:
         self._evaluate = evaluate
         self._size = config.rollout.prompts_per_step
         self._replicas = config.generator.replicas
-        # Whether each of the newest groups was lost.
-        self._recent: deque[bool] = deque(maxlen=max(WINDOW, self._size))
-        self._before_batch: list[bool] = []  # the same, without the batch that is being sampled
+        # Share that each of the newest groups lost: its episodes, or all of it.
+        self._recent: deque[float] = deque(maxlen=max(WINDOW, self._size))
+        self._before_batch: list[float] = []  # the same, without the batch that is being sampled
         self._resampled = 0
         self._sampled = 0  # batches
         self._held = 0
@@ -205,7 +205,11 @@ class RolloutScheduler:
         prompts = [training_prompt(self._task, prompt_id) for prompt_id in prompt_ids]
         samples = self._config.rollout.samples_per_prompt
         groups = await self._session.rollouter.collect(
-            prompts, self._sampling, samples=samples, generate=generate
+            prompts,
+            self._sampling,
+            samples=samples,
+            generate=generate,
+            fewest=self._config.rollout.min_episodes,
         )
         return dict(zip(prompt_ids, groups, strict=True))
 
@@ -214,19 +218,23 @@ class RolloutScheduler:
 
         Raises RunError, with the last cause, if too many groups were lost.
         """
-        self._recent.append(isinstance(outcome, GroupLost))
+        rollout = self._config.rollout
+        left = 0 if isinstance(outcome, GroupLost) else len(outcome)
+        self._recent.append(1 - left / rollout.samples_per_prompt)
+        lost = sum(self._recent)
+        too_many = lost > rollout.max_lost * (self._recent.maxlen or 0)
+        if too_many and left < rollout.samples_per_prompt:
+            cause = outcome if isinstance(outcome, GroupLost) else None
+            raise RunError(
+                f"{lost:g} of the last {len(self._recent)} groups were lost, more than "
+                f"rollout.max_lost={rollout.max_lost} allows; the last: "
+                f"{cause or f'a group with {left} of its episodes'}"
+            ) from cause
         if isinstance(outcome, GroupLost):
-            limit = self._config.rollout.max_lost * (self._recent.maxlen or 0)
-            if sum(self._recent) > limit:
-                raise RunError(
-                    f"{sum(self._recent)} of the last {len(self._recent)} groups were lost, more "
-                    f"than rollout.max_lost={self._config.rollout.max_lost} allows; the last: "
-                    f"{outcome}"
-                ) from outcome
             return outcome.reason
         if (
             len({rollout.reward for rollout in outcome}) == 1
-            and self._resampled < self._config.rollout.max_resampled_groups
+            and self._resampled < rollout.max_resampled_groups
         ):
             self._resampled += 1
             return "rewards all equal"

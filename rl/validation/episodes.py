@@ -6,11 +6,13 @@ from rl.config import RLConfig
 from rl.errors import require, require_value
 from rl.tasks.environment import EnvironmentTask
 
+ENVIRONMENT_OR_WHOLE = "unless the task is an environment: others lose whole groups"
 ENVIRONMENT = "unless the task is an environment: other rollouts have one turn"
 
 
 def validate_episodes(config: RLConfig) -> None:
     """Raise ConfigError, naming the field, if a field of episodes cannot act."""
+    _validate_lost(config)
     algorithm = config.algorithm
     if not isinstance(algorithm, PolicyGradient.Config):
         return
@@ -19,7 +21,9 @@ def validate_episodes(config: RLConfig) -> None:
     name = type(advantage).__qualname__.removesuffix(".Config")
     credit = algorithm.credit
     by_turn = credit == "turn"
-    require_value(is_episodic or not by_turn, "algorithm.credit", credit, f"'episode' {ENVIRONMENT}")
+    require_value(
+        is_episodic or not by_turn, "algorithm.credit", credit, f"'episode' {ENVIRONMENT}"
+    )
     rule = f"'episode' with algorithm.advantage={name}, which compares whole rollouts"
     require_value(advantage.by_token or not by_turn, "algorithm.credit", credit, rule)
     if isinstance(advantage, GAE.Config | ReinforcePlusPlus.Config):
@@ -34,3 +38,17 @@ def validate_episodes(config: RLConfig) -> None:
         f"algorithm.overlong_buffer is {algorithm.overlong_buffer}; it must be 0 if the task is an "
         "environment: rollout.max_tokens limits one answer, not the rollout",
     )
+
+
+def _validate_lost(config: RLConfig) -> None:
+    least = config.rollout.min_episodes
+    samples = config.rollout.samples_per_prompt
+    field = "rollout.min_episodes"
+    is_episodic = isinstance(config.task, EnvironmentTask.Config)
+    require_value(is_episodic or least == 0, field, least, f"0 {ENVIRONMENT_OR_WHOLE}")
+    rule = f"less than rollout.samples_per_prompt={samples}, or 0 to drop the group"
+    require_value(least < samples or least == 0, field, least, rule)
+    algorithm = config.algorithm
+    compares = isinstance(algorithm, PolicyGradient.Config) and algorithm.advantage.needs_group
+    rule = "0 or at least 2: the advantage compares the rollouts of a prompt"
+    require_value(least != 1 or not compares, field, least, rule)

@@ -277,6 +277,9 @@ ACTS: dict[str, dict[str, str]] = {
             "max_resampled_groups"
         ),
         f"{SAMPLING}test_lost_groups_make_room_until_they_are_too_many": "max_lost",
+        f"{SAMPLING}test_a_group_may_go_on_with_the_episodes_that_the_config_asks_for": (
+            "min_episodes"
+        ),
         "actors/test_reward.py::test_lost_worker_is_started_again_while_another_goes_on": (
             "reward_workers"
         ),

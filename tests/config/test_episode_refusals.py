@@ -62,3 +62,23 @@ def test_every_run_is_checked():
 )
 def test_credit_of_turns_is_accepted(fields):
     validate_episodes(config_of(GAME, **fields))
+
+
+@pytest.mark.parametrize(
+    ("task", "advantage", "least", "message"),
+    [
+        (None, GroupAdvantage.Config(), 2, "min_episodes is 2; it must be 0 unless the task is"),
+        (GAME, GroupAdvantage.Config(), 8, "is 8; it must be less than .*samples_per_prompt=8"),
+        (GAME, GroupAdvantage.Config(), 1, "is 1; it must be 0 or at least 2: the advantage"),
+        (GAME, GroupAdvantage.Config(), 2, None),
+        (GAME, GAE.Config(), 1, None),
+    ],
+)
+def test_a_group_that_goes_on_can_be_compared(task, advantage, least, message):
+    config = config_of(task, advantage=advantage)
+    config.rollout.min_episodes = least
+    if message is None:
+        validate_episodes(config)
+        return
+    with pytest.raises(ConfigError, match=message):
+        validate_episodes(config)

@@ -15,6 +15,8 @@ RAISES, RAISES_AT_RESET, NO_STEP, NAN, NO_MESSAGES, DIES, HANGS, HANGS_ASYNC, EX
     100, 109
 )
 NO_OPENING, ASSISTANT, CLOSE_RAISES, LONG, TIMES_OUT = range(109, 114)
+FIRST_RAISES = 120
+"""Its first sample raises in its first step."""
 TURNS = 4
 
 
@@ -38,7 +40,7 @@ class Moody(EnvironmentTask):
 
 class Environment(MessageEnvironment):
     def __init__(self, mood, sample):
-        self.mood = mood
+        self.mood = RAISES if (mood, sample) == (FIRST_RAISES, 0) else mood
         self.rng = random.Random(f"{mood}/{sample}")
         self.answers = []
         self.is_closed = False

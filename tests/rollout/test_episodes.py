@@ -58,7 +58,15 @@ class Engine:
 
 
 def collect(
-    model, prompt_ids, *, engine=None, samples=2, sampling=SAMPLING, task=moody.Moody, **fields
+    model,
+    prompt_ids,
+    *,
+    engine=None,
+    samples=2,
+    sampling=SAMPLING,
+    task=moody.Moody,
+    fewest=0,
+    **fields,
 ):
     """Return the outcome of each prompt, the collector and the environments."""
     fields = {"max_episode_tokens": LONGEST, "step_s": 5.0} | fields
@@ -73,7 +81,9 @@ def collect(
         warn=warnings.append,
     )
     prompts = [task.prompt(prompt_id) for prompt_id in prompt_ids]
-    work = collector.collect(prompts, sampling, samples=samples, generate=engine or Engine())
+    work = collector.collect(
+        prompts, sampling, samples=samples, generate=engine or Engine(), fewest=fewest
+    )
     outcomes = asyncio.run(work)
     assert len(environments) == 0
     collector.warnings = warnings
@@ -194,6 +204,33 @@ def test_an_environment_that_fails_costs_its_group_alone(model, mood, reason, wo
     assert [rollout.stop_reason for rollout in healthy] == ["done"] * 2
     assert collector.lost.total() == 1
     assert len(collector.warnings) == 1
+
+
+@pytest.mark.parametrize("fewest", [0, 2, 3])
+def test_a_group_goes_on_with_as_many_episodes_as_the_config_asks_for(model, fewest):
+    engine = Engine(habits=["plain"])
+    (group, healthy), collector = collect(
+        model, [moody.FIRST_RAISES, 4], engine=engine, samples=3, fewest=fewest
+    )
+    assert len(healthy) == 3
+    if fewest == 2:
+        assert [rollout.sample for rollout in group] == [1, 2]
+        assert [rollout.reward for rollout in group] == [1.0, 1.0]
+        assert collector.lost_episodes == {"environment raised (ZeroDivisionError)": 1}
+        assert not collector.lost
+    else:
+        assert "no step today; prompt 120, sample 0" in str(group)
+        assert collector.lost == {"environment raised (ZeroDivisionError)": 1}
+        assert not collector.lost_episodes
+    assert len(collector.warnings) == 1
+    asked = [len(requests) for requests in engine.rounds]
+    assert asked == [6, *[5 if fewest == 2 else 3] * (moody.TURNS - 1)]
+
+
+def test_all_episodes_of_a_group_may_be_lost(model):
+    (group,), collector = collect(model, [moody.RAISES], engine=Engine(habits=["plain"]), fewest=1)
+    assert isinstance(group, GroupLost)
+    assert not collector.lost_episodes
 
 
 def test_an_opening_is_as_long_as_the_config_allows(model):

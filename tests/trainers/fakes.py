@@ -371,7 +371,9 @@ class Generator(Mesh):
 
 
 class Rewards(Mesh):
-    """Rewards that differ within a group, unless a prompt is in ``flat`` or ``lost``."""
+    """Rewards that differ within a group, unless a prompt is in ``flat`` or ``lost``. A group
+    in ``fewer`` has no first rollout.
+    """
 
     name = "reward"
 
@@ -380,6 +382,7 @@ class Rewards(Mesh):
         self.restarts = 0
         self.flat: Container[int] = ()
         self.lost: Container[int] = ()
+        self.fewer: Container[int] = ()
 
     async def score(self, prompt: Prompt, said: Sequence[Completion]) -> list[Rollout]:
         await asyncio.sleep(0)
@@ -398,4 +401,5 @@ class Rewards(Mesh):
                 metrics={"correct": 0.0},
             )
             for i, each in enumerate(said)
+            if i or prompt.prompt_id not in self.fewer
         ]

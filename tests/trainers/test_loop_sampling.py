@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from rl.errors import GroupLost, RankLost, RunError
+from rl.rollout.rollouter import Rollouter
 from rl.tasks.copy_digits import CopyDigits
 from tests.trainers.loops import calls, free, ledger_of
 
@@ -207,3 +208,33 @@ def test_a_batch_is_dropped_when_the_run_goes_back(run):
 
     run(prepare, steps=2, replicas=2)
     assert sorted(scored) == [0, 0, 1, 2, 3]
+
+
+def test_a_group_may_go_on_with_the_episodes_that_the_config_asks_for(run, monkeypatch):
+    asked = []
+    collect = Rollouter.collect
+
+    async def noted(self, *arguments, fewest=0, **options):
+        asked.append(fewest)
+        return await collect(self, *arguments, **options)
+
+    def edit(config):
+        config.rollout.min_episodes = 3
+
+    monkeypatch.setattr(Rollouter, "collect", noted)
+    run(steps=2, edit=edit)
+    assert asked == [3, 3]
+
+
+def test_groups_with_fewer_rollouts_are_in_the_ledger_and_count_by_their_share(run):
+    def edit(config):
+        config.rollout.samples_per_prompt = 4
+
+    def prepare(*_):
+        run.rewards.fewer = range(1, 100, 2)
+
+    run(prepare, steps=3, edit=edit)
+    assert [row["episodes_lost_now"] for row in ledger_of(run.record)] == [1, 1, 1]
+    assert [len(batch) for batch in run.trainer.batches] == [7, 7, 7]
+    with pytest.raises(RunError, match=r"10.25 of the last 82 groups were lost, .*3 of its epis"):
+        run(prepare, steps=50, edit=edit)

@@ -1,16 +1,19 @@
 """Write a tiny random Qwen3 in Hugging Face form and arithmetic word problems to train it on.
 
 Usage: python scripts/make_tiny_model.py --model-dir DIR --data FILE [--lines 200] [--seed 0]
-[--untied] [--experts 4]
+[--untied] [--experts 4] [--calculator]
 
-No download: the tokenizer is trained on the problems. The same seed writes the same bytes.
+With --calculator the data are conversations that use the tools of the calculator task. No download:
+the tokenizer is trained on the data. The same seed writes the same bytes.
 """
 
 import argparse
 import json
 import os
 import random
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -35,6 +38,8 @@ MARKUP = [f"<{end}{name}>" for name in ("think", "tool_call", "tool_response") f
 
 CHAT_TEMPLATE = Path(__file__).with_name("qwen3_chat.jinja")
 VOCAB_SIZE = 512
+LARGEST = 99
+"""Largest number of a demonstration."""
 
 
 def gives_away(rng: random.Random) -> tuple[str, str]:
@@ -118,12 +123,59 @@ def make_problems(lines: int, seed: int) -> list[dict[str, str]]:
     return [{"question": question, "answer": answer} for question, answer in problems.items()]
 
 
+def make_demonstrations(lines: int, seed: int) -> list[dict[str, Any]]:
+    """Conversations that compute an expression of the calculator task by a tool call. None of them
+    is held out; no expression comes twice.
+    """
+    from rl.tasks.calculator import OPERATIONS, TOOLS, is_held_out, question  # takes seconds
+
+    rng = random.Random(seed)
+    rows = dict[str, dict[str, Any]]()
+    while len(rows) < lines:
+        arguments = {"a": rng.randint(0, LARGEST), "b": rng.randint(0, LARGEST)}
+        sign = rng.choice([*OPERATIONS])
+        text = f"{arguments['a']} {sign} {arguments['b']}"
+        if is_held_out(text):
+            continue
+        function = {"name": OPERATIONS[sign].__name__, "arguments": arguments}
+        result = str(OPERATIONS[sign](**arguments))
+        messages = [
+            {"role": "user", "content": question(text)},
+            {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]},
+            {"role": "tool", "content": result},
+            {"role": "assistant", "content": result},
+        ]
+        rows[text] = {"messages": messages, "tools": TOOLS.schemas}
+    return [*rows.values()]
+
+
+def problem_text(problem: dict[str, str]) -> str:
+    """Text with the words of a prompt and its answer."""
+    # Roles and instruction are in every prompt, so they deserve tokens of their own.
+    words = "system\nuser\nassistant"
+    return f"{words}\n{problem['question']}\n{INSTRUCTION}\n{problem['answer']}"
+
+
+def demonstration_text(row: dict[str, Any]) -> str:
+    """Text of a conversation in Qwen3's chat format."""
+    blank = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    blank.chat_template = CHAT_TEMPLATE.read_text()
+    return blank.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
+
+
 def train_tokenizer(problems: list[dict[str, str]]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most VOCAB_SIZE tokens with Qwen3's control tokens and chat template:
-    any text can be encoded.
+    """Return the tokenizer of word problems."""
+    return tokenizer_of(map(problem_text, problems))
+
+
+def tokenizer_of(texts: Iterable[str], *, single_digits: bool = False) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE of at most VOCAB_SIZE tokens with Qwen3's control tokens and chat
+    template: any text can be encoded. ``single_digits`` gives each digit a token of its own.
     """
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, words]) if single_digits else words
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - len(MARKUP),
@@ -131,11 +183,6 @@ def train_tokenizer(problems: list[dict[str, str]]) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # Roles and instruction are in every prompt, so they deserve tokens of their own.
-    texts = [
-        f"system\nuser\nassistant\n{row['question']}\n{INSTRUCTION}\n{row['answer']}"
-        for row in problems
-    ]
     bpe.train_from_iterator(texts, trainer)
     bpe.add_tokens([AddedToken(word, normalized=False) for word in MARKUP])
     tokenizer = PreTrainedTokenizerFast(
@@ -201,6 +248,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--experts", type=int, default=0, help="experts in each layer, of which a token takes two"
     )
+    parser.add_argument(
+        "--calculator",
+        action="store_true",
+        help="write conversations that use the tools of the calculator task instead of problems",
+    )
     args = parser.parse_args(argv)
     if not 2 <= args.lines <= 10_000:
         parser.error(f"--lines: {args.lines} is not between 2 and 10000")
@@ -208,20 +260,27 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--experts: {args.experts} is neither 0, for a dense model, nor at least 2")
 
     logging.disable_progress_bar()
-    problems = make_problems(args.lines, args.seed)
+    rows: list[Any] = []
+    if args.calculator:
+        rows = make_demonstrations(args.lines, args.seed)
+        tokenizer = tokenizer_of(map(demonstration_text, rows), single_digits=True)
+    else:
+        rows = make_problems(args.lines, args.seed)
+        tokenizer = train_tokenizer(rows)
     args.data.parent.mkdir(parents=True, exist_ok=True)
-    args.data.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    tokenizer = train_tokenizer(problems)
+    args.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = make_model(tokenizer, args.seed, tied=not args.untied, experts=args.experts)
     model.save_pretrained(args.model_dir)
     tokenizer.save_pretrained(args.model_dir)
 
-    print(f"{args.data}: {len(problems)} problems")
+    print(f"{args.data}: {len(rows)} {'conversations' if args.calculator else 'problems'}")
     size = f"{model.num_parameters():,} random parameters, {model.config.vocab_size} tokens"
     print(f"{args.model_dir}: {type(model).__name__}, {size}")
     inputs = f"--model.hf_path {args.model_dir} --task.path {args.data}"
+    config = "tool_demonstrations" if args.calculator else "gsm8k_jsonl"
     small = "--steps 20 --rollout.max_tokens 64 --rollout.prompts_per_step 8"
-    print(f"\nTrain on them:\n  python -m rl.train --config gsm8k_jsonl {inputs} {small}")
+    options = inputs if args.calculator else f"{inputs} {small}"
+    print(f"\nTrain on them:\n  python -m rl.train --config {config} {options}")
 
 
 if __name__ == "__main__":

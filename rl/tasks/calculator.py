@@ -94,12 +94,17 @@ class _Sum(ToolEnvironment):
         self._prompt = prompt
 
     def begin(self) -> Sequence[Mapping[str, Any]]:
-        return [{"role": "user", "content": f"{self._prompt.text} = ?\n{INSTRUCTION}"}]
+        return [{"role": "user", "content": question(self._prompt.text)}]
 
     def finish(self, message: Mapping[str, Any]) -> Reply:
         numbers = re.findall(r"-?\d+", message["content"])
         right = bool(numbers) and numbers[-1] == self._prompt.answer
         return Reply(reward=float(right), correct=right, done=True)
+
+
+def question(text: str) -> str:
+    """Return the user's message that asks for the result of the expression ``text``."""
+    return f"{text} = ?\n{INSTRUCTION}"
 
 
 def is_held_out(text: str) -> bool:

@@ -187,8 +187,10 @@ class Rollout:
     reward: float
     metrics: dict[str, "Entry"] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
-    """Part of ``reward`` that followed each turn, as many as turns; empty if only the whole is
-    known. A turn is a run of sampled tokens: what the policy wrote before others did."""
+    """Part of ``reward`` that followed each turn; empty if only the whole is known."""
+    turn_lengths: tuple[int, ...] = ()
+    """Number of sampled tokens of each turn, in the order of the sequences, as ``turn_rewards``.
+    Empty if each run of sampled tokens is a turn."""
 
     @classmethod
     def single_turn(cls, prompt: Prompt, completion: Completion, **fields: Any) -> "Rollout":
@@ -203,9 +205,10 @@ class Rollout:
         return int(sum(np.count_nonzero(sequence.sampled) for sequence in self.sequences))
 
     @property
-    def turn_lengths(self) -> list[int]:
-        """Number of sampled tokens of each turn, over all sequences; the sum is sampled_count."""
-        return [length for each in self.sequences for length in _runs(each.sampled)]
+    def turns(self) -> list[int]:
+        """Number of sampled tokens of each turn, in the order of the sequences."""
+        runs = (length for each in self.sequences for length in _runs(each.sampled))
+        return [*(self.turn_lengths or runs)]
 
     @property
     def versions(self) -> np.ndarray:

@@ -55,7 +55,7 @@ def counts_of(rollouts: Sequence[Rollout]) -> torch.Tensor:
 
 def turn_ends(rollouts: Sequence[Rollout]) -> torch.Tensor:
     """Return whether each of the C sampled tokens is the last one of its turn, bool [C]."""
-    lengths = [length for rollout in rollouts for length in rollout.turn_lengths]
+    lengths = [length for rollout in rollouts for length in rollout.turns]
     ends = torch.zeros(sum(lengths), dtype=torch.bool)
     ends[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = True
     return ends
@@ -70,7 +70,7 @@ def turn_rewards(rollouts: Sequence[Rollout]) -> torch.Tensor:
     earned = torch.zeros(int(counts_of(rollouts).sum()))
     each = list[float]()
     for rollout in rollouts:
-        turns = len(rollout.turn_lengths)
+        turns = len(rollout.turns)
         rewards = rollout.turn_rewards or (0.0,) * turns
         if len(rewards) != turns:
             raise RunError(

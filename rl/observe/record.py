@@ -174,6 +174,7 @@ def _rollout_row(step: int, rollout: Rollout) -> dict:
         "task": rollout.prompt.task,
         "reward": rollout.reward,
         "turn_rewards": rollout.turn_rewards,
+        "turn_lengths": rollout.turn_lengths,
         "metrics": dict(Metrics(rollout.metrics)),
         "prompt": rollout.prompt.text,
         "answer": rollout.prompt.answer,

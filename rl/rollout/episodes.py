@@ -49,6 +49,8 @@ class Episode:
     log: SequenceLog = field(default_factory=SequenceLog)
     answers: list[list[int]] = field(default_factory=list)
     """Tokens of each answer of the policy."""
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    """Number of the sequence and place there at which each answer ends."""
     end: EpisodeEnd | None = None
     lost: GroupLost | None = None
     """Failure that ended the episode."""
@@ -63,13 +65,16 @@ class Episode:
 
     def answer(self, completion: Completion) -> None:
         """Append an answer of the policy."""
-        self.log.add(self.tokens, completion)
+        strand = self.log.add(self.tokens, completion)
+        self.ends.append((self.log.strands.index(strand), len(strand.tokens)))
         self.tokens += completion.tokens
         self.answers.append(completion.tokens)
 
     def rollout(self) -> Rollout:
         """Return the rollout of the ended episode."""
         assert self.end is not None, "the episode has not ended"
+        order = sorted(range(len(self.ends)), key=self.ends.__getitem__)
+        rewards = self.end.turn_rewards
         return Rollout(
             prompt=self.prompt,
             sample=self.sample,
@@ -78,7 +83,8 @@ class Episode:
             stop_reason=self.end.stop_reason,
             reward=self.end.reward,
             metrics={"correct": float(self.end.correct), **self.end.metrics},
-            turn_rewards=self.end.turn_rewards,
+            turn_rewards=tuple(rewards[number] for number in order) if rewards else (),
+            turn_lengths=tuple(len(self.answers[number]) for number in order),
         )
 
 

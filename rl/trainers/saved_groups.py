@@ -92,6 +92,7 @@ def _groups(arrays: Arrays) -> dict[int, Group]:
                 | {
                     "metrics": _metrics(rollout["metrics"]),
                     "turn_rewards": tuple(rollout["turn_rewards"]),
+                    "turn_lengths": tuple(rollout["turn_lengths"]),
                 },
             )
             for rollout, count in group["rollouts"]

@@ -11,7 +11,8 @@ from rl.algorithms.advantages import GAE, GroupAdvantage, LeaveOneOut, Reinforce
 from rl.algorithms.batch import counts_of, make_batch, turn_ends, turn_rewards
 from rl.cli import find_config
 from rl.errors import RunError
-from rl.types import Prompt, Rollout, Sequence
+from rl.rollout.episodes import Episode
+from rl.types import Completion, EpisodeEnd, EpisodeTurn, Prompt, Rollout, Sequence
 
 
 def sequence(draws, turns):
@@ -250,8 +251,39 @@ def test_the_reward_of_a_turn_is_credited_if_the_config_says_so(credit):
     algorithm.score(batch, rollouts, torch.tensor([rollout.reward for rollout in rollouts]))
     found = batch.columns["returns"][batch.loss_mask].split(counts_of(rollouts).tolist())
     for rollout, returns in zip(rollouts, found, strict=True):
-        lengths = torch.tensor(rollout.turn_lengths)
+        lengths = torch.tensor(rollout.turns)
         left = torch.tensor(rollout.turn_rewards, dtype=torch.float64).flip(0).cumsum(0).flip(0)
         each = left if credit == "turn" else torch.full_like(left, rollout.reward)
         wanted = each.repeat_interleave(lengths)
         torch.testing.assert_close(returns.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_answers_of_a_rewritten_history_keep_their_rewards():
+    """The second answer begins a new sequence, and the third continues the first one at once."""
+    prompt = Prompt(prompt_id=0, tokens=[], text="", answer="")
+    episode = Episode(0, prompt, 0)
+    given = [[1, 2], [7], [1, 2, 3, 3]]
+    for tokens, length in zip(given, (2, 3, 1), strict=True):
+        episode.feed(EpisodeTurn(tokens=tokens, is_whole=True))
+        episode.answer(completion(length))
+    metrics = {"correct": 0.0}
+    end = EpisodeEnd(
+        text="",
+        reward=6.0,
+        correct=True,
+        metrics=metrics,
+        stop_reason="done",
+        turn_rewards=(1, 2, 3),
+    )
+    episode.feed(EpisodeTurn(tokens=[], end=end))
+    rollout = episode.rollout()
+    assert [len(each) for each in rollout.sequences] == [5, 4]
+    assert rollout.turns == [2, 1, 3]
+    assert rollout.turn_rewards == (1, 3, 2)
+    assert turn_rewards([rollout]).tolist() == [0, 1, 3, 0, 0, 2]
+
+
+def completion(length):
+    return Completion(
+        tokens=[3] * length, logprobs=[-1.0] * length, versions=[0] * length, finish_reason="stop"
+    )

@@ -131,7 +131,8 @@ def test_rewards_of_the_steps_are_added_and_the_last_step_says_whether_it_is_sol
     assert rollout.stop_reason == "done"
     assert rollout.reward == 1.0
     assert rollout.turn_rewards == (0.25,) * moody.TURNS
-    assert len(rollout.turn_lengths) == moody.TURNS
+    assert len(rollout.turns) == moody.TURNS
+    assert sum(rollout.turns) == rollout.sampled_count
     expected = {"correct": 1.0, "mood": 1.0, "turns": 4.0, "malformed_calls": 0.0}
     assert rollout.metrics == expected
     assert rollout.text == qwen3().decode(rollout.sequences[0].tokens)

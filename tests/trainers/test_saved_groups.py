@@ -29,6 +29,7 @@ def rollout(prompt: Prompt, sample: int, length: int) -> Rollout:
         reward=1 / 3,
         metrics=metrics,
         turn_rewards=(0.1, 0.2),
+        turn_lengths=(1, length - 1),
     )
 
 

@@ -110,7 +110,7 @@ def misshapen() -> RLConfig:
             [],
             2,
             (
-                "Misshapen (advantages) returned float32 [256] on cpu; expected is a tensor, "
+                "Misshapen (advantages) returned float32 [256] on cpu; expected a tensor, "
                 "float32 [511]"
             ),
         ),
@@ -136,7 +136,7 @@ def misshapen() -> RLConfig:
             "moody",
             ["--task.fails", "prompt"],
             2,
-            "task: Moody.prompt(7) is None; expected is a Prompt",
+            "task: Moody.prompt(7) is None; expected a Prompt",
         ),
         ("moody", ["--task.fails", "Ctrl-C"], 130, "interrupted before the run started"),
     ],

@@ -147,7 +147,7 @@ def advantages_of(
     with naming(name):
         result = estimator(scored)
     if not isinstance(result, Advantages):
-        raise RunError(f"{name} returned {shown(result)}; expected is Advantages(...)")
+        raise RunError(f"{name} returned {shown(result)}; expected Advantages(...)")
     check_per_token(f"{name} (advantages)", result.advantages, count)
     if with_returns or result.returns is not None:
         check_per_token(f"{name} (returns)", result.returns, count)

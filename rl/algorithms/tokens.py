@@ -30,7 +30,7 @@ def check_per_token(name: str, values: object, count: int) -> torch.Tensor:
         found = f"{dtype} {[*values.shape]} on {values.device.type}{gradient}"
     expected = f"float32 [{count}] on cpu"
     if found != expected:
-        rule = f"expected is a tensor, {expected}, one number a completion token"
+        rule = f"expected a tensor, {expected}, one number a completion token"
         raise RunError(f"{name} returned {found}; {rule}")
     return cast(torch.Tensor, values)
 

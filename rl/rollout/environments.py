@@ -150,7 +150,7 @@ class Environments:
     def _given(self, episode: _Episode, method: str, reply: Any, *, may_end: bool) -> TokenReply:
         """Return ``reply``, which has to be a TokenReply with tokens of the model, or the end."""
         if not isinstance(reply, TokenReply):
-            self._refuse(episode, f"{method} returned {shown(reply)}, which is no TokenReply")
+            self._refuse(episode, f"{method} returned {shown(reply)}, which is not a TokenReply")
         size = self._task.shape.vocab_size
         known = all(isinstance(each, int) and 0 <= each < size for each in reply.tokens)
         if not ((may_end and reply.done) or (known and reply.tokens)):
@@ -171,7 +171,7 @@ class Environments:
     def _count(self, episode: _Episode, step: Any) -> None:
         """Add the reward of ``step`` to the score of the episode."""
         if not isinstance(step, Reply):
-            self._refuse(episode, f"step returned {shown(step)}, which is no Reply")
+            self._refuse(episode, f"step returned {shown(step)}, which is not a Reply")
         before = episode.score
         try:
             score = Score(reward=step.reward, correct=step.correct, metrics=step.metrics)
@@ -187,7 +187,7 @@ class Environments:
 
     def _rendered(self, episode: _Episode, opening: Any) -> list[int]:
         if not isinstance(opening, Opening):
-            self._refuse(episode, f"reset returned {shown(opening)}, which is no Opening")
+            self._refuse(episode, f"reset returned {shown(opening)}, which is not an Opening")
         dialect = self._task.dialect
         tools = [*opening.tools] or None
         try:
@@ -258,7 +258,7 @@ class Environments:
 
     def _refuse(self, episode: _Episode, what: str) -> NoReturn:
         message = f"an environment of {type(self._task).__name__}: {what}; {episode}"
-        raise GroupLost("environment made no sense", message)
+        raise GroupLost("environment was invalid", message)
 
 
 def _refusal(call: ToolCall) -> dict[str, str]:

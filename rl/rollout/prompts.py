@@ -27,7 +27,7 @@ def eval_prompts(task: Task, count: int) -> list[Prompt]:
         prompts = task.eval_prompts(count)
     if not isinstance(prompts, list) or len(prompts) > count:
         expected = f"a list of at most {count} prompts"
-        raise RunError(f"task: {call} returned {shown(prompts)}; expected is {expected}")
+        raise RunError(f"task: {call} returned {shown(prompts)}; expected {expected}")
     for place, prompt in enumerate(prompts):
         _check(task, prompt, place, f"{call}[{place}]")
     return prompts
@@ -35,11 +35,11 @@ def eval_prompts(task: Task, count: int) -> list[Prompt]:
 
 def _check(task: Task, prompt: object, prompt_id: int, call: str) -> None:
     if not isinstance(prompt, Prompt):
-        raise RunError(f"task: {call} is {shown(prompt)}; expected is a Prompt")
+        raise RunError(f"task: {call} is {shown(prompt)}; expected a Prompt")
     for field, is_right, expected in _rules(task, prompt, prompt_id):
         if not is_right:
             value = shown(getattr(prompt, field))
-            raise RunError(f"task: {call} has {field}={value}; expected is {expected}")
+            raise RunError(f"task: {call} has {field}={value}; expected {expected}")
 
 
 def _rules(task: Task, prompt: Prompt, prompt_id: int) -> Iterator[tuple[str, bool, str]]:

@@ -60,7 +60,7 @@ def _scored(task: Task, prompt: Prompt, sample: int, completion: Completion) -> 
     except BaseException as error:  # the user's own code, which may raise SystemExit too
         where = f"prompt {prompt.prompt_id}, sample {sample}, completion {text!r}"
         if isinstance(error, InvalidScore):
-            lost = GroupLost("reward made no sense", f"{reward} returned {error}; {where}", "")
+            lost = GroupLost("reward was invalid", f"{reward} returned {error}; {where}", "")
         else:
             what = f"{reward} raised {said_by(error)}; {where}\n{trace_of(error)}"
             lost = GroupLost("reward raised", what, type(error).__name__)
@@ -69,19 +69,19 @@ def _scored(task: Task, prompt: Prompt, sample: int, completion: Completion) -> 
 
 def _plain_text(text: object) -> str:
     if not isinstance(text, str):
-        raise InvalidScore(f"{shown(text)} from decode, which is no text")
+        raise InvalidScore(f"{shown(text)} from decode, which is not text")
     return str(text)
 
 
 def plain_score(score: object) -> Score:
     """Return ``score`` with plain floats, finite in float32. Raises InvalidScore."""
     if not isinstance(score, Score):
-        raise InvalidScore(f"{shown(score)}, which is no Score")
+        raise InvalidScore(f"{shown(score)}, which is not a Score")
     reward = _plain_number("reward", score.reward)
     if not isinstance(score.correct, bool | np.bool_):
-        raise InvalidScore(f"correct={shown(score.correct)}, which is no bool")
+        raise InvalidScore(f"correct={shown(score.correct)}, which is not a bool")
     if not isinstance(score.metrics, dict):
-        raise InvalidScore(f"metrics={shown(score.metrics)}, which is no dict")
+        raise InvalidScore(f"metrics={shown(score.metrics)}, which is not a dict")
     metrics = {
         _plain_name(name): _plain_entry(name, value) for name, value in score.metrics.items()
     }
@@ -102,7 +102,7 @@ def _plain_entry(name: str, value: object) -> Entry:
     rules = get_args(Reduction)
     if value.rule not in rules or weight < 0:
         rule = f"whose rule is one of {', '.join(rules)} and whose weight is at least 0"
-        raise InvalidScore(f"{name}={shown(value)}, which is no value {rule}")
+        raise InvalidScore(f"{name}={shown(value)}, which is not a value {rule}")
     return Value(number, value.rule, weight, mean)
 
 
@@ -114,7 +114,7 @@ def _plain_number(name: str, value: object) -> float:
         except OverflowError:
             number = math.inf
     if not math.isfinite(number):
-        raise InvalidScore(f"{name}={shown(value)}, which is no finite number")
+        raise InvalidScore(f"{name}={shown(value)}, which is not a finite number")
     if abs(number) > FLOAT32_MAX:
-        raise InvalidScore(f"{name}={shown(value)}, which is no finite number in float32")
+        raise InvalidScore(f"{name}={shown(value)}, which is not a finite number in float32")
     return number

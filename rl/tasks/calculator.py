@@ -61,7 +61,8 @@ class Calculator(EnvironmentTask):
             text, result = self._expression(draws)
             if not is_held_out(text):
                 return self.seed_prompt(prompt_id, text=text, answer=str(result))
-        raise RunError(f"no expression of numbers up to {self.config.largest} is left to train on")
+        largest = self.config.largest
+        raise RunError(f"task.largest: {largest} leaves no expression to train on; raise it")
 
     def eval_prompts(self, count: int) -> list[Prompt]:
         draws = random.Random("calculator")

@@ -145,13 +145,13 @@ def choose_held_out(problems: list[Problem], fraction: float, path: str) -> list
     """Return which problems are for evaluation: those whose questions have the lowest hashes, so
     that copies of a question stay together.
     """
-    require(0 < fraction < 1, f"task.held_out_fraction: {fraction} is not between 0 and 1")
+    require(0 < fraction < 1, f"task.held_out_fraction: {fraction}; it must be between 0 and 1")
     hashes = [blake2b(each.question.encode(), digest_size=8).digest() for each in problems]
     different = sorted(set(hashes))
     require(
         len(different) >= 2,
-        f"task.path: {path} has {len(different)} different question; it must have 2 or more, one "
-        "to train on and one held out",
+        f"task.path: {path} has {len(different)} different question; it must have 2 or more, "
+        "one to train on and one held out",
     )
     count = min(math.ceil(len(different) * fraction), len(different) - 1)
     held_out = set(different[:count])

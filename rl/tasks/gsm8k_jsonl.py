@@ -41,7 +41,7 @@ class Gsm8kJsonl(ChatJsonl):
             question = row.text("question").strip()
             answer = reference_number(row.text("answer"))
             if answer is None:
-                raise row.error("field 'answer' has no '#### NUMBER' at its end")
+                raise row.error("field 'answer' does not end in '#### NUMBER'; add the number")
             problems.append(Problem(line=row.line, question=question, answer=answer))
         return problems
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from rl.data.jsonl import Row, read_rows
+from rl.errors import shown
 from rl.rules import above, at_least
 from rl.sandbox.limits import Limits
 from rl.sandbox.sandbox import Sandbox, open_sandbox
@@ -148,22 +149,22 @@ def run_tests(
 def read_tests(row: Row) -> list[tuple[list[str], str]]:
     """Return the tests of a line, each after the names of a solution that it uses.
 
-    Raises ConfigError if one is no Python, or uses nothing of a solution.
+    Raises ConfigError if a test is not valid Python, or uses nothing of a solution.
     """
     tests = row.value.get("tests")
     if not isinstance(tests, list) or not tests or not all(isinstance(each, str) for each in tests):
-        raise row.error("field 'tests' is missing or no list of programs")
+        raise row.error(f"field 'tests' is {shown(tests)}; write a list of Python programs")
     found = []
     for number, test in enumerate(tests):
         try:
             names = free_names(test)
         except (SyntaxError, ValueError) as error:
-            raise row.error(f"test {number} is no Python: {error}") from None
+            raise row.error(f"test {number} is not valid Python: {error}") from None
         modules = names & sys.stdlib_module_names
         if modules:
-            raise row.error(f"test {number} uses {min(modules)} without importing it")
+            raise row.error(f"test {number} uses {min(modules)}; have the test import it")
         if not names:
-            raise row.error(f"test {number} uses nothing of the solution")
+            raise row.error(f"test {number} uses nothing that a solution defines")
         found.append((sorted(names), test))
     return found
 

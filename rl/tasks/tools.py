@@ -107,13 +107,13 @@ def _described(function: Callable[..., Any]) -> _Tool:
     name = function.__name__
     description = inspect.getdoc(function)
     if not description:
-        raise ConfigError(f"tool {name!r} has no docstring; the policy reads it to use the tool")
+        raise ConfigError(f"tool {name!r} has no docstring; write one for the policy to read")
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(f"tool {name!r} takes {parameter}; give each parameter a name")
         if parameter.annotation is parameter.empty:
-            raise ConfigError(f"tool {name!r}: parameter {parameter.name!r} has no annotation")
+            raise ConfigError(f"tool {name!r}: {parameter.name!r} has no type; annotate it")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (parameter.annotation, default)
     try:

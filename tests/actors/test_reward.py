@@ -86,8 +86,8 @@ async def assert_lost_by_raising_and_nonsense(score) -> None:
         "the reward of Moody raised SystemExit: no reward, no worker; prompt 106, sample 0, "
     )
     reason, message = await lost(score(MAKES_NO_SENSE))
-    assert (reason, "returned None, which is no Score; prompt 101" in message) == (
-        "reward made no sense",
+    assert (reason, "returned None, which is not a Score; prompt 101" in message) == (
+        "reward was invalid",
         True,
     )
 

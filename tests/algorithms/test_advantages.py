@@ -195,15 +195,15 @@ def test_overlong_penalty_falls_linearly_before_the_limit():
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (None, "returned None; expected is Advantages"),
-        (torch.zeros(3), r"returned tensor\(\[0., 0., 0.\]\); expected is Advantages"),
+        (None, "returned None; expected Advantages"),
+        (torch.zeros(3), r"returned tensor\(\[0., 0., 0.\]\); expected Advantages"),
         (
             Advantages([0.0, 0.0, 0.0]),
-            r"\(advantages\) returned \[0.0, 0.0, 0.0\]; expected is a tensor, float32 \[3\]",
+            r"\(advantages\) returned \[0.0, 0.0, 0.0\]; expected a tensor, float32 \[3\]",
         ),
         (
             Advantages(torch.zeros(2)),
-            r"\(advantages\) returned float32 \[2\] on cpu; expected is a tensor, float32 \[3\]",
+            r"\(advantages\) returned float32 \[2\] on cpu; expected a tensor, float32 \[3\]",
         ),
         (Advantages(torch.zeros(3, 1)), r"\(advantages\) returned float32 \[3, 1\] on cpu"),
         (
@@ -224,7 +224,7 @@ def test_overlong_penalty_falls_linearly_before_the_limit():
         ),
         (
             Advantages(torch.zeros(3)),
-            r"\(returns\) returned None; expected is a tensor, float32 \[3\]",
+            r"\(returns\) returned None; expected a tensor, float32 \[3\]",
         ),
         (Advantages(torch.zeros(3), torch.zeros(4)), r"\(returns\) returned float32 \[4\] on cpu"),
         (SystemExit(3), "raised SystemExit: 3\nTraceback"),

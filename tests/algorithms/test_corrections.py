@@ -122,7 +122,7 @@ def test_ratios_beyond_float32_are_capped_or_masked(name):
         ((torch.ones(13), None), "expected are a tensor and a dict of metrics"),
         (
             (torch.ones(12), {}),
-            r"returned float32 \[12\] on cpu; expected is a tensor, float32 \[13\] on cpu",
+            r"returned float32 \[12\] on cpu; expected a tensor, float32 \[13\] on cpu",
         ),
         ((torch.ones(13).double(), {}), r"returned float64 \[13\] on cpu; expected"),
         (

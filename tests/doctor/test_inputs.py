@@ -178,7 +178,7 @@ FAULTS = {
     "empty": ("warning", "Broken", "no text gets 1.0, the reference answer 0.25", "no answer"),
     "nan": ("error", "Broken", "reward=nan", "finite numbers"),
     "raises": ("error", "Broken", "raised KeyError", "return a Score"),
-    "number": ("error", "Broken", "returned 0.5, which is no Score", "return a Score"),
+    "number": ("error", "Broken", "returned 0.5, which is not a Score", "return a Score"),
     "hangs": ("warning", "Broken", "0 of 8 groups were scored", "hangs"),
 }
 

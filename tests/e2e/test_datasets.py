@@ -60,7 +60,7 @@ def assert_same(run: Run, whole: Run) -> None:
     assert scores(run.json("summary.json")) == scores(whole.json("summary.json"))
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.long)])
 def test_a_killed_run_resumes_bit_for_bit(kind, tmp_path, finished, arguments):
     whole = finished(*arguments(kind))
     run = start(tmp_path, arguments(kind))

@@ -53,7 +53,11 @@ def test_a_terminal_that_closes_lets_the_run_save(tmp_path):
 
 @pytest.mark.parametrize(
     ("signals", "code"),
-    [([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGINT], 130), ([signal.SIGUSR1], 75)],
+    [
+        ([signal.SIGINT], 130),
+        ([signal.SIGINT, signal.SIGINT], 130),
+        pytest.param([signal.SIGUSR1], 75, marks=pytest.mark.long),
+    ],
 )
 def test_a_signal_during_the_start_leaves_nothing(tmp_path, signals, code):
     run = Run(*TINY, folder=tmp_path / "run")
@@ -160,6 +164,7 @@ def test_a_loss_that_stays_non_finite_skips_steps_and_then_ends_the_run(cracked)
     assert [row["trainer/skipped_steps"] for row in run.metrics()] == [1, 2]
 
 
+@pytest.mark.long
 def test_a_run_in_which_no_step_changed_the_weights_fails(cracked):
     run = cracked("--steps", "2")
     assert run.wait() == 1

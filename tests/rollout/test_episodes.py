@@ -184,11 +184,11 @@ def test_answers_fit_into_the_room_that_is_left(model):
         (moody.EXITS, "environment raised", "no step, no worker"),
         (moody.TIMES_OUT, "environment raised", "no answer of the user's server"),
         (moody.HANGS_ASYNC, "environment hung", "step took longer than task.step_s=0.3"),
-        (moody.NO_STEP, "environment made no sense", "step returned None"),
-        (moody.NAN, "environment made no sense", "reward=nan"),
-        (moody.NO_MESSAGES, "environment made no sense", "there are no messages"),
-        (moody.NO_OPENING, "environment made no sense", "reset returned 'hello'"),
-        (moody.ASSISTANT, "environment made no sense", "message 0: an assistant's message"),
+        (moody.NO_STEP, "environment was invalid", "step returned None"),
+        (moody.NAN, "environment was invalid", "reward=nan"),
+        (moody.NO_MESSAGES, "environment was invalid", "there are no messages"),
+        (moody.NO_OPENING, "environment was invalid", "reset returned 'hello'"),
+        (moody.ASSISTANT, "environment was invalid", "message 0: an assistant's message"),
         (
             moody.LONG,
             "opening too long",
@@ -339,6 +339,6 @@ def test_an_environment_that_writes_tokens_may_rewrite_the_history(model):
 
 def test_prompts_that_are_no_tokens_of_the_model_cost_their_group(model):
     groups, _ = collect(model, [100, 101, 102, 103, 4], engine=Engine(), task=Rewritten)
-    assert [each.reason for each in groups[:4]] == ["environment made no sense"] * 4
+    assert [each.reason for each in groups[:4]] == ["environment was invalid"] * 4
     assert "give tokens below" in str(groups[0])
     assert len(groups[4]) == 2

@@ -52,35 +52,35 @@ def task(answer):
 
 
 WRONG = [
-    (None, "is None; expected is a Prompt"),
-    ([4, 5], "is [4, 5]; expected is a Prompt"),
-    ({"tokens": None}, "has tokens=None; expected is a list of token ids"),
-    ({"tokens": []}, "has tokens=[]; expected is a list of token ids, at least one"),
-    ({"tokens": (4, 5)}, "has tokens=(4, 5); expected is a list of token ids"),
-    ({"tokens": np.array([4, 5])}, "has tokens=array([4, 5]); expected is a list"),
-    ({"tokens": [4, np.int64(5)]}, "has tokens=[4, np.int64(5)]; expected is a list"),
-    ({"tokens": [4, True]}, "has tokens=[4, True]; expected is a list"),
-    ({"tokens": [4, "5"]}, "has tokens=[4, '5']; expected is a list"),
+    (None, "is None; expected a Prompt"),
+    ([4, 5], "is [4, 5]; expected a Prompt"),
+    ({"tokens": None}, "has tokens=None; expected a list of token ids"),
+    ({"tokens": []}, "has tokens=[]; expected a list of token ids, at least one"),
+    ({"tokens": (4, 5)}, "has tokens=(4, 5); expected a list of token ids"),
+    ({"tokens": np.array([4, 5])}, "has tokens=array([4, 5]); expected a list"),
+    ({"tokens": [4, np.int64(5)]}, "has tokens=[4, np.int64(5)]; expected a list"),
+    ({"tokens": [4, True]}, "has tokens=[4, True]; expected a list"),
+    ({"tokens": [4, "5"]}, "has tokens=[4, '5']; expected a list"),
     (
         {"tokens": [4, 16]},
-        "has tokens=[4, 16]; expected is token ids of the model's vocabulary, from 0 to 15",
+        "has tokens=[4, 16]; expected token ids of the model's vocabulary, from 0 to 15",
     ),
     (
         {"tokens": [-1, 4]},
-        "has tokens=[-1, 4]; expected is token ids of the model's vocabulary, from 0 to 15",
+        "has tokens=[-1, 4]; expected token ids of the model's vocabulary, from 0 to 15",
     ),
     (
         {"tokens": [4] * 7},
         (
-            "has tokens=[4, 4, 4, 4, 4, 4, 4]; expected is at most 6 tokens, not 7, by "
+            "has tokens=[4, 4, 4, 4, 4, 4, 4]; expected at most 6 tokens, not 7, by "
             "task.max_prompt_tokens=6"
         ),
     ),
-    ({"prompt_id": 5}, "has prompt_id=5; expected is 3"),
-    ({"prompt_id": None}, "has prompt_id=None; expected is 3"),
-    ({"text": None}, "has text=None; expected is text"),
-    ({"answer": 42}, "has answer=42; expected is text"),
-    ({"task": None}, "has task=None; expected is text"),
+    ({"prompt_id": 5}, "has prompt_id=5; expected 3"),
+    ({"prompt_id": None}, "has prompt_id=None; expected 3"),
+    ({"text": None}, "has text=None; expected text"),
+    ({"answer": 42}, "has answer=42; expected text"),
+    ({"task": None}, "has task=None; expected text"),
     (SystemExit(3), "raised SystemExit: 3"),
     (KeyboardInterrupt(), "raised KeyboardInterrupt"),
     (Unspeakable(), "raised tests.rollout.test_prompts.Unspeakable: <exception str() failed>"),
@@ -106,7 +106,7 @@ def test_an_evaluation_prompt_that_cannot_be_used_is_named(answer, message):
     with pytest.raises(RunError) as error:
         eval_prompts(task(changed(answer)), 4)
     place = "" if isinstance(answer, BaseException) else "[0]"
-    expected = message.replace("is 3", "is 0")
+    expected = message.replace("expected 3", "expected 0")
     assert str(error.value).startswith(f"task: Digits.eval_prompts(4){place} {expected}")
 
 
@@ -114,7 +114,7 @@ def test_an_evaluation_prompt_that_cannot_be_used_is_named(answer, message):
 def test_evaluation_prompts_of_a_wrong_type_or_number_are_refused(answer):
     with pytest.raises(
         RunError,
-        match=r"Digits.eval_prompts\(4\) returned .*; expected is a list of at most 4 prompts",
+        match=r"Digits.eval_prompts\(4\) returned .*; expected a list of at most 4 prompts",
     ):
         eval_prompts(task(answer), 4)
 

@@ -73,7 +73,7 @@ def test_the_first_lost_group_of_each_kind_is_reported_and_all_are_counted():
     assert rollouter.lost == {
         "reward raised (KeyError)": 10,
         "reward raised (ZeroDivisionError)": 10,
-        "reward made no sense": 4,
+        "reward was invalid": 4,
     }
     first, second, third = shown
     assert first.startswith(
@@ -83,7 +83,7 @@ def test_the_first_lost_group_of_each_kind_is_reported_and_all_are_counted():
     assert "test_rollouter.py" in first
     assert first.endswith("the group is lost; more groups of this kind are only counted")
     assert second.startswith("the reward of Moody raised ZeroDivisionError: none today; prompt 1, ")
-    assert third.startswith("the reward of Moody returned None, which is no Score; prompt 20, ")
+    assert third.startswith("the reward of Moody returned None, which is not a Score; prompt 20, ")
 
 
 class Moody(Echo):

@@ -84,37 +84,40 @@ def test_a_reward_that_raises_is_named_with_its_input_and_its_traceback():
 @pytest.mark.parametrize(
     ("answer", "named"),
     [
-        (None, "None, which is no Score"),
-        (1.0, "1.0, which is no Score"),
-        (Score(reward=float("nan"), correct=False), "reward=nan, which is no finite number"),
-        (Score(reward="1.0", correct=False), "reward='1.0', which is no finite number"),
-        (Score(reward=None, correct=False), "reward=None, which is no finite number"),
-        (Score(reward=1j, correct=False), "reward=1j, which is no finite number"),
+        (None, "None, which is not a Score"),
+        (1.0, "1.0, which is not a Score"),
+        (Score(reward=float("nan"), correct=False), "reward=nan, which is not a finite number"),
+        (Score(reward="1.0", correct=False), "reward='1.0', which is not a finite number"),
+        (Score(reward=None, correct=False), "reward=None, which is not a finite number"),
+        (Score(reward=1j, correct=False), "reward=1j, which is not a finite number"),
         (
             Score(reward=torch.tensor(1.0), correct=False),
-            "reward=tensor(1.), which is no finite number",
+            "reward=tensor(1.), which is not a finite number",
         ),
         (
             Score(reward=10**400, correct=False),
-            f"reward={'1' + '0' * 199}…, which is no finite number",
+            f"reward={'1' + '0' * 199}…, which is not a finite number",
         ),
         (
             Score(reward=10**5000, correct=False),
-            "reward=an int that cannot be shown, which is no finite number",
+            "reward=an int that cannot be shown, which is not a finite number",
         ),
-        (Score(reward=-1e39, correct=False), "reward=-1e+39, which is no finite number in float32"),
+        (
+            Score(reward=-1e39, correct=False),
+            "reward=-1e+39, which is not a finite number in float32",
+        ),
         (
             Score(reward=np.float64("nan"), correct=False),
-            "reward=np.float64(nan), which is no finite number",
+            "reward=np.float64(nan), which is not a finite number",
         ),
         (
             Score(reward=Unprintable(), correct=False),
-            "reward=an Unprintable that cannot be shown, which is no finite",
+            "reward=an Unprintable that cannot be shown, which is not a finite",
         ),
-        (Score(reward=1.0, correct=None), "correct=None, which is no bool"),
-        (Score(reward=1.0, correct="yes"), "correct='yes', which is no bool"),
-        (Score(reward=1.0, correct=1), "correct=1, which is no bool"),
-        (Score(reward=1.0, correct=True, metrics=None), "metrics=None, which is no dict"),
+        (Score(reward=1.0, correct=None), "correct=None, which is not a bool"),
+        (Score(reward=1.0, correct="yes"), "correct='yes', which is not a bool"),
+        (Score(reward=1.0, correct=1), "correct=1, which is not a bool"),
+        (Score(reward=1.0, correct=True, metrics=None), "metrics=None, which is not a dict"),
         (Score(reward=1.0, correct=True, metrics={3: 1.0}), "a metric named 3; names are text"),
         (Score(reward=1.0, correct=True, metrics={"": 1.0}), "a metric named ''; names are text"),
         (
@@ -127,7 +130,7 @@ def test_a_reward_that_raises_is_named_with_its_input_and_its_traceback():
         ),
         (
             Score(reward=1.0, correct=True, metrics={"words": "many"}),
-            "words='many', which is no finite number",
+            "words='many', which is not a finite number",
         ),
         (Score(reward=1.0, correct=True, metrics={"words": 10**400}), "words=1000"),
         (
@@ -140,11 +143,11 @@ def test_a_reward_that_raises_is_named_with_its_input_and_its_traceback():
         ),
         (
             Score(reward=1.0, correct=True, metrics={"words": Value(2.0, "max", "many")}),
-            "words='many', which is no finite number",
+            "words='many', which is not a finite number",
         ),
         (
             Score(reward=1.0, correct=False, metrics={"words": 2.0, "length": float("inf")}),
-            "length=inf, which is no finite number",
+            "length=inf, which is not a finite number",
         ),
     ],
 )
@@ -153,7 +156,7 @@ def test_an_invalid_reward_is_named_with_its_value(answer, named):
         score_group(Moody(answer), PROMPT, COMPLETIONS)
     assert str(error.value).startswith(f"the reward of Moody returned {named}")
     assert str(error.value).endswith("; prompt 9, sample 1, completion '<5>'")
-    assert error.value.reason == "reward made no sense"
+    assert error.value.reason == "reward was invalid"
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_progress_is_reported_while_a_file_is_read_and_tokenised(tiny, tmp_path)
         ([{"question": 5, "answer": "#### 5"}], "line 1: field 'question' is missing or not text"),
         (
             [problem(1), {"question": "?", "answer": "5"}],
-            "line 2: field 'answer' has no '#### NUMBER' at its end",
+            "line 2: field 'answer' does not end in '#### NUMBER'; add the number",
         ),
         ([problem(1), "[" * 100_000 + "\n"], "line 2: not JSON: maximum recursion depth exceeded"),
         (

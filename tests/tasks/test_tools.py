@@ -143,7 +143,7 @@ def odd(a: type(TOOLS)):
 @pytest.mark.parametrize(
     ("functions", "words"),
     [
-        ([untyped], "tool 'untyped': parameter 'a' has no annotation"),
+        ([untyped], "tool 'untyped': 'a' has no type; annotate it"),
         ([undescribed], "tool 'undescribed' has no docstring"),
         ([starred], "tool 'starred' takes *values: int"),
         ([odd], "tool 'odd' has no JSON schema"),

@@ -19,6 +19,14 @@ from tests.trainers.fakes import Generator, Rewards, Trainer
 from tests.trainers.tiny_chat import tiny_chat_model
 
 
+@pytest.fixture(scope="package", autouse=True)
+def no_curves():
+    """Have runs draw no curves, which take most of their time. The runs of tests/e2e draw them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rl.trainers.run_folder.write_curves_png", lambda *_: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory):
     """Folder of a tiny Qwen3 with Qwen3's chat template."""
@@ -51,13 +59,11 @@ def make_preference(chat_model, tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path):
     """Function that runs the loop and returns the log of calls and the rows of metrics.
 
-    Its argument is called with the meshes before the loop starts. No curves are drawn, which would
-    take most of the time.
+    Its argument is called with the meshes before the loop starts.
     """
-    monkeypatch.setattr("rl.trainers.run_folder.write_curves_png", lambda *_: None)
 
     def run(
         prepare=lambda trainer, *generators: None,

@@ -108,7 +108,7 @@ def test_a_prompt_that_cannot_be_used_ends_the_run_by_name(run, pipeline):
         config.task = Ending.Config()
         config.rollout.pipeline = pipeline
 
-    with pytest.raises(RunError, match=r"task: Ending.prompt\(5\) is None; expected is a Prompt"):
+    with pytest.raises(RunError, match=r"task: Ending.prompt\(5\) is None; expected a Prompt"):
         run(edit=edit)
 
 

@@ -3,10 +3,10 @@
 A random policy never writes a tool call, so demonstrations come first. They end before the model
 can copy numbers reliably; reinforcement goes on from there. ::
 
-    python scripts/make_tiny_model.py --calculator --model-dir base --data sums.jsonl --lines 600
-    python -m rl.train --config tool_demonstrations --model.hf_path base --task.path sums.jsonl \\
-        --output-dir shown
-    python -m rl.train --config tool_quickstart --model.hf_path shown/export
+    python scripts/make_tiny_model.py --calculator --model-dir DIR --data FILE --lines 600
+    python -m rl.train --config tool_demonstrations --model.hf_path DIR --task.path FILE \\
+        --output-dir runs/sft
+    python -m rl.train --config tool_quickstart --model.hf_path runs/sft/export
 """
 
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw

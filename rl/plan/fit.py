@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.generation.config import kv_bytes_at_least
-from rl.plan.memory import GIB, Item, RankMemory, kv_bytes
+from rl.plan.memory import GIB, Item, RankMemory, environment_workers, kv_bytes
 from rl.plan.setting import Setting
 
 MIN_SHARE = 0.1
@@ -49,7 +49,8 @@ def memories(setting: Setting, ranks: list[RankMemory]) -> list[Memory]:
         for name, on_device in devices.items()
     ]
     for host in range(setting.hosts):
-        own_ranks = tuple(rank for rank in ranks if rank.host == host)
+        everything = [*ranks, *environment_workers(setting)]
+        own_ranks = tuple(rank for rank in everything if rank.host == host)
         found.append(Memory(f"host {host}", "host", own_ranks, host_limit, on_host=setting.cuda))
     return found
 

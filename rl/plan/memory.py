@@ -21,6 +21,7 @@ GIB = 2**30
 # A process on CPU, with its libraries.
 TRAINER_PROCESS = GIB * 3 // 4
 GENERATOR_PROCESS = GIB * 5 // 4
+WORKER_PROCESS = GIB * 5 // 8
 # With communicators and workspaces, on the GPU and on the host.
 CUDA_CONTEXT = 2 * GIB
 CUDA_PROCESS = 3 * GIB
@@ -86,6 +87,17 @@ def all_ranks(setting: Setting) -> list[RankMemory]:
             items = _generator_items(setting, staging[rank])
             ranks.append(_rank(setting, f"generator-{number}", rank, place, items))
     return ranks
+
+
+def environment_workers(setting: Setting) -> list[RankMemory]:
+    """Return the processes that hold the environments of episodes, on the first host. What the
+    environments themselves hold is not counted.
+    """
+    if setting.episodes is None:
+        return []
+    item = Item("process", WORKER_PROCESS, on_host=setting.cuda, estimate=True)
+    count = setting.rl.rollout.reward_workers
+    return [RankMemory("environment worker", number, 0, None, (item,)) for number in range(count)]
 
 
 def _rank(setting: Setting, mesh: str, rank: int, place: Place, items: list[Item]) -> RankMemory:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rl.config import RunConfig
 from rl.plan.fit import complaints, memories
-from rl.plan.memory import all_ranks, kv_bytes, kv_sequences
+from rl.plan.memory import all_ranks, environment_workers, kv_bytes, kv_sequences
 from rl.plan.push import push_of
 from rl.plan.setting import Setting
 from rl.plan.speed import sizes_of, step_of
@@ -35,7 +35,8 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON-able data, with sizes in bytes and times in seconds.
 
-        ``kv_cache`` and ``push`` are None if the run has no generators.
+        ``kv_cache`` and ``push`` are None if the run has no generators, ``episodes`` if its task is
+        no environment.
         """
         setting = self.setting
         sizes = sizes_of(setting.shape, fuse_qkv=setting.config.model.fuse_qkv)
@@ -54,6 +55,7 @@ class Plan:
                 "devices_and_hosts": [memory.as_json() for memory in self.memories],
             },
             "kv_cache": self._kv_cache(),
+            "episodes": self._episodes(),
             "push": asdict(self.push) if self.push else None,
             "step": asdict(self.step),
         }
@@ -66,6 +68,19 @@ class Plan:
             "bytes": kv_bytes(setting),
             "longest_sequence_tokens": setting.longest_sampled,
             "sequences": kv_sequences(setting, setting.longest_sampled),
+        }
+
+    def _episodes(self) -> dict[str, int] | None:
+        setting = self.setting
+        task = setting.episodes
+        if task is None:
+            return None
+        return {
+            "max_turns": task.max_turns,
+            "max_tokens": task.max_episode_tokens,
+            "max_tokens_of_a_turn": setting.rl.rollout.max_tokens,
+            "at_once": setting.sequences_sampled,
+            "workers": len(environment_workers(setting)),
         }
 
     def _meshes(self) -> Iterator[dict[str, Any]]:

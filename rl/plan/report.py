@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
 from rl.plan.diff import Change
-from rl.plan.memory import GIB, RankMemory, kv_bytes, kv_sequences
+from rl.plan.memory import GIB, RankMemory, environment_workers, kv_bytes, kv_sequences
 from rl.plan.plan import Plan, degrees_of
 from rl.plan.setting import Setting, hosts_of
 from rl.plan.speed import sizes_of
@@ -122,6 +122,14 @@ def _memory(plan: Plan) -> Iterator[str]:
     fit = kv_sequences(setting, longest)
     cache = _size(kv_bytes(setting))
     yield f"  {cache} of KV cache hold {fit:,} sequences of the longest {longest:,} tokens"
+    if task := setting.episodes:
+        workers = environment_workers(setting)
+        where = f"{len(workers)} environment workers" if workers else "the controller's process"
+        size = _size(sum(worker.total(on_host=setting.cuda) for worker in workers))
+        yield (
+            f"  up to {setting.sequences_sampled:,} episodes at once, of at most {task.max_turns} "
+            f"turns and {longest:,} tokens, in {where}{f', ~ {size} on host 0' if workers else ''}"
+        )
 
 
 def _row(label: str, cells: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from rl.model.tp_plan import generator_layout
 from rl.roles import roles_of, session_config
 from rl.session.config import Role
 from rl.session.placement import Placement
+from rl.tasks.environment import EnvironmentTask
 from rl.training.layout import trainer_layout
 from rl.training.model import is_adapter
 from rl.types import Place
@@ -99,6 +100,12 @@ class Setting:
         if isinstance(self.config, SFTConfig):
             return self.rl.evaluation.prompts * max(1, self.rl.evaluation.samples)
         return self.rl.rollout.prompts_per_step * self.rl.rollout.samples_per_prompt
+
+    @property
+    def episodes(self) -> EnvironmentTask.Config | None:
+        """Config of the task if its rollouts are episodes, else None."""
+        task = self.rl.task if self.generators else None
+        return task if isinstance(task, EnvironmentTask.Config) else None
 
     @property
     def transfer_bytes(self) -> int:

@@ -77,8 +77,7 @@ def step_of(setting: Setting, push: Push | None) -> Step:
     """Return the estimate of a step. ``push`` is None for runs without generators."""
     if push is None or not isinstance(setting.config, RLConfig):
         return _step_on_examples(setting)
-    prompt = setting.rl.task.max_prompt_tokens * MEAN_SHARE
-    completion = setting.rl.rollout.max_tokens * MEAN_SHARE
+    prompt, completion = _mean_lengths(setting)
     tokens = round(setting.sequences * (prompt + completion))
     generation, concurrency = _generation(setting, prompt, completion)
     training = _training(setting, tokens, prompt + completion)
@@ -95,6 +94,23 @@ def step_of(setting: Setting, push: Push | None) -> Step:
         tflop=_flop(setting, "trainer", tokens, prompt + completion, train=True) / 1e12,
         assumptions=_assumptions(setting, prompt, completion, lockstep=lockstep),
     )
+
+
+def _mean_turns(setting: Setting) -> float:
+    """Return the mean number of answers of a rollout."""
+    task = setting.episodes
+    return max(1.0, task.max_turns * MEAN_SHARE) if task else 1.0
+
+
+def _mean_lengths(setting: Setting) -> tuple[float, float]:
+    """Return the mean numbers of given and of sampled tokens of a rollout."""
+    given = setting.rl.task.max_prompt_tokens * MEAN_SHARE
+    sampled = setting.rl.rollout.max_tokens * MEAN_SHARE * _mean_turns(setting)
+    if setting.episodes is None:
+        return given, sampled
+    whole = setting.longest_sampled * MEAN_SHARE
+    sampled = min(sampled, whole / 2 if given > whole / 2 else whole - given)
+    return whole - sampled, sampled
 
 
 def _step_on_examples(setting: Setting) -> Step:
@@ -192,7 +208,9 @@ def _generation(setting: Setting, prompt: float, completion: float) -> tuple[flo
     concurrency = max(1, min(requests, generator.max_running_requests, fits))
     products = 2 * sizes.active / (tp * device.tflops * 1e12 * hardware.training_efficiency)
     sharing = setting.rl.rollout.samples_per_prompt if generator.prefix_caching else 1
-    prompts = math.ceil(requests / sharing)
+    prompts: float = math.ceil(requests / sharing)
+    if setting.episodes and setting.rl.rollout.pipeline == "deterministic":
+        prompts *= (_mean_turns(setting) + 1) / 2  # each turn computes its whole prefix again
     weights = generator_weights(setting)
     if sizes.experts:
         shape = setting.shape
@@ -210,9 +228,18 @@ def _assumptions(
     hardware = setting.hardware
     device = setting.device
     parallel = "stages side by side: the longest is the step"
-    return (
+    lengths = (
         f"mean prompt {prompt:g} tokens, half of task.max_prompt_tokens; mean completion "
-        f"{completion:g}, half of rollout.max_tokens",
+        f"{completion:g}, half of rollout.max_tokens"
+    )
+    if setting.episodes:
+        lengths = (
+            f"mean episode {prompt + completion:g} tokens, half of task.max_episode_tokens, of "
+            f"which {completion:g} are sampled in {_mean_turns(setting):g} turns, half of "
+            "task.max_turns; no time for environments"
+        )
+    return (
+        lengths,
         f"a device does {device.tflops:g} TFLOP/s at {hardware.training_efficiency:.0%} "
         "(hardware.training_efficiency), generators too",
         f"decoding reads {device.memory_gb_s:g} GB/s at {hardware.generation_efficiency:.0%} "

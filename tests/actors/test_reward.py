@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -135,11 +137,28 @@ def test_reward_that_kills_or_blocks_its_worker_is_tried_twice(in_workers):
     in_workers(work, 1)
 
 
+def stop(pid: int) -> None:
+    """Stop a process. Return when all its threads have stopped: until then some may answer."""
+    os.kill(pid, signal.SIGSTOP)
+    ends = time.monotonic() + 20
+    while not is_stopped(pid):
+        assert time.monotonic() < ends, f"process {pid} does not stop"
+        time.sleep(0.01)
+
+
+def is_stopped(pid: int) -> bool:
+    try:
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread has just ended
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
 def test_lost_worker_is_started_again_while_another_goes_on(in_workers):
     async def work(score, workers):
         before = pids_of(workers)
         os.kill(before[0], signal.SIGKILL)
-        os.kill(before[1], signal.SIGSTOP)
+        stop(before[1])
         groups = await asyncio.gather(*map(score, [*range(10), DIES_ONCE]))
         assert [group[0].reward for group in groups] == [*range(10), DIES_ONCE]
         assert not set(before) & {int(group[0].text) for group in groups}

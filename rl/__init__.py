@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rl.model.shape import ModelConfig
     from rl.session.config import Role, SessionConfig
     from rl.session.session import Session
+    from rl.tasks.agent import AgentTask
     from rl.tasks.base import Score, Task
     from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Opening, Reply
     from rl.trainers.preference import PreferenceTrainer
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from rl.weights.config import WeightPushConfig
 
 __all__ = [
+    "AgentTask",
     "Algorithm",
     "Batch",
     "Completion",
@@ -73,6 +75,7 @@ __all__ = [
 ]
 
 _SOURCES = {
+    "AgentTask": "rl.tasks.agent:AgentTask",
     "Algorithm": "rl.algorithms.algorithm:Algorithm",
     "Batch": "rl.types:Batch",
     "Completion": "rl.types:Completion",

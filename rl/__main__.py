@@ -18,6 +18,7 @@ PROGRAMS = {
     "launch": "start a run in the background, or submit it to Slurm or Kubernetes",
     "evaluate": "print the scores of a run's checkpoint",
     "play": "play an episode of an environment, as a person or with a run's policy",
+    "serve": "serve a model or a run's policy with the API of OpenAI",
     "export": "write a run's checkpoint as a Hugging Face folder",
 }
 USAGE = """\

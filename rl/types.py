@@ -22,6 +22,9 @@ EpisodeStop = Literal["done", "turns", "length", "context", "timeout"]
 - ``context``: the model's ``max_seq_len`` was reached.
 """
 
+MIN_TEMPERATURE = 0.01
+"""Lowest temperature above 0. vLLM silently raises lower ones, which would change the log-probs."""
+
 StopReason = FinishReason | EpisodeStop
 """Reason for the end of a rollout. ``stop`` is of single completions."""
 

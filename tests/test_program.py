@@ -118,6 +118,7 @@ def test_ctrl_c_ends_a_program_during_an_import_that_catches_it(program, tmp_pat
         ("rl.launch.__main__", ["slurm", "--help"]),
         ("rl.evaluate", ["--help"]),
         ("rl.play", ["--help"]),
+        ("rl.serve", ["--help"]),
         ("rl.export", ["--help"]),
     ],
 )

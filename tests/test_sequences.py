@@ -26,6 +26,14 @@ def test_a_prompt_continues_the_longest_sequence_that_it_begins_with():
     assert sequence.logprobs.tolist() == [0, 0, -1.5, -2, 0, -3]
 
 
+def test_the_longest_of_two_sequences_is_continued():
+    log = SequenceLog()
+    log.add([1, 2], completion(3))
+    log.add([1], completion(2))
+    log.add([1, 2, 3, 4], completion(5))
+    assert columns(log) == [([1, 2, 3, 4, 5], [0, 0, 1, 0, 1]), ([1, 2], [0, 1])]
+
+
 def test_another_prompt_begins_a_sequence_in_which_no_shared_token_is_sampled():
     log = SequenceLog()
     log.add([1, 2], completion(3, 4))

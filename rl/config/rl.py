@@ -14,7 +14,7 @@ from rl.algorithms.algorithm import Algorithm
 from rl.algorithms.losses import ValueLoss
 from rl.algorithms.policy_gradient import PolicyGradient
 from rl.config.run import RunConfig
-from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
+from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.rules import (
     COSMETIC,
@@ -27,7 +27,7 @@ from rl.rules import (
 from rl.session.config import Colocate
 from rl.tasks.base import Task
 from rl.training.config import one_rank
-from rl.types import Head
+from rl.types import MIN_TEMPERATURE, Head
 from rl.weights.config import WeightPushConfig
 
 

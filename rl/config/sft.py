@@ -10,10 +10,11 @@ from rl.config.dataset import DatasetConfig, DatasetRunConfig
 from rl.config.rl import EvaluationConfig, RLConfig, RolloutConfig
 from rl.config.run import RunConfig
 from rl.data.conversations import ConversationsConfig
-from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
+from rl.generation.config import GeneratorConfig
 from rl.rules import COSMETIC, NUMERICS, PERFORMANCE, at_least
 from rl.session.config import Colocate
 from rl.tasks.base import Task
+from rl.types import MIN_TEMPERATURE
 from rl.weights.config import WeightPushConfig
 
 

@@ -7,9 +7,6 @@ from typing import Annotated, Literal
 from rl.model.shape import ModelShape
 from rl.rules import MAX_NODES, NUMERICS, PERFORMANCE, above, at_least
 
-# vLLM silently raises lower temperatures to this, which would change the log-probs
-MIN_TEMPERATURE = 0.01
-
 
 @dataclass(kw_only=True, slots=True)
 class GeneratorConfig:

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from rl.compat import vllm_internals
 from rl.errors import RunError
-from rl.generation.config import MIN_TEMPERATURE, GeneratorConfig
+from rl.generation.config import GeneratorConfig
 from rl.model.host_memory import HostMemory
 from rl.model.shape import ModelConfig, ModelShape, hf_config, shape_of
 from rl.model.shards import Shard, local_shards
 from rl.model.tp_plan import check_generator, generator_layout
 from rl.platform import device_type
-from rl.types import Completion, GenerationRequest, Sampling
+from rl.types import MIN_TEMPERATURE, Completion, GenerationRequest, Sampling
 
 COLLECTIVE_TIMEOUT_S = 600
 

@@ -14,6 +14,7 @@ OPTIONS = {
     "rl.launch": {"--dry-run", "--wait"},
     "rl.plan": {"--diff", "--json"},
     "rl.play": {"--prompt", "--run", "--step"},
+    "rl.serve": {"--host", "--model-name", "--port", "--run", "--step"},
     "rl.train": set(),
 }
 """Options of each program that are no fields of a config."""
@@ -46,6 +47,8 @@ def _check_program(name: str, arguments: list[str]) -> None:
         return
     if name == "rl.launch":
         assert rest.pop(0) in TARGETS
+    if name == "rl.serve" and "--config" not in rest:
+        rest = ["--config", "quickstart", *rest]
     if count := PLACES.get(name, 0):
         assert len(rest) >= count and not any(each.startswith("-") for each in rest[:count])
         rest = ["--config", "quickstart", *rest[count:]]

@@ -12,6 +12,7 @@ from rl.tasks.copy_digits import WORDS, CopyDigits
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.tasks.guessing_game import GuessingGame
 from rl.types import Prompt
+from tests.gateway.agent_tasks import Guesser
 
 BLOCK = 32
 PREAMBLE = [place % len(WORDS) for place in range(2 * BLOCK + 6)]
@@ -80,4 +81,15 @@ def guessing() -> RLConfig:
     config.rollout.max_tokens = 24
     config.rollout.recorded_per_step = 16
     config.trainer.checkpoint.interval = 2
+    return config
+
+
+def agents() -> RLConfig:
+    """Return a config of agents of OpenAI's SDK, whose histories are rewritten once;
+    ``model.hf_path`` has to be given.
+    """
+    config = guessing()
+    config.steps = 3
+    config.task = Guesser.Config(max_turns=5, max_episode_tokens=24 * BLOCK)
+    config.model = ModelConfig(max_seq_len=24 * BLOCK)
     return config

@@ -1,0 +1,1 @@
+"""Server with the API of OpenAI, which captures conversations token for token."""

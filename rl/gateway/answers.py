@@ -1,0 +1,176 @@
+"""Answers of the API, whole or as a stream of server-sent events."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl.dialects.base import Dialect
+from rl.types import Completion
+
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One answer to a request."""
+
+    prompt: list[int]
+    completion: Completion
+    message: dict[str, Any] | None = None
+    """The answer as a message, of chats."""
+    text: str = ""
+    """The answer as text, of completions."""
+
+    @property
+    def finish_reason(self) -> str:
+        """Reason for the end, in the API's words."""
+        reason = self.completion.finish_reason
+        calls = (self.message or {}).get("tool_calls")
+        return "tool_calls" if calls and reason == "stop" else reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """Form in which the answers to a request are written."""
+
+    name: str
+    model: str
+    dialect: Dialect
+    logprobs: bool = False
+    token_ids: bool = False
+    usage: bool = True
+    """Whether the last event of a stream has the usage."""
+
+    def chat(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer of ``/v1/chat/completions``."""
+        return {
+            **self._head("chat.completion"),
+            "choices": [
+                {
+                    "index": index,
+                    "message": choice.message,
+                    **self._end(choice),
+                    **({"token_ids": choice.completion.tokens} if self.token_ids else {}),
+                }
+                for index, choice in enumerate(choices)
+            ],
+            "usage": usage(choices),
+            **({"prompt_token_ids": choices[0].prompt} if self.token_ids else {}),
+        }
+
+    def completions(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer of ``/v1/completions``."""
+        rows = [self._text_row(index, choice) for index, choice in enumerate(choices)]
+        return {**self._head("text_completion"), "choices": rows, "usage": usage(choices)}
+
+    def generated(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer of ``/inference/v1/generate``."""
+        return {
+            "request_id": self.name,
+            "model": self.model,
+            "created": int(time.time()),
+            "choices": [
+                {
+                    "index": index,
+                    "finish_reason": choice.finish_reason,
+                    "token_ids": choice.completion.tokens,
+                    "versions": choice.completion.versions,
+                    "logprobs": {"content": _generated(choice)} if self.logprobs else None,
+                }
+                for index, choice in enumerate(choices)
+            ],
+            "prompt_token_ids": choices[0].prompt,
+            "usage": usage(choices),
+        }
+
+    def chat_events(self, choices: Sequence[Choice]) -> Iterator[str]:
+        """Yield the events of a streamed ``/v1/chat/completions``."""
+        for index, choice in enumerate(choices):
+            assert choice.message is not None, "chats have messages"
+            for delta in _deltas(choice.message):
+                yield self._chunk(index, {"delta": delta, "finish_reason": None})
+            yield self._chunk(index, {"delta": {}, **self._end(choice)})
+        if self.usage:
+            head = self._head("chat.completion.chunk")
+            yield event({**head, "choices": [], "usage": usage(choices)})
+
+    def completion_events(self, choices: Sequence[Choice]) -> Iterator[str]:
+        """Yield the events of a streamed ``/v1/completions``."""
+        head = self._head("text_completion")
+        for index, choice in enumerate(choices):
+            yield event({**head, "choices": [self._text_row(index, choice)]})
+        if self.usage:
+            yield event({**head, "choices": [], "usage": usage(choices)})
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.name, "object": kind, "created": int(time.time()), "model": self.model}
+
+    def _chunk(self, index: int, row: dict[str, Any]) -> str:
+        head = self._head("chat.completion.chunk")
+        return event({**head, "choices": [{"index": index, **row}]})
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        rows = {"content": self._logprob_rows(choice)} if self.logprobs else None
+        return {"finish_reason": choice.finish_reason, "logprobs": rows}
+
+    def _logprob_rows(self, choice: Choice) -> list[dict[str, Any]]:
+        words = [self.dialect.tokenizer.decode([token]) for token in choice.completion.tokens]
+        return [
+            {"token": word, "bytes": [*word.encode()], "logprob": logprob, "top_logprobs": []}
+            for word, logprob in zip(words, choice.completion.logprobs, strict=True)
+        ]
+
+    def _text_row(self, index: int, choice: Choice) -> dict[str, Any]:
+        ids = {"token_ids": choice.completion.tokens, "prompt_token_ids": choice.prompt}
+        rows = self._logprob_rows(choice) if self.logprobs else []
+        columns = {
+            "tokens": [row["token"] for row in rows],
+            "token_logprobs": [row["logprob"] for row in rows],
+            "top_logprobs": None,
+            "text_offset": [],
+        }
+        return {
+            "index": index,
+            "text": choice.text,
+            "finish_reason": choice.finish_reason,
+            "logprobs": columns if self.logprobs else None,
+            **(ids if self.token_ids else {}),
+        }
+
+
+def event(row: dict[str, Any]) -> str:
+    """Return ``row`` as a server-sent event."""
+    return f"data: {json.dumps(row)}\n\n"
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, int]:
+    """Return the numbers of tokens; a prompt of several choices counts once."""
+    prompts = sum(
+        len(prompt) for prompt in {id(each.prompt): each.prompt for each in choices}.values()
+    )
+    sampled = sum(len(each.completion.tokens) for each in choices)
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": sampled,
+        "total_tokens": prompts + sampled,
+    }
+
+
+def _generated(choice: Choice) -> list[dict[str, Any]]:
+    """Return the log-probs of an answer with both spellings of token ids that clients read."""
+    completion = choice.completion
+    return [
+        {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "top_logprobs": []}
+        for token, logprob in zip(completion.tokens, completion.logprobs, strict=True)
+    ]
+
+
+def _deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield {"role": "assistant", "content": ""}
+    for name in ("reasoning_content", "content"):
+        if message.get(name):
+            yield {name: message[name]}
+    for index, call in enumerate(message.get("tool_calls", [])):
+        yield {"tool_calls": [{"index": index, **call}]}

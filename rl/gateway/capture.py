@@ -1,0 +1,213 @@
+"""Conversations of a session, token for token."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rl.dialects.base import AssistantTurn, ConversationError, Dialect
+from rl.sequences import SequenceLog, Strand
+from rl.types import Completion
+
+TEXT = b"text"
+"""Begin of the keys of plain texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Prompt of an answer."""
+
+    tokens: list[int]
+    key: bytes
+    """Key of the history, which the answer is added to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """An answer in its sequence: tokens ``begin`` to ``end`` of ``strand``."""
+
+    strand: Strand
+    begin: int
+    end: int
+
+
+class Capture:
+    """Answers of a session, and the prompts that continue them. ::
+
+        opened = capture.open(messages, tools)
+        completion = ...                            # sampled after opened.tokens
+        message = capture.answer(opened, completion)
+
+    Messages that begin with those of an earlier request and its answer, and go on with messages
+    that no assistant wrote, are continued from the tokens of that answer. Nothing that was sampled
+    is rendered again. All other messages are rendered, and begin a new sequence.
+
+    Two messages are the same if role, content, tool calls and ids of tool calls are; the spacing of
+    JSON and thoughts that were left out make no difference.
+    """
+
+    def __init__(self, dialect: Dialect):
+        self._dialect = dialect
+        self._turns: dict[bytes, _Turn] = {}
+        self._texts: dict[bytes, str] = {}
+        self.log = SequenceLog()
+        self.turns = 0
+        """Number of answers."""
+        self.tokens = 0
+        """Number of tokens of all prompts and answers."""
+        self.malformed = 0
+        """Number of tool calls that could not be read."""
+        self.rewritten = 0
+        """Number of requests after the first answer that continue none."""
+
+    def open(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        enable_thinking: bool = True,
+    ) -> Opened:
+        """Return the prompt for an answer to ``messages``. Raises ConversationError."""
+        own = [normal(message) for message in messages]
+        keys = [_hash(b"", json.dumps([tools or None, enable_thinking], sort_keys=True))]
+        for message in own:
+            keys.append(_hash(keys[-1], key_of(message)))
+        known = self._known(own, keys)
+        if known:
+            turn = self._turns[keys[known]]
+            prompt = turn.strand.tokens[: turn.begin]
+            answer = turn.strand.tokens[turn.begin : turn.end]
+            with suppress(ConversationError):  # then the whole conversation is rendered
+                more = self._dialect.continuation(
+                    prompt, answer, own[known:], enable_thinking=enable_thinking
+                )
+                return Opened([*prompt, *answer, *more], keys[-1])
+        rendered = self._dialect.render(
+            own, tools or None, add_generation_prompt=True, enable_thinking=enable_thinking
+        )
+        self.rewritten += bool(self.turns)
+        return Opened(rendered.tokens.tolist(), keys[-1])
+
+    def _known(self, messages: Sequence[Mapping[str, Any]], keys: Sequence[bytes]) -> int:
+        """Return the number of messages up to the answer that the others continue; 0 for none."""
+        for known in range(len(messages) - 1, 0, -1):
+            if messages[known]["role"] == "assistant":
+                return 0
+            if keys[known] in self._turns:
+                return known
+        return 0
+
+    def answer(self, opened: Opened, completion: Completion) -> dict[str, Any]:
+        """Note an answer; return it as a message, with ids for its tool calls."""
+        turn = self._dialect.parse(opened.tokens, completion.tokens)
+        self.malformed += sum(bool(call.error) for call in turn.tool_calls)
+        message = _message(turn, f"call_{self.turns}")
+        key = _hash(opened.key, key_of(normal(message)))
+        self._turns[key] = self.add(opened.tokens, completion)
+        return message
+
+    def open_text(self, text: str) -> Opened:
+        """Return the prompt for a completion of ``text``; the control tokens in it count."""
+        found = [key for key, known in self._texts.items() if text.startswith(known)]
+        encode = self._dialect.tokenizer.encode
+        if not found:
+            self.rewritten += bool(self.turns)
+            return Opened(encode(text), _hash(TEXT, text))
+        key = max(found, key=lambda each: len(self._texts[each]))
+        turn = self._turns[key]
+        rest = text[len(self._texts[key]) :]
+        more = encode(rest, add_special_tokens=False) if rest else []
+        return Opened([*turn.strand.tokens[: turn.end], *more], _hash(TEXT, text))
+
+    def answer_text(self, text: str, opened: Opened, completion: Completion) -> str:
+        """Note a completion of ``text``; return its own text."""
+        said = self.decode(completion)
+        key = _hash(TEXT, text + said)
+        self._turns[key] = self.add(opened.tokens, completion)
+        self._texts[key] = text + said
+        return said
+
+    def decode(self, completion: Completion) -> str:
+        """Return the text of a completion without its stop token."""
+        tokens = completion.tokens
+        ends = bool(tokens) and tokens[-1] in self._dialect.stop_token_ids
+        return self._dialect.tokenizer.decode(tokens[:-1] if ends else tokens)
+
+    def add(self, prompt: Sequence[int], completion: Completion) -> _Turn:
+        """Note an answer in tokens."""
+        strand = self.log.add(prompt, completion)
+        self.turns += 1
+        self.tokens += len(prompt) + len(completion.tokens)
+        end = len(strand.tokens)
+        return _Turn(strand, end - len(completion.tokens), end)
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Numbers of sequences, rewritten histories and malformed calls."""
+        return {
+            "sequences": float(len(self.log.strands)),
+            "rewritten": float(self.rewritten),
+            "malformed_calls": float(self.malformed),
+        }
+
+
+def normal(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``message`` with the content as one text, and its role as chat templates have it.
+
+    Raises ConversationError if a part of the content is no text.
+    """
+    role = message.get("role")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part if isinstance(part, Mapping) else {} for part in content]
+        texts = [part.get("text") if part.get("type") == "text" else None for part in parts]
+        if not all(isinstance(text, str) for text in texts):
+            raise ConversationError(f"a part of the {role}'s content is no text; write text only")
+        content = "".join(map(str, texts))
+    if role == "assistant" and content is None:
+        content = ""
+    return {**message, "role": "system" if role == "developer" else role, "content": content}
+
+
+def key_of(message: Mapping[str, Any]) -> str:
+    """Return a text that is equal for equal messages."""
+    calls = message.get("tool_calls")
+    own = [_call_key(call) for call in calls] if isinstance(calls, list) else []
+    return json.dumps([message["role"], message["content"], own, message.get("tool_call_id")])
+
+
+def _call_key(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return [call.get("id"), function.get("name"), json.dumps(arguments, sort_keys=True)]
+
+
+def _hash(before: bytes, text: str) -> bytes:
+    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+
+
+def _message(turn: AssistantTurn, call_id: str) -> dict[str, Any]:
+    """Return the message of an answer as the API has it: arguments are text, calls have ids."""
+    message = {**turn.message}
+    calls = message.get("tool_calls", [])
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"{call_id}_{number}",
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for number, call in enumerate(calls)
+        ]
+        message["content"] = message["content"] or None
+    return message

@@ -1,0 +1,348 @@
+"""Sessions of a gateway, and what its endpoints answer."""
+
+import asyncio
+import hashlib
+import itertools
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rl.dialects.base import ConversationError, Dialect
+from rl.gateway.answers import Choice, Form
+from rl.gateway.capture import Capture, Opened
+from rl.gateway.protocol import (
+    MAX_PROMPTS,
+    ApiError,
+    Asked,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    Sampled,
+    read,
+)
+from rl.types import MIN_TEMPERATURE, Completion, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Answer to sample."""
+
+    session: str
+    """Id of the session; empty without one."""
+    tokens: list[int]
+    sampling: Sampling
+    """Its ``max_tokens`` fits into the room left."""
+    seed: int
+
+
+Sample = Callable[[Ask], Awaitable[Completion]]
+"""Samples an answer. An ApiError is given to the client."""
+
+
+Choose = Callable[[Completion], Choice]
+"""Notes a sampled answer and returns it as the client gets it."""
+Work = list[tuple[Ask, Choose]]
+
+REMEMBERED = 8
+"""Number of latest requests of a session whose answers are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of a gateway. A request beyond one gets a typed error."""
+
+    body_bytes: int = 16 * 2**20
+    """Maximum size of the body of a request."""
+    waiting: int = 1024
+    """Maximum number of answers that are sampled or wait for it."""
+    sessions: int = 4096
+    """Maximum number of open sessions."""
+    session_tokens: int = 10**7
+    """Maximum number of tokens of all prompts and answers of a session."""
+
+
+@dataclass(eq=False)
+class _Session:
+    capture: Capture
+    answers: dict[bytes, asyncio.Future[list[Choice]]] = field(default_factory=dict)
+    """Latest answers, by the request: a client that repeats one gets the same answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Choices in the making, and how they are written."""
+
+    choices: asyncio.Future[list[Choice]]
+    whole: Callable[[list[Choice]], dict[str, Any]]
+    events: Callable[[list[Choice]], Iterator[str]] | None
+    """Writer of a stream; None if the client wants no stream."""
+
+
+class Gateway:
+    """Endpoints of the API over a function that samples. ::
+
+        gateway = Gateway(sample, dialect, sampling=sampling, longest=4096, vocab_size=512)
+        gateway.open_session("a")
+        reply = gateway.chat("a", body)
+        choices = await reply.choices
+        sequences = gateway.capture("a").log.strands
+
+    ``sampling`` has the defaults of requests. Prompt and answer have at most ``longest`` tokens.
+    ``model`` is the only model; None takes every name. Without ``has_logprobs`` clients get no
+    log-probs. Answers are captured even if their client has gone.
+    """
+
+    def __init__(
+        self,
+        sample: Sample,
+        dialect: Dialect,
+        *,
+        sampling: Sampling,
+        longest: int,
+        vocab_size: int,
+        model: str | None = None,
+        enable_thinking: bool = True,
+        has_logprobs: bool = True,
+        limits: Limits | None = None,
+    ):
+        self.model = model
+        self.longest = longest
+        self.limits = limits or Limits()
+        self._sample = sample
+        self._dialect = dialect
+        self._sampling = replace(sampling, stop_token_ids=dialect.stop_token_ids)
+        self._vocab_size = vocab_size
+        self._enable_thinking = enable_thinking
+        self._has_logprobs = has_logprobs
+        self._sessions: dict[str, _Session] = {}
+        self._waiting = 0
+        self._work: set[asyncio.Future[list[Choice]]] = set()
+        self._names = itertools.count(1)
+
+    # Sessions.
+
+    def open_session(self, name: str | None = None) -> str:
+        """Begin a session; return its id. Raises ApiError if there are too many."""
+        if len(self._sessions) >= self.limits.sessions:
+            message = f"{len(self._sessions)} sessions are open; delete those that have ended"
+            raise ApiError(429, message, code="too_many_sessions")
+        name = name or secrets.token_hex(12)
+        self._sessions[name] = _Session(Capture(self._dialect))
+        return name
+
+    def capture(self, name: str) -> Capture:
+        """Return the conversations of a session. Raises ApiError if it is unknown."""
+        return self._session(name).capture
+
+    def close_session(self, name: str) -> None:
+        """Forget a session. Raises ApiError if it is unknown."""
+        self._session(name)
+        del self._sessions[name]
+
+    def stop(self) -> None:
+        """End all answers in the making; their clients get an error."""
+        for work in self._work:
+            work.cancel()
+
+    # Endpoints.
+
+    def chat(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
+        """Answer ``/v1/chat/completions``. Raises ApiError."""
+        request = read(ChatRequest, body)
+        session = self._session(name)
+        form = self._form(request, bool(request.logprobs))
+        capture = session.capture
+
+        def prepare() -> Work:
+            opened = self._opened(capture, request)
+            most = request.max_completion_tokens
+
+            def choose(completion: Completion) -> Choice:
+                message = capture.answer(opened, completion)
+                return Choice(prompt=opened.tokens, completion=completion, message=message)
+
+            asks = self._asks(session, name, request, opened.tokens, most=most, n=request.n)
+            return [(ask, choose) for ask in asks]
+
+        events = form.chat_events if request.stream else None
+        return Reply(self._answer(session, body, is_retry, prepare), form.chat, events)
+
+    def completions(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
+        """Answer ``/v1/completions``. Raises ApiError."""
+        request = read(CompletionRequest, body)
+        session = self._session(name)
+        form = self._form(request, request.logprobs is not None)
+
+        def prepare() -> Work:
+            work = []
+            for prompt in _prompts(request):
+                tokens, choose = self._completed(session.capture, prompt)
+                asks = self._asks(session, name, request, tokens, n=request.n)
+                work += [(ask, choose) for ask in asks]
+            return work
+
+        events = form.completion_events if request.stream else None
+        return Reply(self._answer(session, body, is_retry, prepare), form.completions, events)
+
+    def generate(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
+        """Answer ``/inference/v1/generate``. Raises ApiError."""
+        request = read(GenerateRequest, body)
+        params = request.sampling_params
+        name = name or str((params.extra_args or {}).get("session", ""))
+        session = self._session(name)
+        form = self._form(request, params.logprobs is not None)
+        tokens = request.token_ids or request.prompt_token_ids
+        if not tokens:
+            raise ApiError(400, "token_ids: give tokens", code="invalid_value", param="token_ids")
+
+        def prepare() -> Work:
+            _, choose = self._completed(session.capture, tokens)
+            asks = self._asks(session, name, params, tokens, n=params.n)
+            return [(ask, choose) for ask in asks]
+
+        return Reply(self._answer(session, body, is_retry, prepare), form.generated, None)
+
+    # Work.
+
+    def _session(self, name: str) -> _Session:
+        if not name:
+            return _Session(Capture(self._dialect))
+        if name not in self._sessions:
+            message = f"there is no session {name!r}; POST /sessions opens one"
+            raise ApiError(404, message, code="session_not_found")
+        return self._sessions[name]
+
+    def _opened(self, capture: Capture, request: ChatRequest) -> Opened:
+        options = request.chat_template_kwargs
+        given = options.enable_thinking if options else None
+        thinks = self._enable_thinking if given is None else given
+        tools = request.tools if request.tool_choice != "none" else None
+        try:
+            return capture.open(request.messages, tools, enable_thinking=thinks)
+        except ConversationError as error:
+            raise ApiError(400, str(error), code="invalid_value", param="messages") from None
+
+    def _form(self, request: Asked | GenerateRequest, logprobs: bool) -> Form:
+        model = request.model
+        if self.model is not None and model not in (None, self.model):
+            message = f"there is no model {model!r}; this server has {self.model!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        if logprobs and not self._has_logprobs:
+            message = "logprobs is not supported here: the run keeps them; leave it out"
+            raise ApiError(400, message, code="unsupported_parameter", param="logprobs")
+        asked = isinstance(request, Asked)
+        options = request.stream_options if isinstance(request, Asked) else None
+        return Form(
+            name=f"{'cmpl' if asked else 'gen'}-{next(self._names)}",
+            model=model or self.model or "policy",
+            dialect=self._dialect,
+            logprobs=logprobs,
+            token_ids=asked and bool(getattr(request, "return_token_ids", False)),
+            usage=options is not None and options.include_usage,
+        )
+
+    def _completed(self, capture: Capture, prompt: str | list[int]) -> tuple[list[int], Choose]:
+        """Return the tokens of a prompt, and the function that notes its completion."""
+        if isinstance(prompt, list):
+            tokens = prompt
+
+            def note(completion: Completion) -> Choice:
+                capture.add(tokens, completion)
+                text = capture.decode(completion)
+                return Choice(prompt=tokens, completion=completion, text=text)
+
+            return tokens, note
+        opened = capture.open_text(prompt)
+
+        def choose(completion: Completion) -> Choice:
+            text = capture.answer_text(prompt, opened, completion)
+            return Choice(prompt=opened.tokens, completion=completion, text=text)
+
+        return opened.tokens, choose
+
+    def _asks(
+        self,
+        session: _Session,
+        name: str,
+        request: Sampled,
+        tokens: list[int],
+        *,
+        n: int | None,
+        most: int | None = None,
+    ) -> list[Ask]:
+        room = self.longest - len(tokens)
+        if not tokens or not all(0 <= token < self._vocab_size for token in tokens):
+            message = f"the prompt must have tokens, each below {self._vocab_size}"
+            raise ApiError(400, message, code="invalid_value", param="prompt")
+        if room < 1:
+            message = f"the prompt has {len(tokens)} tokens; with its answer {self.longest} fit"
+            raise ApiError(400, message, code="context_length_exceeded", param="messages")
+        if session.capture.tokens >= self.limits.session_tokens:
+            message = f"the session has {session.capture.tokens} tokens; open another one"
+            raise ApiError(429, message, code="session_full")
+        default = self._sampling
+        if 0 < (request.temperature or 0) < MIN_TEMPERATURE:
+            message = f"temperature must be 0 or at least {MIN_TEMPERATURE}"
+            raise ApiError(400, message, code="invalid_value", param="temperature")
+        top_k = default.top_k if request.top_k is None else max(request.top_k, 0)
+        sampling = replace(
+            default,
+            max_tokens=min(most or request.max_tokens or default.max_tokens, room),
+            temperature=default.temperature if request.temperature is None else request.temperature,
+            top_p=default.top_p if request.top_p is None else request.top_p,
+            top_k=top_k,
+        )
+        seed = secrets.randbits(62) if request.seed is None else request.seed
+        return [
+            Ask(session=name, tokens=tokens, sampling=sampling, seed=(seed + number) % 2**63)
+            for number in range(n or 1)
+        ]
+
+    def _answer(
+        self, session: _Session, body: bytes, is_retry: bool, prepare: Callable[[], Work]
+    ) -> asyncio.Future[list[Choice]]:
+        """Return the choices in the making; a repeated request gets those of the first one."""
+        digest = hashlib.blake2b(body).digest()
+        known = session.answers.get(digest) if is_retry else None
+        if known is not None and not (known.done() and (known.cancelled() or known.exception())):
+            return known
+        work = prepare()
+        if self._waiting + len(work) > self.limits.waiting:
+            message = f"{self._waiting} answers are being sampled; try again later"
+            raise ApiError(429, message, code="too_many_requests")
+        self._waiting += len(work)
+        future = asyncio.ensure_future(self._choices(work))
+        self._work.add(future)
+        future.add_done_callback(self._done)
+        session.answers[digest] = future
+        while len(session.answers) > REMEMBERED:
+            del session.answers[next(iter(session.answers))]
+        return future
+
+    def _done(self, future: asyncio.Future[list[Choice]]) -> None:
+        self._work.discard(future)
+        if not future.cancelled():
+            future.exception()  # known, also if the client has gone
+
+    async def _choices(self, work: Work) -> list[Choice]:
+        try:
+            completions = await asyncio.gather(*(self._sample(ask) for ask, _ in work))
+        finally:
+            self._waiting -= len(work)
+        return [
+            choose(completion) for (_, choose), completion in zip(work, completions, strict=True)
+        ]
+
+
+def _prompts(request: CompletionRequest) -> list[str | list[int]]:
+    """Return the prompts of a request. Raises ApiError if there are too few or too many."""
+    given = request.prompt
+    if isinstance(given, str):
+        return [given]
+    if given and isinstance(given[0], int):
+        return [given]  # type: ignore[list-item]
+    if 1 <= len(given) <= MAX_PROMPTS:
+        return [*given]  # type: ignore[list-item]
+    message = f"prompt: give 1 to {MAX_PROMPTS} prompts"
+    raise ApiError(400, message, code="invalid_value", param="prompt")

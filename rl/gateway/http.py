@@ -1,0 +1,268 @@
+"""The HTTP side of a gateway: routes, keys, limits, server-sent events."""
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rl.errors import ConfigError, RunError, require, said_by
+from rl.gateway.answers import DONE, Choice, event
+from rl.gateway.gateway import Gateway, Reply
+from rl.gateway.protocol import ApiError
+
+BODY_S = 60.0
+"""Time for the body of a request to arrive."""
+ALIVE_S = 10.0
+"""Time between comments in a stream that waits for its answer."""
+STOP_S = 2
+"""Time for answers that are being sent when the server stops."""
+RETRY = "x-stainless-retry-count"
+"""Header of OpenAI's clients: number of times that a request was repeated."""
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def require_key(host: str, key: str | None) -> None:
+    """Raise ConfigError if other machines could reach ``host`` without a key."""
+    require(
+        key is not None or is_loopback(host),
+        f"--host {host}: other machines can reach it; set TILLER_API_KEY to a key that clients "
+        "have to give",
+    )
+
+
+def make_app(gateway: Gateway, key: str | None) -> Starlette:
+    """Return the routes of ``gateway``. With a ``key``, every request needs it."""
+    routes = _Routes(gateway, key)
+    sessions = "/sessions/{session}"
+    table: list[tuple[str, Handler, str]] = [
+        ("/sessions", routes.open_session, "POST"),
+        (sessions, routes.read_session, "GET"),
+        (sessions, routes.close_session, "DELETE"),
+    ]
+    for prefix in ("", sessions):
+        table += [
+            (f"{prefix}/v1/models", routes.models, "GET"),
+            (f"{prefix}/v1/models/{{model:path}}", routes.model, "GET"),
+            (f"{prefix}/v1/chat/completions", routes.chat, "POST"),
+            (f"{prefix}/v1/completions", routes.completions, "POST"),
+            (f"{prefix}/inference/v1/generate", routes.generate, "POST"),
+        ]
+    return Starlette(
+        routes=[Route(path, routes.checked(do), methods=[verb]) for path, do, verb in table],
+        exception_handlers={HTTPException: _unknown_route, Exception: _unexpected},
+    )
+
+
+@asynccontextmanager
+async def serving(
+    gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0, key: str | None = None
+) -> AsyncIterator[str]:
+    """Serve ``gateway`` while the block runs; yield the URL.
+
+    ``port`` 0 is any free one. Raises ConfigError if other machines could reach ``host`` without a
+    ``key``, or if the port is taken.
+    """
+    require_key(host, key)
+    config = uvicorn.Config(
+        make_app(gateway, key),
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=STOP_S,
+    )
+    with _listen(host, port) as listener:
+        server = _Server(config)
+        work = asyncio.create_task(server.serve([listener]))
+        try:
+            while not (server.started or work.done()):
+                await asyncio.sleep(0.01)
+            name, bound = listener.getsockname()[:2]
+            yield f"http://{f'[{name}]' if ':' in name else name}:{bound}"
+        finally:
+            gateway.stop()
+            server.should_exit = True
+            await work
+
+
+class _Server(uvicorn.Server):
+    """Server that leaves signals to its program."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host {host} --port {port}: {said_by(error)}") from None
+
+
+class _Routes:
+    def __init__(self, gateway: Gateway, key: str | None):
+        self._gateway = gateway
+        self._key = key
+
+    def checked(self, handler: Handler) -> Handler:
+        """Return ``handler`` with its checks and typed errors."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                self._admit(request)
+                return await handler(request)
+            except ApiError as error:
+                return JSONResponse(error.body, error.status)
+
+        return handle
+
+    def _admit(self, request: Request) -> None:
+        """Raise ApiError unless the client may ask."""
+        if self._key is not None:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self._key.encode()):
+                raise ApiError(401, "the API key is wrong", code="invalid_api_key")
+        elif not is_loopback(request.url.hostname or ""):  # a web page that a browser shows
+            message = f"this server is {self._gateway.model or 'a gateway'} of this machine alone"
+            raise ApiError(403, message, code="wrong_host")
+
+    # Endpoints.
+
+    async def open_session(self, request: Request) -> Response:
+        name = self._gateway.open_session()
+        url = f"{request.url.scheme}://{request.url.netloc}/sessions/{name}/v1"
+        return JSONResponse({"id": name, "base_url": url})
+
+    async def read_session(self, request: Request) -> Response:
+        name = request.path_params["session"]
+        capture = self._gateway.capture(name)
+        sequences = [
+            {
+                "tokens": strand.tokens,
+                "sampled": strand.sampled,
+                "logprobs": strand.logprobs,
+                "versions": strand.versions,
+            }
+            for strand in capture.log.strands
+        ]
+        counts = {"turns": capture.turns, "rewritten": capture.rewritten}
+        counts["malformed_calls"] = capture.malformed
+        return JSONResponse({"id": name, **counts, "sequences": sequences})
+
+    async def close_session(self, request: Request) -> Response:
+        name = request.path_params["session"]
+        self._gateway.close_session(name)
+        return JSONResponse({"id": name, "deleted": True})
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if self._gateway.model not in (None, name):
+            message = f"there is no model {name!r}; this server has {self._gateway.model!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        return JSONResponse(self._model())
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answered(request, self._gateway.chat)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answered(request, self._gateway.completions)
+
+    async def generate(self, request: Request) -> Response:
+        return await self._answered(request, self._gateway.generate)
+
+    async def _answered(self, request: Request, endpoint: Callable[..., Reply]) -> Response:
+        body = await self._body(request)
+        is_retry = request.headers.get(RETRY, "0") != "0"
+        reply = endpoint(request.path_params.get("session", ""), body, is_retry=is_retry)
+        if reply.events is not None:
+            return StreamingResponse(_events(reply), media_type="text/event-stream")
+        return JSONResponse(reply.whole(await _choices(reply)))
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body. Raises ApiError if it is too large, too slow or no JSON."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip()
+        if kind != "application/json":  # which no web page sends without being asked
+            message = f"content-type is {kind!r}; send application/json"
+            raise ApiError(415, message, code="invalid_content_type")
+        most = self._gateway.limits.body_bytes
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        message = f"the body has more than {most} bytes"
+                        raise ApiError(413, message, code="body_too_large")
+        except TimeoutError:
+            message = f"the body did not arrive within {BODY_S:g} s"
+            raise ApiError(408, message, code="timeout") from None
+        except ClientDisconnect:
+            raise ApiError(400, "the body ended early", code="invalid_json") from None
+        return bytes(body)
+
+    def _model(self) -> dict[str, Any]:
+        name = self._gateway.model or "policy"
+        row = {"id": name, "object": "model", "created": 0, "owned_by": "tiller"}
+        return {**row, "max_model_len": self._gateway.longest}
+
+
+async def _choices(reply: Reply) -> list[Choice]:
+    """Wait for the choices, which are sampled on if the client goes. Raises ApiError."""
+    try:
+        return await asyncio.shield(reply.choices)
+    except asyncio.CancelledError:
+        if not reply.choices.cancelled():
+            raise
+        raise ApiError(503, "the server is stopping", code="server_stopping") from None
+    except RunError as error:
+        raise ApiError(500, str(error), code="sampling_failed") from None
+
+
+async def _events(reply: Reply) -> AsyncIterator[str]:
+    assert reply.events is not None, "the client wants a stream"
+    while not reply.choices.done():
+        await asyncio.wait([reply.choices], timeout=ALIVE_S)
+        if not reply.choices.done():
+            yield ": waiting\n\n"
+    try:
+        for each in reply.events(await _choices(reply)):
+            yield each
+        yield DONE
+    except ApiError as error:
+        yield event(error.body)
+
+
+async def _unknown_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "the only kind of this handler"
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    body = ApiError(error.status_code, message, code="unknown_url").body
+    return JSONResponse(body, error.status_code)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    message = f"{request.url.path} failed: {said_by(error)}"
+    return JSONResponse(ApiError(500, message, code="internal_error").body, 500)

@@ -1,0 +1,157 @@
+"""Requests of the API, checked, and its errors."""
+
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+MAX_CHOICES = 64
+"""Maximum of ``n``."""
+MAX_PROMPTS = 64
+"""Maximum number of prompts of one request for completions."""
+IGNORED = {
+    *("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
+    *("service_tier", "store", "user", "request_id", "priority"),
+}
+"""Parameters that change no token."""
+NEUTRAL = {
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "min_p": (0, 0.0),
+    "logit_bias": ({},),
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "detokenize": (True, False),
+    "skip_special_tokens": (True, False),
+    "spaces_between_special_tokens": (True, False),
+}
+"""Parameters that are not supported, with the values that change nothing."""
+
+Request = TypeVar("Request", bound="Strict")
+
+
+class ApiError(Exception):
+    """Error that a client gets, in the form of OpenAI's API."""
+
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object that a client gets."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, kind)
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+class Strict(BaseModel):
+    """Part of a request. Unknown parameters are refused unless they change no token."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
+
+    def refuse_unsupported(self) -> None:
+        """Raise ApiError if a parameter asks for something that the gateway cannot do."""
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
+                continue
+            message = f"{name} is not supported; leave it out"
+            raise ApiError(400, message, code="unsupported_parameter", param=name)
+
+
+class Sampled(Strict):
+    """Parameters of sampling; None means the default of the server."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+
+
+class StreamOptions(Strict):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+
+
+class Asked(Sampled):
+    """Parameters of all endpoints that sample."""
+
+    model: str | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """Whether to add ``prompt_token_ids``, and ``token_ids`` to each choice."""
+
+
+class TemplateOptions(Strict):
+    """Options of the chat template."""
+
+    enable_thinking: bool | None = None
+
+
+class ChatRequest(Asked):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+
+class CompletionRequest(Asked):
+    """Body of ``/v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Literal[0, 1] | None = None
+
+
+class SamplingParams(Sampled):
+    """Parameters of sampling of ``/inference/v1/generate``."""
+
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    logprobs: Literal[0, 1] | None = None
+    extra_args: dict[str, Any] | None = None
+    """``session`` in it is the session of the request, if the URL has none."""
+
+
+class GenerateRequest(Strict):
+    """Body of ``/inference/v1/generate``; ``prompt_token_ids`` is another name of ``token_ids``."""
+
+    model: str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    stream: Literal[False] | None = None
+
+
+def read(kind: type[Request], body: bytes) -> Request:
+    """Return ``body`` as a request. Raises ApiError, naming the first parameter that is wrong."""
+    try:
+        request = kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "json_invalid":
+            message = f"the body is not JSON: {first['msg']}"
+            raise ApiError(400, message, code="invalid_json") from None
+        param = ".".join(map(str, first["loc"])) or None
+        message = f"{param or 'the body'}: {first['msg']}"
+        raise ApiError(400, message, code="invalid_value", param=param) from None
+    values = [getattr(request, name) for name in kind.model_fields]
+    for part in [request, *values]:
+        if isinstance(part, Strict):
+            part.refuse_unsupported()
+    return request

@@ -1,0 +1,309 @@
+"""Agents that speak the API of OpenAI, as environments."""
+
+import asyncio
+import inspect
+import os
+import secrets
+import signal
+import tempfile
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, fields
+from typing import IO, Any
+
+from rl.errors import RunError, said_by, shown
+from rl.gateway.gateway import Ask, Gateway, Limits
+from rl.gateway.http import serving
+from rl.gateway.protocol import ApiError
+from rl.tasks.environment import EnvironmentTask, Reply, TokenEnvironment, TokenReply
+from rl.types import Completion, EpisodeStop, Prompt, Sampling
+
+MAX_OUTPUT = 2**20
+"""Maximum size of what a command prints, in bytes; the rest is cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """Access of one episode of an agent to the policy."""
+
+    base_url: str
+    """Value of ``base_url`` for a client of OpenAI's API."""
+    key: str
+    """Value of ``api_key``."""
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Environment variables that OpenAI's clients read."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.key,
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
+
+    async def run(
+        self, command: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None
+    ) -> str:
+        """Run a command to its end and return its output. Its process group ends with the episode.
+
+        Raises RunError, with the end of its standard error, if its exit code is not 0.
+        """
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=errors,
+                env={**os.environ, **self.env, **(env or {})},
+                start_new_session=True,
+            )
+            try:
+                await process.communicate(stdin.encode())
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+            if process.returncode:
+                message = f"{command[0]} ended with exit code {process.returncode}"
+                raise RunError(f"{message}: {_end_of(errors)}")
+            output.seek(0)
+            return output.read(MAX_OUTPUT).decode(errors="replace")
+
+
+class AgentTask(EnvironmentTask):
+    """Task whose environment is an agent: a program that talks to the policy by OpenAI's API. ::
+
+        class Sums(AgentTask):
+            def prompt(self, prompt_id):
+                return self.seed_prompt(prompt_id, text="17 + 25", answer="42")
+
+            def eval_prompts(self, count):
+                return []
+
+            async def agent(self, prompt, api):
+                async with AsyncOpenAI(base_url=api.base_url, api_key=api.key) as client:
+                    ...
+                return Reply(reward=1.0, correct=True)
+
+    The conversations of the agent are trained token for token, and each sampled token once. The
+    run's ``rollout`` has the parameters of sampling; those of the agent's requests have no effect,
+    except for a smaller ``max_tokens``.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(EnvironmentTask.Config):
+        pass
+
+    config: Config
+
+    def __init__(self, config: Config, **options: Any):
+        super().__init__(config, **options)
+        self._server: _Server | None = None
+
+    @abstractmethod
+    def agent(self, prompt: Prompt, api: Api) -> Any:
+        """Act on ``prompt`` with the policy that ``api`` leads to; return the :class:`Reply` with
+        the reward of the episode.
+
+        May be a coroutine function. Other functions run in a thread. ``api.run`` runs a command. An
+        exception costs the group of the episode, unless a limit has ended the episode: see
+        :class:`AgentEpisode`.
+        """
+
+    def environment(self, prompt: Prompt, sample: int) -> TokenEnvironment:
+        """Return an episode of the agent."""
+        return AgentEpisode(self, prompt)
+
+    async def server(self) -> "_Server":
+        """Return the server of this process, which ends with the event loop."""
+        loop = asyncio.get_running_loop()
+        if self._server is None or self._server.loop is not loop:
+            self._server = _Server(self, loop)
+        await asyncio.shield(self._server.started)
+        return self._server
+
+
+class AgentEpisode(TokenEnvironment):
+    """Episode of an agent. Each request of the agent is a turn, one after the other.
+
+    If a request has no room within ``max_episode_tokens`` or the context, or comes after
+    ``max_turns`` answers, the agent gets an error of OpenAI's API. Then it may still return its
+    reward; if it raises, the reward is 0.
+    """
+
+    def __init__(self, task: AgentTask, prompt: Prompt):
+        self._task = task
+        self._prompt = prompt
+        self._asks: asyncio.Queue[tuple[Ask, asyncio.Future[Completion]]] = asyncio.Queue()
+        self._answer: asyncio.Future[Completion] | None = None
+        """The answer that the agent waits for."""
+        self._turns = 0
+        self._limit: EpisodeStop = "done"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="agent")
+        self._session = secrets.token_hex(12)
+        self._server: _Server | None = None
+        self._agent: asyncio.Future[Any] | None = None
+
+    async def reset(self) -> TokenReply:
+        """Start the agent; return its first prompt."""
+        self._server = await self._task.server()
+        self._server.open(self._session, self._sample)
+        api = Api(f"{self._server.url}/sessions/{self._session}/v1", self._server.key)
+        self._agent = asyncio.ensure_future(self._act(api))
+        reply = await self._next()
+        if reply.done:
+            raise RunError("the agent ended without a request")
+        return reply
+
+    async def step(self, answer: list[int]) -> TokenReply:
+        """Give the agent an answer; return its next prompt, or the end."""
+        assert self._answer is not None, "the agent waits for an answer"
+        self._turns += 1
+        stops = answer[-1] in self._task.stop_token_ids
+        completion = Completion(
+            tokens=answer,
+            logprobs=[0.0] * len(answer),  # the run keeps them
+            versions=[-1] * len(answer),
+            finish_reason="stop" if stops else "length",
+        )
+        if not self._answer.done():
+            self._answer.set_result(completion)
+        return await self._next()
+
+    async def close(self) -> None:
+        """End the agent."""
+        if self._server is not None:
+            self._server.close(self._session)
+        if self._agent is not None:
+            self._agent.cancel()
+            await asyncio.wait([self._agent])
+        while not self._asks.empty():
+            self._refuse(self._asks.get_nowait()[1])
+        if self._answer is not None:
+            self._refuse(self._answer)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _act(self, api: Api) -> Any:
+        """Run the agent to its end."""
+        act = self._task.agent
+        try:
+            if inspect.iscoroutinefunction(act):
+                return await act(self._prompt, api)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, act, self._prompt, api)
+        except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop
+            raise RunError(f"the agent raised {said_by(error)}") from None
+
+    async def _sample(self, ask: Ask) -> Completion:
+        """Wait for the answer to a request of the agent. Raises ApiError at a limit."""
+        answer = asyncio.get_running_loop().create_future()
+        self._asks.put_nowait((ask, answer))
+        return await answer
+
+    async def _next(self) -> TokenReply:
+        """Return the next request that may be answered, or the end of the agent."""
+        assert self._agent is not None, "reset starts it"
+        while True:
+            waiting = asyncio.ensure_future(self._asks.get())
+            try:
+                await asyncio.wait([waiting, self._agent], return_when=asyncio.FIRST_COMPLETED)
+                if self._agent.done():
+                    return self._end(self._agent)
+                ask, self._answer = waiting.result()
+            finally:
+                waiting.cancel()
+            if not self._refused(ask, self._answer):
+                return TokenReply(tokens=ask.tokens, max_tokens=ask.sampling.max_tokens)
+
+    def _refused(self, ask: Ask, answer: asyncio.Future[Completion]) -> bool:
+        """Whether a limit allows no answer; then the agent gets an error."""
+        config = self._task.config
+        room = min(config.max_episode_tokens, self._task.shape.max_seq_len) - len(ask.tokens)
+        if self._turns >= config.max_turns:
+            self._limit = "turns"
+            message = f"the episode has {self._turns} turns, as task.max_turns allows"
+            error = ApiError(400, message, code="too_many_turns")
+        elif room < 1:
+            is_context = len(ask.tokens) >= self._task.shape.max_seq_len
+            self._limit = "context" if is_context else "length"
+            message = f"the prompt has {len(ask.tokens)} tokens, which leaves no room"
+            error = ApiError(400, message, code="context_length_exceeded", param="messages")
+        else:
+            return False
+        answer.set_exception(error)
+        return True
+
+    def _refuse(self, answer: asyncio.Future[Completion]) -> None:
+        if not answer.done():
+            answer.set_exception(ApiError(404, "the episode has ended", code="session_not_found"))
+
+    def _end(self, agent: asyncio.Future[Any]) -> TokenReply:
+        """Return the end of the episode, with the reward that the agent returned."""
+        assert self._server is not None, "reset opened it"
+        if agent.cancelled():
+            raise RunError("the agent was cancelled")
+        counts = self._server.gateway.capture(self._session).counts
+        if agent.exception() is not None and self._limit != "done":
+            return TokenReply(done=True, stop_reason=self._limit, metrics=counts)
+        reply = agent.result()
+        if not isinstance(reply, Reply):
+            raise TypeError(f"agent returned {shown(reply)}, which is no Reply")
+        own: dict[str, Any] = {each.name: getattr(reply, each.name) for each in fields(Reply)}
+        own |= {"messages": (), "done": True, "metrics": {**counts, **reply.metrics}}
+        return TokenReply(**own, stop_reason=self._limit)
+
+
+class _Server:
+    """Gateway of the episodes of a task in this process."""
+
+    def __init__(self, task: AgentTask, loop: asyncio.AbstractEventLoop):
+        config = task.config
+        self.loop = loop
+        self.key = secrets.token_hex(16)
+        self.url = ""
+        self.started: asyncio.Future[None] = loop.create_future()
+        self._samplers: dict[str, Any] = {}
+        self.gateway = Gateway(
+            self._sample,
+            task.dialect,
+            sampling=Sampling(max_tokens=config.max_episode_tokens),
+            longest=10**9,  # episodes know their own limits
+            vocab_size=task.shape.vocab_size,
+            enable_thinking=config.enable_thinking,
+            has_logprobs=False,
+            limits=Limits(waiting=10**9, sessions=10**9, session_tokens=10**18),
+        )
+        self._work = loop.create_task(self._serve())
+
+    def open(self, session: str, sample: Any) -> None:
+        """Begin a session whose answers ``sample`` gives."""
+        self._samplers[session] = sample
+        self.gateway.open_session(session)
+
+    def close(self, session: str) -> None:
+        """End a session; its requests get an error."""
+        if self._samplers.pop(session, None) is not None:
+            self.gateway.close_session(session)
+
+    async def _sample(self, ask: Ask) -> Completion:
+        if ask.session not in self._samplers:
+            raise ApiError(404, "give the base URL of the episode", code="session_not_found")
+        return await self._samplers[ask.session](ask)
+
+    async def _serve(self) -> None:
+        async with AsyncExitStack() as stack:
+            try:
+                self.url = await stack.enter_async_context(serving(self.gateway, key=self.key))
+            except BaseException as error:
+                self.started.set_exception(error)
+                raise
+            self.started.set_result(None)
+            await asyncio.Event().wait()
+
+
+def _end_of(file: IO[bytes]) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 2000))
+    return file.read().decode(errors="replace").strip()

@@ -1,0 +1,161 @@
+"""The gateway with the real engines: agents that train, and the server."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.e2e.configs import BLOCK
+from tests.e2e.runs import TINY, Run
+from tests.tiny_tokenizers import make_model
+
+MESSAGES = [{"role": "user", "content": "How many apples are left?"}]
+LEFT = ["--rollout.prompts_per_step", "2", "--rollout.samples_per_prompt", "3"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def trained(model, finished) -> Run:
+    few = ("--evaluation.prompts", "2", *LEFT)
+    config = ("--config", "tests.e2e.configs.agents", *TINY[2:], "--model.hf_path", str(model))
+    return finished(*config, *few)
+
+
+def test_an_agent_of_openais_sdk_trains_through_the_gateway(trained):
+    """Log-probs of all turns are the trainer's, after changes of the weights; each agent rewrites
+    its history once.
+    """
+    rows = trained.metrics()
+    assert len(rows) == 3
+    assert max(row["logprob/error_max"] for row in rows) <= 1e-5
+    assert rows[-1]["policy_version"] == 3
+    rollouts = trained.lines("rollouts.jsonl")
+    assert len(rollouts) == 3 * 6
+    for rollout in rollouts:
+        first, second = rollout["sequences"]
+        assert rollout["metrics"]["sequences"] == 2
+        assert rollout["metrics"]["rewritten"] == 1
+        assert rollout["stop_reason"] == "done"
+        assert rollout["metrics"]["turns"] == 4
+        for sequence in (first, second):
+            edges = zip(sequence["sampled"], sequence["sampled"][1:], strict=False)
+            assert sum(edge == (0, 1) for edge in edges) == 2, "two answers"
+            assert all(
+                (v >= 0) == bool(s)
+                for v, s in zip(sequence["versions"], sequence["sampled"], strict=True)
+            )
+    assert max(len(each["tokens"]) for r in rollouts for each in r["sequences"]) > 8 * BLOCK
+    assert len({rollout["reward"] for rollout in rollouts}) > 1
+    assert trained.json("summary.json")["lost"] == {}
+
+
+class Server:
+    """One ``python -m rl.serve``, until the block ends."""
+
+    def __init__(self, *arguments, env=None):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rl.serve", "--port", "0", *arguments],
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self):
+        for line in self.process.stdout:
+            if line.startswith("serving "):
+                self.url = line.split()[-1].removesuffix("/v1")
+                return self
+        raise AssertionError(self.process.stderr.read())
+
+    def __exit__(self, *error):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def ask(self, path, method="GET", body=None):
+        request = urllib.request.Request(
+            self.url + path,
+            method=method,
+            data=json.dumps(body).encode() if body else None,
+            headers={"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)
+
+    def end(self, number):
+        """Send a signal; return exit code and standard error. Nothing of the group is left."""
+        self.process.send_signal(number)
+        _, error = self.process.communicate(timeout=120)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(self.process.pid, 0)
+            except ProcessLookupError:
+                return self.process.returncode, error
+            time.sleep(0.1)
+        raise AssertionError("processes of the server are left")
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
+def test_a_policy_is_served_token_for_token(trained, model, number):
+    if number == signal.SIGINT:
+        arguments = ["--run", str(trained.folder)]
+    else:
+        arguments = [
+            *("--config", "tests.e2e.configs.agents", "--generator.kv_cache_gib", "0.05"),
+            *("--model.hf_path", str(model)),
+        ]
+    # with SIGINT the policy of a run, with SIGTERM that of a config
+    with Server(*arguments) as server:
+        opened = server.ask("/sessions", "POST")
+        client = openai.OpenAI(base_url=opened["base_url"], api_key="none", max_retries=0)
+        messages = [*MESSAGES]
+        tokens = []
+        for _turn in range(3):
+            answer = client.chat.completions.create(
+                model="policy",
+                messages=messages,
+                max_tokens=20,
+                logprobs=True,
+                seed=7,
+                extra_body={"return_token_ids": True},
+            )
+            choice = answer.choices[0]
+            assert answer.prompt_token_ids[: len(tokens)] == tokens
+            tokens = answer.prompt_token_ids + choice.token_ids
+            assert all(row.logprob <= 0 for row in choice.logprobs.content)
+            messages.append(choice.message.model_dump(exclude_none=True))
+            messages.append({"role": "user", "content": "And now?"})
+        (sequence,) = server.ask(f"/sessions/{opened['id']}")["sequences"]
+        assert sequence["tokens"] == tokens
+        drawn = [
+            each for each, own in zip(sequence["versions"], sequence["sampled"], strict=True) if own
+        ]
+        assert set(drawn) == {3 if number == signal.SIGINT else 0}
+        with pytest.raises(openai.BadRequestError, match="tokens"):
+            client.completions.create(model="policy", prompt="apples " * 2000)
+        again = server.ask(
+            "/inference/v1/generate",
+            "POST",
+            {"token_ids": tokens, "sampling_params": {"max_tokens": 4, "temperature": 0, "n": 2}},
+        )
+        first, second = again["choices"]
+        assert first["token_ids"] == second["token_ids"]
+        code, error = server.end(number)
+    assert code == 128 + number
+    assert f"interrupted by {number.name}" in error

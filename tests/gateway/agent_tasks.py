@@ -1,0 +1,131 @@
+"""Tasks of agents that know nothing of Tiller. Workers import them like a user's task."""
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from openai import AsyncOpenAI, OpenAI, OpenAIError
+
+from rl.tasks.agent import AgentTask
+from rl.tasks.environment import Reply
+from tests.gateway.agents import act
+
+PROGRAM = Path(__file__).with_name("agent_program.py")
+TURNS = 4
+RAISES, SILENT, HANGS, EXITS, NO_REPLY, ENDLESS, ENDLESS_RAISES, FAILS = range(100, 108)
+KINDS = ("none", "compacts", "renames")
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "guess",
+        "description": "Guess the number.",
+        "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}},
+    },
+}
+
+
+class Agents(AgentTask):
+    """Agents with habits by prompt_id; prompts 100 and above misbehave."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AgentTask.Config):
+        pass
+
+    def prompt(self, prompt_id):
+        return self.seed_prompt(prompt_id)
+
+    def eval_prompts(self, count):
+        return []
+
+    async def agent(self, prompt, api):
+        mood = prompt.prompt_id
+        async with AsyncOpenAI(base_url=api.base_url, api_key=api.key) as client:
+            if mood == SILENT:
+                return Reply(reward=1.0)
+            if mood == HANGS:
+                await act(client, "none", 1)
+                await asyncio.sleep(3600)
+            if mood == EXITS:
+                sys.exit("no agent, no worker")
+            if mood == FAILS:
+                await api.run([sys.executable, "-c", "import sys; sys.exit('no such tool')"])
+            try:
+                turns = 1000 if mood in (ENDLESS, ENDLESS_RAISES) else TURNS
+                await act(client, KINDS[mood % 3], turns, temperature=0.3, max_tokens=100)
+            except OpenAIError:
+                if mood != ENDLESS:
+                    raise
+                return Reply(reward=0.5)
+            if mood == RAISES:
+                raise ZeroDivisionError("no reward today")
+            return None if mood == NO_REPLY else Reply(reward=1.0, correct=True, metrics={"own": 2})
+
+
+class Blocking(Agents):
+    """Agent whose client blocks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Agents.Config):
+        pass
+
+    def agent(self, prompt, api):
+        with OpenAI(base_url=api.base_url, api_key=api.key) as client:
+            messages = [{"role": "user", "content": "1 + 2?"}]
+            for _ in range(3):
+                said = client.chat.completions.create(model="gpt-4o", messages=messages)
+                messages.append(said.choices[0].message.model_dump(exclude_none=True))
+                messages.append({"role": "user", "content": "Go on."})
+        return Reply(reward=1.0)
+
+
+class Program(Agents):
+    """Agent that is a program of its own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Agents.Config):
+        pass
+
+    async def agent(self, prompt, api):
+        said = await api.run([sys.executable, str(PROGRAM)], stdin="1 + 2?", env={"TURNS": "2"})
+        return Reply(reward=float(len(json.loads(said))), correct="PATH" in os.environ)
+
+
+class Guesser(Agents):
+    """Agent of OpenAI's SDK that lets the policy guess by a tool, and forgets all at half time."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Agents.Config):
+        pass
+
+    def prompt(self, prompt_id):
+        return self.seed_prompt(
+            prompt_id, text=f"Guess {prompt_id % 7}.", answer=str(prompt_id % 7)
+        )
+
+    def eval_prompts(self, count):
+        return [self.prompt(prompt_id) for prompt_id in range(count)]
+
+    async def agent(self, prompt, api):
+        digits = 0
+        opening = [{"role": "user", "content": prompt.text}]
+        messages = [*opening]
+        async with AsyncOpenAI(base_url=api.base_url, api_key=api.key) as client:
+            for turn in range(4):
+                said = await client.chat.completions.create(
+                    model="gpt-4o", messages=messages, tools=[TOOL], temperature=0.2
+                )
+                message = said.choices[0].message
+                text = message.content or ""
+                digits += sum(each.isdigit() for each in text) + 5 * len(message.tool_calls or [])
+                messages.append(message.model_dump(exclude_none=True))
+                for call in message.tool_calls or []:
+                    told = {"role": "tool", "tool_call_id": call.id, "content": "higher"}
+                    messages.append(told)
+                if not message.tool_calls:
+                    messages.append({"role": "user", "content": "Go on."})
+                if turn == 1:
+                    messages = [*opening, {"role": "user", "content": "Begin again."}]
+        return Reply(reward=float(digits), correct=digits > 3)

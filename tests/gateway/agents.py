@@ -1,0 +1,96 @@
+"""Agents with the habits of real ones, and a policy that answers them."""
+
+import contextlib
+import itertools
+import json
+import random
+
+from openai import AsyncOpenAI
+
+from rl.dialects.qwen3 import Qwen3Dialect
+from rl.gateway.gateway import Gateway, Limits
+from rl.gateway.http import serving
+from rl.types import Completion, Sampling
+from tests.dialects.adversary import Adversary
+from tests.dialects.conversations import TOOL
+from tests.tiny_tokenizers import qwen3
+
+LONGEST = 4000
+HABITS = ("plain", "odd tokens", "spacing", "key order", "several calls", "thinking, cut")
+KINDS = ("none", "drops thoughts", "respells arguments", "repairs arguments", "compacts", "renames")
+
+
+class Policy:
+    """Policy that answers as an adversary; it keeps each request and completion."""
+
+    def __init__(self, habits=HABITS, seed=0):
+        self._rng = random.Random(seed)
+        self._habits = habits
+        self._adversary = Adversary(qwen3(), self._rng, True)
+        self._versions = itertools.count()
+        self.turns = []
+
+    async def __call__(self, ask):
+        answer = self._adversary.answer(self._rng.choice(self._habits))
+        tokens = answer[: ask.sampling.max_tokens]
+        version = next(self._versions)
+        completion = Completion(
+            tokens=tokens,
+            logprobs=[-float(version) - n for n in range(len(tokens))],
+            versions=[version] * len(tokens),
+            finish_reason="length" if len(answer) > len(tokens) else "stop",
+        )
+        self.turns.append((ask, completion))
+        return completion
+
+
+def make_gateway(policy, **options):
+    limits = Limits(**options.pop("limits", {}))
+    return Gateway(
+        policy,
+        Qwen3Dialect(qwen3()),
+        sampling=Sampling(max_tokens=200),
+        longest=LONGEST,
+        vocab_size=len(qwen3()),
+        limits=limits,
+        **{"model": "policy"} | options,
+    )
+
+
+@contextlib.asynccontextmanager
+async def server(policy, *, key=None, **options):
+    """Yield a gateway, its URL and a client of it."""
+    gateway = make_gateway(policy, **options)
+    async with (
+        serving(gateway, key=key) as url,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0) as client,
+    ):
+        yield gateway, url, client
+
+
+async def act(client, kind, turns=6, **options):
+    """Talk to the policy for some turns, with a habit of real agents."""
+    messages = [{"role": "system", "content": "You add."}, {"role": "user", "content": "1 + 2?"}]
+    for turn in range(turns):
+        said = await client.chat.completions.create(
+            model="policy", messages=messages, tools=[TOOL], **options
+        )
+        message = said.choices[0].message
+        sent = message.model_dump(exclude_none=True)
+        calls = sent.get("tool_calls", [])
+        if kind == "drops thoughts":
+            sent.pop("reasoning_content", None)
+        for call in calls:
+            function = call["function"]
+            if kind == "respells arguments":
+                function["arguments"] = json.dumps(json.loads(function["arguments"]), indent=3)
+            if kind == "repairs arguments":
+                function["arguments"] = '{"a": 1, "b": 2}'
+        messages.append(sent)
+        messages += [{"role": "tool", "tool_call_id": each["id"], "content": "3"} for each in calls]
+        if not calls:
+            messages.append({"role": "user", "content": [{"type": "text", "text": "Go on."}]})
+        if kind == "compacts" and turn == 2:
+            messages = [*messages[:2], {"role": "user", "content": "So far: 3."}]
+        if kind == "renames":
+            messages[0] = {"role": "developer", "content": f"You add. It is {turn}."}

@@ -1,0 +1,173 @@
+"""Agents as environments: their conversations are trained token for token."""
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+
+from rl.errors import GroupLost
+from rl.model.shape import ModelConfig
+from rl.observe.spans import Stopwatch
+from rl.rollout.environments import Environments
+from rl.rollout.episodes import EpisodeCollector
+from rl.types import Sampling
+from tests.gateway import agent_tasks as agents
+from tests.rollout.test_episodes import Engine
+from tests.tiny_tokenizers import make_model
+
+PLAIN = ["plain", "odd tokens", "several calls"]
+SAMPLING = Sampling(max_tokens=150, temperature=0.7)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> ModelConfig:
+    folder = make_model(tmp_path_factory.mktemp("agents"))
+    return ModelConfig(hf_path=str(folder), max_seq_len=3000)
+
+
+def collect(model, prompt_ids, *, task=agents.Agents, samples=2, habits=PLAIN, **fields):
+    """Return the outcome of each prompt, the engine and the collector."""
+    fields = {"max_episode_tokens": 2500, "step_s": 120.0, "max_turns": 8} | fields
+    built = task.Config(**fields).build(seed=0, model=model)
+    environments = Environments(built)
+    engine = Engine(habits=habits)
+    collector = EpisodeCollector(
+        environments,
+        longest=min(model.max_seq_len, fields["max_episode_tokens"]),
+        seed=3,
+        watch=Stopwatch(),
+    )
+    prompts = [built.prompt(prompt_id) for prompt_id in prompt_ids]
+    work = collector.collect(prompts, SAMPLING, samples=samples, generate=engine)
+    outcomes = asyncio.run(work)
+    assert len(environments) == 0
+    return outcomes, engine
+
+
+def check(group, engine):
+    """Check that each answer is sampled in one sequence, after the tokens it was sampled after."""
+    answers = {}
+    for request, completion in itertools.chain.from_iterable(engine.rounds):
+        _, prompt_id, sample, turn = request.request_id.split("/")
+        assert request.sampling.temperature == SAMPLING.temperature
+        answers[int(prompt_id), int(sample), int(turn)] = request, completion
+    for rollout in group:
+        own = [
+            pair
+            for (prompt_id, sample, _), pair in answers.items()
+            if (prompt_id, sample) == (rollout.prompt.prompt_id, rollout.sample)
+        ]
+        assert rollout.metrics["turns"] == len(own)
+        trained = [np.zeros(len(each), dtype=bool) for each in rollout.sequences]
+        for request, completion in own:
+            begin = len(request.prompt_tokens)
+            place = slice(begin, begin + len(completion.tokens))
+            whole = request.prompt_tokens + completion.tokens
+            (found,) = (
+                number
+                for number, each in enumerate(rollout.sequences)
+                if each.tokens[: place.stop].tolist() == whole and each.sampled[place].all()
+            )
+            sequence = rollout.sequences[found]
+            assert sequence.logprobs[place].tolist() == completion.logprobs
+            assert sequence.versions[place].tolist() == completion.versions
+            assert not trained[found][place].any()
+            trained[found][place] = True
+        for sequence, mask in zip(rollout.sequences, trained, strict=True):
+            assert (sequence.sampled == mask).all()
+        assert rollout.sampled_count == sum(len(completion.tokens) for _, completion in own)
+
+
+@pytest.mark.parametrize(("prompt_id", "sequences"), [(3, 1), (4, 2), (5, agents.TURNS)])
+def test_a_rewritten_history_begins_a_sequence_and_each_answer_is_trained_once(
+    model, prompt_id, sequences
+):
+    (group,), engine = collect(model, [prompt_id])
+    check(group, engine)
+    for rollout in group:
+        assert len(rollout.sequences) == rollout.metrics["sequences"] == sequences
+        assert rollout.metrics["rewritten"] == sequences - 1
+        assert rollout.metrics["turns"] == agents.TURNS
+        assert (rollout.reward, rollout.stop_reason, rollout.metrics["own"]) == (1.0, "done", 2)
+    sizes = {request.sampling.max_tokens for turns in engine.rounds for request, _ in turns}
+    assert sizes == {100}, "the agent's max_tokens is smaller"
+
+
+def test_episodes_of_agents_are_the_same_again(model):
+    first, second = (collect(model, range(6))[0] for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert [each.sequences for each in one] == [each.sequences for each in other]
+
+
+@pytest.mark.parametrize("task", [agents.Blocking, agents.Program])
+def test_blocking_clients_and_programs_are_agents_too(model, task):
+    (group,), engine = collect(model, [0], task=task, samples=3)
+    check(group, engine)
+    for rollout in group:
+        assert rollout.stop_reason == "done"
+        assert rollout.metrics["turns"] == (3 if task is agents.Blocking else 2)
+        assert rollout.reward == (1.0 if task is agents.Blocking else 5.0)
+
+
+@pytest.mark.parametrize(
+    ("mood", "reason", "words"),
+    [
+        (agents.RAISES, "environment raised", "no reward today"),
+        (agents.SILENT, "environment raised", "ended without a request"),
+        (agents.EXITS, "environment raised", "no agent, no worker"),
+        (agents.NO_REPLY, "environment raised", "agent returned None, which is no Reply"),
+        (agents.FAILS, "environment raised", "exit code 1: no such tool"),
+    ],
+)
+def test_an_agent_that_fails_costs_its_group_alone(model, mood, reason, words):
+    (lost, healthy), engine = collect(model, [mood, 3])
+    assert isinstance(lost, GroupLost)
+    assert lost.reason == reason
+    assert words in str(lost)
+    check(healthy, engine)
+    assert [rollout.reward for rollout in healthy] == [1.0, 1.0]
+
+
+def test_an_agent_that_hangs_is_lost_in_time(model):
+    (lost,), _ = collect(model, [agents.HANGS], step_s=3.0)
+    assert isinstance(lost, GroupLost)
+    assert lost.reason == "environment hung"
+    assert "task.step_s=3" in str(lost)
+
+
+@pytest.mark.parametrize(("mood", "reward"), [(agents.ENDLESS, 0.5), (agents.ENDLESS_RAISES, 0.0)])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"max_turns": 3}, "turns"), ({"max_episode_tokens": 1100, "max_turns": 100}, "length")],
+)
+def test_an_agent_at_a_limit_gets_an_error_and_may_still_return_its_reward(
+    model, mood, reward, fields, reason
+):
+    (group,), engine = collect(model, [mood], **fields)
+    check(group, engine)
+    assert [(each.reward, each.stop_reason) for each in group] == [(reward, reason)] * 2
+
+
+def test_agents_end_when_sampling_is_cancelled(model):
+    async def cancelled():
+        task = agents.Agents.Config(max_episode_tokens=2500).build(seed=0, model=model)
+        environments = Environments(task)
+        collector = EpisodeCollector(environments, longest=2500, seed=3, watch=Stopwatch())
+        opened = asyncio.Event()
+
+        async def generate(requests):
+            opened.set()
+            await asyncio.Event().wait()
+
+        before = asyncio.all_tasks()
+        work = collector.collect([task.prompt(3)], SAMPLING, samples=3, generate=generate)
+        run = asyncio.create_task(work)
+        await opened.wait()
+        run.cancel()
+        await asyncio.wait([run])
+        assert len(environments) == 0
+        left = asyncio.all_tasks() - before
+        assert not [each for each in left if "_act" in repr(each)]
+
+    asyncio.run(cancelled())

@@ -1,0 +1,272 @@
+"""Errors, keys, limits and the life of the gateway's server."""
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+
+from rl.errors import ConfigError, RunError
+from rl.gateway.http import serving
+from tests.gateway.agents import LONGEST, Policy, make_gateway, server
+
+MESSAGES = [{"role": "user", "content": "1 + 2?"}]
+CHAT = {"model": "policy", "messages": MESSAGES}
+GENERATE = "/inference/v1/generate"
+
+
+class Held(Policy):
+    """Policy that answers when it is let go."""
+
+    def __init__(self):
+        super().__init__(habits=["plain"])
+        self.asked = asyncio.Event()
+        self.let_go = asyncio.Event()
+
+    async def __call__(self, ask):
+        self.asked.set()
+        await self.let_go.wait()
+        return await super().__call__(ask)
+
+
+def post(path, body, *, policy=None, headers=None, **options):
+    """Return status and JSON of one request to a new server."""
+
+    async def work():
+        async with server(policy or Policy(), **options) as (gateway, url, _):
+            gateway.open_session("known")
+            async with httpx.AsyncClient(timeout=60) as client:
+                content = body if isinstance(body, bytes) else json.dumps(body).encode()
+                own = {"content-type": "application/json", **(headers or {})}
+                answer = await client.post(url + path, content=content, headers=own)
+                return answer.status_code, answer.json()
+
+    return asyncio.run(work())
+
+
+CASES = [
+    ("/v1/chat/completions", b"{", 400, "invalid_json", "not JSON"),
+    ("/v1/chat/completions", b"\xff", 400, "invalid_json", "not JSON"),
+    ("/v1/chat/completions", b"[" * 10**5, 400, "invalid_json", "recursion"),
+    ("/v1/chat/completions", [], 400, "invalid_value", "the body"),
+    ("/v1/chat/completions", {"model": "policy"}, 400, "invalid_value", "messages"),
+    ("/v1/chat/completions", CHAT | {"messages": []}, 400, "invalid_value", "messages"),
+    ("/v1/chat/completions", CHAT | {"messages": [{}]}, 400, "invalid_value", "role"),
+    ("/v1/chat/completions", CHAT | {"n": 0}, 400, "invalid_value", "n: "),
+    ("/v1/chat/completions", CHAT | {"n": 65}, 400, "invalid_value", "n: "),
+    ("/v1/chat/completions", CHAT | {"n": True}, 400, "invalid_value", "n: "),
+    ("/v1/chat/completions", CHAT | {"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+    ("/v1/chat/completions", CHAT | {"temperature": -1}, 400, "invalid_value", "temperature"),
+    ("/v1/chat/completions", CHAT | {"temperature": 1e-5}, 400, "invalid_value", "0.01"),
+    ("/v1/chat/completions", CHAT | {"stop": ["x"]}, 400, "unsupported_parameter", "stop"),
+    ("/v1/chat/completions", CHAT | {"wat": 1}, 400, "unsupported_parameter", "wat"),
+    ("/v1/chat/completions", CHAT | {"tool_choice": "required"}, 400, "invalid_value", "'auto'"),
+    ("/v1/chat/completions", CHAT | {"model": "gpt"}, 404, "model_not_found", "'gpt'"),
+    ("/sessions/none/v1/chat/completions", CHAT, 404, "session_not_found", "'none'"),
+    ("/v1/nothing", CHAT, 404, "unknown_url", "/v1/nothing"),
+    ("/v1/models", CHAT, 405, "unknown_url", "Method Not Allowed"),
+    ("/v1/completions", {"prompt": []}, 400, "invalid_value", "prompt"),
+    ("/v1/completions", {"prompt": "a " * LONGEST}, 400, "context_length_exceeded", "tokens"),
+    ("/v1/completions", {"prompt": [10**6]}, 400, "invalid_value", "below"),
+    ("/v1/completions", {"prompt": [-1]}, 400, "invalid_value", "below"),
+    (GENERATE, {"token_ids": []}, 400, "invalid_value", "token_ids"),
+    (GENERATE, {"token_ids": [1], "stream": True}, 400, "invalid_value", "stream"),
+    (
+        GENERATE,
+        {"token_ids": [1], "sampling_params": {"min_p": 0.1}},
+        400,
+        "unsupported_parameter",
+        "min_p",
+    ),
+    (
+        GENERATE,
+        {"token_ids": [1], "sampling_params": {"extra_args": {"session": "none"}}},
+        404,
+        "session_not_found",
+        "'none'",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "code", "words"), CASES)
+def test_a_request_that_cannot_be_served_gets_a_typed_error(path, body, status, code, words):
+    policy = Policy()
+    found, answer = post(path, body, policy=policy)
+    error = answer["error"]
+    assert (found, error["code"], error["type"]) == (status, code, "invalid_request_error")
+    assert words in error["message"]
+    assert policy.turns == []
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "code"),
+    [
+        ({"limits": {"body_bytes": 100}}, 413, "body_too_large"),
+        ({"headers": {"content-type": "text/plain"}}, 415, "invalid_content_type"),
+        ({"headers": {"host": "evil.example"}}, 403, "wrong_host"),
+        ({"key": "right"}, 401, "invalid_api_key"),
+        ({"key": "right", "headers": {"authorization": "Bearer wrong"}}, 401, "invalid_api_key"),
+        ({"limits": {"waiting": 0}}, 429, "too_many_requests"),
+        ({"limits": {"session_tokens": 0}}, 429, "session_full"),
+    ],
+)
+def test_a_client_that_may_not_ask_gets_a_typed_error(options, status, code):
+    body = CHAT | {"messages": [{"role": "user", "content": "1 + 2?" * 20}]}
+    path = "/sessions/known/v1/chat/completions"
+    found, answer = post(path, body, **options)
+    assert (found, answer["error"]["code"]) == (status, code)
+
+
+def test_errors_are_those_of_openais_client():
+    async def work():
+        async with server(Policy(), key="right") as (_, url, client):
+            models = await client.models.list()
+            assert [model.id for model in models.data] == ["policy"]
+            with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+                await client.chat.completions.create(model="other", messages=MESSAGES)
+            with pytest.raises(openai.BadRequestError, match="n: "):
+                await client.chat.completions.create(**CHAT, n=99)
+            wrong = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0)
+            with pytest.raises(openai.AuthenticationError, match="API key is wrong"):
+                await wrong.models.list()
+            await wrong.close()
+
+    asyncio.run(work())
+
+
+def test_sessions_are_opened_read_and_closed():
+    async def work():
+        async with (
+            server(Policy(["plain"]), limits={"sessions": 1}) as (_, url, client),
+            httpx.AsyncClient() as http,
+        ):
+            opened = (await http.post(f"{url}/sessions")).json()
+            full = await http.post(f"{url}/sessions")
+            assert full.json()["error"]["code"] == "too_many_sessions"
+            own = client.with_options(base_url=opened["base_url"])
+            answer = await own.chat.completions.create(
+                **CHAT, extra_body={"return_token_ids": True}
+            )
+            place = f"{url}/sessions/{opened['id']}"
+            found = (await http.get(place)).json()
+            (sequence,) = found["sequences"]
+            whole = answer.prompt_token_ids + answer.choices[0].token_ids
+            assert sequence["tokens"] == whole
+            assert sum(sequence["sampled"]) == len(answer.choices[0].token_ids)
+            assert found["turns"] == 1
+            assert (await http.delete(place)).json()["deleted"]
+            assert (await http.get(place)).status_code == 404
+
+    asyncio.run(work())
+
+
+def test_tokens_have_both_spellings_of_their_ids():
+    policy = Policy(["plain"])
+    params = {"max_tokens": 5, "logprobs": 1, "extra_args": {"session": "known"}, "n": 2}
+    for name in ("token_ids", "prompt_token_ids"):
+        _, answer = post(GENERATE, {name: [1, 2], "sampling_params": params}, policy=policy)
+        assert answer["prompt_token_ids"] == [1, 2]
+        for choice, (ask, completion) in zip(answer["choices"], policy.turns[-2:], strict=True):
+            assert ask.session == "known"
+            assert choice["token_ids"] == completion.tokens
+            rows = choice["logprobs"]["content"]
+            assert [row["token_id"] for row in rows] == completion.tokens
+            assert [row["token"] for row in rows] == [f"token_id:{t}" for t in completion.tokens]
+            assert [row["logprob"] for row in rows] == completion.logprobs
+            assert choice["finish_reason"] == "length"
+
+
+def test_log_probs_belong_to_the_sampled_tokens():
+    async def work():
+        policy = Policy(["no call"])
+        async with server(policy) as (_, _, client):
+            answer = await client.chat.completions.create(**CHAT, logprobs=True)
+            ((_, completion),) = policy.turns
+            content = answer.choices[0].logprobs.content
+            assert [row.logprob for row in content] == completion.logprobs
+            assert answer.usage.completion_tokens == len(completion.tokens)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_loses_nothing_and_gets_the_same_answer_again(stream):
+    async def work():
+        policy = Held()
+        async with server(policy) as (gateway, url, client):
+            name = gateway.open_session()
+            own = client.with_options(base_url=f"{url}/sessions/{name}/v1")
+            first = asyncio.create_task(ask(own, {}))
+            await policy.asked.wait()
+            first.cancel()
+            await asyncio.wait([first])
+            policy.let_go.set()
+            again = await ask(own, {"x-stainless-retry-count": "1"})
+            ((_, completion),) = policy.turns
+            assert gateway.capture(name).turns == 1
+            fresh = await ask(own, {})
+            assert len(policy.turns) == 2
+            assert (again == fresh) == (completion.tokens == policy.turns[1][1].tokens)
+
+    async def ask(client, headers):
+        answer = await client.chat.completions.create(**CHAT, extra_headers=headers, stream=stream)
+        if not stream:
+            return answer.choices[0].message.tool_calls[0].function
+        deltas = [choice.delta async for chunk in answer for choice in chunk.choices]
+        return next(delta.tool_calls[0].function for delta in deltas if delta.tool_calls)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_stops_ends_waiting_requests_with_a_typed_error(stream):
+    async def work():
+        policy = Held()
+        async with openai.AsyncOpenAI(api_key="none", max_retries=0) as outer:
+            async with serving(make_gateway(policy)) as url:
+                waiting = asyncio.create_task(ask(outer.with_options(base_url=f"{url}/v1")))
+                await policy.asked.wait()
+            with pytest.raises(openai.APIError, match="the server is stopping"):
+                await waiting
+
+    async def ask(client):
+        answer = await client.chat.completions.create(**CHAT, stream=stream)
+        return [chunk async for chunk in answer]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails_is_a_typed_error(stream):
+    async def fails(ask):
+        raise RunError("the generator is gone")
+
+    async def work():
+        async with server(fails) as (_, _, client):
+            with pytest.raises(openai.APIError, match="the generator is gone"):
+                answer = await client.chat.completions.create(**CHAT, stream=stream)
+                [chunk async for chunk in answer]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org"])
+def test_other_machines_need_a_key(host):
+    async def work():
+        async with serving(make_gateway(Policy()), host=host):
+            pass
+
+    with pytest.raises(ConfigError, match="set TILLER_API_KEY"):
+        asyncio.run(work())
+
+
+def test_a_port_that_is_taken_is_refused():
+    async def work():
+        async with server(Policy()) as (_, url, _):
+            port = int(url.rpartition(":")[2])
+            with pytest.raises(ConfigError, match=f"--port {port}: .*in use"):
+                async with serving(make_gateway(Policy()), port=port):
+                    pass
+
+    asyncio.run(work())

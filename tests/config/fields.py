@@ -229,6 +229,10 @@ ACTS: dict[str, dict[str, str]] = {
         "tasks/test_calculator.py::"
         "test_expressions_are_a_function_of_the_seed_and_have_their_results": "operations largest",
     },
+    "KeyValueWorld.Config": {
+        "tasks/test_key_value_world.py::"
+        "test_the_store_has_the_keys_and_changes_of_the_config": "keys changes",
+    },
     "GuessingGame.Config": {
         "tasks/test_guessing_game.py::"
         "test_numbers_and_the_cost_of_a_guess_are_those_of_the_config": "numbers turn_cost",

@@ -31,11 +31,14 @@ Kind = Literal["unified", "native"]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Completions of an engine, and its wall time and CPU time in seconds."""
+    """Completions of an engine, its wall time and CPU time in seconds, and the number of prompt
+    tokens that it found in its prefix cache.
+    """
 
     completions: list[Completion]
     wall_s: float
     cpu_s: float
+    cached: int = 0
 
 
 class BareEngine:
@@ -144,6 +147,7 @@ def _start(kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path
             max_num_batched_tokens=max(config.max_batched_tokens, shape.max_seq_len),
             enable_chunked_prefill=False,
             kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
+            block_size=config.block_size,
             enforce_eager=config.enforce_eager,
             logprobs_mode="processed_logprobs",
             async_scheduling=False,
@@ -178,10 +182,12 @@ def _generate(engine: Any, requests: list[GenerationRequest]) -> Work:
         )
         engine.add_request(request.request_id, tokens_input(request.prompt_tokens), params)
     said = {}
+    cached = 0
     while engine.has_unfinished_requests():
-        said.update(
-            {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
-        )
+        for output in engine.step():
+            if output.finished:
+                said[output.request_id] = output.outputs[0]
+                cached += output.num_cached_tokens or 0
     wall = time.perf_counter() - begun[0]
     cpu = time.process_time() - begun[1]
     answers = [said[request.request_id] for request in requests]
@@ -197,4 +203,4 @@ def _generate(engine: Any, requests: list[GenerationRequest]) -> Work:
         )
         for answer in answers
     ]
-    return Work(completions, wall, cpu)
+    return Work(completions, wall, cpu, cached)

@@ -1,5 +1,6 @@
 """Credit of the turns of an episode, transcribed in float64, one turn at a time."""
 
+import asyncio
 import dataclasses
 import random
 
@@ -237,6 +238,39 @@ def test_minibatches_and_fixed_length_count_rollouts():
         wanted = sum(rollouts[each].sampled_count for each in inside) / 10
         assert float(part.loss_weights.sum()) == pytest.approx(wanted)
     assert sorted(seen) == list(range(12))
+
+
+class Counted:
+    """Session that computes nothing and keeps the divisor of each update."""
+
+    version = 0
+
+    def __init__(self):
+        self.denominators = []
+
+    async def forward_backward(self, batch, loss, **_):
+        return {}, {}
+
+    async def optim_step(self, *, denominator, **_):
+        self.denominators.append(denominator)
+        return {}
+
+
+def test_an_update_divides_by_rollouts_over_all_parts_of_its_batch():
+    config = find_config("quickstart")()
+    config.algorithm.loss.reduction = "fixed_length"
+    algorithm = config.algorithm.build(run=config)
+    session = Counted()
+
+    async def train():
+        for seed in (3, 4):
+            await algorithm.accumulate(session, make_batch(episodes(seed)))
+        await algorithm.update(session)
+        await algorithm.accumulate(session, make_batch(episodes(5)))
+        await algorithm.update(session)
+
+    asyncio.run(train())
+    assert session.denominators == [12.0, 6.0]
 
 
 @pytest.mark.parametrize("credit", ["episode", "turn"])

@@ -38,7 +38,9 @@ def tool_demonstrations() -> SFTConfig:
 
 
 def tool_quickstart() -> RLConfig:
-    """It learns by GRPO to call the right tool with the right numbers and to give its answer."""
+    """The model of ``tool_demonstrations`` learns by GRPO to call the right tool with the right
+    numbers and to give its answer.
+    """
     return RLConfig(
         steps=100,
         task=Calculator.Config(

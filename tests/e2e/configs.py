@@ -93,3 +93,13 @@ def agents() -> RLConfig:
     config.task = Guesser.Config(max_turns=5, max_episode_tokens=24 * BLOCK)
     config.model = ModelConfig(max_seq_len=24 * BLOCK)
     return config
+
+
+def countdown() -> RLConfig:
+    """Return a config of two steps of a text environment of gymnasium."""
+    from tests.tasks.countdown import CountdownTask
+
+    config = guessing()
+    config.steps = 2
+    config.task = CountdownTask.Config(max_turns=3, max_episode_tokens=12 * BLOCK)
+    return config

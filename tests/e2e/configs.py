@@ -103,3 +103,12 @@ def countdown() -> RLConfig:
     config.steps = 2
     config.task = CountdownTask.Config(max_turns=3, max_episode_tokens=12 * BLOCK)
     return config
+
+
+def skyrl_sums() -> RLConfig:
+    """Return a config of two steps of an environment of skyrl-gym."""
+    from tests.tasks.sums import SumsTask
+
+    config = countdown()
+    config.task = SumsTask.Config(max_turns=3, max_episode_tokens=12 * BLOCK)
+    return config

@@ -6,7 +6,7 @@ from tests.e2e.runs import TINY
 from tests.tiny_tokenizers import make_model
 
 
-@pytest.mark.parametrize("name", ["countdown"])
+@pytest.mark.parametrize("name", ["countdown", "skyrl_sums"])
 def test_an_environment_of_another_package_trains(name, finished, tmp_path_factory):
     folder = make_model(tmp_path_factory.mktemp("model"))
     config = f"tests.e2e.configs.{name}"
@@ -17,4 +17,4 @@ def test_an_environment_of_another_package_trains(name, finished, tmp_path_facto
     rollouts = run.lines("rollouts.jsonl")
     assert len(rollouts) == 2 * 16
     stops = {rollout["stop_reason"] for rollout in rollouts}
-    assert "done" in stops
+    assert "done" in stops if name == "countdown" else stops <= {"done", "turns", "length"}

@@ -38,9 +38,7 @@ def tool_demonstrations() -> SFTConfig:
 
 
 def tool_quickstart() -> RLConfig:
-    """The model of ``tool_demonstrations`` learns by GRPO to call the right tool with the right
-    numbers and to give its answer.
-    """
+    """The model of ``tool_demonstrations`` learns by GRPO to call the right tool."""
     return RLConfig(
         steps=100,
         task=Calculator.Config(

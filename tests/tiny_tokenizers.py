@@ -68,9 +68,9 @@ def painted(tokenizer: PreTrainedTokenizerFast, tokens, mask) -> str:
     return text
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, *options: str) -> Path:
     """Write the model of ``scripts/make_tiny_model.py`` into ``folder``; return its path."""
     path = folder / "model"
     data = str(folder / "data")
-    _script().main(["--model-dir", str(path), "--data", data, "--lines", "60"])
+    _script().main(["--model-dir", str(path), "--data", data, "--lines", "60", *options])
     return path

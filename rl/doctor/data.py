@@ -124,7 +124,7 @@ def check_prompts(config: RLConfig, task: Task) -> Iterator[Finding]:
 
 
 def _check_lengths(config: RLConfig, task: Task, prompts: list[Prompt]) -> Iterator[Finding]:
-    ended = sum(prompt.tokens[-1] in task.stop_token_ids for prompt in prompts)
+    ended = sum(prompt.tokens[-1:] == [stop] for prompt in prompts for stop in task.stop_token_ids)
     if ended:
         what = f"{ended} of {len(prompts)} prompts end in a stop token: the answer is over"
         fix = "encode prompts with add_special_tokens=False, and with add_generation_prompt=True"
@@ -156,4 +156,4 @@ def _check_tokenizer(config: RLConfig, reason: str) -> Iterator[Finding]:
 def _key(prompt: Prompt) -> str:
     """Return what prompts that differ in case and white space alone have in common."""
     text = " ".join(prompt.text.split()).casefold()
-    return f"{prompt.task} {text or prompt.tokens}"
+    return f"{prompt.task} {text or prompt.tokens or prompt.prompt_id}"

@@ -1,5 +1,6 @@
 """Checks of a task's reward, on made-up completions."""
 
+import asyncio
 import random
 import threading
 from collections.abc import Iterator
@@ -8,9 +9,11 @@ from rl.config import RLConfig
 from rl.doctor.findings import Finding, error, warning
 from rl.errors import ConfigError, GroupLost, shown
 from rl.frames import users_code
+from rl.rollout.environments import Environments
 from rl.rollout.prompts import training_prompt
 from rl.rollout.scoring import score_group
 from rl.tasks.base import Task
+from rl.tasks.environment import EnvironmentTask
 from rl.types import Completion, Prompt
 
 PROMPTS = 4
@@ -50,7 +53,10 @@ def check_reward(config: RLConfig, task: Task) -> Iterator[Finding]:
     if lost:
         what = str(lost[0]).splitlines()[0]
         stands = error if len(lost) / len(trials) > config.rollout.max_lost else warning
-        yield stands("reward", name, what, "return a Score of finite numbers for any text")
+        fix = "return a Score of finite numbers for any text"
+        if isinstance(task, EnvironmentTask):
+            fix = "correct it there, and try it with python -m rl.play"
+        yield stands("reward", name, what, fix)
     scored = [trial for trial in trials if not isinstance(trial, GroupLost)]
     for first, second in zip(trials, again, strict=False):
         if first != second and not isinstance(first, GroupLost):
@@ -59,7 +65,7 @@ def check_reward(config: RLConfig, task: Task) -> Iterator[Finding]:
             yield warning("reward", name, what, fix)
             return
     answered = [s for s, prompt in zip(scored, prompts, strict=False) if prompt.answer]
-    if answered and not lost:
+    if answered and not lost and not isinstance(task, EnvironmentTask):
         yield from _check_levels(name, answered)
 
 
@@ -89,10 +95,28 @@ def _scores(task: Task, prompt: Prompt, room: int) -> Scores | GroupLost:
     for kind, rows in completions.items():
         group = [_completion([*row, stop]) for row in rows]
         try:
-            found[kind] = [score.reward for _, score in score_group(task, prompt, group)]
+            found[kind] = _rewards(task, prompt, group)
         except GroupLost as lost:
             return lost
     return found
+
+
+def _rewards(task: Task, prompt: Prompt, group: list[Completion]) -> list[float]:
+    if not isinstance(task, EnvironmentTask):
+        return [score.reward for _, score in score_group(task, prompt, group)]
+    return [asyncio.run(_episode(task, prompt, completion.tokens)) for completion in group]
+
+
+async def _episode(task: EnvironmentTask, prompt: Prompt, answer: list[int]) -> float:
+    """Return the reward of an episode in which every answer of the policy is ``answer``."""
+    environments = Environments(task)
+    try:
+        turn = await environments.open(0, prompt, 0)
+        while turn.end is None:
+            turn = await environments.step(0, answer)
+    finally:
+        await environments.close([0])
+    return turn.end.reward
 
 
 def _completion(tokens: list[int]) -> Completion:

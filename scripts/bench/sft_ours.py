@@ -50,4 +50,8 @@ def _trainer() -> TrainerConfig:
 
 def _replicas() -> ParallelismConfig:
     """Two replicas, as TRL's processes are."""
-    return ParallelismConfig(data_parallel_replicate_degree=2, spmd_backend="partial_dtensor")
+    return ParallelismConfig(
+        data_parallel_replicate_degree=2,
+        data_parallel_shard_degree=1,
+        spmd_backend="partial_dtensor",
+    )

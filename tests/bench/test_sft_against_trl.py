@@ -12,7 +12,7 @@ from rl.trainers.sft import SFTTrainer
 from tests.bench.programs import module
 
 SCRIPT = "scripts/bench/sft_against_trl.py"
-STEPS = 2
+STEPS = 4
 
 
 @pytest.fixture

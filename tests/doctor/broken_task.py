@@ -8,6 +8,7 @@ from rl.cli import find_config
 from rl.config import RLConfig
 from rl.tasks.base import Score
 from rl.tasks.copy_digits import TOKEN, CopyDigits
+from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Opening, Reply
 
 
 class Broken(CopyDigits):
@@ -63,6 +64,46 @@ class Broken(CopyDigits):
         if fault == "number":
             return 0.5
         return super().score(prompt, text, completion)
+
+
+class BrokenEpisodes(EnvironmentTask):
+    """One question in each episode, with one fault."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(EnvironmentTask.Config):
+        fault: str = ""
+        """Fault of the environment; empty for none."""
+
+    def prompt(self, prompt_id):
+        return self.seed_prompt(prompt_id)
+
+    def eval_prompts(self, count):
+        return [self.seed_prompt(number, text=f"held out {number}") for number in range(count)]
+
+    def environment(self, prompt, sample):
+        return BrokenEnvironment(self.config.fault)
+
+
+class BrokenEnvironment(MessageEnvironment):
+    def __init__(self, fault):
+        self.fault = fault
+
+    def reset(self):
+        question = {"role": "user", "content": "Yes?"}
+        return Opening([] if self.fault == "no messages" else [question])
+
+    def step(self, message):
+        rewards = {"random": random.random(), "nan": float("nan")}
+        if self.fault == "raises":
+            raise KeyError(self.fault)
+        return Reply(reward=rewards.get(self.fault, 1.0), done=True)
+
+
+def broken_episodes() -> RLConfig:
+    """Return the quickstart of tools with the environment."""
+    config = find_config("tool_quickstart")()
+    config.task = BrokenEpisodes.Config(max_prompt_tokens=64, max_episode_tokens=128)
+    return config
 
 
 def broken() -> RLConfig:

@@ -6,6 +6,7 @@ import pytest
 
 from rl.cli import shipped_configs
 from rl.doctor import reward
+from tests.tiny_tokenizers import make_model
 from tests.training.model_folders import edit_config, truncate
 
 
@@ -96,7 +97,7 @@ DAMAGED = {
     ),
     "a row without answer": (
         data(*MANY, problem("And?", "none")),
-        ("error", "task.path", "line 101: field 'answer' has no", "correct it there"),
+        ("error", "task.path", "line 101: field 'answer' does not end", "add the number"),
     ),
     "data of another encoding": (
         lambda f: (f / "tiny.jsonl").write_bytes("{}".encode("utf-16")),
@@ -191,6 +192,25 @@ def test_faults_of_a_task_are_found(fault, doctor, matches, monkeypatch):
     matches(found, *FAULTS[fault])
 
 
+ENVIRONMENT_FAULTS = {
+    "random": ("warning", "BrokenEpisodes", "the same completions have the rewards", "derive"),
+    "nan": ("error", "BrokenEpisodes", "reward=nan", "correct it"),
+    "raises": ("error", "BrokenEpisodes", "raised KeyError", "correct it"),
+    "no messages": ("error", "BrokenEpisodes", "cannot be rendered", "correct it"),
+}
+
+
+@pytest.mark.parametrize("fault", ["", *ENVIRONMENT_FAULTS])
+def test_faults_of_an_environment_are_found(fault, good_inputs, doctor, matches):
+    options = ["--model.hf_path", good_inputs / "tiny", "--task.fault", fault]
+    code, found = doctor("--config", "tests.doctor.broken_task.broken_episodes", *options)
+    if fault:
+        assert code == (2 if ENVIRONMENT_FAULTS[fault][0] == "error" else 0)
+        matches(found, *ENVIRONMENT_FAULTS[fault])
+    else:
+        assert (code, found) == (0, [])
+
+
 def test_answers_that_do_not_fit_are_found(doctor, matches):
     code, found = doctor("--config", "quickstart", "--rollout.max_tokens", "3")
     assert code == 0
@@ -234,14 +254,16 @@ def test_damaged_conversations_are_found(
 @pytest.mark.parametrize("config", shipped_configs())
 def test_shipped_configs_have_no_findings(config, good_inputs, tmp_path, doctor):
     options = []
-    if config != "quickstart":
+    if config == "tool_quickstart":
+        options = ["--model.hf_path", make_model(tmp_path, "--calculator")]
+    elif config != "quickstart":
         model = tmp_path / "longer"
         model.mkdir()
         for path in (good_inputs / "tiny").iterdir():
             (model / path.name).write_bytes(path.read_bytes())
         edit_json(model / "config.json", max_position_embeddings=32768)
         rows = good_inputs / "tiny.jsonl"
-        if config == "sft_jsonl":
+        if config in ("sft_jsonl", "tool_demonstrations"):
             rows = chats(tmp_path / "chats.jsonl", CHATS)
         if config in ("dpo_jsonl", "reward_model_jsonl"):
             pairs = [{"prompt": f"{n}?", "chosen": "Yes.", "rejected": "No."} for n in range(40)]

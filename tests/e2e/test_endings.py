@@ -231,7 +231,7 @@ def tiny_model(tmp_path):
         ),
         ([*TINY, "--resume"], "--resume: output_dir"),
         ([*TINY, "--rollout.top_p", "0.9"], "rollout.top_p is 0.9; it must be 1.0"),
-        (["--config", "quikstart"], "did you mean quickstart?"),
+        (["--config", "quikstart"], "did you mean quickstart or tool_quickstart?"),
     ],
 )
 def test_an_invalid_config_is_refused_before_any_process_starts(

@@ -65,5 +65,5 @@ def test_another_answer_has_no_reward(model, content):
 
 def test_a_config_that_leaves_nothing_to_train_on_is_refused(model, monkeypatch):
     monkeypatch.setattr("rl.tasks.calculator.is_held_out", lambda text: True)
-    with pytest.raises(RunError, match="no expression of numbers up to 99 is left"):
+    with pytest.raises(RunError, match="task.largest: 99 leaves no expression"):
         build(model).prompt(0)

@@ -44,7 +44,7 @@ def _trainer() -> TrainerConfig:
         parallelism=_replicas(),
         training=TrainingConfig(mixed_precision_param="float32", max_norm=MAX_NORM),
         optimizer=default_adamw(lr=LEARNING_RATE, weight_decay=0.0, fused=True),
-        micro_batch_tokens=4 * MAX_TOKENS,
+        micro_batch_tokens=2 * MAX_TOKENS,
     )
 
 

@@ -388,18 +388,11 @@ class Rewards(Mesh):
         await asyncio.sleep(0)
         if prompt.prompt_id in self.lost:
             raise GroupLost("reward raised", f"no reward for {prompt.prompt_id}")
-        rewards = [
-            0.0 if prompt.prompt_id in self.flat else float(sample) for sample in range(len(said))
-        ]
+        step = 0.0 if prompt.prompt_id in self.flat else 1.0
+        fewer = prompt.prompt_id in self.fewer
+        options = {"text": "", "metrics": {"correct": 0.0}}
         return [
-            Rollout.single_turn(
-                prompt,
-                each,
-                sample=i,
-                text="",
-                reward=rewards[i],
-                metrics={"correct": 0.0},
-            )
+            Rollout.single_turn(prompt, each, sample=i, reward=step * i, **options)
             for i, each in enumerate(said)
-            if i or prompt.prompt_id not in self.fewer
+            if i or not fewer
         ]

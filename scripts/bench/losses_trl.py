@@ -1,6 +1,6 @@
-"""TRL's side of preference_losses.py, run in TRL's environment: the losses of its trainers.
+"""TRL's side of losses_against_trl.py, run in TRL's environment: the losses of its trainers.
 
-Usage: python scripts/bench/preference_losses_trl.py FOLDER
+Usage: python scripts/bench/losses_trl.py FOLDER
 
 Reads the models ``policy``, ``reference`` and ``judge``, and ``work.json``, in FOLDER. Prints one
 JSON object: by name of a loss, its value, the norm of its gradient and metrics.
@@ -19,7 +19,16 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 
 Answer = dict[str, float]
@@ -43,6 +52,24 @@ class Side:
             "report_to": "none",
             "per_device_train_batch_size": len(self.work["pairs"]),
         }
+
+    def sft(self) -> Answer:
+        """SFTTrainer's loss of all chosen and rejected answers."""
+        trainer = SFTTrainer(
+            model=self._policy("policy"),
+            args=SFTConfig(**self.config),
+            train_dataset=Dataset.from_list([{"prompt": "w1 w2", "completion": "w3 w4"}]),
+            processing_class=self.tokenizer,
+        )
+        examples = [
+            {
+                "input_ids": pair["prompt_ids"] + pair[name],
+                "labels": [-100] * len(pair["prompt_ids"]) + pair[name],
+            }
+            for pair in self.work["pairs"]
+            for name in ("chosen_ids", "rejected_ids")
+        ]
+        return self._answer(trainer, trainer.data_collator(examples))
 
     def dpo(self, loss_type: str, beta: float) -> Answer:
         """DPOTrainer's ``sigmoid`` or ``ipo``."""

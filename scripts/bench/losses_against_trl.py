@@ -1,12 +1,14 @@
-"""Tiller's losses over whole sequences against TRL's, on the same models and sequences, in fp32.
+"""Tiller's losses of SFT and preference training against TRL's, on the same models and sequences,
+in fp32.
 
-Usage: python scripts/bench/preference_losses.py [--trl-env DIR] [--json]
+Usage: python scripts/bench/losses_against_trl.py [--trl-env DIR] [--json]
 
 Four pairs of ragged sequences; a policy, a reference policy and a reward model of random weights.
-Compared are the values of DPO, IPO, KTO, SimPO and the reward model's loss, the norms of their
-gradients over all parameters, rewards and log-probs. IPO's rewards and log-probs are left out: TRL
-reports sums over tokens, while its loss, like Tiller's, is made of means. Each difference is
-relative to the value of TRL, or absolute for values below 1. Exits with 1 if one is above 1e-5.
+Compared are the values of SFT, DPO, IPO, KTO, SimPO and the reward model's loss, the norms of their
+gradients over all parameters, rewards and log-probs. SFT trains all eight answers. IPO's rewards
+and log-probs are left out: TRL reports sums over tokens, while its loss, like Tiller's, is made of
+means. Each difference is relative to the value of TRL, or absolute for values below 1. Exits with 1
+if one is above 1e-5.
 
 TRL is installed as by against_trl.py.
 """
@@ -26,6 +28,7 @@ from grpo_work import MODEL
 
 LIMIT = 1e-5
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "SFT": ("sft", {}),
     "DPO": ("dpo", {"loss_type": "sigmoid", "beta": 0.1}),
     "IPO": ("dpo", {"loss_type": "ipo", "beta": 0.3}),
     "KTO": ("kto", {"beta": 0.1, "desirable": 1.2, "undesirable": 0.9}),
@@ -33,7 +36,7 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "reward model": ("reward", {"centering": 0.0, "with_margins": False}),
     "reward model with margins, centred": ("reward", {"centering": 0.01, "with_margins": True}),
 }
-"""Method of preference_losses_trl.Side, and its options."""
+"""Method of losses_trl.Side, and its options."""
 
 NAMES = {
     "loss": "loss/mean",
@@ -160,8 +163,10 @@ class Ours:
             with_mismatched,
         )
 
-        loss = loss_of(method, options).build()
         batch = batch_of(self._work)
+        if method == "sft":
+            return self._cross_entropy(batch)
+        loss = loss_of(method, options).build()
         count = len(batch)
         margins = [pair["margin"] for pair in self._work["pairs"]]
         labels = Labels.pairs(
@@ -181,6 +186,15 @@ class Ours:
         engine.forward_backward(with_coefficients(batch, values[:count]), linear)
         norm = _norm(engine.model) / loss.count(labels)
         engine.optim_step(denominator=loss.count(labels), lr=0.0, weight_decay=0.0)
+        return {"grad_norm": norm, **metrics}
+
+    def _cross_entropy(self, batch: Any) -> dict[str, float]:
+        from rl.algorithms.losses import CrossEntropyLoss
+
+        loss = CrossEntropyLoss.Config().build()
+        metrics = self._policy.forward_backward(batch, loss)[1]
+        norm = _norm(self._policy.model) / float(batch.loss_weights.sum())
+        self._policy.optim_step(lr=0.0, weight_decay=0.0)
         return {"grad_norm": norm, **metrics}
 
 
@@ -247,7 +261,7 @@ def compare(python: Path, folder: Path) -> dict[str, dict[str, float]]:
     write_models(folder)
     work = make_work()
     (folder / "work.json").write_text(json.dumps(work))
-    out = _run([python, HERE / "preference_losses_trl.py", folder], OMP_NUM_THREADS="1")
+    out = _run([python, HERE / "losses_trl.py", folder], OMP_NUM_THREADS="1")
     theirs = json.loads(out.splitlines()[-1])
     sides = Ours(folder, work)
     found = {}
@@ -284,7 +298,7 @@ def main() -> None:
         print(json.dumps(found))
     worst = max(max(each.values()) for each in found.values())
     if worst > LIMIT:
-        raise SystemExit(f"preference_losses: a difference of {worst:.1e} is above {LIMIT}")
+        raise SystemExit(f"losses_against_trl: a difference of {worst:.1e} is above {LIMIT}")
 
 
 if __name__ == "__main__":

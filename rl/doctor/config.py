@@ -5,11 +5,10 @@ from typing import Any
 
 from rl.algorithms.losses import CrossEntropyLoss
 from rl.algorithms.policy_gradient import PolicyGradient
-from rl.config import CriticConfig, ReferenceConfig, RLConfig, RunConfig
+from rl.config import RLConfig, RunConfig
 from rl.config.dataset import DatasetRunConfig
 from rl.doctor.findings import Finding, refused, warning
 from rl.errors import ConfigError
-from rl.frozen import frozen
 from rl.plan.plan import Plan
 from rl.platform import device_type
 from rl.roles import roles_of
@@ -131,14 +130,6 @@ def _check_staleness(config: RLConfig) -> Iterator[Finding]:
 
 
 def _check_unused(config: RLConfig) -> Iterator[Finding]:
-    needed = config.algorithm.roles()
-    for name, default, fix in (
-        ("reference", ReferenceConfig(), "set algorithm.loss.kl_coef above 0"),
-        ("critic", CriticConfig(), "choose an algorithm.advantage with values"),
-    ):
-        if name not in needed and frozen(getattr(config, name)) != frozen(default):
-            what = f"is set, and the algorithm has no {name}: the fields do nothing"
-            yield warning("config", name, what, f"{fix}, or remove them")
     for name, role in config.roles.items():
         if not role.column and not role.reward_weight:
             what = "nothing reads the output of the model"

@@ -57,11 +57,6 @@ def _validate_dataset(config: SFTConfig | PreferenceConfig) -> None:
     if isinstance(config, SFTConfig):
         penalty = config.loss.kl_coef
         require_value(penalty == 0, "loss.kl_coef", penalty, "0: the run has no reference policy")
-    else:
-        scores = config.reference.scores
-        rule = f"'computed': {type(config.loss).__qualname__.split('.')[0]} has no reference policy"
-        compares = config.loss.build().needs_reference
-        require_value(scores == "computed" or compares, "reference.scores", scores, rule)
     require(
         config.model.hf_path is not None,
         "model.hf_path is not set; it must be the folder of the model and its tokenizer",

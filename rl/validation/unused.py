@@ -18,17 +18,20 @@ from rl.algorithms.losses import (
     ImportanceSamplingLoss,
 )
 from rl.config import (
+    CriticConfig,
     DatasetRunConfig,
     PreferenceConfig,
+    ReferenceConfig,
     RewardModelConfig,
     RLConfig,
     RunConfig,
     SFTConfig,
     WatchdogConfig,
 )
-from rl.errors import require, require_value, shown
+from rl.config.preference import InitialPolicyConfig
+from rl.errors import ConfigError, require, require_value, shown
+from rl.frozen import frozen
 from rl.session.config import DeadlineConfig
-from rl.training.config import one_rank
 from rl.validation.values import defaults_of, values
 
 _STAGES = "pipeline parallelism is refused; use data_parallel_shard_degree"
@@ -141,6 +144,8 @@ def validate_unused(config: RunConfig) -> None:
     _validate_optimizers(config)
     _validate_schedules(config)
     _validate_loss(config)
+    if isinstance(config, RLConfig):
+        _validate_models(config)
 
 
 def _words(config: RunConfig) -> dict[str, str]:
@@ -251,19 +256,33 @@ def _validate_loss(config: RunConfig) -> None:
             "PreferenceConfig",
         )
     if isinstance(config, PreferenceConfig) and not config.loss.build().needs_reference:
-        _validate_no_reference(config)
+        name = type(config.loss).__qualname__.split(".")[0]
+        why = f"{name} compares with no reference; choose a loss that does"
+        _require_default("reference", config.reference, InitialPolicyConfig(), why)
 
 
-def _validate_no_reference(config: PreferenceConfig) -> None:
-    default = one_rank()
-    for field in dataclasses.fields(default):
-        value = getattr(config.reference.parallelism, field.name)
-        usual = getattr(default, field.name)
-        require(
-            value == usual,
-            f"reference.parallelism.{field.name} is {shown(value)}; it must be {usual!r}: "
-            f"{type(config.loss).__qualname__} compares with no reference",
-        )
+def _validate_models(config: RLConfig) -> None:
+    """Check the sections of models that the algorithm may not have."""
+    needed = config.algorithm.roles()
+    why = "the algorithm has no reference; set algorithm.loss.kl_coef above 0"
+    if "reference" not in needed:
+        _require_default("reference", config.reference, ReferenceConfig(), why)
+    why = "the algorithm has no critic; choose an algorithm.advantage with values"
+    if "critic" not in needed:
+        _require_default("critic", config.critic, CriticConfig(), why)
+
+
+def _require_default(name: str, section: Any, default: Any, why: str) -> None:
+    """Raise ConfigError, naming a field that differs, unless ``section`` is ``default``."""
+    for own, usual in zip(values(section), values(default), strict=False):
+        is_section = dataclasses.is_dataclass(own.content)
+        is_longer = isinstance(own.content, list) and len(own.content) != len(usual.content)
+        if is_section or (isinstance(own.content, list | dict) and not is_longer):
+            continue
+        if frozen(own.content) != frozen(usual.content):
+            field = f"{name}.{own.name}"
+            value = f"{shown(own.content)}; it must be {shown(usual.content)}"
+            raise ConfigError(f"{field} is {value}: {why}")
 
 
 def _of_type(config: RunConfig, kind: type) -> Iterator[tuple[str, Any]]:

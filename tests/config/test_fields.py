@@ -11,7 +11,7 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from rl.algorithms.losses import ClippedLoss
-from rl.algorithms.sequence_losses import DPOLoss
+from rl.algorithms.sequence_losses import DPOLoss, SimPOLoss
 from rl.cli import find_config
 from rl.errors import ConfigError
 from rl.validation import validate
@@ -155,6 +155,37 @@ def test_a_field_without_an_effect_in_a_kind_of_run_is_refused(kind, field, fold
         validate(put(config_of(kind, folder), field, value))
     assert str(error.value).startswith(f"{field} is {value!r}")
     assert instead in str(error.value)
+
+
+ABSENT = {
+    "reference.refresh_every": (5, "kl_coef above 0"),
+    "reference.parallelism.data_parallel_shard_degree": (2, "kl_coef above 0"),
+    "critic.checkpoint": ("/judge", "algorithm.advantage with values"),
+    "critic.lr_scheduler.warmup_steps": (5, "algorithm.advantage with values"),
+    "critic.optimizer.param_groups.0.optimizer_name": ("Adam", "algorithm.advantage with values"),
+}
+
+
+@pytest.mark.parametrize("field", ABSENT)
+def test_a_field_of_a_model_that_the_algorithm_does_not_have_is_refused(field):
+    value, instead = ABSENT[field]
+    config = find_config("quickstart")()
+    validate(config)
+    with pytest.raises(ConfigError, match=instead) as error:
+        validate(put(config, field, value))
+    assert str(error.value).startswith(f"{field} is {value!r}; it must be ")
+
+
+@pytest.mark.parametrize("loss", [DPOLoss.Config(), SimPOLoss.Config()], ids=["dpo", "simpo"])
+def test_fields_of_a_reference_are_refused_for_losses_without_one(loss, folder):
+    config = config_of("PreferenceConfig", folder)
+    config.loss = loss
+    config.reference.scores = "cached"
+    if isinstance(loss, DPOLoss.Config):
+        validate(config)
+    else:
+        with pytest.raises(ConfigError, match="reference.scores is 'cached'; it must be 'comput"):
+            validate(config)
 
 
 def test_every_field_that_validation_refuses_is_tested():

@@ -59,14 +59,6 @@ REFUSED = {
         ("--rollout.max_staleness", "2", "--algorithm.old_logprobs", "recomputed"),
         ("warning", "algorithm.old_logprobs", "max_staleness=2", "TruncatedIS"),
     ),
-    "a reference that is not there": (
-        ("--reference.refresh_every", "5"),
-        ("warning", "reference", "has no reference", "kl_coef"),
-    ),
-    "a critic that is not there": (
-        ("--critic.lr_scheduler.warmup_steps", "5"),
-        ("warning", "critic", "has no critic", "algorithm.advantage"),
-    ),
     "ranks without sequences": (
         (
             *("--rollout.prompts_per_step", "1", "--rollout.samples_per_prompt", "2"),

@@ -58,7 +58,9 @@ def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunCon
 
 
 def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
-    """Return what :func:`parse_config` returns, without the checks of ``rl.validation``."""
+    """Return the name and the config that ``arguments`` describe, like :func:`parse_config`, but
+    without the checks of ``rl.validation``.
+    """
     given, overrides = take_name(arguments)
     check_name(given, program)
     assert given is not None

@@ -1,4 +1,4 @@
-"""Files that are on disk when the call that wrote them returns."""
+"""Durable writes: when a call returns, its file or folder is on disk."""
 
 import os
 import shutil

@@ -9,6 +9,7 @@ the tokenizer is trained on the data. The same seed writes the same bytes.
 
 import argparse
 import json
+import logging
 import os
 import random
 from collections.abc import Iterable
@@ -18,6 +19,11 @@ from typing import Any
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
+
+for name in ("torchao", "torch.utils._pytree"):  # importing torchao warns of CUDA libraries
+    logging.getLogger(name).setLevel(logging.ERROR)
+
+import transformers.utils
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -27,7 +33,6 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from transformers.utils import logging
 
 NAMES = ["Ada", "Ben", "Chen", "Dora", "Emil", "Fay", "Gus", "Hana"]
 THINGS = ["apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stamps"]
@@ -259,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.experts == 1 or args.experts < 0:
         parser.error(f"--experts: {args.experts} is neither 0, for a dense model, nor at least 2")
 
-    logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
     rows: list[Any] = []
     if args.calculator:
         rows = make_demonstrations(args.lines, args.seed)

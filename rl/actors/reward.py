@@ -25,7 +25,7 @@ Scored = list[tuple[str, Score]]
 
 @dataclass(eq=False)
 class RewardWorker(Actor):
-    """Scores with a task of its own."""
+    """Process that builds the task of the run and scores completions with it."""
 
     config: Task.Config
     seed: int

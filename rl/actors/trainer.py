@@ -87,7 +87,7 @@ class TrainerMesh(WorkerGroup):
         return answers[0][0], Sent(sum(s.bytes_full for s in sent), sum(s.bytes_sent for s in sent))
 
     async def excuse(self, generator: int) -> None:
-        """Have no push wait for generator number ``generator``, which has left."""
+        """Stop waiting for reads of generator number ``generator``, which has left the run."""
         await self.call("excuse", generator)
 
     async def stop(self) -> None:

@@ -66,8 +66,10 @@ class Scored:
 
     @property
     def earned(self) -> torch.Tensor:
-        """Reward of each token, float64 [C]; the last token of a completion also gets the
-        completion's reward, except for the part that other tokens have by ``turn_rewards``.
+        """Reward of each token, float64 [C]: its own ``token_rewards`` and ``turn_rewards``.
+
+        The last token of a completion also gets the rest of the completion's reward: ``rewards``
+        minus the completion's ``turn_rewards``.
         """
         nonempty = self.lengths > 0
         last = self.lengths.cumsum(0)[nonempty] - 1
@@ -208,8 +210,8 @@ class LeaveOneOut(AdvantageEstimator):
 
 
 class ReinforcePlusPlus(AdvantageEstimator):
-    """Sum of rewards from each token on, whitened over all tokens: REINFORCE++,
-    arXiv:2501.03262.
+    """REINFORCE++, arXiv:2501.03262: the discounted sum of the rewards from each token on, whitened
+    over all tokens of the batch.
     """
 
     @dataclass(kw_only=True, slots=True)

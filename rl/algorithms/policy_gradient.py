@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 class PolicyGradient(Algorithm):
-    """Algorithm of advantages and a loss of ratios, in one or several optimizer steps."""
+    """Policy gradient: an estimator of advantages, a loss of importance ratios, and one or several
+    optimizer steps on each batch.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):

@@ -46,7 +46,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """Call of a tool that an answer contains."""
+    """Tool call in an answer of the model."""
 
     name: str
     arguments: dict[str, Any]

@@ -62,7 +62,9 @@ def check_inputs(config: RLConfig) -> tuple[Task | None, list[Finding]]:
 def check_template(
     tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Sequence[int]
 ) -> Iterator[Finding]:
-    """Yield how the chat template differs from what training and generation rely on."""
+    """Yield a finding for each property of the chat template that training or generation needs
+    and that the template lacks.
+    """
     if not tokenizer.chat_template:
         return
     where = "chat template"

@@ -81,7 +81,7 @@ class Host:
 
 
 def check_host(host: Host) -> Iterator[Finding]:
-    """Yield what is wrong with the host, whatever runs there."""
+    """Yield a finding for each fault of the host that would harm any run."""
     yield from _check_packages(host)
     threads = host.omp_num_threads
     if threads and not (threads.isdecimal() and 1 <= int(threads) <= host.cores):

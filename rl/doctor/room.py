@@ -53,7 +53,7 @@ def check_room(host: Host, config: RunConfig) -> Iterator[Finding]:
 
 
 def check_memory(host: Host, config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    """Yield whether other processes hold the memory that a run of this host alone needs."""
+    """Yield a warning if a run on this host alone needs more memory than is free now."""
     used = next(memory.used for memory in plan.memories if memory.kind == "host")
     here = config.nodes == 1 and (config.hardware.kind == "cuda") == host.cuda
     if here and used > host.memory:
@@ -63,7 +63,7 @@ def check_memory(host: Host, config: RunConfig, plan: Plan) -> Iterator[Finding]
 
 
 def check_output(name: str, config: RunConfig) -> Iterator[Finding]:
-    """Yield why the run folder cannot be written, or what does not fit."""
+    """Yield a finding if the run folder cannot be written, or if its disk is too small."""
     try:
         folder = run_folder(name, config.output_dir, resume=config.resume).absolute()
     except ConfigError as reason:

@@ -42,7 +42,7 @@ class Launch:
         return [python, "-m", "rl.train", "--config", config, "--output-dir", str(self.folder)]
 
     def freeze(self, texts: dict[str, str]) -> None:
-        """Write config and environment, and ``texts`` by file name."""
+        """Write ``config.json``, ``environment.json``, and each of ``texts`` to its key's file."""
         copy = {"name": self.name, "command": self.command, "config": frozen(self.config)}
         texts = {"config.json": as_json(copy), "environment.json": as_json(environment()), **texts}
         with failing_loudly(self.files):

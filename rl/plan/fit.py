@@ -16,7 +16,7 @@ MAX_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A device or a host, and the ranks that have memory there when it is fullest."""
+    """Memory of one device or host, and the ranks that use it at the moment of the largest use."""
 
     name: str
     kind: Literal["device", "host"]

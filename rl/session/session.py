@@ -326,16 +326,20 @@ class Session(Models):
 
     def describe(self) -> str:
         """Return text that lists the processes to start."""
-        models = ", ".join(
-            f"{name} ({role.trainer.ranks} ranks)"
+        meshes = [
+            f"{name} ({_ranks(role.trainer.ranks)})"
             for name, role in self.config.models.items()
             if name not in self._aside
-        )
+        ]
         generator = self.config.generator
-        if generator is None:
-            return f"starting {models}"
-        sizes = f"{generator.replicas} x {generator.tensor_parallel_degree}"
-        return f"starting {models} and generators ({sizes})"
+        if generator is not None:
+            ranks = _ranks(generator.tensor_parallel_degree)
+            meshes.append(f"{generator.replicas} x generator ({ranks})")
+        return f"starting {', '.join(meshes)}"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 async def _raise_failure(group: WorkerGroup) -> None:

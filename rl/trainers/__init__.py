@@ -1,1 +1,1 @@
-"""The algorithm on one page, and the state that a checkpoint holds."""
+"""Trainers: loops of a run over a session, with checkpoints, recovery and reports."""

@@ -54,7 +54,7 @@ class Companions:
             shutil.rmtree(saved[each])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-able state for a checkpoint."""
+        """Return the JSON-able state for a checkpoint: the step whose weights are the reference."""
         return {"reference": self._reference}
 
     async def _load_reference(self, step: int) -> None:

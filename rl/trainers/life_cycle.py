@@ -26,7 +26,9 @@ Arguments = TypeVar("Arguments", bound=RunConfig)
 MetricCalculator = Callable[[Any], Mapping[str, float]]
 NOTHING_LEARNED = (
     "every gradient was 0 or not finite, or the learning rate was 0; see trainer/grad_norm and "
-    "trainer/skipped_steps in metrics.jsonl, and reward/zero_std_groups if the run has rewards"
+    "trainer/skipped_steps in metrics.jsonl. If reward/zero_std_groups is 1 there, all completions "
+    "of a prompt had equal rewards: start from a model that succeeds at times, or reward a part of "
+    "the task"
 )
 
 
@@ -347,7 +349,7 @@ class LifeCycle(ABC, Generic[Arguments]):
         return None if scores is None else summary | scores | self.facts()
 
     async def scores_unless_leaving(self) -> dict[str, float] | None:
-        """Return the scores of the present weights; None once the run is to be left."""
+        """Return the scores of the present weights, or None if a signal ends the run meanwhile."""
         return await self.changed.unless(lambda: self.leaving, self.scores())
 
     async def export(self, path: Path) -> None:

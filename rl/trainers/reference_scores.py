@@ -112,7 +112,9 @@ class ReferenceScores:
 
 
 def data_digest(config: PreferenceConfig, train: Items, held_out: Items) -> str:
-    """Return a digest of what the entries depend on, except for the weights."""
+    """Return a digest of the examples and of all settings that change their reference scores,
+    except for the weights.
+    """
     numerics = config.trainer.training
     facts: list[Any] = [
         config.seed,

@@ -262,7 +262,11 @@ class RLTrainer(Trainer[RLConfig]):
             await self.session.abort()
 
     async def evaluate_what_was_left(self) -> None:
-        """Make the evaluations that had not ended at the checkpoint, each from its own weights."""
+        """Repeat the evaluations that had not ended when the checkpoint was written.
+
+        Each evaluation uses the weights that were kept for it. Afterwards the generators have the
+        weights of the checkpoint again.
+        """
         left = self.evaluation.left(self.step, self.report.evaluated)
         for step in left:
             await self.evaluation.bring_back(step, self.report.version_after(step))

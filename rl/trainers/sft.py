@@ -94,7 +94,9 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
         return await self.evaluation.scores()
 
     def facts(self) -> dict[str, Any]:
-        """Return counts of examples, and lost groups of the evaluation if it is set."""
+        """Return entries of the summary: numbers of examples and, if completions are sampled for
+        evaluations, the number of lost groups by reason.
+        """
         lost = {} if self.sampling is None else {"lost": dict(self.session.rollouter.lost)}
         return super().facts() | lost
 

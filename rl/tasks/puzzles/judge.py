@@ -52,7 +52,12 @@ def ask(operation, target, *arguments):
 
 
 def exception(name, text, ends):
-    """Return the built-in exception of that name, if it is one and a solution may raise it."""
+    """Return the exception to raise in the test for one that the solution raised.
+
+    ``name`` is its type's name and ``text`` its message. Types that are no built-in exceptions
+    become RuntimeError. So does StopIteration unless ``ends``, since it would end a loop of the
+    test.
+    """
     kind = getattr(builtins, name, str)
     allowed = isinstance(kind, type) and issubclass(kind, Exception)
     if allowed and (ends or kind is not StopIteration):  # which would end a loop of the test's

@@ -13,7 +13,10 @@ MANY: dict = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def encode(value, number_of):
-    """Return ``value`` as JSON can hold it; ``number_of`` gives the number of an object."""
+    """Return ``value`` in a form that JSON can hold.
+
+    Any other object becomes ``["object", number_of(object)]``.
+    """
     if value is None or value is True or value is False:
         return value
     for kind in SCALARS:
@@ -33,7 +36,7 @@ def encode(value, number_of):
 
 
 def decode(value, object_of):
-    """Return the value; ``object_of`` gives the object of a number."""
+    """Return the value that :func:`encode` wrote; ``object_of(number)`` returns an object."""
     if value is None or isinstance(value, SCALARS):
         return value
     kind, content = value[0], value[1]

@@ -92,7 +92,7 @@ def _starting_from(
     return dataclasses.replace(
         config,
         initial_load_path=str(path) if path is not None else None,
-        initial_load_model_only=True,
+        initial_load_model_only=path is not None,
         initial_load_in_hf=path is not None and (path / "config.json").is_file(),
         initial_load_in_hf_quantized=False,
     )

@@ -19,13 +19,12 @@ from typing import Any
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-for name in ("torchao", "torch.utils._pytree"):  # importing torchao warns of CUDA libraries
+for name in ("torchao", "torch.utils._pytree"):  # the imports below would warn of CUDA libraries
     logging.getLogger(name).setLevel(logging.ERROR)
 
-import transformers.utils
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
+from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
@@ -33,6 +32,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.utils import logging as transformers_logging  # noqa: E402
 
 NAMES = ["Ada", "Ben", "Chen", "Dora", "Emil", "Fay", "Gus", "Hana"]
 THINGS = ["apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stamps"]
@@ -264,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.experts == 1 or args.experts < 0:
         parser.error(f"--experts: {args.experts} is neither 0, for a dense model, nor at least 2")
 
-    transformers.utils.logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     rows: list[Any] = []
     if args.calculator:
         rows = make_demonstrations(args.lines, args.seed)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from torchtitan.components.checkpointer import base as checkpointing
 
 from rl.cli import find_config
 from rl.config import RunConfig, SampledEvaluationConfig
@@ -39,10 +40,13 @@ def test_every_kind_of_run_gives_its_session_the_fields_of_its_config(config):
     assert session.optimizer_steps == 13
 
 
-def test_models_beside_the_policy_have_sections_of_their_own(tmp_path):
+def test_models_beside_the_policy_have_sections_of_their_own(tmp_path, monkeypatch):
     config = full_config(tmp_path)
     config.reference.parallelism = replace(config.reference.parallelism)
+    warnings: list[str] = []
+    monkeypatch.setattr(checkpointing.logger, "warning", warnings.append)
     roles = roles_of(config)
+    assert warnings == []
     critic = roles["critic"].trainer
     assert critic.parallelism is config.critic.parallelism
     assert critic.optimizer is config.critic.optimizer

@@ -32,7 +32,10 @@ def inputs(tmp_path_factory):
     model = folder / "model"
     data = folder / "problems.jsonl"
     script = ["scripts/make_tiny_model.py", "--model-dir", str(model), "--data", str(data)]
-    subprocess.run([sys.executable, *script], check=True, timeout=120)
+    made = subprocess.run(
+        [sys.executable, *script], check=True, timeout=120, capture_output=True, text=True
+    )
+    assert "torch" not in made.stderr, "imports warn"
     return model, data
 
 

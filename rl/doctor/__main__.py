@@ -52,7 +52,8 @@ def _doctor(arguments: list[str]) -> int:
 
         _report(found, check_given(host, rest, PROGRAM))
     errors = sum(finding.severity == "error" for finding in found)
-    print(f"{errors} errors, {len(found) - errors} warnings" if found else "nothing found")
+    counts = f"{_counted(errors, 'error')}, {_counted(len(found) - errors, 'warning')}"
+    print(counts if found else "nothing found")
     if "--json" in arguments:
         print(json.dumps({"ok": not errors, "findings": [*map(asdict, found)]}))
     return EXIT_CONFIG if errors else 0
@@ -64,6 +65,10 @@ def _report(found: list[Finding], findings: Iterator[Finding]) -> None:
         if finding.what not in [each.what for each in found]:
             print(finding, flush=True)
             found.append(finding)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 if __name__ == "__main__":

@@ -42,8 +42,10 @@ def doctor(capsys, tmp_path, monkeypatch) -> Doctor:
 
     def run(*arguments: str | Path) -> tuple[int, list[dict]]:
         code = main([*map(str, arguments), "--json"])
-        said = json.loads(capsys.readouterr().out.splitlines()[-1])
+        *_, counts, last = capsys.readouterr().out.splitlines()
+        said = json.loads(last)
         assert said["ok"] == (code == 0)
+        assert re.search(r"\b1 \w+s\b", counts) is None, counts
         assert not list(folder.iterdir()), "the program writes nothing"
         return code, said["findings"]
 

@@ -56,6 +56,11 @@ def nearest(name: str, known: Collection[str], *, prefix: str = "") -> str:
     return f"did you mean {' or '.join(prefix + each for each in near)}? " if near else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 rank" or "2 ranks" for the noun "rank"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def shown(value: object) -> str:
     """Return ``repr(value)``, cut to LONGEST_REPR characters, also if it raises."""
     try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from rl.doctor.findings import Finding
-from rl.errors import EXIT_CONFIG, end_program
+from rl.errors import EXIT_CONFIG, counted, end_program
 from rl.help import CONFIGS, quick_help
 from rl.program import exit_code
 
@@ -52,7 +52,7 @@ def _doctor(arguments: list[str]) -> int:
 
         _report(found, check_given(host, rest, PROGRAM))
     errors = sum(finding.severity == "error" for finding in found)
-    counts = f"{_counted(errors, 'error')}, {_counted(len(found) - errors, 'warning')}"
+    counts = f"{counted(errors, 'error')}, {counted(len(found) - errors, 'warning')}"
     print(counts if found else "nothing found")
     if "--json" in arguments:
         print(json.dumps({"ok": not errors, "findings": [*map(asdict, found)]}))
@@ -65,10 +65,6 @@ def _report(found: list[Finding], findings: Iterator[Finding]) -> None:
         if finding.what not in [each.what for each in found]:
             print(finding, flush=True)
             found.append(finding)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
+from rl.errors import counted
 from rl.plan.diff import Change
 from rl.plan.memory import GIB, RankMemory, environment_workers, kv_bytes, kv_sequences
 from rl.plan.plan import Plan, degrees_of
@@ -41,7 +42,7 @@ def _head(name: str, setting: Setting) -> Iterator[str]:
     weights = model.hf_path or "random weights, model.hf_path is not set"
     yield f"{name}: {_count(sizes.total)} parameters{active} ({weights})"
     what, each = (f"{hardware.gpus} GPUs", "GPU") if setting.cuda else ("CPUs", "rank")
-    hosts = f"{setting.hosts} host{'s' if setting.hosts > 1 else ''} of {what}"
+    hosts = f"{counted(setting.hosts, 'host')} of {what}"
     yield (
         f"{hosts}; {hardware.device}: {device.memory_gib:g} GiB a {each}, {device.tflops:g} "
         f"TFLOP/s, {device.memory_gb_s:g} GB/s memory, {device.network_gb_s:g} GB/s network"

@@ -11,7 +11,7 @@ from rl.actors.hosts import Hosts, gather_hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.worker import WorkerGroup
 from rl.disk import temporary_folder
-from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost, require
+from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost, counted, require
 from rl.metrics import Metrics
 from rl.observe.spans import Stopwatch
 from rl.rollout.episodes import EpisodeCollector
@@ -327,19 +327,15 @@ class Session(Models):
     def describe(self) -> str:
         """Return text that lists the processes to start."""
         meshes = [
-            f"{name} ({_ranks(role.trainer.ranks)})"
+            f"{name} ({counted(role.trainer.ranks, 'rank')})"
             for name, role in self.config.models.items()
             if name not in self._aside
         ]
         generator = self.config.generator
         if generator is not None:
-            ranks = _ranks(generator.tensor_parallel_degree)
+            ranks = counted(generator.tensor_parallel_degree, "rank")
             meshes.append(f"{generator.replicas} x generator ({ranks})")
         return f"starting {', '.join(meshes)}"
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 async def _raise_failure(group: WorkerGroup) -> None:

@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from rl.errors import counted
 from rl.model.shards import Box, Layout
 
 SHOWN = 4  # trainer ranks that a line of a plan's table names
@@ -56,7 +57,8 @@ class PushPlan:
 
         elements = self.elements()
         lines = [
-            f"{len(self.sources)} trainer ranks -> {len(self.wanted)} generator ranks: "
+            f"{counted(len(self.sources), 'trainer rank')} -> "
+            f"{counted(len(self.wanted), 'generator rank')}: "
             f"{mib(sum(each.total() for each in elements))} MiB in {dtype}, "
             f"{sum(map(len, self.routes)):,} routes",
             "reader    routes         MiB  from rank: MiB",

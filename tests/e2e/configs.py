@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 from configs.quickstart import quickstart
 from configs.sft_jsonl import sft_jsonl
+from configs.tool_quickstart import tool_quickstart
 from rl.algorithms.advantages import GAE
 from rl.config import RLConfig, SampledEvaluationConfig, SFTConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import WORDS, CopyDigits
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
-from rl.tasks.guessing_game import GuessingGame
 from rl.types import Prompt
 from tests.gateway.agent_tasks import Guesser
+from tests.tasks.held import HeldCalculator, HeldGuessingGame
 
 BLOCK = 32
 PREAMBLE = [place % len(WORDS) for place in range(2 * BLOCK + 6)]
@@ -76,11 +77,18 @@ def guessing() -> RLConfig:
     """
     config = long_prompts()
     config.steps = 6
-    config.task = GuessingGame.Config(max_turns=5, max_episode_tokens=12 * BLOCK)
+    config.task = HeldGuessingGame.Config(max_turns=5, max_episode_tokens=12 * BLOCK)
     config.model = ModelConfig(max_seq_len=12 * BLOCK)
     config.rollout.max_tokens = 24
     config.rollout.recorded_per_step = 16
     config.trainer.checkpoint.interval = 2
+    return config
+
+
+def held_tools() -> RLConfig:
+    """Return the config of the tool quickstart, with a task whose tools can be held."""
+    config = tool_quickstart()
+    config.task = HeldCalculator.Config(**dataclasses.asdict(config.task))
     return config
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.e2e.configs import BLOCK
 from tests.e2e.runs import TINY, Run, digest, numbers
+from tests.tasks.held import Hold
 from tests.tiny_tokenizers import make_model
 
 EPISODES = ("--config", "tests.e2e.configs.guessing", *TINY[2:])
@@ -14,8 +15,9 @@ EPISODES = ("--config", "tests.e2e.configs.guessing", *TINY[2:])
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory) -> tuple[str, ...]:
-    folder = make_model(tmp_path_factory.mktemp("model"))
-    return (*EPISODES, "--model.hf_path", str(folder))
+    folder = tmp_path_factory.mktemp("model")
+    hold = ("--task.folder", str(folder))
+    return (*EPISODES, "--model.hf_path", str(make_model(folder)), *hold)
 
 
 def test_log_probs_of_all_turns_are_those_of_the_trainer(arguments, finished):
@@ -33,18 +35,22 @@ def test_log_probs_of_all_turns_are_those_of_the_trainer(arguments, finished):
     assert max(rollout["metrics"]["turns"] for rollout in rollouts) > 2
 
 
-def test_a_run_of_episodes_that_is_killed_and_resumed_is_the_uninterrupted_one(
+def test_a_run_that_is_killed_inside_a_step_of_an_episode_resumes_as_the_uninterrupted_one(
     arguments, finished, tmp_path
 ):
     whole = finished(*arguments)
+    hold = Hold(arguments[-1])
     run = Run(*arguments, folder=tmp_path / "run")
     run.until_step(3)
+    hold.begin()
+    run.until(lambda: hold.has_caught)
     run.kill()
+    hold.end()
     run.assert_nothing_left()
     run = Run(*arguments, "--resume", folder=tmp_path / "run")
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
-    assert "resumed after step 2" in run.stdout
+    assert "resumed after step " in run.stdout
     assert numbers(run, "push/") == numbers(whole, "push/")
     assert run.lines("rollouts.jsonl") == whole.lines("rollouts.jsonl")
     assert digest(run) == digest(whole)

@@ -168,3 +168,12 @@ class GroupLost(RunError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return GroupLost, (self.reason, str(self), self.kind)  # from a process that scores
+
+
+class WorkerLost(GroupLost):
+    """Loss of the process that had an episode. Another process can have the episode again."""
+
+    def __init__(self, reason: str, message: str, *, in_call: bool):
+        super().__init__(reason, message)
+        self.in_call = in_call
+        """Whether the process was lost during a call of this episode, which may be the cause."""

@@ -130,6 +130,9 @@ class EpisodeTurn:
     answer: the history was rewritten."""
     max_tokens: int | None = None
     """Maximum length of the next answer, if the environment sets one."""
+    is_replayable: bool = False
+    """Whether the environment gives the same tokens again for the same answers; set in the turn
+    that opens an episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

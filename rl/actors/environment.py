@@ -11,7 +11,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from rl.actors.group import ActorGroup
 from rl.actors.task_workers import TaskWorkers
-from rl.errors import ActorFailure, GroupLost, RankLost, RunError
+from rl.errors import ActorFailure, GroupLost, RankLost, RunError, WorkerLost
 from rl.model.shape import ModelConfig
 from rl.rollout.environments import Environments
 from rl.tasks.environment import EnvironmentTask
@@ -71,7 +71,8 @@ class EnvironmentWorkers(TaskWorkers):
         await workers.stop()
 
     An episode stays with one worker, the one with the fewest open episodes at its begin. If a
-    worker dies or hangs, its episodes are lost, and the worker is started again.
+    worker dies or hangs, the next call of each of its episodes raises WorkerLost, and the worker is
+    started again. Such an episode can be opened once more under the same key.
     """
 
     actor = EnvironmentWorker
@@ -96,7 +97,8 @@ class EnvironmentWorkers(TaskWorkers):
         """Begin an episode; return the tokens before its first answer. Raises GroupLost."""
         if self.count == 0:
             return await self._here.open(key, prompt, sample)
-        await self._changed.wait()
+        while not self._open and self._broken is None:
+            await self._changed.wait()
         self._require()
         group = min(self._open, key=self._open.__getitem__)
         self._homes[key] = group
@@ -145,6 +147,7 @@ class EnvironmentWorkers(TaskWorkers):
         """Call the worker that has episode ``key``. Raises GroupLost."""
         self._require()
         group = self._homes[key]
+        in_call = not group.is_over
         deadline = 2 * self.config.step_s + GRACE_S  # to make an environment and to reset it
         try:
             (turn,) = await group.call(endpoint, *args, deadline=deadline)
@@ -153,7 +156,7 @@ class EnvironmentWorkers(TaskWorkers):
             how = "died" if failure.kind == "died" else "hung"
             task = type(self.config).__qualname__.removesuffix(".Config")
             message = f"the worker of an environment of {task} {how}; episode {key}; {failure}"
-            turn = GroupLost(f"environment worker {how}", message)
+            turn = WorkerLost(f"environment worker {how}", message, in_call=in_call)
         if isinstance(turn, GroupLost) or turn.end is not None:
             self._forget(key)
         if isinstance(turn, GroupLost):

@@ -23,6 +23,7 @@ from rl.types import Place
 # An endpoint may raise because a peer died. On another host that death is known only this late.
 CHECK_ALIVE_S = 30.0
 STOP_S = 5.0  # for Monarch and the kernel to see that killed processes have ended
+LONGEST_LINE = 500  # characters of a line of a log, which a message repeats
 REMOTE_STOP_S = 30.0  # Monarch ends processes of other hosts; it waits 20 s for a hanging one
 
 PerRank = Mapping[int, Sequence[Any]]
@@ -291,4 +292,5 @@ class ActorGroup:
 def _tail(log: Path, lines: int = 20) -> str:
     if not log.is_file():
         return f"{log} was never written"
-    return "\n".join([f"end of {log}:", *log.read_text(errors="replace").splitlines()[-lines:]])
+    ends = [line[:LONGEST_LINE] for line in log.read_text(errors="replace").splitlines()[-lines:]]
+    return "\n".join([f"end of {log}:", *ends])

@@ -86,7 +86,11 @@ class Environments:
             else:
                 episode.tokens = self._rendered(episode, opening)
             self._check_opening(episode)
-            return EpisodeTurn(tokens=[*episode.tokens], max_tokens=most)
+            return EpisodeTurn(
+                tokens=[*episode.tokens],
+                max_tokens=most,
+                is_replayable=getattr(episode.environment, "replayable", False) is True,
+            )
         except BaseException:
             await self.close([key])
             raise
@@ -240,15 +244,16 @@ class Environments:
         if inspect.iscoroutinefunction(method):
             work = asyncio.ensure_future(method(*args))
         else:
-            work = loop.run_in_executor(episode.thread, method, *args)
+            work = loop.run_in_executor(episode.thread, _in_thread, method, *args)
         limit = self._task.config.step_s
         clock = asyncio.timeout(limit)
         try:
             async with clock:
                 return await work
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:  # the user's own code, which may raise SystemExit too
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
             if not clock.expired():
                 message = f"{where} raised {said_by(error)}; {episode}\n{trace_of(error)}"
                 raise GroupLost("environment raised", message, type(error).__name__) from None
@@ -259,6 +264,14 @@ class Environments:
     def _refuse(self, episode: _Episode, what: str) -> NoReturn:
         message = f"an environment of {type(self._task).__name__}: {what}; {episode}"
         raise GroupLost("environment was invalid", message)
+
+
+def _in_thread(method: Callable[..., Any], *args: Any) -> Any:
+    """Call the user's ``method``. A future takes no StopIteration, so it is a RuntimeError."""
+    try:
+        return method(*args)
+    except StopIteration as error:
+        raise RuntimeError(f"{method.__name__} raised StopIteration") from error
 
 
 def _refusal(call: ToolCall) -> dict[str, str]:

@@ -3,10 +3,11 @@
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from rl.errors import GroupLost, RunError
+from rl.errors import GroupLost, RunError, WorkerLost
 from rl.observe.spans import Stopwatch
 from rl.rollout.rollouter import Collector, Generate
 from rl.rollout.seeds import derive_seed
@@ -20,6 +21,9 @@ from rl.types import (
     Rollout,
     Sampling,
 )
+
+MAX_DEATHS = 2
+"""Number of workers that may be lost during calls of one episode, which is then tried again."""
 
 _keys = itertools.count()
 
@@ -49,16 +53,29 @@ class Episode:
     log: SequenceLog = field(default_factory=SequenceLog)
     answers: list[list[int]] = field(default_factory=list)
     """Tokens of each answer of the policy."""
+    turns: list[EpisodeTurn] = field(default_factory=list)
+    """Additions of the environment before each answer, and before the next one."""
     ends: list[tuple[int, int]] = field(default_factory=list)
     """Number of the sequence and place there at which each answer ends."""
     end: EpisodeEnd | None = None
     lost: GroupLost | None = None
     """Failure that ended the episode."""
+    deaths: int = 0
+    """Number of workers that were lost during a call of this episode."""
+
+    def begin_again(self) -> None:
+        """Forget all turns."""
+        self.tokens = []
+        self.log = SequenceLog()
+        self.answers = []
+        self.turns = []
+        self.ends = []
 
     def feed(self, turn: EpisodeTurn) -> None:
         """Append what the environment adds, or begin again if it rewrote the history."""
         if turn.is_whole:
             self.tokens = []
+        self.turns.append(turn)
         self.tokens += turn.tokens
         self.max_tokens = turn.max_tokens
         self.end = turn.end
@@ -99,6 +116,14 @@ class EpisodeCollector(Collector):
     So which requests a generator answers together depends on the config alone. A lost episode costs
     its group alone, or itself alone if ``fewest`` episodes of its group are left. ``longest`` is
     the maximum length of an episode, in tokens.
+
+    If the worker of an episode is lost, the episode is opened in another one.
+
+    - If its environment can be replayed, it gets the recorded answers. The tokens that it adds must
+      be the recorded ones.
+    - Otherwise the episode begins again from its first turn.
+    - After ``MAX_DEATHS`` workers were lost during calls of an episode, its calls are not made at
+      the same time as those of another such episode. One more worker costs the episode.
     """
 
     def __init__(
@@ -113,6 +138,7 @@ class EpisodeCollector(Collector):
         super().__init__(seed=seed, watch=watch, warn=warn)
         self._service = service
         self._longest = longest
+        self._alone = asyncio.Lock()
 
     async def collect(
         self,
@@ -176,13 +202,47 @@ class EpisodeCollector(Collector):
 
         async def advance(episode: Episode) -> None:
             try:
-                turn = await act(episode)
+                turn = await self._advance(episode, act)
             except GroupLost as error:
                 episode.lost = error
                 return
             episode.feed(turn)
 
         await asyncio.gather(*map(advance, episodes))
+
+    async def _advance(
+        self, episode: Episode, act: Callable[[Episode], Awaitable[EpisodeTurn]]
+    ) -> EpisodeTurn:
+        """Return the next turn of ``episode``, in another worker if its own is lost."""
+        while True:
+            is_suspect = episode.deaths == MAX_DEATHS
+            try:
+                async with self._alone if is_suspect else nullcontext():
+                    return await act(episode)
+            except WorkerLost as lost:
+                if is_suspect and lost.in_call:
+                    raise
+                episode.deaths += lost.in_call
+                act = self._recover
+
+    async def _recover(self, episode: Episode) -> EpisodeTurn:
+        """Open ``episode`` once more; return the turn that was asked for when its worker was lost,
+        or the first one if its environment cannot be replayed.
+        """
+        turn = await self._open(episode)
+        if episode.answers and not turn.is_replayable:
+            episode.begin_again()
+            self.count_recovered("begun again")
+        for answer, recorded in zip(episode.answers, episode.turns, strict=True):
+            if turn != recorded:
+                reason = "environment was not replayable"
+                where = f"prompt {episode.prompt.prompt_id}, sample {episode.sample}"
+                message = f"an environment that was replayed added other tokens; {where}"
+                raise GroupLost(reason, message)
+            turn = await self._service.step(episode.key, answer)
+        if episode.answers:
+            self.count_recovered("replayed")
+        return turn
 
     async def _open(self, episode: Episode) -> EpisodeTurn:
         return await self._service.open(episode.key, episode.prompt, episode.sample)

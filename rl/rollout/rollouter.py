@@ -33,6 +33,9 @@ class Collector(ABC):
         """Number of lost groups, including those of evaluations, by reason and exception type."""
         self.lost_episodes: Counter[str] = Counter()
         """Number of lost episodes of groups that went on without them, in the same form."""
+        self.recovered_episodes: Counter[str] = Counter()
+        """Number of times that an episode went on after the loss of its worker: ``replayed`` or
+        ``begun again``."""
 
     @abstractmethod
     async def collect(
@@ -58,6 +61,12 @@ class Collector(ABC):
     def count_episode(self, lost: GroupLost) -> None:
         """Count a lost episode of a group that went on without it."""
         self._count(lost, self.lost_episodes, "episode")
+
+    def count_recovered(self, how: str) -> None:
+        """Count an episode that went on after the loss of its worker."""
+        self.recovered_episodes[how] += 1
+        if self.recovered_episodes[how] == 1:
+            self._warn(f"an episode was {how} after its worker was lost; more are only counted")
 
     def _count(self, lost: GroupLost, counter: Counter[str], noun: str) -> None:
         kind = f"{lost.reason} ({lost.kind})" if lost.kind else lost.reason

@@ -90,6 +90,7 @@ class Calculator(EnvironmentTask):
 
 class _Sum(ToolEnvironment):
     tools = TOOLS
+    replayable = True
 
     def __init__(self, prompt: Prompt):
         self._prompt = prompt

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 from rl.dialects.choose import dialect_of
 from rl.errors import require
@@ -72,6 +72,11 @@ class TokenEnvironment(ABC):
     Each method may be a coroutine function, as those of :class:`MessageEnvironment`.
     """
 
+    replayable: ClassVar[bool] = False
+    """Whether a new environment of the same prompt and sample gives the same replies to the same
+    answers, without effects outside of it. If its worker is lost, the episode is replayed instead
+    of begun again."""
+
     @abstractmethod
     def reset(self) -> Any:
         """Return the :class:`TokenReply` with the first prompt. Called once."""
@@ -91,6 +96,11 @@ class MessageEnvironment(ABC):
     Each method may be a coroutine function. Other methods run in a thread, one call of an episode
     at a time. An exception costs the group of the episode.
     """
+
+    replayable: ClassVar[bool] = False
+    """Whether a new environment of the same prompt and sample gives the same replies to the same
+    answers, without effects outside of it. If its worker is lost, the episode is replayed instead
+    of begun again."""
 
     @abstractmethod
     def reset(self) -> Any:

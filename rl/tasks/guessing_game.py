@@ -51,6 +51,8 @@ class GuessingGame(EnvironmentTask):
 
 
 class _Game(MessageEnvironment):
+    replayable = True
+
     def __init__(self, number: int, config: GuessingGame.Config):
         self._number = number
         self._config = config

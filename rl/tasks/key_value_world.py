@@ -74,6 +74,8 @@ class KeyValueWorld(EnvironmentTask):
 
 
 class _Store(ToolEnvironment):
+    replayable = True
+
     def __init__(self, world: _World):
         self._world = world
         self._store = dict(world.begin)

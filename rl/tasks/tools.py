@@ -88,12 +88,13 @@ class Tools:
             if inspect.iscoroutine(result):
                 result = asyncio.run(result)
             return self._bounded(_as_text(result))
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             return self._bounded(f"error: {said_by(error)}")
 
     def _bounded(self, text: str) -> str:
         if len(text) <= self.max_chars:
-            return text
+            # No tokenizer takes half of a surrogate pair, as os.listdir may return it.
+            return text.encode(errors="backslashreplace").decode()
         return (
             f"{text[: self.max_chars]}… (cut off after {self.max_chars} of {len(text)} characters)"
         )

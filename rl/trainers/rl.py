@@ -126,11 +126,12 @@ class RLTrainer(Trainer[RLConfig]):
         await super().save_checkpoint()
 
     def facts(self) -> dict[str, Any]:
-        """Return restarts, dropped prompts and lost groups."""
+        """Return restarts, dropped prompts, lost groups and recovered episodes."""
         return super().facts() | {
             "dropped": dict(self.ledger.dropped),
             "lost": dict(self.session.rollouter.lost),
             "lost_episodes": dict(self.session.rollouter.lost_episodes),
+            "recovered_episodes": dict(self.session.rollouter.recovered_episodes),
         }
 
     def whereabouts(self) -> dict[str, Any]:

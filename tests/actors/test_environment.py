@@ -1,6 +1,9 @@
 """Environment workers that die or hang lose their own episodes only, and come back."""
 
 import asyncio
+import itertools
+import os
+import signal
 
 import pytest
 
@@ -8,15 +11,24 @@ from rl.actors.environment import EnvironmentWorkers
 from rl.actors.hosts import Hosts
 from rl.errors import GroupLost, RunError
 from rl.model.shape import ModelConfig
+from rl.observe.spans import Stopwatch
+from rl.rollout.environments import Environments
+from rl.rollout.episodes import EpisodeCollector
 from rl.session.config import DeadlineConfig, SessionConfig
 from rl.session.meshes import Meshes
+from rl.tasks.guessing_game import GuessingGame
+from rl.types import Sampling
 from tests.actors.processes import assert_ended
-from tests.actors.test_reward import pids_of
+from tests.actors.test_reward import forked, pids_of
 from tests.rollout import moody_environment as moody
+from tests.rollout import wild_tools as wild
+from tests.rollout.test_episodes import Engine
+from tests.rollout.test_recovery import asked, numbers
 from tests.tiny_tokenizers import make_model, qwen3
 
 DEADLINES = DeadlineConfig(start=200.0, heartbeat=4.0)
 ANSWER = qwen3().encode("The answer is 42.<|im_end|>")
+REWARD = len("The answer is 42.") % 3 / 2
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +37,12 @@ def model(tmp_path_factory) -> ModelConfig:
     return ModelConfig(hf_path=str(folder), max_seq_len=1000)
 
 
-def in_workers(tmp_path, model, work, count):
+MOODY = moody.Moody.Config(max_episode_tokens=900, step_s=1.0)
+
+
+def in_workers(tmp_path, model, work, count, task=MOODY):
     """Run ``work(workers, task)``; assert that all processes have ended after it."""
     config = SessionConfig(model=model, reward_workers=count, deadlines=DEADLINES)
-    task = moody.Moody.Config(max_episode_tokens=900, step_s=1.0)
     workers = Meshes(config, Hosts(tmp_path), tmp_path).rewards(task, print)
     assert isinstance(workers, EnvironmentWorkers)
 
@@ -73,7 +87,9 @@ def test_episodes_of_a_worker_that_dies_are_lost_and_later_ones_are_not(tmp_path
         with pytest.raises(GroupLost) as lost:
             await workers.step(1, ANSWER)
         assert lost.value.reason == "environment worker died"
+        assert not lost.value.in_call
         assert await play(workers, task, 3) == 1.0
+        assert await play(workers, task, 1) == 1.0
         assert workers.restarts == 1
 
     in_workers(tmp_path, model, work, 1)
@@ -121,3 +137,58 @@ def test_stopped_workers_open_no_episode_until_they_start_again(tmp_path, model)
         assert await play(workers, task, 3) == 1.0
 
     in_workers(tmp_path, model, work, 1)
+
+
+def test_a_worker_that_is_killed_or_stopped_costs_no_episode(tmp_path, model):
+    def collect(service, task, engine):
+        collector = EpisodeCollector(service, longest=900, seed=3, watch=Stopwatch())
+        prompts = [task.prompt(prompt_id) for prompt_id in range(3)]
+        sampling = Sampling(max_tokens=60)
+        return collector, collector.collect(prompts, sampling, samples=2, generate=engine)
+
+    async def work(workers, task):
+        engine = Engine(habits=["plain"])
+        _, undisturbed = collect(Environments(task), task, engine)
+        other = Engine(habits=["plain"])
+        blows = {1: signal.SIGKILL, 3: signal.SIGSTOP}
+        rounds = itertools.count()
+
+        async def generate(requests):
+            if blow := blows.get(next(rounds)):
+                os.kill(pids_of(workers)[0], blow)
+            return await other(requests)
+
+        collector, disturbed = collect(workers, task, generate)
+        assert numbers(await disturbed) == numbers(await undisturbed)
+        assert asked(other) == asked(engine)
+        assert len(engine.rounds) == 5
+        assert workers.restarts >= 2
+        assert collector.recovered_episodes.keys() == {"replayed"}
+        assert collector.recovered_episodes["replayed"] >= 12
+        assert not collector.lost
+
+    task = GuessingGame.Config(max_turns=5, max_episode_tokens=900)
+    in_workers(tmp_path, model, work, 1, task)
+
+
+def test_wild_tools_cost_their_own_episodes_and_leave_no_process(tmp_path, model):
+    async def work(workers, task):
+        async def outcome(number):
+            try:
+                return await play(workers, task, number, number)
+            except GroupLost as lost:
+                return lost.reason
+
+        others = ("sleeps", "dies")
+        kinds = [number for number, name in enumerate(wild.NAMES) if name not in others]
+        outcomes = dict(zip(kinds, await asyncio.gather(*map(outcome, kinds)), strict=True))
+        for number, outcome_of_kind in outcomes.items():
+            tool = (*wild.ALL, None)[number]
+            assert outcome_of_kind == wild.LOST.get(tool, REWARD), wild.NAMES[number]
+        pids = forked(tmp_path)
+        assert await outcome(wild.NAMES.index("dies")) == "environment worker died"
+        await assert_ended(pids)
+        assert await outcome(0) == REWARD
+
+    task = wild.WildTools.Config(folder=str(tmp_path), max_episode_tokens=900)
+    in_workers(tmp_path, model, work, 1, task)

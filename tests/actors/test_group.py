@@ -16,7 +16,7 @@ import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from rl.actors import hosts
-from rl.actors.group import ActorGroup
+from rl.actors.group import ActorGroup, _tail
 from rl.actors.hosts import Hosts
 from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure, RankLost
@@ -219,6 +219,13 @@ def test_silent_rank_fails_the_group_at_the_deadline(in_group):
     failure, other = in_group(work)
     assert str(failure) == str(other) == "moody rank 0, hang_on_rank_0: no answer within 3 s"
     assert (failure.kind, type(failure)) == ("silent", RankLost)
+
+
+def test_a_message_repeats_only_the_begin_of_a_long_line_of_a_log(tmp_path):
+    log = tmp_path / "moody-0.log"
+    log.write_text(f"{'x' * 10**6}\nlast words\n")
+    assert len(_tail(log)) < 1000
+    assert _tail(log).endswith("\nlast words")
 
 
 def test_killed_rank_fails_every_call_with_its_name_and_log(in_group):

@@ -13,6 +13,7 @@ from rl.tasks.copy_digits import WORDS, CopyDigits
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.types import Prompt
 from tests.gateway.agent_tasks import Guesser
+from tests.rollout.wild_tools import WildTools
 from tests.tasks.held import HeldCalculator, HeldGuessingGame
 
 BLOCK = 32
@@ -89,6 +90,15 @@ def held_tools() -> RLConfig:
     """Return the config of the tool quickstart, with a task whose tools can be held."""
     config = tool_quickstart()
     config.task = HeldCalculator.Config(**dataclasses.asdict(config.task))
+    return config
+
+
+def wild_tools() -> RLConfig:
+    """Return a config of episodes whose tools misbehave; ``model.hf_path`` has to be given."""
+    config = guessing()
+    config.task = WildTools.Config(max_turns=3, max_episode_tokens=12 * BLOCK, step_s=5.0)
+    config.rollout.reward_workers = 2
+    config.rollout.max_lost = 1.0
     return config
 
 

@@ -65,6 +65,6 @@ def test_the_policy_of_a_run_plays_an_episode(arguments, finished):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "starting trainer (1 rank), 1 x generator (1 rank)" in done.stdout
+    assert "starting trainer (1 ranks) and generators (1 x 1)" in done.stdout
     assert done.stdout.count("[fed: ") == done.stdout.count("[sampled: ") > 1
     assert "turns: reward 0, not correct" in done.stdout or "done: reward" in done.stdout

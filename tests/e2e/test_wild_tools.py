@@ -1,0 +1,76 @@
+"""Tools that misbehave, and environment workers that die and hang: every episode is accounted for,
+and no process is left.
+"""
+
+import signal
+
+import pytest
+
+from tests.e2e.pipelines import DEADLINES
+from tests.e2e.runs import TINY, Run
+from tests.e2e.test_chaos import strike
+from tests.rollout.wild_tools import LOST, NAMES
+from tests.tiny_tokenizers import make_model
+
+STEPS = 12
+GROUPS = 4
+PIPELINES = {
+    "lockstep": (),
+    "two ahead": ("--rollout.max_staleness", "2"),
+    "asynchronous": ("--rollout.max_staleness", "2", "--rollout.pipeline", "asynchronous"),
+}
+BLOWS = [("reward-0", signal.SIGKILL), ("reward-1", signal.SIGSTOP), ("reward-1", signal.SIGKILL)]
+WORKER_LOST = {"environment worker died", "environment worker hung"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_episode_of_wild_tools_is_accounted_for(tmp_path, pipeline):
+    config = ("--config", "tests.e2e.configs.wild_tools", *TINY[2:], "--steps", str(STEPS))
+    model = ("--model.hf_path", str(make_model(tmp_path)), "--task.folder", str(tmp_path))
+    evaluation = ("--evaluation.prompts", "0")
+    arguments = (*config, *model, *DEADLINES, *PIPELINES[pipeline], *evaluation)
+    run = Run(*arguments, folder=tmp_path / "run")
+    for step, (worker, blow) in enumerate(BLOWS, 1):
+        run.until(lambda step=step: len(run.metrics()) >= 2 * step)
+        assert strike(run, worker, blow)
+    assert run.wait() == 0, run.stderr
+    run.assert_nothing_left()
+    forked = (tmp_path / "forked").read_text().splitlines()
+    assert len(forked) >= 4
+    assert max(map(len, run.stdout.splitlines())) < 2000, "the logs have lines of megabytes"
+    check(run)
+
+
+def check(run: Run) -> None:
+    """Check that each prompt was trained on once, was dropped for a reason, or is waiting."""
+    rows = run.lines("ledger.jsonl")
+    assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+    assert all(len(row["trained_now"]) == GROUPS for row in rows)
+    trained = [prompt_id for row in rows for prompt_id in row["trained_now"]]
+    reasons = {
+        prompt_id: reason
+        for row in rows
+        for reason, prompt_ids in row["dropped_now"].items()
+        for prompt_id in prompt_ids
+    }
+    assert len({*trained}) == len(trained)
+    assert not {*trained} & {*reasons}
+    missing = {*range(rows[-1]["submitted"])} - {*trained, *reasons}
+    assert len(missing) == rows[-1]["waiting"]
+    assert rows[-1]["running"] == rows[-1]["finished"] == 0
+    expected = {tool.__name__: reason for tool, reason in LOST.items()}
+    for prompt_id, reason in reasons.items():
+        own = expected.get(NAMES[prompt_id % len(NAMES)])
+        assert reason in {own, *WORKER_LOST}
+    assert not [each for each in trained if NAMES[each % len(NAMES)] in expected]
+    summary = run.json("summary.json")
+    print(summary["lost"], summary["recovered_episodes"], summary["restarts"])
+    # A recovery of the whole run takes back the ledger, not these counts.
+    assert sum(summary["lost"].values()) >= len(reasons)
+    assert sum(summary["recovered_episodes"].values()) > 0
+    assert summary["recovered_episodes"].keys() == {"begun again"}
+    for rollout in run.lines("rollouts.jsonl"):
+        # A malformed call is a turn that the environment does not see.
+        assert 2 <= rollout["metrics"]["turns"] <= 3
+        assert rollout["stop_reason"] in ("done", "turns")

@@ -5,6 +5,7 @@ accepted.
 import io
 import pickle
 import re
+from enum import Enum, EnumType
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -82,9 +83,18 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise _refused(self._path.parent, self._path.name, f"{module}.{name}")
+
+    def _member(self, kind: Any, name: Any) -> Enum:
+        """Return a member of an enum: Python 3.11.0 to 3.11.3 pickle it as a call of getattr."""
+        members = kind.__members__ if isinstance(kind, EnumType) else {}
+        if name not in members:
+            raise _refused(self._path.parent, self._path.name, "builtins.getattr")
+        return members[name]
 
 
 def _refused(folder: Path, where: str, what: str) -> RunError:

@@ -3,14 +3,21 @@
 import os
 import pickle
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
+from rl.compat.torch_checkpoint import METADATA_PARTS
 from rl.errors import RunError
 from rl.training.checkpoint import Checkpointer, _TrainState
+from rl.training.safe_reading import read_metadata
 from tests.training.disk import checkpointer_of
 from tests.training.scenes import TIED_FUSED, engine_of
+
+MEMORY_FORMAT = METADATA_PARTS[1]
+"""Enum in the metadata of a checkpoint."""
 
 
 class Command:
@@ -115,3 +122,38 @@ def test_only_names_of_metadata_are_unpickled(engine, folder, name):
     )
     with pytest.raises(RunError, match=f"step-1 is refused: .metadata names {name}"):
         resume(engine, checkpoint, folder)
+
+
+class PicklerOfPython311(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 does, Debian 12's Python for one."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_metadata_of_early_versions_of_python_3_11_is_read(tmp_path):
+    properties = TensorProperties()
+    content = Metadata({}, planner_data={"weight": properties})
+    with open(tmp_path / ".metadata", "wb") as file:
+        PicklerOfPython311(file).dump(content)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert read_metadata(tmp_path).planner_data == {"weight": properties}
+
+
+class Attribute:
+    """Attribute of an object that is no member of an enum."""
+
+    def __init__(self, owner: object, name: str):
+        self.owner = owner
+        self.name = name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+@pytest.mark.parametrize("name", ["mro", "__class__", "__init__"])
+@pytest.mark.parametrize("owner", [Metadata, MEMORY_FORMAT, {}])
+def test_other_attributes_are_not_unpickled(tmp_path, owner, name):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute(owner, name)))
+    with pytest.raises(RunError, match="is refused: .metadata names builtins.getattr"):
+        read_metadata(tmp_path)

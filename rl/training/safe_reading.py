@@ -91,10 +91,10 @@ class _Unpickler(pickle.Unpickler):
 
     def _member(self, kind: Any, name: Any) -> Enum:
         """Return a member of an enum: Python 3.11.0 to 3.11.3 pickle it as a call of getattr."""
-        members = kind.__members__ if isinstance(kind, EnumType) else {}
-        if name not in members:
+        if not isinstance(kind, EnumType) or name not in kind.__members__:
             raise _refused(self._path.parent, self._path.name, "builtins.getattr")
-        return members[name]
+        member: Enum = kind.__members__[name]
+        return member
 
 
 def _refused(folder: Path, where: str, what: str) -> RunError:

@@ -1,5 +1,6 @@
 """Episodes of several turns with the real engines: exact log-probs, and exact resume."""
 
+import signal
 import subprocess
 import sys
 
@@ -38,6 +39,7 @@ def test_log_probs_of_all_turns_are_those_of_the_trainer(arguments, finished):
 def test_a_run_that_is_killed_inside_a_step_of_an_episode_resumes_as_the_uninterrupted_one(
     arguments, finished, tmp_path
 ):
+    """Its environment worker is killed inside a step later, and its episodes are replayed."""
     whole = finished(*arguments)
     hold = Hold(arguments[-1])
     run = Run(*arguments, folder=tmp_path / "run")
@@ -47,9 +49,14 @@ def test_a_run_that_is_killed_inside_a_step_of_an_episode_resumes_as_the_uninter
     run.kill()
     hold.end()
     run.assert_nothing_left()
+    hold.begin()
     run = Run(*arguments, "--resume", folder=tmp_path / "run")
+    run.until(lambda: hold.has_caught)
+    assert run.strike("reward-0", signal.SIGKILL)
+    hold.end()
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
+    assert run.json("summary.json")["recovered_episodes"].keys() == {"replayed"}
     assert "resumed after step " in run.stdout
     assert numbers(run, "push/") == numbers(whole, "push/")
     assert run.lines("rollouts.jsonl") == whole.lines("rollouts.jsonl")
@@ -65,6 +72,6 @@ def test_the_policy_of_a_run_plays_an_episode(arguments, finished):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "starting trainer (1 ranks) and generators (1 x 1)" in done.stdout
+    assert "starting trainer (1 rank), 1 x generator (1 rank)" in done.stdout
     assert done.stdout.count("[fed: ") == done.stdout.count("[sampled: ") > 1
     assert "turns: reward 0, not correct" in done.stdout or "done: reward" in done.stdout

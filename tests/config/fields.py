@@ -3,17 +3,11 @@
 A field is named by the dataclass that declares it. A test is a path below ``tests`` and a function.
 """
 
+from tests.config.algorithm_fields import ALGORITHM_ACTS, COMPANIONS
+
 ENGINE = "training/test_config_fields.py::"
 GRADIENT = "training/test_gradient.py::"
 WATCHDOG = "trainers/test_watchdog.py::"
-LOSSES = "algorithms/test_losses.py::test_loss_and_gradient_match_the_papers"
-PAIRS = "algorithms/test_sequence_losses.py::test_loss_and_gradient_of_pairs_are_the_papers"
-ADVANTAGES = "algorithms/test_advantages.py::test_advantages_match_the_papers"
-TURNS = "algorithms/test_turns.py::"
-MEANS = "algorithms/test_sequence_losses.py::test_a_score_is_the_sum_or_mean_of_the_trained_tokens"
-CLIPS = "algorithms/test_losses.py::test_the_clip_stops_only_moves_away_from_the_old_policy"
-REDUCTIONS = "algorithms/test_reductions.py::test_reductions_match_the_papers"
-CORRECTIONS = "algorithms/test_corrections.py::test_weights_follow_from_the_ratios"
 SIZES = "model/test_sizes.py::test_every_size_changes_the_parameters"
 SLOWER = "plan/test_plan.py::test_a_slower_device_takes_longer"
 FITS = (
@@ -26,14 +20,13 @@ SESSION = (
     "config/test_sections.py::test_every_kind_of_run_gives_its_session_the_fields_of_its_config"
 )
 SAVED = "trainers/test_loop.py::test_checkpoints_are_saved_when_the_config_asks_for_them"
-COMPANIONS = "trainers/test_companions.py::"
 SAMPLING = "trainers/test_loop_sampling.py::"
 GSM8K = "tasks/test_gsm8k_jsonl.py::"
 CONVERSATIONS = "data/test_conversations.py::"
 SFT = "trainers/test_sft.py::"
 CONDITIONS = f"{WATCHDOG}test_a_failure_names_step_condition_value_and_the_field_to_change"
 
-ACTS: dict[str, dict[str, str]] = {
+ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
     "RunConfig": {
         SESSION: "max_restarts seed",
         SAVED: "steps",
@@ -237,6 +230,9 @@ ACTS: dict[str, dict[str, str]] = {
         "tasks/test_guessing_game.py::"
         "test_numbers_and_the_cost_of_a_guess_are_those_of_the_config": "numbers turn_cost",
     },
+    "OpenEnvTask.Config": {
+        "tasks/test_openenv.py::test_an_episode_is_a_session_with_the_seed_of_its_prompt": "url"
+    },
     "EnvironmentTask.Config": {
         "rollout/test_episodes.py::test_a_limit_ends_an_episode_after_an_answer": (
             "max_turns max_episode_tokens episode_s"
@@ -290,59 +286,6 @@ ACTS: dict[str, dict[str, str]] = {
         "trainers/test_loop.py::test_as_many_rollouts_are_recorded_as_the_config_asks_for": (
             "recorded_per_step"
         ),
-    },
-    "PolicyGradient.Config": {
-        "trainers/test_policy_gradient.py::"
-        "test_the_ratio_uses_the_trainers_logprobs_if_configured": "old_logprobs",
-        f"{COMPANIONS}test_a_penalty_in_the_reward_lowers_the_advantage": (
-            "reward_kl_coef reward_kl_estimator"
-        ),
-        "trainers/test_policy_gradient.py::test_long_completions_lose_reward": "overlong_buffer",
-        f"{TURNS}test_the_reward_of_a_turn_is_credited_if_the_config_says_so": "credit",
-        "trainers/test_policy_gradient.py::"
-        "test_each_epoch_visits_every_rollout_once_in_its_own_order": (
-            "update_epochs prompts_per_minibatch"
-        ),
-    },
-    "GroupAdvantage.Config": {ADVANTAGES: "normalize_std"},
-    "ReinforcePlusPlus.Config": {
-        ADVANTAGES: "gamma baseline",
-        f"{TURNS}test_reinforce_discounts_per_token_or_per_turn": "discount_per",
-    },
-    "GAE.Config": {
-        ADVANTAGES: "gamma lam whiten",
-        f"{TURNS}test_gae_over_turns_is_the_formula": "discount_per",
-    },
-    "PolicyLoss.Config": {
-        LOSSES: "entropy_coef kl_coef kl_estimator",
-        REDUCTIONS: "reduction",
-    },
-    "ClippedLoss.Config": {CLIPS: "clip_low clip_high", LOSSES: "dual_clip"},
-    "DecoupledLoss.Config": {
-        "algorithms/test_losses.py::test_the_behaviour_weight_and_its_cap_are_measured": (
-            "behaviour_cap"
-        )
-    },
-    "GSPOLoss.Config": {LOSSES: "clip_low clip_high token_level"},
-    "CISPOLoss.Config": {LOSSES: "clip_low clip_high", REDUCTIONS: "reduction"},
-    "DPPOLoss.Config": {LOSSES: "threshold"},
-    "CrossEntropyLoss.Config": {REDUCTIONS: "reduction"},
-    "DistillationLoss.Config": {REDUCTIONS: "reduction"},
-    "TruncatedIS.Config": {CORRECTIONS: "cap level"},
-    "MaskedIS.Config": {CORRECTIONS: "low high level weigh"},
-    "StalenessDecay.Config": {
-        "trainers/test_policy_gradient.py::"
-        "test_corrections_weigh_tokens_by_the_ratio_of_trainer_and_generator": "decay"
-    },
-    "AdaptiveKL.Config": {
-        f"{COMPANIONS}test_an_adaptive_penalty_follows_its_target_across_a_restart": "target",
-        "algorithms/test_kl.py::test_rate_and_clip_bound_a_step_of_the_coefficient": "rate clip",
-    },
-    "ReferenceConfig": {
-        f"{COMPANIONS}test_a_reference_is_refreshed_at_its_interval_and_restored": "refresh_every"
-    },
-    "ValueLoss.Config": {
-        "algorithms/test_losses.py::test_value_loss_and_gradient_match_the_formula": "clip"
     },
     "RoleConfig": {
         f"{COMPANIONS}test_custom_models_fill_columns_and_score_completions": "head column",
@@ -418,15 +361,5 @@ ACTS: dict[str, dict[str, str]] = {
         "config/test_sections.py::test_sampled_evaluations_have_the_fields_of_their_section": (
             "max_tokens temperature reward_workers colocate"
         ),
-    },
-    "SequenceLoss.Config": {MEANS: "length_normalized"},
-    "DPOLoss.Config": {PAIRS: "beta label_smoothing"},
-    "IPOLoss.Config": {PAIRS: "tau", MEANS: "length_normalized"},
-    "SimPOLoss.Config": {PAIRS: "beta gamma", MEANS: "length_normalized"},
-    "BradleyTerryLoss.Config": {PAIRS: "margin centering_coef"},
-    "KTOLoss.Config": {
-        "algorithms/test_sequence_losses.py::test_loss_and_gradient_of_kto_are_the_papers": (
-            "beta desirable_weight undesirable_weight"
-        )
     },
 }

@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from rl.observe.record import rows_of
+
 TIMEOUT_S = 500.0
 TINY = [
     "--config",
@@ -125,9 +127,8 @@ class Run:
         self.process.wait()
 
     def lines(self, name: str) -> list[dict]:
-        """Whole rows of a .jsonl file; none where it is not there yet."""
-        path = self.folder / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        """Return the whole rows of a .jsonl file, which the run may be writing."""
+        return [row for row, _ in rows_of(self.folder / name)]
 
     def metrics(self) -> list[dict]:
         return self.lines("metrics.jsonl")

@@ -32,7 +32,7 @@ class Ask:
     """Id of the session; empty without one."""
     tokens: list[int]
     sampling: Sampling
-    """Its ``max_tokens`` fits into the room left."""
+    """Parameters of sampling; ``max_tokens`` fits into the room that is left."""
     seed: int
 
 

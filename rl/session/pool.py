@@ -154,7 +154,9 @@ class GeneratorPool:
         self._leaving.remove(mesh)
 
     def _count_asked(self) -> int:
-        """Return the valid number in the file, or else the current number of generators."""
+        """Return the number of generators that the file asks for, or the current number if the file
+        holds no valid number.
+        """
         try:
             count = int(self.asked.read_text())
         except (OSError, ValueError):  # the file is missing or half written

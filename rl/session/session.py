@@ -136,7 +136,10 @@ class Session(Models):
             await self.stop()
 
     async def start(self) -> None:
-        """Start all processes that are not running. One failure ends the other starts."""
+        """Start all processes that are not running.
+
+        If one start fails, the other starts are ended.
+        """
         async with background() as work:
             work.create_task(self.start_models())
             work.create_task(self.pool.start())

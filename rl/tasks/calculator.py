@@ -15,7 +15,7 @@ from rl.tasks.tools import Tools
 from rl.types import Prompt
 
 HELD_OUT = 8
-"""One of so many expressions is held out, by its hash."""
+"""Inverse of the share of expressions that are held out, chosen by hash."""
 TRIES = 1000
 INSTRUCTION = "Compute it with the tools. End with the result."
 

@@ -13,7 +13,7 @@ from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Opening, R
 from rl.types import Prompt
 
 HELD_OUT = 5
-"""One of so many numbers is held out, by its hash."""
+"""Inverse of the share of numbers that are held out, chosen by hash."""
 
 
 class GuessingGame(EnvironmentTask):

@@ -114,6 +114,8 @@ def check_dtype(shards: Sequence[Shard], dtype: torch.dtype) -> None:
 
 
 def starts_of(numels: list[int]) -> tuple[list[int], int]:
-    """Return the aligned starts of consecutive regions of these sizes, and the elements of all."""
+    """Return the aligned start of each of consecutive regions of ``numels`` elements, and the
+    number of elements up to the end of the last region.
+    """
     ends = list(itertools.accumulate((-(-numel // ALIGN) * ALIGN for numel in numels), initial=0))
     return ends[:-1], ends[-1]

@@ -1,1 +1,3 @@
-"""Pure functions on tensors: advantages, losses, KL and off-policy corrections."""
+"""RL algorithms: their protocol, policy gradients, advantages, losses, KL and off-policy
+corrections.
+"""

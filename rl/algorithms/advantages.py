@@ -12,7 +12,7 @@ from rl.errors import RunError, naming, shown
 from rl.rules import SHARE
 
 Unit = Literal["token", "turn"]
-"""Unit that a discount acts on."""
+"""Unit of a discount: the discount applies once per sampled token or once per turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,20 +23,21 @@ class Scored:
     """Reward of each whole completion, float32 [N]."""
 
     groups: torch.Tensor
-    """Number of the prompt of each completion, int64 [N]; equal for completions of one prompt."""
+    """ID of the prompt of each completion, int64 [N]; equal for completions of one prompt."""
 
     lengths: torch.Tensor
     """Number of tokens of each completion, int64 [N]."""
 
     token_rewards: torch.Tensor
-    """Reward of each token, float32 [C]: 0, or minus a KL penalty that belongs to the reward."""
+    """Reward of each token, float32 [C]: minus the KL penalty if the reward includes one, otherwise
+    0."""
 
     values: torch.Tensor | None = None
     """A critic's value before each token, float32 [C]."""
 
     turn_rewards: torch.Tensor | None = None
-    """Part of ``rewards`` that each token has, float32 [C]; the last token of a completion has the
-    rest. None: the last token has the whole."""
+    """Part of ``rewards`` that each token gets, float32 [C]. The last token of a completion also
+    gets the rest of the completion's reward. None: the last token gets the whole reward."""
 
     turn_ends: torch.Tensor | None = None
     """Whether each token is the last one of a turn, bool [C]. None: a completion is one turn."""
@@ -58,8 +59,9 @@ class Scored:
 
     @property
     def totals(self) -> torch.Tensor:
-        """Sum of all rewards of each completion, float64 [N]. In float64 the mean of equal float32
-        rewards is exactly that reward.
+        """Sum of ``rewards`` and ``token_rewards`` of each completion, float64 [N].
+
+        In float64, the mean of equal float32 rewards is exactly that reward.
         """
         tokens = self.token_rewards.double()
         return self.rewards + sum_by_sequence(tokens, self.sequence, len(self.rewards))
@@ -82,8 +84,12 @@ class Scored:
         return earned.index_add(0, last, rest[nonempty])
 
     def discounts(self, factor: float, per: "Unit") -> torch.Tensor:
-        """Return the factor between each token and the next one, float64 [C]; 0 after the last
-        token of a completion.
+        """Return the discount between each token and the next token, float64 [C].
+
+        The discount is ``factor``, except in two cases:
+
+        - The last token of a completion has 0.
+        - With ``per`` equal to ``turn``, a token that does not end a turn has 1.
         """
         sequence = self.sequence
         factors = torch.full((len(sequence),), factor, dtype=torch.float64)
@@ -97,8 +103,9 @@ class Scored:
 
 @dataclass(frozen=True)
 class Advantages:
-    """Advantages, float32 [C], and if the estimator computes them ``returns``, float32 [C], the
-    targets of a critic.
+    """Advantages, float32 [C], and the targets of a critic, ``returns``, float32 [C].
+
+    ``returns`` is None if the estimator does not compute them.
     """
 
     advantages: torch.Tensor
@@ -114,18 +121,18 @@ class AdvantageEstimator(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         by_group: ClassVar[bool] = True
-        """Whether the advantages of a group depend on that group alone. A batch may then come in
-        parts."""
+        """Whether the advantages of a group depend on that group alone. If so, a batch can be
+        scored in parts."""
 
         needs_values: ClassVar[bool] = False
         """Whether the estimator needs the values of a critic."""
 
         by_token: ClassVar[bool] = False
-        """Whether it matters which token of a completion has a reward."""
+        """Whether the advantages depend on which token of a completion gets a reward."""
 
         @property
         def needs_group(self) -> bool:
-            """Whether the estimator compares completions of one prompt, so that it needs two."""
+            """Whether the estimator compares completions of one prompt and needs two or more."""
             return False
 
     config: Config
@@ -187,10 +194,10 @@ class GroupAdvantage(AdvantageEstimator):
 
 
 class LeaveOneOut(AdvantageEstimator):
-    """Reward of a completion minus the mean of the others of its group: RLOO, arXiv:2402.14740, eq.
-    8.
+    """Reward of a completion minus the mean reward of the other completions of its group: RLOO,
+    arXiv:2402.14740, eq. 8.
 
-    Raises RunError if a group has one completion only.
+    Raises RunError if a group has only one completion.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -226,8 +233,8 @@ class ReinforcePlusPlus(AdvantageEstimator):
         """Unit of ``gamma``: see :class:`GAE`."""
 
         baseline: Literal["none", "group_mean"] = "none"
-        """Baseline of each reward. ``group_mean`` subtracts its group's mean first, the paper's
-        REINFORCE++-baseline."""
+        """Baseline that is subtracted from each completion's reward. ``group_mean`` is the mean
+        reward of the group: the paper's REINFORCE++-baseline."""
 
         @property
         def needs_group(self) -> bool:
@@ -270,12 +277,11 @@ class GAE(AdvantageEstimator):
         discount_per: Unit = "token"
         """Unit of ``gamma`` and ``lam``.
 
-        - ``token``: They act between each two sampled tokens.
+        - ``token``: They act between every two consecutive sampled tokens.
         - ``turn``: They act between the last token of an answer and the first token of the next
-          one. Within an answer both are 1. Requires an environment as the task.
+          answer. Within an answer both are 1. Requires an environment as the task.
 
-        Tokens that the environment fed are no actions, so they count as neither.
-        """
+        Tokens that the environment produced are not actions, so they add no discount."""
 
         whiten: bool = True
         """Whether to scale advantages to mean 0 and standard deviation 1 over all tokens."""
@@ -304,17 +310,17 @@ def overlong_penalty(lengths: torch.Tensor, *, max_tokens: int, buffer: int) -> 
     """Return the reward [N] of completions of ``lengths`` [N] under DAPO's soft overlong
     punishment, arXiv:2503.14476, eq. 13.
 
-    The reward is 0 up to ``max_tokens - buffer`` tokens and falls to -1 at ``max_tokens``.
-    ``buffer`` is above 0.
+    The reward is 0 up to ``max_tokens - buffer`` tokens and falls linearly to -1 at ``max_tokens``.
+    ``buffer`` must be above 0.
     """
     return ((max_tokens - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
 def _discounted(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Return [C]: each value plus its factor times the result of the next token.
+    """Return the discounted sums [C]: result[t] = values[t] + factors[t] * result[t + 1].
 
-    A factor of 0 ends a completion. Each round doubles the span that is summed, so the number of
-    rounds is the number of bits of the longest length.
+    A factor of 0 ends a completion. Each round doubles the number of values in a sum, so n tokens
+    in the longest completion take about log2(n) rounds.
     """
     span = 1
     while factors.any():

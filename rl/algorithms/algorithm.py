@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Algorithm(Configurable, ABC):
-    """Base of all RL algorithms. Subclass it, in any package, to train by another algorithm.
+    """Base class of all RL algorithms. To use your own algorithm, subclass it in any package.
 
-    The RL loop calls it for each step, with the session that holds the models. ::
+    The RL loop makes these calls in each step; ``session`` holds the models. ::
 
         batch = await algorithm.prepare(session, rollouts)        # columns of models, then score
         for minibatch in algorithm.minibatches(batch, step):
@@ -50,11 +50,12 @@ class Algorithm(Configurable, ABC):
         """Facts about the algorithm that the run needs before it starts."""
 
         def roles(self) -> tuple[str, ...]:
-            """Return the roles that the algorithm needs, of ``reference`` and ``critic``."""
+            """Return the roles that the algorithm needs: any of ``reference`` and ``critic``."""
             return ()
 
         def columns(self) -> dict[str, tuple[str, str]]:
-            """Return by role the output of a model and the batch column that takes it.
+            """Return {role: (output, column)}: the output of a model, and the batch column that
+            stores it.
 
             Roles are ``trainer``, ``reference``, ``critic`` and those of ``RLConfig.roles``.
             Outputs are ``logprobs``, ``entropy`` and ``values``.
@@ -62,7 +63,7 @@ class Algorithm(Configurable, ABC):
             return {}
 
         def updates(self, prompts: int) -> int:
-            """Return the number of optimizer steps on the rollouts of ``prompts``."""
+            """Return the number of optimizer steps on the rollouts of ``prompts`` prompts."""
             return 1
 
         @property
@@ -72,11 +73,11 @@ class Algorithm(Configurable, ABC):
 
         @property
         def by_group(self) -> bool:
-            """Whether each group can be scored without the others of its batch."""
+            """Whether each group can be scored without the other groups of its batch."""
             return True
 
         def check(self, rollout: "RolloutConfig") -> None:
-            """Raise ConfigError, naming the field, if a field cannot work."""
+            """Raise ConfigError, naming the field, if the value of a field is invalid."""
 
     def __init__(self, config: Config, *, run: "RLConfig"):
         self.config = config
@@ -99,11 +100,12 @@ class Algorithm(Configurable, ABC):
     def score(
         self, batch: Batch, rollouts: Sequence[Rollout], rewards: torch.Tensor
     ) -> dict[str, Entry]:
-        """Add the columns that the loss reads; return metrics.
+        """Add the columns that the loss reads to ``batch``; return metrics.
 
-        ``rewards`` float32 [N] are the rollouts' rewards plus the scores of reward models. The
-        batch has all columns of ``Config.columns``. A metric that is a float is averaged over the
-        sampled tokens of a step; a :class:`rl.metrics.Value` has its own reduction and weight.
+        ``rewards``, float32 [N], are the rollouts' rewards plus the weighted scores of reward
+        models. The batch already has all columns of ``Config.columns``. A metric that is a float is
+        averaged over the sampled tokens of a step; a :class:`rl.metrics.Value` has its own
+        reduction and weight.
         """
 
     @abstractmethod
@@ -111,27 +113,31 @@ class Algorithm(Configurable, ABC):
         """Return the loss of ``trainer`` or ``critic``."""
 
     def minibatches(self, batch: Batch, step: int) -> list[Batch]:
-        """Return the batch of each optimizer step of ``step``; as many as ``Config.updates``."""
+        """Return one batch for each optimizer step of ``step``, ``Config.updates`` in all."""
         return [batch]
 
     def denominator(self, rollouts: int) -> float | None:
-        """Return the divisor of the summed loss of ``rollouts``; None for the sum of weights."""
+        """Return the divisor of the loss summed over ``rollouts`` rollouts; None for the sum of the
+        loss weights.
+        """
         return None
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
-        """Adapt to the metrics that ``score`` returned, after the last update of a step."""
+        """Adapt to the metrics that ``score`` returned. Called after the last update of a step."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able state for a checkpoint."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the state that ``to_dict`` returned; an empty dict restores the start."""
+        """Restore the state that ``to_dict`` returned; an empty dict restores the initial state."""
         self._prepared = []
         self._rollouts = 0
 
     def rehearse(self, groups: int, samples: int) -> None:
-        """Run user-defined parts on made-up rollouts, before anything starts."""
+        """Run user-defined parts on ``groups`` groups of ``samples`` made-up rollouts, to find
+        errors before any process starts.
+        """
 
     async def prepare(self, session: "Session", rollouts: Sequence[Rollout]) -> Batch:
         """Return the batch of ``rollouts``, with every column that the loss reads."""
@@ -155,7 +161,7 @@ class Algorithm(Configurable, ABC):
         return batch
 
     async def accumulate(self, session: "Session", batch: Batch) -> None:
-        """Add the gradients of the losses on ``batch``, of trainer and critic concurrently."""
+        """Add the gradients of the losses on ``batch``; trainer and critic run concurrently."""
         batch.columns["staleness"] = session.version - batch.columns["versions"]
         backward = functools.partial(session.forward_backward, batch, temperature=self.temperature)
         await asyncio.gather(*(backward(self.loss(role), role=role) for role in self._learning))

@@ -21,8 +21,8 @@ def make_batch(
 
     Columns: ``behaviour_logprobs``, ``versions`` (policy version of each sampled token, else -1)
     and, if given, ``advantages``, float32 [N] for N rollouts or [C] for their C sampled tokens.
-    The weights are those of :func:`rl.algorithms.losses.token_weights`; a rollout of several
-    sequences has the weights of one.
+    The loss weights are those of :func:`rl.algorithms.losses.token_weights`; a rollout of several
+    sequences is weighted as one completion.
     """
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
     sizes = torch.tensor([len(rollout.sequences) for rollout in rollouts])
@@ -62,10 +62,11 @@ def turn_ends(rollouts: Sequence[Rollout]) -> torch.Tensor:
 
 
 def turn_rewards(rollouts: Sequence[Rollout]) -> torch.Tensor:
-    """Return the reward of each of the C sampled tokens, float32 [C]: the last token of a turn has
-    the reward of the turn. All are 0 if only the reward of the whole rollout is known.
+    """Return the turn reward of each of the C sampled tokens, float32 [C].
 
-    Raises RunError if a rollout has another number of rewards than of turns.
+    The last token of a turn has the reward of the turn; all other tokens have 0. All tokens of a
+    rollout without ``turn_rewards`` have 0. Raises RunError if a rollout's number of turn rewards
+    differs from its number of turns.
     """
     earned = torch.zeros(int(counts_of(rollouts).sum()))
     each = list[float]()
@@ -83,10 +84,11 @@ def turn_rewards(rollouts: Sequence[Rollout]) -> torch.Tensor:
 
 
 def whole_texts(rollouts: Sequence[Rollout]) -> tuple[Batch, torch.Tensor]:
-    """Return the last sequence of each rollout for a model that judges it as a whole, and the
-    indices [N] of its outputs that are the values of the rollouts.
+    """Return a batch of each rollout's last sequence, and the indices [N] of the outputs that are
+    the scores of the rollouts, for a reward model.
 
-    Each sequence gets one more token, which is never read: the value before it follows all others.
+    Each sequence gets one more token, a placeholder. The value at the placeholder is computed from
+    all tokens before it.
     """
     rows = [np.append(rollout.sequences[-1].tokens, 0) for rollout in rollouts]
     lengths = torch.tensor([len(row) for row in rows])

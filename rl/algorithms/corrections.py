@@ -23,15 +23,15 @@ Weighted = tuple[Tensor, dict[str, Entry]]
 
 
 class Correction(Configurable):
-    """Base of all weights that multiply a token's part of the surrogate. They are fixed for a batch
-    before any update on it.
+    """Base class of weights that multiply each token's surrogate loss. The weights of a batch are
+    computed once, before the first update on the batch.
 
-    To write your own, subclass it and give the subclass its own Config. Arguments, all [C] of a
+    To write your own, subclass it and give the subclass its own Config. Arguments, each [C] over a
     whole batch:
 
     - ``proximal``: log-probs of the policy before the update
     - ``behaviour``: log-probs of the policy that sampled
-    - ``staleness``: optimizer steps between the two, at least 0
+    - ``staleness``: optimizer steps between these two policies, at least 0
     - ``sequence``: index of each token's sequence, int64 from 0
     """
 
@@ -51,10 +51,10 @@ class Correction(Configurable):
 
 
 class TruncatedIS(Correction):
-    """The importance ratio up to a cap: V-trace, arXiv:1802.01561, eq. 1.
+    """Importance ratio, truncated at ``cap``: V-trace, arXiv:1802.01561, eq. 1.
 
-    For a sampler and a trainer that differ: Yao et al., "Your efficient RL framework secretly
-    brings you off-policy RL training", 2025.
+    For a generator and a trainer that compute different log-probs: Yao et al., "Your efficient RL
+    framework secretly brings you off-policy RL training", 2025.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class TruncatedIS(Correction):
 
         level: Level = "token"
         """Level of the ratio. ``sequence`` uses one ratio for all tokens of a sequence, the product
-        of theirs."""
+        of the token ratios."""
 
     config: Config
 
@@ -80,7 +80,7 @@ class TruncatedIS(Correction):
 
 
 class MaskedIS(Correction):
-    """The importance ratio within a range and 0 outside: IcePop, arXiv:2510.18855."""
+    """Importance ratio if it is within a range, otherwise 0: IcePop, arXiv:2510.18855."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Correction.Config):
@@ -91,8 +91,8 @@ class MaskedIS(Correction):
         """Maximum ratio that is kept."""
 
         level: Level = "token"
-        """Level of the ratio. ``sequence`` uses one ratio for all tokens of a sequence, their
-        geometric mean, so that it is kept or dropped as a whole."""
+        """Level of the ratio. ``sequence`` uses one ratio for all tokens of a sequence, the
+        geometric mean of the token ratios, so that a sequence is kept or dropped as a whole."""
 
         weigh: bool = True
         """Whether to weight kept tokens by their ratio. False weights them by 1, for use with
@@ -113,7 +113,7 @@ class MaskedIS(Correction):
 
 
 class StalenessDecay(Correction):
-    """A constant factor for each optimizer step by which the sampling policy is behind."""
+    """``decay`` to the power of the token's staleness, in optimizer steps."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Correction.Config):
@@ -135,9 +135,10 @@ def correction_weights(
     staleness: Tensor,
     sequence: Tensor,
 ) -> Weighted:
-    """Return the product of all corrections, with its mean and the share of tokens that it masks.
+    """Return the product of all corrections, and metrics: those of each correction, the mean
+    weight, and the share of tokens with weight 0.
 
-    Raises RunError, naming the correction, if one returns anything but weights and metrics.
+    Raises RunError, naming the correction, if a correction does not return weights and metrics.
     """
     weights = torch.ones_like(proximal)
     metrics = dict[str, Entry]()

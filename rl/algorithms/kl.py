@@ -18,11 +18,11 @@ def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Estimator) ->
     The estimators are from joschu.net/blog/kl-approx.html; their gradients, as a term of a loss on
     the policy's own tokens, from arXiv:2506.09477:
 
-    - k1: unbiased. Its gradient is 0 on average, so it serves in rewards only.
-    - k2: biased, but little if the policies are close. Its gradient is the gradient of
-      KL(policy || reference).
-    - k3: unbiased, never negative, and of less variance than k1. Its gradient is the gradient of
-      KL(reference || policy).
+    - k1: unbiased. Its gradient is 0 on average, so use it in rewards only.
+    - k2: biased, but only slightly if the policies are close. Its gradient is the gradient
+      of KL(policy || reference).
+    - k3: unbiased, never negative, and with a lower variance than k1. Its gradient is the
+      gradient of KL(reference || policy).
     """
     log_ratio = logprobs - reference
     if estimator == "k1":
@@ -43,10 +43,10 @@ class AdaptiveKL(Configurable):
         """KL to hold, in nats per token; 0 keeps the coefficient constant."""
 
         rate: Annotated[float, at_least(0, 1e6)] = 0.1
-        """Rate at which the coefficient follows, K in the paper."""
+        """Relative change of the coefficient per unit of relative error; K in the paper."""
 
         clip: Annotated[float, above(0, 1e6)] = 0.2
-        """Maximum relative error that is acted on."""
+        """Maximum size of the relative error, observed / target - 1; larger errors are clipped."""
 
     def __init__(self, config: Config):
         self.config = config

@@ -64,7 +64,9 @@ def _loss_error(result: Any, count: int) -> str:
 
 
 def value_of(metric: Metric) -> Value:
-    """Return the reduction of at least one value of weight > 0, in float64."""
+    """Return the reduction of the metric's values with weight > 0, in float64. At least one value
+    must have such a weight.
+    """
     values = metric.values.detach().double()
     weights = torch.ones_like(values) if metric.weights is None else metric.weights.double()
     counted = weights > 0

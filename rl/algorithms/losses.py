@@ -21,7 +21,7 @@ Reduction = Literal["sequence_mean", "token_mean", "fixed_length"]
 
 
 class PolicyLoss(Configurable):
-    """Base of all losses of a policy, with an entropy bonus and a penalty for leaving a reference
+    """Base class of policy losses, with an entropy bonus and a KL penalty against a reference
     policy.
 
     To write your own, subclass it, give the subclass its own Config, and define ``surrogate``.
@@ -33,12 +33,12 @@ class PolicyLoss(Configurable):
         """Whether the loss reads ``proximal_logprobs``, whatever the algorithm's ratio is."""
 
         entropy_coef: Annotated[float, SIGNED] = 0.0
-        """Coefficient of a bonus per token, times the entropy (nats) of the distribution sampled
-        from."""
+        """Coefficient of the entropy bonus. The bonus of a token is the entropy, in nats, of the
+        distribution that the token is sampled from."""
 
         kl_coef: Annotated[float, at_least(0, 1e6)] = 0.0
-        """Coefficient of a penalty per token, times the estimated divergence from the reference
-        policy."""
+        """Coefficient of the KL penalty. The penalty of a token is the estimated divergence from
+        the reference policy."""
 
         kl_estimator: Estimator = "k3"
         """Estimator of this divergence. ``k1`` is refused: its gradient is 0 on average."""
@@ -58,8 +58,9 @@ class PolicyLoss(Configurable):
         self.config = config
 
     def __call__(self, tokens: Tokens) -> PerToken:
-        """Return the surrogate, times column ``correction`` if it exists, with bonus and
-        penalty.
+        """Return the loss of each token, [C]: surrogate * correction - entropy bonus + KL penalty.
+
+        The column ``correction`` is optional.
         """
         config = self.config
         loss, metrics = self.surrogate(tokens)
@@ -73,12 +74,12 @@ class PolicyLoss(Configurable):
         return loss, {**self._metrics(tokens), **metrics}
 
     def surrogate(self, tokens: Tokens) -> PerToken:
-        """Return the objective of the policy, as a cost."""
+        """Return the cost of each token to minimize, [C], and metrics."""
         raise NotImplementedError
 
     def log_ratio(self, tokens: Tokens) -> torch.Tensor:
-        """Return the log of the importance ratio, [C]: policy over proximal policy if the batch has
-        its log-probs, otherwise over the policy that sampled.
+        """Return the log of the importance ratio, [C]. The denominator is the proximal policy if
+        the batch has ``proximal_logprobs``, otherwise the policy that sampled the tokens.
         """
         old = "proximal_logprobs" if "proximal_logprobs" in tokens else "behaviour_logprobs"
         return tokens["logprobs"] - tokens[old]
@@ -102,8 +103,11 @@ class PolicyLoss(Configurable):
         return metrics
 
     def _differences(self, difference: torch.Tensor, tokens: Tokens) -> dict[str, Metric]:
-        """Return the largest differences from the generator's log-probs: errors at equal weights,
-        drift at older weights.
+        """Return the largest differences from the generator's log-probs.
+
+        - ``logprob/error_max``: over tokens drawn with the current weights, or over all tokens if
+          the batch has no ``staleness``
+        - ``logprob/drift_max``: over tokens drawn with older weights
         """
         if "staleness" not in tokens:
             return {"logprob/error_max": Metric(difference, "max")}
@@ -140,7 +144,7 @@ class ClippedLoss(PolicyLoss):
         log_ratio = self.log_ratio(tokens)
         low, high = _log_range(self.config.clip_low, self.config.clip_high)
         dual = math.log(self.config.dual_clip) if self.config.dual_clip else math.inf
-        # clip the logs: an overflowing ratio that is clipped later has the gradient 0 * inf
+        # Clip the logs: a ratio that overflows before the clip has the gradient 0 * inf = nan.
         floor = torch.where(advantages > 0, -math.inf, low)
         ceiling = torch.where(advantages < 0, dual, high)
         loss = -log_ratio.clamp(floor, ceiling).exp() * advantages
@@ -153,8 +157,8 @@ class DecoupledLoss(ClippedLoss):
 
     The objective without cap: Hilton et al., "Batch size-invariance for policy optimization",
     arXiv:2110.00641, section 3. For generators with older weights: AReaL, arXiv:2505.24298. The
-    proximal policy is the trainer's before the step's first update, the behaviour policy the
-    generators'.
+    proximal policy is the trainer's policy before the step's first update. The behaviour policy is
+    the generators' policy.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -177,7 +181,7 @@ class DecoupledLoss(ClippedLoss):
 
 
 class GSPOLoss(ClippedLoss):
-    """The clipped loss with one ratio per sequence, its tokens' geometric mean: GSPO,
+    """Clipped loss with one ratio per sequence, the geometric mean of the token ratios: GSPO,
     arXiv:2507.18071, eq. 5-7.
     """
 
@@ -204,8 +208,9 @@ class GSPOLoss(ClippedLoss):
 
 
 class CISPOLoss(PolicyLoss):
-    """-sg(clip(r)) A log p: the ratio is clipped, no token's gradient is: CISPO, arXiv:2506.13585,
-    eq. 4 and 5.
+    """-sg(clip(r)) A log p, where sg stops the gradient: CISPO, arXiv:2506.13585, eq. 4 and 5.
+
+    The ratio is clipped, but every token keeps its gradient.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -230,11 +235,14 @@ class CISPOLoss(PolicyLoss):
 
 
 class DPPOLoss(PolicyLoss):
-    """-r A for tokens of probability p close enough to p_old: DPPO with Binary-TV,
-    arXiv:2602.04879.
+    """-r A for tokens whose probability p is close to p_old, and 0 for other tokens: DPPO with
+    Binary-TV, arXiv:2602.04879.
 
-    A token is left out if abs(p - p_old), the total variation of "this token or another", is above
-    the threshold and the advantage would move p further.
+    A token has loss 0 if both conditions hold:
+
+    - abs(p - p_old) is above the threshold. It is the total variation distance of the two policies,
+      reduced to two outcomes: this token or any other.
+    - The advantage would move p further from p_old.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -278,8 +286,8 @@ class CrossEntropyLoss(PolicyLoss):
 
 
 class DistillationLoss(PolicyLoss):
-    """Loss with the gradient of KL(student || teacher) on the student's own tokens; the teacher is
-    column ``teacher_logprobs``.
+    """Loss with the gradient of KL(student || teacher) on the student's own tokens; the
+    teacher's log-probs are the column ``teacher_logprobs``.
 
     It is the policy gradient with advantages log q - log p for the teacher's q: on-policy
     distillation, arXiv:2306.13649, with the reverse KL;
@@ -297,7 +305,7 @@ class DistillationLoss(PolicyLoss):
 
 
 class ValueLoss(Configurable):
-    """A critic's 0.5 max((v - R)^2, (v_old + clip(v - v_old) - R)^2), for values v and returns R.
+    """0.5 max((v - R)^2, (v_old + clip(v - v_old) - R)^2), for a critic's values v and returns R.
 
     This is the loss of OpenAI's PPO implementation (arXiv:2005.12729, section 3). Columns:
     ``returns`` and, to clip, ``old_values``.
@@ -343,9 +351,9 @@ def token_weights(lengths: torch.Tensor, reduction: str, max_tokens: int = 0) ->
     """Return the weight of each completion's tokens, float32 [N], for completions of ``lengths``
     int64 [N].
 
-    ``reduction`` is the weighted sum of token losses over ``batch_denominator``, or over the sum of
-    weights if that is None. ``fixed_length`` needs ``max_tokens``, the maximum length of a
-    completion.
+    The reduced loss is the weighted sum of the token losses, divided by ``batch_denominator``, or
+    by the sum of weights if ``batch_denominator`` returns None. ``fixed_length`` needs
+    ``max_tokens``, the maximum length of a completion.
     """
     if reduction == "sequence_mean":
         return 1.0 / lengths.clamp(min=1).float()
@@ -355,8 +363,8 @@ def token_weights(lengths: torch.Tensor, reduction: str, max_tokens: int = 0) ->
 
 
 def batch_denominator(completions: int, reduction: Reduction) -> float | None:
-    """Return the divisor of the weighted sum over all ``completions`` of an update; None for the
-    sum of weights.
+    """Return the divisor of the weighted sum over the ``completions`` completions of an update;
+    None for the sum of weights.
 
     ``fixed_length`` divides by the number of completions, whatever their length: Dr. GRPO,
     arXiv:2503.20783, eq. 2, times 1 / max_tokens as in its code.

@@ -1,4 +1,4 @@
-"""Policy gradients: PPO, GRPO, DAPO, RLOO, GSPO and others, by the combination of their parts."""
+"""Policy gradients: PPO, GRPO, DAPO, RLOO, GSPO and others, as combinations of their parts."""
 
 import dataclasses
 import random
@@ -48,18 +48,17 @@ class PolicyGradient(Algorithm):
         ``rl.algorithms.losses`` return common ones."""
 
         corrections: tuple[Correction.Config, ...] = ()
-        """Weights of tokens that were not drawn from the weights they train; a token's weight is
-        the product of all. They need the trainer's own log-probs, so any correction implies
-        ``recomputed`` for ``old_logprobs``."""
+        """Weights for tokens that other weights or another engine drew; a token's weight is the
+        product of all corrections. Corrections need the trainer's own log-probs, so any correction
+        implies ``recomputed`` for ``old_logprobs``."""
 
         old_logprobs: Literal["behaviour", "recomputed"] = "behaviour"
         """Log-probs in the denominator of the loss's importance ratio.
 
         - ``behaviour``: Log-probs of the generators, which drew the tokens.
         - ``recomputed``: Log-probs of the trainer before the step's first update, which takes one
-          more forward pass. Nothing then corrects for the generators' policy: decoupled PPO is
-          ``loss=DecoupledLoss.Config()``, which has that weight.
-        """
+          more forward pass. The ratio then does not correct for the generators' policy. Decoupled
+          PPO, ``loss=DecoupledLoss.Config()``, has a weight that does."""
 
         reward_kl_coef: Annotated[float, at_least(0, 1e6)] = 0.0
         """Coefficient of a KL penalty against the reference policy in each token's reward. Only one
@@ -72,13 +71,12 @@ class PolicyGradient(Algorithm):
         """Adaptation of the KL coefficient that is above 0, in the loss or in the reward."""
 
         credit: Literal["episode", "turn"] = "episode"
-        """Sampled tokens that get the reward, for estimators that tell tokens apart.
+        """Sampled tokens that get the reward, for estimators that distinguish tokens.
 
-        - ``episode``: The last token of a rollout gets its whole reward.
-        - ``turn``: The last token of each answer gets the reward of the step that follows it, and
-          the last token of the rollout the rest. Requires an environment as the task, and an
-          advantage that tells tokens apart.
-        """
+        - ``episode``: The last token of a rollout gets the whole reward of the rollout.
+        - ``turn``: The last token of each answer gets the reward of the environment step that
+          follows the answer. The last token of the rollout also gets the rest. Requires an
+          environment as the task, and an estimator that distinguishes tokens."""
 
         overlong_buffer: Annotated[int, at_least(0, 10**8)] = 0
         """Number of tokens before ``rollout.max_tokens`` over which a completion's reward decreases
@@ -89,8 +87,8 @@ class PolicyGradient(Algorithm):
 
         prompts_per_minibatch: Annotated[int, at_least(0, 10**6)] = 0
         """Number of prompts per optimizer step; must divide ``rollout.prompts_per_step``. The
-        rollouts of a step are split into minibatches of as many rollouts as these prompts have, in
-        an order that follows from seed, step and epoch. 0 for one minibatch."""
+        rollouts of a step are shuffled, by seed, step and epoch, and split into minibatches of as
+        many rollouts as this number of prompts has. 0 for one minibatch."""
 
         @property
         def kl_coef(self) -> float:
@@ -99,7 +97,7 @@ class PolicyGradient(Algorithm):
 
         @property
         def recomputes(self) -> bool:
-            """Whether a step starts with the trainer's log-probs of its rollouts."""
+            """Whether each step first computes the trainer's log-probs of its rollouts."""
             own = self.old_logprobs == "recomputed" or self.loss.needs_proximal
             return own or bool(self.corrections)
 
@@ -114,7 +112,9 @@ class PolicyGradient(Algorithm):
             return (*reference, "critic") if self.advantage.needs_values else reference
 
         def columns(self) -> dict[str, tuple[str, str]]:
-            """Return by role the output of a model and the batch column that takes it."""
+            """Return {role: (output, column)}: the output of a model, and the batch column that
+            stores it.
+            """
             columns = {"trainer": ("logprobs", "proximal_logprobs")} if self.recomputes else {}
             if self.kl_coef:
                 columns["reference"] = ("logprobs", "reference_logprobs")
@@ -123,7 +123,7 @@ class PolicyGradient(Algorithm):
             return columns
 
         def updates(self, prompts: int) -> int:
-            """Return the number of optimizer steps on the rollouts of ``prompts``."""
+            """Return the number of optimizer steps on the rollouts of ``prompts`` prompts."""
             return self.update_epochs * (prompts // (self.prompts_per_minibatch or prompts))
 
         @property
@@ -133,11 +133,11 @@ class PolicyGradient(Algorithm):
 
         @property
         def by_group(self) -> bool:
-            """Whether each group can be scored without the others of its batch."""
+            """Whether each group can be scored without the other groups of its batch."""
             return self.advantage.by_group
 
         def check(self, rollout: "RolloutConfig") -> None:
-            """Raise ConfigError, naming the field, if a field cannot work."""
+            """Raise ConfigError, naming the field, if the value of a field is invalid."""
             prompts = rollout.prompts_per_step
             size = self.prompts_per_minibatch
             require(
@@ -213,7 +213,7 @@ class PolicyGradient(Algorithm):
         self._kl_coef = config.kl_coef
 
     def loss(self, role: str) -> Configurable.Config:
-        """Return the loss of ``trainer``, at the present KL coefficient, or ``critic``."""
+        """Return the loss of ``trainer``, with the current KL coefficient, or of ``critic``."""
         if role == "critic":
             return self.run.critic.loss
         loss = self.config.loss
@@ -250,7 +250,7 @@ class PolicyGradient(Algorithm):
         return metrics
 
     def minibatches(self, batch: Batch, step: int) -> list[Batch]:
-        """Return the whole batch, or in each epoch a new split of it."""
+        """Return the whole batch for a step of one update, otherwise a new split in each epoch."""
         updates = self.config.updates(self.run.rollout.prompts_per_step)
         if updates == 1:
             return [batch]
@@ -265,7 +265,9 @@ class PolicyGradient(Algorithm):
         return cut
 
     def denominator(self, rollouts: int) -> float | None:
-        """Return the divisor of the summed loss of ``rollouts``; None for the sum of weights."""
+        """Return the divisor of the loss summed over ``rollouts`` rollouts; None for the sum of the
+        loss weights.
+        """
         return batch_denominator(rollouts, self.reduction)
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
@@ -278,12 +280,12 @@ class PolicyGradient(Algorithm):
         return {"kl_coef": self._kl_coef}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the state that ``to_dict`` returned; an empty dict restores the start."""
+        """Restore the state that ``to_dict`` returned; an empty dict restores the initial state."""
         super().restore(state)
         self._kl_coef = state.get("kl_coef", self.config.kl_coef)
 
     def rehearse(self, groups: int, samples: int) -> None:
-        """Call advantage and corrections on made-up completions."""
+        """Call the advantage estimator and the corrections on made-up completions."""
         completions = torch.arange(groups * samples)
         lengths = 1 + completions % 3
         tokens = int(lengths.sum())
@@ -301,7 +303,9 @@ class PolicyGradient(Algorithm):
         correction_weights(self._corrections, logprobs, logprobs, zeros, scored.sequence)
 
     def _penalty(self, batch: Batch) -> tuple[dict[str, Entry], torch.Tensor]:
-        """Return metrics of the KL to the reference, and the reward [C] of each sampled token."""
+        """Return metrics of the KL divergence from the reference, and the token rewards [C]: minus
+        the KL penalty of each sampled token, or 0 if the reward has no KL penalty.
+        """
         mask = batch.loss_mask
         columns = batch.columns
         zeros = torch.zeros(int(mask.sum()))

@@ -1,8 +1,8 @@
 """Losses over whole sequences: preference training and reward models.
 
-Such a loss is a function of one score per sequence, so it couples sequences that different
-micro-batches and ranks hold. :mod:`rl.algorithms.sequence_scores` makes one gradient of it,
-however the batch is cut.
+Such a loss is a function of one score per sequence and compares sequences of different
+micro-batches and ranks. :mod:`rl.algorithms.sequence_scores` computes its gradient, which does not
+depend on how the batch is split.
 """
 
 from collections.abc import Mapping
@@ -28,19 +28,20 @@ values [M]."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """Rows of the sequences that a loss compares, int64, into its scores [n].
+    """Indices, int64, into a loss's scores [n], of the sequences that the loss compares.
 
-    A loss of pairs compares ``chosen[i]`` with ``rejected[i]``; a row may be in several pairs.
+    A loss of pairs compares ``chosen[i]`` with ``rejected[i]``; a sequence may be in several pairs.
     """
 
     chosen: torch.Tensor
-    """[P]. Desirable sequences of an unpaired loss."""
+    """Chosen sequences of pairs, or desirable sequences of an unpaired loss, [P]."""
     rejected: torch.Tensor
-    """[P]. Undesirable sequences of an unpaired loss, [Q]."""
+    """Rejected sequences of pairs, [P], or undesirable sequences of an unpaired loss, [Q]."""
     mismatched: torch.Tensor | None = None
-    """[M]. Sequences of one's prompt and another's completion, to estimate a baseline from."""
+    """Sequences of one example's prompt and another example's completion, [M], to estimate a
+    baseline from."""
     margins: torch.Tensor | None = None
-    """float [P]. Least difference of the rewards of each pair, for a reward model."""
+    """Target difference between the rewards of each pair, float [P], for a reward model."""
 
     @classmethod
     def pairs(cls, count: int, margins: torch.Tensor | None = None) -> "Labels":
@@ -50,7 +51,7 @@ class Labels:
 
     @classmethod
     def unpaired(cls, desirable: torch.Tensor) -> "Labels":
-        """Return the labels of n rows, desirable if ``desirable``, bool [n], is True.
+        """Return the labels of n rows; ``desirable``, bool [n], marks the desirable rows.
 
         Rows n to 2n - 1 are mismatched, as
         :func:`rl.algorithms.sequence_scores.with_mismatched` appends them.
@@ -77,7 +78,7 @@ class SequenceLoss(Configurable):
 
     config: Config
     head: Head = "logprobs"
-    """Output of the model that scores are made of."""
+    """Output of the model that scores are computed from."""
     needs_reference = False
     """Whether the loss compares scores with those of a reference policy."""
 
@@ -143,7 +144,7 @@ class PairLoss(SequenceLoss):
 
 
 class DPOLoss(PairLoss):
-    """-log sigmoid(h), h = beta (log p/p_ref of the chosen - that of the rejected): DPO,
+    """-log sigmoid(h), h = beta (log p/p_ref of chosen - log p/p_ref of rejected): DPO,
     arXiv:2305.18290, eq. 7.
 
     With ``label_smoothing`` s, -(1 - s) log sigmoid(h) - s log sigmoid(-h): conservative DPO,
@@ -171,7 +172,7 @@ class DPOLoss(PairLoss):
 
 
 class IPOLoss(PairLoss):
-    """(h - 1 / (2 tau))^2, h = log p/p_ref of the chosen - that of the rejected: IPO,
+    """(h - 1 / (2 tau))^2, h = log p/p_ref of chosen - log p/p_ref of rejected: IPO,
     arXiv:2310.12036, eq. 17.
 
     Log-ratios are means over tokens by default, as in TRL, on the advice of the authors.

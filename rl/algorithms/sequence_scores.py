@@ -1,8 +1,9 @@
-"""Scores of whole sequences, and the loss per token that has the gradient of a loss over them.
+"""Scores of whole sequences, and a per-token loss with the gradient of a loss over the scores.
 
 A score is a weighted sum of a model's output over a sequence's trained tokens. So the gradient of a
 loss over scores is the sum over sequences of (derivative with respect to the score) * (gradient of
-the score), and each term needs one sequence alone: no cut of the batch changes it (C1). A step::
+the score). Each term depends on one sequence only, so the gradient does not depend on how the batch
+is split (C1). A step::
 
     loss = DPOLoss.Config(beta=0.1).build()
     batch = score_batch(batch, loss)
@@ -17,10 +18,10 @@ the score), and each term needs one sequence alone: no cut of the batch changes 
     await session.forward_backward(with_coefficients(batch, weights), LinearLoss.Config())
     metrics = await session.optim_step(denominator=loss.count(labels)) | metrics
 
-A reward model has ``BradleyTerryLoss``, ``LinearLoss.Config(head="values")``, no reference and a
+A reward model uses ``BradleyTerryLoss``, ``LinearLoss.Config(head="values")``, no reference and a
 role of its own. For ``KTOLoss``, the batch of n sequences becomes
 ``score_batch(with_mismatched(batch, max_tokens=...), loss)`` of 2n, the labels are
-``Labels.unpaired(desirable)``, and ``with_coefficients(batch, weights[:n])`` is learned.
+``Labels.unpaired(desirable)``, and ``with_coefficients(batch, weights[:n])`` is trained on.
 """
 
 from dataclasses import dataclass, replace
@@ -43,34 +44,35 @@ COEFFICIENTS = "coefficients"
 class LinearLoss(Configurable):
     """Coefficient times log-prob, or times value, of each token: column ``coefficients``.
 
-    Only its gradient has a meaning, not its value, which the engine reports as ``loss/mean``: merge
-    the metrics of :func:`coefficients` over those of the engine.
+    Only the gradient has a meaning. The engine reports the value of the loss as ``loss/mean``:
+    replace that metric by the metrics of :func:`coefficients`.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         head: Head = "logprobs"
-        """Output of the model that the scores were made of."""
+        """Output of the model that the scores were computed from."""
 
     def __init__(self, config: Config):
         self.config = config
 
     def __call__(self, tokens: Tokens) -> PerToken:
-        """Cost per token, [C], without metrics."""
+        """Return the cost of each token, [C], and no metrics."""
         return tokens[COEFFICIENTS] * tokens[self.config.head], {}
 
 
 def score_batch(batch: Batch, loss: SequenceLoss) -> Batch:
-    """Return the sequences of ``batch`` with the weights that make a score of ``loss``.
+    """Return the sequences of ``batch`` with the loss weights that define the scores of ``loss``.
 
-    Trained tokens are those of weight above 0; the weight itself is not read.
+    The trained tokens are the tokens with a weight above 0 in ``batch``.
 
     - Log-probs: trained tokens get weight 1, or 1 / (their number in the sequence) if
       ``length_normalized``.
-    - Values: each sequence gets one more token, which is never read and alone has a weight, since
-      the value before it follows all others. The result has no columns, and n more tokens.
+    - Values: each sequence gets one more token, a placeholder, which alone has a weight above 0.
+      The value at the placeholder is computed from all tokens before it. The result has n more
+      tokens and no columns.
 
-    Raises RunError if a sequence has no trained token, for log-probs.
+    For log-probs, raises RunError if a sequence has no trained token.
     """
     if loss.head == "values":
         return _with_ends(batch)
@@ -83,9 +85,9 @@ def score_batch(batch: Batch, loss: SequenceLoss) -> Batch:
 
 
 def sequence_scores(batch: Batch, output: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of ``output``, [T], over each sequence's trained tokens.
+    """Return the weighted sum of ``output``, [T], over each sequence's trained tokens, float64 [n].
 
-    The result is float64 [n], for outputs of ``forward`` on what :func:`score_batch` returned.
+    ``batch`` is the result of :func:`score_batch`; ``output`` is an output of ``forward`` on it.
     """
     mask = batch.loss_mask
     weighted = output[mask].double() * batch.loss_weights[mask].double()
@@ -132,21 +134,22 @@ def coefficients(
 
 
 def with_coefficients(batch: Batch, values: torch.Tensor) -> Batch:
-    """Return the first sequences of ``batch``, each with its coefficient of ``values`` [m] as the
-    one column, ``coefficients``.
+    """Return the first m sequences of ``batch`` with one column, ``coefficients``: each token has
+    its sequence's number in ``values`` [m].
 
-    ``batch`` is what :func:`score_batch` returned. Sequences after the first m teach nothing.
+    ``batch`` is the result of :func:`score_batch`. Sequences after the first m are dropped.
     """
     learned = batch if len(values) == len(batch) else batch.select(range(len(values)))
     return replace(learned, columns={COEFFICIENTS: _spread(values.float(), learned)})
 
 
 def with_mismatched(batch: Batch, *, max_tokens: int) -> Batch:
-    """Return the n sequences of ``batch`` and then n that end in the completion of another.
+    """Return the n sequences of ``batch``, followed by n mismatched sequences.
 
-    Sequence n + i is the prompt of i (its tokens before the first trained one) and the completion
-    of i + 1, cyclically: arXiv:2402.01306, section 4.1. It is cut off after ``max_tokens``, at
-    least the length of the longest of ``batch``. The result has no columns.
+    Sequence n + i is the prompt of sequence i (the tokens before its first trained token), followed
+    by the completion of sequence i + 1, cyclically: arXiv:2402.01306, section 4.1. It is cut off
+    after ``max_tokens`` tokens, which must be at least the length of the longest sequence of
+    ``batch``. The result has no columns.
 
     Raises RunError if n is below 2.
     """
@@ -171,7 +174,7 @@ def with_mismatched(batch: Batch, *, max_tokens: int) -> Batch:
 
 
 def _with_ends(batch: Batch) -> Batch:
-    """Return the sequences with one more token each, which alone has a weight, 1."""
+    """Return the sequences with one more token each. The new tokens have weight 1, all others 0."""
     ends = batch.lengths.cumsum(0) + torch.arange(len(batch))
     tokens = batch.tokens.new_zeros(len(batch.tokens) + len(batch))
     is_end = torch.zeros(len(tokens), dtype=torch.bool)
@@ -181,15 +184,15 @@ def _with_ends(batch: Batch) -> Batch:
 
 
 def _owners(batch: Batch) -> torch.Tensor:
-    """Sequence of each token, int64 [T]."""
+    """Return the index of each token's sequence, int64 [T]."""
     return torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
 
 
 def _spread(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The value [n] of each token's sequence, [T]."""
+    """Return the value of each token's sequence, [T]; ``values`` is [n]."""
     return values.repeat_interleave(batch.lengths)
 
 
 def _trained_counts(batch: Batch) -> torch.Tensor:
-    """Number of trained tokens of each sequence, int64 [n]."""
+    """Return the number of trained tokens of each sequence, int64 [n]."""
     return sum_by_sequence(batch.loss_mask.long(), _owners(batch), len(batch))

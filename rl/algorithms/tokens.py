@@ -8,7 +8,7 @@ from rl.errors import RunError, shown
 
 
 class Tokens(dict[str, torch.Tensor]):
-    """Tensors [C] by name: the tokens that count of some whole sequences, concatenated. C may be 0.
+    """Tensors [C] by name, for the tokens of weight above 0 of whole sequences. C may be 0.
 
     float32: the model's outputs (``logprobs`` and ``entropy``; a critic's ``values``) and every
     column of the batch. int64: ``sequence``, the index of each token's sequence, from 0.

@@ -17,9 +17,8 @@ RELIES_ON = (
 
 
 def failed_rank(failure: MeshFailure) -> tuple[int, str]:
-    """Return the rank that died and the reason; rank 0 and the whole text if it names no rank.
-
-    Only the text of a failure contains the rank.
+    """Return the rank that died and the reason, from the text of ``failure``. If the text names no
+    rank, return 0 and the whole text.
     """
     parts = re.fullmatch(
         r"MeshFailure\(.*crashed_ranks=\[(\d+).*?event=(.*)\)", str(failure), re.DOTALL

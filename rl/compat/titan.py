@@ -1,6 +1,6 @@
 """torchtitan's choice of a device, and its Qwen3 in any size, with or without a head.
 
-The functions import torchtitan's models themselves: these read the device when they are imported.
+Each function imports torchtitan's models only when called: the models read the device at import.
 """
 
 import sys
@@ -31,7 +31,7 @@ RELIES_ON = (
     "torchtitan.models.qwen3:Qwen3Model._skip_lm_head",
     # init_states draws numbers that depend on the layout
     "torchtitan.protocols.module:Module._param_init",
-    # it unpickles whatever a checkpoint names; rl.training.checkpoint overrides it
+    # it unpickles every class that a checkpoint names; rl.training.checkpoint overrides it
     "torchtitan.components.checkpointer.dcp:CheckpointManager.dcp_load("
     "state_dict, checkpoint_id, from_hf, from_quantized)",
     # no public method returns whether a save is in progress

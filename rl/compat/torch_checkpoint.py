@@ -31,16 +31,16 @@ METADATA_PARTS = (_StorageInfo, _MEM_FORMAT_ENCODING, _get_layout)
 
 
 def first_rank_broadcasts(what: str, step: Callable[[], T]) -> T:
-    """Return the result of ``step`` on rank 0, on all ranks.
+    """Run ``step`` on rank 0 and return its result on every rank.
 
-    Raises CheckpointException, on all ranks, if it fails.
+    Raises CheckpointException, on every rank, if ``step`` fails.
     """
     return _DistWrapper(None, True, 0).broadcast(what, step)
 
 
 def ranks_gather(what: str, step: Callable[[], T]) -> list[T]:
-    """Return the results of ``step`` on all ranks, on all ranks.
+    """Run ``step`` on every rank and return all results on every rank.
 
-    Raises CheckpointException, on all ranks, if it fails on one.
+    Raises CheckpointException, on every rank, if ``step`` fails on any rank.
     """
     return _DistWrapper(None, True, 0).all_gather(what, step)

@@ -1,4 +1,4 @@
-"""Environment in which ranks of torch.distributed meet at a store that exists already.
+"""Environment variables that make ranks of torch.distributed connect to an existing store.
 
 Imports nothing: processes that do not import torch use it too.
 """

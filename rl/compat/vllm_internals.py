@@ -82,6 +82,6 @@ def forget_prefixes(engine: Any) -> bool:
     manager.evict_blocks({block.block_id for block in manager.block_pool.blocks})
     for request in scheduler.running:
         for group in manager.coordinator.single_type_managers:
-            # vLLM then takes all its blocks for cached and adds none
+            # vLLM then treats all blocks of the request as cached
             group.num_cached_block[request.request_id] = sys.maxsize
     return len(manager.block_pool.cached_block_hash_to_block) == 0

@@ -30,8 +30,8 @@ rotary_embedding = _custom_ops.rotary_embedding
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of vLLM packs weights of ``dtype``. torch itself packs the dtypes that the
-    CPU supports.
+    """Return whether this build of vLLM packs weights of ``dtype``. torch itself packs the
+    dtypes that the CPU supports.
     """
     return dtype == torch.float32 and hasattr(torch.ops._C, "create_onednn_mm_handler")
 

@@ -11,7 +11,7 @@ from torchtitan.models.common.moe import GroupedExperts
 class Experts(GroupedExperts):
     """torchtitan's grouped experts in bfloat16 on CUDA; elsewhere one plain product per expert.
 
-    Has the type and the parameters of GroupedExperts, so that torchtitan shards and wraps it.
+    It is a subclass with the parameters of GroupedExperts, so that torchtitan shards and wraps it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -19,8 +19,10 @@ class Experts(GroupedExperts):
         pass
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Return the experts' outputs [R, D] for tokens [R, D], which are in the order of this
-        rank's experts; ``num_tokens_per_expert_E`` is int64 [E].
+        """Return the experts' outputs [R, D] for tokens [R, D], which are sorted by expert.
+
+        ``num_tokens_per_expert_E``, int64 [E], has the number of tokens of each expert of this
+        rank.
         """
         if x_RD.is_cuda and x_RD.dtype == torch.bfloat16:
             return super().forward(x_RD, num_tokens_per_expert_E)

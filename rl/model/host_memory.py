@@ -1,4 +1,4 @@
-"""Moves tensors to host memory and back, so that several models can share a device."""
+"""Offloading of tensors to host memory, so that several models can share a device."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from rl.compat.torch_internals import local_tensor
 
 
 class HostMemory:
-    """Holds the bytes of offloaded tensors. The tensors and their views stay the same objects:
+    """Host memory of offloaded tensors. The tensors and their views stay the same objects:
     their storages are emptied, and ``bring_back`` fills them again.
 
     On CUDA the host memory is pinned and reused; Tiller's tests do not cover this.

@@ -114,7 +114,7 @@ def read_config(field: str, folder: Path) -> HuggingFaceConfig:
         check.one_of(key, config.get(key), allowed)
     for key, allowed in (ALLOWED | (ALLOWED_WITH_EXPERTS if has_experts else {})).items():
         check.one_of(key, config[key], allowed)
-    if "num_local_experts" in config:  # transformers' name precedes the published one
+    if "num_local_experts" in config:  # transformers' name takes precedence
         config["num_experts"] = config["num_local_experts"]
     if config["num_key_value_heads"] is None and not has_experts:
         config["num_key_value_heads"] = config["num_attention_heads"]
@@ -132,7 +132,7 @@ def read_config(field: str, folder: Path) -> HuggingFaceConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """Raises ConfigError that names field, key, file and value."""
+    """Checks that raise ConfigError, naming field, key, file and value."""
 
     field: str
     path: Path
@@ -170,8 +170,9 @@ def _check_relations(check: _Check, config: HuggingFaceConfig, has_experts: bool
 
 
 def _rope_theta(check: _Check, config: HuggingFaceConfig) -> float:
-    """Return the base of the rotary embedding, from the first of rope_scaling, rope_parameters,
-    rope_theta and the default that has one, as transformers does.
+    """Return the base of the rotary embedding, as transformers reads it: from rope_scaling, or from
+    rope_parameters if rope_scaling is empty. If that object has none, return rope_theta or its
+    default.
     """
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(place) or {}

@@ -14,12 +14,12 @@ LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def describe_reward_model(folder: Path) -> None:
-    """Change config.json in ``folder`` to that of a sequence classification with one label, and
-    choose the pad token.
+    """Change config.json in ``folder`` to describe a sequence classification with one label,
+    and choose the pad token.
 
     transformers scores a sequence at its last token that is not ``pad_token_id``. Tiller scores it
-    at its last token. Both are the same unless a sequence ends with the pad token, so the pad token
-    becomes another one if it is the eos token.
+    at its last token. The scores are the same unless a sequence ends with the pad token. So
+    if the pad token is missing or is the eos token, another token becomes the pad token.
     """
     config = read_json("config.json", folder / "config.json")
     config |= {"architectures": [REWARD_MODELS[config["model_type"]]], **LABELS}
@@ -29,8 +29,11 @@ def describe_reward_model(folder: Path) -> None:
 
 
 def _choose_pad_token(folder: Path) -> int | None:
-    """Return a token that ends no sequence, which becomes the tokenizer's pad token; None if the
-    tokenizer has none, which limits transformers to batches of one sequence.
+    """Return the pad token: a token that no sequence ends with. Writes a new choice to the
+    tokenizer's files.
+
+    Returns None if the tokenizer has no such token. transformers then scores one sequence at a
+    time.
     """
     tokenizer = load_tokenizer(str(folder))
     if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
@@ -48,7 +51,7 @@ def _choose_pad_token(folder: Path) -> int | None:
 
 
 def _unused_tokens(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """Return the special tokens without a use in text."""
+    """Return the ids of the special tokens other than eos, bos and unk."""
     used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
     added = tokenizer.added_tokens_decoder
     return [number for number, token in added.items() if token.special and number not in used]

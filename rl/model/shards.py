@@ -82,7 +82,7 @@ class Shard(NamedTuple):
 
 
 Shards = dict[str, Shard]
-"""Shards of a rank that holds one of each parameter, by name."""
+"""Shards of a rank, by parameter name, if the rank holds one shard of each parameter."""
 
 
 def local_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:

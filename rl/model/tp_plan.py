@@ -28,12 +28,12 @@ class Cut(Enum):
     VOCAB = auto()
     """Rows of the vocabulary. The last rank has fewer rows if they do not divide evenly."""
     EXPERTS_COLUMN = auto()
-    """Output features of every expert, or whole experts."""
+    """Output features of every expert; with expert parallelism, whole experts."""
     EXPERTS_ROW = auto()
-    """Input features of every expert, or whole experts; the all-reduce follows the mixing of the
-    experts."""
+    """Input features of every expert; with expert parallelism, whole experts. The all-reduce
+    follows the mixing of the experts."""
     REPLICATED = auto()
-    """No dimension."""
+    """No dimension: every rank holds the whole parameter."""
 
 
 # torchtitan has separate parameters, w1 and w3, for gate and up projections.

@@ -13,17 +13,18 @@ T = TypeVar("T")
 
 
 def on_first_rank(what: str, step: Callable[[], T], *, advice: str = "") -> T:
-    """Return the result of ``step`` on rank 0, on all ranks. Raises RunError, on all ranks, if it
-    fails.
+    """Run ``step`` on rank 0 and return its result on every rank.
+
+    Raises RunError, on every rank, if ``step`` fails.
     """
     with failures_as_run_error(what, advice=advice):
         return first_rank_broadcasts(what, step)
 
 
 def on_every_rank(what: str, step: Callable[[], T]) -> list[T]:
-    """Return the results of ``step`` on all ranks, on all ranks.
+    """Run ``step`` on every rank and return all results on every rank.
 
-    Raises RunError, on all ranks, if it fails on one.
+    Raises RunError, on every rank, if ``step`` fails on any rank.
     """
     with failures_as_run_error(what):
         return ranks_gather(what, step)

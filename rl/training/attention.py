@@ -16,7 +16,7 @@ from rl.platform import device_type
 class DenseAttention(FlexAttention):
     """Attention with a dense boolean mask. Memory is quadratic in the length: keep rows short.
 
-    Has the type FlexAttention, so that torchtitan shards and wraps it.
+    It is a subclass of FlexAttention, so that torchtitan shards and wraps it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -64,7 +64,7 @@ def attention_masks(model: Qwen3Model, positions: torch.Tensor) -> Any:
 
 
 def shares_rows(inner_attention: Any) -> bool:
-    """Return whether sequences in one long row cost no more than in a row each."""
+    """Return whether several sequences in one long row cost no more than one sequence per row."""
     return not isinstance(inner_attention, DenseAttention.Config)
 
 

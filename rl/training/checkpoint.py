@@ -31,12 +31,12 @@ from rl.training.safe_reading import load, read_metadata
 
 
 class Checkpointer:
-    """Saves to and loads from ``folder``/``config.folder``/step-N; all ranks call each method
-    alike.
+    """Saving and loading of ``folder``/``config.folder``/step-N. All ranks must call each method
+    together.
 
     With ``async_mode`` other than ``disabled``, ``save`` returns before the values are written;
-    call ``wait_for_staging`` before the next optimizer step. A failure of a save is a RunError of
-    ``save``, or of the next ``save``, ``load`` or ``close``.
+    call ``wait_for_staging`` before the next optimizer step. If such a save fails, the next call of
+    ``save``, ``load``, ``export_hf`` or ``close`` raises RunError.
     """
 
     def __init__(self, engine: TrainingEngine, model: ModelConfig, *, folder: str):
@@ -52,7 +52,7 @@ class Checkpointer:
         """Names of the incomplete checkpoints that ``load`` found, such as "checkpoints/step-12".
         """
         self.loaded: Path | None = None
-        """Folder of the checkpoint that gave the ``run_state`` of the last ``load``, if any."""
+        """Folder of the checkpoint whose ``run_state`` the last ``load`` returned, if any."""
         self._manager = _Manager(
             # The controller decides when to save. The manager would count and delete incomplete
             # checkpoints.
@@ -68,7 +68,10 @@ class Checkpointer:
         self._manager.states[MODEL] = _Weights(engine.model)
 
     def save(self, step: int, run_state: dict[str, Any]) -> None:
-        """Write step-``step``. ``load`` returns ``run_state``, which must be JSON-able."""
+        """Write checkpoint ``step``, unless the config is ``load_only``.
+
+        A later ``load`` returns ``run_state``, which must be JSON-able.
+        """
         if self._config.load_only:
             return
         self._engine.require_resident("save", "model", "optimizer")
@@ -89,7 +92,7 @@ class Checkpointer:
         """Load checkpoint ``step``, or with -1 the newest complete one. Without a checkpoint, load
         the weights that the config starts from.
 
-        Any other ``step`` goes back to that step (0: the start) and deletes newer checkpoints.
+        A ``step`` other than -1 goes back to it (0: the start) and deletes newer checkpoints.
 
         Returns the ``run_state`` of the checkpoint, empty if none was loaded. Raises RunError if
         the checkpoint is missing, damaged or of another model.
@@ -177,7 +180,7 @@ class Checkpointer:
         return found, [self._folders.name(step) for step in self._folders.incomplete()]
 
     def _load(self, path: Path, step: int, name: str, advice: str = "") -> None:
-        """Load checkpoint ``step`` at ``path`` if its weights are of this model."""
+        """Load checkpoint ``step`` from ``path``. Raises RunError if it is of another model."""
         what = f"loading {name}"
         weights = self._manager.states[MODEL].state_dict()
         model_only = step == -1 and self._config.initial_load_model_only
@@ -202,8 +205,8 @@ class _Manager(CheckpointManager):
 
 
 class _Weights(Stateful):
-    """Live parameters, tied ones once, and persistent buffers, by torchtitan's names. Does not run
-    hooks and does not gather.
+    """Live parameters and persistent buffers, by torchtitan's names; a tied parameter has one
+    entry. Runs no hooks and gathers nothing.
     """
 
     def __init__(self, model: nn.Module):
@@ -214,7 +217,7 @@ class _Weights(Stateful):
         return {canonical_fqn(name): tensor.detach() for name, tensor in named}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: DCP has read into the parameters themselves."""
+        """Do nothing: DCP has already read the values into the parameters."""
 
 
 class _TrainState(Stateful):

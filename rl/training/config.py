@@ -83,8 +83,8 @@ class TrainerConfig:
     ``trainer.activation-checkpoint:full`` on the command line."""
 
     float8: Annotated[Float8Config, NUMERICS] = None
-    """Float8 for all linear layers but the output head; ``trainer.float8:linear`` on the command
-    line."""
+    """Float8 for all linear layers except for the output head and the routers of experts;
+    ``trainer.float8:linear`` on the command line."""
 
     lora: Annotated[LoRAConfig, NUMERICS] = None
     """Low-rank adapters; all other weights are frozen. ``trainer.lora:on`` on the command line.
@@ -131,7 +131,7 @@ class TrainerConfig:
 
     logits_mib: Annotated[int, at_least(1, 10**7), PERFORMANCE] = 1024
     """Maximum size of the float32 logits that exist at once on a rank, in MiB. Larger logits are
-    computed in chunks, and twice."""
+    computed in chunks, and again in the backward pass."""
 
     max_skipped_steps: Annotated[int, at_least(0), COSMETIC] = 3
     """Maximum number of consecutive optimizer steps that may be skipped because of a non-finite

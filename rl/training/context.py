@@ -9,10 +9,11 @@ from torchtitan.distributed.context_parallel.api import cp_shard
 
 
 class SequenceShard:
-    """Splits rows [B, L] over a context-parallel mesh; ``balancer`` assigns the cells to ranks.
+    """Split of rows [B, L] over a context-parallel mesh; ``balancer`` names the assignment of cells
+    to ranks.
 
-    All ranks compute the same loss of whole rows. Each keeps the gradient of its own cells only, so
-    that the sum over ranks counts every cell once.
+    All ranks compute the same loss of whole rows. Each rank keeps only the gradient of its own
+    cells, so that the sum over ranks counts every cell once.
     """
 
     def __init__(self, mesh: DeviceMesh, balancer: str | None):
@@ -23,8 +24,8 @@ class SequenceShard:
     def shard(self, *rows: torch.Tensor, masks: Any) -> tuple[list[torch.Tensor], Any]:
         """Return this rank's cells of ``rows`` [B, L], and the attention masks of its queries.
 
-        ``masks`` are a BlockMask, or bool [B, 1, L, L]. The result of the latter has all keys, in
-        the order in which attention gathers them.
+        ``masks`` is a BlockMask or bool [B, 1, L, L]. The result for a bool mask is [B, 1, L /
+        ranks, L]: it has all keys, in the order in which attention gathers them.
         """
         dense = isinstance(masks, torch.Tensor)
         order = torch.arange(rows[0].shape[1], device=rows[0].device).expand_as(rows[0])

@@ -36,7 +36,7 @@ class TrainingEngine:
     """One rank's model, optimizer and schedule, under any layout that torchtitan offers.
 
     Ranks are those of torch.distributed (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). All ranks
-    call each method alike; the ranks of one data-parallel rank pass the same part of the batch::
+    must call each method together; ranks of one ``dp_rank`` pass the same part of the batch::
 
         engine = TrainingEngine(config, model, seed=0, steps=100, folder="run")
         mine = batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
@@ -44,7 +44,7 @@ class TrainingEngine:
         metrics = engine.optim_step()               # divides once, clips, steps, zeroes
 
     Losses are per token, weighted and summed; ``optim_step`` divides by the weight that all ranks
-    accumulated. So the gradient is the gradient of the whole batch, however it is cut (C1).
+    accumulated. The gradient does not depend on how the batch is split (C1).
 
     CUDA (NCCL, varlen attention, bf16, float8) runs the same code, but the tests do not cover it.
     """
@@ -79,7 +79,7 @@ class TrainingEngine:
         self.version = 0
         """Optimizer steps taken: the policy version of the weights."""
         self.skipped_steps = 0
-        """Steps skipped for a non-finite gradient, over the whole run."""
+        """Number of steps skipped because of a non-finite gradient, over the whole run."""
         self.skipped_in_a_row = 0
         """Number of steps skipped since the last step that was taken."""
         self._host = {"model": HostMemory(), "optimizer": HostMemory()}
@@ -167,17 +167,20 @@ class TrainingEngine:
         weight_decay: float | None = None,
         max_norm: float | None = None,
     ) -> Metrics:
-        """Divide, clip, step and zero; adds one to ``version``.
+        """Divide and clip the gradient, take an optimizer step, and zero the gradient.
 
         ``denominator`` is the weight of the whole batch on all ranks; the default is the
         accumulated weight. The other arguments replace the config's values in all parameter groups
         for this step.
 
-        A non-finite gradient norm skips the step on every rank and changes only the counts. Raises
-        RunError if more than ``config.max_skipped_steps`` steps in a row are skipped. Returns its
-        own metrics, and the metrics of all ``forward_backward`` calls since the last step.
-        ``trainer/updates`` is 1 if the gradient and a learning rate are above 0, so that weights
-        change.
+        A step adds 1 to ``version``. If the gradient norm is not finite, every rank skips the step
+        and discards the gradient. Raises RunError if more than ``config.max_skipped_steps`` steps
+        in a row are skipped. Raises RuntimeError if the schedule has ended or no weight was
+        accumulated.
+
+        Returns metrics of the step, and the metrics of all ``forward_backward`` calls since the
+        last step. ``trainer/updates`` is 1 if the gradient norm and a learning rate are above 0, so
+        that weights change.
         """
         self.require_resident("optim_step", "model", "optimizer")
         if self.version == self._steps:
@@ -229,7 +232,9 @@ class TrainingEngine:
         return float(norm.item())
 
     def _step(self, **overrides: Any) -> None:
-        """Step with those of ``overrides`` that are not None in place of the config's values."""
+        """Take an optimizer step. Each of ``overrides`` that is not None replaces the config's
+        value.
+        """
         given = {name: value for name, value in overrides.items() if value is not None}
         groups = [group for each in self.optimizers for group in each.param_groups]
         before = [{name: group[name] for name in given} for group in groups]
@@ -249,7 +254,9 @@ class TrainingEngine:
         return self._merged.shards()
 
     def weights_loaded(self) -> None:
-        """Discard accumulated gradients. Must be called after writing into the parameters."""
+        """Discard accumulated gradients and merge adapters again. Must be called after writing into
+        the parameters.
+        """
         self._forget_gradients()
         self._merged.refresh()
 
@@ -272,8 +279,8 @@ class TrainingEngine:
             self._host["optimizer"].take([*gradients, *moments])
 
     def onload(self, model: bool = True, optimizer: bool = True) -> None:
-        """Bring the model and the optimizer back, bit for bit. Does nothing if they are
-        resident.
+        """Move the model and the optimizer state back to the device, bit for bit. Does nothing if
+        they are resident.
         """
         for name, wanted in (("model", model), ("optimizer", optimizer)):
             if wanted:
@@ -293,8 +300,8 @@ class TrainingEngine:
             dist.destroy_process_group()
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield this rank's micro-batches, and dummies while another rank has more; each with
-        whether it is the last.
+        """Yield each micro-batch of this rank, and whether it is the last. While another rank has
+        more micro-batches, yield dummies.
         """
         cutting = self._cutting()
         planned = plan(batch, cutting)

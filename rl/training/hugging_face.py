@@ -34,7 +34,7 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class HuggingFaceFolders:
-    """Reads a model's weights from Hugging Face folders and writes them; all ranks call alike.
+    """Reading and writing of a model's weights in Hugging Face folders; all ranks call together.
 
     Nothing is gathered: besides its own shards, a rank holds one piece of a tensor at a time. If
     one rank fails, all ranks raise RunError with its rank and cause.
@@ -51,7 +51,7 @@ class HuggingFaceFolders:
     def load(self, folder: str) -> None:
         """Copy the folder's tensors into the model, cast to its dtype; adapters stay as they are.
 
-        Raises RunError that names a tensor which is missing, surplus or of another shape.
+        Raises RunError, naming the tensor, if one is missing, surplus or of another shape.
         """
         on_every_rank(f"loading {folder}", lambda: self._read(Path(folder)))
 
@@ -141,7 +141,7 @@ class HuggingFaceFolders:
         for file, pieces in self._by_file(first, _files(layouts)).items():
             with (folder / file).open("r+b") as out:
                 for piece, part in pieces:
-                    # A copy: memory that numpy has seen cannot be offloaded any more.
+                    # A copy: memory that numpy shares can no longer be offloaded.
                     values = part.to("cpu", dtype, copy=True).contiguous()
                     _write_piece(out, piece, layouts[file].starts[piece.tensor], values)
                     written += values.nbytes

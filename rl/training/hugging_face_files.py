@@ -38,8 +38,8 @@ def check_folder(
     """Raise ConfigError, naming file and tensor, unless ``folder`` holds the weights of a model of
     ``shape`` with ``head``.
 
-    Without ``needs_head``, a folder without a value head has the trunk of a model with one. Reads
-    headers only, and a few rows of a tied head if the folder has one.
+    Without ``needs_head``, a folder without a value head is accepted for a model with one. Reads
+    headers only, and if a tied head is stored, a few of its rows.
     """
     adapter = f"{folder} has an {ADAPTER}, which transformers would apply; merge it or move it away"
     require(not (folder / ADAPTER).exists(), adapter)
@@ -100,14 +100,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def files_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the file of each tensor from the index, or ONE_FILE for all ``names`` without one."""
+    """Return {tensor: file} from the index; without an index, ONE_FILE for each of ``names``."""
     index = folder / INDEX
     return _read_index(index) if index.is_file() else dict.fromkeys(names, ONE_FILE)
 
 
 def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes) -> None:
-    """Raise ConfigError, naming file and tensor, unless the ``stored`` tensors can be loaded as
-    those ``wanted``.
+    """Raise ConfigError, naming file and tensor, unless the ``stored`` tensors have the
+    names and shapes of ``wanted``, and readable dtypes.
     """
     missing = [name for name in wanted if name not in stored]
     require(

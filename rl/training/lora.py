@@ -40,10 +40,10 @@ class MergedWeights:
     """Shards of the policy's weights on this rank: W + alpha / rank * B @ A for a layer with an
     adapter.
 
-    A layer without an adapter gives its live parameters. The merged weights have their own memory
-    from the first call of ``shards`` on; ``refresh`` writes it again. All ranks call both methods
-    alike. A rank merges only its own shard, in float32. Tiller's tests do not cover CUDA, which
-    runs the same code.
+    The shard of a layer without an adapter is the live parameter. The first call of ``shards``
+    allocates memory for the merged weights; ``refresh`` updates them. All ranks must call both
+    methods together. A rank merges only its own shard, in float32. Tiller's tests do not cover
+    CUDA, which runs the same code.
     """
 
     def __init__(self, model: nn.Module, lora: LoRAConverter.Config | None):
@@ -76,10 +76,10 @@ class MergedWeights:
 
 
 def peft_tensors(model: nn.Module, names: HuggingFaceNames) -> dict[str, torch.Tensor]:
-    """Return PEFT's tensors, whole and float32, on every rank; all ranks call alike. Empty for a
-    model without adapters.
+    """Return PEFT's tensors, whole and float32, on every rank; empty for a model without adapters.
+    All ranks must call together.
 
-    Hugging Face's parts of a fused weight share A; each has its rows of B.
+    The Hugging Face tensors of a fused weight have the same A; each has its own rows of B.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in adapted_layers(model).items():

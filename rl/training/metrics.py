@@ -15,18 +15,19 @@ from rl.metrics import Metrics, Rule, Value
 
 @dataclass
 class WorkCount:
-    """Floating-point operations of forward and backward passes, by torchtitan's formula: without
-    recomputation, and as if no token were masked for another.
+    """Floating-point operations of forward and backward passes, by torchtitan's formula.
+    Recomputation is not counted. Attention is counted for all pairs of tokens, as if no mask
+    existed.
     """
 
     per_token: int
     per_pair: int
-    """Operations of a token for each token of its sequence."""
+    """Operations for each ordered pair of tokens of a sequence."""
     count: int = 0
 
     @classmethod
     def of(cls, model: BaseModel) -> Self:
-        """Return the count of a model that has done nothing."""
+        """Return a count of 0 operations for ``model``."""
         alone, with_one = (model.config.get_nparams_and_flops(model, n)[1] for n in (0, 1))
         return cls(alone, with_one - alone)
 

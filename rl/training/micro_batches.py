@@ -36,7 +36,7 @@ class MicroBatch:
     """Sequences in rows of one length L, shifted so that each cell predicts the next token.
 
     - ``tokens``, ``targets``, ``positions``: int64 [B, L]; a document starts at each position 0.
-    - ``index``: int64 [T], place in the whole batch of each token of the concatenated sequences.
+    - ``index``: int64 [T], index in the whole batch of each token of the concatenated sequences.
     - ``cells``: int64 [T], cell of the flattened rectangle that predicts each token.
     - ``first``: bool [T], whether a token starts its sequence, so that no cell predicts it.
     - ``loss_index``: int64 [C], the tokens of weight above 0, as indices in [0, T).
@@ -75,9 +75,9 @@ def plan(batch: Batch, cutting: Cutting) -> list[Rows]:
     """Return the rows of each micro-batch. Sequences are sorted by length, longest first, so that
     neighbours have similar lengths.
 
-    With a limit of tokens, a packed sequence goes to the row of any micro-batch that it leaves the
-    least room in (best-fit decreasing; Johnson, 1973). With a limit of sequences, micro-batches are
-    filled one after the other.
+    With a limit of tokens, each packed sequence goes to the row, in any micro-batch, with the least
+    room that is enough (best-fit decreasing; Johnson, 1973). With a limit of sequences,
+    micro-batches are filled one after the other.
     """
     sizes = _sizes(batch)
     longest_first = sorted(range(len(batch)), key=lambda i: (-sizes[i], i))
@@ -141,7 +141,7 @@ def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Divide sequences into ``parts``, whose numbers of sequences differ by at most one and whose
     numbers of tokens are similar. Returns the indices of each part.
 
-    Longest sequence first, each to the part with the fewest tokens so far (Graham, 1969).
+    Each sequence, longest first, goes to the part with the fewest tokens so far (Graham, 1969).
     """
     room = -(-len(lengths) // parts)
     shares: list[list[int]] = [[] for _ in range(parts)]

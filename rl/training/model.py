@@ -91,7 +91,9 @@ def sharded_model(
     head: Head = "logprobs",
     folder: str,
 ) -> HeadedModel:
-    """Return the same model on the meta device: shapes and placements, without memory."""
+    """Return the model of :func:`build_model` on the meta device: shapes and placements, without
+    memory.
+    """
     shape = shape_of(model)
     if head == "values":
         shape = dataclasses.replace(shape, tie_embeddings=False)
@@ -215,8 +217,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def reduce_over_replicas(model: nn.Module, reduces: bool) -> None:
-    """Set whether backward passes add up the gradients of replicas. A pass that does not keeps its
-    gradient, and the next pass that does adds it.
+    """Set whether backward passes all-reduce gradients over replicas. Gradients of a pass without
+    the all-reduce stay on the rank, and the next pass with it adds them.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -237,7 +239,7 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def named_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of adapters. If there are any, no others are trained."""
+    """Return the parameters of adapters. If the model has adapters, only they are trained."""
     return {name: parameter for name, parameter in _named(model) if is_adapter(name)}
 
 

@@ -4,7 +4,7 @@ import torch
 
 from rl.compat.torch_internals import onednn_linear
 
-_kernels: torch.library.Library | None = None  # its end would unregister the kernels
+_kernels: torch.library.Library | None = None  # keeps the kernels registered
 
 
 def use_onednn() -> None:
@@ -21,7 +21,7 @@ def use_onednn() -> None:
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if not (a.dtype == b.dtype == torch.float32 and a.numel() and b.numel()):
         return torch.addmm(a.new_zeros(()), a, b, beta=0)
-    # oneDNN copies its left side: make that the smaller matrix
+    # oneDNN copies its left operand: pass the smaller matrix there
     if not a.is_contiguous() and b.numel() < a.numel():
         return onednn_linear(b.T, a).T
     return onednn_linear(a, b.T)

@@ -35,8 +35,8 @@ class Checkpointer:
     together.
 
     With ``async_mode`` other than ``disabled``, ``save`` returns before the values are written;
-    call ``wait_for_staging`` before the next optimizer step. If such a save fails, the next call of
-    ``save``, ``load``, ``export_hf`` or ``close`` raises RunError.
+    call ``wait_for_staging`` before the next optimizer step. If a save fails, ``save`` or
+    the next ``save``, ``load``, ``export_hf`` or ``close`` raises RunError.
     """
 
     def __init__(self, engine: TrainingEngine, model: ModelConfig, *, folder: str):

@@ -24,8 +24,8 @@ class SequenceShard:
     def shard(self, *rows: torch.Tensor, masks: Any) -> tuple[list[torch.Tensor], Any]:
         """Return this rank's cells of ``rows`` [B, L], and the attention masks of its queries.
 
-        ``masks`` is a BlockMask or bool [B, 1, L, L]. The result for a bool mask is [B, 1, L /
-        ranks, L]: it has all keys, in the order in which attention gathers them.
+        ``masks`` is a BlockMask or bool [B, 1, L, L]. For a bool mask, the result is
+        [B, 1, L / ranks, L] and has all keys, in the order in which attention gathers them.
         """
         dense = isinstance(masks, torch.Tensor)
         order = torch.arange(rows[0].shape[1], device=rows[0].device).expand_as(rows[0])

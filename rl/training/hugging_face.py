@@ -34,10 +34,11 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class HuggingFaceFolders:
-    """Reading and writing of a model's weights in Hugging Face folders; all ranks call together.
+    """Reading and writing of a model's weights in Hugging Face folders.
 
-    Nothing is gathered: besides its own shards, a rank holds one piece of a tensor at a time. If
-    one rank fails, all ranks raise RunError with its rank and cause.
+    All ranks must call each method together. Nothing is gathered: besides its own shards, a rank
+    holds one piece of a tensor at a time. If one rank fails, all ranks raise RunError with its rank
+    and cause.
     """
 
     def __init__(self, engine: TrainingEngine, shape: ModelShape, source: str | None):

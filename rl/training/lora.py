@@ -77,7 +77,7 @@ class MergedWeights:
 
 def peft_tensors(model: nn.Module, names: HuggingFaceNames) -> dict[str, torch.Tensor]:
     """Return PEFT's tensors, whole and float32, on every rank; empty for a model without adapters.
-    All ranks must call together.
+    All ranks must call the function together.
 
     The Hugging Face tensors of a fused weight have the same A; each has its own rows of B.
     """

@@ -254,8 +254,8 @@ class BradleyTerryLoss(PairLoss):
 
 
 class KTOLoss(SequenceLoss):
-    """w_d sigmoid(beta (z - h)) of the desirable and w_u sigmoid(beta (h - z)) of the undesirable,
-    h = log p/p_ref: KTO, arXiv:2402.01306, section 4.1.
+    """w_d sigmoid(beta (z - h)) for desirable sequences, w_u sigmoid(beta (h - z)) for undesirable
+    sequences, h = log p/p_ref: KTO, arXiv:2402.01306, section 4.1.
 
     The loss is the mean over all examples of both kinds. The baseline z estimates KL(p || p_ref):
     it is max(0, mean of h over all mismatched sequences of the call), and no gradient flows through

@@ -52,7 +52,7 @@ def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> 
 
 
 def parameter_shapes(shape: ModelShape, *, fuse_qkv: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters by torchtitan's names, a tied one once.
+    """Return the shapes of all parameters by torchtitan's names. A tied parameter has one entry.
 
     Allocates no memory.
     """

@@ -82,7 +82,7 @@ class ModelShape:
     rope_theta: float
     max_seq_len: int
     dtype: str
-    """Dtype of pushed and exported weights: that of the weights the model started from."""
+    """Dtype of exported weights: that of the weights the model started from."""
 
 
 def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape:

@@ -82,7 +82,8 @@ class _Session(MessageEnvironment):
         from websockets.exceptions import WebSocketException
 
         try:
-            self._socket = await connect(self._url, max_size=MAX_BYTES)
+            # task.step_s bounds the wait; a server that computes may answer no ping
+            self._socket = await connect(self._url, max_size=MAX_BYTES, ping_interval=None)
         except (OSError, WebSocketException) as error:
             raise RunError(f"task.url {self._url}: cannot connect: {said_by(error)}") from None
         first = await self._ask("reset", {"seed": self._seed})

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from rl.config import PreferenceConfig, RLConfig, RoleConfig, RunConfig
-from rl.errors import ConfigError, require, require_value
+from rl.errors import ConfigError, require
 from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.training.hugging_face_files import check_folder
 from rl.types import Head
@@ -23,18 +23,11 @@ def validate_folders(config: RunConfig) -> None:
         _check(field, config.model.hf_path, shape_of(config.model), head, needs_head=False)
     _validate_initial_load(config, head)
     if isinstance(config, RLConfig):
-        _validate_critic(config)
+        folder = config.critic.checkpoint
+        if folder is not None:
+            _check_start("critic.checkpoint", folder, config.model, "values")
         for name, role in config.roles.items():
             _validate_role(f"roles.{name}", role)
-
-
-def _validate_critic(config: RLConfig) -> None:
-    folder = config.critic.checkpoint
-    needed = "critic" in config.algorithm.roles()
-    rule = "None unless algorithm.advantage needs values"
-    require_value(needed or folder is None, "critic.checkpoint", folder, rule)
-    if folder is not None:
-        _check_start("critic.checkpoint", folder, config.model, "values")
 
 
 def _validate_role(field: str, role: RoleConfig) -> None:

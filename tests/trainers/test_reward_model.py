@@ -238,7 +238,7 @@ def test_a_reward_model_that_a_run_cannot_use_is_refused(ppo, trained):
         validate(reward_model)
     reward_model.trainer.lora = None
     ppo.algorithm.advantage = gsm8k_jsonl().algorithm.advantage
-    with pytest.raises(ConfigError, match="critic.checkpoint is .* it must be None unless"):
+    with pytest.raises(ConfigError, match="critic.checkpoint is .* it must be None: the alg"):
         validate(ppo)
 
 

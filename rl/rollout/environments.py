@@ -267,7 +267,7 @@ class Environments:
 
 
 def _in_thread(method: Callable[..., Any], *args: Any) -> Any:
-    """Call the user's ``method``. A future takes no StopIteration, so it is a RuntimeError."""
+    """Call the user's ``method``. StopIteration becomes RuntimeError: a future cannot hold it."""
     try:
         return method(*args)
     except StopIteration as error:

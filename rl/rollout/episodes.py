@@ -113,8 +113,8 @@ class EpisodeCollector(Collector):
             sample one answer of each           # one call of ``generate``
             step the environment of each        # all are awaited
 
-    So which requests a generator answers together depends on the config alone. A lost episode costs
-    its group alone, or itself alone if ``fewest`` episodes of its group are left. ``longest`` is
+    The config alone decides which requests a generator answers together. A group that lost an
+    episode is lost, unless ``fewest`` of its episodes are left. ``longest`` is
     the maximum length of an episode, in tokens.
 
     If the worker of an episode is lost, the episode is opened in another one.
@@ -122,8 +122,8 @@ class EpisodeCollector(Collector):
     - If its environment can be replayed, it gets the recorded answers. The tokens that it adds must
       be the recorded ones.
     - Otherwise the episode begins again from its first turn.
-    - After ``MAX_DEATHS`` workers were lost during calls of an episode, its calls are not made at
-      the same time as those of another such episode. One more worker costs the episode.
+    - After ``MAX_DEATHS`` workers were lost during calls of an episode, its calls and those of
+      other such episodes are made one at a time. If one more worker is lost, so is the episode.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ class Rollouter(Collector):
         fewest: int = 0,
     ) -> list[list[Rollout] | GroupLost]:
         """Return ``samples`` rollouts of each prompt, in order, or the GroupLost of its group.
-        ``generate`` is called once. ``fewest`` is of episodes alone.
+        ``generate`` is called once. ``fewest`` has no effect: it concerns episodes.
         """
         requests = [
             GenerationRequest(

@@ -57,7 +57,7 @@ class Models:
         return role in self._groups
 
     def set_aside(self, role: str) -> None:
-        """Have the processes of ``role`` run inside ``using`` alone; call this before ``start``."""
+        """Run the processes of ``role`` only inside ``using``; call this before ``start``."""
         self._aside.add(role)
 
     @asynccontextmanager

@@ -112,7 +112,9 @@ class WeightPush:
                 await self.trainer.excuse(self._removed.pop())
 
     def start(self) -> int:
-        """Have the trainer's weights published if they changed; return their version at once."""
+        """Request a publication of the trainer's weights if they changed; return their version
+        without waiting.
+        """
         self.state.begin(self.trainer.version)
         self._changed.notify()
         return self.state.begun

@@ -29,7 +29,7 @@ from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
 
 
 class Session(Models):
-    """Trains models, samples from generators, and moves weights from the one to the others. ::
+    """Trains models, samples from generators, and moves the trainer's weights to the generators. ::
 
         async with rl.Session(config, task=task.config) as session:
             rollouts = await session.rollout(task, prompts, samples=8)

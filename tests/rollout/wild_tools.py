@@ -11,6 +11,7 @@ from rl.tasks.environment import EnvironmentTask, Opening, Reply, ToolEnvironmen
 from rl.tasks.tools import Tools
 from tests.actors.moody_task import fork
 
+SLEEP_S = 3600.0
 MEGABYTES = 4
 
 
@@ -46,7 +47,7 @@ def ends() -> object:
 
 def sleeps() -> None:
     """Sleep for longer than a call may take."""
-    time.sleep(3600)
+    time.sleep(SLEEP_S)
 
 
 def prints() -> str:

@@ -18,7 +18,7 @@ from rl.program import exit_code
 if TYPE_CHECKING:
     from rl.config import RunConfig
     from rl.tasks.environment import EnvironmentTask
-    from rl.types import EpisodeEnd
+    from rl.types import Completion, EpisodeEnd
 
 PROGRAM = "python -m rl.play"
 USAGE = f"""\
@@ -39,8 +39,8 @@ them.
 {CONFIGS}"""
 STRIP_CHARS = 2000
 
-Policy = Callable[[list[int]], Awaitable[list[int]]]
-"""Returns the tokens of an answer to the given tokens."""
+Policy = Callable[[list[int]], Awaitable["Completion"]]
+"""Returns an answer to the given tokens."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def _play(arguments: list[str]) -> None:
 
     task = _task_of(parse_config(rest, program=PROGRAM)[1])
 
-    async def answer(tokens: list[int]) -> list[int]:
+    async def answer(tokens: list[int]) -> "Completion":
         return _typed(task)
 
     asyncio.run(play(task, own.prompt, answer))
@@ -90,7 +90,7 @@ def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[st
     longest = min(task.config.max_episode_tokens, task.shape.max_seq_len)
 
     async def work(session: Session) -> None:
-        async def answer(tokens: list[int]) -> list[int]:
+        async def answer(tokens: list[int]) -> "Completion":
             turn = len(tokens)  # a number that each turn has of its own
             request = GenerationRequest(
                 request_id=f"play/{turn}",
@@ -99,7 +99,7 @@ def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[st
                 sampling=replace(sampling, max_tokens=min(sampling.max_tokens, longest - turn)),
             )
             (completion,) = await session.sample([request])
-            return completion.tokens
+            return completion
 
         await play(task, prompt_id, answer)
 
@@ -119,8 +119,8 @@ async def play(task: "EnvironmentTask", prompt_id: int, answer: Policy) -> "Epis
             print(strip(task, "fed", turn.tokens))
             tokens = turn.tokens if turn.is_whole else tokens + turn.tokens
             sampled = await answer(tokens)
-            print(strip(task, "sampled", sampled))
-            tokens = tokens + sampled
+            print(strip(task, "sampled", sampled.tokens))
+            tokens = tokens + sampled.tokens
             turn = await environments.step(0, sampled)
     finally:
         await environments.close([0])
@@ -159,8 +159,10 @@ def _task_of(config: "RunConfig") -> "EnvironmentTask":
     return task
 
 
-def _typed(task: "EnvironmentTask") -> list[int]:
-    """Return the tokens of an answer that a person types, with its stop token."""
+def _typed(task: "EnvironmentTask") -> "Completion":
+    """Return an answer that a person types, with its stop token."""
+    from rl.types import Completion
+
     print("\nyour answer, then an empty line:", flush=True)
     lines = []
     for line in sys.stdin:
@@ -168,7 +170,7 @@ def _typed(task: "EnvironmentTask") -> list[int]:
             break
         lines.append(line.rstrip("\n"))
     tokens = task.tokenizer.encode("\n".join(lines), add_special_tokens=False)
-    return [*tokens, task.stop_token_ids[0]]
+    return Completion.written([*tokens, task.stop_token_ids[0]])
 
 
 if __name__ == "__main__":

@@ -104,6 +104,13 @@ class Completion:
     versions: list[int]
     finish_reason: FinishReason
 
+    @classmethod
+    def written(cls, tokens: list[int]) -> "Completion":
+        """Return a completion that no policy sampled: its log-probs are 0, its versions -1."""
+        logprobs = [0.0] * len(tokens)
+        versions = [-1] * len(tokens)
+        return cls(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason="stop")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnd:

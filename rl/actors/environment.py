@@ -15,7 +15,7 @@ from rl.errors import ActorFailure, GroupLost, RankLost, RunError, WorkerLost
 from rl.model.shape import ModelConfig
 from rl.rollout.environments import Environments
 from rl.tasks.environment import EnvironmentTask
-from rl.types import EpisodeTurn, Prompt
+from rl.types import Completion, EpisodeTurn, Prompt
 
 MAX_HUNG = 8  # threads of calls that hang; more of them would slow down the other episodes
 GRACE_S = 10.0  # for a busy worker to find that a call took too long
@@ -42,7 +42,7 @@ class EnvironmentWorker(Actor):
             return self._checked(lost)
 
     @concurrent_endpoint
-    async def step(self, key: int, answer: list[int]) -> EpisodeTurn | GroupLost:
+    async def step(self, key: int, answer: Completion) -> EpisodeTurn | GroupLost:
         try:
             return await self._environments.step(key, answer)
         except GroupLost as lost:
@@ -105,7 +105,7 @@ class EnvironmentWorkers(TaskWorkers):
         self._open[group] += 1
         return await self._ask(key, "open", key, prompt, sample)
 
-    async def step(self, key: int, answer: list[int]) -> EpisodeTurn:
+    async def step(self, key: int, answer: Completion) -> EpisodeTurn:
         """Give the environment an answer of the policy; return the tokens before the next one, or
         the end of the episode. Raises GroupLost.
         """

@@ -93,7 +93,7 @@ def _scores(task: Task, prompt: Prompt, room: int) -> Scores | GroupLost:
     }
     found: Scores = {}
     for kind, rows in completions.items():
-        group = [_completion([*row, stop]) for row in rows]
+        group = [Completion.written([*row, stop]) for row in rows]
         try:
             found[kind] = _rewards(task, prompt, group)
         except GroupLost as lost:
@@ -104,10 +104,10 @@ def _scores(task: Task, prompt: Prompt, room: int) -> Scores | GroupLost:
 def _rewards(task: Task, prompt: Prompt, group: list[Completion]) -> list[float]:
     if not isinstance(task, EnvironmentTask):
         return [score.reward for _, score in score_group(task, prompt, group)]
-    return [asyncio.run(_episode(task, prompt, completion.tokens)) for completion in group]
+    return [asyncio.run(_episode(task, prompt, completion)) for completion in group]
 
 
-async def _episode(task: EnvironmentTask, prompt: Prompt, answer: list[int]) -> float:
+async def _episode(task: EnvironmentTask, prompt: Prompt, answer: Completion) -> float:
     """Return the reward of an episode in which every answer of the policy is ``answer``."""
     environments = Environments(task)
     try:
@@ -117,12 +117,6 @@ async def _episode(task: EnvironmentTask, prompt: Prompt, answer: list[int]) -> 
     finally:
         await environments.close([0])
     return turn.end.reward
-
-
-def _completion(tokens: list[int]) -> Completion:
-    zeros = [0] * len(tokens)
-    logprobs = [0.0] * len(tokens)
-    return Completion(tokens=tokens, logprobs=logprobs, versions=zeros, finish_reason="stop")
 
 
 def _scorer(config: RLConfig, task: Task) -> Task:

@@ -89,8 +89,8 @@ class Gateway:
         sequences = gateway.capture("a").log.strands
 
     ``sampling`` has the defaults of requests. Prompt and answer have at most ``longest`` tokens.
-    ``model`` is the only model; None takes every name. Without ``has_logprobs`` clients get no
-    log-probs. Answers are captured even if their client has gone.
+    ``model`` is the only model; None takes every name. Answers are captured
+    even if their client has gone.
     """
 
     def __init__(
@@ -103,7 +103,6 @@ class Gateway:
         vocab_size: int,
         model: str | None = None,
         enable_thinking: bool = True,
-        has_logprobs: bool = True,
         limits: Limits | None = None,
     ):
         self.model = model
@@ -114,7 +113,6 @@ class Gateway:
         self._sampling = replace(sampling, stop_token_ids=dialect.stop_token_ids)
         self._vocab_size = vocab_size
         self._enable_thinking = enable_thinking
-        self._has_logprobs = has_logprobs
         self._sessions: dict[str, _Session] = {}
         self._waiting = 0
         self._work: set[asyncio.Future[list[Choice]]] = set()
@@ -228,9 +226,6 @@ class Gateway:
         if self.model is not None and model not in (None, self.model):
             message = f"there is no model {model!r}; this server has {self.model!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
-        if logprobs and not self._has_logprobs:
-            message = "logprobs is not supported here: the run keeps them; leave it out"
-            raise ApiError(400, message, code="unsupported_parameter", param="logprobs")
         asked = isinstance(request, Asked)
         options = request.stream_options if isinstance(request, Asked) else None
         return Form(
@@ -292,6 +287,7 @@ class Gateway:
             temperature=default.temperature if request.temperature is None else request.temperature,
             top_p=default.top_p if request.top_p is None else request.top_p,
             top_k=top_k,
+            stop_token_ids=tuple(request.stop_token_ids or default.stop_token_ids),
         )
         seed = secrets.randbits(62) if request.seed is None else request.seed
         return [

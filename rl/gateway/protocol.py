@@ -10,7 +10,7 @@ MAX_PROMPTS = 64
 """Maximum number of prompts of one request for completions."""
 IGNORED = {
     *("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
-    *("service_tier", "store", "user", "request_id", "priority"),
+    *("service_tier", "store", "user", "request_id", "priority", "cache_salt"),
 }
 """Parameters that change no token."""
 NEUTRAL = {
@@ -20,7 +20,6 @@ NEUTRAL = {
     "min_p": (0, 0.0),
     "logit_bias": ({},),
     "stop": ([], ""),
-    "stop_token_ids": ([],),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "echo": (False,),
@@ -76,6 +75,8 @@ class Sampled(Strict):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop_token_ids: list[int] | None = None
+    """Tokens that end a completion; None and an empty list mean those of the dialect."""
 
 
 class StreamOptions(Strict):

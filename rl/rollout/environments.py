@@ -22,7 +22,7 @@ from rl.tasks.environment import (
     TokenEnvironment,
     TokenReply,
 )
-from rl.types import EpisodeEnd, EpisodeStop, EpisodeTurn, Prompt
+from rl.types import Completion, EpisodeEnd, EpisodeStop, EpisodeTurn, Prompt
 
 UNREAD = "error: no call of this answer was run, since one of them is malformed"
 
@@ -54,7 +54,7 @@ class Environments:
         environments = Environments(task)
         turn = await environments.open(1, prompt, sample=0)
         while turn.end is None:
-            turn = await environments.step(1, answer)     # tokens of the policy
+            turn = await environments.step(1, completion)     # of the policy
 
     ``open`` and ``step`` raise GroupLost, and close the episode, if its environment raises an
     error, does not return in time, or returns something else than the protocol asks for.
@@ -95,9 +95,9 @@ class Environments:
             await self.close([key])
             raise
 
-    async def step(self, key: int, answer: list[int]) -> EpisodeTurn:
-        """Give the environment an ``answer``; return the tokens before the next answer, or the end
-        of the episode, which is closed then.
+    async def step(self, key: int, answer: Completion) -> EpisodeTurn:
+        """Give the environment an answer of the policy; return the tokens before the next answer,
+        or the end of the episode, which is closed then.
         """
         episode = self._open[key]
         try:
@@ -120,15 +120,16 @@ class Environments:
                 await self._call(episode, episode.environment.close)
         episode.thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _answered(self, episode: _Episode, answer: list[int]) -> EpisodeTurn:
+    async def _answered(self, episode: _Episode, completion: Completion) -> EpisodeTurn:
         assert episode.environment is not None, "open made it"
+        answer = completion.tokens
         turn = self._task.dialect.parse(episode.tokens, answer)
         episode.turns += 1
         broken = sum(bool(call.error) for call in turn.tool_calls)
         episode.malformed += broken
         environment = episode.environment
         if isinstance(environment, TokenEnvironment):
-            step = await self._call(episode, environment.step, answer)
+            step = await self._call(episode, environment.step, completion)
             self._given(episode, "step", step, may_end=True)
         elif broken:
             step = Reply(messages=[_refusal(call) for call in turn.tool_calls])

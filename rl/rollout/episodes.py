@@ -29,11 +29,11 @@ _keys = itertools.count()
 
 
 class EpisodeService(Protocol):
-    """Open episodes, wherever they run: see :class:`rl.rollout.environments.Environments`."""
+    """Service that holds open episodes: see :class:`rl.rollout.environments.Environments`."""
 
     async def open(self, key: int, prompt: Prompt, sample: int) -> EpisodeTurn: ...
 
-    async def step(self, key: int, answer: list[int]) -> EpisodeTurn: ...
+    async def step(self, key: int, answer: Completion) -> EpisodeTurn: ...
 
     async def close(self, keys: Iterable[int]) -> None: ...
 
@@ -51,8 +51,7 @@ class Episode:
     max_tokens: int | None = None
     """Maximum length of the next answer, if the environment sets one."""
     log: SequenceLog = field(default_factory=SequenceLog)
-    answers: list[list[int]] = field(default_factory=list)
-    """Tokens of each answer of the policy."""
+    answers: list[Completion] = field(default_factory=list)
     turns: list[EpisodeTurn] = field(default_factory=list)
     """Additions of the environment before each answer, and before the next one."""
     ends: list[tuple[int, int]] = field(default_factory=list)
@@ -85,7 +84,7 @@ class Episode:
         strand = self.log.add(self.tokens, completion)
         self.ends.append((self.log.strands.index(strand), len(strand.tokens)))
         self.tokens += completion.tokens
-        self.answers.append(completion.tokens)
+        self.answers.append(completion)
 
     def rollout(self) -> Rollout:
         """Return the rollout of the ended episode."""
@@ -101,7 +100,7 @@ class Episode:
             reward=self.end.reward,
             metrics={"correct": float(self.end.correct), **self.end.metrics},
             turn_rewards=tuple(rewards[number] for number in order) if rewards else (),
-            turn_lengths=tuple(len(self.answers[number]) for number in order),
+            turn_lengths=tuple(len(self.answers[number].tokens) for number in order),
         )
 
 

@@ -28,10 +28,17 @@ MAX_OUTPUT = 2**20
 class Api:
     """Access of one episode of an agent to the policy."""
 
-    base_url: str
-    """Value of ``base_url`` for a client of OpenAI's API."""
+    server_url: str
+    """Root of the server."""
+    session: str
+    """Id of the session, which the server captures."""
     key: str
     """Value of ``api_key``."""
+
+    @property
+    def base_url(self) -> str:
+        """Value of ``base_url`` for a client of OpenAI's API."""
+        return f"{self.server_url}/sessions/{self.session}/v1"
 
     @property
     def env(self) -> dict[str, str]:
@@ -150,26 +157,19 @@ class AgentEpisode(TokenEnvironment):
         """Start the agent; return its first prompt."""
         self._server = await self._task.server()
         self._server.open(self._session, self._sample)
-        api = Api(f"{self._server.url}/sessions/{self._session}/v1", self._server.key)
+        api = Api(self._server.url, self._session, self._server.key)
         self._agent = asyncio.ensure_future(self._act(api))
         reply = await self._next()
         if reply.done:
             raise RunError("the agent ended without a request")
         return reply
 
-    async def step(self, answer: list[int]) -> TokenReply:
+    async def step(self, answer: Completion) -> TokenReply:
         """Give the agent an answer; return its next prompt, or the end."""
         assert self._answer is not None, "the agent waits for an answer"
         self._turns += 1
-        stops = answer[-1] in self._task.stop_token_ids
-        completion = Completion(
-            tokens=answer,
-            logprobs=[0.0] * len(answer),  # the run keeps them
-            versions=[-1] * len(answer),
-            finish_reason="stop" if stops else "length",
-        )
         if not self._answer.done():
-            self._answer.set_result(completion)
+            self._answer.set_result(answer)
         return await self._next()
 
     async def close(self) -> None:
@@ -272,7 +272,6 @@ class _Server:
             longest=10**9,  # episodes know their own limits
             vocab_size=task.shape.vocab_size,
             enable_thinking=config.enable_thinking,
-            has_logprobs=False,
             limits=Limits(waiting=10**9, sessions=10**9, session_tokens=10**18),
         )
         self._work = loop.create_task(self._serve())

@@ -82,8 +82,8 @@ class TokenEnvironment(ABC):
         """Return the :class:`TokenReply` with the first prompt. Called once."""
 
     @abstractmethod
-    def step(self, answer: list[int]) -> Any:
-        """Return the :class:`TokenReply` that follows ``answer``, the tokens of the policy."""
+    def step(self, answer: Completion) -> Any:
+        """Return the :class:`TokenReply` that follows ``answer``, the policy's."""
 
     def close(self) -> Any:
         """Free what the episode holds. Called once, also after a failure."""
@@ -110,8 +110,8 @@ class MessageEnvironment(ABC):
     def step(self, message: Message) -> Any:
         """Return the :class:`Reply` that follows ``message``, the policy's answer.
 
-        ``tool_calls`` holds only calls with a name and a JSON object of arguments. The policy is
-        told of other calls, and the environment does not see that answer.
+        ``tool_calls`` holds only calls with a name and a JSON object of arguments. If an answer has
+        other calls, the policy gets an error, and the environment does not see the answer.
         """
 
     def close(self) -> Any:

@@ -17,7 +17,7 @@ from rl.rollout.episodes import EpisodeCollector
 from rl.session.config import DeadlineConfig, SessionConfig
 from rl.session.meshes import Meshes
 from rl.tasks.guessing_game import GuessingGame
-from rl.types import Sampling
+from rl.types import Completion, Sampling
 from tests.actors.processes import assert_ended
 from tests.actors.test_reward import forked, pids_of
 from tests.rollout import moody_environment as moody
@@ -27,7 +27,7 @@ from tests.rollout.test_recovery import asked, numbers
 from tests.tiny_tokenizers import make_model, qwen3
 
 DEADLINES = DeadlineConfig(start=200.0, heartbeat=4.0)
-ANSWER = qwen3().encode("The answer is 42.<|im_end|>")
+ANSWER = Completion.written(qwen3().encode("The answer is 42.<|im_end|>"))
 REWARD = len("The answer is 42.") % 3 / 2
 
 

@@ -81,6 +81,22 @@ class Blocking(Agents):
         return Reply(reward=1.0)
 
 
+class Sure(Agents):
+    """Agent whose reward is the log-prob of its answer."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Agents.Config):
+        pass
+
+    async def agent(self, prompt, api):
+        messages = [{"role": "user", "content": "1 + 2?"}]
+        async with AsyncOpenAI(base_url=api.base_url, api_key=api.key) as client:
+            said = await client.chat.completions.create(
+                model="gpt-4o", messages=messages, logprobs=True
+            )
+        return Reply(reward=sum(row.logprob for row in said.choices[0].logprobs.content))
+
+
 class Program(Agents):
     """Agent that is a program of its own."""
 

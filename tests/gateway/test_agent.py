@@ -110,6 +110,14 @@ def test_blocking_clients_and_programs_are_agents_too(model, task):
         assert rollout.reward == (1.0 if task is agents.Blocking else 5.0)
 
 
+def test_an_agent_gets_the_log_probs_of_its_answers(model):
+    (group,), _ = collect(model, [1], task=agents.Sure)
+    for rollout in group:
+        (sequence,) = rollout.sequences
+        assert rollout.reward == pytest.approx(sequence.logprobs[sequence.sampled].sum())
+        assert rollout.reward < 0
+
+
 @pytest.mark.parametrize(
     ("mood", "reason", "words"),
     [

@@ -164,11 +164,14 @@ def test_sessions_are_opened_read_and_closed():
 def test_tokens_have_both_spellings_of_their_ids():
     policy = Policy(["plain"])
     params = {"max_tokens": 5, "logprobs": 1, "extra_args": {"session": "known"}, "n": 2}
+    params["stop_token_ids"] = [3, 4]
     for name in ("token_ids", "prompt_token_ids"):
-        _, answer = post(GENERATE, {name: [1, 2], "sampling_params": params}, policy=policy)
+        body = {name: [1, 2], "sampling_params": params, "cache_salt": "version 3"}
+        _, answer = post(GENERATE, body, policy=policy)
         assert answer["prompt_token_ids"] == [1, 2]
         for choice, (ask, completion) in zip(answer["choices"], policy.turns[-2:], strict=True):
             assert ask.session == "known"
+            assert ask.sampling.stop_token_ids == (3, 4)
             assert choice["token_ids"] == completion.tokens
             rows = choice["logprobs"]["content"]
             assert [row["token_id"] for row in rows] == completion.tokens

@@ -293,7 +293,7 @@ class Rewriter(TokenEnvironment):
         self.turns += 1
         if self.turns == 6:
             return TokenReply(reward=1.0, done=True, stop_reason="turns", metrics={"own": 2.0})
-        self.tokens = [*self.tokens, *answer, 5, 6]
+        self.tokens = [*self.tokens, *answer.tokens, 5, 6]
         if self.turns % 3 == 0:
             self.tokens = [*self.opening, self.turns]
         return TokenReply(tokens=self.tokens)

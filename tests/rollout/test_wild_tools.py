@@ -9,11 +9,12 @@ from rl.model.shape import ModelConfig
 from rl.rollout.environments import Environments
 from rl.tasks.environment import MessageEnvironment, Opening
 from rl.tasks.tools import Tools
+from rl.types import Completion
 from tests.dialects.conversations import user
 from tests.rollout import wild_tools as wild
 from tests.tiny_tokenizers import make_model, qwen3
 
-ANSWER = qwen3().encode("The answer is 42.<|im_end|>")
+ANSWER = Completion.written(qwen3().encode("The answer is 42.<|im_end|>"))
 
 
 @pytest.fixture(scope="module")

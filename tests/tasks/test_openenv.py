@@ -6,6 +6,7 @@ import pytest
 from rl.errors import ConfigError, GroupLost
 from rl.model.shape import ModelConfig
 from rl.rollout.environments import Environments
+from rl.types import Completion
 from tests.tasks.openenv_server import Games, Guess, serving, url_of
 from tests.tiny_tokenizers import make_model
 
@@ -30,7 +31,7 @@ def play(model, games, *answers):
             try:
                 for answer in answers:
                     tokens = task.tokenizer.encode(answer, add_special_tokens=False)
-                    turns.append(await environments.step(0, [*tokens, stop]))
+                    turns.append(await environments.step(0, Completion.written([*tokens, stop])))
             finally:
                 await environments.close([0])
             return prompt, [task.tokenizer.decode(turn.tokens) for turn in turns], turns[-1].end

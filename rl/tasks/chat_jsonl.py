@@ -1,158 +1,19 @@
-"""Tasks of questions in a JSONL file, asked through the chat template of a model."""
+"""Tasks of questions in a JSONL file."""
 
-import math
-from abc import abstractmethod
-from array import array
 from dataclasses import dataclass
-from hashlib import blake2b
-from itertools import compress
-from operator import not_
-from typing import Annotated, cast
+from typing import ClassVar
 
-from rl.errors import ConfigError, require
-from rl.model.shape import ModelConfig
-from rl.model.tokenizer import load_tokenizer, read_stop_token_ids, require_chat_template
-from rl.rules import SHARE
-from rl.tasks.base import Task, epoch_index, tell_progress
-from rl.types import Prompt
-
-CHUNK = 2000  # prompts between two reports of progress
+from rl.tasks.chat import ChatTask
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One line of the file; ``answer`` is what the task scores against."""
-
-    line: int
-    question: str
-    answer: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """A prompt without its id. An array takes a tenth of a list's memory."""
-
-    text: str
-    tokens: array
-    answer: str
-
-    def prompt(self, prompt_id: int) -> Prompt:
-        tokens = self.tokens.tolist()
-        return Prompt(prompt_id=prompt_id, tokens=tokens, text=self.text, answer=self.answer)
-
-
-class ChatJsonl(Task):
-    """Task of a JSONL file with one question a line.
-
-    Tokenizer and chat template are those of ``model.hf_path``. A subclass reads the file and
-    scores; it can set ``can_only_score``.
-    """
+class ChatJsonl(ChatTask):
+    """Task of a JSONL file with one question a line. A subclass reads the file and scores."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Task.Config):
+    class Config(ChatTask.Config):
         path: str = ""
         """JSONL file, one question a line."""
 
-        held_out_fraction: Annotated[float, SHARE] = 0.1
-        """Share of the questions that are held out for evaluation, chosen by their hash."""
-
-        system_prompt: str = ""
-        """System message of the conversation; empty for none."""
-
-        instruction: str = ""
-        """Text that follows each question in the user's message."""
-
-        enable_thinking: bool = False
-        """Whether to enable thinking in the chat template; Qwen3's then opens a ``<think>``
-        block."""
-
     config: Config
-
-    def __init__(self, config: Config, *, seed: int, model: ModelConfig, only_scores: bool = False):
-        folder = model.hf_path
-        if folder is None:
-            raise ConfigError("model.hf_path: not set; name a folder with model and tokenizer")
-        super().__init__(config, seed=seed, model=model)
-        problems = [] if only_scores else self.read_problems(config.path)
-        tokenizer = load_tokenizer(folder)
-        require_chat_template(tokenizer)
-        self.set_tokenizer(tokenizer, read_stop_token_ids(folder, tokenizer))
-        if only_scores:
-            return
-        held_out = choose_held_out(problems, config.held_out_fraction, config.path)
-        questions = self._make_questions(problems)
-        self.held_out = list(compress(questions, held_out))
-        self.train = list(compress(questions, map(not_, held_out)))
-
-    @abstractmethod
-    def read_problems(self, path: str) -> list[Problem]:
-        """Return all problems of the file. Raises ConfigError, naming the first invalid line."""
-
-    def prompt(self, prompt_id: int) -> Prompt:
-        return self.train[epoch_index(self.seed, prompt_id, len(self.train))].prompt(prompt_id)
-
-    def eval_prompts(self, count: int) -> list[Prompt]:
-        return [question.prompt(place) for place, question in enumerate(self.held_out[:count])]
-
-    def _make_questions(self, problems: list[Problem]) -> list[_Question]:
-        questions = list[_Question]()
-        for start in range(0, len(problems), CHUNK):
-            progress = f"{start:,} of {len(problems):,} questions of {self.config.path}"
-            tell_progress(f"tokenised {progress}")
-            chunk = problems[start : start + CHUNK]
-            texts = [self._render(problem.question) for problem in chunk]
-            rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-            questions += [
-                _Question(text, array("i", row), problem.answer)
-                for text, row, problem in zip(texts, rows, chunk, strict=True)
-            ]
-        self._check_lengths(problems, [len(question.tokens) for question in questions])
-        return questions
-
-    def _render(self, question: str) -> str:
-        messages = [{"role": "user", "content": f"{question}\n{self.config.instruction}".strip()}]
-        if self.config.system_prompt:
-            messages.insert(0, {"role": "system", "content": self.config.system_prompt})
-        options = {"enable_thinking": self.config.enable_thinking, "add_generation_prompt": True}
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except Exception as error:  # the template is a program
-            line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
-            roles = " and ".join(message["role"] for message in messages)
-            raise ConfigError(
-                f"model.hf_path: the chat template in {self.tokenizer.name_or_path!r} fails for "
-                f"messages of {roles}: {type(error).__name__}: {error}{line}"
-            ) from None
-        return cast(str, text)
-
-    def _check_lengths(self, problems: list[Problem], lengths: list[int]) -> None:
-        limit, field = self.prompt_limit()
-        long = [
-            (length, problem.line)
-            for length, problem in zip(lengths, problems, strict=True)
-            if length > limit
-        ]
-        if long:
-            length, line = long[0]
-            raise ConfigError(
-                f"task.path: {self.config.path} line {line}: its prompt has {length} tokens, more "
-                f"than {field} allows ({len(long)} such lines, the longest of {max(long)[0]} "
-                "tokens); raise the limit or leave such lines out"
-            )
-
-
-def choose_held_out(problems: list[Problem], fraction: float, path: str) -> list[bool]:
-    """Return which problems are for evaluation: those whose questions have the lowest hashes, so
-    that copies of a question stay together.
-    """
-    require(0 < fraction < 1, f"task.held_out_fraction: {fraction}; it must be between 0 and 1")
-    hashes = [blake2b(each.question.encode(), digest_size=8).digest() for each in problems]
-    different = sorted(set(hashes))
-    require(
-        len(different) >= 2,
-        f"task.path: {path} has {len(different)} different question; it must have 2 or more, "
-        "one to train on and one held out",
-    )
-    count = min(math.ceil(len(different) * fraction), len(different) - 1)
-    held_out = set(different[:count])
-    return [digest in held_out for digest in hashes]
+    field: ClassVar[str] = "path"
+    unit: ClassVar[str] = "line"

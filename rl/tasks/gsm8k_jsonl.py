@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from rl.data.jsonl import read_rows
 from rl.tasks.base import Score
-from rl.tasks.chat_jsonl import ChatJsonl, Problem
+from rl.tasks.chat import Problem
+from rl.tasks.chat_jsonl import ChatJsonl
 from rl.tasks.math_answer import final_answer, reference_number, same_value
 from rl.types import Completion, Prompt
 
@@ -35,14 +36,16 @@ class Gsm8kJsonl(ChatJsonl):
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         super().__init__(config, **options)
 
-    def read_problems(self, path: str) -> list[Problem]:
+    def read_problems(self) -> list[Problem]:
         problems = []
-        for row in read_rows(path, field="task.path", form='{"question": …, "answer": …}'):
+        for row in read_rows(
+            self.config.path, field="task.path", form='{"question": …, "answer": …}'
+        ):
             question = row.text("question").strip()
             answer = reference_number(row.text("answer"))
             if answer is None:
                 raise row.error("field 'answer' does not end in '#### NUMBER'; add the number")
-            problems.append(Problem(line=row.line, question=question, answer=answer))
+            problems.append(Problem(number=row.line, question=question, answer=answer))
         return problems
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:

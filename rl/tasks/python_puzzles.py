@@ -18,7 +18,8 @@ from rl.rules import above, at_least
 from rl.sandbox.limits import Limits
 from rl.sandbox.sandbox import Sandbox, open_sandbox
 from rl.tasks.base import Score
-from rl.tasks.chat_jsonl import ChatJsonl, Problem
+from rl.tasks.chat import Problem
+from rl.tasks.chat_jsonl import ChatJsonl
 from rl.types import Completion, Prompt
 
 PROGRAMS = Path(__file__).parent / "puzzles"
@@ -65,12 +66,12 @@ class PythonPuzzles(ChatJsonl):
         self.sandbox = open_sandbox(unsafe=config.unsafe)
         super().__init__(config, **options)
 
-    def read_problems(self, path: str) -> list[Problem]:
+    def read_problems(self) -> list[Problem]:
         problems = []
-        for row in read_rows(path, field="task.path", form=FORM):
+        for row in read_rows(self.config.path, field="task.path", form=FORM):
             question = row.text("instruction").strip()
             answer = json.dumps(read_tests(row))
-            problems.append(Problem(line=row.line, question=question, answer=answer))
+            problems.append(Problem(number=row.line, question=question, answer=answer))
         return problems
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:

@@ -22,6 +22,8 @@ SESSION = (
 SAVED = "trainers/test_loop.py::test_checkpoints_are_saved_when_the_config_asks_for_them"
 SAMPLING = "trainers/test_loop_sampling.py::"
 GSM8K = "tasks/test_gsm8k_jsonl.py::"
+REASONING = "tasks/test_reasoning_gym.py::"
+VERIFIERS = "tasks/test_verifiers.py::"
 CONVERSATIONS = "data/test_conversations.py::"
 SFT = "trainers/test_sft.py::"
 CONDITIONS = f"{WATCHDOG}test_a_failure_names_step_condition_value_and_the_field_to_change"
@@ -198,8 +200,11 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         "tasks/test_mixture.py::test_a_curriculum_of_digits_goes_from_one_to_three": "digits",
     },
     "ChatJsonl.Config": {
+        f"{GSM8K}test_training_and_evaluation_share_no_question_and_lose_none": "path",
+    },
+    "ChatTask.Config": {
         f"{GSM8K}test_training_and_evaluation_share_no_question_and_lose_none": (
-            "path held_out_fraction"
+            "held_out_fraction"
         ),
         f"{GSM8K}test_prompts_are_the_chat_template_with_the_question_in_it": (
             "system_prompt instruction"
@@ -229,6 +234,19 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
     "GuessingGame.Config": {
         "tasks/test_guessing_game.py::"
         "test_numbers_and_the_cost_of_a_guess_are_those_of_the_config": "numbers turn_cost",
+    },
+    "ReasoningGym.Config": {
+        f"{REASONING}test_items_are_asked_in_the_chat_template_and_their_answers_are_right": (
+            "dataset items instruction"
+        ),
+        f"{REASONING}test_options_are_those_of_the_dataset": "options",
+    },
+    "VerifiersTask.Config": {
+        f"{VERIFIERS}test_an_episode_has_the_data_of_its_task_and_the_rewards_of_the_server": (
+            "address renderer"
+        ),
+        f"{VERIFIERS}test_an_episode_is_solved_from_a_reward_on": "solved_at",
+        f"{VERIFIERS}test_training_and_evaluation_share_no_task": "path held_out_fraction",
     },
     "OpenEnvTask.Config": {
         "tasks/test_openenv.py::test_an_episode_is_a_session_with_the_seed_of_its_prompt": "url"

@@ -130,3 +130,15 @@ def skyrl_sums() -> RLConfig:
     config = countdown()
     config.task = SumsTask.Config(max_turns=3, max_episode_tokens=12 * BLOCK)
     return config
+
+
+def verifiers_sums() -> RLConfig:
+    """Return a config of ten steps of a taskset of verifiers; ``task.path`` and ``task.address``
+    have to be given.
+    """
+    from rl.tasks.verifiers import VerifiersTask
+
+    config = agents()
+    config.steps = 10
+    config.task = VerifiersTask.Config(max_turns=3, max_episode_tokens=24 * BLOCK)
+    return config

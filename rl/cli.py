@@ -116,7 +116,7 @@ def unboxed(text: str) -> str:
 def load_config(name: str) -> tuple[str, RunConfig]:
     """Return the config of the given name, without overrides, and the name of the run it makes.
 
-    Raises ConfigError if there is none of that name, or if the user's code or file that holds it is
+    Raises ConfigError if no config has that name, or if the user's code or file that holds it is
     broken.
     """
     if name.endswith(".json"):

@@ -36,7 +36,7 @@ def place_of(error: BaseException) -> str:
 
 
 def users_error(what: str, error: BaseException) -> ConfigError:
-    """Return the ConfigError that says where the user's code raised ``error``, and what."""
+    """Return a ConfigError with ``error`` and the line of the user's code that raised it."""
     text = (error.msg if isinstance(error, SyntaxError) else _text(error)) or "no message"
     return ConfigError(
         f"{what}: {place_of(error)}: {type(error).__name__}: {text}{hint(text)}; correct it there"

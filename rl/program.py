@@ -76,8 +76,8 @@ def _report(error: str, code: int) -> int:
 def steady(stream: TextIO | None, number: int) -> TextIO:
     """Return a stream like ``stream``, to descriptor ``number``, that cannot fail.
 
-    What a closed pipe, a full disk or a terminal that is gone does not take is lost; characters
-    that the encoding lacks are replaced.
+    Output that cannot be written, as to a closed pipe, a full disk or a lost terminal, is dropped.
+    Characters that the encoding lacks are replaced.
     """
     raw = _Lossy(number, "w", closefd=False)
     through = stream is not None and getattr(stream, "write_through", False)

@@ -1,4 +1,4 @@
-"""Config fields that have another name since a version before: an old name is refused by the new.
+"""Config fields that were renamed. An old name is refused with the new name.
 
 Only names are listed here. Values that a field no longer takes are refused by its type.
 """
@@ -19,7 +19,7 @@ RENAMED = {
 
 
 def new_name(old: str) -> str:
-    """Return the name that field ``old``, or the section that it lies in, has now; else ''."""
+    """Return the new name of field ``old``, or of its section; '' if neither was renamed."""
     for name, new in RENAMED.items():
         if old == name or old.startswith(f"{name}."):
             return new + old.removeprefix(name)

@@ -1,4 +1,4 @@
-"""One run as a program: train, and leave nothing behind."""
+"""Program of one run: train, then end all processes."""
 
 import asyncio
 import gc

@@ -46,9 +46,9 @@ class Strand:
 class SequenceLog:
     """Sequences of an episode, from the prompts and answers of its turns.
 
-    A turn continues the longest sequence whose tokens its prompt begins with. If no sequence is
-    one, a new sequence begins, in which the whole prompt counts as not sampled. So every answer is
-    marked as sampled in exactly one sequence, also if the prompts of others contain it.
+    A turn continues the longest sequence whose tokens are the begin of its prompt. If no such
+    sequence exists, a new one begins, in which the whole prompt counts as not sampled. So every
+    answer is marked as sampled in exactly one sequence, also if the prompts of others contain it.
     """
 
     def __init__(self) -> None:

@@ -119,7 +119,7 @@ TEMPLATES = [gives_away, fills_boxes, shares, compares]
 
 
 def make_problems(lines: int, seed: int) -> list[dict[str, str]]:
-    """Word problems in GSM8K's form; no question comes twice."""
+    """Return word problems in GSM8K's form; no question comes twice."""
     rng = random.Random(seed)
     problems: dict[str, str] = {}
     while len(problems) < lines:
@@ -129,8 +129,8 @@ def make_problems(lines: int, seed: int) -> list[dict[str, str]]:
 
 
 def make_demonstrations(lines: int, seed: int) -> list[dict[str, Any]]:
-    """Conversations that compute an expression of the calculator task by a tool call. None of them
-    is held out; no expression comes twice.
+    """Return conversations that compute an expression of the calculator task by a tool call. None
+    of them is held out; no expression comes twice.
     """
     from rl.tasks.calculator import OPERATIONS, TOOLS, is_held_out, question  # takes seconds
 
@@ -155,14 +155,14 @@ def make_demonstrations(lines: int, seed: int) -> list[dict[str, Any]]:
 
 
 def problem_text(problem: dict[str, str]) -> str:
-    """Text with the words of a prompt and its answer."""
+    """Return a text with the words of a prompt and its answer."""
     # Roles and instruction are in every prompt, so they deserve tokens of their own.
     words = "system\nuser\nassistant"
     return f"{words}\n{problem['question']}\n{INSTRUCTION}\n{problem['answer']}"
 
 
 def demonstration_text(row: dict[str, Any]) -> str:
-    """Text of a conversation in Qwen3's chat format."""
+    """Return the text of a conversation in Qwen3's chat format."""
     blank = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     blank.chat_template = CHAT_TEMPLATE.read_text()
     return blank.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
@@ -200,7 +200,7 @@ def tokenizer_of(texts: Iterable[str], *, single_digits: bool = False) -> PreTra
 def make_model(
     tokenizer: PreTrainedTokenizerFast, seed: int, tied: bool, experts: int
 ) -> PreTrainedModel:
-    """Random fp32 weights; the vocabulary is rounded up to a multiple of 8 for tensor
+    """Return random fp32 weights. The vocabulary is rounded up to a multiple of 8 for tensor
     parallelism.
     """
     torch.manual_seed(seed)

@@ -81,8 +81,8 @@ def main() -> int:
 
 
 def random_batch(config: RLConfig, seed: int) -> Batch:
-    """The sequences of one step of ``config``: random tokens, prompts and completions of random
-    lengths.
+    """Return the sequences of one step of ``config``: random tokens, with prompts and completions
+    of random lengths.
     """
     draw = torch.Generator().manual_seed(seed)
     vocab_size = shape_of(config.model).vocab_size
@@ -112,7 +112,9 @@ def random_batch(config: RLConfig, seed: int) -> Batch:
 
 
 def train(engine: TrainingEngine, batch: Batch, config: RLConfig) -> dict[str, float]:
-    """One optimizer step on this rank's share of the batch, all of which every rank knows."""
+    """Take one optimizer step on this rank's share of the batch, which every rank knows as a
+    whole.
+    """
     mine = batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
     loss = config.algorithm.loss.build()
     temperature = config.rollout.temperature

@@ -52,7 +52,7 @@ def guard() -> None:
 
 
 def children() -> list[int]:
-    """Return the processes that this one is the parent of."""
+    """Return the child processes of this process."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return [pid for pid in pids if parent_of(pid) == os.getpid()]
 

@@ -113,7 +113,7 @@ class Hosts:
         return self._nodes[place.first_host + rank // place.per_host].name
 
     async def lost(self) -> None:
-        """Wait until a node is lost, which raises NodeLost; on this host alone wait forever."""
+        """Wait until a node is lost, then raise NodeLost. On a single host, wait forever."""
         if self._workers is None:
             await asyncio.Event().wait()
         else:

@@ -117,7 +117,9 @@ def _masked(row: Row, encoder: Encoder, config: ConversationsConfig) -> Masked:
 
 
 def _by_turn(row: Row, encoder: Encoder) -> Iterator[Masked]:
-    """Yield, for each of the user's messages that is answered, the conversation up to the next."""
+    """Yield one masked conversation for each turn of the user that is answered, up to the next
+    turn of the user.
+    """
     messages = row.value["messages"]
     origin = "field 'messages'"
     whole = encoder.conversation(row, messages, origin)  # raises if any message is wrong

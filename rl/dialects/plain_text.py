@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class PlainText:
-    """Encoder of outside text: a copy of ``tokenizer`` to which control tokens are mere text.
+    """Encoder of outside text: a copy of ``tokenizer`` that encodes control tokens as plain text.
 
-    Raises ConfigError if the copy still makes one of them, as a vocabulary may that lists them
-    among its words.
+    Raises ConfigError if the copy still makes one of them. This happens if the vocabulary lists
+    them among its words.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast"):

@@ -1,5 +1,5 @@
-"""Estimates, in bytes, of memory that does not follow from layouts: that of forward and backward
-passes.
+"""Estimates of the memory of forward and backward passes, in bytes, which does not follow from
+layouts.
 
 Activations are the tensors that autograd saves in torchtitan's Qwen3. Allocators, workspaces of
 kernels and communication buffers need memory too: leave a tenth of a device free.

@@ -56,8 +56,8 @@ def limit_resources(orders: dict) -> None:
 def become(user: int, search: bool) -> None:
     """Change to another user, without privileges.
 
-    ``search`` keeps one, to pass closed folders on the way to the interpreter's library; Landlock
-    then still decides which files can be read.
+    With ``search``, one privilege is kept, which allows access to closed folders on the way to the
+    interpreter's library. Landlock still decides which files can be read.
     """
     os.chown(".", user, user)
     os.setgroups([])

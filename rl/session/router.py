@@ -48,7 +48,7 @@ class Router:
         self._changed.notify()
 
     def leave(self, replica: GeneratorMesh) -> None:
-        """Send no more requests to ``replica``, which may still answer those in flight."""
+        """Send no more requests to ``replica``. Requests in flight may still be answered."""
         self._places.pop(replica, None)
 
     async def drain(self, replica: GeneratorMesh) -> None:

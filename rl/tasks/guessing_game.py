@@ -26,7 +26,7 @@ class GuessingGame(EnvironmentTask):
     @dataclass(kw_only=True, slots=True)
     class Config(EnvironmentTask.Config):
         numbers: Annotated[int, at_least(2, 10**6)] = 100
-        """The number is from 0 up to, and without, this one."""
+        """Upper limit of the numbers to guess, exclusive. The lowest number is 0."""
 
         turn_cost: Annotated[float, at_least(0, 1)] = 0.1
         """Amount that each wrong guess takes from the reward, which is at least 0."""

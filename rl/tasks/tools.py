@@ -48,7 +48,8 @@ class Tools:
 
     functions: Sequence[Callable[..., Any]]
     max_chars: int = MAX_CHARS
-    """Maximum length of an answer, in characters. Longer answers are cut off, and say so."""
+    """Maximum length of an answer, in characters. Longer answers are cut off, with a note at the
+    end."""
     _tools: dict[str, _Tool] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class Tools:
         return [{"role": "tool", "content": text} for text in texts]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return what tool ``name`` answers, as text; an error as text too."""
+        """Return the answer of tool ``name`` as text, or its error as text."""
         from pydantic import ValidationError
 
         tool = self._tools.get(name)

@@ -27,7 +27,7 @@ class Companions:
         self._reference = 0  # step of the policy that the reference copies
 
     async def load(self, step: int, state: dict[str, Any]) -> None:
-        """Load all models as of ``step``, when ``to_dict`` returned ``state``."""
+        """Load all models as of ``step``. ``state`` is what ``to_dict`` returned then."""
         for role in self._frozen:
             await self._session.init_model(role)
         if self._session.has("critic"):

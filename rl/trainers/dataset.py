@@ -46,7 +46,7 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
 
     @abstractmethod
     def key(self, item: Item) -> bytes:
-        """Return bytes that equal examples share."""
+        """Return bytes that are the same for equal examples."""
 
     def configure_model(self) -> SessionConfig:
         return session_config(self.arguments)
@@ -114,7 +114,7 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
         return [items[first : first + size] for first in range(0, len(items), size)]
 
     def row(self) -> dict[str, Any]:
-        """Return what the metrics of every step begin with, after the step was counted."""
+        """Return the metrics that every kind of run has, for the step that was just counted."""
         seen = self.step * self.arguments.examples_per_step
         return {
             "step": self.step,
@@ -139,7 +139,7 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
             self.report.evaluation(self.step, scores)
 
     def due(self) -> list[Evaluate]:
-        """Return the evaluations of the weights after this step that are due during training."""
+        """Return the evaluations that are due after this step."""
         return [self.scores] if self.is_multiple(self.arguments.validate_every) else []
 
     def is_multiple(self, every: int) -> bool:

@@ -20,7 +20,7 @@ from rl.types import Completion, GenerationRequest, Prompt, Sampling
 
 
 class Evaluation:
-    """Asks the generators prompts that training never sees, with seeds of a stream of their own.
+    """Evaluation of the policy on held-out prompts. Its seeds are of a separate stream.
 
     - The prompts are cut into shares, at least one for each replica. An engine can run all requests
       of a share at once. A replica gets one share at a time, so the number of prompts does not

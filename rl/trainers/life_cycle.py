@@ -101,7 +101,7 @@ class LifeCycle(ABC, Generic[Arguments]):
     # Hooks of a trainer with more than a model to start, save or evaluate.
 
     def assemble(self) -> None:
-        """Make what needs the session and the run folder, once both exist."""
+        """Make the parts that need the session and the run folder. Called once both exist."""
 
     @property
     def total_steps(self) -> int:
@@ -109,14 +109,14 @@ class LifeCycle(ABC, Generic[Arguments]):
         return self.arguments.steps
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
-        """Return what runs beside the steps."""
+        """Return the coroutines that run beside the steps."""
         return []
 
     async def restore(self, state: dict[str, Any]) -> None:
         """Go back to ``state``, which ``snapshot`` returned; {} is the start of the run."""
 
     async def prepare(self) -> None:
-        """Do what training needs before its first step; return early once the run is left."""
+        """Prepare training before its first step. Returns early if the run is left."""
 
     async def snapshot(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside model, optimizer and step, as JSON.
@@ -126,10 +126,10 @@ class LifeCycle(ABC, Generic[Arguments]):
         return {}
 
     async def before_steps(self) -> None:
-        """Do what was due at the checkpoint that the run goes on from and had not ended."""
+        """Repeat the work that was due at the resumed checkpoint and had not ended."""
 
     async def after_step(self) -> None:
-        """Do what is due between a step and its checkpoint."""
+        """Do the work that is due between a step and its checkpoint, such as an evaluation."""
 
     async def wind_down(self) -> None:
         """Wait for what still runs after the last step."""
@@ -139,7 +139,7 @@ class LifeCycle(ABC, Generic[Arguments]):
         return {}
 
     def describe(self, path: Path) -> None:
-        """Complete the exported folder ``path`` with what the weights do not hold."""
+        """Add files without weights, such as the tokenizer, to the exported folder ``path``."""
 
     def facts(self) -> dict[str, Any]:
         """Return counts for the summary."""
@@ -231,12 +231,14 @@ class LifeCycle(ABC, Generic[Arguments]):
                 self.run.release()
 
     def leave(self) -> None:
-        """Finish the step under way, save, and end ``train``; an evaluation is made later."""
+        """Finish the step under way, save, and end ``train``. The resumed run repeats an unfinished
+        evaluation.
+        """
         self.leaving = True
         self.changed.notify()
 
     async def go_back(self, step: int = -1) -> None:
-        """Start what is not running, and go back to checkpoint ``step``, the newest for -1."""
+        """Start the processes that do not run; load checkpoint ``step``, the newest for -1."""
         self.is_training = False  # nothing is lost by leaving at once
         session = self.session
         await session.start()

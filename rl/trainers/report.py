@@ -1,4 +1,4 @@
-"""Record of each step: written, shown, and checked by the watchdog."""
+"""Report of each step: to the run folder, to the screen and to the watchdog."""
 
 import asyncio
 from collections.abc import Sequence

@@ -31,7 +31,8 @@ from rl.types import Prompt
 
 
 class RLTrainer(Trainer[RLConfig]):
-    """Trains the policy of a session by what an algorithm makes of scored rollouts. ::
+    """Trainer of a policy by reinforcement learning. An algorithm turns scored rollouts into
+    optimizer steps. ::
 
         prompts -> RolloutScheduler -> session.sample -> rewards -> Ledger -> algorithm -> session
                                           ^                                                  |
@@ -225,7 +226,8 @@ class RLTrainer(Trainer[RLConfig]):
         return chunk
 
     def staleness(self, groups: list[Group]) -> Counter[int]:
-        """Return the number of tokens by optimizer steps from their weights to the trainer's.
+        """Return the number of tokens by staleness: the number of optimizer steps between the
+        weights that drew the token and the trainer's weights.
 
         Raises RunError above ``max_staleness``.
         """

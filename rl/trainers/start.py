@@ -58,7 +58,7 @@ def check_algorithm(config: RLConfig) -> None:
 
 @contextmanager
 def reading(*, quiet: bool) -> Iterator[None]:
-    """Show on the console how far reading has come inside the block, if it takes long."""
+    """Show the progress of reading on the console while the block runs, if it takes long."""
     with _showing(Console(quiet=quiet, highlight=False)) as show, showing_progress(show):
         yield
 

@@ -1,4 +1,4 @@
-"""Conditions that a run must not continue in unnoticed."""
+"""Alarms for conditions of a run, such as stalls and metrics that are not finite."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,8 @@ loss: 8 prompts x 8 completions x 32 tokens a step, none shorter, with the same 
 Tiller's processes one thread each. Tiller runs in lockstep and with rollouts of one step before
 (max_staleness 1), its canary and its records as they are by default; the ratio is that of the
 quicker. A step's seconds are the median of those after the first five; ratios are medians over the
-rounds. TRL's threads wait for each other without spinning: on a host with other work they would
-take it for computing.
+rounds. TRL's threads wait for each other without spinning, since spinning threads would take time
+from computing on a busy host.
 
 TRL is installed, once, into an environment of its own from the package index that pip is configured
 for; nothing else is downloaded.
@@ -48,9 +48,10 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "
 
 
 def trl_python(folder: Path) -> Path:
-    """The interpreter of TRL's environment, which is made where it is not there or not of PINNED.
+    """Return the interpreter of TRL's environment. Make the environment if it is missing or has
+    other packages than PINNED.
 
-    Raises SystemExit with a sentence, and what the installer said, where that fails.
+    Raises SystemExit with the installer's output if that fails.
     """
     python = folder / "bin" / "python"
     stamp = folder / "stamp"
@@ -74,7 +75,7 @@ def trl_python(folder: Path) -> Path:
 
 
 def write_model(folder: Path, fields: dict[str, Any] = MODEL) -> None:
-    """Random weights, and a tokenizer of as many words as there are embeddings."""
+    """Write random weights, and a tokenizer with as many words as the model has embeddings."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -98,7 +99,7 @@ def write_model(folder: Path, fields: dict[str, Any] = MODEL) -> None:
 
 
 def run_trl(python: Path, model: Path, steps: int) -> list[float]:
-    """Seconds of each of TRL's steps."""
+    """Return the seconds of each of TRL's steps."""
     out = _run(
         [python, HERE / "grpo_trl.py", model, str(steps)],
         OMP_NUM_THREADS=str(os.cpu_count()),
@@ -108,7 +109,7 @@ def run_trl(python: Path, model: Path, steps: int) -> list[float]:
 
 
 def run_ours(model: Path, steps: int, folder: Path, *overrides: str) -> list[float]:
-    """Seconds of each of our steps, from the record of a run in ``folder``."""
+    """Return the seconds of each of our steps, from the record of a run in ``folder``."""
     fields = {"--model.hf_path": model, "--steps": str(steps), "--output-dir": folder}
     options = [word for pair in fields.items() for word in pair]
     paths = os.pathsep.join(map(str, (ROOT, HERE)))
@@ -142,7 +143,7 @@ def _run(command: Sequence[str | Path], **variables: str) -> str:
 
 
 def compare(python: Path, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
-    """All sides by turns."""
+    """Measure all sides by turns."""
     model = folder / "model"
     write_model(model)
     seconds: dict[str, list[float]] = {"trl": [], **{name: [] for name in OURS}}
@@ -160,7 +161,7 @@ def compare(python: Path, rounds: int, steps: int, folder: Path) -> dict[str, An
 
 
 def result_of(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Ratios of each round's seconds; the short name is the better of our two ways."""
+    """Return the ratios of each round's seconds. The short name is that of our quicker way."""
     ratios = {
         f"trl_over_{name}": statistics.median(
             t / o for t, o in zip(seconds["trl"], seconds[name], strict=True)

@@ -23,14 +23,14 @@ def ppo() -> RLConfig:
 
 
 def grpo_kl() -> RLConfig:
-    """GRPO that is held to its reference policy, the random one that it begins as."""
+    """GRPO with a KL penalty against the initial policy, which is random."""
     config = quickstart()
     config.algorithm.loss = ClippedLoss.Config(entropy_coef=ENTROPY, kl_coef=0.005)
     return config
 
 
 def dapo_loss() -> RLConfig:
-    """DAPO's clip-higher and mean over tokens, and other groups for those that teach nothing."""
+    """DAPO's clip-higher, mean over tokens and dynamic sampling."""
     config = quickstart()
     config.algorithm.loss = dapo(entropy_coef=ENTROPY)
     config.rollout.max_resampled_groups = 8
@@ -75,14 +75,14 @@ def dppo() -> RLConfig:
 
 
 def stale() -> RLConfig:
-    """PPO's clipped loss, which takes the generators' log-probs for the old policy's."""
+    """PPO's clipped loss with the generators' log-probs as those of the old policy."""
     config = quickstart()
     config.rollout.max_staleness = 4
     return config
 
 
 def stale_recomputed() -> RLConfig:
-    """The ratio is against the trainer's weights before the step, and no weight makes up for
+    """Ratios against the trainer's weights before the step, without weights that correct for
     staleness.
     """
     config = stale()
@@ -97,20 +97,20 @@ def _corrected(*corrections: Correction.Config) -> RLConfig:
 
 
 def stale_truncated() -> RLConfig:
-    """Recomputed, weighed by truncated importance ratios."""
+    """Recomputed log-probs, with truncated importance ratios as weights."""
     return _corrected(TruncatedIS.Config())
 
 
 def stale_masked_tokens() -> RLConfig:
-    """Recomputed, without the tokens whose ratios are out of range."""
+    """Recomputed log-probs, without the tokens whose ratios are out of range."""
     return _corrected(MaskedIS.Config())
 
 
 def stale_masked_sequences() -> RLConfig:
-    """Recomputed, without the sequences whose ratios are out of range."""
+    """Recomputed log-probs, without the sequences whose ratios are out of range."""
     return _corrected(MaskedIS.Config(level="sequence"))
 
 
 def stale_decayed() -> RLConfig:
-    """Recomputed, truncated, older tokens counting for less."""
+    """Recomputed log-probs and truncated ratios, with smaller weights for older tokens."""
     return _corrected(TruncatedIS.Config(), StalenessDecay.Config())

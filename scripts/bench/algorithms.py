@@ -40,7 +40,7 @@ OFF_POLICY = (
 
 
 def train(name: str, seed: int, folder: Path, options: list[str]) -> tuple[list[float], float]:
-    """Mean reward of each step, and the exact match in the end."""
+    """Return the mean reward of each step, and the final exact match."""
     command = [
         sys.executable,
         "-m",
@@ -69,7 +69,7 @@ def train(name: str, seed: int, folder: Path, options: list[str]) -> tuple[list[
 
 
 def steps_to_goal(rewards: list[float]) -> int | None:
-    """The first step at which the mean of WINDOW rewards was above GOAL."""
+    """Return the first step at which the mean of WINDOW rewards was above GOAL."""
     means = (
         statistics.mean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)
     )
@@ -77,7 +77,7 @@ def steps_to_goal(rewards: list[float]) -> int | None:
 
 
 def compare(names: list[str], seeds: int, options: list[str], folder: Path) -> dict[str, Any]:
-    """All algorithms with all seeds, one run after another."""
+    """Run all algorithms with all seeds, one run after another."""
     found: dict[str, Any] = {}
     for name in names:
         runs = []
@@ -95,7 +95,7 @@ def compare(names: list[str], seeds: int, options: list[str], folder: Path) -> d
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Mean rewards over the steps, a line for each algorithm: the mean of its seeds, smoothed over
+    """Plot the mean rewards over the steps: for each algorithm the mean of its seeds, smoothed over
     WINDOW steps.
     """
     import matplotlib

@@ -1,5 +1,5 @@
-"""vLLM's ``LLMEngine`` in a process of its own, without actor or loop: what Tiller's generator is
-measured against.
+"""vLLM's ``LLMEngine`` in a separate process, without actor or loop: the baseline of Tiller's
+generator.
 """
 
 import json
@@ -68,7 +68,7 @@ class BareEngine:
         self._pipe.send((kind, config, model, folder))
 
     def wait(self) -> None:
-        """Until its engine stands."""
+        """Wait until the engine is built."""
         self._answer()
 
     def generate(self, requests: list[GenerationRequest]) -> Work:
@@ -95,8 +95,8 @@ def write_model(
     weights: dict[str, torch.Tensor],
     state: dict[str, torch.Tensor],
 ) -> None:
-    """The folder that engines start from: torchtitan's parameters, and its state dict by Hugging
-    Face's names.
+    """Write the folder that engines start from: torchtitan's parameters, and its state dict under
+    Hugging Face's names.
     """
     shape = shape_of(model)
     config = qwen3_config(
@@ -111,7 +111,7 @@ def write_model(
 
 
 def serve(fd: int) -> None:
-    """The process: builds the engine that it is told to, then generates as it is asked."""
+    """Build the engine of the first message, then answer requests. Never returns."""
     pipe = Connection(fd)
     engine = _start(*pipe.recv())
     pipe.send(None)
@@ -120,7 +120,7 @@ def serve(fd: int) -> None:
 
 
 def _start(kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path) -> Any:
-    """The engine, with the options that Tiller's own has."""
+    """Return an engine with the options of Tiller's own."""
     from vllm import EngineArgs, LLMEngine
 
     from rl.generation.model import ARCHITECTURE, LOAD_FORMAT, register

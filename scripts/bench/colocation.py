@@ -130,7 +130,7 @@ def batch_of(seed: int) -> Batch:
 
 
 def train(shared: list[str], steps: int, folder: str) -> tuple[list[int], str]:
-    """Bytes after each call, and a hash of all weights in the end."""
+    """Return the bytes after each call, and a hash of the final weights."""
     return asyncio.run(_train(shared, steps, folder))
 
 

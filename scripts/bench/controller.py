@@ -133,8 +133,8 @@ def measure(pipeline: str, bound: int, *, repeats: int, long: int) -> dict[str, 
 
 
 def fill(loop: RLTrainer, tokens: int) -> None:
-    """Put ``SAVED`` finished rollouts of ``tokens`` tokens into the ledger. As from messages, no
-    two share a list.
+    """Put ``SAVED`` finished rollouts of ``tokens`` tokens into the ledger. No two share a list, as
+    if they came from messages.
     """
     ledger = loop.ledger
     samples = SAVED // (2 * loop.arguments.rollout.prompts_per_step)

@@ -45,7 +45,7 @@ SAMPLES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, and what each round asks of it."""
+    """Model, and the requests of a round."""
 
     model: ModelConfig
     prompts: int
@@ -54,11 +54,11 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Generated in a round."""
+        """Number of tokens that a round generates."""
         return self.prompts * SAMPLES * self.new_tokens
 
     def requests(self, seed: int, temperature: float = 1.0) -> list[GenerationRequest]:
-        """Groups of SAMPLES requests for random prompts, end to end."""
+        """Return groups of SAMPLES requests for random prompts, end to end."""
         draw = random.Random(seed)
         sampling = Sampling(max_tokens=self.new_tokens, temperature=temperature)
         prompts = [
@@ -110,7 +110,7 @@ class Ours:
         await self._session.connect()
 
     def generate(self, requests: list[GenerationRequest], in_call: int) -> Work:
-        """Completions of ``requests``, in calls of ``in_call`` of them that are in flight
+        """Return the completions of ``requests``. Calls of ``in_call`` requests each are in flight
         together.
         """
         calls = [requests[start : start + in_call] for start in range(0, len(requests), in_call)]
@@ -131,8 +131,8 @@ class Ours:
 
 
 def random_weights(model: ModelConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Parameters, and the state dict that Hugging Face's names are made from; sharp enough to have
-    likely tokens.
+    """Return random parameters, and the state dict that Hugging Face's names are made from. The
+    weights are scaled up, so that some tokens are likely.
     """
     torch.manual_seed(0)
     config = qwen3_config(
@@ -154,8 +154,8 @@ Side = Callable[[list[GenerationRequest]], Work]
 def compare(
     sides: dict[str, Side], case: Case, rounds: int
 ) -> tuple[dict[str, list[Work]], float, float]:
-    """Each side's rounds after the first, in which all are greedy, and how alike and how far apart
-    they were then.
+    """Return the rounds of each side after the first. In the first all are greedy: return the share
+    of equal completions, and the largest difference of their log-probs.
     """
     first, *others = (side(case.requests(0, temperature=0.0)) for side in sides.values())
     pairs = [
@@ -214,8 +214,8 @@ def run(case: Case, rounds: int, modes: tuple[str, ...], folder: Path) -> dict[s
 
 
 def ratios(works: dict[str, list[Work]], modes: tuple[str, ...]) -> dict[str, float]:
-    """Speeds of ours over the others': of both ways to call, or of both modes, the lesser has the
-    short name.
+    """Return our speeds over the others'. Of both ways to call, and of both modes, the lower ratio
+    has the short name.
     """
 
     def ratio(ours: str, theirs: str, seconds: Callable[[Work], float]) -> float:

@@ -1,6 +1,6 @@
 """The work that TRL's GRPOTrainer and Tiller both do.
 
-Read by both, in environments of their own: no imports.
+Both sides read this file, in separate environments, so it imports nothing.
 """
 
 import random
@@ -26,11 +26,11 @@ MODEL = {
 
 
 def prompt_text(prompt_id: int) -> str:
-    """Words of the tokenizer that against_trl.py writes."""
+    """Return words of the tokenizer that against_trl.py writes."""
     draw = random.Random(f"prompt/{prompt_id}")
     return " ".join(f"w{draw.randrange(MODEL['vocab_size'])}" for _ in range(PROMPT_TOKENS))
 
 
 def reward(tokens: list[int]) -> float:
-    """The share of even tokens: cheap, and learned within a few steps."""
+    """Return the share of even tokens: cheap, and learned within a few steps."""
     return sum(token % 2 == 0 for token in tokens) / len(tokens)

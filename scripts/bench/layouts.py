@@ -224,7 +224,7 @@ def show(column: str, value: object) -> None:
 
 
 def reference(name: str, folder: str) -> tuple[list[float], str]:
-    """Losses of a reference and the folder of its gradients; it is played once."""
+    """Return the losses of a reference and the folder of its gradients. It is played once."""
     path = Path(folder) / f"reference-{name}"
     if not path.exists():
         path.mkdir()
@@ -286,9 +286,8 @@ def accumulate(engine: TrainingEngine, step: int) -> float:
 
 
 def ragged_batch(seed: int, vocab_size: int) -> Batch:
-    """Sequences of 2 to LONGEST tokens; the first third of each is a prompt.
-
-    Some ratios are clipped.
+    """Return sequences of 2 to LONGEST tokens. The first third of each is a prompt. Some ratios are
+    clipped.
     """
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, LONGEST + 1, (SEQUENCES,), generator=draw)
@@ -321,8 +320,8 @@ def save_gradients(engine: TrainingEngine, path: str) -> None:
 
 
 def gradient_errors(folder: str, origin: str) -> tuple[float, float]:
-    """Distance of the gradients in ``folder`` from those in ``origin``, over the norm of the
-    latter: the largest of any parameter, and that of all as one vector.
+    """Return the distance of the gradients in ``folder`` from those in ``origin``, over the norm of
+    the latter: the largest of any parameter, and that of all as one vector.
     """
     mine = torch.load(f"{folder}/gradients.pt")
     wanted = torch.load(f"{origin}/gradients.pt")
@@ -333,7 +332,7 @@ def gradient_errors(folder: str, origin: str) -> tuple[float, float]:
 
 
 def largest_difference(values: list[float], wanted: list[float]) -> float:
-    """NaN if any is."""
+    """Return the largest difference; NaN if any number is NaN."""
     differences = [abs(a - b) for a, b in zip(values, wanted, strict=True)]
     return max(differences, key=lambda difference: (math.isnan(difference), difference))
 

@@ -48,9 +48,10 @@ def compare_memory(tokens: int, vocab_size: int, plot: str | None) -> dict[str, 
 
 
 def peak_mib(tokens: int, vocab_size: int, logits_mib: int | None) -> float:
-    """MiB of resident memory that one forward and backward pass adds to this process at its peak.
+    """Return the MiB of resident memory that one forward and backward pass adds to this process at
+    its peak.
 
-    Through a LogProbHead that holds ``logits_mib`` of logits at once; None for plain PyTorch.
+    ``logits_mib`` is the limit of the LogProbHead; None stands for plain PyTorch.
     """
     head = LogProbHead.Config(
         in_features=WIDTH, out_features=vocab_size, logits_mib=logits_mib or 1
@@ -79,7 +80,7 @@ def peak_mib(tokens: int, vocab_size: int, logits_mib: int | None) -> float:
 def plain(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies as one would write them."""
+    """Return log-probs and entropies in plain PyTorch."""
     every = torch.log_softmax(hidden @ weight.T, dim=-1)
     return every.gather(-1, targets.unsqueeze(-1)).squeeze(-1), -(every.exp() * every).sum(-1)
 

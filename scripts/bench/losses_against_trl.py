@@ -58,7 +58,7 @@ SUMS = ("rewards/", "logps/")
 
 
 def write_models(folder: Path) -> None:
-    """A policy near its reference, both far from uniform, and a reward model."""
+    """Write a policy near its reference, both far from uniform, and a reward model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForSequenceClassification
 
     write_model(folder / "base")
@@ -83,7 +83,8 @@ def write_models(folder: Path) -> None:
 
 
 def make_work() -> dict[str, Any]:
-    """Tokens of four pairs; the same as unpaired examples, each with the completion of the next."""
+    """Return the tokens of four pairs, and the same as unpaired examples, each with the
+    completion of the next."""
     draw = random.Random(0)
 
     def words(least: int, most: int) -> list[int]:
@@ -152,7 +153,7 @@ class Ours:
         return engine
 
     def answer(self, method: str, options: dict[str, Any]) -> dict[str, float]:
-        """Metrics, and the norm of the gradient."""
+        """Return metrics, and the norm of the gradient."""
         from rl.algorithms.sequence_losses import Labels
         from rl.algorithms.sequence_scores import (
             LinearLoss,
@@ -199,13 +200,14 @@ class Ours:
 
 
 def _norm(model: torch.nn.Module) -> float:
-    """Norm of the gradient in float64: a float32 sum of so many squares is off by up to 1e-5."""
+    """Return the norm of the gradient in float64: a float32 sum of so many squares is off by up to
+    1e-5."""
     gradients = [p.grad.to_local().double() for p in model.parameters() if p.grad is not None]
     return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
 
 
 def loss_of(method: str, options: dict[str, Any]) -> Any:
-    """Our config of TRL's method and options."""
+    """Return our config of TRL's method and options."""
     from rl.algorithms.sequence_losses import (
         BradleyTerryLoss,
         DPOLoss,
@@ -231,7 +233,7 @@ def loss_of(method: str, options: dict[str, Any]) -> Any:
 
 
 def batch_of(work: dict[str, Any]) -> Any:
-    """Sequences of the pairs, chosen before rejected."""
+    """Return the sequences of the pairs, chosen before rejected."""
     from rl.types import Batch
 
     rows = []
@@ -248,7 +250,7 @@ def batch_of(work: dict[str, Any]) -> Any:
 
 
 def differences(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
-    """Differences by TRL's name, relative for values above 1."""
+    """Return the differences by TRL's name, relative for values above 1."""
     return {
         name: abs(ours[own] - theirs[name]) / max(1.0, abs(theirs[name]))
         for name, own in NAMES.items()
@@ -257,7 +259,7 @@ def differences(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, f
 
 
 def compare(python: Path, folder: Path) -> dict[str, dict[str, float]]:
-    """Differences by loss; prints the values that differ most."""
+    """Return the differences by loss; print the values that differ most."""
     write_models(folder)
     work = make_work()
     (folder / "work.json").write_text(json.dumps(work))

@@ -73,8 +73,8 @@ Times = dict[str, float]
 
 
 def configured(tiny: bool) -> RLConfig:
-    """Random weights that stay so: of so many words hardly one ends a completion, so that all have
-    one length.
+    """Return the config. The weights stay random. With so many words, stop tokens are rare, so
+    nearly all completions have one length.
     """
     config = find_config("quickstart")()
     config.model = ModelConfig(
@@ -119,9 +119,10 @@ class Processes:
             models=lambda: models, generator=lambda number: generator, rewards=lambda *_: rewards
         )
         self.task = config.task.build(seed=0, model=config.model)
+        self.trainer: RLTrainer | None = None
 
     async def run(self, mode: Mode, steps: int) -> tuple[list[dict], list[dict]]:
-        """``steps`` more steps: their rows of metrics.jsonl and ledger.jsonl."""
+        """Take ``steps`` more steps; return their rows of metrics.jsonl and ledger.jsonl."""
         config = self.config
         rollout = self.config.rollout
         before = self.steps
@@ -131,18 +132,18 @@ class Processes:
         config.steps = self.steps = before + steps
         run = RunFolder(config, self.record, Progress(config.steps, quiet=True))
         make_session = partial(Session.on_nodes, meshes=self.meshes)
-        trainer = RLTrainer(config, self.task, run=run, make_session=make_session)
-        await trainer.train()
-        self.session = trainer.session
+        self.trainer = RLTrainer(config, self.task, run=run, make_session=make_session)
+        await self.trainer.train()
         ledger = [json.loads(line) for line in self.record.ledger_path.read_text().splitlines()]
         return self.record.read_metrics()[before:], ledger[before:]
 
     async def stop(self) -> None:
-        await self.session.stop()
+        if self.trainer is not None and self.trainer.is_open:
+            await self.trainer.session.stop()
 
 
 async def measure(config: RLConfig, *, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
-    """Every mode in every round, once there has been a step."""
+    """Measure every mode in every round, after a first step."""
     each = FILLING + steps + DRYING
     config.steps = 1 + rounds * len(MODES) * each
     processes = Processes(config, folder)
@@ -177,7 +178,7 @@ def mean_times(rows: list[dict[str, float]]) -> Times:
 
 
 def summary(times: dict[str, list[Times]], staleness: dict[str, Counter[str]]) -> dict[str, Any]:
-    """Medians over the rounds."""
+    """Return the medians over the rounds."""
     alone = times["lockstep"]
     modes = {
         mode.name: {

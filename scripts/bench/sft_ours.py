@@ -49,7 +49,7 @@ def _trainer() -> TrainerConfig:
 
 
 def _replicas() -> ParallelismConfig:
-    """Two replicas, as TRL's processes are."""
+    """Return two replicas, as many as TRL has processes."""
     return ParallelismConfig(
         data_parallel_replicate_degree=2,
         data_parallel_shard_degree=1,

@@ -1,6 +1,6 @@
 """The work that TRL's SFTTrainer and DPOTrainer and Tiller's trainers do.
 
-Read by both, in environments of their own: no imports beyond the standard library.
+Both sides read this file, in separate environments, so it imports the standard library alone.
 """
 
 import random
@@ -45,7 +45,7 @@ def _prompt(draw: random.Random) -> str:
 
 
 def _answer(draw: random.Random) -> str:
-    """Words of a length that varies as in conversations: the median is 90, the longest 440."""
+    """Return words. Their number varies as in conversations: the median is 90, the largest 440."""
     length = min(440, max(4, round(draw.lognormvariate(4.5, 0.8))))
     return " " + _words(draw, length)
 

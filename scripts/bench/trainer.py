@@ -124,8 +124,8 @@ def main() -> int:
 
 
 def speeds(cases: dict[str, Case], repeats: int) -> dict[str, float]:
-    """Ours over the others in tokens per second for each case, and how far the losses were ever
-    apart.
+    """Return our tokens per second over the others' for each case, and the largest difference of
+    the losses.
     """
     result = {}
     spreads = []
@@ -150,14 +150,14 @@ def speeds(cases: dict[str, Case], repeats: int) -> dict[str, float]:
 
 
 def run_case(case: Case, repeats: int) -> tuple[dict[str, list[float]], float]:
-    """``take_turns`` in a process of its own."""
+    """Run ``take_turns`` in a separate process."""
     _, sides = build(case)
     return take_turns(sides, repeats)
 
 
 def take_turns(sides: dict[str, Step], repeats: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of each side's steps after the first, and the largest difference of the sides'
-    losses.
+    """Return the seconds of each side's steps after the first, and the largest difference of the
+    sides' losses.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
     order = list(sides)
@@ -182,8 +182,8 @@ def clock() -> float:
 
 
 def on_cuda(repeats: int, *, float8: bool) -> dict[str, float]:
-    """Ours over bare, tokens per second, and the fraction of the card's peak at which the model
-    multiplies.
+    """Return our tokens per second over those of bare torchtitan, and the fraction of the card's
+    matrix-multiply peak that the model reaches.
 
     A token costs 6 operations per parameter; those of attention itself are left out.
     """
@@ -205,8 +205,8 @@ def on_cuda(repeats: int, *, float8: bool) -> dict[str, float]:
 
 
 def matmul_peak(size: int = 8192) -> float:
-    """Floating-point operations per second of a large bf16 matrix multiplication: the best
-    of ten.
+    """Return the floating-point operations per second of a large bf16 matrix multiplication: the
+    best of ten.
     """
     a, b = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
     times = []

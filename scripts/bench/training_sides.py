@@ -1,4 +1,4 @@
-"""The sides of the trainer's benchmark: each takes the same optimizer step, by its own means."""
+"""Sides of the trainer's benchmark, which all take the same optimizer step."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ Step = Callable[[], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, and a batch of sequences of its longest length, so that no side pads or packs."""
+    """Model, and a batch of sequences of its maximum length, so that no side pads or packs."""
 
     model: ModelConfig
     sequences: int
@@ -50,7 +50,7 @@ class Case:
 
 
 def build(case: Case) -> tuple[TrainingEngine, dict[str, Step]]:
-    """The engine, and all sides by name, with the same weights."""
+    """Return the engine, and all sides by name, with the same weights."""
     config = TrainerConfig(
         micro_batch_size=case.micro_batch_size,
         optimizer=default_adamw(lr=LR, fused=True),
@@ -66,7 +66,7 @@ def build(case: Case) -> tuple[TrainingEngine, dict[str, Step]]:
 
 
 def make_batch(case: Case) -> Batch:
-    """Random tokens; the first quarter of each sequence is a prompt, and some ratios are
+    """Return random tokens. The first quarter of each sequence is a prompt, and some ratios are
     clipped.
     """
     draw = torch.Generator().manual_seed(0)
@@ -96,7 +96,7 @@ def ours(engine: TrainingEngine, batch: Batch) -> Step:
 
 
 def bare(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
-    """torchtitan's Qwen3 as torchtitan parallelizes it, in a loop written by hand."""
+    """Return torchtitan's Qwen3, parallelized by torchtitan, in a hand-written loop."""
     config = engine.config
     attention = attention_config(case.model.attention)
     model_config = qwen3_config(
@@ -138,7 +138,7 @@ def bare(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
 
 
 def transformers(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
-    """transformers' Qwen3 with PyTorch's AdamW, in the same loop."""
+    """Return transformers' Qwen3 with PyTorch's AdamW, in the same loop."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     config = Qwen3Config(**hf_config(shape_of(case.model)))

@@ -8,9 +8,9 @@ float32 and generators of TP2 in bfloat16. In each round a transport publishes (
 the shards) and pulls (into the generator's parameters), then every generator rank copies as many
 bytes with plain copy_. Ratios are medians over the rounds; the first push after opening is cold and
 reported apart. "digests" is the check of each push: the CPU time to hash the weights on all ranks
-of the trainer and of the generator, per GB pushed. torchstore stores what Tiller packs for each
-reader, so it is spared its own resharding. "memory" is what a trainer rank's resident memory grew
-by, over the bytes of its own shards in bfloat16.
+of the trainer and of the generator, per GB pushed. torchstore stores the blobs that
+Tiller packs for each reader, so it need not reshard. "memory" is the growth of a trainer rank's
+resident memory over the bytes of its shards in bfloat16.
 
 The second table is shared memory alone: model sizes, and 1, 2 and 4 generators pulling one after
 another.
@@ -122,9 +122,7 @@ class Rank(Actor):
 
     @concurrent_endpoint
     async def digests(self) -> tuple[ShardDigests, float]:
-        """Digests in bfloat16, as the check of a push asks for them, and the CPU time that they
-        took, in s.
-        """
+        """Return the digests in bfloat16, as in the check of a push, and their CPU time in s."""
         begun = time.process_time()
         return digests(self.shards, dtype=torch.bfloat16), time.process_time() - begun
 
@@ -135,7 +133,7 @@ class Rank(Actor):
 
 
 def random_values(region: Region, dtype: torch.dtype) -> torch.Tensor:
-    """Equal on every rank that holds the region, and different elsewhere."""
+    """Return values that are equal on every rank that holds the region, and different elsewhere."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(region).encode()))
     return torch.randn(region.box.shape, dtype=dtype, generator=generator)
 
@@ -191,7 +189,7 @@ class Pushes:
         self.store: StoreProcess | None = None
 
     async def open(self, transport: str, generators: int = 1) -> float:
-        """Open the trainer's end and those of the first generators; the trainer's growth in
+        """Open the trainer's end and those of the first generators; return the trainer's growth in
         memory.
         """
         self.generators = self.all_generators[:generators]
@@ -211,20 +209,22 @@ class Pushes:
         return max(grew for _, grew in answers)
 
     async def close(self) -> None:
-        """Give back what the transport took."""
+        """Release what the transport holds."""
         await asyncio.gather(*(ranks.call("close") for ranks in [self.trainer, *self.generators]))
         if self.store is not None:
             await self.store.stop()
             self.store = None
 
     async def push(self) -> tuple[float, float]:
-        """Seconds of the publish, and of the pulls of all generators one after another."""
+        """Return the seconds of the publish, and of the pulls of all generators one after
+        another.
+        """
         self.version += 1
         published = await self.trainer.timed("publish", self.version)
         return published, sum([await each.timed("pull", self.version) for each in self.generators])
 
     async def check(self) -> float:
-        """CPU seconds of the digests of all ranks together.
+        """Return the CPU seconds of the digests of all ranks together.
 
         Raises RuntimeError unless every generator holds the trainer's weights.
         """
@@ -252,7 +252,7 @@ class Pushes:
 async def compare(
     model: ModelConfig, transports: list[str], rounds: int, hosts: Hosts
 ) -> dict[str, Any]:
-    """One transport after another, each push followed by a copy of the same bytes."""
+    """Measure one transport after another. After each push, the same bytes are copied."""
     pushes = Pushes(model, 1, hosts)
     result: dict[str, Any] = {"bytes": pushes.bytes, "transports": {}}
     await pushes.memcpy()
@@ -282,8 +282,8 @@ async def compare(
 
 
 async def growth(models: dict[str, ModelConfig], rounds: int, hosts: Hosts) -> list[dict[str, Any]]:
-    """Push over shared memory as the number of generators of the first model, then the
-    model grows.
+    """Measure the push over shared memory with more generators of the first model, then with larger
+    models.
     """
     rows = []
     for name, model in models.items():
@@ -313,7 +313,7 @@ async def growth(models: dict[str, ModelConfig], rounds: int, hosts: Hosts) -> l
 
 
 def _resident() -> int:
-    """Bytes of this process's resident memory, shared memory included."""
+    """Return the bytes of this process's resident memory, shared memory included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

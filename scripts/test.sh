@@ -17,4 +17,5 @@ ruff format --check .
 lint-imports &
 mypy
 wait $!
-exec python -m pytest "${marks[@]}" "$@"
+# Two processes, each with the fixtures that it needs; -n 0 runs all tests in one.
+exec python -m pytest -n 2 --dist loadfile "${marks[@]}" "$@"

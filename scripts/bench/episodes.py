@@ -18,6 +18,7 @@ kinds take turns, and the ratio is the median.
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import random
@@ -100,7 +101,7 @@ class Script:
         self._turns[key] = 0
         return EpisodeTurn(tokens=self._draw(f"{prompt.prompt_id}", self._case.opening))
 
-    async def step(self, key: int, answer: list[int]) -> EpisodeTurn:
+    async def step(self, key: int, answer: Completion) -> EpisodeTurn:
         self._turns[key] += 1
         if self._turns[key] < self._case.turns:
             return EpisodeTurn(tokens=self._draw(f"{key}/{self._turns[key]}", self._case.given))
@@ -242,6 +243,7 @@ def concurrency(folder: Path, many: int, repeats: int) -> dict[str, float]:
         seed=0, model=ModelConfig(hf_path=model, max_seq_len=2048)
     )
     turn_cost(task, FEW)  # imports and allocates what is needed once
+    gc.freeze()  # as rl.train does
     growths = []
     costs = []
     for _ in range(repeats):

@@ -1,6 +1,6 @@
 """Tiller: RL post-training on torchtitan, vLLM and Monarch actors.
 
-All names below are imported when they are first used: importing torch takes seconds.
+The names below are imported at their first use, because importing torch takes seconds.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
 """Command ``tiller``: every program as a sub-command.
 
-Exit codes: those of the program; 2 for an unknown one.
+Exit codes: those of the program; 2 for an unknown program.
 """
 
 import os
@@ -31,7 +31,7 @@ tiller --version prints the version."""
 
 
 def main() -> int:
-    """Run the program that the command line names; return the exit code if there is none."""
+    """Run the program that the command line names. Return an exit code if it names no program."""
     begin()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
@@ -46,7 +46,7 @@ def main() -> int:
         print(f"error: {name!r} is no program; {hint}there are {known}", file=sys.stderr)
         return EXIT_CONFIG
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as with python -m: for the user's own modules
+        sys.path.insert(0, os.getcwd())  # like python -m: for imports of the user's modules
     sys.argv = [sys.argv[0], *arguments]
     runpy.run_module(f"rl.{name}", run_name="__main__", alter_sys=True)
     return 0

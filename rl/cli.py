@@ -1,4 +1,4 @@
-"""Command line of a config: its name and dotted overrides, read into a validated config."""
+"""Command line of a program: the name of a config and dotted overrides, parsed and validated."""
 
 import dataclasses
 import importlib
@@ -96,7 +96,7 @@ def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConf
 
 
 def _nearest_choice(text: str, fields: list[str]) -> str:
-    """Return a line with the choices nearest to the word that tyro's message refuses, or ""."""
+    """Return a line with the valid words nearest to the word that tyro refused, or ""."""
     words = unboxed(text)
     if found := re.search(r"invalid choice '(.+?)' for .*?Expected one of \((.+?)\)", words):
         hint = nearest(found[1], re.findall(r"'([^']+)'", found[2]))
@@ -145,9 +145,9 @@ def read_frozen(path: Path) -> tuple[str, RunConfig]:
 
 
 def read_config_file(path: Path, title: str) -> dict[str, Any]:
-    """Return what a run wrote to ``path``: its name and frozen config.
+    """Return the name and the frozen config that a run wrote to ``path``.
 
-    Raises ConfigError, beginning with ``title``, for any other file.
+    Raises ConfigError, with a message that begins with ``title``, for any other file.
     """
     try:
         content = json.loads(path.read_text())
@@ -166,7 +166,7 @@ def read_config_file(path: Path, title: str) -> dict[str, Any]:
 def find_config(name: str) -> Callable[[], RunConfig]:
     """Return the function that makes config ``name``.
 
-    Raises ConfigError listing the nearest and all that exist.
+    Raises ConfigError, which lists the nearest names and all names, if no such config exists.
     """
     if "." in name:
         module_name, _, function = name.rpartition(".")
@@ -182,7 +182,7 @@ def find_config(name: str) -> Callable[[], RunConfig]:
 def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
     """Return every config function of Tiller's own ``configs`` folder, by name.
 
-    The modules are found by their place: another package may have the name ``configs``.
+    The modules are loaded by path, because another package may be named ``configs`` too.
     """
     found: dict[str, Callable[[], RunConfig]] = {}
     for path in sorted(SHIPPED.glob("[!_]*.py")):
@@ -195,7 +195,7 @@ def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
 
 
 def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
-    """Public functions that ``module`` defines and annotates as returning a config."""
+    """Return the public functions that ``module`` defines and annotates as returning a config."""
     functions = inspect.getmembers(module, inspect.isfunction)
     own = {
         name: each
@@ -207,7 +207,7 @@ def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
 
 def _returns_config(function: Callable[..., Any]) -> bool:
     kind = function.__annotations__.get("return")
-    if isinstance(kind, str):  # of a module with postponed annotations
+    if isinstance(kind, str):  # a module with postponed annotations
         return kind.rpartition(".")[2] in {each.__name__ for each in _kinds(RunConfig)}
     return isinstance(kind, type) and issubclass(kind, RunConfig)
 
@@ -255,10 +255,10 @@ def _default_text(content: bool | int | float | str | None) -> str:
 
 
 def _limits_text(value: ConfigValue) -> str:
-    """Return the range of a field; an upper bound that is only a sanity check is left out."""
+    """Return the range of a field as text. Omit an upper bound that is only a sanity check."""
     bounds = value.bounds
     if bounds is None:
-        # typing gives equal choices in the order that was imported first
+        # typing caches equal types, so the order of choices depends on what was imported first
         return " | ".join(sorted(map(str, choices_of(value.hint))))
     if bounds.most < LARGE:
         return range_text(bounds)
@@ -271,7 +271,7 @@ def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
     known = set(_field_names(config))
     chosen = {
         argument.partition(":")[0].replace("-", "_") for argument in overrides
-    }  # a choice brings its own fields
+    }  # the chosen class has fields of its own
     for argument in overrides:
         if not argument.startswith("--") or argument == "--help":
             continue
@@ -282,7 +282,7 @@ def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
         if given in known or (
             section in known and (section in chosen or not _has_fields(config, section))
         ):
-            continue  # below a field without fields of its own, such as a dict, tyro knows better
+            continue  # an entry of a field without declared fields, such as a dict: tyro checks it
         if new := new_name(given):
             raise ConfigError(f"--{given}: this field is now called --{new}")
         while section and not any(name.startswith(f"{section}.") for name in known):
@@ -325,7 +325,7 @@ def _field_names(value: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
-    """Return the elements of a list or dict by their names on the command line."""
+    """Return the elements of a list or dict, each with its name on the command line."""
     pairs = (
         value.items()
         if isinstance(value, dict)

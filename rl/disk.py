@@ -11,20 +11,20 @@ from rl.errors import at_end
 
 
 def temporary_folder(prefix: str, within: Path | None = None) -> TemporaryDirectory[str]:
-    """Return a new folder that ends with its block, or with the program if that ends first."""
+    """Return a new folder. It is deleted at the end of its ``with`` block or of the program."""
     folder = TemporaryDirectory(prefix=prefix, dir=within)
     at_end.append(folder.cleanup)
     return folder
 
 
 def sync_file(file: IO[Any]) -> None:
-    """Return when the content of ``file`` is on disk."""
+    """Wait until the content of ``file`` is on disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the entries of ``folder``, names and deletions, are on disk."""
+    """Wait until created, renamed and deleted entries of ``folder`` are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,7 +33,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file by ``write``; it gets the name ``path`` once its content is on disk."""
+    """Write a file by calling ``write``. It is renamed to ``path`` once its content is on disk."""
     partial = path.with_name(f"{path.name}.partial")
     with open(partial, "wb") as file:
         write(file)
@@ -43,7 +43,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def replace_folder(folder: Path, whole: Path) -> None:
-    """Rename ``whole`` to ``folder``, which it replaces. The files of ``whole`` are on disk."""
+    """Replace ``folder`` by ``whole``, whose files must be on disk already."""
     sync_folder(whole)
     shutil.rmtree(folder, ignore_errors=True)
     whole.rename(folder)

@@ -17,16 +17,16 @@ CLEAN_UP_S = 5
 LONGEST_REPR = 200
 
 at_end: list[Callable[[], None]] = []
-"""Clean-ups that ``end_program`` calls, of things that would outlive the process. Errors in them
+"""Clean-ups that ``end_program`` calls, for resources that would outlive the process. Their errors
 are ignored."""
-os.register_at_fork(after_in_child=at_end.clear)  # a forked process leaves its parent's things
+os.register_at_fork(after_in_child=at_end.clear)  # only the parent cleans up
 
 
 def end_program(code: int) -> NoReturn:
-    """End this process with ``code`` at once; Python would first take torch apart, for more than a
-    second.
+    """End this process with ``code`` at once. A normal exit of Python takes more than a second to
+    unload torch.
     """
-    signal.alarm(CLEAN_UP_S)  # ends the process if a clean-up hangs, as on storage that is away
+    signal.alarm(CLEAN_UP_S)  # ends the process if a clean-up hangs, such as on lost storage
     for clean_up in [*at_end, sys.stdout.flush, sys.stderr.flush]:
         with contextlib.suppress(Exception):
             clean_up()
@@ -38,8 +38,8 @@ class ConfigError(ValueError):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ConfigError, which names field, value and what is allowed, unless ``condition``
-    holds.
+    """Raise ConfigError with ``message`` unless ``condition`` holds. The message names the field,
+    its value and the allowed values.
     """
     if not condition:
         raise ConfigError(message)
@@ -62,7 +62,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return ``repr(value)``, cut to LONGEST_REPR characters, also if it raises."""
+    """Return ``repr(value)``, cut to LONGEST_REPR characters; a placeholder if ``repr`` raises."""
     try:
         text = repr(value)
     except Exception:
@@ -72,7 +72,7 @@ def shown(value: object) -> str:
 
 
 def said_by(error: BaseException) -> str:
-    """Return type and text of an exception, also if its ``str()`` raises."""
+    """Return type and text of an exception, even if its ``str()`` raises."""
     return _printable("".join(traceback.format_exception_only(error)).strip())
 
 
@@ -82,7 +82,7 @@ def trace_of(error: BaseException) -> str:
 
 
 def _printable(text: str) -> str:
-    # No file or terminal takes half of a surrogate pair.
+    # A lone surrogate cannot be written to a file or terminal.
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -94,7 +94,7 @@ class RunError(RuntimeError):
 
 @contextlib.contextmanager
 def naming(code: str) -> Iterator[None]:
-    """Raise RunError, which names ``code`` and the line, for any exception inside the block."""
+    """Turn any exception inside the block into a RunError, which names ``code`` and the line."""
     try:
         yield
     except RunError:
@@ -162,16 +162,16 @@ class GroupLost(RunError):
     def __init__(self, reason: str, message: str, kind: str = ""):
         super().__init__(message)
         self.reason = reason
-        """Few words by which losses are counted, such as "reward raised"."""
+        """Short text by which losses are counted, such as "reward raised"."""
         self.kind = kind
         """Name of the exception's type, which distinguishes losses with the same reason."""
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
-        return GroupLost, (self.reason, str(self), self.kind)  # from a process that scores
+        return GroupLost, (self.reason, str(self), self.kind)  # pickled in a process that scores
 
 
 class WorkerLost(GroupLost):
-    """Loss of the process that had an episode. Another process can have the episode again."""
+    """Loss of the process that ran an episode. Another process can run the episode again."""
 
     def __init__(self, reason: str, message: str, *, in_call: bool):
         super().__init__(reason, message)

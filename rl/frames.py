@@ -19,10 +19,10 @@ _FOREIGN = (
 
 
 def place_of(error: BaseException) -> str:
-    """Return file, line and function of the innermost frame of the user's own code, else of the
-    innermost frame.
+    """Return file, line and function of the innermost frame of the user's own code. If the user's
+    code has no frame, return those of the innermost frame.
 
-    Frames of another process count too; they are in the text of the error.
+    Frames of another process, which are in the text of the error, count too.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
@@ -45,7 +45,7 @@ def users_error(what: str, error: BaseException) -> ConfigError:
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Raise any exception of the user's code inside the block as ConfigError, with its line."""
+    """Turn an exception of the user's code inside the block into a ConfigError with its line."""
     try:
         yield
     except ConfigError:

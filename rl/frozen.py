@@ -120,9 +120,7 @@ def find_part(path: str, kinds: tuple[type, ...], name: str) -> type:
 
 
 def _module_of(names: Sequence[str]) -> tuple[str, ModuleSpec | None]:
-    """Return the longest module name that ``names`` begin with, found without importing its
-    packages.
-    """
+    """Return the longest prefix of ``names`` that is a module, and its spec. Import no package."""
     found = ""
     spec = None
     for name in names:
@@ -140,8 +138,8 @@ def _module_of(names: Sequence[str]) -> tuple[str, ModuleSpec | None]:
 
 
 def _defines(spec: ModuleSpec | None, names: Sequence[str]) -> bool:
-    """Whether the source of a module has a class of the last name, with a base, in classes of the
-    names before.
+    """Whether the source of a module defines the class that ``names`` lead to, from the outermost
+    class to the innermost. The innermost class must have a base class.
     """
     if spec is None or not isinstance(spec.loader, InspectLoader):
         return False
@@ -158,7 +156,7 @@ def _is_part(kind: Any) -> bool:
 
 
 def _takes(kind: Any, data: Any) -> bool:
-    """Whether ``data`` may be of ``kind``, one of several."""
+    """Whether ``data`` can be a value of ``kind``, which is one member of a union."""
     if dataclasses.is_dataclass(kind):
         return isinstance(data, dict) and data.keys() == {
             field.name for field in dataclasses.fields(kind)

@@ -155,7 +155,7 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 def quick_help(arguments: Sequence[str], program: str, usage: str = USAGE) -> str:
     """Return the help text that the arguments ask for.
 
-    Empty if they ask for none, or if the text needs an import of the config.
+    Empty if they ask for no help, or if the text requires an import of the config.
     """
     name, rest = take_name(arguments)
     if not asks_for_help(arguments):
@@ -258,7 +258,7 @@ def take_name(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 def check_arguments(arguments: Sequence[str], program: str) -> None:
     """Raise ConfigError if the config of the arguments is missing or is no shipped config.
 
-    Configs of the user's own are not looked for. This takes no import of torch.
+    The user's own configs are not searched. Does not import torch.
     """
     check_name(take_name(arguments)[0], program)
 
@@ -276,8 +276,8 @@ def check_name(name: str | None, program: str) -> None:
 
 
 def check_known(name: str, function: str, known: Collection[str]) -> None:
-    """Raise ConfigError, with the nearest and all known functions, if ``function`` is none of
-    them.
+    """Raise ConfigError if ``function`` is not known. The message lists the nearest functions and
+    all known functions.
     """
     if function not in known:
         raise ConfigError(
@@ -289,7 +289,8 @@ def check_known(name: str, function: str, known: Collection[str]) -> None:
 def run_parser(program: str, description: str, one_gpu: str) -> ArgumentParser:
     """Return the parser of a program that reads a run: RUN, ``--step`` and ``--json``.
 
-    ``one_gpu`` has the fields, besides those of the trainer, that a run of many GPUs needs on few.
+    ``one_gpu`` lists, beside fields of the trainer, the overrides that a run of many GPUs needs to
+    fit on fewer GPUs.
     """
     parser = ArgumentParser(
         prog=program,

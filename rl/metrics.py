@@ -1,4 +1,4 @@
-"""Metrics that merge exactly: each value carries the rule by which later values join it."""
+"""Metrics that merge exactly: each value carries the rule by which it is merged with others."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ class Value(NamedTuple):
     weight: float = 1.0
     """Sum of the weights of the reduced numbers; counts for ``mean`` and ``std``."""
     mean: float = 0.0
-    """Mean of the reduced numbers, of a ``std`` only."""
+    """Mean of the reduced numbers; only for ``std``."""
 
     @classmethod
     def of(cls, number: float, rule: Rule = "mean", weight: float = 1.0) -> Self:
@@ -30,7 +30,7 @@ class Value(NamedTuple):
 
 
 Entry = float | Value
-"""A number, which counts as ``Value.of(number)``, or a value with its rule."""
+"""A value with its rule, or a number, which stands for ``Value.of(number)``."""
 
 
 class Metrics(Mapping[str, float]):
@@ -66,9 +66,9 @@ class Metrics(Mapping[str, float]):
 
     @classmethod
     def merged(cls, parts: Iterable["Metrics"]) -> "Metrics":
-        """Return the metrics over all ``parts``, in the order of time.
+        """Return the metrics over all ``parts``, which are in the order of time.
 
-        Raises ValueError, naming the metric, if two parts have it by different rules.
+        Raises ValueError, which names the metric, if two parts have different rules for it.
         """
         entries: dict[str, list[Value]] = {}
         for part in parts:
@@ -81,7 +81,7 @@ class Metrics(Mapping[str, float]):
 
 
 def merged_values(values: Sequence[Value]) -> Value:
-    """Return the value over all numbers of ``values``, at least one, all of one rule.
+    """Merge ``values``: at least one value, all with the same rule.
 
     NaN stays NaN. Standard deviations divide by the sum of weights. They merge by the sums of
     squares about the common mean: Chan, Golub and LeVeque, "Updating formulae and a pairwise

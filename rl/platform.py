@@ -1,6 +1,6 @@
 """Device and host of this process.
 
-The import of this module sets torchtitan's device, also in modules that were imported before.
+Importing this module sets torchtitan's device, also in modules that are already imported.
 ``rl.model``, ``rl.training`` and ``rl.generation`` import it first.
 """
 
@@ -17,7 +17,7 @@ from rl.compat.titan import tell_device
 
 
 def select_device() -> None:
-    """Point torchtitan at the CPU on hosts without CUDA: it assumes CUDA there."""
+    """Set torchtitan's device to the CPU on hosts without CUDA, where torchtitan assumes CUDA."""
     if not torch.cuda.is_available():
         tell_device("cpu", torch.cpu)
 
@@ -38,8 +38,8 @@ def device_name() -> str:
 
 
 def peak_memory() -> int:
-    """Return the largest memory of this process so far, in bytes: reserved on its GPU, or resident
-    without CUDA.
+    """Return the peak memory of this process in bytes: reserved memory on its GPU, or resident
+    memory without CUDA.
     """
     if device_type() == "cuda":
         return torch.cuda.max_memory_reserved()

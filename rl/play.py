@@ -40,7 +40,7 @@ them.
 STRIP_CHARS = 2000
 
 Policy = Callable[[list[int]], Awaitable["Completion"]]
-"""Returns an answer to the given tokens."""
+"""Function from the tokens so far to an answer."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,7 +91,7 @@ def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[st
 
     async def work(session: Session) -> None:
         async def answer(tokens: list[int]) -> "Completion":
-            turn = len(tokens)  # a number that each turn has of its own
+            turn = len(tokens)  # differs between turns
             request = GenerationRequest(
                 request_id=f"play/{turn}",
                 prompt_tokens=tokens,
@@ -132,7 +132,7 @@ async def play(task: "EnvironmentTask", prompt_id: int, answer: Policy) -> "Epis
 
 
 def strip(task: "EnvironmentTask", kind: str, tokens: Sequence[int]) -> str:
-    """Return a title, and the tokens apart from each other as they are decoded one by one."""
+    """Return a title, and the tokens decoded one by one and separated by ``|``."""
     pieces = [repr(task.tokenizer.decode([token]))[1:-1] for token in tokens]
     text = "|".join(pieces)
     if len(text) > STRIP_CHARS:
@@ -160,7 +160,7 @@ def _task_of(config: "RunConfig") -> "EnvironmentTask":
 
 
 def _typed(task: "EnvironmentTask") -> "Completion":
-    """Return an answer that a person types, with its stop token."""
+    """Read an answer that a person types. Return its tokens and a stop token."""
     from rl.types import Completion
 
     print("\nyour answer, then an empty line:", flush=True)

@@ -1,4 +1,4 @@
-"""First steps of every program of Tiller, before its first slow import."""
+"""Start of every program of Tiller, before its first slow import."""
 
 import codecs
 import contextlib
@@ -23,21 +23,21 @@ _PLAIN = dict(zip("▁▂▃▄▅▆▇█━─│·•→…", [*"_.,-=+*#--|
 
 
 def is_starting() -> bool:
-    """Whether ``python -m rl.NAME`` is what imports this package."""
+    """Whether ``python -m rl.NAME`` is importing this package."""
     return sys.argv[:1] == ["-m"] and any(
         each.removeprefix("-m").startswith("rl.") for each in sys.orig_argv[1:]
     )
 
 
 def begin() -> None:
-    """Have Ctrl-C end the program, whatever is being imported, and no output fail it."""
-    # no import can catch it, as it could a KeyboardInterrupt
+    """Make Ctrl-C end the program even during an import, and make failed output harmless."""
+    # a handler, because an import could catch a KeyboardInterrupt
     signal.signal(signal.SIGINT, _interrupt)
     codecs.register_error("plain", _plain)
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed: the next file would take its place
+        except OSError:  # it is closed, so the next opened file would get its number
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout = steady(sys.stdout, 1)
     sys.stderr = steady(sys.stderr, 2)
@@ -74,10 +74,10 @@ def _report(error: str, code: int) -> int:
 
 
 def steady(stream: TextIO | None, number: int) -> TextIO:
-    """Return a stream like ``stream``, to descriptor ``number``, that cannot fail.
+    """Return a stream like ``stream`` that writes to descriptor ``number`` and never raises.
 
-    Output that cannot be written, as to a closed pipe, a full disk or a lost terminal, is dropped.
-    Characters that the encoding lacks are replaced.
+    Output that cannot be written is dropped: the pipe is closed, the disk is full or the terminal
+    is lost. Characters that the encoding lacks are replaced.
     """
     raw = _Lossy(number, "w", closefd=False)
     through = stream is not None and getattr(stream, "write_through", False)

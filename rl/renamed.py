@@ -15,11 +15,11 @@ RENAMED = {
     "watchdog.flat": "watchdog.zero_std",
     "watchdog.flat_steps": "watchdog.zero_std_steps",
 }
-"""New name by old name, both from the RLConfig on."""
+"""New name by old name, both as paths from the RLConfig."""
 
 
 def new_name(old: str) -> str:
-    """Return the new name of field ``old``, or of its section; '' if neither was renamed."""
+    """Return the new path of field ``old``; '' if neither the field nor its section was renamed."""
     for name, new in RENAMED.items():
         if old == name or old.startswith(f"{name}."):
             return new + old.removeprefix(name)

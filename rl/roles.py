@@ -85,8 +85,8 @@ def _role_config(config: RLConfig, name: str) -> TrainerConfig:
 def _starting_from(
     folder: str | None, config: CheckpointManager.Config
 ) -> CheckpointManager.Config:
-    """Return ``config`` with initial weights from ``folder``: a checkpoint or a Hugging Face
-    folder. None stands for the weights of the model.
+    """Return ``config`` with initial weights from ``folder``, a checkpoint or a Hugging Face
+    folder. None selects the weights of the model.
     """
     path = Path(folder).resolve() if folder else None
     return dataclasses.replace(
@@ -99,22 +99,22 @@ def _starting_from(
 
 
 def _critic_config(config: RLConfig) -> TrainerConfig:
-    """Return the trainer's config with the fields that the critic has of its own."""
+    """Return the trainer's config with the critic's own fields in place of the trainer's."""
     trainer = config.trainer
     critic = config.critic
     keep = trainer.checkpoint.keep_latest_k
     checkpoint = dataclasses.replace(
         _starting_from(critic.checkpoint, trainer.checkpoint),
         folder="critic",
-        # it must be complete before the trainer's, which decides where the run resumes
+        # the critic's checkpoint must be complete before the trainer's: the run resumes at that
         async_mode="disabled",
-        keep_latest_k=keep + 1 if keep else 0,  # also the one that was saved before the trainer's
+        keep_latest_k=keep + 1 if keep else 0,  # plus that saved before the trainer's
     )
     return dataclasses.replace(
         trainer,
         parallelism=critic.parallelism,
         optimizer=critic.optimizer,
         lr_scheduler=critic.lr_scheduler,
-        lora=None,  # a frozen trunk would teach its head alone
+        lora=None,  # with a frozen trunk, only the head would learn
         checkpoint=checkpoint,
     )

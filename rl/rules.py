@@ -22,7 +22,7 @@ class Effect(StrEnum):
     PERFORMANCE = "performance"
     """Changes only where and how fast: samples and gradients are the same up to rounding."""
     COSMETIC = "cosmetic"
-    """Changes neither."""
+    """Changes neither of the above."""
 
 
 NUMERICS = Effect.NUMERICS
@@ -44,7 +44,9 @@ class Bounds:
     """Values outside the range that are allowed too, such as -1 for "the newest"."""
 
     def complaint(self, value: float) -> str:
-        """Return what ``value`` must be; empty if it is allowed. NaN violates the lower bound."""
+        """Return the violated condition as text; empty if ``value`` is allowed. NaN violates the
+        lower bound.
+        """
         if value in self.also or (self._reaches(value) and self._stays_within(value)):
             return ""
         others = "".join(f"{other:,}, or " for other in self.also)

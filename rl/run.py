@@ -31,7 +31,7 @@ def run(arguments: list[str], *, program: str) -> int:
 
 def _run(trainer: Trainer[Any], folder: RunFolder) -> int:
     try:
-        # a full collection would go through all that was imported, and halt the loop for 0.3 s
+        # a full garbage collection would visit all imported objects and stop the loop for 0.3 s
         gc.freeze()
         return asyncio.run(_supervised(trainer, folder))
     except ConfigError:
@@ -40,7 +40,7 @@ def _run(trainer: Trainer[Any], folder: RunFolder) -> int:
         Exception,
         SystemExit,
         KeyboardInterrupt,
-    ) as error:  # the last two from the user's own code
+    ) as error:  # the user's own code may raise the last two
         return fail(error, folder)
 
 
@@ -50,7 +50,7 @@ async def _supervised(trainer: Trainer[Any], folder: RunFolder) -> int:
         try:
             await trainer.live(interrupts)
             folder.progress.stage("stopping")
-            await trainer.end()  # which waits for a save that is still being written
+            await trainer.end()  # waits for a save in progress
         except Interrupted as error:
             folder.progress.stage("stopping")
             await trainer.end()
@@ -59,7 +59,7 @@ async def _supervised(trainer: Trainer[Any], folder: RunFolder) -> int:
         except Exception as error:
             code = fail(error, folder, trainer)
             if isinstance(error, NodeLost) and trainer.is_open:
-                end_program(code)  # its ranks will not answer; the launcher ends the others
+                end_program(code)  # the node's ranks cannot answer; the launcher ends the others
             return code
         finally:
             await trainer.end(at_once=True)

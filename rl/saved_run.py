@@ -34,8 +34,8 @@ class SavedRun:
     def session_config(self, *, evaluates: bool = False) -> SessionConfig:
         """Return a session that loads the checkpoint and saves nothing.
 
-        It holds the trained model and, if it ``evaluates``, what scores depend on: generators, and
-        the reference of preferences.
+        The session has the trained model. If ``evaluates`` is set, it also has generators and,
+        except for an RLConfig, the models beside the policy, such as the reference of DPO.
         Raises ConfigError if this host alone cannot hold it.
         """
         config = self.config
@@ -54,7 +54,7 @@ class SavedRun:
         checkpoint = replace(
             config.trainer.checkpoint,
             initial_load_path=str(self.checkpoint),
-            initial_load_model_only=False,  # the policy version is in the rest
+            initial_load_model_only=False,  # the policy version is not part of the model
             initial_load_in_hf=False,
             initial_load_in_hf_quantized=False,
             load_only=True,
@@ -67,7 +67,7 @@ class SavedRun:
 def open_run(folder: Path, step: int | None, overrides: list[str], *, program: str) -> SavedRun:
     """Return checkpoint ``step`` of the run in ``folder``; the newest complete one if None.
 
-    Raises ConfigError if there is no such run or no such checkpoint.
+    Raises ConfigError if the run or the checkpoint does not exist.
     """
     path = folder / "config.json"
     require(
@@ -96,7 +96,8 @@ def run_session(
     task: Task.Config | None,
     work: Callable[[Session], Awaitable[Result]],
 ) -> Result:
-    """Return the result of ``work`` for a session. Its processes and files end with this call.
+    """Start a session and return the result of ``work(session)``. The processes and files of the
+    session are gone when this call returns.
 
     Raises Interrupted after Ctrl-C and other signals.
     """
@@ -123,9 +124,9 @@ async def _run_session(
 
 
 def _cancel_on_signals() -> list[int]:
-    """Have a first signal cancel this task and a second one end the program at once.
+    """Make a first signal cancel this task, and a second signal end the program at once.
 
-    Returns the signals received, which is empty until then.
+    Returns a list to which a received signal is appended.
     """
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()

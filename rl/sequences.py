@@ -1,4 +1,4 @@
-"""Sequences of an episode in the making."""
+"""Sequences of an episode that is still running."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from rl.types import Completion, Sequence
 
 @dataclass(eq=False)
 class Strand:
-    """A sequence that later answers may continue. Four lists of one length, as in
-    :class:`rl.types.Sequence`. Tokens are only ever appended.
+    """A sequence that later answers may continue: four lists of equal length, as in
+    :class:`rl.types.Sequence`. Tokens are only appended.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -46,9 +46,9 @@ class Strand:
 class SequenceLog:
     """Sequences of an episode, from the prompts and answers of its turns.
 
-    A turn continues the longest sequence whose tokens are the begin of its prompt. If no such
-    sequence exists, a new one begins, in which the whole prompt counts as not sampled. So every
-    answer is marked as sampled in exactly one sequence, also if the prompts of others contain it.
+    A turn continues the longest sequence whose tokens are a prefix of the turn's prompt. If no such
+    sequence exists, a new sequence begins, in which the whole prompt counts as not sampled. Thus
+    each answer is marked as sampled in exactly one sequence, even if other prompts contain it.
     """
 
     def __init__(self) -> None:

@@ -98,7 +98,7 @@ def _serve(arguments: list[str]) -> None:
 def make_gateway(
     session: "Session", dialect: "Dialect", sampling: "Sampling", *, model: str
 ) -> "Gateway":
-    """Return a gateway whose answers ``session`` samples. ``sampling`` has the defaults."""
+    """Return a gateway whose answers ``session`` samples. ``sampling`` holds default parameters."""
     from rl.gateway.gateway import Ask, Gateway
     from rl.model.shape import shape_of
     from rl.types import Completion, GenerationRequest

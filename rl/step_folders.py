@@ -8,13 +8,14 @@ from rl.disk import sync_folder
 from rl.errors import RunError
 
 ROLLOUTS = "rollouts.npz"
-"""File of a checkpoint that the controller writes, before it asks the trainer for the rest."""
+"""File of a checkpoint that the controller writes before the trainer writes all other files."""
 
 
 class StepFolders:
-    """``folder``/step-N. A checkpoint is complete once it has ``.metadata``, which DCP writes last.
+    """Checkpoints of a run: the folders ``folder``/step-N. A checkpoint is complete once it has
+    ``.metadata``, which DCP writes last.
 
-    A deletion removes ``.metadata`` first, so a kill leaves an incomplete checkpoint.
+    A deletion removes ``.metadata`` first, so a killed deletion leaves an incomplete checkpoint.
     """
 
     def __init__(self, folder: Path):
@@ -33,14 +34,14 @@ class StepFolders:
         return [step for step in self.steps() if self._is_complete(step)]
 
     def incomplete(self) -> list[int]:
-        """Return the steps that killed saves and deletions have left, oldest first."""
+        """Return the steps of the incomplete checkpoints, oldest first."""
         return [step for step in self.steps() if not self._is_complete(step)]
 
     def make(self, step: int) -> None:
         """Make a folder for checkpoint ``step``, empty except for the controller's file.
 
-        Raises RunError if it holds a complete checkpoint, which would look complete while it is
-        written again.
+        Raises RunError if the folder holds a complete checkpoint, since that would look complete
+        while it is written again.
         """
         if self._is_complete(step):
             raise RunError(
@@ -53,15 +54,15 @@ class StepFolders:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def sync(self, step: int) -> None:
-        """Return when the names of all files of checkpoint ``step`` are on disk. Their content is
-        on disk already.
+        """Wait until the names of all files of checkpoint ``step`` are on disk. The content of the
+        files is on disk already.
         """
         for folder in (self.path(step), self.folder, self.folder.parent):
             sync_folder(folder)
 
     def purge(self, keep: int) -> None:
-        """Delete all but the ``keep`` newest complete checkpoints (0: none), and incomplete ones
-        before the newest.
+        """Delete all complete checkpoints except for the ``keep`` newest (0: delete no complete
+        checkpoint). Delete incomplete checkpoints that are older than the newest complete one.
         """
         complete = self.complete()
         kept = complete[-keep:]
@@ -80,7 +81,7 @@ class StepFolders:
         if metadata.exists():
             metadata.unlink()
             sync_folder(self.path(step))
-        # what resists is incomplete: the next purge tries again
+        # a folder that could not be deleted is incomplete: the next purge tries again
         shutil.rmtree(self.path(step), ignore_errors=True)
 
     def _is_complete(self, step: int) -> bool:

@@ -26,10 +26,10 @@ MIN_TEMPERATURE = 0.01
 """Lowest temperature above 0. vLLM silently raises lower ones, which would change the log-probs."""
 
 StopReason = FinishReason | EpisodeStop
-"""Reason for the end of a rollout. ``stop`` is of single completions."""
+"""Reason for the end of a rollout. Only single completions have ``stop``."""
 
 Head = Literal["logprobs", "values"]
-"""Output of a model: log-probs of given tokens, or the value before each token."""
+"""Output of a model: the log-prob of each token, or the value of the state before each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Place:
     first_host: int = 0
     hosts: int = 1
     ranks: int
-    """Number of ranks on all these hosts, which have equal shares."""
+    """Number of ranks on all these hosts; each host has the same number."""
     first_device: int = 0
     """First GPU of the mesh on each host; the others follow."""
 
@@ -95,8 +95,8 @@ class GenerationRequest:
 class Completion:
     """Tokens sampled for one request: three lists of one length, one entry per token.
 
-    ``logprobs`` are of the distribution that the token was drawn from, temperature included.
-    ``versions`` are the policy versions that each token was drawn from.
+    ``logprobs`` are log-probs under the distribution that was sampled, temperature included.
+    ``versions`` are the policy versions that sampled each token.
     """
 
     tokens: list[int]
@@ -117,7 +117,7 @@ class EpisodeEnd:
     """Result of an episode, without its tokens."""
 
     text: str
-    """The whole episode, decoded, to look at."""
+    """The whole episode, decoded, for display."""
     reward: float
     correct: bool
     metrics: dict[str, "Entry"]
@@ -133,18 +133,18 @@ class EpisodeTurn:
     tokens: list[int]
     end: EpisodeEnd | None = None
     is_whole: bool = False
-    """Whether ``tokens`` are all tokens before the next answer, instead of those after the last
-    answer: the history was rewritten."""
+    """Whether the history was rewritten. If so, ``tokens`` are all tokens before the next answer;
+    otherwise they are the tokens after the last answer."""
     max_tokens: int | None = None
     """Maximum length of the next answer, if the environment sets one."""
     is_replayable: bool = False
-    """Whether the environment gives the same tokens again for the same answers; set in the turn
-    that opens an episode."""
+    """Whether the environment is deterministic: the same answers lead to the same tokens. Set in
+    the first turn of an episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sequence:
-    """Tokens of an engine: given tokens, and sampled tokens after them.
+    """Tokens as an engine saw them: given tokens, and sampled tokens after them.
 
     Four arrays of one length T. ``sampled`` marks the sampled tokens. For the others, ``logprobs``
     is 0 and ``versions`` is -1.
@@ -155,9 +155,9 @@ class Sequence:
     sampled: np.ndarray
     """bool [T]."""
     logprobs: np.ndarray
-    """float32 [T], of the distribution that the token was drawn from, temperature included."""
+    """float32 [T], log-prob under the distribution that was sampled, temperature included."""
     versions: np.ndarray
-    """int32 [T], the policy version that the token was drawn from."""
+    """int32 [T], the policy version that sampled the token."""
 
     @classmethod
     def of(cls, given: abc.Sequence[int], completion: Completion) -> "Sequence":
@@ -195,15 +195,15 @@ class Rollout:
     """Number among the rollouts of its prompt, from 0."""
     sequences: tuple[Sequence, ...]
     text: str
-    """Sampled tokens, decoded, to look at."""
+    """Sampled tokens, decoded, for display."""
     stop_reason: StopReason
     reward: float
     metrics: dict[str, "Entry"] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
-    """Part of ``reward`` that followed each turn; empty if only the whole is known."""
+    """Part of ``reward`` that followed each turn; empty if only the total is known."""
     turn_lengths: tuple[int, ...] = ()
-    """Number of sampled tokens of each turn, in the order of the sequences, as ``turn_rewards``.
-    Empty if each run of sampled tokens is a turn."""
+    """Number of sampled tokens of each turn, in the order of ``turn_rewards``, which is that of the
+    sequences. Empty if each contiguous run of sampled tokens is a turn."""
 
     @classmethod
     def single_turn(cls, prompt: Prompt, completion: Completion, **fields: Any) -> "Rollout":
@@ -243,7 +243,7 @@ class Batch:
     loss_weights: torch.Tensor
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     rollouts: torch.Tensor | None = None
-    """Number of the rollout of each sequence, int64 [N]; None if each is a rollout of its own."""
+    """Index of the rollout of each sequence, int64 [N]; None if each sequence is a rollout."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -259,7 +259,7 @@ class Batch:
         return [*rows.values()]
 
     def token_index(self, rows: abc.Sequence[int]) -> torch.Tensor:
-        """Return the places, int64, of all tokens of the given sequences, in the given order."""
+        """Return the indices, int64, of all tokens of the given sequences, in the given order."""
         index = torch.tensor(rows, dtype=torch.int64)
         starts = (self.lengths.cumsum(0) - self.lengths)[index]
         lengths = self.lengths[index]

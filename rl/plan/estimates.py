@@ -1,5 +1,5 @@
-"""Estimates of the memory of forward and backward passes, in bytes, which does not follow from
-layouts.
+"""Estimates, in bytes, of the memory of forward and backward passes. Layouts do not determine this
+memory.
 
 Activations are the tensors that autograd saves in torchtitan's Qwen3. Allocators, workspaces of
 kernels and communication buffers need memory too: leave a tenth of a device free.
@@ -18,13 +18,13 @@ from rl.training.config import TrainerConfig
 
 
 def computed_bytes(trainer: TrainerConfig) -> int:
-    """Return the bytes of an element in a forward pass."""
+    """Return the bytes per element of the dtype of forward passes."""
     return DTYPE_BYTES[trainer.training.mixed_precision_param]
 
 
 def micro_batch_cells(setting: Setting, trainer: TrainerConfig) -> int:
     """Return the maximum number of tokens, padding included, in a forward pass on a data-parallel
-    rank: those of sequences of maximum length.
+    rank. Every sequence is assumed to have the maximum length.
     """
     share = -(-setting.sequences // trainer.dp_degree) * setting.longest
     limit = trainer.micro_batch_tokens or trainer.micro_batch_size * setting.longest
@@ -38,7 +38,7 @@ def activations(setting: Setting, name: str) -> int:
     shape = shape_of(role.model)
     p = computed_bytes(role.trainer)
     tokens = micro_batch_cells(setting, trainer) // trainer.parallelism.context_parallel_degree
-    row = 0 if setting.cuda else setting.longest  # of the dense mask, which each layer casts
+    row = 0 if setting.cuda else setting.longest  # each layer casts its dense mask
     whole, entry, kept = (tokens * size for size in _layer(trainer, shape, p, row))
     policy = trainer.activation_checkpoint
     if name not in LEARNING:
@@ -55,11 +55,11 @@ def activations(setting: Setting, name: str) -> int:
 
 
 def _layer(trainer: TrainerConfig, shape: ModelShape, p: int, row: int) -> tuple[int, int, int]:
-    """Return three numbers of bytes per token of a layer: all that autograd saves, the input alone,
-    and what selective checkpointing keeps.
+    """Return the bytes per token of a layer: all saved tensors, the input alone, and the tensors
+    that selective checkpointing keeps.
 
-    Norms save two float32 tensors, linear layers their inputs, attention queries, keys and values.
-    Experts also save an int64 index for each element that goes to an expert.
+    Norms save two float32 tensors. Linear layers save their inputs. Attention saves queries, keys
+    and values. Experts also save an int64 index for each element that goes to an expert.
     """
     tp = trainer.parallelism.tensor_parallel_degree
     d = shape.dim // (tp if trainer.parallelism.enable_sequence_parallel else 1)
@@ -78,8 +78,8 @@ def _feed_forward_width(shape: ModelShape) -> int:
 
 
 def logits(setting: Setting, role: Role) -> int:
-    """Return the bytes of the logits that exist at once on a rank: as computed, in float32, and
-    the exponentials or gradients of these.
+    """Return the bytes of the logits that exist at once on a rank: the logits in the dtype of
+    forward passes, in float32, and the exponentials or gradients of the float32 logits.
     """
     if role.head == "values":
         return 0
@@ -93,10 +93,10 @@ def logits(setting: Setting, role: Role) -> int:
 
 def gathered(setting: Setting, name: str) -> int:
     """Return the bytes that FSDP gathers at once: two layers, the head and the embedding, and the
-    gradients of the largest of these.
+    gradients of a layer or of the head and the embedding, whichever is larger.
 
-    A gradient exists as computed and, for the reduction, in float32. The gradient of the head is
-    also accumulated in float32.
+    A gradient exists in the dtype of the backward pass and, for the reduction, in float32. The
+    gradient of the head is also accumulated in float32.
     """
     role = setting.roles[name]
     groups = _groups(setting.held[name], role)
@@ -110,8 +110,8 @@ def gathered(setting: Setting, name: str) -> int:
 
 
 def _groups(layouts: tuple[Layout, ...], role: Role) -> dict[str, int]:
-    """Return the numbers of elements of each layer, and of the embedding, norm and head together
-    ("ends"), that rank 0 has while it computes.
+    """Return the number of parameter elements that rank 0 has while it computes, for each layer and
+    for the embedding, norm and head together ("ends").
     """
     degrees = role.trainer.parallelism
     replica = role.trainer.ranks // degrees.data_parallel_replicate_degree
@@ -133,8 +133,8 @@ def rope_tables(setting: Setting, role: Role) -> int:
 
 
 def engine_step(setting: Setting) -> int:
-    """Return the bytes that an engine step needs on a generator rank: activations of its tokens and
-    three copies of float32 logits.
+    """Return the bytes that an engine step needs on a generator rank: the activations of the step's
+    tokens, and three float32 copies of the logits of sampled tokens.
     """
     generator = setting.rl.generator
     shape = setting.shape
@@ -142,7 +142,7 @@ def engine_step(setting: Setting) -> int:
     p = setting.transfer_bytes
     wide = 4 * shape.dim + (2 * _feed_forward_width(shape) + shape.n_heads * shape.head_dim) // tp
     tokens = generator.max_batched_tokens
-    sampled = generator.max_running_requests  # on a GPU, vLLM measures a step of so many
+    sampled = generator.max_running_requests  # the step with which vLLM profiles GPU memory
     if not setting.cuda:
         tokens = max(tokens, shape.max_seq_len)
         sampled = min(sampled, math.ceil(setting.sequences_sampled / generator.replicas))

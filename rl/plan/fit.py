@@ -16,18 +16,18 @@ MAX_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of one device or host, and the ranks that use it at the moment of the largest use."""
+    """Memory of one device or host, and the ranks that use it at peak usage."""
 
     name: str
     kind: Literal["device", "host"]
     ranks: tuple[RankMemory, ...]
     limit: int
     on_host: bool
-    """Selects the ranks' items that count."""
+    """Whether the ranks' items on the host are counted, instead of those on the device."""
 
     @property
     def used(self) -> int:
-        """Number of bytes."""
+        """Number of bytes in use."""
         return sum(rank.total(on_host=self.on_host) for rank in self.ranks)
 
     def as_json(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class Memory:
 
 
 def memories(setting: Setting, ranks: list[RankMemory]) -> list[Memory]:
-    """Return every device and every host of the run. On CPU each rank is its own device."""
+    """Return the memory of every device and host of the run. On CPU each rank is a device."""
     limit = int(setting.device.memory_gib * GIB)
     host_limit = int(setting.hardware.host_gib * GIB)
     devices: dict[str, list[RankMemory]] = {}
@@ -56,8 +56,8 @@ def memories(setting: Setting, ranks: list[RankMemory]) -> list[Memory]:
 
 
 def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemory, ...]:
-    """Return a device's ranks with the items that they hold at once. Of the ranks that share the
-    device, the largest holds all of its items, the others hold those that cannot move.
+    """Return a device's ranks with the items that they hold at once. Among ranks that take turns on
+    the device, the largest holds all of its items. The others hold only items that cannot move.
     """
     sharing = [rank for rank in ranks if rank.role in shared]
     resident = max(sharing, key=lambda rank: rank.total(on_host=False), default=None)
@@ -70,7 +70,7 @@ def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemor
 
 
 def complaints(setting: Setting, found: list[Memory]) -> list[str]:
-    """Return a message for each lack of memory. Equal ranks are named once."""
+    """Return a message for each memory that is too small. Equal ranks are named once."""
     messages: dict[tuple[Any, ...], str] = {}
     for memory in found:
         if memory.used > memory.limit:

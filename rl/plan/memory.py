@@ -18,14 +18,14 @@ from rl.weights.shared_memory import HEADER_BYTES, SLOTS, Segment
 from rl.weights.transport import Transfer
 
 GIB = 2**30
-# A process on CPU, with its libraries.
+# Bytes of a process on CPU, with its libraries.
 TRAINER_PROCESS = GIB * 3 // 4
 GENERATOR_PROCESS = GIB * 5 // 4
 WORKER_PROCESS = GIB * 5 // 8
 # With communicators and workspaces, on the GPU and on the host.
 CUDA_CONTEXT = 2 * GIB
 CUDA_PROCESS = 3 * GIB
-# Number of states for each element of a parameter, by optimizer.
+# Number of optimizer states per element of a parameter, by optimizer.
 STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
 
 
@@ -52,7 +52,7 @@ class RankMemory:
     items: tuple[Item, ...]
 
     def total(self, *, on_host: bool) -> int:
-        """Return the bytes on its host, or on its device."""
+        """Return the bytes of the items on the rank's host if ``on_host``, else on its device."""
         return sum(item.bytes for item in self.items if item.on_host == on_host)
 
     def named(self, *names: str) -> tuple[Item, ...]:
@@ -90,8 +90,8 @@ def all_ranks(setting: Setting) -> list[RankMemory]:
 
 
 def environment_workers(setting: Setting) -> list[RankMemory]:
-    """Return the processes that hold the environments of episodes, on the first host. What the
-    environments themselves hold is not counted.
+    """Return the processes on the first host that run the environments of episodes. The memory of
+    the environments themselves is not counted.
     """
     if setting.episodes is None:
         return []
@@ -115,7 +115,7 @@ def _rank(setting: Setting, mesh: str, rank: int, place: Place, items: list[Item
 
 
 def _model_items(setting: Setting, name: str, layout: Layout) -> list[Item]:
-    """Return what a role's rank keeps from step to step."""
+    """Return the items that a role's rank keeps from step to step."""
     role = setting.roles[name]
     trainer = role.trainer
     size = DTYPE_BYTES[trainer.training.dtype]
@@ -153,7 +153,7 @@ def _state_bytes(trainer: TrainerConfig, name: str) -> int:
 
 
 def _passes(setting: Setting, name: str) -> list[Item]:
-    """Return the memory that a role's ranks need while they compute."""
+    """Return the items that a role's ranks need while they compute."""
     sizes = {
         "activations": estimates.activations(setting, name),
         "logits": estimates.logits(setting, setting.roles[name]),
@@ -164,7 +164,7 @@ def _passes(setting: Setting, name: str) -> list[Item]:
 
 def _push_sizes(setting: Setting) -> tuple[list[int], list[int]]:
     """Return the bytes of each trainer rank's two slots, and of each generator rank's buffers for
-    what it receives before it pulls.
+    received data.
     """
     transfer = transfer_of(setting)
     staging = [0] * len(setting.wanted)
@@ -183,7 +183,7 @@ def _push_sizes(setting: Setting) -> tuple[list[int], list[int]]:
 
 
 def transfer_of(setting: Setting) -> Transfer:
-    """Return the transfer that both ends of the push will have."""
+    """Return the transfer that both ends of the push use."""
     weights = setting.rl.weights
     generator = setting.rl.generator
     dtype = getattr(torch, generator.dtype)
@@ -193,7 +193,7 @@ def transfer_of(setting: Setting) -> Transfer:
 
 
 def _generator_items(setting: Setting, staging: int) -> list[Item]:
-    """Return the memory of a generator's rank, which is the same for all generators."""
+    """Return the items of a generator's rank, which are the same for all generators."""
     generator = setting.rl.generator
     weights = generator_weights(setting)
     items = [Item("parameters", weights), Item("push staging", staging, on_host=True)]

@@ -14,7 +14,7 @@ from rl.session.config import Role
 
 
 class Plan:
-    """Plan of a run of ``config``. Starts no process.
+    """Plan of a run of ``config``. Building a plan starts no process.
 
     Raises ConfigError if a model cannot be read.
     """
@@ -35,8 +35,8 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON-able data, with sizes in bytes and times in seconds.
 
-        ``kv_cache`` and ``push`` are None if the run has no generators, ``episodes`` if its task is
-        no environment.
+        ``kv_cache`` and ``push`` are None if the run has no generators. ``episodes`` is None if the
+        task has no environment.
         """
         setting = self.setting
         sizes = sizes_of(setting.shape, fuse_qkv=setting.config.model.fuse_qkv)
@@ -99,7 +99,7 @@ class Plan:
 
 
 def degrees_of(role: Role) -> dict[str, int]:
-    """Return the degrees of torchtitan's mesh."""
+    """Return the parallel degrees of torchtitan's mesh."""
     parallelism = role.trainer.parallelism
     return {
         "dp_replicate": parallelism.data_parallel_replicate_degree,

@@ -20,15 +20,18 @@ class Push:
     over_network: bool
     bottleneck: str
     seconds: float
-    """Minimum time: that of the busiest end at the full rate of its link."""
+    """Minimum time: the time of the busiest rank at the full rate of its link."""
 
 
 def push_of(setting: Setting) -> Push:
     """Return the push between the config's layouts and places.
 
-    A device sends and receives at the rate of its network adapter between hosts, of its link by
-    ``cuda_ipc``, and of the host's memory on CPU. The way from a GPU through the host's memory is
-    assumed to have the adapter's rate, which is about that of PCIe.
+    The rate of a device is that of:
+
+    - its network adapter between hosts;
+    - its link to other GPUs with ``cuda_ipc``;
+    - its memory on CPU;
+    - its network adapter for a copy through the host's memory, since PCIe is about as fast.
     """
     device = setting.device
     size = setting.transfer_bytes

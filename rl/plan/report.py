@@ -141,7 +141,7 @@ def _row(label: str, cells: Iterable[str]) -> str:
 
 
 def _fullest(ranks: Sequence[RankMemory]) -> list[RankMemory]:
-    """Return the rank of each role that has most memory on its device."""
+    """Return the rank of each role that uses the most memory on its device."""
     by_role: dict[str, RankMemory] = {}
     for rank in ranks:
         known = by_role.setdefault(rank.role, rank)

@@ -23,8 +23,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Setting:
-    """A config with the layouts and places that follow from it. Takes a second or two and starts
-    no process.
+    """A config with the layouts and places that follow from it. Building it takes a second or two
+    and starts no process.
 
     Raises ConfigError if a model cannot be read.
     """
@@ -44,15 +44,15 @@ class Setting:
         self.generators: list[Place] = []
         """Places of the generators, if the run has any."""
         self.shared = frozenset[str]()
-        """Roles that take turns: one at a time has memory on the device."""
+        """Roles that take turns on shared devices: only one at a time has its memory there."""
         sampling = config.sampling_run() if isinstance(config, SFTConfig) else config
         if isinstance(sampling, RLConfig):
             self._add_generators(sampling, placement)
 
     def _add_generators(self, config: RLConfig, placement: Placement) -> None:
-        """Set what runs with generators have: their places, and both ends of the push."""
+        """Set the attributes of runs with generators: their places, and both ends of the push."""
         self.rl = config
-        """Config of all that concerns the generators."""
+        """Config of the generators, of the push and of the rollouts."""
         self.generators = [*map(placement.generator, range(config.generator.replicas))]
         self.pushed = tuple(
             tuple(region for region in layout if not is_adapter(region.name))

@@ -1,9 +1,9 @@
-"""Estimate of the time of a step from the figures of the hardware: a model of three stages, good to
-about a factor of two.
+"""Estimate of the time of a step from the figures of the hardware: a model of three stages,
+accurate to about a factor of two.
 
-The model counts products, attention and bytes that are read. It does not count communication, the
-optimizer, ranks that wait for others, environments and rewards, except through the efficiencies:
-replace these by ``timing/*`` of a run, and compare configs rather than trust a number.
+The model counts matrix products, attention and bytes that are read. Communication, the optimizer,
+idle ranks, environments and rewards enter only through the efficiencies. Replace the efficiencies
+by measurements (``timing/*`` of a run). Use the estimate to compare configs.
 """
 
 import math
@@ -21,15 +21,15 @@ from rl.plan.memory import generator_weights, kv_sequences
 from rl.plan.push import Push
 from rl.plan.setting import LEARNING, Setting
 
-SELECTIVE = 7 / 6  # times a forward and a backward pass: half of the forward pass is recomputed
+SELECTIVE = 7 / 6  # cost over that of forward and backward: half of the forward is recomputed
 MEAN_SHARE = 0.5
-"""Mean lengths of prompts, completions and examples over their maximum lengths."""
+"""Assumed ratio of mean to maximum length of prompts, completions and examples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Times of a step and its stages, in seconds, and counts. Training on given examples is one
-    stage; what belongs to the others is 0.
+    """Times of a step and its stages, in seconds, and counts. Training on given examples is a
+    single stage: the figures of the other stages are 0.
     """
 
     generation: float
@@ -45,17 +45,17 @@ class Step:
     tokens: int
     """Number of tokens of all prompts and completions of a step."""
     tflop: float
-    """TFLOP of the policy's gradients."""
+    """Floating-point operations of the policy's forward and backward passes, in TFLOP."""
     assumptions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of a model's parameters."""
+    """Parameter counts of a model."""
 
     total: int
     active: int
-    """Number of parameters that a token is multiplied with."""
+    """Number of parameters that one token uses."""
     experts: int
     """Number of parameters of all experts together."""
 
@@ -146,7 +146,7 @@ def _flop(setting: Setting, name: str, tokens: float, length: float, *, train: b
     active = sizes_of(shape, fuse_qkv=role.model.fuse_qkv).active
     if role.head == "values":
         active -= shape.vocab_size * shape.dim
-    # causal: a token attends to half of the others on average
+    # causal: a token attends to half of the tokens on average
     attention = 2 * shape.n_layers * shape.n_heads * shape.head_dim * length
     forward = tokens * (2 * active + attention)
     policy = role.trainer.activation_checkpoint
@@ -176,8 +176,8 @@ def _training(setting: Setting, tokens: float, length: float) -> float:
 
 
 def _passes(setting: Setting) -> tuple[list[str], float]:
-    """Return the roles whose outputs for the batch a step needs before it learns, and how many
-    times the step learns from a sequence on average.
+    """Return the roles that must compute columns of the batch before its gradients, and the mean
+    number of gradient passes over a sequence.
     """
     config = setting.config
     if isinstance(config, RLConfig):
@@ -195,8 +195,9 @@ def _generation(setting: Setting, prompt: float, completion: float) -> tuple[flo
     """Return the seconds of generation and the number of sequences that a generator decodes at
     once.
 
-    Prompts are bound by products, once for each group with a prefix cache. A decoding step is bound
-    by the reads of weights, keys and values, or by products.
+    The time of prompts is that of their matrix products. With a prefix cache, a prompt is computed
+    once for each group. A decoding step is limited by matrix products or by reading the weights,
+    keys and values.
     """
     generator = setting.rl.generator
     hardware = setting.hardware

@@ -53,7 +53,7 @@ This page is generated: edit the docstrings in the source, then run
 
 @dataclass
 class Section:
-    """A dataclass, and all places in a config that hold one."""
+    """A dataclass, and all places in a config that hold an instance of it."""
 
     kind: type
     places: dict[str, tuple[Any, Effect | None]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def record() -> str:
-    """Return default and range of each field of the shipped configs, and its text, as JSON."""
+    """Return default, range and text of each field of the shipped configs, as JSON."""
     sources = {path for path, _ in shipped_sources().values()}
     texts = dict[str, str]()
     configs = dict[str, dict[str, list[str]]]()
@@ -125,7 +125,7 @@ def sections() -> dict[type, Section]:
 def _collect(
     kind: type, place: str, default: Any, effect: Effect | None, found: dict[type, Section]
 ) -> None:
-    """Add ``kind``, the classes that can take its place, and all below them to ``found``."""
+    """Add ``kind``, its replacements, and the dataclasses of all their fields to ``found``."""
     for each in (*_bases(kind), kind, *_choices(kind)):
         section = found.setdefault(each, Section(each))
         section.places[place] = (default if isinstance(default, each) else None, effect)
@@ -173,7 +173,7 @@ def _default(kind: type, name: str, instance: Any) -> Any:
 
 
 def _first(content: Any) -> Any:
-    """Return the first element of a list or dict, None if it is empty; else the content."""
+    """Return the first element of a list or dict (None if empty), or any other value itself."""
     if isinstance(content, (list, tuple, dict)):
         items = content.values() if isinstance(content, dict) else content
         return next(iter(items), None)
@@ -181,7 +181,7 @@ def _first(content: Any) -> Any:
 
 
 def dataclasses_in(hint: Any) -> Iterator[tuple[type, str]]:
-    """Yield the dataclasses of a type, with what follows the field's name to reach them."""
+    """Yield the dataclasses of a type, each with the suffix of the field's name that reaches it."""
     suffixes = {dict: ".NAME", list: ".N", tuple: ".N"}
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         yield hint, ""
@@ -301,7 +301,7 @@ def _bounds_texts(hint: Any) -> list[str]:
 def _class_doc(kind: type) -> str:
     """Return the docstring of a dataclass, or that of the part that it configures.
 
-    Of torchtitan's only the first paragraph is about the config.
+    Only the first paragraph of a docstring of torchtitan is about the config.
     """
     owner = getattr(kind, "_owner", None)
     source = owner if owner is not None and owner.Config is kind else kind

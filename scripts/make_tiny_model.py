@@ -44,7 +44,7 @@ MARKUP = [f"<{end}{name}>" for name in ("think", "tool_call", "tool_response") f
 CHAT_TEMPLATE = Path(__file__).with_name("qwen3_chat.jinja")
 VOCAB_SIZE = 512
 LARGEST = 99
-"""Largest number of a demonstration."""
+"""Largest number in a demonstration."""
 
 
 def gives_away(rng: random.Random) -> tuple[str, str]:
@@ -119,7 +119,7 @@ TEMPLATES = [gives_away, fills_boxes, shares, compares]
 
 
 def make_problems(lines: int, seed: int) -> list[dict[str, str]]:
-    """Return word problems in GSM8K's form; no question comes twice."""
+    """Return word problems in GSM8K's form, without repeated questions."""
     rng = random.Random(seed)
     problems: dict[str, str] = {}
     while len(problems) < lines:
@@ -129,8 +129,8 @@ def make_problems(lines: int, seed: int) -> list[dict[str, str]]:
 
 
 def make_demonstrations(lines: int, seed: int) -> list[dict[str, Any]]:
-    """Return conversations that compute an expression of the calculator task by a tool call. None
-    of them is held out; no expression comes twice.
+    """Return conversations that compute an expression of the calculator task by a tool call. No
+    expression is held out or repeated.
     """
     from rl.tasks.calculator import OPERATIONS, TOOLS, is_held_out, question  # takes seconds
 
@@ -156,7 +156,7 @@ def make_demonstrations(lines: int, seed: int) -> list[dict[str, Any]]:
 
 def problem_text(problem: dict[str, str]) -> str:
     """Return a text with the words of a prompt and its answer."""
-    # Roles and instruction are in every prompt, so they deserve tokens of their own.
+    # Roles and the instruction are in every prompt, so the tokenizer learns tokens for them.
     words = "system\nuser\nassistant"
     return f"{words}\n{problem['question']}\n{INSTRUCTION}\n{problem['answer']}"
 

@@ -44,13 +44,13 @@ async def main(steps: int = STEPS) -> None:
             prompts = [task.prompt(step * PROMPTS + number) for number in range(PROMPTS)]
             rollouts = await session.rollout(task, prompts, samples=SAMPLES, max_tokens=MAX_TOKENS)
 
-            # Compare each reward with the others of its prompt.
+            # Compute advantages: compare each reward with the other rewards of its prompt.
             rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
             groups = rewards.view(-1, SAMPLES)
             centred = groups - groups.mean(dim=1, keepdim=True)
             advantages = (centred / (groups.std(dim=1, keepdim=True) + 1e-6)).float().flatten()
 
-            # Take one optimizer step, and bring the generator the new weights.
+            # Take one optimizer step, and push the new weights to the generator.
             batch = rl.make_batch(rollouts, advantages, reduction="sequence_mean")
             await session.forward_backward(batch, loss)
             lr = LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS)
@@ -62,7 +62,7 @@ async def main(steps: int = STEPS) -> None:
                 flush=True,
             )
 
-        # Decode greedily what the task holds out.
+        # Evaluate with greedy decoding on held-out prompts.
         held_out = task.eval_prompts(256)
         rollouts = await session.rollout(
             task, held_out, samples=1, max_tokens=MAX_TOKENS, temperature=0.0

@@ -112,9 +112,7 @@ def random_batch(config: RLConfig, seed: int) -> Batch:
 
 
 def train(engine: TrainingEngine, batch: Batch, config: RLConfig) -> dict[str, float]:
-    """Take one optimizer step on this rank's share of the batch, which every rank knows as a
-    whole.
-    """
+    """Take one optimizer step on this rank's share of the batch. Every rank has the whole batch."""
     mine = batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
     loss = config.algorithm.loss.build()
     temperature = config.rollout.temperature

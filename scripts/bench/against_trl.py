@@ -5,12 +5,12 @@ Usage: python scripts/bench/against_trl.py [--rounds N] [--steps N] [--trl-env D
 
 Both train a Qwen3 of 3.3 million random parameters from one folder, in fp32, by GRPO with DAPO's
 loss: 8 prompts x 8 completions x 32 tokens a step, none shorter, with the same prompts and reward
-(grpo_work.py). Each has the whole host in turn: TRL's process as many threads as there are cores,
-Tiller's processes one thread each. Tiller runs in lockstep and with rollouts of one step before
-(max_staleness 1), its canary and its records as they are by default; the ratio is that of the
-quicker. A step's seconds are the median of those after the first five; ratios are medians over the
-rounds. TRL's threads wait for each other without spinning, since spinning threads would take time
-from computing on a busy host.
+(grpo_work.py). They run alternately, each with the whole host: TRL's process has one thread per
+core, Tiller's processes have one thread each. Tiller runs in lockstep and with rollouts of the
+previous step (max_staleness 1), with the default canary and records. The ratio is that of the
+faster run. A step's seconds are the median of those after the first five; ratios are medians over
+the rounds. TRL's threads wait for each other without spinning, since spinning threads would take
+time from computing on a busy host.
 
 TRL is installed, once, into an environment of its own from the package index that pip is configured
 for; nothing else is downloaded.
@@ -75,7 +75,7 @@ def trl_python(folder: Path) -> Path:
 
 
 def write_model(folder: Path, fields: dict[str, Any] = MODEL) -> None:
-    """Write random weights, and a tokenizer with as many words as the model has embeddings."""
+    """Write random weights, and a tokenizer whose vocabulary has the size of the model's."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -143,7 +143,7 @@ def _run(command: Sequence[str | Path], **variables: str) -> str:
 
 
 def compare(python: Path, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
-    """Measure all sides by turns."""
+    """Measure all sides alternately."""
     model = folder / "model"
     write_model(model)
     seconds: dict[str, list[float]] = {"trl": [], **{name: [] for name in OURS}}
@@ -161,7 +161,7 @@ def compare(python: Path, rounds: int, steps: int, folder: Path) -> dict[str, An
 
 
 def result_of(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the ratios of each round's seconds. The short name is that of our quicker way."""
+    """Return the medians of the rounds' ratios. ``trl_over_ours`` is that of our faster run."""
     ratios = {
         f"trl_over_{name}": statistics.median(
             t / o for t, o in zip(seconds["trl"], seconds[name], strict=True)

@@ -45,7 +45,7 @@ def rloo() -> RLConfig:
 
 
 def reinforce_plus_plus() -> RLConfig:
-    """REINFORCE++ with its group's mean as baseline."""
+    """REINFORCE++ with the mean of the group as baseline."""
     config = quickstart()
     config.algorithm.advantage = ReinforcePlusPlus.Config(baseline="group_mean")
     return config
@@ -70,7 +70,7 @@ def cispo() -> RLConfig:
 
 
 def dppo() -> RLConfig:
-    """A trust region of probabilities."""
+    """DPPO, whose trust region is defined on probabilities."""
     return _twice(DPPOLoss.Config(entropy_coef=ENTROPY))
 
 
@@ -82,8 +82,8 @@ def stale() -> RLConfig:
 
 
 def stale_recomputed() -> RLConfig:
-    """Ratios against the trainer's weights before the step, without weights that correct for
-    staleness.
+    """Ratios against log-probs that the trainer recomputes before the step, without a correction
+    for staleness.
     """
     config = stale()
     config.algorithm.old_logprobs = "recomputed"

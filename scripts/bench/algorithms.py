@@ -1,14 +1,14 @@
-"""Algorithms on copy_digits: which bring a random Qwen3 of 100 thousand parameters above 0.9, and
-how fast.
+"""Algorithms on copy_digits: which of them train a random Qwen3 of 100 thousand parameters to a
+reward above 0.9, and in how many steps.
 
 Usage: python scripts/bench/algorithms.py [--off-policy | --only NAME ...] [--seeds N] [--steps N]
 [--plot F] [--json]
 
-Each is a config of algorithm_configs.py, the quickstart's except for the algorithm, and is trained
-once per seed, in at most --steps steps (200) of 32 prompts x 8 completions. "solved" are those
-whose exact match on 256 held-out prompts, greedy, is above 0.9 with every seed. "steps" is when the
-mean reward of ten steps first was above 0.9, the worst of the seeds. With --off-policy all are four
-steps stale (max_staleness 4, deterministic), with each of the corrections.
+Each is the quickstart with another algorithm (algorithm_configs.py) and is trained once per seed,
+in at most --steps steps (200) of 32 prompts x 8 completions. "solved": the exact match on 256
+held-out prompts, greedy, is above 0.9 with every seed. "steps": the first step at which the mean
+reward of ten steps is above 0.9, for the worst seed. With --off-policy, rollouts are four steps
+stale (max_staleness 4, deterministic), and each correction is tried.
 """
 
 import argparse

@@ -32,7 +32,7 @@ Kind = Literal["unified", "native"]
 @dataclass(frozen=True, slots=True)
 class Work:
     """Completions of an engine, its wall time and CPU time in seconds, and the number of prompt
-    tokens that it found in its prefix cache.
+    tokens found in the prefix cache.
     """
 
     completions: list[Completion]
@@ -72,7 +72,7 @@ class BareEngine:
         self._answer()
 
     def generate(self, requests: list[GenerationRequest]) -> Work:
-        """Add all requests, then step until they have finished."""
+        """Add all requests, and step the engine until all are finished."""
         self._pipe.send(requests)
         return self._answer()
 
@@ -95,7 +95,7 @@ def write_model(
     weights: dict[str, torch.Tensor],
     state: dict[str, torch.Tensor],
 ) -> None:
-    """Write the folder that engines start from: torchtitan's parameters, and its state dict under
+    """Write the folder that engines load: torchtitan's parameters, and the same state dict with
     Hugging Face's names.
     """
     shape = shape_of(model)
@@ -111,7 +111,7 @@ def write_model(
 
 
 def serve(fd: int) -> None:
-    """Build the engine of the first message, then answer requests. Never returns."""
+    """Build the engine that the first message describes, then serve requests. Never return."""
     pipe = Connection(fd)
     engine = _start(*pipe.recv())
     pipe.send(None)
@@ -120,7 +120,7 @@ def serve(fd: int) -> None:
 
 
 def _start(kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path) -> Any:
-    """Return an engine with the options of Tiller's own."""
+    """Return an engine with the same options as Tiller's engine."""
     from vllm import EngineArgs, LLMEngine
 
     from rl.generation.model import ARCHITECTURE, LOAD_FORMAT, register

@@ -1,13 +1,13 @@
-"""Memory of a policy, its reference and its critic on one device: each with its own part of it, or
-by turns.
+"""Memory of a policy, its reference and its critic on one device: all resident at once, or one at
+a time.
 
 Usage: python scripts/bench/colocation.py [--steps N] [--json]
 
-Three engines of one rank take PPO steps, in the order in which the controller asks them, through
-its Models: log-probs of policy and reference, values, gradients and steps of policy and critic.
-Counted are the bytes that parameters, gradients and optimizer states have on the device after every
-call; activations come on top in both cases, those of one model at a time. "peak" is the largest
-sum. Both sides end with the same weights, which is checked.
+Three engines of one rank take PPO steps through Models, in the controller's order: log-probs of
+policy and reference, values, gradients and steps of policy and critic. The benchmark counts the
+bytes of parameters, gradients and optimizer states on the device after every call. Activations, of
+one model at a time, come on top in both cases. "peak" is the largest sum. It is checked that both
+sides end with the same weights.
 """
 
 import argparse
@@ -46,7 +46,7 @@ ROLES: dict[str, Head] = {"trainer": "logprobs", "reference": "logprobs", "criti
 
 
 class Local:
-    """An engine of this process as a group that Models can call."""
+    """Actor group with one engine in this process, which Models can call."""
 
     def __init__(self, head: Head, folder: str, usage: "Usage"):
         self._head = head
@@ -113,7 +113,7 @@ def device_bytes(engine: TrainingEngine) -> int:
         *(s for s in states if s.dim()),
     ]
     storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
-    # FSDP's gradients share some
+    # some of FSDP's gradients share a storage, which is counted once
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -67,7 +67,7 @@ def configured(pipeline: str, bound: int, rollouts: int) -> RLConfig:
 
 
 def loop_in(folder: str, config: RLConfig, marks: Marks) -> RLTrainer:
-    """Return the trainer's loop over meshes that take no time."""
+    """Return the trainer's loop with meshes that answer at once."""
     trainer: Any = Trainer(marks)
     meshes = SimpleNamespace(
         models=lambda: {"trainer": trainer},
@@ -104,7 +104,7 @@ def costs(config: RLConfig, marks: Marks) -> tuple[float, float]:
 
 
 def measure(pipeline: str, bound: int, *, repeats: int, long: int) -> dict[str, Any]:
-    """Measure one pipeline in runs of both lengths, by turns."""
+    """Measure one pipeline in alternating runs of both lengths."""
     short_config = configured(pipeline, bound, SHORT)
     long_config = configured(pipeline, bound, long)
     growths = []
@@ -133,8 +133,8 @@ def measure(pipeline: str, bound: int, *, repeats: int, long: int) -> dict[str, 
 
 
 def fill(loop: RLTrainer, tokens: int) -> None:
-    """Put ``SAVED`` finished rollouts of ``tokens`` tokens into the ledger. No two share a list, as
-    if they came from messages.
+    """Put ``SAVED`` finished rollouts of ``tokens`` tokens into the ledger. No two rollouts share
+    a list, like rollouts from messages.
     """
     ledger = loop.ledger
     samples = SAVED // (2 * loop.arguments.rollout.prompts_per_step)
@@ -230,7 +230,7 @@ def main() -> None:
     options = parser.parse_args()
     cases = [(pipeline, bound) for pipeline in options.pipelines for bound in options.bounds]
     rows = []
-    run(configured("deterministic", 0, SHORT))  # imports and allocates what is needed once
+    run(configured("deterministic", 0, SHORT))  # warm-up: imports and first allocations
     gc.freeze()  # as rl.train does
     for case in cases:
         rows.append(

@@ -58,10 +58,10 @@ from rl.types import (
 )
 
 SAMPLES = 8
-BLOCK = 32  # tokens of a block of the KV cache
+BLOCK = 32  # tokens per block of the KV cache
 FEW = 100  # episodes
 MANY = 2_000
-TURNS = 8  # of an episode whose cost is measured
+TURNS = 8  # turns of an episode whose cost is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class Ours:
         await self._session.connect()
 
     def play(self, seed: int) -> tuple[list[list[GenerationRequest]], float]:
-        """Return the requests of each round of episodes, and the seconds of all."""
+        """Return the requests of each round of episodes, and the seconds of all rounds."""
         rounds: list[list[GenerationRequest]] = []
         case = self._case
 
@@ -157,7 +157,7 @@ class Ours:
 
 
 def against_engine(case: Case, rounds: int, folder: Path) -> dict[str, float]:
-    """Measure episodes and their requests on a bare engine, by turns."""
+    """Measure episodes, and the same requests on a bare engine, alternately."""
     config = GeneratorConfig(kv_cache_gib=0.25, block_size=BLOCK)
     weights, state = random_weights(case.model)
     write_model(folder, case.model, weights, state)
@@ -216,7 +216,7 @@ async def _instant(requests: list[GenerationRequest]) -> list[Completion]:
 
 
 def turn_cost(task: EnvironmentTask, episodes: int) -> float:
-    """Return the CPU seconds of a turn with so many episodes at once."""
+    """Return the CPU seconds per turn with ``episodes`` concurrent episodes."""
     collector = EpisodeCollector(Environments(task), longest=2048, seed=0, watch=Stopwatch())
     prompts = [task.prompt(number) for number in range(-(-episodes // SAMPLES))]
     begun = time.process_time()
@@ -233,7 +233,7 @@ def turn_cost(task: EnvironmentTask, episodes: int) -> float:
 
 
 def concurrency(folder: Path, many: int, repeats: int) -> dict[str, float]:
-    """Measure the cost of a turn with few and with many episodes, by turns."""
+    """Measure the cost of a turn with few and with many episodes, alternately."""
     model = str(folder / "model")
     data = str(folder / "problems.jsonl")
     script = Path(__file__).parents[1] / "make_tiny_model.py"
@@ -242,7 +242,7 @@ def concurrency(folder: Path, many: int, repeats: int) -> dict[str, float]:
     task = Talk.Config(max_turns=TURNS, max_episode_tokens=2048).build(
         seed=0, model=ModelConfig(hf_path=model, max_seq_len=2048)
     )
-    turn_cost(task, FEW)  # imports and allocates what is needed once
+    turn_cost(task, FEW)  # warm-up: imports and first allocations
     gc.freeze()  # as rl.train does
     growths = []
     costs = []

@@ -1,11 +1,11 @@
 """Generation through router and actor against a bare vLLM engine, and torchtitan's Qwen3 in vLLM
-against vLLM's own.
+against vLLM's own Qwen3.
 
 Usage: python scripts/bench/generator.py [--rounds N] [--no-compile] [--json]
 
-All sides have the same weights, in fp32, and get the same prompts, seeds and sampling by turns,
-each in a process of its own with one thread: the generator's actor, called through the router, in
-one call for all groups and in one call a group, all in flight together; and plain loops over a
+All sides have the same weights, in fp32, and run alternately on the same prompts, seeds and
+sampling, each in its own process with one thread: the generator's actor, called through the router
+once for all groups, or once per group with all calls in flight together; and plain loops over an
 ``LLMEngine`` with torchtitan's model (unified) and vLLM's (native), eager and compiled. Actor and
 engine are compared in tokens per second on the wall, the models in tokens per second of CPU time,
 which other programs on the host disturb least. Ratios are medians over the rounds. "alike" is the
@@ -131,7 +131,7 @@ class Ours:
 
 
 def random_weights(model: ModelConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return random parameters, and the state dict that Hugging Face's names are made from. The
+    """Return random parameters, and the state dict that is converted to Hugging Face's names. The
     weights are scaled up, so that some tokens are likely.
     """
     torch.manual_seed(0)
@@ -154,8 +154,8 @@ Side = Callable[[list[GenerationRequest]], Work]
 def compare(
     sides: dict[str, Side], case: Case, rounds: int
 ) -> tuple[dict[str, list[Work]], float, float]:
-    """Return the rounds of each side after the first. In the first all are greedy: return the share
-    of equal completions, and the largest difference of their log-probs.
+    """Return the rounds of each side after the first round. The first round is greedy: also return
+    its share of equal completions, and the largest difference of their log-probs.
     """
     first, *others = (side(case.requests(0, temperature=0.0)) for side in sides.values())
     pairs = [
@@ -176,7 +176,7 @@ def compare(
 
 
 def run(case: Case, rounds: int, modes: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    """Start all sides, measure them by turns, and end them."""
+    """Start all sides, measure them alternately, and end them."""
     config = GeneratorConfig(kv_cache_gib=0.25)
     weights, state = random_weights(case.model)
     write_model(folder, case.model, weights, state)
@@ -214,8 +214,8 @@ def run(case: Case, rounds: int, modes: tuple[str, ...], folder: Path) -> dict[s
 
 
 def ratios(works: dict[str, list[Work]], modes: tuple[str, ...]) -> dict[str, float]:
-    """Return our speeds over the others'. Of both ways to call, and of both modes, the lower ratio
-    has the short name.
+    """Return our speeds over those of the other sides. A short name stands for the lowest ratio of
+    both ways to call and of both modes.
     """
 
     def ratio(ours: str, theirs: str, seconds: Callable[[Work], float]) -> float:

@@ -30,7 +30,8 @@ from rl.types import Completion, Prompt
 
 
 class EvenTokens(Task):
-    """Random words; the more even tokens follow, the better. Nothing ends a completion early."""
+    """Task with prompts of random words, whose reward is the share of even tokens. No token ends a
+    completion early."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):

@@ -51,7 +51,7 @@ def main(model_dir: str, steps: int) -> None:
         return scores
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    # beyond the model's vocabulary: nothing ends early
+    # a token outside the vocabulary, so that no completion ends early
     tokenizer.add_special_tokens({"eos_token": "<never>"})
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:

@@ -18,8 +18,8 @@ from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
 from rl.weights.transport import Sent
 
 LAYOUT = (Region("w", (1,), Box.whole((1,))),)
-TOKENS = 32  # of a completion
-RANKS = 8  # of the trainer, in a checkpoint
+TOKENS = 32  # tokens of a completion
+RANKS = 8  # ranks of the trainer that take part in a checkpoint
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class Generator(Mesh):
         return [self._completion(min(TOKENS, request.sampling.max_tokens)) for request in requests]
 
     def _completion(self, count: int) -> Completion:
-        """Return a completion with new lists, as from a message."""
+        """Return a completion with new lists, like a completion from a message."""
         return Completion(
             tokens=[6] * count,
             logprobs=[-1.0] * count,

@@ -1,12 +1,12 @@
-"""Every layout is the same trainer: losses, gradients and checkpoints against those of one rank.
+"""Layouts against one rank: losses, gradients and checkpoints must agree.
 
 Usage: python scripts/bench/layouts.py [--only NAME ...] [--json]
 
-Each row trains a tiny random Qwen3 for five steps on ranks of its own, processes of this host:
-DAPO's loss with entropy bonus and penalty, on ragged sequences that are packed and cut into
-micro-batches. It is compared with one rank that takes one sequence at a time, in fp32 or, for the
-row in float8, in that. After step 3 it saves a checkpoint, and another layout takes steps 4 and 5
-from there. Exit code 1 if a row is beyond its tolerance.
+Each row trains a tiny random Qwen3 for five steps on its own ranks, which are processes of this
+host: DAPO's loss with entropy bonus and KL penalty, on ragged sequences that are packed and cut
+into micro-batches. The row is compared with one rank that takes one sequence at a time, in fp32 (in
+float8 for the float8 row). After step 3 the row saves a checkpoint, from which another layout takes
+steps 4 and 5. Exit code 1 if a row exceeds its tolerance.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# ranks share the cores, and use no card
+# ranks share the cores and use no GPU
 os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 
 import torch
@@ -45,8 +45,8 @@ SEQUENCES = 24
 LONGEST = 48
 TEMPERATURE = 0.8
 LOSS = dapo(entropy_coef=0.02, kl_coef=0.05)
-# 502 over tensor parallel 2 is 251, which FSDP over 2 then cuts unevenly; float8 takes multiples of
-# 16 only.
+# 502 words over tensor parallel 2 are 251, which FSDP over 2 cuts unevenly. Float8 requires
+# multiples of 16.
 SIZES = {
     "vocab_size": 502,
     "dim": 64,
@@ -94,12 +94,12 @@ class Layout:
     @property
     def ranks(self) -> int:
         degrees = {name: value for name, value in self.degrees.items() if name.endswith("_degree")}
-        # experts add no ranks
+        # expert parallelism uses the ranks of the other dimensions
         return math.prod(degrees.values()) // degrees.get("expert_parallel_degree", 1)
 
 
 ONE_BY_ONE = {"micro_batch_size": 1, "packing": False}
-# Sequences that share a micro-batch share the scale of their activations.
+# One sequence at a time: sequences of one micro-batch would share the scale of activations.
 FLOAT8 = {
     "float8": Float8LinearConverter.Config(emulate=True),
     "micro_batch_size": 1,
@@ -224,7 +224,7 @@ def show(column: str, value: object) -> None:
 
 
 def reference(name: str, folder: str) -> tuple[list[float], str]:
-    """Return the losses of a reference and the folder of its gradients. It is played once."""
+    """Return the losses of a reference and the folder of its gradients. Run each reference once."""
     path = Path(folder) / f"reference-{name}"
     if not path.exists():
         path.mkdir()

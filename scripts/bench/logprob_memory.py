@@ -19,7 +19,7 @@ SIDES = {
     "ours": (f"Tiller, logits_mib={DEFAULT_MIB}", DEFAULT_MIB, "#0f766e"),
     "small": (f"Tiller, logits_mib={SMALL_MIB}", SMALL_MIB, "#4338ca"),
 }
-"""Each side's label, how many MiB of logits its head may hold at once, and its color."""
+"""Each side's label, the MiB of logits that its head may hold at once, and its color."""
 
 
 def compare_memory(tokens: int, vocab_size: int, plot: str | None) -> dict[str, float]:

@@ -54,7 +54,7 @@ NAMES = {
 """TRL's names of the values that are compared, and Tiller's."""
 
 SUMS = ("rewards/", "logps/")
-"""Beginnings of the names of values that TRL reports otherwise for IPO."""
+"""Prefixes of the names of values that TRL defines differently for IPO."""
 
 
 def write_models(folder: Path) -> None:
@@ -83,8 +83,8 @@ def write_models(folder: Path) -> None:
 
 
 def make_work() -> dict[str, Any]:
-    """Return the tokens of four pairs, and the same as unpaired examples, each with the
-    completion of the next."""
+    """Return the tokens of four pairs, and the same tokens as unpaired examples, each with the
+    completion of the next example."""
     draw = random.Random(0)
 
     def words(least: int, most: int) -> list[int]:
@@ -200,8 +200,8 @@ class Ours:
 
 
 def _norm(model: torch.nn.Module) -> float:
-    """Return the norm of the gradient in float64: a float32 sum of so many squares is off by up to
-    1e-5."""
+    """Return the norm of the gradient in float64. A float32 sum of as many squares has an error of
+    up to 1e-5."""
     gradients = [p.grad.to_local().double() for p in model.parameters() if p.grad is not None]
     return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
 

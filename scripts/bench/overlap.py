@@ -2,15 +2,14 @@
 
 Usage: python scripts/bench/overlap.py [--rounds N] [--steps N] [--json]
 
-The real controller on real engines: a trainer rank and a generator rank, a core each, with a model
-so sized that generating a batch takes about as long as training on it. Each round runs every mode
-for some steps, one after another on the same processes. What a stage takes is measured in lockstep,
-where nothing runs beside it; what a step takes, over steps with work on both sides: a pipeline
-fills at first, and runs dry at the end. Ratios are of one round, the figures medians over the
-rounds.
+The real controller runs real engines: a trainer rank and a generator rank, one core each. The size
+of the model is such that generating a batch takes about as long as training on it. Each round runs
+every mode for some steps, one after another on the same processes. Stages are timed in lockstep,
+where no other stage runs. Steps are timed without the first and last steps of a mode, in which a
+pipeline fills and drains. Ratios are taken within a round; figures are medians over the rounds.
 
-"two over one" is what computing in two processes at once takes over one alone: more than 1 where
-the machine has other work, and then no step can be expected to take less than that times its longer
+"two over one" is the time of computing in two processes at once over the time in one process. It is
+above 1 if the machine has other work. A step can then take no less than this ratio times its longer
 stage.
 """
 
@@ -69,12 +68,12 @@ DRYING = 3
 SPINS = 20_000_000
 
 Times = dict[str, float]
-"""Seconds that a step takes, and those of its "generate" and "train"."""
+"""Seconds of a step, and of its stages "generate" and "train"."""
 
 
 def configured(tiny: bool) -> RLConfig:
-    """Return the config. The weights stay random. With so many words, stop tokens are rare, so
-    nearly all completions have one length.
+    """Return the config. The weights stay random. Since the vocabulary is large, stop tokens are
+    rare, and nearly all completions have the same length.
     """
     config = find_config("quickstart")()
     config.model = ModelConfig(

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks of torch.distributed, each in a process of its own."""
+"""Run a function on several ranks of torch.distributed, each in its own process."""
 
 import logging
 import multiprocessing

@@ -66,7 +66,8 @@ SIDES = {
     "dpo": Side("dpo", False),
     "dpo_packed": Side("dpo", True),
 }
-"""TRL's rows of one forward pass are those that were quickest for it: one row has no padding."""
+"""Sides of the comparison. TRL has one row per forward pass, which is its fastest setting: one row
+has no padding."""
 
 PAIRED = {
     "sft": "trl_sft",
@@ -74,7 +75,7 @@ PAIRED = {
     "dpo": "trl_dpo",
     "dpo_packed": "trl_dpo",
 }
-"""Tiller's ways and the way of TRL that each is compared with."""
+"""Sides of Tiller, each with the side of TRL that it is compared with."""
 
 
 def write_work(folder: Path, steps: int) -> None:
@@ -162,7 +163,7 @@ def run_watched(
     command: Sequence[str | Path], progress: Path, steps: int, **variables: str
 ) -> tuple[str, float]:
     """Return the output of a command, and the CPU seconds of all its processes from step WARM_UP to
-    the last. A line of ``progress`` is a step.
+    the last. Each step adds a line to ``progress``.
 
     Raises SystemExit with its errors if it fails.
     """
@@ -190,7 +191,7 @@ def _cpu_s(process: psutil.Process) -> float:
     """Return the CPU seconds that a process and its descendants have used."""
     total = 0.0
     for each in (process, *process.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):  # it has ended
+        with contextlib.suppress(psutil.Error):  # the process has ended
             times = each.cpu_times()
             total += times.user + times.system
     return total
@@ -199,7 +200,7 @@ def _cpu_s(process: psutil.Process) -> float:
 def compare(
     python: Path, rounds: int, steps: int, folder: Path, names: list[str]
 ) -> dict[str, Any]:
-    """Return what ``result_of`` makes of the rounds."""
+    """Measure all sides alternately. Return the result of ``result_of``."""
     write_work(folder / "work", steps)
     speeds: dict[str, list[float]] = {name: [] for name in names}
     cpu: dict[str, list[float]] = {name: [] for name in names}
@@ -240,7 +241,7 @@ def check_losses(losses: dict[str, float]) -> None:
 
 
 def result_of(speeds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the ratios of each round's speeds. The short keys have the smaller of unpacked and
+    """Return the medians of the rounds' ratios. A short key has the smaller ratio of unpacked and
     packed.
     """
     ratios = {

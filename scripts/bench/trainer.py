@@ -7,7 +7,7 @@ Usage: python scripts/bench/trainer.py [--repeats N] [--plot FILE] [--json]
 All sides train one model from the same weights on the same tokens in the same micro-batches, by
 turns, in one process with one thread. Speeds are tokens per second of CPU time, which other
 programs on the host disturb least; ratios are medians over the turns. "apart" is the largest
-difference that their losses ever had. Memory is what one forward and backward pass adds, at its
+difference between their losses. Memory is what one forward and backward pass adds, at its
 peak, to a process of its own.
 
 --device cuda trains a larger model in bf16 with varlen attention, and also reports which fraction
@@ -168,7 +168,7 @@ def take_turns(sides: dict[str, Step], repeats: int) -> tuple[dict[str, list[flo
             begin = clock()
             losses.append(sides[name]())
             times[name].append(clock() - begin)
-        order.reverse()  # a step may leave caches that the next one likes
+        order.reverse()  # the caches that a step leaves may speed up the next step
         spread = max(spread, max(losses) - min(losses))
     return {name: seconds[1:] for name, seconds in times.items()}, spread
 

@@ -29,7 +29,7 @@ MAX_NORM = 1.0
 LR = 1e-4
 
 Step = Callable[[], float]
-"""Takes one optimizer step; returns the loss before it."""
+"""Function that takes one optimizer step and returns the loss before the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def ours(engine: TrainingEngine, batch: Batch) -> Step:
 
 
 def bare(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
-    """Return torchtitan's Qwen3, parallelized by torchtitan, in a hand-written loop."""
+    """Return a hand-written training step of torchtitan's Qwen3, parallelized by torchtitan."""
     config = engine.config
     attention = attention_config(case.model.attention)
     model_config = qwen3_config(
@@ -138,7 +138,7 @@ def bare(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
 
 
 def transformers(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
-    """Return transformers' Qwen3 with PyTorch's AdamW, in the same loop."""
+    """Return the same step of transformers' Qwen3 with PyTorch's AdamW."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     config = Qwen3Config(**hf_config(shape_of(case.model)))

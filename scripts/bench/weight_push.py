@@ -50,7 +50,7 @@ from rl.weights.transport import Transfer
 
 TRANSPORTS = ("shared_memory", "rdma", "torchstore")
 DEADLINE_S = 600.0
-MEMCPY_BYTES = 1 << 28  # at once: far beyond every cache, and little beside the weights
+MEMCPY_BYTES = 1 << 28  # per copy: much larger than every cache, and much smaller than the weights
 QWEN3_0_6B = ModelConfig(
     vocab_size=151_936,
     dim=1024,
@@ -133,7 +133,7 @@ class Rank(Actor):
 
 
 def random_values(region: Region, dtype: torch.dtype) -> torch.Tensor:
-    """Return values that are equal on every rank that holds the region, and different elsewhere."""
+    """Return random values that depend only on the region, so that ranks that hold it agree."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(region).encode()))
     return torch.randn(region.box.shape, dtype=dtype, generator=generator)
 
@@ -209,7 +209,7 @@ class Pushes:
         return max(grew for _, grew in answers)
 
     async def close(self) -> None:
-        """Release what the transport holds."""
+        """Release the resources of the transport."""
         await asyncio.gather(*(ranks.call("close") for ranks in [self.trainer, *self.generators]))
         if self.store is not None:
             await self.store.stop()

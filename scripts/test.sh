@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv, then lint, types, import contracts and tests. --all adds the long suites; other
-# arguments go to pytest.
+# Sets up .venv, then lint, types, import contracts and tests. --all adds the long suites; with other
+# arguments, which go to pytest, all tests run in one process.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
@@ -17,5 +17,16 @@ ruff format --check .
 lint-imports &
 mypy
 wait $!
-# Two processes, each with the fixtures that it needs; -n 0 runs all tests in one.
-exec python -m pytest -n 2 --dist loadfile "${marks[@]}" "$@"
+[ $# -gt 0 ] && exec python -m pytest "${marks[@]}" "$@"
+
+# Two halves of about equal length, side by side. bash would let the one in the
+# background ignore Ctrl-C, and so the programs that it tests.
+half=(tests/actors tests/e2e tests/session tests/weights)
+log=.venv/tests.log
+env --default-signal=INT python -m pytest "${marks[@]}" "${half[@]}" >"$log" 2>&1 </dev/null &
+code=0
+python -m pytest "${marks[@]}" "${half[@]/#/--ignore=}" || code=$?
+echo "The tests of ${half[*]} (follow them in $log):"
+wait $! || code=$?
+cat "$log"
+exit $code

@@ -130,9 +130,10 @@ def test_cancelled_call_leaves_nothing(sandbox, tmp_path, monkeypatch):
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
+        while programs(launcher):  # the kernel may still be ending them
+            await asyncio.sleep(0.01)
 
-    asyncio.run(asyncio.wait_for(run(), 60))
-    assert programs(launcher) == set()
+    asyncio.run(asyncio.wait_for(run(), 30))
     assert os.listdir(tmp_path / "scratch") == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
 

@@ -55,7 +55,7 @@ def _meshes(plan: Plan) -> Iterator[str]:
     for name, place in setting.places.items():
         axes = degrees_of(setting.roles[name])
         degrees = "  ".join(f"{axis} {degree}" for axis, degree in axes.items())
-        yield f"  {name:12} {_count(place.ranks, 'rank')}  {degrees:45}  {_seats(setting, place)}"
+        yield f"  {name:12} {_counted(place.ranks, 'rank')}  {degrees:45}  {_seats(setting, place)}"
     if setting.generators:
         yield _generators(setting)
     for roles, devices in _shared(plan).items():
@@ -72,10 +72,10 @@ def _generators(setting: Setting) -> str:
     tp = f"tp {generator.tensor_parallel_degree}{experts}"
     seats = list(dict.fromkeys(_seats(setting, place) for place in setting.generators))
     shown = "; ".join(seats[:3]) + (f"; … {seats[-1]}" if len(seats) > 3 else "")
-    return f"  {'generators':12} {_count(generator.replicas, 'time')}  {tp:45}  {shown}"
+    return f"  {'generators':12} {_counted(generator.replicas, 'time')}  {tp:45}  {shown}"
 
 
-def _count(number: int, noun: str) -> str:
+def _counted(number: int, noun: str) -> str:
     return f"{number:3} {noun}{'s' if number > 1 else ' '}"
 
 

@@ -1,20 +1,38 @@
 """Durable writes: when a call returns, its file or folder is on disk."""
 
+import atexit
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO, Any, BinaryIO
 
 from rl.errors import at_end
 
 
-def temporary_folder(prefix: str, within: Path | None = None) -> TemporaryDirectory[str]:
-    """Return a new folder. It is deleted at the end of its ``with`` block or of the program."""
-    folder = TemporaryDirectory(prefix=prefix, dir=within)
-    at_end.append(folder.cleanup)
-    return folder
+class TemporaryFolder:
+    """New folder, deleted at the end of its ``with`` block or of the process that made it.
+
+    Processes that are forked from that process leave the folder alone.
+    """
+
+    def __init__(self, prefix: str, within: Path | None = None):
+        self.name = tempfile.mkdtemp(prefix=prefix, dir=within)
+        self._owner = os.getpid()
+        at_end.append(self.cleanup)
+        atexit.register(self.cleanup)
+
+    def __enter__(self) -> str:
+        return self.name
+
+    def __exit__(self, *error: object) -> None:
+        self.cleanup()
+
+    def cleanup(self) -> None:
+        """Delete the folder. Errors are ignored."""
+        if os.getpid() == self._owner:
+            shutil.rmtree(self.name, ignore_errors=True)
 
 
 def sync_file(file: IO[Any]) -> None:

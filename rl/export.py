@@ -40,7 +40,7 @@ def _export(arguments: Sequence[str] | None) -> None:
 
     # these import torch, which --help does without
     from rl.config import RLConfig
-    from rl.disk import replace_folder, temporary_folder
+    from rl.disk import TemporaryFolder, replace_folder
     from rl.saved_run import open_run, run_session
     from rl.trainers.start import build_task
 
@@ -49,7 +49,7 @@ def _export(arguments: Sequence[str] | None) -> None:
     run = open_run(own.run, own.step, overrides, program=PROGRAM)
     config = run.session_config()
     task = build_task(run.config) if isinstance(run.config, RLConfig) else None
-    with temporary_folder(f".{folder.name}-", _make_parent(folder)) as partial:
+    with TemporaryFolder(f".{folder.name}-", _make_parent(folder)) as partial:
         model = Path(partial) / "model"
 
         async def export(session: "Session") -> str:

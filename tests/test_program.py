@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rl.disk import temporary_folder
-from rl.errors import end_program
 from rl.observe.progress import Progress
 from rl.program import begin, steady
 from tests.observe.rows import make_rows
@@ -175,10 +173,21 @@ def test_a_deleted_folder_is_named(tmp_path):
     )
 
 
-def test_a_forked_process_leaves_the_files_of_its_parent():
-    with temporary_folder("tiller-") as folder:
-        child = os.fork()
-        if child == 0:
-            end_program(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert Path(folder).is_dir()
+@pytest.mark.parametrize("ends", ["end_program(7)", "os._exit(7)", "sys.exit(7)"])
+def test_a_forked_process_leaves_the_files_of_its_parent(ends):
+    program = f"""
+import os, sys
+from rl.disk import TemporaryFolder
+from rl.errors import end_program
+
+name = TemporaryFolder("tiller-").name
+if os.fork() == 0:
+    {ends}
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+assert os.path.isdir(name)
+print(name)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not Path(done.stdout.strip()).exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from monarch.actor import ProcMesh, enable_transport, shutdown_context, this_host
 
-from rl.disk import temporary_folder
+from rl.disk import TemporaryFolder
 
 _started: list[Path] = []
 
@@ -24,7 +24,7 @@ def start_runtime(log: Path, node: str = "") -> None:
     _started.append(log)
     if node:
         enable_transport(f"tcp://{node}:0")
-    sockets = temporary_folder("tiller-")
+    sockets = TemporaryFolder("tiller-")
     before = os.environ.get("TMPDIR")
     kept = os.dup(2)
     with log.open("a") as file:

@@ -10,7 +10,7 @@ from rl.actors.environment import EnvironmentWorkers
 from rl.actors.hosts import Hosts, gather_hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.worker import WorkerGroup
-from rl.disk import temporary_folder
+from rl.disk import TemporaryFolder
 from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost, counted, require
 from rl.metrics import Metrics
 from rl.observe.spans import Stopwatch
@@ -70,9 +70,9 @@ class Session(Models):
         """
         self.config = config
         self._warn = warn
-        self._temporary = None
+        self._temporary: TemporaryFolder | None = None
         if folder is None:
-            self._temporary = temporary_folder("tiller-")
+            self._temporary = TemporaryFolder("tiller-")
             folder = Path(self._temporary.name)
         self.folder = folder
         if meshes is None and hosts is None:

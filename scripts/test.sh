@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv, then lint, types, import contracts and tests. --all adds the long suites; with other
-# arguments, which go to pytest, all tests run in one process.
+# Sets up .venv, then lint, types, import contracts and tests. --all adds the long suites; other
+# arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
@@ -17,16 +17,4 @@ ruff format --check .
 lint-imports &
 mypy
 wait $!
-[ $# -gt 0 ] && exec python -m pytest "${marks[@]}" "$@"
-
-# Two halves of about equal length, side by side. bash would let the one in the
-# background ignore Ctrl-C, and so the programs that it tests.
-half=(tests/actors tests/e2e tests/session tests/weights)
-log=.venv/tests.log
-env --default-signal=INT python -m pytest "${marks[@]}" "${half[@]}" >"$log" 2>&1 </dev/null &
-code=0
-python -m pytest "${marks[@]}" "${half[@]/#/--ignore=}" || code=$?
-echo "The tests of ${half[*]} (follow them in $log):"
-wait $! || code=$?
-cat "$log"
-exit $code
+exec python -m pytest "${marks[@]}" "$@"

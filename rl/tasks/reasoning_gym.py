@@ -72,11 +72,13 @@ class ReasoningGym(ChatTask):
     def read_problems(self) -> list[Problem]:
         require_same_items(self._dataset, self.config)
         problems = []
+        firsts = dict[str, int]()
         for number in range(self.config.items):
             if number % 500 == 0:
                 tell_progress(f"made {number:,} of {self.config.items:,} items of {self.source}")
             item = self._item(number)
-            answer = json.dumps({"item": number, "answer": str(item["answer"])})
+            first = firsts.setdefault(item["question"], number)  # equal prompts, equal answers
+            answer = json.dumps({"item": first, "answer": str(self._item(first)["answer"])})
             problems.append(Problem(number=number, question=item["question"], answer=answer))
         return problems
 

@@ -68,6 +68,16 @@ def test_options_are_those_of_the_dataset(tiny):
     assert len(sum_in(task.prompt(0).text).split()) == 7 + 6
 
 
+def test_items_with_one_question_have_one_answer(tiny):
+    few = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
+    task = build(tiny, options=few, items=400)
+    answers = {}
+    for prompt in map(task.prompt, range(len(task.train))):
+        answers.setdefault(prompt.text, set()).add(prompt.answer)
+    assert len(answers) < len(task.train)
+    assert all(len(each) == 1 for each in answers.values())
+
+
 def test_a_scorer_that_raises_gives_no_reward(tiny):
     task = build(tiny, dataset="prime_factorization")
     failed = {"answered": 1.0, "scorer_failed": 1.0}

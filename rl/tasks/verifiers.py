@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -99,7 +100,7 @@ class VerifiersTask(AgentTask):
             "api_key_var": "TILLER_GATEWAY_KEY",
             "headers": {"Authorization": f"Bearer {api.key}"},
             "renderer": {"name": self.config.renderer},
-            "renderer_model_name": self.dialect.tokenizer.name_or_path,
+            "renderer_model_name": os.path.abspath(self.dialect.tokenizer.name_or_path),
         }
         request = {
             "task_data": json.loads(prompt.answer),

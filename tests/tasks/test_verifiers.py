@@ -88,9 +88,15 @@ def played(model, path, server, **config):
     return asyncio.run(work())
 
 
-def test_an_episode_has_the_data_of_its_task_and_the_rewards_of_the_server(model, path):
+def test_an_episode_has_the_data_of_its_task_and_the_rewards_of_the_server(
+    model, path, tmp_path_factory, monkeypatch
+):
+    here = tmp_path_factory.mktemp("here")
+    (here / "model").symlink_to(model.hf_path)
+    monkeypatch.chdir(here)
+    model = ModelConfig(hf_path="model")
     server = Server(SCORED)
-    task, prompt, reply = played(model, path, server, enable_thinking=False, renderer="prime-qwen3")
+    _, prompt, reply = played(model, path, server, enable_thinking=False, renderer="prime-qwen3")
     assert (reply.reward, reply.correct) == (1.25, True)
     assert reply.metrics == {"exact": 0.5, "brief": 1.0, "calls": 3.0}
     methods = [method for _, method, _ in server.seen]
@@ -100,7 +106,7 @@ def test_an_episode_has_the_data_of_its_task_and_the_rewards_of_the_server(model
     assert request["client"]["base_url"] == "http://127.0.0.1:1"
     assert request["client"]["headers"] == {"Authorization": "Bearer key-1"}
     assert request["client"]["renderer"] == {"name": "prime-qwen3"}
-    assert request["client"]["renderer_model_name"] == task.dialect.tokenizer.name_or_path
+    assert request["client"]["renderer_model_name"] == str(here / "model")
     assert request["sampling"] == {
         "extra_args": {"session": "episode-1"},
         "chat_template_kwargs": {"enable_thinking": False},

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rl.errors import ConfigError, end_program, require
 from rl.help import CONFIGS, quick_help
+from rl.listening import require_key
 from rl.program import exit_code
 
 if TYPE_CHECKING:
@@ -68,10 +69,9 @@ def _serve(arguments: list[str]) -> None:
     require(own.run is not None or own.step is None, "--step needs --run RUN")
     key = os.environ.get(KEY) or None
 
-    from rl.gateway.http import require_key, serving  # imports torch, which --help does without
-
     require_key(own.host, key)
 
+    from rl.gateway.http import serving  # imports torch, which --help does without
     from rl.saved_run import open_run, run_session
 
     if own.run is not None:

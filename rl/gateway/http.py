@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import hmac
-import ipaddress
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,10 +14,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rl.errors import ConfigError, RunError, require, said_by
+from rl.errors import RunError, said_by
 from rl.gateway.answers import DONE, Choice, event
 from rl.gateway.gateway import Gateway, Reply
 from rl.gateway.protocol import ApiError
+from rl.listening import is_loopback, listen, require_key, url_of
 
 BODY_S = 60.0
 """Time for the body of a request to arrive."""
@@ -31,22 +30,6 @@ RETRY = "x-stainless-retry-count"
 """Header of OpenAI's clients: number of times that a request was repeated."""
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
-def require_key(host: str, key: str | None) -> None:
-    """Raise ConfigError if other machines could reach ``host`` without a key."""
-    require(
-        key is not None or is_loopback(host),
-        f"--host {host}: other machines can reach it; set TILLER_API_KEY to a key that clients "
-        "have to give",
-    )
 
 
 def make_app(gateway: Gateway, key: str | None) -> Starlette:
@@ -90,14 +73,13 @@ async def serving(
         ws="none",
         timeout_graceful_shutdown=STOP_S,
     )
-    with _listen(host, port) as listener:
+    with listen(host, port) as listener:
         server = _Server(config)
         work = asyncio.create_task(server.serve([listener]))
         try:
             while not (server.started or work.done()):
                 await asyncio.sleep(0.01)
-            name, bound = listener.getsockname()[:2]
-            yield f"http://{f'[{name}]' if ':' in name else name}:{bound}"
+            yield url_of(listener)
         finally:
             gateway.stop()
             server.should_exit = True
@@ -110,14 +92,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
         yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {host} --port {port}: {said_by(error)}") from None
 
 
 class _Routes:

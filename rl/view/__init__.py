@@ -1,0 +1,1 @@
+"""Pages that show run folders, while a run writes them or after it ended."""

@@ -1,0 +1,86 @@
+"""The program: pages that show run folders, served on this machine or written to one file.
+
+Exit codes: 0 done, 1 failed, 2 the arguments cannot work, 128 + n ended by signal n.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl.errors import ConfigError, end_program, require, said_by
+from rl.listening import require_key
+from rl.program import exit_code
+
+PROGRAM = "python -m rl.view"
+KEY = "TILLER_API_KEY"
+USAGE = f"""\
+usage: {PROGRAM} RUN [RUN ...] [--port N] [--host HOST]
+       {PROGRAM} RUN [RUN ...] --export FILE.html
+
+Show run folders in a browser: curves, the spans of every process, every rollout with its tokens,
+evaluations, failures and configs, while a run goes on or after it ended. Several runs are compared.
+Nothing is written to a run folder, and the pages load nothing from elsewhere. Ctrl-C ends it.
+
+  --port N        port to listen on; by default 6006; 0: any free one
+  --host HOST     address to listen on; by default 127.0.0.1, which only this machine reaches. For
+                  others, set {KEY} to the key that the page asks for
+  --export FILE   write the pages and their data to one HTML file instead
+
+  {PROGRAM} runs/first
+  {PROGRAM} runs/first runs/second --export both.html
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until a signal, or export; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return exit_code(lambda: _view(given))
+
+
+def _view(arguments: list[str]) -> None:
+    if not arguments or {"-h", "--help"} & {*arguments}:
+        print(USAGE, end="")
+        return
+    own = _parsed(arguments)
+    require(0 <= own.port < 2**16, f"--port {own.port}: it must be 0 to 65535")
+    key = os.environ.get(KEY) or None
+    require_key(own.host, key)
+
+    from rl.view.run import Run
+
+    runs = [Run(folder) for folder in own.runs]
+    if own.export is None:
+        from rl.view.server import serve
+
+        serve(runs, own.host, own.port, key)
+        return
+
+    from rl.view.export import export
+
+    try:
+        export(runs, own.export)
+    except OSError as error:
+        raise ConfigError(f"--export {own.export}: {said_by(error)}") from None
+    print(f"{own.export}: {own.export.stat().st_size / 1e6:.1f} MB")
+
+
+def _parsed(arguments: list[str]) -> argparse.Namespace:
+    parser = _Parser(prog=PROGRAM, add_help=False, allow_abbrev=False)
+    parser.add_argument("runs", nargs="*", type=Path)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=6006)
+    parser.add_argument("--export", type=Path)
+    own = parser.parse_intermixed_args(arguments)
+    require(bool(own.runs), "name the folder of a run, such as runs/first")
+    return own
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ConfigError(f"{message}; see {PROGRAM} --help")
+
+
+if __name__ == "__main__":
+    end_program(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""One file with the pages and their data, which opens without a server."""
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl.disk import write_whole
+from rl.view.run import Run
+from rl.view.server import PAGE, answer, to_json
+
+MAX_BYTES = 8_000_000
+"""Bytes of rollouts, timelines and logs in the file; the newest steps fit first."""
+CURVE_POINTS = 500
+STEPS = 20
+"""Newest steps with rollouts or a timeline in the file."""
+ROLLOUTS = 64
+"""Rollouts of a step whose tokens are in the file."""
+SCRIPT = re.compile(r'<script src="/([a-z]+\.js)"></script>\n?')
+STYLE = '<link rel="stylesheet" href="/style.css">'
+NAMES_AT_ONCE = 60
+
+
+def export(runs: Sequence[Run], path: Path) -> None:
+    """Write the pages of ``runs`` to one HTML file.
+
+    The file has all curves, and the newest steps' rollouts and timelines up to MAX_BYTES; the page
+    names what is missing. Raises OSError if the file cannot be written.
+    """
+    data = _data(runs)
+    page = (PAGE / "index.html").read_text()
+    script = "\n".join((PAGE / name).read_text() for name in SCRIPT.findall(page))
+    style = (PAGE / "style.css").read_text()
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    # "<" cannot end the element of the data, whatever a rollout has in it
+    content = to_json(data).decode().replace("<", "\\u003c")
+    inline = (
+        f'<script type="application/json" id="exported">{content}</script>\n'
+        f"<script>{script}</script>\n"
+    )
+    first, *_, last = SCRIPT.finditer(page)
+    page = page[: first.start()] + inline + page[last.end() :]
+    page = page.replace(STYLE, f"<style>{style}</style>")
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    page = page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{meta}', 1)
+    write_whole(path, lambda file: file.write(page.encode()))
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _data(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the answers by name, as the page asks for them."""
+    found: dict[str, Any] = {}
+    left = MAX_BYTES // len(runs)
+    notes = [_add_run(found, runs, number, left) for number in range(len(runs))]
+    found["runs"] = answer(runs, "runs", {}) | {"exported": notes}
+    return found
+
+
+def _add_run(found: dict[str, Any], runs: Sequence[Run], number: int, left: int) -> str:
+    """Add the answers of a run. Return a sentence on what they lack."""
+
+    def get(name: str, **query: int | str) -> Any:
+        return answer(runs, name, {"run": str(number)} | {k: str(query[k]) for k in query})
+
+    state = get("state")
+    curves: dict[str, Any] = {}
+    names = [*state["names"], *state["evaluation_names"]]
+    for first in range(0, len(names), NAMES_AT_ONCE):
+        part = ",".join(names[first : first + NAMES_AT_ONCE])
+        curves |= get("curves", names=part, points=CURVE_POINTS)["curves"]
+    found[f"curves {number}"] = {"curves": curves}
+    for name in ("evaluations", "failure", "config"):
+        found[f"{name} {number}"] = get(name)
+    kept = []
+    recorded = [*state["rollout_steps"]]
+    step = state["step"] or 1
+    for each in sorted({*recorded[-STEPS:], *range(max(1, step - STEPS + 1), step + 1)})[::-1]:
+        parts = {f"timeline {number} {each} 1": get("timeline", step=each, count=1)}
+        if each in recorded:
+            table = get("table", step=each)
+            table["rows"] = table["rows"][:ROLLOUTS]
+            parts[f"table {number} {each}"] = table
+            for index in range(len(table["rows"])):
+                rollout = get("rollout", step=each, index=index)
+                parts[f"rollout {number} {each} {index}"] = rollout
+        size = len(to_json(parts))
+        if size > left:
+            break
+        left -= size
+        found |= parts
+        kept.append(each)
+    state["rollout_steps"] = [each for each in recorded if each in kept]
+    state["timeline_steps"] = sorted(kept)
+    found[f"state {number}"] = state
+    if not kept:
+        return f"{runs[number].name}: without rollouts and timelines"
+    which = f"{min(kept)} to {max(kept)}"
+    return f"{runs[number].name}: rollouts and timelines of steps {which}, {ROLLOUTS} rollouts each"

@@ -1,0 +1,176 @@
+"""Curves and events of a run, kept up to date with its files."""
+
+import math
+from array import array
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from rl.view.lines import Lines, row_of, rows_between
+
+WARNINGS = ("warning", "lost", "joined", "left", "restarted", "failed")
+KEPT_EVENTS = 300
+"""Newest events that pages list."""
+SPANS = 4_000
+"""Spans of one answer; the longest ones."""
+
+
+class Curves:
+    """Numbers of a file of rows, by name."""
+
+    def __init__(self, path: Path):
+        self._lines = Lines(path)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.steps: dict[str, array] = {}
+        self.values: dict[str, array] = {}
+        self.last: dict[str, Any] = {}
+        self.count = 0
+
+    def update(self) -> None:
+        """Read the new rows."""
+        while True:
+            cut, lines = self._lines.new()
+            if cut:
+                self._forget()
+            if not lines:
+                return
+            for line in lines:
+                row = row_of(line)
+                if row is not None and isinstance(step := row.get("step"), int):
+                    self._add(step, row)
+
+    def _add(self, step: int, row: dict[str, Any]) -> None:
+        self.last = row
+        self.count += 1
+        for name, value in row.items():
+            if isinstance(value, int | float):
+                if name not in self.values:
+                    self.steps[name] = array("q")
+                    self.values[name] = array("d")
+                self.steps[name].append(step)
+                self.values[name].append(float(value))
+
+    def thinned(self, name: str, points: int) -> list[list[float]]:
+        """Return steps and values with at most ``points`` points: of equal parts of the curve the
+        least and the greatest value.
+        """
+        steps = self.steps.get(name, array("q"))
+        values = self.values.get(name, array("d"))
+        count = len(values)
+        chosen = list(range(count))
+        if count > points:
+            chosen = []
+            parts = max(1, points // 2 - 1)
+            for part in range(parts):
+                first = part * count // parts
+                last = (part + 1) * count // parts
+                rows = range(first, last)
+                ends = {min(rows, key=values.__getitem__), max(rows, key=values.__getitem__)}
+                chosen += sorted(ends)
+            chosen = sorted({0, *chosen, count - 1})
+        numbers = [values[row] if math.isfinite(values[row]) else None for row in chosen]
+        return [[steps[row] for row in chosen], numbers]  # type: ignore[list-item]
+
+
+class EventLog:
+    """Events of a run. Spans stay in the file; their place in it is kept by step."""
+
+    def __init__(self, path: Path):
+        self._lines = Lines(path)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.starts: list[dict[str, Any]] = []
+        self.recent: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
+        self.warnings: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
+        self.checkpoints: list[int] = []
+        self.counts: dict[str, int] = {}
+        self.time = 0.0
+        self.begin = 0.0
+        self._ends: dict[int, int] = {}
+        self._begin = 0
+
+    def update(self) -> None:
+        """Read the new events."""
+        while True:
+            offset = self._lines.offset
+            cut, lines = self._lines.new()
+            if cut:
+                self._forget()
+                offset = 0
+            if not lines:
+                return
+            self._read(lines, offset)
+
+    def _read(self, lines: list[bytes], offset: int) -> None:
+        """Read lines, which begin at ``offset`` of the file."""
+        for line in lines:
+            offset += len(line)
+            if b'"kind": "span"' in line[:80]:
+                continue
+            if b'"kind": "metrics"' in line[:80]:
+                self._end_step(line[:160], offset)
+            elif (row := row_of(line)) is not None:
+                self._add(row, offset)
+
+    def _end_step(self, line: bytes, offset: int) -> None:
+        text = line.partition(b'"step": ')[2].partition(b",")[0]
+        if text.isdigit():
+            self._ends[int(text)] = offset
+
+    def _add(self, row: dict[str, Any], offset: int) -> None:
+        kind = str(row.get("kind"))
+        if kind == "span":
+            return
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if isinstance(row.get("time"), int | float):
+            self.time = row["time"]
+            self.begin = self.begin or self.time
+        if kind == "metrics" and isinstance(row.get("step"), int):
+            self._ends[row["step"]] = offset
+        elif kind == "started":
+            self._restart(row, offset)
+        elif kind == "checkpoint" and isinstance(row.get("step"), int):
+            self.checkpoints.append(row["step"])
+        if kind in WARNINGS:
+            self.warnings.append(row)
+        if kind not in ("metrics", "evaluation", "arrived", "pushed"):
+            self.recent.append(row)
+
+    def _restart(self, row: dict[str, Any], offset: int) -> None:
+        given = row.get("step")
+        step = given if isinstance(given, int) else 0
+        self.starts.append(row)
+        self._ends = {each: end for each, end in self._ends.items() if each <= step}
+        self._ends[step] = offset
+        self.checkpoints = [each for each in self.checkpoints if each <= step]
+
+    def timeline(self, first: int, last: int) -> dict[str, Any]:
+        """Return the spans of the steps ``first`` to ``last``, and the events among them."""
+        known = sorted(self._ends)
+        before = [self._ends[step] for step in known if step < first]
+        after = [self._ends[step] for step in known if step > last]
+        begin = before[-1] if before and first > 1 else 0
+        end = after[0] if after else self._lines.offset
+        spans: list[list[Any]] = []
+        marks: list[dict[str, Any]] = []
+        for row in rows_between(self._lines.path, begin, end):
+            kind = row.get("kind")
+            if kind == "started" and len(self.starts) > 1 and row.get("step", 0) < first - 1:
+                spans.clear()
+                marks.clear()
+            if kind == "span" and _is_span(row) and first <= row.get("step", first) <= last:
+                names = (str(row.get("process")), str(row.get("name")))
+                spans.append([*names, row["begin"], row["end"], row.get("step")])
+            elif kind in ("pushed", "arrived", "checkpoint", "evaluation", *WARNINGS):
+                marks.append({name: row[name] for name in row if name != "metrics"})
+        cut = max(0, len(spans) - SPANS)
+        if cut:
+            spans = sorted(spans, key=lambda span: span[2] - span[3])[:SPANS]
+        return {"spans": spans, "marks": marks[-500:], "left_out": cut, "steps": [first, last]}
+
+
+def _is_span(row: dict[str, Any]) -> bool:
+    return all(isinstance(row.get(name), int | float) for name in ("begin", "end"))

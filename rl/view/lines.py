@@ -1,0 +1,96 @@
+"""Files that grow line by line, read from where the last read ended."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BLOCK = 1 << 25
+"""Bytes of lines that are read at once."""
+KEPT = 256
+"""Bytes before the offset that must still be there; otherwise the file was rewritten."""
+
+
+class Lines:
+    """Whole lines of a file, each of them once; an incomplete last line waits for its end."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.offset = 0
+        """End of the lines that were read, in bytes."""
+        self._before = b""
+
+    def new(self) -> tuple[bool, list[bytes]]:
+        """Return whether the file was cut or rewritten since, and the next lines, about BLOCK bytes
+        of them; none at the end of the file.
+
+        After a cut, the lines begin at the start of the file, and those of earlier calls are void.
+        """
+        try:
+            with open(self.path, "rb") as file:
+                cut = not self._continues(file)
+                if cut:
+                    self.offset = 0
+                    self._before = b""
+                file.seek(self.offset)
+                data = part = file.read(BLOCK)
+                while len(part) == BLOCK and b"\n" not in part:
+                    part = file.read(BLOCK)
+                    data += part
+        except OSError:
+            cut = self.offset > 0
+            self.offset = 0
+            self._before = b""
+            return cut, []
+        data = data[: data.rfind(b"\n") + 1]
+        self.offset += len(data)
+        self._before = (self._before + data[-KEPT:])[-KEPT:]
+        return cut, data.splitlines(keepends=True)
+
+    def _continues(self, file: Any) -> bool:
+        file.seek(self.offset - len(self._before))
+        return bool(file.read(len(self._before)) == self._before)
+
+
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line; None if the line has none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a file; None if the file is missing or damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def rows_between(path: Path, begin: int, end: int) -> Iterator[dict[str, Any]]:
+    """Yield the objects of the lines from offset ``begin`` to ``end``, in bytes."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(begin)
+            data = file.read(end - begin)
+    except OSError:
+        return
+    for line in data.splitlines():
+        if (row := row_of(line)) is not None:
+            yield row
+
+
+def tail_of(path: Path, size: int) -> str:
+    """Return the last ``size`` bytes of a file as text, from the begin of a line on."""
+    try:
+        with open(path, "rb") as file:
+            length = file.seek(0, 2)
+            file.seek(max(0, length - size))
+            data = file.read()
+    except OSError:
+        return ""
+    if length > size:
+        data = data[data.find(b"\n") + 1 :]
+    return data.decode(errors="replace")

@@ -1,0 +1,226 @@
+"""Recorded rollouts of a step: a table of all, and all tokens of one."""
+
+import json
+import math
+import re
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl.errors import said_by
+
+ROWS = 4_096
+"""Rows of the table of a step."""
+TOKENS = 20_000
+"""Tokens of a rollout that a page gets."""
+CHARS = 100_000
+"""Characters of a text that a page gets."""
+PREVIEW = 160
+"""Characters of a text in the table."""
+KNOWN = ("tokens", "sampled", "logprobs", "versions")
+
+
+class Rollouts:
+    """Files of the rollouts of a run."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def steps(self) -> list[int]:
+        """Return the steps whose rollouts are recorded, in order."""
+        folder = self._folder / "rollouts"
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        found = (re.fullmatch(r"step-(\d+)\.parquet", name) for name in names)
+        return sorted(int(each[1]) for each in found if each)
+
+    def table(self, step: int) -> dict[str, Any]:
+        """Return a row for each rollout of ``step``, without its tokens."""
+        path = self._path(step)
+        try:
+            return _table(path, path.stat().st_mtime_ns)
+        except Exception as error:
+            return {"error": f"{path.name} cannot be read: {said_by(error)}", "rows": []}
+
+    def rollout(self, step: int, index: int) -> dict[str, Any]:
+        """Return all of one rollout, with its tokens as text if the run has a tokenizer."""
+        path = self._path(step)
+        try:
+            found = _one(path, index)
+        except Exception as error:
+            return {"error": f"{path.name}, rollout {index}, cannot be read: {said_by(error)}"}
+        for sequence in found["sequences"]:
+            sequence["texts"] = [self._text([token]) for token in sequence["tokens"]]
+            sequence["turns"] = [
+                {"sampled": sampled, "count": len(tokens), "text": self._text(tokens)}
+                for sampled, tokens in _turns(sequence)
+            ]
+        return found
+
+    def _path(self, step: int) -> Path:
+        return self._folder / "rollouts" / f"step-{step}.parquet"
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from tokenizers import Tokenizer
+
+        for name in ("tokenizer", "export"):
+            path = self._folder / name / "tokenizer.json"
+            if path.is_file():
+                try:
+                    return Tokenizer.from_file(str(path))
+                except Exception:  # of a file that is damaged, or of another version
+                    continue
+        return None
+
+    def _text(self, tokens: list[int]) -> str | None:
+        """Return the text of tokens; None if the run has no tokenizer."""
+        if self._tokenizer is None or any(token < 0 for token in tokens):
+            return None
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def _turns(sequence: dict[str, Any]) -> list[tuple[bool, list[int]]]:
+    """Return the runs of tokens that were fed, and of those that were sampled."""
+    found: list[tuple[bool, list[int]]] = []
+    for token, sampled in zip(sequence["tokens"], sequence["sampled"], strict=False):
+        if not found or found[-1][0] != sampled:
+            found.append((sampled, []))
+        found[-1][1].append(token)
+    return found
+
+
+def _version(metadata: dict[bytes, bytes] | None) -> int | None:
+    text = (metadata or {}).get(b"version", b"")
+    return int(text) if text.isdigit() else None
+
+
+@lru_cache(maxsize=8)
+def _table(path: Path, changed: int) -> dict[str, Any]:
+    import pyarrow.parquet as parquet
+
+    file = parquet.ParquetFile(path)
+    wanted = ("prompt_id", "sample", "task", "reward", "prompt", "text", "stop_reason", "sequences")
+    names = file.schema_arrow.names
+    table = file.read(columns=[*(name for name in wanted if name in names), "sequences"])
+    left_out = max(0, table.num_rows - ROWS)
+    table = table.slice(0, ROWS)
+    version = _version(file.schema_arrow.metadata)
+    columns = _of_tokens(table, version) if "sequences" in names else {}
+    for name in wanted[:-1]:
+        if name in names:
+            columns[name] = [_short(value) for value in table[name].to_pylist()]
+    rows = [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
+    return {"version": version, "rows": _plain(rows), "left_out": left_out}
+
+
+def _short(value: Any) -> Any:
+    return value[:PREVIEW] if isinstance(value, str) else value
+
+
+def _of_tokens(table: Any, version: int | None) -> dict[str, list[Any]]:
+    """Return numbers of each rollout over its sampled tokens, by name."""
+    import pyarrow as pa
+
+    lists = pa.concat_arrays(table["sequences"].chunks)
+    count = len(lists)
+    structs = lists.flatten()
+    of_sequence = np.repeat(np.arange(count), lists.value_lengths().fill_null(0).to_numpy())
+    fields = {field.name: structs.field(field.name) for field in structs.type}
+    lengths = fields["tokens"].value_lengths().fill_null(0).to_numpy()
+    values = {
+        name: field.flatten().to_numpy(zero_copy_only=False) for name, field in fields.items()
+    }
+    sampled = values["sampled"].astype(bool)
+    row = np.repeat(of_sequence, lengths)[sampled]
+    numbers = np.bincount(row, minlength=count)
+
+    def mean(column: np.ndarray) -> list[float]:
+        sums = np.bincount(row, weights=column[sampled], minlength=count)
+        return list((sums / np.maximum(numbers, 1)).tolist())
+
+    found = {
+        "turns": lists.value_lengths().fill_null(0).to_pylist(),
+        "length": numbers.tolist(),
+        "tokens": np.bincount(of_sequence, weights=lengths, minlength=count).astype(int).tolist(),
+    }
+    if version is not None:
+        found["staleness"] = mean(version - values["versions"].astype(float))
+    for name, column in (("advantage", "advantages"), ("entropy", "entropy")):
+        if column in values:
+            found[name] = mean(values[column])
+    found["logprob"] = mean(values["logprobs"])
+    if "trainer_logprobs" in values:
+        gap = np.abs(values["trainer_logprobs"] - values["logprobs"])[sampled]
+        largest = np.zeros(count)
+        np.maximum.at(largest, row, gap)
+        found["gap"] = largest.tolist()
+    return found
+
+
+def _one(path: Path, index: int) -> dict[str, Any]:
+    import pyarrow.parquet as parquet
+
+    file = parquet.ParquetFile(path)
+    found: dict[str, Any] = {"version": _version(file.schema_arrow.metadata), "cut": []}
+    row = _row(file, index)
+    for name, value in row.items():
+        if name != "sequences":
+            found[name] = value
+        if isinstance(value, str) and len(value) > CHARS:
+            found[name] = value[:CHARS]
+            found["cut"].append(f"{name}: {CHARS:,} of {len(value):,} characters")
+    try:
+        found["metrics"] = json.loads(found.get("metrics") or "{}")
+    except ValueError:
+        found["metrics"] = {}
+    found["prompt_tokens"] = (found.get("prompt_tokens") or [])[:TOKENS]
+    found["sequences"] = []
+    left = TOKENS
+    for sequence in row.get("sequences") or []:
+        length = len(sequence["tokens"])
+        if length > left:
+            found["cut"].append(f"tokens: {left:,} of {length:,} of a sequence")
+        found["sequences"].append(_sequence(sequence, left))
+        left = max(0, left - length)
+    return dict(_plain(found))
+
+
+def _sequence(sequence: dict[str, Any], most: int) -> dict[str, Any]:
+    columns = {
+        name: [_exact(value) for value in values[:most]]
+        for name, values in sequence.items()
+        if values is not None
+    }
+    others = {name: columns[name] for name in columns if name not in KNOWN}
+    return {name: columns.get(name, []) for name in KNOWN} | {"columns": others}
+
+
+def _exact(value: Any) -> Any:
+    """Return a float32 with the nine digits that determine it."""
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def _row(file: Any, index: int) -> dict[str, Any]:
+    """Return a row of a file; read only the group of rows that has it."""
+    place = index
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        if 0 <= place < rows:
+            return dict(file.read_row_group(group).slice(place, 1).to_pylist()[0])
+        place -= rows
+    raise IndexError(f"the file has {file.metadata.num_rows} rollouts")
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` with None for every number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return value

@@ -1,0 +1,186 @@
+"""HTTP side of the pages: files of the page, JSON of the runs, and the key."""
+
+import hashlib
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from rl.errors import said_by
+from rl.listening import is_loopback, listen, url_of
+from rl.view.run import POINTS, Run
+
+PAGE = Path(__file__).with_name("page")
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+COOKIE = "tiller_view_key"
+KEY_BYTES = 4_096
+"""Most bytes of the form with the key."""
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+LOGIN = """\
+<!doctype html><html lang="en"><meta charset="utf-8"><title>Tiller</title>
+<link rel="stylesheet" href="/style.css"><body class="login"><form method="post" action="/key">
+<label>Key (TILLER_API_KEY of the server) <input type="password" name="key" autofocus></label>
+<button>Open</button></form></body></html>
+"""
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def answer(runs: Sequence[Run], name: str, query: dict[str, str]) -> dict[str, Any]:
+    """Return the answer to ``/api/name?query``.
+
+    Raises LookupError for a run or a name that does not exist, and ValueError for a query that is
+    no number.
+    """
+    if name == "runs":
+        return {
+            "runs": [{"name": run.name, "folder": str(run.folder.absolute())} for run in runs],
+            "exported": None,
+        }
+    number = int(query.get("run", "0"))
+    if not 0 <= number < len(runs):
+        raise LookupError(f"there is no run {number}; there are {len(runs)}")
+    run = runs[number]
+    step = int(query.get("step", "0"))
+    if name == "state":
+        return run.state()
+    if name == "curves":
+        return run.curves(query.get("names", "").split(","), int(query.get("points", POINTS)))
+    if name == "timeline":
+        return run.timeline(step, int(query.get("count", "1")))
+    if name == "table":
+        return run.rollouts.table(step)
+    if name == "rollout":
+        return run.rollouts.rollout(step, int(query.get("index", "0")))
+    if name == "evaluations":
+        return run.evaluations()
+    if name == "failure":
+        return run.failure()
+    if name == "config":
+        return run.config()
+    raise LookupError(f"there is no /api/{name}")
+
+
+def make_app(runs: Sequence[Run], key: str | None = None) -> Starlette:
+    """Return the routes of the pages of ``runs``. With a ``key``, every request needs it, as a
+    bearer token or in the cookie that the form of the key sets.
+    """
+
+    def checked(handler: Handler) -> Handler:
+        async def handle(request: Request) -> Response:
+            response = _refusal(request, key) or await handler(request)
+            response.headers.update(HEADERS)
+            return response
+
+        return handle
+
+    async def page(request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        path = PAGE / name
+        if path.parent != PAGE or path.suffix not in TYPES or not path.is_file():
+            raise HTTPException(404)
+        return Response(path.read_bytes(), media_type=TYPES[path.suffix])
+
+    async def data(request: Request) -> Response:
+        name = request.path_params["name"]
+        query = dict(request.query_params)
+        try:
+            content = await run_in_threadpool(answer, runs, name, query)
+        except LookupError as error:
+            return _json({"error": str(error.args[0])}, 404)
+        except (ValueError, OverflowError) as error:
+            return _json({"error": said_by(error)}, 400)
+        return _json(content)
+
+    async def enter(request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > KEY_BYTES:
+                raise HTTPException(413)
+        given = parse_qs(body.decode(errors="replace")).get("key", [""])[0]
+        response = RedirectResponse("/", 303)
+        if key is not None and _is_equal(given, key):
+            response.set_cookie(COOKIE, _cookie_of(key), httponly=True, samesite="strict")
+        response.headers.update(HEADERS)
+        return response
+
+    return Starlette(
+        routes=[
+            Route("/", checked(page)),
+            Route("/api/{name}", checked(data)),
+            Route("/key", enter, methods=["POST"]),
+            Route("/{name}", checked(page)),
+        ],
+        middleware=[Middleware(GZipMiddleware, minimum_size=4_096, compresslevel=3)],
+    )
+
+
+def serve(runs: Sequence[Run], host: str, port: int, key: str | None) -> None:
+    """Serve the pages until a signal. Raises ConfigError if the address cannot be used."""
+    config = uvicorn.Config(
+        make_app(runs, key),
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    with listen(host, port) as listener:
+        print(f"{url_of(listener)}/", flush=True)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def to_json(content: Any) -> bytes:
+    """Return JSON in ASCII, which lone surrogates survive."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False, default=str).encode()
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(to_json(content), status, media_type="application/json")
+
+
+def _refusal(request: Request, key: str | None) -> Response | None:
+    """Return the answer to a client that may not read; None if the client may."""
+    if key is None:
+        if is_loopback(request.url.hostname or ""):
+            return None
+        return PlainTextResponse("this server answers to its own machine alone\n", 403)
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    cookie = request.cookies.get(COOKIE, "")
+    if _is_equal(given, key) or _is_equal(cookie, _cookie_of(key)):
+        return None
+    if request.url.path == "/":
+        return Response(LOGIN, 401, media_type="text/html")
+    if request.url.path == "/style.css":
+        return None
+    return PlainTextResponse("the key is wrong\n", 401)
+
+
+def _cookie_of(key: str) -> str:
+    """Return the value of the cookie of clients that gave ``key``; ASCII, unlike some keys."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _is_equal(given: str, key: str) -> bool:
+    return hmac.compare_digest(given.encode(), key.encode())

@@ -1,0 +1,214 @@
+"""Every page in a browser."""
+
+import threading
+from functools import partial
+
+import pytest
+import uvicorn
+
+from rl.listening import listen, url_of
+from rl.view.export import export
+from rl.view.run import Run
+from rl.view.server import make_app
+from tests.view.browser import browsing
+from tests.view.runs import HOSTILE, line, make_run, metrics_of
+
+FAILURE = {
+    "error": f"out of memory {HOSTILE}",
+    "place": "train.py, line 3",
+    "actor": "trainer",
+    "rank": 1,
+    "command": "python -m rl.train --resume",
+    "detail": "all of it",
+    "traceback": HOSTILE,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    hostile = partial(make_run, text=HOSTILE, turns=3)
+    long = make_run(root / "long", steps=10_000, metrics=2, text="y" * 10_000_000, rollouts=4)
+    return [make_run(root / "plain"), hostile(root / "failed", failure=FAILURE), long]
+
+
+@pytest.fixture(scope="module")
+def url(folders):
+    app = make_app([Run(folder) for folder in folders])
+    config = uvicorn.Config(app, log_level="error", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    with listen("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield url_of(listener)
+        server.should_exit = True
+        thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with browsing(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser, url):
+    """Give the browser with the first page open; afterwards nothing may have gone wrong."""
+    browser.errors.clear()
+    browser.requests.clear()
+    browser.open(f"{url}/")
+    yield browser
+    assert browser.errors == []
+    elsewhere = [each for each in browser.requests if not each.startswith((url, "about:", "data:"))]
+    assert elsewhere == []
+    assert browser.value("document.title").endswith("Tiller")
+    assert browser.value("document.querySelectorAll('main script, main img').length") == 0
+
+
+def text(page, selector="main"):
+    return page.value(f"document.querySelector({selector!r}).innerText")
+
+
+def count(page, selector):
+    return page.value(f"document.querySelectorAll({selector!r}).length")
+
+
+def test_the_overview_compares_the_curves_of_all_runs(page):
+    assert text(page, "#status") == "done"
+    assert "20 / 20" in text(page, ".tiles")
+    assert count(page, ".chart") == 3
+    assert count(page, ".chart path.curve") == 9
+    assert text(page, ".chart .head span").startswith("reward/mean")
+    page.value("document.querySelectorAll('.legend')[1].click()")
+    page.wait("location.hash.includes('hide=1')")
+    page.wait("document.querySelectorAll('.chart path.curve').length === 6")
+
+
+def test_any_metric_is_found_by_its_name(page):
+    page.turn("#/overview?run=0&filter=part1")
+    assert count(page, ".chart") == 11  # part1 and part10 to part19
+    page.turn("#/overview?run=0&filter=nothing")
+    assert "no metric has this name" in text(page)
+
+
+def test_the_timeline_has_the_spans_of_a_step(page):
+    page.turn("#/timeline?run=0&step=7")
+    assert count(page, "#spans rect") == 8
+    assert "generator-0" in text(page, "main table")
+    assert "75.0 %" in text(page, "main table")  # idle time of the generator
+    page.press("j")
+    page.wait("location.hash.includes('step=8')")
+    page.turn("#/timeline?run=2&step=9000&count=5")
+    assert count(page, "#spans rect") == 40
+
+
+def test_rollouts_are_filtered_sorted_and_opened(page):
+    page.turn("#/rollouts?run=0&step=20")
+    assert count(page, "tbody tr") == 8
+    page.turn("#/rollouts?run=0&step=20&filter=reward%3E0%20stop%3Dstop&sort=-gap")
+    assert count(page, "tbody tr") == 4
+    assert text(page, "tbody td").strip() == "1·3"
+    page.press("j")
+    page.press("j")
+    assert count(page, "tr.at") == 1
+    page.press("Enter")
+    page.wait("document.body.dataset.drawn.startsWith('rollout ')")
+    assert page.value("location.hash").endswith("index=5")
+
+
+def test_a_rollout_shows_its_turns_and_tokens(page):
+    page.turn("#/rollout?run=1&step=20&index=1&colour=advantages")
+    assert count(page, "#conversation .turn") == 6
+    assert count(page, "#conversation .turn.sampled") == 3
+    assert (count(page, ".tok"), count(page, ".tok.sampled")) == (21, 12)
+    assert "<b>" in text(page, "#strip")
+    assert "color-mix" in page.value("document.querySelector('.tok.sampled').style.background")
+    page.value(
+        "document.querySelectorAll('.tok.sampled')[1]"
+        ".dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))"
+    )
+    assert "advantages\t-0.5" in text(page, "#token")
+
+
+def test_groups_show_the_spread_of_rewards(page):
+    page.turn("#/groups?run=0&step=20")
+    assert count(page, "tbody tr") == 2
+    assert count(page, "tbody circle") == 8
+    page.turn("#/groups?run=0&step=20&only=flat")
+    assert count(page, "tbody tr") == 0
+
+
+def test_evaluations_have_curves_and_numbers(page):
+    page.turn("#/evaluation?run=0")
+    assert count(page, ".chart") == 1
+    assert "eval/exact_match" in text(page, "table")
+
+
+def test_a_failure_shows_its_cause_as_text(page):
+    page.turn("#/failure?run=1")
+    assert text(page, "#status") == "failed"
+    assert "<script>document.title='owned'</script>" in text(page, "#cause")
+    assert "␀␛[31m⟨202e⟩" in text(page, "#cause")
+    assert "python -m rl.train --resume" in text(page)
+    assert "trainer-0.log" in text(page)
+    page.turn("#/failure?run=0")
+    assert "no failure is recorded" in text(page)
+
+
+def test_configs_are_compared(page):
+    page.turn("#/config?run=0&other=1")
+    assert count(page, "tbody tr.differs") == 1
+    assert "<script>" in text(page, "tr.differs")
+    page.turn("#/config?run=0&other=1&all=1")
+    assert count(page, "tbody tr") == 3
+
+
+def test_hostile_text_is_shown_as_text(page):
+    page.turn("#/rollouts?run=1&step=20")
+    assert "<script>" in text(page, "td.text + td.text")
+    page.turn("#/rollout?run=1&step=20&index=0")
+    assert "answer" in text(page)
+    page.turn("#/overview?run=1")
+    assert "onerror=alert(1)" in text(page)
+
+
+def test_a_text_of_ten_megabytes_is_cut(page):
+    page.turn("#/rollout?run=2&step=10000&index=0")
+    assert "100,000 of 10,000,000 characters" in text(page)
+
+
+def test_keys_open_pages_and_help(page):
+    page.press("4")
+    page.wait("document.body.dataset.drawn.startsWith('rollout ')")
+    page.press("?")
+    page.wait("document.getElementById('help').open")
+    page.value("document.getElementById('help').close()")
+    dark = page.value("document.documentElement.classList.contains('dark')")
+    page.press("d")
+    assert page.value("document.documentElement.classList.contains('dark')") is not dark
+    page.press("3")
+    page.wait("document.body.dataset.drawn.startsWith('rollouts ')")
+    page.press("/")
+    assert page.value("document.activeElement.id") == "filter"
+
+
+def test_a_page_follows_its_run(page, folders):
+    with open(folders[0] / "metrics.jsonl", "a") as file:
+        file.write(line(metrics_of(21)))
+    page.wait("document.querySelector('.tiles').innerText.includes('21 / 20')")
+
+
+def test_the_exported_file_works_without_a_server(browser, folders, tmp_path):
+    path = tmp_path / "runs.html"
+    export([Run(folder) for folder in folders[:2]], path)
+    browser.errors.clear()
+    browser.requests.clear()
+    browser.open(path.as_uri())
+    assert "written by --export" in text(browser, "#notice")
+    for name in ("timeline", "rollouts", "rollout", "groups", "evaluation", "failure", "config"):
+        browser.turn(f"#/{name}?run=1")
+        assert "failed:" not in text(browser)
+    browser.turn("#/rollout?run=1&step=20&index=1")
+    assert count(browser, ".tok") == 21
+    assert browser.errors == []
+    assert {each.partition(":")[0] for each in browser.requests} <= {"file", "about", "data"}

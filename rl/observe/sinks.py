@@ -1,0 +1,181 @@
+"""Sinks: other places that the events of a run go to."""
+
+import contextlib
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config import Configurable
+
+from rl.errors import said_by
+from rl.observe.events import Event
+
+WAITING = 10_000
+"""Number of events that may wait for a slow sink."""
+
+CLOSE_S = 10.0
+"""Time that a sink has to write what waits, and to close."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Facts about a run that a sink may show."""
+
+    folder: Path
+    config: dict[str, Any]
+    """The frozen config."""
+    step: int
+    """Number of completed steps that the attempt goes on from."""
+
+
+class Sink(Configurable, ABC):
+    """Base class of sinks. A subclass, in any package, is a sink of your own::
+
+        class Lines(Sink):
+            @dataclass(kw_only=True, slots=True)
+            class Config(Sink.Config):
+                path: str = "loss.txt"
+
+            def open(self, run):
+                self.file = open(run.folder / self.config.path, "a")
+
+            def write(self, event):
+                if event["kind"] == "metrics":
+                    print(event["step"], event["metrics"]["loss/mean"], file=self.file)
+
+            def close(self):
+                self.file.close()
+
+    A sink runs in a thread of its own. A sink that raises is warned of and gets no more events; a
+    sink that is too slow loses events, which is warned of once. Neither ends or delays the run.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Fields of the sink."""
+
+        def check(self) -> None:
+            """Raise ConfigError if the sink cannot work, such as without its package."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    @abstractmethod
+    def open(self, run: RunFacts) -> None:
+        """Begin an attempt of a run, which goes on after ``run.step``. Called again, after
+        ``close``, if the run goes back to a checkpoint.
+        """
+
+    @abstractmethod
+    def write(self, event: Event) -> None:
+        """Write an event: see :class:`rl.observe.events.Events`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what waits, and close."""
+
+
+class Sinks:
+    """All sinks of a run, each in a thread. ::
+
+    sinks = Sinks([config.build()], folder, frozen, events.warn)
+    events.subscribe(sinks.write)
+    sinks.close()
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        folder: Path,
+        config: dict[str, Any],
+        warn: Callable[[str], None],
+    ):
+        self._threads = [_SinkThread(each, folder, config, warn) for each in sinks]
+
+    def write(self, event: Event) -> None:
+        """Hand ``event`` to every sink."""
+        for thread in self._threads:
+            thread.write(event)
+
+    def close(self) -> None:
+        """Close every sink, which takes at most CLOSE_S seconds in all."""
+        until = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.end()
+        for thread in self._threads:
+            thread.wait(until)
+
+
+class _SinkThread:
+    """Thread of one sink, and the events that wait for it."""
+
+    def __init__(
+        self, sink: Sink, folder: Path, config: dict[str, Any], warn: Callable[[str], None]
+    ):
+        self._sink = sink
+        self._name = type(sink).__name__
+        self._folder = folder
+        self._config = config
+        self._warn = warn
+        self._events: queue.Queue[Event | None] = queue.Queue(WAITING)
+        self._is_open = False
+        self._is_ending = threading.Event()
+        self._has_failed = False
+        self._has_lost = False
+        self._is_left = False
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def write(self, event: Event) -> None:
+        if self._has_failed:
+            return
+        try:
+            self._events.put_nowait(event)
+        except queue.Full:
+            if not self._has_lost:
+                self._has_lost = True
+                self._warn(f"sink {self._name} is too slow and loses events; the run goes on")
+
+    def end(self) -> None:
+        self._is_ending.set()
+        with contextlib.suppress(queue.Full):  # then the thread sees `_is_ending` by itself
+            self._events.put_nowait(None)  # wakes a thread that waits for an event
+
+    def wait(self, until: float) -> None:
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._is_left = True  # another process may own the run folder soon
+            self._warn(f"sink {self._name} did not close within {CLOSE_S:.0f} s; it is left")
+
+    def _run(self) -> None:
+        try:
+            while (event := self._next()) is not None:
+                self._write(event)
+            if self._is_open:
+                self._sink.close()
+        except Exception as error:  # the user's code, or another library
+            self._has_failed = True
+            if self._is_left:
+                return
+            self._warn(f"sink {self._name} gets no more events: {said_by(error)}")
+
+    def _next(self) -> Event | None:
+        """Return the next event; None if the run has ended and no event waits."""
+        if self._is_ending.is_set() and self._events.empty():
+            return None
+        return self._events.get()
+
+    def _write(self, event: Event) -> None:
+        if event["kind"] == "started":
+            if self._is_open:
+                self._sink.close()
+            facts = RunFacts(folder=self._folder, config=self._config, step=event["step"])
+            self._sink.open(facts)
+            self._is_open = True
+        if self._is_open:
+            self._sink.write(event)

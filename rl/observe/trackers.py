@@ -1,0 +1,175 @@
+"""Sinks for TensorBoard, Weights & Biases and trackio."""
+
+import importlib.util
+import math
+import netrc
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from rl.errors import require
+from rl.observe.events import WARNINGS, Event
+from rl.observe.sinks import RunFacts, Sink
+
+
+def require_package(field: str, package: str) -> None:
+    """Raise ConfigError, naming ``field``, unless ``package`` is installed."""
+    require(
+        importlib.util.find_spec(package) is not None,
+        f"{field} needs the package {package}, which is not installed; run pip install {package}, "
+        "or leave the field out",
+    )
+
+
+def has_wandb_key() -> bool:
+    """Whether wandb finds a key without asking for one."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    server = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    try:
+        return netrc.netrc().authenticators(server.hostname or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def numbers(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the metrics that are finite numbers."""
+    for name, value in metrics.items():
+        if isinstance(value, int | float) and math.isfinite(value):
+            yield name, float(value)
+
+
+class TensorBoard(Sink):
+    """Files for TensorBoard in the folder ``tensorboard`` of the run. A resumed run replaces the
+    steps after its checkpoint.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Sink.Config):
+        """Fields of the sink."""
+
+        def check(self) -> None:
+            """Raise ConfigError if tensorboard is not installed."""
+            require_package("sinks.tensorboard", "tensorboard")
+
+    def open(self, run: RunFacts) -> None:
+        # not torchtitan's TensorBoardLogger, which cannot replace steps
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._step = run.step
+        folder = run.folder / "tensorboard"
+        self._writer = SummaryWriter(folder, purge_step=run.step + 1, flush_secs=10)
+
+    def write(self, event: Event) -> None:
+        if event["kind"] in ("metrics", "evaluation"):
+            self._step = event["step"]
+            for name, value in numbers(event["metrics"]):
+                self._writer.add_scalar(name, value, self._step)
+        elif event["kind"] in WARNINGS:
+            self._writer.add_text("warnings", event["text"], self._step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases(Sink):
+    """A run of Weights & Biases. Offline, its files are in the folder ``wandb`` of the run, for
+    ``wandb sync``. A resumed run goes on with the same run there.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Sink.Config):
+        """Fields of the sink."""
+
+        mode: Literal["online", "offline"] = "offline"
+        """Whether to send metrics over the network."""
+
+        project: str = "tiller"
+        """Project of the run."""
+
+        def check(self) -> None:
+            """Raise ConfigError if wandb is not installed, or has no key to go online."""
+            require_package("sinks.wandb", "wandb")
+            require(
+                self.mode == "offline" or has_wandb_key(),
+                "sinks.wandb is 'online', and this user has no key of Weights & Biases; run wandb "
+                "login, set WANDB_API_KEY, or set sinks.wandb to 'offline'",
+            )
+
+    config: Config
+
+    def open(self, run: RunFacts) -> None:
+        import wandb
+
+        # not torchtitan's WandBLogger, which takes these arguments from the environment alone
+        identity = run.folder / "wandb" / "id"
+        if not identity.exists():
+            identity.parent.mkdir(exist_ok=True)
+            identity.write_text(uuid.uuid4().hex[:8])
+        quiet: dict[str, Any] = {
+            "console": "off",
+            "silent": True,
+            "disable_git": True,
+            "disable_code": True,
+        }
+        self._run = wandb.init(
+            project=self.config.project,
+            id=identity.read_text(),
+            name=run.folder.name,
+            resume="allow" if self.config.mode == "online" else None,
+            mode=self.config.mode,
+            dir=run.folder,
+            config=run.config,
+            settings=wandb.Settings(**quiet),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, event: Event) -> None:
+        kind = event["kind"]
+        if kind in ("metrics", "evaluation"):
+            self._run.log({"step": event["step"], **dict(numbers(event["metrics"]))})
+        elif kind == "ended":
+            self._run.summary.update(dict(numbers(event["summary"])))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio(Sink):
+    """A run of trackio, which keeps its files in its own folder (``TRACKIO_DIR``)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Sink.Config):
+        """Fields of the sink."""
+
+        project: str = "tiller"
+        """Project of the run."""
+
+        def check(self) -> None:
+            """Raise ConfigError if trackio is not installed."""
+            require_package("sinks.trackio", "trackio")
+
+    config: Config
+
+    def open(self, run: RunFacts) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project=self.config.project,
+            name=run.folder.name,
+            config=run.config,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def write(self, event: Event) -> None:
+        if event["kind"] in ("metrics", "evaluation"):
+            self._run.log(dict(numbers(event["metrics"])), step=event["step"])
+
+    def close(self) -> None:
+        self._run.finish()

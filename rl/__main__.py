@@ -17,8 +17,10 @@ PROGRAMS = {
     "doctor": "print what is wrong with this host, a config or a run",
     "launch": "start a run in the background, or submit it to Slurm or Kubernetes",
     "evaluate": "print the scores of a run's checkpoint",
+    "view": "show runs in a browser: curves, timelines, rollouts, failures, configs",
     "play": "play an episode of an environment, as a person or with a run's policy",
     "serve": "serve a model or a run's policy with the API of OpenAI",
+    "replay": "train recorded steps of a run again, and compare every bit",
     "export": "write a run's checkpoint as a Hugging Face folder",
 }
 USAGE = """\

@@ -9,6 +9,7 @@ RENAMED = {
     "data": "task",
     "rollout.parts_per_step": "rollout.stream_chunks",
     "rollout.max_replacements": "rollout.max_resampled_groups",
+    "rollout.recorded_per_step": "record.sample",
     "algorithm.proximal": "algorithm.old_logprobs",
     "algorithm.mini_batch": "algorithm.prompts_per_minibatch",
     "generator.swap": "generator.inflight_policy",

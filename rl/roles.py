@@ -57,6 +57,7 @@ def session_config(config: RunConfig) -> SessionConfig:
     return dataclasses.replace(
         session,
         generator=sampling.generator,
+        digests=isinstance(config, RLConfig) and config.record.digests,
         weights=sampling.weights,
         colocate=sampling.colocate,
         reward_workers=rollout.reward_workers,

@@ -39,18 +39,9 @@ class SavedRun:
         Raises ConfigError if this host alone cannot hold it.
         """
         config = self.config
-        config.hardware.require_here()
         session = session_config(config)
         generator = session.generator if evaluates else None
-        for name, found, here in (
-            ("trainer", config.trainer.nodes, 1),
-            ("generator", generator.nodes if generator is not None else 0, 0),
-        ):
-            require(
-                found == here,
-                f"{name}.nodes is {found}, and this program runs on one host; add --{name}.nodes "
-                f"{here} and a layout that fits on this host",
-            )
+        require_one_host(config, 0 if generator is None else generator.nodes)
         checkpoint = replace(
             config.trainer.checkpoint,
             initial_load_path=str(self.checkpoint),
@@ -64,10 +55,26 @@ class SavedRun:
         return replace(session, trainer=trainer, roles=roles, generator=generator)
 
 
-def open_run(folder: Path, step: int | None, overrides: list[str], *, program: str) -> SavedRun:
-    """Return checkpoint ``step`` of the run in ``folder``; the newest complete one if None.
+def require_one_host(config: RunConfig, generator_nodes: int) -> None:
+    """Raise ConfigError unless this host alone can hold the trainer, and generators that ask for
+    ``generator_nodes``.
+    """
+    config.hardware.require_here()
+    for name, found, here in (
+        ("trainer", config.trainer.nodes, 1),
+        ("generator", generator_nodes, 0),
+    ):
+        require(
+            found == here,
+            f"{name}.nodes is {found}, and this program runs on one host; add --{name}.nodes "
+            f"{here} and a layout that fits on this host",
+        )
 
-    Raises ConfigError if the run or the checkpoint does not exist.
+
+def require_run(folder: Path) -> Path:
+    """Return the file of the config of the run in ``folder``.
+
+    Raises ConfigError if the folder holds no run.
     """
     path = folder / "config.json"
     require(
@@ -75,6 +82,15 @@ def open_run(folder: Path, step: int | None, overrides: list[str], *, program: s
         f"{folder} is not the folder of a run, which has a config.json; name a folder that "
         "python -m rl.train wrote",
     )
+    return path
+
+
+def open_run(folder: Path, step: int | None, overrides: list[str], *, program: str) -> SavedRun:
+    """Return checkpoint ``step`` of the run in ``folder``; the newest complete one if None.
+
+    Raises ConfigError if the run or the checkpoint does not exist.
+    """
+    path = require_run(folder)
     _, config = parse_config(["--config", str(path), *overrides], program=program)
     checkpoints = StepFolders(folder.resolve() / config.trainer.checkpoint.folder)
     complete = checkpoints.complete()
@@ -95,22 +111,25 @@ def run_session(
     config: SessionConfig,
     task: Task.Config | None,
     work: Callable[[Session], Awaitable[Result]],
+    *,
+    folder: Path | None = None,
 ) -> Result:
-    """Start a session and return the result of ``work(session)``. The processes and files of the
-    session are gone when this call returns.
+    """Start a session and return the result of ``work(session)``. The processes of the session are
+    gone when this call returns. Its files are in ``folder``, by default one that is gone too.
 
     Raises Interrupted after Ctrl-C and other signals.
     """
-    return asyncio.run(_run_session(config, task, work))
+    return asyncio.run(_run_session(config, task, work, folder))
 
 
 async def _run_session(
     config: SessionConfig,
     task: Task.Config | None,
     work: Callable[[Session], Awaitable[Result]],
+    folder: Path | None,
 ) -> Result:
     received = _cancel_on_signals()
-    session = Session(config, task=task)
+    session = Session(config, task=task, folder=folder)
     print(session.describe(), flush=True)
     try:
         async with session:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rl.disk import sync_folder
 from rl.errors import RunError
 
-ROLLOUTS = "rollouts.npz"
+ROLLOUTS = "rollouts.parquet"
 """File of a checkpoint that the controller writes before the trainer writes all other files."""
 
 

@@ -244,6 +244,9 @@ class Batch:
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     rollouts: torch.Tensor | None = None
     """Index of the rollout of each sequence, int64 [N]; None if each sequence is a rollout."""
+    rows: abc.Sequence[int] | None = None
+    """Indices of the sequences in the batch that they were selected from; None for a whole
+    batch."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -287,6 +290,7 @@ class Batch:
             loss_weights=self.loss_weights[index],
             columns={name: values[index] for name, values in self.columns.items()},
             rollouts=None if self.rollouts is None else self.rollouts[chosen],
+            rows=rows,
         )
 
 

@@ -118,6 +118,8 @@ def test_ctrl_c_ends_a_program_during_an_import_that_catches_it(program, tmp_pat
         ("rl.play", ["--help"]),
         ("rl.serve", ["--help"]),
         ("rl.export", ["--help"]),
+        ("rl.replay", ["--help"]),
+        ("rl.view.__main__", ["--help"]),
     ],
 )
 def test_help_is_printed_without_importing_torch(program, arguments):

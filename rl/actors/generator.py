@@ -9,14 +9,15 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from rl.actors.mesh import Mesh
+from rl.actors.rank_log import log, log_memory
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig, environment, shared_memory
 from rl.metrics import Metrics
+from rl.model.digest import digests
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shard, layout_of
 from rl.platform import memory_domain
 from rl.types import Completion, GenerationRequest
-from rl.weights.digest import digests
 from rl.weights.open import open_subscriber
 from rl.weights.transport import Subscriber, Transfer
 
@@ -69,6 +70,10 @@ class Generator(Actor):
         )
         self._loop = EngineLoop(make_engine, lambda _, version: self._connected().pull(version))
         await self._loop.start()
+        shards = await self._loop.run_between_steps(lambda engine: engine.parameters())
+        here = sum(shard.box.numel for shard in shards)
+        degree = self.config.tensor_parallel_degree
+        log_memory(f"rank {self._rank} of {degree}; {here:,} parameters of {self.config.dtype}")
 
     @concurrent_endpoint
     async def connect(self, transfer: Transfer, addresses: list[Any], generator: int) -> None:
@@ -78,6 +83,7 @@ class Generator(Actor):
         self._subscriber = open_subscriber(
             transfer, addresses, shards, generator=generator, rank=self._rank
         )
+        log(f"reads weights over {transfer.transport} as generator {generator}")
 
     @concurrent_endpoint
     async def fetch_weights(self, version: int) -> None:

@@ -9,9 +9,9 @@ from monarch.actor import Actor
 from rl.actors.group import ActorGroup
 from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure
+from rl.model.digest import ShardDigests
 from rl.model.shards import Layout
 from rl.types import Place
-from rl.weights.digest import ShardDigests
 
 
 class Deadlines(Protocol):

@@ -1,7 +1,7 @@
 """Processes that run the user's task, started again when they die or hang."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,8 +11,9 @@ from rl.actors.group import ActorGroup
 from rl.actors.hosts import GUARDED
 from rl.actors.mesh import Deadlines
 from rl.actors.supervisor import Supervisor
-from rl.errors import ActorFailure, RunError
+from rl.errors import RunError
 from rl.model.shape import ModelConfig
+from rl.observe.events import Events
 from rl.tasks.base import Task
 from rl.types import Place
 
@@ -30,7 +31,7 @@ class TaskWorkers:
     count: int
     seed: int
     deadlines: Deadlines
-    warn: Callable[[str], None]
+    events: Events
     restarts: int = field(default=0, init=False)
     """Number of times that a worker was started again."""
 
@@ -86,11 +87,13 @@ class TaskWorkers:
             while True:
                 group = self._groups[name]
                 self._started(group)
-                self.warn(f"{str(await group.failed()).splitlines()[0]}; starting it again")
+                failure = await group.failed()
+                text = f"{str(failure).splitlines()[0]}; starting it again"
+                self.events.emit("lost", process=name, text=text)
                 self.restarts += 1
                 await group.stop()
                 await self._spawn(name)
-        except ActorFailure as failure:
+        except RunError as failure:  # of the start, or of a record that cannot be written
             self._give_up(failure)
 
     def _create_task(self, work: Coroutine[Any, Any, None]) -> None:

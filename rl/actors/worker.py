@@ -3,26 +3,31 @@
 import asyncio
 import gc
 import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.config import Configurable
 
 from rl.actors.mesh import Mesh
+from rl.actors.rank_log import log_memory
+from rl.degrees import short_layout
 from rl.metrics import Metrics, Value
+from rl.model.digest import ShardDigests, digests, merge_digests
 from rl.model.shape import ModelConfig
+from rl.model.shards import Shards
 from rl.platform import peak_memory
 from rl.training.config import TrainerConfig
 from rl.training.micro_batches import balanced
 from rl.types import Batch, Head
-from rl.weights.digest import ShardDigests, digests
 
 T = TypeVar("T")
 
@@ -40,6 +45,16 @@ def _endpoint(method: str, *, changes: bool = False) -> Any:
         return await self._in_engine(attrgetter(method)(self), *args, changes=changes)
 
     return concurrent_endpoint(call)
+
+
+class _Stepped(NamedTuple):
+    version: int
+    metrics: Metrics
+    """Metrics that all ranks share."""
+    own: Metrics
+    """Metrics of this rank."""
+    gradient: ShardDigests
+    weights: ShardDigests
 
 
 @dataclass(eq=False)
@@ -73,7 +88,8 @@ class ModelWorker(Actor):
     offload = _endpoint("engine.offload", changes=True)
     onload = _endpoint("engine.onload")
     weight_digests = _endpoint("_weight_digests")
-    save_checkpoint = _endpoint("checkpointer.save")
+    trained_digests = _endpoint("_trained_digests")
+    save_checkpoint = _endpoint("_save_checkpoint")
     load_checkpoint = _endpoint("_load_checkpoint", changes=True)
     save_weights = _endpoint("checkpointer.save_weights")
     load_weights = _endpoint("checkpointer.load_weights", changes=True)
@@ -93,6 +109,14 @@ class ModelWorker(Actor):
             folder=self.folder,
         )
         self.checkpointer = Checkpointer(self.engine, self.model, folder=self.folder)
+        shards = self.engine.shards().values()
+        whole = sum(math.prod(shard.shape) for shard in shards)
+        here = sum(shard.box.numel for shard in shards)
+        log_memory(
+            f"rank {dist.get_rank()} of {dist.get_world_size()}, "
+            f"{short_layout(self.config.parallelism)}; {whole:,} "
+            f"parameters, of which {here:,} are here"
+        )
 
     def _forward(self, batch: Batch | None, temperature: float) -> Outputs | None:
         batch = self.engine.from_leader(batch)
@@ -108,17 +132,24 @@ class ModelWorker(Actor):
         )
         return answer if self.engine.is_leader else None
 
-    def _optim_step(self, options: dict[str, Any]) -> tuple[int, Metrics, Metrics]:
-        """Return the version, metrics that all ranks share, and metrics of this rank."""
+    def _optim_step(self, options: dict[str, Any], with_digests: bool) -> "_Stepped":
+        gradient: ShardDigests = {}
+        weights: ShardDigests = {}
+
+        def keep(shards: Shards) -> None:
+            gradient.update(digests(shards.values()))
+
         self.checkpointer.wait_for_staging()
-        metrics = self.engine.optim_step(**options)
+        metrics = self.engine.optim_step(**options, on_gradient=keep if with_digests else None)
+        if with_digests:
+            weights = self._trained_digests()
         self._collect_garbage()
         operations = self.engine.work.take() if self.engine.is_leader else 0
         own = {
             "memory/peak": Value(peak_memory() / 2**30, "max"),
             "trainer/tflop": Value(operations / 1e12, "sum"),
         }
-        return self.engine.version, metrics, Metrics(own)
+        return _Stepped(self.engine.version, metrics, Metrics(own), gradient, weights)
 
     def _collect_garbage(self) -> None:
         """Collect garbage on all ranks in the same steps: one rank that collects stops all."""
@@ -129,8 +160,19 @@ class ModelWorker(Actor):
     def _weight_digests(self, dtype: torch.dtype | None) -> ShardDigests:
         return digests(self.engine.shards().values(), dtype=dtype)
 
+    def _trained_digests(self) -> ShardDigests:
+        return digests(self.engine.trained_shards().values())
+
+    def _save_checkpoint(self, step: int, run_state: dict[str, Any]) -> None:
+        began = time.monotonic()
+        self.checkpointer.save(step, run_state)
+        log_memory(f"saved checkpoint {step} in {time.monotonic() - began:.2f} s")
+
     def _load_checkpoint(self, step: int) -> tuple[int, dict[str, Any], Path | None, list[str]]:
         run_state = self.checkpointer.load(step)
+        loaded = self.checkpointer.loaded
+        version = self.engine.version
+        log_memory(f"weights of {loaded or 'the start of the run'}, policy version {version}")
         return self.engine.version, run_state, self.checkpointer.loaded, self.checkpointer.ignored
 
     def _close(self) -> None:
@@ -165,6 +207,10 @@ class WorkerGroup(Mesh):
     loaded: Path | None = field(default=None, init=False)
     """Folder of the checkpoint that ``load_checkpoint`` loaded last; None without one."""
 
+    step_digests: dict[str, dict[str, str]] = field(default_factory=dict, init=False)
+    """Digests of the last step by parameter: ``gradient``, divided and clipped, and ``weights``
+    after the step."""
+
     def _arguments(self) -> tuple[Any, ...]:
         comm = self.config.comm
         timeout = max(comm.init_timeout_seconds, math.ceil(self.collective_timeout_s))
@@ -198,15 +244,21 @@ class WorkerGroup(Mesh):
         metrics = answers[0][1][1]
         return _merge(batch, outputs), metrics
 
-    async def optim_step(self, **options: Any) -> Metrics:
+    async def optim_step(self, *, with_digests: bool = False, **options: Any) -> Metrics:
         """Take a step on the gradients that were added; ``version`` counts up unless it is skipped.
+        ``with_digests`` sets ``step_digests``.
 
         ``options`` are those of TrainingEngine.optim_step: denominator, lr, betas, eps,
         weight_decay, max_norm.
         """
-        answers = await self.call("optim_step", options)
-        self.version, metrics, _ = answers[0]
-        return metrics | Metrics.merged(own for *_, own in answers)
+        answers: list[_Stepped] = await self.call("optim_step", options, with_digests)
+        self.version = answers[0].version
+        if with_digests:
+            self.step_digests = {
+                "gradient": merge_digests(each.gradient for each in answers),
+                "weights": merge_digests(each.weights for each in answers),
+            }
+        return answers[0].metrics | Metrics.merged(each.own for each in answers)
 
     async def offload(self) -> None:
         """Move parameters, gradients and optimizer state to host memory."""

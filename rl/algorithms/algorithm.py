@@ -160,12 +160,18 @@ class Algorithm(Configurable, ABC):
         self._prepared.append(Metrics(metrics, weight=float(batch.loss_mask.sum())))
         return batch
 
-    async def accumulate(self, session: "Session", batch: Batch) -> None:
-        """Add the gradients of the losses on ``batch``; trainer and critic run concurrently."""
+    async def accumulate(self, session: "Session", batch: Batch) -> dict[str, torch.Tensor]:
+        """Add the gradients of the losses on ``batch``; trainer and critic run concurrently.
+
+        Returns the trainer's outputs, ``logprobs`` and ``entropy`` of each token.
+        """
         batch.columns["staleness"] = session.version - batch.columns["versions"]
         backward = functools.partial(session.forward_backward, batch, temperature=self.temperature)
-        await asyncio.gather(*(backward(self.loss(role), role=role) for role in self._learning))
+        (outputs, _), *_ = await asyncio.gather(
+            *(backward(self.loss(role), role=role) for role in self._learning)
+        )
         self._rollouts += len(batch.rows_by_rollout)
+        return outputs
 
     async def update(self, session: "Session") -> Metrics:
         """Take one optimizer step on the accumulated gradients; return its metrics."""

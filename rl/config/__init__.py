@@ -5,12 +5,13 @@ from rl.config.preference import PreferenceConfig, PreferenceDataConfig, RewardM
 from rl.config.rl import (
     CriticConfig,
     EvaluationConfig,
+    RecordConfig,
     ReferenceConfig,
     RLConfig,
     RoleConfig,
     RolloutConfig,
 )
-from rl.config.run import RunConfig, WatchdogConfig
+from rl.config.run import RunConfig, SinksConfig, WatchdogConfig
 from rl.config.sft import SampledEvaluationConfig, SFTConfig, SFTDataConfig
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "PreferenceConfig",
     "PreferenceDataConfig",
     "RLConfig",
+    "RecordConfig",
     "ReferenceConfig",
     "RewardModelConfig",
     "RoleConfig",
@@ -29,5 +31,6 @@ __all__ = [
     "SFTConfig",
     "SFTDataConfig",
     "SampledEvaluationConfig",
+    "SinksConfig",
     "WatchdogConfig",
 ]

@@ -22,6 +22,7 @@ from rl.rules import (
     PERFORMANCE,
     SHARE,
     SIGNED,
+    above,
     at_least,
 )
 from rl.session.config import Colocate
@@ -97,9 +98,6 @@ class RolloutConfig:
     """Number of episodes with which a group is trained on although others of it were lost: their
     environment failed. ``ledger.jsonl`` counts the episodes that are missing. 0 drops each group
     that lost one. Requires an environment as the task."""
-
-    recorded_per_step: Annotated[int, at_least(0), COSMETIC] = 4
-    """Number of rollouts of each step that are written to ``rollouts.jsonl``."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -193,6 +191,25 @@ class EvaluationConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RecordConfig:
+    """Parts of each step that the run folder keeps, beside its metrics."""
+
+    rollouts: Literal["all", "sample", "none"] = "all"
+    """Rollouts of each step that are written to ``rollouts/step-N.parquet``, with all tokens.
+    ``python -m rl.replay`` requires ``all``."""
+
+    sample: Annotated[int, at_least(1)] = 8
+    """Number of rollouts of a step that ``sample`` keeps."""
+
+    max_gib: Annotated[float, above(0)] = 10.0
+    """Disk space for rollouts, in GiB. Above it, the files of the oldest steps are deleted."""
+
+    digests: Annotated[bool, PERFORMANCE] = True
+    """Whether to write digests of each step's gradient and weights to ``digests.jsonl``, by
+    parameter."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RLConfig(RunConfig):
     """Config of a run that trains a policy on its own rollouts."""
 
@@ -213,6 +230,7 @@ class RLConfig(RunConfig):
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weights: WeightPushConfig = field(default_factory=WeightPushConfig)
     evaluation: Annotated[EvaluationConfig, COSMETIC] = field(default_factory=EvaluationConfig)
+    record: Annotated[RecordConfig, COSMETIC] = field(default_factory=RecordConfig)
 
     colocate: Annotated[Colocate, PERFORMANCE] = "none"
     """Meshes that share devices. One of them at a time has its state in device memory; the others

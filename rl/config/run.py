@@ -5,6 +5,8 @@ from typing import Annotated, ClassVar, Literal
 
 from rl.cluster import HardwareConfig, KubernetesConfig, SlurmConfig
 from rl.model.shape import ModelConfig
+from rl.observe.sinks import Sink
+from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
 from rl.rules import COSMETIC, NUMERICS, PERFORMANCE, SECONDS, at_least, between
 from rl.session.config import DeadlineConfig
 from rl.training.config import TrainerConfig
@@ -64,6 +66,35 @@ class WatchdogConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SinksConfig:
+    """Other places for metrics, beside the run folder."""
+
+    tensorboard: bool = False
+    """Whether to write files for TensorBoard to ``tensorboard`` in the run folder."""
+
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Whether to log to Weights & Biases, over the network or to ``wandb`` in the run folder."""
+
+    trackio: bool = False
+    """Whether to log to trackio."""
+
+    project: str = "tiller"
+    """Project in Weights & Biases and trackio."""
+
+    custom: tuple[Sink.Config, ...] = ()
+    """Sinks of your own."""
+
+    def all(self) -> list[Sink.Config]:
+        """Return the configs of all sinks."""
+        found: list[Sink.Config] = [TensorBoard.Config()] if self.tensorboard else []
+        if self.wandb != "off":
+            found.append(WeightsAndBiases.Config(mode=self.wandb, project=self.project))
+        if self.trackio:
+            found.append(Trackio.Config(project=self.project))
+        return [*found, *self.custom]
+
+
+@dataclass(kw_only=True, slots=True)
 class RunConfig:
     """Config of a run of any trainer."""
 
@@ -74,6 +105,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     deadlines: Annotated[DeadlineConfig, COSMETIC] = field(default_factory=DeadlineConfig)
     watchdog: Annotated[WatchdogConfig, COSMETIC] = field(default_factory=WatchdogConfig)
+    sinks: Annotated[SinksConfig, COSMETIC] = field(default_factory=SinksConfig)
     hardware: Annotated[HardwareConfig, PERFORMANCE] = field(default_factory=HardwareConfig)
     slurm: Annotated[SlurmConfig, PERFORMANCE] = field(default_factory=SlurmConfig)
     kubernetes: Annotated[KubernetesConfig, PERFORMANCE] = field(default_factory=KubernetesConfig)

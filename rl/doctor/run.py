@@ -14,7 +14,7 @@ from rl.step_folders import ROLLOUTS, StepFolders
 from rl.trainers.saved_groups import read_groups
 from rl.training.safe_reading import read_metadata
 
-ROWS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl", "rollouts.jsonl")
+ROWS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl", "digests.jsonl")
 
 
 def check_run(folder: Path, config: RunConfig | None) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl.errors import at_end
+from rl.observe.events import WARNINGS, Event
 from rl.observe.spans import STAGES
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -67,6 +68,18 @@ class Progress:
             self._stage = None
         if self._is_live:
             self._live.stop()
+
+    def show(self, event: Event) -> None:
+        """Show an event of the run: metrics, an evaluation, a warning or a note."""
+        kind = event["kind"]
+        if kind == "metrics":
+            self.update(event["metrics"])
+        elif kind == "evaluation":
+            self.evaluation({"step": event["step"], **event["metrics"]})
+        elif kind in WARNINGS:
+            self.warn(event["text"])
+        elif kind == "note":
+            self.note(event["text"])
 
     def stage(self, text: str) -> None:
         """Show the current stage outside the steps, e.g. ``"starting trainer on 4 ranks…"``."""

@@ -1,11 +1,14 @@
 """Run folder: all records of a run."""
 
+import asyncio
 import errno
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
@@ -13,8 +16,17 @@ from typing import Any
 
 from rl.disk import sync_file, sync_folder, write_whole
 from rl.errors import ConfigError, RunError, require
-from rl.metrics import Metrics
-from rl.types import Rollout
+from rl.observe.events import Event
+from rl.observe.rollouts import Chunk, RolloutFolder
+
+SYNCED = ("started", "checkpoint", "failed", "ended")
+"""Kinds of events after which the file of events is synced to the disk."""
+
+UNWRITTEN = 4
+"""Number of steps whose rollouts may wait to be written."""
+
+BLOCK = 1 << 16
+"""Bytes that are read at once from the end of a file."""
 
 
 def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
@@ -48,8 +60,11 @@ class RunRecord:
 
     =====================  =============================================================
     ``config.json``        the frozen config
+    ``events.jsonl``       what happened, one event a line (Events); only this file is never cut
     ``metrics.jsonl``      one object per step
-    ``rollouts.jsonl``     one object per recorded rollout, with its tokens and log-probs
+    ``rollouts/``          one Parquet file per step: its rollouts, with all tokens
+    ``tokenizer/``         the tokenizer, of a run with rollouts
+    ``digests.jsonl``      one object per step: digests of gradient and weights
     ``ledger.jsonl``       one object per step: prompt_ids that it trained on, prompt_ids that
                            were dropped, by reason, and the number of prompts in each state
     ``evaluations.jsonl``  one object per evaluation, with the step of the evaluated weights
@@ -66,7 +81,9 @@ class RunRecord:
       evaluations are read back with NaN.
     - A kill at any moment leaves whole ``.json`` files, and at most one incomplete last line in a
       ``.jsonl`` file, which readers skip.
-    - Data is on disk when the method that writes it returns.
+    - Data is on disk when the method that writes it returns, except for events: a kill loses those
+      since the last event that is not a span, and a host that loses power those since the last
+      checkpoint.
     - A write that fails raises RunError, naming the file.
     """
 
@@ -82,10 +99,15 @@ class RunRecord:
         self.checkpoints = self.folder / "checkpoints"
         self.logs = Path(logs or self.folder / "logs")
         self.run_log = self.folder / "logs" / "run.log"
+        self.events_path = self.folder / "events.jsonl"
         self.metrics_path = self.folder / "metrics.jsonl"
-        self.rollouts_path = self.folder / "rollouts.jsonl"
+        self.digests_path = self.folder / "digests.jsonl"
+        self.rollouts = RolloutFolder(self.folder / "rollouts")
         self.ledger_path = self.folder / "ledger.jsonl"
         self.evaluations_path = self.folder / "evaluations.jsonl"
+        self._spans: list[str] = []
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+        self._unwritten: deque[Future[None]] = deque()
         for path in (self.checkpoints, self.logs, self.run_log.parent):
             with failing_loudly(path):
                 path.mkdir(parents=True, exist_ok=True)
@@ -100,6 +122,26 @@ class RunRecord:
     def write_failure(self, failure: dict) -> None:
         self._write_json("failure.json", failure)
 
+    def write_event(self, event: Event) -> None:
+        """Append ``event``; write the row of metrics or of an evaluation to the file of its own."""
+        line = json.dumps(finite(event), allow_nan=False) + "\n"
+        self._spans.append(line)
+        kind = event["kind"]
+        if kind == "span":
+            return
+        lines = "".join(self._spans)
+        self._spans.clear()
+        with failing_loudly(self.events_path):
+            self.check()
+            with open(self.events_path, "a", encoding="utf-8") as file:
+                file.write(lines)
+                if kind in SYNCED:
+                    sync_file(file)
+        if kind == "metrics":
+            self.append_metrics(event["metrics"])
+        if kind == "evaluation":
+            self.append_evaluation({"step": event["step"], **event["metrics"]})
+
     def append_metrics(self, row: dict) -> None:
         """Append one line for the step ``row["step"]``."""
         self._append(self.metrics_path, [row])
@@ -112,13 +154,44 @@ class RunRecord:
         """Append one line for an evaluation of the weights after the step ``row["step"]``."""
         self._append(self.evaluations_path, [row])
 
-    def append_rollouts(self, step: int, rollouts: Iterable[Rollout]) -> None:
-        """Append one line per rollout that was trained on at ``step``."""
-        self._append(self.rollouts_path, [_rollout_row(step, rollout) for rollout in rollouts])
+    def append_digests(self, row: dict) -> None:
+        """Append one line for the optimizer steps of the step ``row["step"]``, by role."""
+        self._append(self.digests_path, [row])
+
+    async def begin_rollouts(self, step: int, chunks: Sequence[Chunk], **options: Any) -> None:
+        """Begin to write the rollouts of ``step``, in a thread: see :meth:`RolloutFolder.write`.
+
+        Waits while UNWRITTEN earlier steps are not on disk.
+        """
+        await self.rollouts_written(but=UNWRITTEN - 1)
+        self._unwritten.append(self._writer.submit(self._write_rollouts, step, chunks, **options))
+
+    async def rollouts_written(self, *, but: int = 0) -> None:
+        """Wait until the rollouts of all steps but the ``but`` latest ones are on disk.
+
+        Raises RunError if the rollouts of a step could not be written.
+        """
+        while self._unwritten and (len(self._unwritten) > but or self._unwritten[0].done()):
+            oldest = self._unwritten[0]
+            if not oldest.done():
+                await asyncio.wrap_future(oldest)
+            oldest.result()
+            self._unwritten.popleft()
+
+    def _write_rollouts(self, step: int, chunks: Sequence[Chunk], **options: Any) -> None:
+        with failing_loudly(self.rollouts.path(step)):
+            self.check()
+            self.rollouts.write(step, chunks, **options)
 
     def read_metrics(self) -> list[dict]:
         """Return all rows of ``metrics.jsonl``, in order."""
         return _read_numbers(self.metrics_path)
+
+    def newest_metrics(self) -> Iterator[dict]:
+        """Yield the rows of ``metrics.jsonl`` from the last to the first, reading only as far as
+        the caller goes.
+        """
+        return (_with_nan(row) for row in rows_from_end(self.metrics_path))
 
     def read_evaluations(self) -> list[dict]:
         """Return all rows of ``evaluations.jsonl``, in order."""
@@ -132,7 +205,11 @@ class RunRecord:
         """
         with failing_loudly(self.folder):
             self.check()
-        rows = [self.metrics_path, self.rollouts_path, self.ledger_path, self.evaluations_path]
+        while self._unwritten:
+            self._unwritten.popleft().exception()  # waits; the work is taken back
+        self._end_last_event()
+        self.rollouts.drop_after(step)
+        rows = [self.metrics_path, self.digests_path, self.ledger_path, self.evaluations_path]
         for path in rows:
             keep = 0
             for row, end in rows_of(path):
@@ -145,6 +222,13 @@ class RunRecord:
                     os.truncate(path, keep)
         for name in ("summary.json", "failure.json"):
             (self.folder / name).unlink(missing_ok=True)
+
+    def _end_last_event(self) -> None:
+        """Remove an incomplete last line of the events, to which new ones would be appended."""
+        path = self.events_path
+        if path.exists():
+            with failing_loudly(path):
+                os.truncate(path, end_of_lines(path))
 
     def _append(self, path: Path, rows: list[dict]) -> None:
         rows = [{"step": row["step"], **row} for row in rows]
@@ -166,32 +250,6 @@ class RunRecord:
             write_whole(path, lambda file: file.write(text.encode()))
 
 
-def _rollout_row(step: int, rollout: Rollout) -> dict:
-    return {
-        "step": step,
-        "prompt_id": rollout.prompt.prompt_id,
-        "sample": rollout.sample,
-        "task": rollout.prompt.task,
-        "reward": rollout.reward,
-        "turn_rewards": rollout.turn_rewards,
-        "turn_lengths": rollout.turn_lengths,
-        "metrics": dict(Metrics(rollout.metrics)),
-        "prompt": rollout.prompt.text,
-        "answer": rollout.prompt.answer,
-        "completion": rollout.text,
-        "stop_reason": rollout.stop_reason,
-        "sequences": [
-            {
-                "tokens": sequence.tokens.tolist(),
-                "sampled": sequence.sampled.astype(int).tolist(),
-                "logprobs": sequence.logprobs.tolist(),
-                "versions": sequence.versions.tolist(),
-            }
-            for sequence in rollout.sequences
-        ],
-    }
-
-
 def rows_of(path: Path) -> Iterator[tuple[dict, int]]:
     """Yield each whole row and the offset of its end, in bytes. Skip an incomplete last line."""
     if not path.exists():
@@ -211,10 +269,42 @@ def rows_of(path: Path) -> Iterator[tuple[dict, int]]:
 
 
 def _read_numbers(path: Path) -> list[dict]:
-    return [
-        {name: math.nan if value is None else value for name, value in row.items()}
-        for row, _ in rows_of(path)
-    ]
+    return [_with_nan(row) for row, _ in rows_of(path)]
+
+
+def _with_nan(row: dict) -> dict:
+    return {name: math.nan if value is None else value for name, value in row.items()}
+
+
+def end_of_lines(path: Path) -> int:
+    """Return the offset of the end of the last whole line, in bytes."""
+    with open(path, "rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        while position > 0:
+            first = max(0, position - BLOCK)
+            file.seek(first)
+            if (found := file.read(position - first).rfind(b"\n")) >= 0:
+                return first + found + 1
+            position = first
+    return 0
+
+
+def rows_from_end(path: Path) -> Iterator[dict]:
+    """Yield each whole row, the last one first. Read the file block by block."""
+    if not path.exists():
+        return
+    position = end_of_lines(path)
+    with open(path, "rb") as file:
+        tail = b""
+        while position > 0:
+            first = max(0, position - BLOCK)
+            file.seek(first)
+            tail = file.read(position - first) + tail
+            position = first
+            whole = tail.index(b"\n") + 1 if first > 0 and b"\n" in tail else 0
+            lines = tail[whole:] if first == 0 or whole else b""
+            tail = tail[: len(tail) - len(lines)]
+            yield from map(json.loads, reversed(lines.splitlines()))
 
 
 def finite(value: Any) -> Any:

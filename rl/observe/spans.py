@@ -5,40 +5,65 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rl.observe.events import Events
+
 STAGES = ("generate", "score", "train", "push", "checkpoint")
 """Spans that progress and curves show."""
 
+CONTROLLER = "controller"
+"""Process whose spans are the metrics ``timing/NAME``."""
+
+SHORTEST_S = 1e-4
+"""Shortest span that becomes an event."""
+
 
 class Stopwatch:
-    """Named spans of one step, in seconds::
+    """Named spans of the processes of a run, in seconds::
 
-        watch = Stopwatch()
+        watch = Stopwatch(events)
         with watch.span("generate"):
+            ...
+        with watch.span("optim_step", "trainer"):
             ...
         metrics.update(watch.lap())  # {"timing/generate": …, "timing/step": …}
 
-    Overlapping spans of one name count once. Spans of several names may overlap, so that their sum
+    Overlapping spans of one name and process count once. A span that is longer than a lap is cut at
+    the end of the lap. Every span becomes an event.
+
+    The spans of the controller are metrics. Those of several names may overlap, so that their sum
     exceeds ``timing/step``, the wall time since the last lap. ``timing/hidden`` is the time that
     stages ran beside another stage: the sum of the spans of STAGES less the time in which any of
     them ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, events: Events | None = None) -> None:
+        self.step = 1
+        """Number of the step under way, for events."""
+        self._events = events or Events()
         self._spans: defaultdict[str, float] = defaultdict(float)
-        self._running: Counter[str] = Counter()
+        self._running: Counter[tuple[str, str]] = Counter()
+        self._begun: dict[tuple[str, str], float] = {}
         self._hidden = 0.0
         self._started = self._counted = time.perf_counter()
+        self._epoch = time.time() - self._started
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Add the time of this block to span ``name``, also if the block raises."""
-        self._count()
-        self._running[name] += 1
+    def span(self, name: str, process: str = CONTROLLER) -> Iterator[None]:
+        """Record the time of this block as span ``name`` of ``process``, also if the block
+        raises.
+        """
+        key = (process, name)
+        now = self._count()
+        if not self._running[key]:
+            self._begun[key] = now
+        self._running[key] += 1
         try:
             yield
         finally:
-            self._count()
-            self._running[name] -= 1
+            now = self._count()
+            self._running[key] -= 1
+            if not self._running[key]:
+                self._emit(key, now)
 
     def since_lap(self, *, without: str) -> float:
         """Return the seconds since the last lap, without those of span ``without``."""
@@ -54,14 +79,30 @@ class Stopwatch:
         self._spans.clear()
         self._hidden = 0.0
         self._started = now
+        for key in [*self._begun]:
+            self._emit(key, now)
+            self._begun[key] = now
         return timings
 
+    def _emit(self, key: tuple[str, str], now: float) -> None:
+        begun = self._begun.pop(key)
+        if now - begun >= SHORTEST_S:
+            process, name = key
+            begin = round(self._epoch + begun, 6)
+            end = round(self._epoch + now, 6)
+            self._events.emit(
+                "span", process=process, name=name, begin=begin, end=end, step=self.step
+            )
+
     def _count(self) -> float:
-        """Add the time since the last count to all running spans. Return the time now."""
+        """Add the time since the last count to the controller's running spans. Return the time
+        now.
+        """
         now = time.perf_counter()
         passed = now - self._counted
         self._counted = now
-        running = [name for name, count in self._running.items() if count]
+        open_spans = (key for key, count in self._running.items() if count)
+        running = [name for process, name in open_spans if process == CONTROLLER]
         for name in running:
             self._spans[name] += passed
         stages = sum(name in STAGES for name in running)

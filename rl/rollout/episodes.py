@@ -166,7 +166,7 @@ class EpisodeCollector(Collector):
                     raise RunError(f"{len(requests)} requests got {len(completions)} completions")
                 for episode, completion in zip(alive, completions, strict=True):
                     episode.answer(completion)
-                with self.watch.span("score"):
+                with self.watch.span("score"), self.watch.span("step", "environments"):
                     await self._each(alive, self._step)
         finally:
             await self._service.close([each.key for each in everything if each.end is None])

@@ -109,6 +109,10 @@ class SessionConfig:
     optimizer_steps: Annotated[int, at_least(1)] = 10**6
     """Number of optimizer steps in all, which learning-rate schedules depend on."""
 
+    digests: bool = False
+    """Whether each optimizer step computes digests of the gradient and of the trained parameters:
+    see :meth:`Session.take_digests`."""
+
     max_restarts: Annotated[int, at_least(0, 10**6)] = 3
     """Number of times that a lost mesh is started again without progress in between."""
 

@@ -1,6 +1,5 @@
 """Meshes: the handles of a session's processes. Nothing is started here."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from rl.actors.environment import EnvironmentWorkers
@@ -12,6 +11,7 @@ from rl.actors.supervisor import Supervisor
 from rl.actors.task_workers import TaskWorkers
 from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import WorkerGroup
+from rl.observe.events import Events
 from rl.session.config import SessionConfig
 from rl.session.placement import Placement
 from rl.tasks.base import Task
@@ -59,7 +59,7 @@ class Meshes:
             seed=self._config.seed,
         )
 
-    def rewards(self, task: Task.Config, warn: Callable[[str], None]) -> TaskWorkers:
+    def rewards(self, task: Task.Config, events: Events) -> TaskWorkers:
         """Return the workers that score completions of ``task``, or hold its environments."""
         is_episodic = isinstance(task, EnvironmentTask.Config)
         kind = EnvironmentWorkers if is_episodic else RewardWorkers
@@ -70,7 +70,7 @@ class Meshes:
             count=self._config.reward_workers,
             seed=self._config.seed,
             deadlines=self._config.deadlines,
-            warn=warn,
+            events=events,
         )
 
 

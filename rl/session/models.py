@@ -10,11 +10,14 @@ from torchtitan.config import Configurable
 from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import Outputs, WorkerGroup
 from rl.metrics import Metrics
+from rl.model.digest import merge_digests, policy_digest
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import background
 from rl.session.residency import Residency
 from rl.types import Batch
-from rl.weights.digest import merge_digests, policy_digest
+
+StepDigests = dict[str, dict[str, str]]
+"""``gradient``, divided and clipped, and ``weights`` after the step: digests by parameter."""
 
 
 class Models:
@@ -33,9 +36,13 @@ class Models:
         groups: Mapping[str, WorkerGroup],
         shared: Collection[str] = (),
         watch: Stopwatch | None = None,
+        *,
+        digests: bool = False,
     ):
         self.watch = watch or Stopwatch()
         self._groups = groups
+        self._with_digests = digests
+        self._digests: dict[str, list[StepDigests]] = {}
         self._residency = Residency(shared)
         for role, group in groups.items():
             self._residency.add(role, group)
@@ -98,7 +105,8 @@ class Models:
         ``logprobs`` and ``entropy`` of a policy, ``values`` of a critic or a reward model.
         """
         async with self._residency.of(role, "model"):
-            return await self._groups[role].forward(batch, temperature=temperature)
+            with self.watch.span("forward", role):
+                return await self._groups[role].forward(batch, temperature=temperature)
 
     async def forward_backward(
         self,
@@ -113,7 +121,7 @@ class Models:
         metrics. ``weight`` does not change the denominator of ``optim_step``.
         """
         async with self._residency.of(role, "model", "optimizer"):
-            with self.watch.span("train"):
+            with self.watch.span("train"), self.watch.span("forward_backward", role):
                 group = self._groups[role]
                 return await group.forward_backward(
                     batch, loss, temperature=temperature, weight=weight
@@ -127,15 +135,28 @@ class Models:
         """
         self._changed.add(role)
         async with self._residency.of(role, "model", "optimizer"):
-            with self.watch.span("train"):
-                return await self._groups[role].optim_step(**options)
+            group = self._groups[role]
+            with self.watch.span("train"), self.watch.span("optim_step", role):
+                metrics = await group.optim_step(with_digests=self._with_digests, **options)
+        if self._with_digests:
+            self._digests.setdefault(role, []).append(group.step_digests)
+        return metrics
+
+    def take_digests(self) -> dict[str, list[StepDigests]]:
+        """Return the digests of the optimizer steps since the last call, by role, in order; empty
+        unless the session was made with digests.
+        """
+        digests = self._digests
+        self._digests = {}
+        return digests
 
     async def save(
         self, step: int, state: dict[str, Any] | None = None, *, role: str = "trainer"
     ) -> None:
         """Write checkpoint ``step`` of weights and optimizer, with the JSON-able ``state``."""
         async with self._residency.of(role, "model", "optimizer"):
-            await self._groups[role].call("save_checkpoint", step, state or {})
+            with self.watch.span("save", role):
+                await self._groups[role].call("save_checkpoint", step, state or {})
 
     async def load(
         self, step: int = -1, *, role: str = "trainer"
@@ -149,7 +170,8 @@ class Models:
             await self.init_model(role)
             return {}, []
         async with self._residency.of(role, "model", "optimizer"):
-            state, ignored = await self._groups[role].load_checkpoint(step)
+            with self.watch.span("load", role):
+                state, ignored = await self._groups[role].load_checkpoint(step)
         if step > 0 or state:
             self._changed.add(role)
         elif role in self._changed:
@@ -187,14 +209,20 @@ class Models:
             await self._groups[role].load_weights(folder, version)
 
     async def weight_digest(self, role: str = "trainer") -> str:
-        """Return 16 hex digits that depend on every bit of the parameters, not on the layout."""
+        """Return 64 hex digits that depend on every bit of the parameters, not on the layout."""
         async with self._residency.of(role, "model"):
             return policy_digest(merge_digests(await self._groups[role].weight_digests()))
+
+    async def trained_digests(self, role: str = "trainer") -> dict[str, str]:
+        """Return the digest of each parameter that is trained, 16 hex digits."""
+        async with self._residency.of(role, "model"):
+            return merge_digests(await self._groups[role].call("trained_digests"))
 
     async def _start_model(self, role: str) -> None:
         """Restart a group, alone on the devices that it shares."""
         group = self._groups[role]
         self._changed.discard(role)
         async with self._residency.starting(role):
-            await group.stop()
-            await group.start()
+            with self.watch.span("start", role):
+                await group.stop()
+                await group.start()

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl.actors.generator import GeneratorMesh
 from rl.errors import ActorFailure, RankLost, RunError
+from rl.observe.events import Events
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
 from rl.session.meshes import ensure_running
@@ -22,7 +23,7 @@ LOOK_EVERY_S = 1.0
 class GeneratorPool:
     """Keeps the requested number of generators running. Each has weights before requests. ::
 
-        pool = GeneratorPool(config, make, router, push, folder / "replicas", print)
+        pool = GeneratorPool(config, make, router, push, folder / "replicas", events)
         await pool.start()                      # processes and engines, without weights
         await pool.connect()                    # they have the trainer's weights and get requests
         async with background(pool.run()): ...  # lost ones come back, others join and leave
@@ -38,7 +39,7 @@ class GeneratorPool:
     router: Router
     push: WeightPush
     asked: Path
-    warn: Callable[[str], None]
+    events: Events
     restarts: int = field(default=0, init=False)
     """Number of times that a generator was started again."""
 
@@ -59,7 +60,7 @@ class GeneratorPool:
         if self._meshes:
             async with self.router.resident(), background() as work:
                 for mesh in self.meshes:
-                    work.create_task(ensure_running(mesh))
+                    work.create_task(self._start(mesh))
 
     async def abort(self) -> None:
         """Abort all requests in flight, also requests of cancelled callers."""
@@ -104,7 +105,7 @@ class GeneratorPool:
                     mesh = self._meshes.pop(number)
                     self._leaving.append(mesh)
                     keepers.pop(number).cancel()
-                    self.warn(f"{mesh.name} leaves")
+                    self.events.emit("left", process=mesh.name, text=f"{mesh.name} leaves")
                     await self.router.drain(mesh)
                     await self._stop(mesh)
 
@@ -131,20 +132,26 @@ class GeneratorPool:
                 often = f"it was lost {lost} times without a completion in between"
                 raise RunError(f"{failure}\n{often}") from failure
             self.restarts += 1
-            self.warn(f"{str(failure).splitlines()[0]}; starting it again")
+            text = f"{str(failure).splitlines()[0]}; starting it again"
+            self.events.emit("lost", process=mesh.name, text=text)
 
     async def _work(self, mesh: GeneratorMesh) -> ActorFailure:
         """Have the generator join if it has not; wait for its failure and return it."""
         try:
             if mesh not in self.router.replicas:
                 async with self.router.resident():
-                    await ensure_running(mesh)
+                    await self._start(mesh)
                 await self.push.join(mesh)
                 self.router.join(mesh)
-                self.warn(f"{mesh.name} has joined")
+                text = f"{mesh.name} has joined"
+                self.events.emit("joined", process=mesh.name, text=text)
         except ActorFailure as failure:
             return failure
         return await mesh.failed()
+
+    async def _start(self, mesh: GeneratorMesh) -> None:
+        with self.push.watch.span("start", mesh.name):
+            await ensure_running(mesh)
 
     async def _stop(self, mesh: GeneratorMesh) -> None:
         """End a generator that leaves; it is in ``_leaving`` until its processes have ended."""

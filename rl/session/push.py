@@ -1,7 +1,7 @@
 """The weight push: from the trainer to every generator, checked."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from rl.actors.generator import GeneratorMesh
 from rl.actors.trainer import TrainerMesh
 from rl.errors import ActorFailure, NodeLost, RankLost
+from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal, background
 from rl.session.config import SessionConfig
@@ -35,7 +36,7 @@ class Arrival(NamedTuple):
 class WeightPush:
     """Brings the trainer's weights to the generators. ::
 
-        push = WeightPush(config, trainer, residency, watch, print)
+        push = WeightPush(config, trainer, residency, watch, events)
         await push.connect(generators)          # they have the trainer's weights
         async with background(push.run()):
             version = push.start()              # publish the new weights, behind what comes next
@@ -53,7 +54,7 @@ class WeightPush:
     trainer: TrainerMesh
     residency: Residency
     watch: Stopwatch
-    warn: Callable[[str], None]
+    events: Events
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     """Metrics of the last push."""
 
@@ -180,9 +181,10 @@ class WeightPush:
 
     async def _publish(self) -> None:
         async with self.residency.of("trainer", "model"):
-            with self.watch.span("push"):
-                _, sent = await self.trainer.push_weights()
+            with self.watch.span("push"), self.watch.span("publish", "trainer"):
+                version, sent = await self.trainer.push_weights()
         self.metrics = {"push/bytes": sent.bytes_full, "push/bytes_sent": sent.bytes_sent}
+        self.events.emit("pushed", version=version, metrics=self.metrics)
 
     async def _bring(self, version: int) -> None:
         """Have every generator pull ``version``."""
@@ -212,8 +214,10 @@ class WeightPush:
     async def _pull(self, generator: GeneratorMesh, version: int) -> float:
         """Bring ``version``, or a newer one; return the pause of generation, in s."""
         async with self.residency.of("generator", "model"):
-            pause = await self._pull_or_try_again(generator, version)
+            with self.watch.span("pull", generator.name):
+                pause = await self._pull_or_try_again(generator, version)
             version = generator.version or version
+            self.events.emit("arrived", process=generator.name, version=version)
             if self._checks.are_on:
                 with self.watch.span("check"):
                     answer = await self._checks.ask(generator, version)
@@ -245,7 +249,7 @@ class WeightPush:
                         ) from failure
                 elif newest == version or not isinstance(failure.__cause__, VersionGone):
                     raise
-                self.warn(f"{str(failure).splitlines()[0]}; pulling version {newest}")
+                self.events.warn(f"{str(failure).splitlines()[0]}; pulling version {newest}")
                 version = newest
 
     async def _compare_each(self) -> None:

@@ -7,11 +7,11 @@ import torch
 from rl.actors.generator import GeneratorMesh
 from rl.actors.trainer import TrainerMesh
 from rl.errors import RankLost, RunError
+from rl.model.digest import ShardDigests, merge_digests
 from rl.model.shape import shape_of
 from rl.session.config import SessionConfig
 from rl.session.residency import Residency
 from rl.types import Batch, Completion, GenerationRequest, Sampling
-from rl.weights.digest import ShardDigests, merge_digests
 
 TOKENS = 4
 BLOCK = 128  # largest of vLLM's default block sizes of the KV cache

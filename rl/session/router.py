@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rl.actors.generator import GeneratorMesh
 from rl.errors import RankLost
+from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal
 from rl.types import Completion, GenerationRequest
 
@@ -34,8 +35,9 @@ class Router:
         completions = await router.generate(requests, affinity="train/7")
     """
 
-    def __init__(self, resident: Resident = nullcontext) -> None:
+    def __init__(self, resident: Resident = nullcontext, watch: Stopwatch | None = None) -> None:
         self.resident = resident
+        self._watch = watch or Stopwatch()
         self._places: dict[GeneratorMesh, _Place] = {}
         self._homes: dict[object, GeneratorMesh] = {}
         self._changed = Signal()
@@ -78,7 +80,8 @@ class Router:
             place.load += len(requests)
             try:
                 async with self.resident():
-                    completions = await place.replica.generate(requests, fresh=alone)
+                    with self._watch.span("generate", place.replica.name):
+                        completions = await place.replica.generate(requests, fresh=alone)
                 self.served[place.replica] += len(completions)
                 return completions
             except RankLost:

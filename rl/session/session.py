@@ -1,7 +1,7 @@
 """Models, generators and the push between them, as one object."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -13,6 +13,7 @@ from rl.actors.worker import WorkerGroup
 from rl.disk import TemporaryFolder
 from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost, counted, require
 from rl.metrics import Metrics
+from rl.observe.events import Events, print_warnings
 from rl.observe.spans import Stopwatch
 from rl.rollout.episodes import EpisodeCollector
 from rl.rollout.rollouter import Collector, Rollouter
@@ -56,8 +57,7 @@ class Session(Models):
         task: Task.Config | None = None,
         folder: Path | None = None,
         hosts: Hosts | None = None,
-        warn: Callable[[str], None] = print,
-        watch: Stopwatch | None = None,
+        events: Events | None = None,
         meshes: Any = None,
     ):
         """Make a session without starting processes.
@@ -65,11 +65,12 @@ class Session(Models):
         - ``task`` scores completions.
         - ``folder`` gets checkpoints and logs; by default a folder that ends with the session.
         - ``hosts`` run the processes; by default this host.
+        - ``events`` get what happens; by default warnings are printed.
         - ``meshes`` makes the handles of all processes; by default
           :class:`rl.session.meshes.Meshes`.
         """
         self.config = config
-        self._warn = warn
+        self._events = events = events or Events(print_warnings)
         self._temporary: TemporaryFolder | None = None
         if folder is None:
             self._temporary = TemporaryFolder("tiller-")
@@ -83,12 +84,14 @@ class Session(Models):
             meshes = meshes or Meshes(config, hosts, folder)
         groups = meshes.models()
         shared = {"none": [], "models": [*groups], "all": [*groups, "generator"]}
-        super().__init__(groups, shared[config.colocate], watch)
-        self._rewards = meshes.rewards(task, warn) if task is not None else None
-        self.router = Router(lambda: self._residency.of("generator", "model"))
-        self._push = WeightPush(config, self.trainer, self._residency, self.watch, warn)
+        super().__init__(groups, shared[config.colocate], Stopwatch(events), digests=config.digests)
+        self._rewards = meshes.rewards(task, events) if task is not None else None
+        self.router = Router(lambda: self._residency.of("generator", "model"), self.watch)
+        self._push = WeightPush(config, self.trainer, self._residency, self.watch, events)
         replicas = folder / "replicas"
-        self.pool = GeneratorPool(config, meshes.generator, self.router, self._push, replicas, warn)
+        self.pool = GeneratorPool(
+            config, meshes.generator, self.router, self._push, replicas, events
+        )
         self._residency.add("generator", self.pool)
         self.rollouter = self._collector()
         self._restarts = 0
@@ -173,7 +176,8 @@ class Session(Models):
         if not isinstance(failure, RankLost) or self._lost_in_a_row > self.config.max_restarts:
             raise failure
         self._restarts += 1
-        self._warn(f"{str(failure).splitlines()[0]}; going back to the newest checkpoint")
+        text = f"{str(failure).splitlines()[0]}; going back to the newest checkpoint"
+        self._events.emit("lost", process=failure.actor, text=text)
 
     async def close(self) -> None:
         """Let every engine clean up, after saves that are still being written."""
@@ -237,7 +241,7 @@ class Session(Models):
         options: dict[str, Any] = {
             "seed": self.config.seed,
             "watch": self.watch,
-            "warn": self._warn,
+            "warn": self._events.warn,
         }
         if isinstance(self._rewards, EnvironmentWorkers):
             longest = self.config.longest_sequence
@@ -247,7 +251,8 @@ class Session(Models):
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
         if self._rewards is None or isinstance(self._rewards, EnvironmentWorkers):
             raise ConfigError("this session scores nothing; give Session a task")
-        return await self._rewards.score(prompt, completions)
+        with self.watch.span("score", "reward"):
+            return await self._rewards.score(prompt, completions)
 
     async def abort(self) -> None:
         """Abort all requests in flight, also requests of cancelled callers."""

@@ -32,7 +32,7 @@ class CachedReference:
             trainer.record.folder / "reference" / "scores.safetensors",
             data=data_digest(config, trainer.dataset_train, trainer.dataset_eval),
             source=source_digest(config),
-            note=trainer.progress.note,
+            note=trainer.events.note,
         )
         order = epoch_order(config.seed, 0, len(trainer.dataset_train))
         in_order = {

@@ -107,6 +107,7 @@ def fail(error: BaseException, run: RunFolder, trainer: "LifeCycle[Any] | None" 
     progress.error(f"failed {when}: {failure['detail']}\nat {failure['place']}")
     try:
         run.record.write_failure(failure | {"command": run.command})
+        run.events.emit("failed", text=failure["detail"])
         progress.error(f"details: {run.folder / 'failure.json'}")
     except RunError as unwritten:
         progress.error(f"no details: {unwritten}")

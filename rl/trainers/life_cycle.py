@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from rl.config import RunConfig
 from rl.errors import ActorFailure, RunError
+from rl.observe.events import Events
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.session.concurrency import Signal, background
@@ -179,6 +180,12 @@ class LifeCycle(ABC, Generic[Arguments]):
         return self.run.progress
 
     @property
+    def events(self) -> Events:
+        """Events of the run."""
+        assert self.run is not None, "open comes first"
+        return self.run.events
+
+    @property
     def checkpoints(self) -> StepFolders:
         """Checkpoints of the run."""
         assert self.run is not None, "open comes first"
@@ -209,10 +216,10 @@ class LifeCycle(ABC, Generic[Arguments]):
             task=self.task,
             folder=self.run.folder,
             logs=self.run.record.logs,
-            warn=self.run.progress.warn,
+            events=self.run.events,
         )
         self.watch = self._session.watch
-        self.report = Report(self.arguments, self.run.record, self.run.progress, self.watch)
+        self.report = Report(self.arguments, self.run.record, self.run.events, self.watch)
         self.assemble()
 
     async def end(self, *, at_once: bool = False) -> None:
@@ -244,11 +251,11 @@ class LifeCycle(ABC, Generic[Arguments]):
         await session.start()
         state, ignored = await session.load(step)
         for name in ignored:
-            self.progress.note(f"ignored {name}: it is incomplete")
+            self.events.note(f"ignored {name}: it is incomplete")
         self.step = self._saved = state.get("step", 0)
         self.report.go_back(self.step, state.get("watchdog", {}))
         if self.step:
-            self.progress.note(f"resumed after step {self.step}")
+            self.events.note(f"resumed after step {self.step}")
         await self.restore(state)
         plan = await session.connect()
         if plan:
@@ -326,6 +333,7 @@ class LifeCycle(ABC, Generic[Arguments]):
             state = {"step": self.step, "watchdog": self.report.to_dict()} | await self.snapshot()
             await self.session.save(self.step, state)
         self._saved = self.step
+        self.events.emit("checkpoint", step=self.step)
 
     async def finish(self) -> dict[str, Any] | None:
         """Export, then evaluate; return the summary, None if ``leave`` ended the evaluation.
@@ -345,7 +353,7 @@ class LifeCycle(ABC, Generic[Arguments]):
             "export": str(export),
         }
         self.record.write_summary(summary)
-        self.progress.note(f"exported to {export}")
+        self.events.note(f"exported to {export}")
         self.progress.stage("evaluating on held-out data")
         scores = await self.scores_unless_leaving()
         return None if scores is None else summary | scores | self.facts()

@@ -11,8 +11,8 @@ import numpy as np
 
 from rl.algorithms.algorithm import Algorithm
 from rl.config import RLConfig
+from rl.disk import replace_folder
 from rl.errors import RunError
-from rl.metrics import Metrics
 from rl.observe.record import failing_loudly
 from rl.roles import session_config
 from rl.rollout.metrics import rollout_metrics
@@ -26,6 +26,7 @@ from rl.trainers.life_cycle import MetricCalculator
 from rl.trainers.saved_groups import read_groups, write_groups
 from rl.trainers.scheduler import RolloutScheduler, sampling_of
 from rl.trainers.start import build_task, check_algorithm
+from rl.trainers.step import Step
 from rl.trainers.trainer import Trainer
 from rl.types import Prompt
 
@@ -68,6 +69,7 @@ class RLTrainer(Trainer[RLConfig]):
             max_staleness=config.rollout.max_staleness,
             updates_per_step=config.updates_per_step,
         )
+        self.keep_tokenizer(folder / "tokenizer")
         self.companions = Companions(config, self.session, folder / "reference", self.checkpoints)
         self.evaluation = Evaluation(
             config,
@@ -80,11 +82,22 @@ class RLTrainer(Trainer[RLConfig]):
             config, self.dataset_train, self.session, self.changed, self.evaluate_if_due
         )
 
+    def keep_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer once, so that the run folder can be read without the model."""
+        if folder.is_dir():
+            return
+        partial = folder.with_name("tokenizer.partial")
+        with failing_loudly(folder):
+            self.record.check()
+            self.dataset_train.tokenizer.save_pretrained(partial)
+            replace_folder(folder, partial)
+
     def work(self) -> list[Coroutine[Any, Any, None]]:
         return [self.rollouts.run(self.ledger, self.step)]
 
     async def restore(self, state: dict[str, Any]) -> None:
         keep = self.arguments.rollout.pipeline == "asynchronous"
+        self.session.take_digests()  # of a step that was not finished
         finished = await self.saved_groups() if state else {}
         self.ledger.restore(state.get("ledger", {}), finished, self.session.version, keep=keep)
         self.rollouts.restore(state.get("scheduler", {}))
@@ -100,6 +113,7 @@ class RLTrainer(Trainer[RLConfig]):
             "algorithm": self.algorithm.to_dict(),
             "companions": self.companions.to_dict(),
         }
+        await self.record.rollouts_written()  # a resume needs those of all steps before it
         await asyncio.to_thread(self.save_groups, finished)
         await self.companions.save(self.step)
         return state
@@ -144,6 +158,7 @@ class RLTrainer(Trainer[RLConfig]):
         return self.ledger.lacks < self.arguments.rollout.prompts_per_step
 
     async def wind_down(self) -> None:
+        await self.record.rollouts_written()
         await self.changed.until(lambda: self.leaving or self.rollouts.is_done)
         if not self.leaving:
             await self.session.settle()
@@ -158,22 +173,15 @@ class RLTrainer(Trainer[RLConfig]):
         """Take a step on ``chunk`` and the rest of the batch as it finishes; start the push."""
         groups = list[Group]()
         staleness = Counter[int]()
-        updates = list[Metrics]()
+        step = Step(self.algorithm, self.session, self.step)
+        trained = self.session.version
         while chunk:
             staleness += self.staleness(chunk)
-            with self.watch.span("train"):
-                rollouts = [*chain.from_iterable(chunk)]
-                batch = await self.algorithm.prepare(self.session, rollouts)
-            *earlier, last = self.algorithm.minibatches(batch, self.step)
-            for minibatch in earlier:
-                await self.algorithm.accumulate(self.session, minibatch)
-                updates.append(await self.algorithm.update(self.session))
-            await self.algorithm.accumulate(self.session, last)
+            await step.train([*chain.from_iterable(chunk)])
             groups += chunk
             chunk = await self.take() if self.ledger.lacks else []
-        updates.append(await self.algorithm.update(self.session))
+        metrics = await step.end()
         with self.watch.span("train"):
-            metrics = dict(Metrics.merged(updates)) | self.algorithm.finish()
             await self.companions.refresh(self.step + 1)
         self.step += 1
         self.session.start_push()
@@ -193,20 +201,31 @@ class RLTrainer(Trainer[RLConfig]):
                 "rollout/staleness_mean": sum(age * n for age, n in staleness.items()) / tokens,
             }
         )
-        self.record_rollouts(groups)
+        await self.record_step(step, trained)
         samples = self.arguments.rollout.samples_per_prompt
         lost = {"episodes_lost_now": sum(samples - len(group) for group in groups)}
         self.record.append_ledger({"step": self.step, **ledger, **lost, "staleness": staleness})
-        self.report.step(row, updates, tokens=tokens)
+        self.report.step(row, step.updates, tokens=tokens)
 
-    def record_rollouts(self, groups: list[Group]) -> None:
-        """Write the first rollouts of the step, from another place each step, so that all tasks of
-        a mixture appear.
+    async def record_step(self, step: Step, version: int) -> None:
+        """Write the digests of the step; begin to write its rollouts, in a thread.
+
+        A sample begins at another place each step, so that all tasks of a mixture appear.
         """
-        each = self.arguments.rollout.recorded_per_step
-        rollouts = [*chain.from_iterable(groups)]
-        first = self.step * each % len(rollouts)
-        self.record.append_rollouts(self.step, [*rollouts[first:], *rollouts[:first]][:each])
+        config = self.arguments.record
+        if config.digests:
+            self.record.append_digests({"step": self.step, **self.session.take_digests()})
+        if config.rollouts == "none":
+            return
+        count = sum(len(chunk.rollouts) for chunk in step.chunks)
+        kept = None
+        if config.rollouts == "sample":
+            first = self.step * config.sample
+            kept = sorted((first + n) % count for n in range(min(config.sample, count)))
+        limit = config.max_gib * 2**30
+        await self.record.begin_rollouts(
+            self.step, step.chunks, version=version, only=kept, max_bytes=limit
+        )
 
     async def take(self) -> list[Group]:
         """Return the next chunk of the batch once it has finished; [] if the run is left before."""

@@ -11,9 +11,11 @@ from rl.config import RunConfig
 from rl.errors import said_by
 from rl.frozen import changed_fields, frozen
 from rl.observe.curves import write_curves_png
+from rl.observe.events import Events
 from rl.observe.owner import claim
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
+from rl.observe.sinks import Sinks
 from rl.step_folders import StepFolders
 
 UNCHANGED = ("resume:", "quiet:", "output_dir:")
@@ -21,7 +23,7 @@ UNCHANGED = ("resume:", "quiet:", "output_dir:")
 
 
 class RunFolder:
-    """Record, progress and checkpoints of a run, and the command that resumes it."""
+    """Record, progress, events and checkpoints of a run, and the command that resumes it."""
 
     def __init__(
         self,
@@ -34,6 +36,10 @@ class RunFolder:
     ):
         self.record = record
         self.progress = progress
+        self.events = Events(record.write_event, progress.show)
+        sinks = [sink.build() for sink in config.sinks.all()]
+        self._sinks = Sinks(sinks, record.folder, frozen(config), self.events.warn)
+        self.events.subscribe(self._sinks.write)
         self.checkpoints = StepFolders(record.folder / config.trainer.checkpoint.folder)
         given = "" if config.output_dir else f" --output-dir {record.folder}"
         self.command = f"{command}{given}{'' if config.resume else ' --resume'}"
@@ -63,12 +69,14 @@ class RunFolder:
         try:
             write_curves_png(record.folder / "curves.png", rows, record.read_evaluations())
         except Exception as error:  # a picture is no reason to fail a finished run
-            self.progress.warn(f"no curves.png: {said_by(error)}")
+            self.events.warn(f"no curves.png: {said_by(error)}")
+        self.events.emit("ended", summary=summary)
         self.progress.note("\n".join(f"{name:>18}  {value}" for name, value in summary.items()))
         self.progress.note(f"run folder: {record.folder}")
 
     def release(self) -> None:
-        """Let other processes use the folder."""
+        """Close the sinks, and let other processes use the folder."""
+        self._sinks.close()
         self._release()
 
     def __enter__(self) -> Self:
@@ -109,5 +117,5 @@ def claim_run(config: RunConfig, *, name: str, command: str) -> RunFolder:
     progress.note(f"run folder: {record.folder}")
     for change in changes:
         if not change.startswith(UNCHANGED):
-            progress.note(f"resuming with another {change}")
+            run.events.note(f"resuming with another {change}")
     return run

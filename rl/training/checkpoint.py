@@ -193,6 +193,7 @@ class Checkpointer:
                 load(weights, path)
             else:
                 self._manager.load(step)
+                self._engine.optimizer_loaded()
 
 
 class _Manager(CheckpointManager):

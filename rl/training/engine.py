@@ -24,7 +24,13 @@ from rl.training.context import SequenceShard
 from rl.training.lora import MergedWeights
 from rl.training.metrics import MetricTotals, WorkCount
 from rl.training.micro_batches import Cutting, MicroBatch, lay_out, plan
-from rl.training.model import build_model, reduce_over_replicas, reshard
+from rl.training.model import (
+    build_model,
+    gradient_shards,
+    reduce_over_replicas,
+    reshard,
+    trained_shards,
+)
 from rl.types import Batch, Head
 
 Loss = Callable[[Tokens], PerToken]
@@ -75,6 +81,10 @@ class TrainingEngine:
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])
         self.optimizers = config.optimizer.build(model_parts=[self.model])
         self.schedule = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=steps)
+        self._hyperparameters = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._groups
+        ]
         self._steps = steps
         self.version = 0
         """Optimizer steps taken: the policy version of the weights."""
@@ -166,11 +176,13 @@ class TrainingEngine:
         eps: float | None = None,
         weight_decay: float | None = None,
         max_norm: float | None = None,
+        on_gradient: Callable[[Shards], None] | None = None,
     ) -> Metrics:
         """Divide and clip the gradient, take an optimizer step, and zero the gradient.
 
         ``denominator`` is the weight of the whole batch on all ranks; the default is the
-        accumulated weight. The other arguments replace the config's values in all parameter groups
+        accumulated weight. ``on_gradient`` is called with this rank's shards of the gradient,
+        divided and clipped. The other arguments replace the config's values in all parameter groups
         for this step.
 
         A step adds 1 to ``version``. If the gradient norm is not finite, every rank skips the step
@@ -193,6 +205,8 @@ class TrainingEngine:
             advice = "call forward_backward with a batch of weight > 0 first"
             raise RuntimeError(f"optim_step: no weight was accumulated; {advice}")
         norm = self._divide_and_clip(weight, max_norm)
+        if on_gradient is not None:
+            on_gradient(gradient_shards(self.model))
         rates = self.schedule.get_metrics()
         if lr is not None:
             rates = dict.fromkeys(rates, lr)
@@ -236,12 +250,11 @@ class TrainingEngine:
         value.
         """
         given = {name: value for name, value in overrides.items() if value is not None}
-        groups = [group for each in self.optimizers for group in each.param_groups]
-        before = [{name: group[name] for name in given} for group in groups]
-        for group in groups:
+        before = [{name: group[name] for name in given} for group in self._groups]
+        for group in self._groups:
             group.update(given)
         self.optimizers.step()
-        for group, values in zip(groups, before, strict=True):
+        for group, values in zip(self._groups, before, strict=True):
             group.update(values)
         self._merged.refresh()
         self.schedule.step()
@@ -252,6 +265,26 @@ class TrainingEngine:
         """Return this rank's live shards of the policy's weights, with adapters merged in."""
         self.require_resident("shards", "model")
         return self._merged.shards()
+
+    def trained_shards(self) -> Shards:
+        """Return this rank's live shards of the parameters that are trained: those of adapters, if
+        the model has adapters.
+        """
+        self.require_resident("trained_shards", "model")
+        return trained_shards(self.model)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of all optimizers."""
+        return [group for each in self.optimizers for group in each.param_groups]
+
+    def optimizer_loaded(self) -> None:
+        """Set learning rates and other hyperparameters to those of the config. Must be called after
+        loading the state of the optimizer, which contains those of its own run.
+        """
+        rates = [rate for each in self.schedule.schedulers for rate in each.get_last_lr()]
+        for group, own, rate in zip(self._groups, self._hyperparameters, rates, strict=True):
+            group.update(own | {"lr": rate})
 
     def weights_loaded(self) -> None:
         """Discard accumulated gradients and merge adapters again. Must be called after writing into

@@ -257,6 +257,22 @@ def shards_of(model: nn.Module) -> Shards:
     return {name: shard_of(name, parameter) for name, parameter in named_weights(model).items()}
 
 
+def trained_shards(model: nn.Module) -> Shards:
+    """Return this rank's live shards of the parameters that are trained."""
+    return {name: shard_of(name, each) for name, each in _named(model) if each.requires_grad}
+
+
+def gradient_shards(model: nn.Module) -> Shards:
+    """Return this rank's shards of the gradient, by parameter; parameters without one are left
+    out.
+    """
+    return {
+        name: shard_of(name, each)._replace(tensor=local_tensor(each.grad))
+        for name, each in _named(model)
+        if each.grad is not None
+    }
+
+
 def shard_of(name: str, parameter: torch.Tensor) -> Shard:
     """Return this rank's shard of one tensor."""
     region = Region(name, tuple(parameter.shape), local_box(parameter))

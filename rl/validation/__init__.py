@@ -20,7 +20,7 @@ from rl.validation.values import validate_numbers, validate_types
 
 RESERVED = (
     *("critic", "export", "exports", "launch", "lock", "logs", "reference", "replicas"),
-    "unevaluated",
+    *("rollouts", "tensorboard", "tokenizer", "unevaluated", "wandb"),
 )
 """Names in a run folder that Tiller uses."""
 
@@ -43,7 +43,12 @@ def checks(config: RunConfig) -> list[Callable[[Any], None]]:
         found += [_validate_algorithm, _validate_roles]
     elif isinstance(config, SFTConfig | PreferenceConfig):
         found += [_validate_dataset, _validate_sampled_evaluation]
-    return [*found, _validate_lora, _validate_watchdog, _validate_slurm]
+    return [*found, _validate_lora, _validate_watchdog, _validate_slurm, _validate_sinks]
+
+
+def _validate_sinks(config: RunConfig) -> None:
+    for sink in config.sinks.all():
+        sink.check()
 
 
 def _validate_dataset(config: SFTConfig | PreferenceConfig) -> None:

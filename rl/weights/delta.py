@@ -6,7 +6,7 @@ by their indices in the block, uint16, and their new bits.
 
 import torch
 
-from rl.weights.digest import bits_of
+from rl.model.digest import bits_of
 
 BLOCK = 1 << 16  # elements: as many as uint16 can index
 

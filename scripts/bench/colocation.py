@@ -25,12 +25,12 @@ from ranks import on_ranks
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
 from rl.algorithms.losses import ClippedLoss, ValueLoss
 from rl.compat.torch_internals import local_tensor
+from rl.model.digest import digests, merge_digests, policy_digest
 from rl.model.shape import ModelConfig
 from rl.session.models import Models
 from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
 from rl.types import Batch, Head
-from rl.weights.digest import digests, merge_digests, policy_digest
 
 MODEL = ModelConfig(
     vocab_size=4096,
@@ -76,7 +76,7 @@ class Local:
             )
         )
 
-    async def optim_step(self, **options: Any) -> Any:
+    async def optim_step(self, *, with_digests: bool, **options: Any) -> Any:
         return self._usage.noted(self.engine.optim_step(**options))
 
     async def offload(self) -> None:

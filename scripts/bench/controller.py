@@ -72,7 +72,7 @@ def loop_in(folder: str, config: RLConfig, marks: Marks) -> RLTrainer:
     meshes = SimpleNamespace(
         models=lambda: {"trainer": trainer},
         generator=lambda number: Generator(marks),
-        rewards=lambda task, warn: Rewards(),
+        rewards=lambda task, events: Rewards(),
     )
     run = RunFolder(config, RunRecord(folder), Progress(config.steps, quiet=True))
     make_session = partial(Session.on_nodes, meshes=meshes)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,6 +38,7 @@ class Mesh:
     """Mesh that starts at once and is never lost."""
 
     name = "mesh"
+    step_digests: ClassVar[dict[str, dict[str, str]]] = {"gradient": {}, "weights": {}}
     is_running = True
 
     async def start(self) -> None:

@@ -23,27 +23,18 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+from same_processes import Processes
 from torchtitan.components.optimizer import default_adamw
 
-from rl.actors.hosts import Hosts
 from rl.actors.processes import start_runtime, stop_runtime
 from rl.cli import find_config
 from rl.config import RLConfig
 from rl.model.shape import ModelConfig
-from rl.observe.progress import Progress
-from rl.observe.record import RunRecord
-from rl.roles import session_config
-from rl.session.meshes import Meshes
-from rl.session.session import Session
-from rl.trainers.rl import RLTrainer
-from rl.trainers.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +45,12 @@ class Mode:
     pipeline: Literal["deterministic", "asynchronous"] = "deterministic"
     max_staleness: int = 0
     parts: int = 1
+
+    def apply(self, config: RLConfig) -> None:
+        """Set the options in ``config``."""
+        config.rollout.pipeline = self.pipeline
+        config.rollout.max_staleness = self.max_staleness
+        config.rollout.stream_chunks = self.parts
 
 
 MODES = (
@@ -100,47 +97,6 @@ def configured(tiny: bool) -> RLConfig:
     return config
 
 
-class Processes:
-    """Processes on which one trainer after another goes on with the same run of ``config.steps``
-    steps.
-    """
-
-    def __init__(self, config: RLConfig, folder: Path):
-        self.config = config
-        self.record = RunRecord(folder)
-        self.steps = 0
-        hosts = Hosts(self.record.logs)
-        meshes = Meshes(session_config(config), hosts, folder)
-        models = meshes.models()
-        generator = meshes.generator(0)
-        rewards = meshes.rewards(config.task, print)
-        self.meshes = SimpleNamespace(
-            models=lambda: models, generator=lambda number: generator, rewards=lambda *_: rewards
-        )
-        self.task = config.task.build(seed=0, model=config.model)
-        self.trainer: RLTrainer | None = None
-
-    async def run(self, mode: Mode, steps: int) -> tuple[list[dict], list[dict]]:
-        """Take ``steps`` more steps; return their rows of metrics.jsonl and ledger.jsonl."""
-        config = self.config
-        rollout = self.config.rollout
-        before = self.steps
-        rollout.pipeline = mode.pipeline
-        rollout.max_staleness = mode.max_staleness
-        rollout.stream_chunks = mode.parts
-        config.steps = self.steps = before + steps
-        run = RunFolder(config, self.record, Progress(config.steps, quiet=True))
-        make_session = partial(Session.on_nodes, meshes=self.meshes)
-        self.trainer = RLTrainer(config, self.task, run=run, make_session=make_session)
-        await self.trainer.train()
-        ledger = [json.loads(line) for line in self.record.ledger_path.read_text().splitlines()]
-        return self.record.read_metrics()[before:], ledger[before:]
-
-    async def stop(self) -> None:
-        if self.trainer is not None and self.trainer.is_open:
-            await self.trainer.session.stop()
-
-
 async def measure(config: RLConfig, *, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
     """Measure every mode in every round, after a first step."""
     each = FILLING + steps + DRYING
@@ -150,11 +106,11 @@ async def measure(config: RLConfig, *, rounds: int, steps: int, folder: Path) ->
     times: dict[str, list[Times]] = {mode.name: [] for mode in MODES}
     staleness: dict[str, Counter[str]] = {mode.name: Counter() for mode in MODES}
     try:
-        await processes.run(MODES[0], 1)
+        await processes.run(MODES[0].apply, 1)
         for number in range(rounds):
             cores.append(await asyncio.to_thread(two_over_one))
             for mode in MODES:
-                metrics, ledger = await processes.run(mode, each)
+                metrics, ledger = await processes.run(mode.apply, each)
                 times[mode.name].append(mean_times(metrics[FILLING:-DRYING]))
                 for row in ledger:
                     staleness[mode.name].update(row["staleness"])

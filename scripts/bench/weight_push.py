@@ -38,13 +38,13 @@ import rl  # noqa: F401  # before anything imports torchtitan, which asks it for
 from rl.actors.hosts import Hosts
 from rl.actors.processes import start_runtime, stop_runtime
 from rl.actors.store import StoreProcess
+from rl.model.digest import ShardDigests, digests, merge_digests
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Layout, Region, Shard
 from rl.model.tp_plan import generator_layout
 from rl.training.config import TrainerConfig
 from rl.training.layout import trainer_layout
 from rl.types import Place
-from rl.weights.digest import ShardDigests, digests, merge_digests
 from rl.weights.open import open_publisher, open_subscriber
 from rl.weights.transport import Transfer
 

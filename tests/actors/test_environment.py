@@ -11,6 +11,7 @@ from rl.actors.environment import EnvironmentWorkers
 from rl.actors.hosts import Hosts
 from rl.errors import GroupLost, RunError
 from rl.model.shape import ModelConfig
+from rl.observe.events import Events, print_warnings
 from rl.observe.spans import Stopwatch
 from rl.rollout.environments import Environments
 from rl.rollout.episodes import EpisodeCollector
@@ -43,7 +44,7 @@ MOODY = moody.Moody.Config(max_episode_tokens=900, step_s=1.0)
 def in_workers(tmp_path, model, work, count, task=MOODY):
     """Run ``work(workers, task)``; assert that all processes have ended after it."""
     config = SessionConfig(model=model, reward_workers=count, deadlines=DEADLINES)
-    workers = Meshes(config, Hosts(tmp_path), tmp_path).rewards(task, print)
+    workers = Meshes(config, Hosts(tmp_path), tmp_path).rewards(task, Events(print_warnings))
     assert isinstance(workers, EnvironmentWorkers)
 
     async def started():

@@ -14,6 +14,7 @@ import pytest
 from rl.actors.hosts import Hosts
 from rl.actors.reward import RewardWorkers
 from rl.errors import GroupLost, RunError
+from rl.observe.events import Events, print_warnings
 from rl.session.config import DeadlineConfig, SessionConfig
 from rl.session.meshes import Meshes
 from rl.types import Completion
@@ -39,7 +40,7 @@ COMPLETIONS = [
 def workers_and_task(folder, count: int) -> tuple[RewardWorkers, Moody]:
     config = SessionConfig(reward_workers=count, deadlines=DEADLINES)
     task = Moody.Config(folder=str(folder))
-    workers = Meshes(config, Hosts(folder), folder).rewards(task, print)
+    workers = Meshes(config, Hosts(folder), folder).rewards(task, Events(print_warnings))
     return workers, task.build(seed=0, model=config.model)
 
 
@@ -92,6 +93,22 @@ async def assert_lost_by_raising_and_nonsense(score) -> None:
         "reward was invalid",
         True,
     )
+
+
+def test_an_event_that_cannot_be_written_fails_the_calls_and_leaves_none_waiting(in_workers):
+    """The disk is full when a worker is lost."""
+
+    def refuse(event):
+        raise RunError("events.jsonl: cannot be written: No space left on device")
+
+    async def work(score, workers):
+        workers.events.subscribe(refuse)
+        with pytest.raises(RunError, match=r"events.jsonl: cannot be written"):
+            await asyncio.wait_for(score(DIES), 30)
+        with pytest.raises(RunError, match=r"events.jsonl: cannot be written"):
+            await asyncio.wait_for(score(1), 30)
+
+    in_workers(work, 1)
 
 
 @pytest.mark.parametrize("count", [0, 2])

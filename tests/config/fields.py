@@ -167,6 +167,17 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         "actors/test_reward.py::"
         "test_reward_that_kills_or_blocks_its_worker_is_tried_twice": "reward",
     },
+    "SinksConfig": {
+        "observe/test_sinks.py::test_the_config_says_which_sinks_a_run_has": (
+            "tensorboard wandb trackio project"
+        ),
+    },
+    "WeightsAndBiases.Config": {
+        "observe/test_sinks.py::test_an_offline_run_of_weights_and_biases_is_complete": (
+            "mode project"
+        ),
+    },
+    "Trackio.Config": {"observe/test_sinks.py::test_trackio_has_each_step": "project"},
     "WatchdogConfig": {
         f"{WATCHDOG}test_a_stall_ends_the_run_or_is_only_counted": "stalled stalled_s",
         CONDITIONS: "zero_std zero_std_steps starving starving_share starving_steps entropy "
@@ -301,8 +312,14 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         "actors/test_reward.py::test_lost_worker_is_started_again_while_another_goes_on": (
             "reward_workers"
         ),
-        "trainers/test_loop.py::test_as_many_rollouts_are_recorded_as_the_config_asks_for": (
-            "recorded_per_step"
+    },
+    "RecordConfig": {
+        "trainers/test_recorded_steps.py::test_rollouts_are_recorded_as_the_config_says": (
+            "rollouts sample"
+        ),
+        "trainers/test_recorded_steps.py::test_the_oldest_steps_make_room": "max_gib",
+        "trainers/test_recorded_steps.py::test_digests_are_recorded_unless_the_config_says_no": (
+            "digests"
         ),
     },
     "RoleConfig": {

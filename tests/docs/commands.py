@@ -4,7 +4,7 @@ from rl.cli import parse_config
 from rl.launch.targets import TARGETS
 from tests.docs.pages import ROOT
 
-SHELL = ("cd", "git", "kill", "source", "squeue", "tail")
+SHELL = ("cd", "git", "kill", "source", "squeue", "ssh", "tail")
 """Commands that are not Tiller's."""
 SWITCHES = {"--dry-run", "--json", "--wait"}
 OPTIONS = {
@@ -14,11 +14,13 @@ OPTIONS = {
     "rl.launch": {"--dry-run", "--wait"},
     "rl.plan": {"--diff", "--json"},
     "rl.play": {"--prompt", "--run", "--step"},
+    "rl.replay": {"--json", "--loss", "--lr", "--step", "--under"},
     "rl.serve": {"--host", "--model-name", "--port", "--run", "--step"},
     "rl.train": set(),
+    "rl.view": {"--export", "--host", "--port"},
 }
 """Options of each program that are no fields of a config."""
-PLACES = {"rl.evaluate": 1, "rl.export": 2}
+PLACES = {"rl.evaluate": 1, "rl.export": 2, "rl.replay": 1}
 """Number of arguments without a name, at the beginning."""
 
 
@@ -44,6 +46,9 @@ def _check_program(name: str, arguments: list[str]) -> None:
     rest = _without(OPTIONS[name], [each for each in arguments if not each.startswith("--help")])
     if name == "rl.doctor" and "--config" not in rest:
         assert rest in ([], ["RUN"])
+        return
+    if name == "rl.view":
+        assert rest and not any(each.startswith("-") for each in rest)
         return
     if name == "rl.launch":
         assert rest.pop(0) in TARGETS

@@ -84,11 +84,11 @@ DAMAGED = {
     ),
     "rollouts that are missing": (
         lambda f: (newest(f) / ROLLOUTS).unlink(),
-        ("error", "step-100", r"rollouts.npz cannot be read", "delete .*step-100"),
+        ("error", "step-100", r"rollouts.parquet cannot be read", "delete .*step-100"),
     ),
     "rollouts that are cut off": (
         lambda f: cut(newest(f) / ROLLOUTS),
-        ("error", "step-100", r"rollouts.npz cannot be read", "delete .*step-100"),
+        ("error", "step-100", r"rollouts.parquet cannot be read", "delete .*step-100"),
     ),
     "a save that was cut off": (
         lambda f: (f / "checkpoints" / "step-150").mkdir(),

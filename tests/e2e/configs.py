@@ -81,7 +81,6 @@ def guessing() -> RLConfig:
     config.task = HeldGuessingGame.Config(max_turns=5, max_episode_tokens=12 * BLOCK)
     config.model = ModelConfig(max_seq_len=12 * BLOCK)
     config.rollout.max_tokens = 24
-    config.rollout.recorded_per_step = 16
     config.trainer.checkpoint.interval = 2
     return config
 

@@ -11,7 +11,10 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as parquet
+
 from rl.observe.record import rows_of
+from rl.observe.rollouts import RolloutFolder
 
 TIMEOUT_S = 500.0
 TINY = [
@@ -129,6 +132,15 @@ class Run:
     def lines(self, name: str) -> list[dict]:
         """Return the whole rows of a .jsonl file, which the run may be writing."""
         return [row for row, _ in rows_of(self.folder / name)]
+
+    def rollouts(self) -> list[dict]:
+        """Rows of all recorded rollouts, each with its step, in order."""
+        folder = RolloutFolder(self.folder / "rollouts")
+        return [
+            {"step": step, **row, "metrics": json.loads(row["metrics"])}
+            for step in folder.steps()
+            for row in parquet.read_table(folder.path(step)).to_pylist()
+        ]
 
     def metrics(self) -> list[dict]:
         return self.lines("metrics.jsonl")

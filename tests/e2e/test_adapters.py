@@ -15,7 +15,7 @@ def test_an_environment_of_another_package_trains(name, finished, tmp_path_facto
     rows = run.metrics()
     assert rows[-1]["policy_version"] == 2
     assert max(row["logprob/error_max"] for row in rows) <= 1e-5
-    rollouts = run.lines("rollouts.jsonl")
+    rollouts = run.rollouts()
     assert len(rollouts) == 2 * 16
     stops = {rollout["stop_reason"] for rollout in rollouts}
     assert "done" in stops if name == "countdown" else stops <= {"done", "turns", "length"}
@@ -36,7 +36,7 @@ def test_a_taskset_of_verifiers_trains(finished, tmp_path_factory):
     assert len(rows) == 10
     assert rows[-1]["policy_version"] == 10
     assert max(row["logprob/error_max"] for row in rows) <= 1e-5
-    rollouts = run.lines("rollouts.jsonl")
+    rollouts = run.rollouts()
     assert len(rollouts) == 10 * 4
     assert len({rollout["reward"] for rollout in rollouts}) > 1
     for rollout in rollouts:

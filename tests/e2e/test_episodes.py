@@ -28,7 +28,7 @@ def test_log_probs_of_all_turns_are_those_of_the_trainer(arguments, finished):
     assert len(rows) == 6
     assert max(row["logprob/error_max"] for row in rows) <= 1e-5
     assert rows[-1]["policy_version"] == 6
-    rollouts = run.lines("rollouts.jsonl")
+    rollouts = run.rollouts()
     assert len(rollouts) == 6 * 16
     sequences = [sequence for rollout in rollouts for sequence in rollout["sequences"]]
     assert max(len(sequence["tokens"]) for sequence in sequences) > 4 * BLOCK
@@ -59,7 +59,7 @@ def test_a_run_that_is_killed_inside_a_step_of_an_episode_resumes_as_the_uninter
     assert run.json("summary.json")["recovered_episodes"].keys() == {"replayed"}
     assert "resumed after step " in run.stdout
     assert numbers(run, "push/") == numbers(whole, "push/")
-    assert run.lines("rollouts.jsonl") == whole.lines("rollouts.jsonl")
+    assert run.rollouts() == whole.rollouts()
     assert digest(run) == digest(whole)
 
 

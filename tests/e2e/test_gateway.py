@@ -40,7 +40,7 @@ def test_an_agent_of_openais_sdk_trains_through_the_gateway(trained):
     assert len(rows) == 3
     assert max(row["logprob/error_max"] for row in rows) <= 1e-5
     assert rows[-1]["policy_version"] == 3
-    rollouts = trained.lines("rollouts.jsonl")
+    rollouts = trained.rollouts()
     assert len(rollouts) == 3 * 6
     for rollout in rollouts:
         first, second = rollout["sequences"]

@@ -2,6 +2,7 @@
 
 import signal
 
+import numpy as np
 import pytest
 
 from tests.e2e.runs import QUICKSTART, TINY, Run
@@ -88,7 +89,9 @@ def test_reward_climbs_and_the_run_folder_tells_everything(replicas):
     assert run.json("config.json")["config"]["steps"] == 80
     for name in (
         "curves.png",
-        "rollouts.jsonl",
+        "events.jsonl",
+        "digests.jsonl",
+        "rollouts/step-80.parquet",
         "logs/trainer-0.log",
         "logs/generator-0-0.log",
         "checkpoints/step-80",
@@ -96,6 +99,29 @@ def test_reward_climbs_and_the_run_folder_tells_everything(replicas):
         assert (run.folder / name).exists(), name
     assert not (run.folder / "failure.json").exists()
     assert summary["policy_digest"] in run.stdout
+
+
+def test_the_log_of_a_rank_names_its_layout_its_parameters_and_its_loads(replicas):
+    trainer = (replicas.folder / "logs" / "trainer-0.log").read_text()
+    assert "rank 0 of 1, one rank; 107,968 parameters, of which 107,968 are here" in trainer
+    assert "weights of the start of the run, policy version 0" in trainer
+    assert "saved checkpoint 80 in " in trainer
+    generator = (replicas.folder / "logs" / "generator-0-0.log").read_text()
+    assert "rank 0 of 1; 107,968 parameters of float32; memory at most " in generator
+    assert "reads weights over shared_memory as generator 0" in generator
+
+
+def test_recorded_rollouts_have_the_trainers_log_probs(replicas):
+    rollouts = replicas.rollouts()
+    assert len(rollouts) == 80 * 32 * 8
+    sequences = [sequence for rollout in rollouts for sequence in rollout["sequences"]]
+    named = ("sampled", "logprobs", "trainer_logprobs", "advantages", "entropy")
+    sampled, generator, trainer, advantages, entropy = (
+        np.concatenate([sequence[name] for sequence in sequences]) for name in named
+    )
+    assert np.abs(trainer - generator)[sampled].max() <= 1e-4
+    assert (entropy[sampled] > 0).all()
+    assert not any(values[~sampled].any() for values in (trainer, advantages, entropy))
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from tests.e2e.runs import Run, digest, dropped, numbers, start, trained
 def assert_same(run: Run, whole: Run) -> None:
     """Bit for bit: numbers, rollouts, the ledger, evaluations and the last weight."""
     assert numbers(run, "push/") == numbers(whole, "push/")
-    assert run.lines("rollouts.jsonl") == whole.lines("rollouts.jsonl")
+    assert run.rollouts() == whole.rollouts()
     assert trained(run) == trained(whole)
     assert dropped(run) == dropped(whole)
     assert run.lines("evaluations.jsonl") == whole.lines("evaluations.jsonl")

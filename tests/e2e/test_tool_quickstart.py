@@ -45,10 +45,10 @@ def caller(tmp_path_factory) -> str:
 
 def test_a_model_that_saw_tool_calls_makes_them_and_is_trained_on_both_turns(tmp_path, caller):
     start = ["--config", "tool_quickstart", "--model.hf_path", caller, "--steps", "2"]
-    run = Run(*start, *SHORT, *SMALL, "--rollout.recorded_per_step", "8", folder=tmp_path / "run")
+    run = Run(*start, *SHORT, *SMALL, folder=tmp_path / "run")
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
-    rollouts = run.lines("rollouts.jsonl")
+    rollouts = run.rollouts()
     assert len(rollouts) == 16
     called = [rollout for rollout in rollouts if rollout["metrics"]["turns"] == 2]
     assert len(called) >= 8
@@ -56,7 +56,7 @@ def test_a_model_that_saw_tool_calls_makes_them_and_is_trained_on_both_turns(tmp
         (sequence,) = rollout["sequences"]
         assert sum(b > a for a, b in pairwise(sequence["sampled"])) == 2
         assert len(rollout["turn_rewards"]) == 2
-        assert "<tool_response>" in rollout["completion"]
+        assert "<tool_response>" in rollout["text"]
     rows = run.metrics()
     assert max(row["logprob/error_max"] for row in rows) <= 1e-4
     assert all(0 <= row["reward/mean"] <= 1 for row in rows)
@@ -92,7 +92,7 @@ def test_killed_at_ten_moments_three_of_them_inside_a_tool(tmp_path, finished, c
         *("--evaluation.every", "5", "--trainer.checkpoint.interval", "2"),
         # A larger step may teach the policy to call no tools.
         *("--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", "1e-5"),
-        *("--rollout.recorded_per_step", "8", *PIPELINES[pipeline]),
+        *PIPELINES[pipeline],
     )
     whole = finished(*arguments)
     steps = sorted(rng.randrange(STEPS - 4) for _ in MOMENTS)

@@ -70,7 +70,7 @@ def check(run: Run) -> None:
     assert sum(summary["lost"].values()) >= len(reasons)
     assert sum(summary["recovered_episodes"].values()) > 0
     assert summary["recovered_episodes"].keys() == {"begun again"}
-    for rollout in run.lines("rollouts.jsonl"):
+    for rollout in run.rollouts():
         # A malformed call is a turn that the environment does not see.
         assert 2 <= rollout["metrics"]["turns"] <= 3
         assert rollout["stop_reason"] in ("done", "turns")

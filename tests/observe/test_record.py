@@ -8,20 +8,6 @@ import pytest
 
 from rl.errors import ConfigError, RunError
 from rl.observe.record import RunRecord, failing_loudly, run_folder
-from rl.types import Completion, Prompt, Rollout
-
-
-def make_rollout(prompt_id):
-    return Rollout.single_turn(
-        Prompt(prompt_id=prompt_id, tokens=[4, 9], text="copy 3", answer="3"),
-        Completion(
-            tokens=[9, 2], logprobs=[-0.5, float("-inf")], versions=[6, 7], finish_reason="stop"
-        ),
-        sample=1,
-        text="3",
-        reward=1.0,
-        metrics={"format": 1.0},
-    )
 
 
 def lines(path):
@@ -40,7 +26,7 @@ def record(tmp_path):
 def fill(record, steps):
     for step in range(1, steps + 1):
         record.append_metrics({"step": step, "reward/mean": step / 10})
-        record.append_rollouts(step, [make_rollout(2 * step), make_rollout(2 * step + 1)])
+        record.append_digests({"step": step, "trainer": [{"gradient": {"w": "0"}}]})
         record.append_ledger({"trained": [2 * step, 2 * step + 1], "dropped": {}, "step": step})
         if step % 2 == 0:
             record.append_evaluation({"eval/exact_match": step / 10, "step": step})
@@ -52,7 +38,7 @@ def test_the_folder_has_the_promised_layout(record):
     record.write_summary({"steps": 1})
     record.write_failure({"error": "x"})
     assert {path.name for path in record.folder.iterdir()} == {
-        *("config.json", "metrics.jsonl", "rollouts.jsonl", "ledger.jsonl", "evaluations.jsonl"),
+        *("config.json", "metrics.jsonl", "digests.jsonl", "ledger.jsonl", "evaluations.jsonl"),
         *("checkpoints", "logs", "summary.json", "failure.json"),
     }
     assert json.loads((record.folder / "config.json").read_text()) == {"model": {"dim": 64}}
@@ -62,27 +48,6 @@ def test_metrics_read_back_as_written(record):
     assert record.read_metrics() == []
     fill(record, 3)
     assert record.read_metrics() == [{"step": step, "reward/mean": step / 10} for step in (1, 2, 3)]
-
-
-def test_a_rollout_has_all_data_for_a_replay(record):
-    record.append_rollouts(5, [make_rollout(17)])
-    [row] = lines(record.rollouts_path)
-    assert (row["step"], row["prompt_id"], row["sample"], row["completion"], row["reward"]) == (
-        5,
-        17,
-        1,
-        "3",
-        1.0,
-    )
-    assert row["stop_reason"] == "stop"
-    assert row["sequences"] == [
-        {
-            "tokens": [4, 9, 9, 2],
-            "sampled": [0, 0, 1, 1],
-            "logprobs": [0.0, 0.0, -0.5, None],
-            "versions": [-1, -1, 6, 7],
-        }
-    ]
 
 
 def test_the_ledger_has_the_prompt_ids_of_each_step(record):
@@ -143,9 +108,7 @@ def test_resuming_drops_rows_after_the_checkpoint(record, step):
     record.drop_after(step)
     kept = list(range(1, min(step, 5) + 1))
     assert [row["step"] for row in lines(record.metrics_path)] == kept
-    assert [row["step"] for row in lines(record.rollouts_path)] == [
-        number for number in kept for _ in range(2)
-    ]
+    assert [row["step"] for row in lines(record.digests_path)] == kept
     assert [row["step"] for row in lines(record.ledger_path)] == kept
     assert [row["step"] for row in record.read_evaluations()] == [
         number for number in kept if number % 2 == 0
@@ -200,12 +163,12 @@ def test_a_row_is_on_disk_when_append_returns_and_costs_one_fsync(record, synced
         )  # the file of evaluations is new in the second round
         assert [name for name, _ in synced if name != "run"][:3] == [
             "metrics.jsonl",
-            "rollouts.jsonl",
+            "digests.jsonl",
             "ledger.jsonl",
         ]
         last = dict(synced)
         assert last["metrics.jsonl"] == record.metrics_path.stat().st_size
-        assert last["rollouts.jsonl"] == record.rollouts_path.stat().st_size
+        assert last["digests.jsonl"] == record.digests_path.stat().st_size
         synced.clear()
 
 

@@ -25,11 +25,12 @@ PERFORMANCE = """
     generator.replicas generator.nodes generator.tensor_parallel_degree generator.expert_parallel
     generator.max_* generator.kv_cache_gib generator.gpu_memory_utilization generator.enforce_eager
     generator.block_size generator.prefix_caching weights.transport weights.delta
-    hardware* slurm* kubernetes* colocate
+    hardware* slurm* kubernetes* colocate record.digests
     roles.teacher.model.attention roles.teacher.model.max_seq_len
 """
 COSMETIC = """
-    rollout.max_lost rollout.recorded_per_step trainer.max_skipped_steps trainer.comm.*
+    rollout.max_lost record record.rollouts record.sample record.max_gib
+    trainer.max_skipped_steps trainer.comm.*
     trainer.checkpoint trainer.checkpoint.enable* trainer.checkpoint.folder
     trainer.checkpoint.interval trainer.checkpoint.last_save_* trainer.checkpoint.export_dtype
     trainer.checkpoint.keep_latest_k trainer.checkpoint.create_seed_checkpoint
@@ -37,7 +38,7 @@ COSMETIC = """
     trainer.debug.save_config_file trainer.debug.enable_structured_logging
     trainer.training.local_batch_size trainer.training.global_batch_size trainer.training.seq_len
     trainer.training.steps weights.digests weights.min_gb_s weights.canary_tolerance
-    evaluation* watchdog* deadlines deadlines.start deadlines.call deadlines.heartbeat
+    evaluation* watchdog* sinks* deadlines deadlines.start deadlines.call deadlines.heartbeat
     deadlines.push max_restarts export_every output_dir resume quiet
 """
 MIXED = [

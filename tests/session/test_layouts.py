@@ -10,8 +10,8 @@ from torchtitan.components.lora import LoRAConverter
 
 from rl.algorithms.losses import grpo
 from rl.generation.config import GeneratorConfig
+from rl.model.digest import merge_digests, policy_digest
 from rl.types import Batch, GenerationRequest, Sampling
-from rl.weights.digest import merge_digests, policy_digest
 from tests.session.open_actors import shards_of, whole
 from tests.session.sessions import PROMPTS, batch, model_config, on_its_loop, trainer_config
 

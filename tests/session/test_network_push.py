@@ -10,6 +10,7 @@ import torch
 from rl.errors import ActorFailure, NodeLost
 from rl.generation.config import GeneratorConfig
 from rl.model.shards import Box, Region
+from rl.observe.events import WARNINGS, Event, Events
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
@@ -58,8 +59,13 @@ class Scene:
             ),
             max_restarts=2,
         )
-        self.push = WeightPush(config, self.trainer, Residency(), Stopwatch(), self.warnings.append)
+        events = Events(self.note_warning)
+        self.push = WeightPush(config, self.trainer, Residency(), Stopwatch(), events)
         self.changed = self.push._changed
+
+    def note_warning(self, event: Event) -> None:
+        if event["kind"] in WARNINGS:
+            self.warnings.append(event["text"])
 
     async def connect(self) -> None:
         for mesh in (self.trainer, *self.generators):

@@ -8,10 +8,10 @@ import torch
 from rl.algorithms.losses import grpo
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig
+from rl.model.digest import merge_digests
 from rl.session.session import Session
 from rl.types import GenerationRequest, Sampling
 from rl.weights.config import WeightPushConfig
-from rl.weights.digest import merge_digests
 from tests.session.sessions import DEADLINES, Sessions, batch, on_its_loop, trainer_config
 from tests.session.test_layouts import assert_equal_weights
 

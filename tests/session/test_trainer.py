@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl.algorithms.losses import grpo
-from rl.weights.digest import merge_digests
+from rl.model.digest import merge_digests
 from tests.session.sessions import batch, on_its_loop, trainer_config
 
 

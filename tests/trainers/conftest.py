@@ -115,7 +115,7 @@ def run(tmp_path):
             meshes = SimpleNamespace(
                 models=lambda: {"trainer": trainer, **models(log)},
                 generator=make,
-                rewards=lambda task, warn: rewards,
+                rewards=lambda task, events: rewards,
             )
             run.loop = RLTrainer(
                 config,

@@ -320,14 +320,6 @@ def test_checkpoints_are_saved_when_the_config_asks_for_them(run):
     assert [*run.saved] == [5]
 
 
-def test_as_many_rollouts_are_recorded_as_the_config_asks_for(run):
-    def edit(config):
-        config.rollout.recorded_per_step = 3
-
-    run(steps=2, edit=edit)
-    assert len(run.record.rollouts_path.read_text().splitlines()) == 6
-
-
 def test_requests_have_length_and_temperature_of_the_config(run):
     asked = []
 

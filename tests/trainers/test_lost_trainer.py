@@ -96,7 +96,7 @@ def test_a_checkpoint_without_its_groups_is_refused_with_a_remedy(run):
     (run.loop.checkpoints.path(2) / ROLLOUTS).unlink()
     with pytest.raises(
         RunError,
-        match=r"step-2/rollouts.npz cannot be read: FileNotFound.*; deleting .*/step-2 goes",
+        match=r"step-2/rollouts.parquet cannot be read: FileNotFound.*; deleting .*/step-2 goes",
     ):
         run(steps=4, staleness=1, saved=run.saved)
 

@@ -37,7 +37,7 @@ def make(tmp_path):
         meshes = SimpleNamespace(
             models=lambda: {"trainer": policy},
             generator=lambda number: Generator(log, number, policy.slots),
-            rewards=lambda task, warn: Rewards(),
+            rewards=lambda task, events: Rewards(),
         )
         run = RunFolder(config, record, Progress(config.steps, quiet=True), command="train")
         return kind(config, run=run, make_session=partial(Session.on_nodes, meshes=meshes)), policy

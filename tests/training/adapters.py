@@ -7,11 +7,11 @@ import torch
 from torchtitan.components.lora import LoRAConverter
 
 from rl.compat.torch_internals import local_tensor
+from rl.model.digest import digests
 from rl.model.shards import Box
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.model import is_adapter, local_box
-from rl.weights.digest import digests
 from tests.training.layouts import LAYOUTS
 from tests.training.scenes import (
     MODELS,

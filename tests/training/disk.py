@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemWriter
 
 from rl.errors import RunError
+from rl.model.digest import digests
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
 from rl.step_folders import StepFolders
@@ -24,7 +25,6 @@ from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_names import TensorPiece
 from rl.training.model import shard_of
-from rl.weights.digest import digests
 from tests.training.layouts import LAYOUTS
 from tests.training.scenes import TIED_FUSED, adopted, engine_of, learn, ragged_batch
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rl.model.digest import digests
 from rl.model.shape import ModelConfig
 from rl.step_folders import StepFolders
-from rl.weights.digest import digests
 from tests.training.disk import checkpointer_of, everything
 from tests.training.layouts import LAYOUTS
 from tests.training.ranks import Ranks

@@ -13,6 +13,7 @@ from torchtitan.config import TrainingConfig
 
 from rl.algorithms.losses import ClippedLoss, GSPOLoss, Metric, PolicyLoss, dapo, grpo
 from rl.metrics import Reduction
+from rl.model.digest import digests
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.config import TrainerConfig
@@ -20,7 +21,6 @@ from rl.training.engine import TrainingEngine
 from rl.training.logprobs import linear_logprobs
 from rl.training.micro_batches import balanced
 from rl.types import Batch, Head
-from rl.weights.digest import digests
 from tests.training.layouts import LAYOUTS, Layout
 
 # 46 over tensor parallel 2 is 23, which FSDP over 2 then cuts unevenly; 15 is no multiple of any
@@ -73,6 +73,7 @@ def engine_of(
     folder: str,
     layout: Layout | None = None,
     lr: float = 1e-3,
+    decay: float = 0.1,
     warmup: int = 0,
     max_norm: float = 1.0,
     dtype: str = "float32",
@@ -86,7 +87,7 @@ def engine_of(
     config = TrainerConfig(
         parallelism=(layout or Layout()).parallelism,
         training=TrainingConfig(mixed_precision_param=dtype, max_norm=max_norm),
-        optimizer=default_adamw(lr=lr, weight_decay=0.1),
+        optimizer=default_adamw(lr=lr, weight_decay=decay),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warmup, decay_ratio=0.0),
         **{"micro_batch_size": 2, **trainer},
     )
@@ -192,12 +193,12 @@ def accumulate(
     }
 
 
-def learn(engine: TrainingEngine, batch: Batch) -> dict[str, float]:
-    """One optimizer step."""
+def learn(engine: TrainingEngine, batch: Batch, **options: float) -> dict[str, float]:
+    """One optimizer step with ``options``."""
     _, metrics = engine.forward_backward(
         share(engine, batch), LOSS.build(), temperature=TEMPERATURE
     )
-    return {**metrics, **engine.optim_step(), "version": engine.version}
+    return {**metrics, **engine.optim_step(**options), "version": engine.version}
 
 
 @dataclass(frozen=True)

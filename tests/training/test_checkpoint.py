@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rl.errors import RunError
+from rl.model.digest import digests, merge_digests
 from rl.step_folders import ROLLOUTS
-from rl.weights.digest import digests, merge_digests
 from tests.training.disk import (
     checkpointer_of,
     names_in,
@@ -64,6 +64,25 @@ def test_one_rank_resumes_bit_for_bit(played, folder):
     (answer,), origin = played("untied_split", "alone")
     shutil.copytree(Path(origin) / "checkpoints", Path(folder) / "checkpoints")
     assert resume("untied_split", "alone", folder)["step"] == answer["steps"][-1]
+
+
+def test_a_resumed_engine_steps_with_the_learning_rate_and_decay_of_its_own_config(folder):
+    saved = engine_of(TIED_FUSED, folder=folder, lr=1e-3)
+    checkpointer = checkpointer_of(saved, folder)
+    learn(saved, ragged_batch(seed=1))
+    checkpointer.save(1, {})
+    checkpointer.close()
+
+    def stepped(rate, decay, **options):
+        engine = engine_of(TIED_FUSED, folder=folder, lr=rate, decay=decay)
+        loaded = checkpointer_of(engine, folder)
+        loaded.load()
+        metrics = learn(engine, ragged_batch(seed=2), **options)
+        loaded.close()
+        return metrics["trainer/lr/AdamW"], merge_digests([digests(engine.shards().values())])
+
+    assert stepped(5e-3, 0.3) == stepped(1e-3, 0.1, lr=5e-3, weight_decay=0.3)
+    assert stepped(5e-3, 0.3) != stepped(5e-3, 0.1)
 
 
 def test_weights_are_saved_as_they_are_held(folder):

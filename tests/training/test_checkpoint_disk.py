@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rl.errors import RunError
+from rl.model.digest import digests, merge_digests
 from rl.step_folders import StepFolders
-from rl.weights.digest import digests, merge_digests
 from tests.training.disk import (
     checkpointer_of,
     everything,

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rl.algorithms.losses import ValueLoss
+from rl.model.digest import digests, merge_digests
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.types import Batch
-from rl.weights.digest import digests, merge_digests
 from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks
 from tests.training.reference import worst_error

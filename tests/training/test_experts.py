@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rl.model.digest import merge_digests
 from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.model.shards import Box, Region
 from rl.model.tp_plan import generator_layout
 from rl.training.checkpoint import Checkpointer
-from rl.weights.digest import merge_digests
 from rl.weights.routes import plan_routes
 from tests.training.layouts import Layout
 from tests.training.ranks import on_ranks

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rl.model.digest import merge_digests
 from rl.step_folders import StepFolders
-from rl.weights.digest import merge_digests
 from tests.training.killing import DEADLINE_S, Plan, kill_at, kill_in_a_save, notes_of, train
 from tests.training.ranks import Ranks, on_ranks
 

@@ -11,10 +11,10 @@ from transformers import Qwen3ForCausalLM
 
 from rl.compat.torch_internals import local_tensor
 from rl.errors import RunError
+from rl.model.digest import digests, merge_digests
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.model import is_adapter
-from rl.weights.digest import digests, merge_digests
 from tests.training.adapters import LORA, STEPS, adapted, merged, play_adapted, wake
 from tests.training.disk import checkpointer_of
 from tests.training.layouts import LAYOUTS

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 import tests.training.scenes as scenes
+from rl.model.digest import ShardDigests, digests, merge_digests
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box, Layout, layout_of, local_shapes, local_shards
 from rl.model.tp_plan import generator_layout
-from rl.weights.digest import ShardDigests, digests, merge_digests
 from rl.weights.shared_memory import Segment, SharedMemoryPublisher, SharedMemorySubscriber
 
 DTYPE = torch.bfloat16

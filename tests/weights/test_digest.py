@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl.model.digest import digests, merge_digests
 from rl.model.shards import Box, Region, Shard
-from rl.weights.digest import digests, merge_digests
 
 
 def shard_of(whole: torch.Tensor, box: Box) -> Shard:

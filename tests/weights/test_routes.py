@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl.model.digest import digests, merge_digests
 from rl.model.shards import Box, Layout, Region, Shard
-from rl.weights.digest import digests, merge_digests
 from rl.weights.routes import plan_push, plan_routes
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 
@@ -20,24 +21,27 @@ ShardDigests = dict[tuple[str, Box], int]
 
 def digests(shards: Iterable[Shard], *, dtype: torch.dtype | None = None) -> ShardDigests:
     """Return the digests of one rank's shards, cast to ``dtype`` first if given."""
-    return {
-        (each.name, each.box): shard_digest(each, dtype or each.tensor.dtype) for each in shards
-    }
+    held = [*shards]
+    if not held:
+        return {}
+    found = torch.stack([shard_digest(each, dtype or each.tensor.dtype) for each in held])
+    # one copy from the device for all
+    return {(each.name, each.box): n for each, n in zip(held, found.tolist(), strict=True)}
 
 
 @torch.no_grad()
-def shard_digest(shard: Shard, dtype: torch.dtype) -> int:
-    """Return an int64: the sum over the shard's elements of their bits times the weight of their
-    position in the whole tensor.
+def shard_digest(shard: Shard, dtype: torch.dtype) -> torch.Tensor:
+    """Return an int64 scalar: the sum over the shard's elements of their bits times the weight of
+    their position in the whole tensor.
 
     The digest of a tensor is the sum, modulo 2^64, of the digests of any shards that tile it. The
     weight of a position is the product of one odd number for its index in each dimension. The bits
     are the bits of the elements in ``dtype``.
     """
     tensor = shard.tensor.detach()
+    rows, columns, zeros = _weights(shard.box, tensor.device)
     if not tensor.numel():
-        return 0
-    rows, columns = _weights(shard, tensor.device)
+        return zeros.new_zeros(())
     values = tensor.reshape(len(rows), len(columns))
     sums = torch.empty_like(rows)
     step = max(1, _CHUNK.get(tensor.device.type, _CHUNK_ON_DEVICE) // len(columns))
@@ -46,7 +50,7 @@ def shard_digest(shard: Shard, dtype: torch.dtype) -> int:
         bits = bits_of(values[start : start + step].to(dtype).contiguous())
         weighted = torch.mul(bits, columns, out=products[: len(bits)])
         torch.sum(weighted, dim=1, out=sums[start : start + step])
-    return int((rows * (sums + columns.sum() * _ZERO)).sum())
+    return (rows * (sums + zeros)).sum()
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,18 +58,19 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-def _weights(shard: Shard, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights of the shard's positions: of all leading dimensions together, and of the
-    last dimension.
+@cache
+def _weights(box: Box, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the weights of the positions in ``box``, of all leading dimensions together and of
+    the last dimension, and the sum of a row of zeros. Cached, since layers have equal boxes.
     """
-    ranges = zip(shard.box.offset, shard.box.shape, strict=True)
+    ranges = zip(box.offset, box.shape, strict=True)
     places = [torch.arange(offset, offset + size, device=device) for offset, size in ranges]
     weights = [_mix(place + (dimension << 56)) for dimension, place in enumerate(places)]
     rows = torch.ones(1, dtype=torch.int64, device=device)
     *leading, last = weights or [rows]
     for each in leading:
         rows = (rows[:, None] * each).reshape(-1)
-    return rows, last
+    return rows, last, last.sum() * _ZERO
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,250 @@
+"""Files of rollouts: every token that a step trained on, in columns."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl.disk import write_whole
+from rl.errors import RunError, said_by
+from rl.metrics import Entry, Value
+from rl.types import Prompt, Rollout
+from rl.types import Sequence as Tokens
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+OF_SEQUENCE = {
+    "tokens": np.int32,
+    "sampled": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+}
+"""Columns of a sequence that the engine saw, and their types."""
+
+Columns = Mapping[str, np.ndarray]
+"""Further values by name, float32 [T], one for each token of all sequences, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Rollouts that were trained on together, in order."""
+
+    rollouts: Sequence[Rollout]
+    columns: Columns
+    """Values of the tokens, such as ``advantages`` and ``trainer_logprobs``."""
+
+
+def write_rollouts(
+    path: Path, chunks: Sequence[Chunk], *, version: int = 0, only: Sequence[int] | None = None
+) -> None:
+    """Write the rollouts of a step as a Parquet file, one row per rollout. On disk on return.
+
+    ``version`` is the policy version that was trained. ``only`` are indices of the rows to keep.
+    All chunks have the same columns.
+    """
+    import pyarrow.parquet as parquet
+
+    table = _table(chunks).replace_schema_metadata({"version": str(version)})
+    if only is not None:
+        table = table.take([*only])
+    # without dictionaries and statistics it is quicker, and smaller for the few rows of a step
+    plain = {"use_dictionary": False, "write_statistics": False}
+    options = {"compression": "zstd", "write_page_checksum": True, **plain}
+    write_whole(path, lambda file: parquet.write_table(table, file, **options))
+
+
+def read_rollouts(path: Path) -> list[Chunk]:
+    """Return the chunks that ``write_rollouts`` wrote, bit for bit.
+
+    Raises RunError if the file is missing or damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    try:
+        table = parquet.read_table(path, page_checksum_verification=True)
+        rows = table.drop_columns("sequences").to_pylist()
+        sequences = _sequences(table["sequences"].combine_chunks())
+        rollouts = [_rollout(row, tokens) for row, (tokens, _) in zip(rows, sequences, strict=True)]
+    except (OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
+        raise RunError(f"{path} cannot be read: {said_by(error)}") from error
+    numbers = [row["chunk"] for row in rows]
+    found = []
+    for number in dict.fromkeys(numbers):
+        rows_here = [index for index, each in enumerate(numbers) if each == number]
+        columns = [sequences[index][1] for index in rows_here]
+        names = columns[0]
+        joined = {name: np.concatenate([each[name] for each in columns]) for name in names}
+        found.append(Chunk(rollouts=[rollouts[index] for index in rows_here], columns=joined))
+    return found
+
+
+def _table(chunks: Sequence[Chunk]) -> "pa.Table":
+    import pyarrow as pa
+
+    rollouts = [rollout for chunk in chunks for rollout in chunk.rollouts]
+    numbers = [number for number, chunk in enumerate(chunks) for _ in chunk.rollouts]
+    return pa.table(
+        {
+            "chunk": pa.array(numbers, pa.int32()),
+            "prompt_id": pa.array([each.prompt.prompt_id for each in rollouts], pa.int64()),
+            "sample": pa.array([each.sample for each in rollouts], pa.int32()),
+            "task": _texts([each.prompt.task for each in rollouts]),
+            "reward": pa.array([each.reward for each in rollouts], pa.float64()),
+            "turn_rewards": pa.array(
+                [each.turn_rewards for each in rollouts], pa.list_(pa.float64())
+            ),
+            "turn_lengths": pa.array(
+                [each.turn_lengths for each in rollouts], pa.list_(pa.int32())
+            ),
+            "metrics": _texts([json.dumps(each.metrics) for each in rollouts]),
+            "prompt": _texts([each.prompt.text for each in rollouts]),
+            "prompt_tokens": pa.array(
+                [each.prompt.tokens for each in rollouts], pa.list_(pa.int32())
+            ),
+            "answer": _texts([each.prompt.answer for each in rollouts]),
+            "text": _texts([each.text for each in rollouts]),
+            "stop_reason": _texts([each.stop_reason for each in rollouts]),
+            "sequences": _sequence_lists(chunks, rollouts),
+        }
+    )
+
+
+def _texts(texts: Sequence[str]) -> "pa.Array":
+    """Return a column of texts. A lone surrogate, which UTF-8 lacks, becomes a question mark."""
+    import pyarrow as pa
+
+    return pa.array([text.encode(errors="replace").decode() for text in texts], pa.string())
+
+
+def _sequence_lists(chunks: Sequence[Chunk], rollouts: Sequence[Rollout]) -> "pa.Array":
+    """Return each rollout's list of sequences, whose columns are lists of values of tokens."""
+    import pyarrow as pa
+
+    sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
+    ends = _ends([len(sequence) for sequence in sequences])
+    columns = {
+        name: np.concatenate([np.empty(0, kind), *(getattr(each, name) for each in sequences)])
+        for name, kind in OF_SEQUENCE.items()
+    }
+    for name in chunks[0].columns if chunks else ():
+        columns[name] = np.concatenate([chunk.columns[name] for chunk in chunks])
+    lists = [pa.ListArray.from_arrays(ends, pa.array(values)) for values in columns.values()]
+    structs = pa.StructArray.from_arrays(lists, names=[*columns])
+    return pa.ListArray.from_arrays(_ends([len(each.sequences) for each in rollouts]), structs)
+
+
+def _ends(lengths: Sequence[int]) -> "pa.Array":
+    import pyarrow as pa
+
+    return pa.array(np.cumsum([0, *lengths]), pa.int32())
+
+
+def _sequences(lists: "pa.ListArray") -> list[tuple[tuple[Tokens, ...], dict[str, np.ndarray]]]:
+    """Return each rollout's sequences, and its further columns."""
+    structs = lists.flatten()
+    names = [field.name for field in structs.type]
+    columns = {}
+    for name in names:
+        column = structs.field(name)
+        values = column.flatten().to_numpy(zero_copy_only=False)
+        cuts = np.cumsum(column.value_lengths().to_numpy())[:-1]
+        columns[name] = np.split(values, cuts) if len(column) else []
+    found = []
+    start = 0
+    for count in lists.value_lengths().to_pylist():
+        rows = range(start, start + count)
+        start += count
+        own = tuple(Tokens(**{name: columns[name][row] for name in OF_SEQUENCE}) for row in rows)
+        others = {
+            name: np.concatenate([columns[name][row] for row in rows])
+            for name in names
+            if name not in OF_SEQUENCE
+        }
+        found.append((own, others))
+    return found
+
+
+def _rollout(row: dict[str, Any], sequences: tuple[Tokens, ...]) -> Rollout:
+    prompt = Prompt(
+        prompt_id=row["prompt_id"],
+        tokens=row["prompt_tokens"],
+        text=row["prompt"],
+        answer=row["answer"],
+        task=row["task"],
+    )
+    return Rollout(
+        prompt=prompt,
+        sample=row["sample"],
+        sequences=sequences,
+        text=row["text"],
+        stop_reason=row["stop_reason"],
+        reward=row["reward"],
+        metrics=_metrics(json.loads(row["metrics"])),
+        turn_rewards=tuple(row["turn_rewards"]),
+        turn_lengths=tuple(row["turn_lengths"]),
+    )
+
+
+def _metrics(content: dict[str, Any]) -> dict[str, Entry]:
+    """Return metrics as they were before they became JSON, in which a Value is a list."""
+    return {
+        name: Value(*entry) if isinstance(entry, list) else entry for name, entry in content.items()
+    }
+
+
+class RolloutFolder:
+    """Files ``step-N.parquet`` of the rollouts of a run."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._bytes: int | None = None
+
+    def path(self, step: int) -> Path:
+        """Return the file of ``step``, whether it exists or not."""
+        return self.folder / f"step-{step}.parquet"
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a file, in order."""
+        names = (re.fullmatch(r"step-(\d+)\.parquet", path.name) for path in _files(self.folder))
+        return sorted(int(name[1]) for name in names if name)
+
+    def write(
+        self, step: int, chunks: Sequence[Chunk], *, max_bytes: float = np.inf, **options: Any
+    ) -> None:
+        """Write the file of ``step``: see ``write_rollouts``.
+
+        If all files have more than ``max_bytes``, delete those of the oldest steps; the file of
+        ``step`` stays.
+        """
+        if self._bytes is None:
+            self.folder.mkdir(exist_ok=True)
+            self._bytes = sum(path.stat().st_size for path in _files(self.folder))
+        path = self.path(step)
+        write_rollouts(path, chunks, **options)
+        self._bytes += path.stat().st_size
+        if self._bytes > max_bytes:
+            for oldest in self.steps():
+                if oldest == step or self._bytes <= max_bytes:
+                    break
+                self._bytes -= self.path(oldest).stat().st_size
+                self.path(oldest).unlink()
+
+    def drop_after(self, step: int) -> None:
+        """Delete the files of the steps after ``step``, and what a killed write left."""
+        self._bytes = None
+        for path in _files(self.folder):
+            if path.suffix == ".partial":
+                path.unlink()
+        for later in self.steps():
+            if later > step:
+                self.path(later).unlink()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return folder.iterdir() if folder.is_dir() else iter(())

@@ -1,0 +1,217 @@
+"""The program: recorded steps of a run, trained again.
+
+Exit codes: 0 equal or compared, 1 different or failed, 2 the arguments cannot work, 128 + n ended
+by signal n.
+"""
+
+import json
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.degrees import degrees_of
+from rl.errors import ConfigError, counted, end_program, nearest, require
+from rl.program import exit_code
+
+if TYPE_CHECKING:
+    from rl.config import RLConfig
+    from rl.session.session import Session
+    from rl.trainers.replay import Replay, Replayed
+
+PROGRAM = "python -m rl.replay"
+DESCRIPTION = """\
+Train recorded steps of an RL run again, without generators: from the newest
+checkpoint before step K, on the rollouts in RUN/rollouts, up to step K. The
+digests of gradient and weights must equal those in RUN/digests.jsonl, bit for
+bit, on the same kind of machine; otherwise the program names the first step and
+parameter that differ.
+
+  python -m rl.replay runs/first --step 120
+
+With another choice, the same rollouts are trained on in another way, and the
+metrics of each step are shown beside the recorded ones:
+
+  python -m rl.replay runs/first --step 120 --under fsdp2-tp2
+  python -m rl.replay runs/first --step 120 --loss dapo --lr 1e-5"""
+EPILOG = """\
+The run folder is only read. Any field of the run's config can be given after
+these arguments, with the names that python -m rl.train takes; each is another
+choice.
+
+exit codes: 0 equal, or compared with another choice, 1 different or failed,
+2 the arguments cannot work, 130 Ctrl-C"""
+SHOWN = (
+    "loss/mean",
+    "trainer/grad_norm",
+    "entropy/mean",
+    "ratio/mean",
+    "ratio/clipped",
+    "kl/behaviour",
+    "advantage/std",
+    "trainer/lr/AdamW",
+)
+"""Metrics that are shown beside the recorded ones, if a step has them."""
+
+
+OF_THE_MACHINE = ("timing/", "memory/", "critic/memory/", "mfu", "trainer/tflop")
+"""Beginnings of the names of metrics that are not compared."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Replay recorded steps; returns the exit code."""
+    return exit_code(lambda: _replay(arguments))
+
+
+def _replay(arguments: Sequence[str] | None) -> int:
+    own, overrides = _parser().parse_known_args(arguments)
+    require(own.step >= 1, f"--step is {own.step}; it must be at least 1")
+    if own.under is not None:
+        for field, degree in degrees_of(own.under, option="--under").items():
+            overrides += [f"--trainer.parallelism.{field}", str(degree)]
+    if own.lr is not None:
+        overrides += ["--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", own.lr]
+
+    # these import torch, which --help does without
+    from rl.cli import parse_config
+    from rl.config import RLConfig
+    from rl.disk import TemporaryFolder
+    from rl.saved_run import require_one_host, require_run, run_session
+    from rl.trainers.replay import Replay
+    from rl.validation import validate
+
+    path = require_run(own.run)
+    _, config = parse_config(["--config", str(path), *overrides], program=PROGRAM)
+    if not isinstance(config, RLConfig):
+        raise ConfigError(f"{own.run} is not an RL run; only the rollouts of RL runs are recorded")
+    if own.loss is not None:
+        config.algorithm = _with_loss(config, own.loss)
+        validate(config)
+    require_one_host(config, 0)
+    is_same = not overrides and own.loss is None
+    run = own.run.resolve()
+    replay = Replay(config, run, last=own.step)
+    if is_same:
+        replay.require_digests()
+    begins = f"checkpoint {replay.first}" if replay.first else "the start of the run"
+    print(f"replaying steps {replay.first + 1} to {own.step} of {own.run} from {begins}")
+    with TemporaryFolder("tiller-replay-") as folder:
+        replay.link(Path(folder))
+
+        async def work(session: "Session") -> dict[str, Any]:
+            return await _compare(replay, session, is_same=is_same)
+
+        found = run_session(replay.session_config, None, work, folder=Path(folder))
+    if own.json:
+        print(json.dumps({"run": str(own.run), "from": replay.first, **found}))
+    return 1 if found["difference"] else 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=PROGRAM,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument(
+        "--step", metavar="K", type=int, required=True, help="last step to train again, from 1"
+    )
+    parser.add_argument(
+        "--under",
+        metavar="LAYOUT",
+        help="layout of the trainer: degrees of ddp, fsdp, cp, tp and ep, such as fsdp2-tp2",
+    )
+    parser.add_argument("--loss", metavar="NAME", help="loss of the policy, such as dapo or gspo")
+    parser.add_argument("--lr", metavar="LR", help="learning rate of the trainer")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
+    return parser
+
+
+def _with_loss(config: "RLConfig", name: str) -> Any:
+    """Return the run's algorithm with the loss of this name, with the run's coefficients."""
+    from rl.algorithms import losses
+    from rl.algorithms.policy_gradient import PolicyGradient
+
+    algorithm = config.algorithm
+    if not isinstance(algorithm, PolicyGradient.Config):
+        kind = type(algorithm).__qualname__.removesuffix(".Config")
+        raise ConfigError(f"--loss {name}: the run's algorithm is {kind}, which has its own loss")
+    kinds = {
+        kind.__name__.removesuffix("Loss").lower(): kind.Config
+        for kind in vars(losses).values()
+        if isinstance(kind, type) and issubclass(kind, losses.PolicyLoss)
+    }
+    known = {"grpo": losses.grpo, "dapo": losses.dapo} | {k: v for k, v in kinds.items() if k}
+    known.pop("policy", None)
+    require(
+        name in known,
+        f"--loss {name}: no such loss; {nearest(name, known)}the losses are {', '.join(known)}",
+    )
+    before = algorithm.loss
+    loss = known[name](entropy_coef=before.entropy_coef, kl_coef=before.kl_coef)
+    return replace(algorithm, loss=loss)
+
+
+async def _compare(replay: "Replay", session: "Session", *, is_same: bool) -> dict[str, Any]:
+    """Train the steps again; return what differs from the record.
+
+    If ``is_same``, with the run's own config, stop at the first difference.
+    """
+    steps = list[dict[str, Any]]()
+    await replay.load(session)
+    difference = await replay.difference_of_checkpoint(session) if is_same else ""
+    if not difference:
+        async for replayed in replay.steps(session):
+            steps.append(_row(replayed))
+            if not is_same:
+                print(_side_by_side(replayed), flush=True)
+            elif replayed.difference:
+                difference = f"step {replayed.step}: {replayed.difference}"
+                break
+            else:
+                print(f"step {replayed.step}: gradient and weights are equal", flush=True)
+    if difference:
+        print(f"different from {difference}")
+    elif is_same:
+        print(f"every gradient and weight of {counted(len(steps), 'step')} is equal, bit for bit")
+    return {"equal": is_same and not difference, "difference": difference, "steps": steps}
+
+
+def _row(replayed: "Replayed") -> dict[str, Any]:
+    """Return the metrics of a step beside the recorded ones."""
+    recorded = replayed.recorded.metrics
+    return {
+        "step": replayed.step,
+        "logprob_change": replayed.logprob_change,
+        "difference": replayed.difference,
+        "metrics": {
+            name: [recorded[name], value]
+            for name, value in replayed.metrics.items()
+            if name in recorded and not name.startswith(OF_THE_MACHINE)
+        },
+    }
+
+
+def _side_by_side(replayed: "Replayed") -> str:
+    """Return a table of the step's metrics: recorded, replayed, and their difference."""
+    metrics = _row(replayed)["metrics"]
+    lines = [f"step {replayed.step:<20}{'recorded':>14}{'replayed':>14}{'difference':>14}"]
+    for name in (each for each in SHOWN if each in metrics):
+        before, after = metrics[name]
+        values = (before, after, after - before)
+        lines.append(f"  {name:<23}" + "".join(f"{value:>14.6g}" for value in values))
+    change = replayed.logprob_change
+    lines.append(f"  {'log-prob of a token, nats':<51}{change:>14.6g}")
+    lines.append(f"  bits: {replayed.difference or 'all are equal'}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    end_program(main(sys.argv[1:]))

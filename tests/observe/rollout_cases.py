@@ -1,0 +1,52 @@
+"""Rollouts of several turns, sequences and tasks."""
+
+import math
+
+import numpy as np
+
+from rl.metrics import Value
+from rl.observe.rollouts import Chunk
+from rl.types import Completion, Prompt, Rollout, Sequence
+
+
+def sequence(given: int, sampled: int) -> Sequence:
+    completion = Completion(
+        tokens=[2**31 - 1 - i for i in range(sampled)],
+        logprobs=[-math.pi / (i + 1) for i in range(sampled)],
+        versions=[7 + i for i in range(sampled)],
+        finish_reason="stop",
+    )
+    return Sequence.of([4] * given, completion)
+
+
+def rollout(prompt_id: int, sample: int, *lengths: tuple[int, int]) -> Rollout:
+    """Return a rollout of one sequence for each of ``lengths``, of given and sampled tokens."""
+    prompt = Prompt(
+        prompt_id=prompt_id, tokens=[4] * prompt_id, text="q\n", answer="é\u2028", task="sums"
+    )
+    return Rollout(
+        prompt=prompt,
+        sample=sample,
+        sequences=tuple(sequence(*each) for each in lengths),
+        text="<script>\x00",
+        stop_reason="turns",
+        reward=1 / 3,
+        metrics={"correct": 0.1, "odd": math.inf, "calls": Value.of(0.3, "std", 2.0)},
+        turn_rewards=(0.1, 0.2),
+        turn_lengths=(1, 2),
+    )
+
+
+def chunk(*rollouts: Rollout) -> Chunk:
+    tokens = sum(len(each) for one in rollouts for each in one.sequences)
+    values = np.arange(tokens, dtype=np.float32)
+    return Chunk(
+        rollouts=[*rollouts], columns={"advantages": values / 3, "trainer_logprobs": -values}
+    )
+
+
+def two_chunks() -> list[Chunk]:
+    return [
+        chunk(rollout(9, 0, (2, 3)), rollout(9, 1, (2, 1), (5, 2))),
+        chunk(rollout(2, 0, (1, 4), (3, 3), (2, 2))),
+    ]

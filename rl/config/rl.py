@@ -196,17 +196,24 @@ class RecordConfig:
 
     rollouts: Literal["all", "sample", "none"] = "all"
     """Rollouts of each step that are written to ``rollouts/step-N.parquet``, with all tokens.
-    ``python -m rl.replay`` requires ``all``."""
+    ``python -m rl.replay`` requires ``all``. Unless it is ``none``, all rollouts of evaluations are
+    written to ``evaluations/step-N.parquet``."""
 
     sample: Annotated[int, at_least(1)] = 8
     """Number of rollouts of a step that ``sample`` keeps."""
 
     max_gib: Annotated[float, above(0)] = 10.0
-    """Disk space for rollouts, in GiB. Above it, the files of the oldest steps are deleted."""
+    """Disk space for rollouts of steps and evaluations, in GiB. Above it, the files of the oldest
+    steps are deleted."""
 
     digests: Annotated[bool, PERFORMANCE] = True
     """Whether to write digests of each step's gradient and weights to ``digests.jsonl``, by
     parameter."""
+
+    @property
+    def max_bytes(self) -> float:
+        """``max_gib`` in bytes."""
+        return self.max_gib * 2**30
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 from rl.disk import sync_file, sync_folder, write_whole
 from rl.errors import ConfigError, RunError, require
 from rl.observe.events import Event
-from rl.observe.rollouts import Chunk, RolloutFolder
+from rl.observe.rollouts import Chunk, RolloutFolder, make_room
 
 SYNCED = ("started", "checkpoint", "failed", "ended")
 """Kinds of events after which the file of events is synced to the disk."""
@@ -68,6 +68,7 @@ class RunRecord:
     ``ledger.jsonl``       one object per step: prompt_ids that it trained on, prompt_ids that
                            were dropped, by reason, and the number of prompts in each state
     ``evaluations.jsonl``  one object per evaluation, with the step of the evaluated weights
+    ``evaluations/``       one Parquet file per evaluation: its rollouts
     ``checkpoints/``       written by the trainer
     ``logs/``              one file per process; ``run.log``: messages of the run, with times
     ``summary.json``       results of a finished run
@@ -105,6 +106,7 @@ class RunRecord:
         self.rollouts = RolloutFolder(self.folder / "rollouts")
         self.ledger_path = self.folder / "ledger.jsonl"
         self.evaluations_path = self.folder / "evaluations.jsonl"
+        self.evaluated = RolloutFolder(self.folder / "evaluations")
         self._spans: list[str] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         self._unwritten: deque[Future[None]] = deque()
@@ -161,10 +163,13 @@ class RunRecord:
     async def begin_rollouts(self, step: int, chunks: Sequence[Chunk], **options: Any) -> None:
         """Begin to write the rollouts of ``step``, in a thread: see :meth:`RolloutFolder.write`.
 
-        Waits while UNWRITTEN earlier steps are not on disk.
+        Waits while UNWRITTEN earlier steps are not on disk. If rollouts and evaluations then have
+        more than ``max_bytes``, those of the oldest steps are deleted.
         """
         await self.rollouts_written(but=UNWRITTEN - 1)
-        self._unwritten.append(self._writer.submit(self._write_rollouts, step, chunks, **options))
+        self._unwritten.append(
+            self._writer.submit(self._write_rollouts, self.rollouts, step, chunks, **options)
+        )
 
     async def rollouts_written(self, *, but: int = 0) -> None:
         """Wait until the rollouts of all steps but the ``but`` latest ones are on disk.
@@ -178,10 +183,28 @@ class RunRecord:
             oldest.result()
             self._unwritten.popleft()
 
-    def _write_rollouts(self, step: int, chunks: Sequence[Chunk], **options: Any) -> None:
-        with failing_loudly(self.rollouts.path(step)):
+    async def write_evaluated(self, step: int, chunks: Sequence[Chunk], **options: Any) -> None:
+        """Write the rollouts of the evaluation of the weights after ``step``, in a thread, with the
+        options of ``begin_rollouts``. On disk on return.
+        """
+        await asyncio.wrap_future(
+            self._writer.submit(self._write_rollouts, self.evaluated, step, chunks, **options)
+        )
+
+    def _write_rollouts(
+        self,
+        folder: RolloutFolder,
+        step: int,
+        chunks: Sequence[Chunk],
+        *,
+        max_bytes: float = math.inf,
+        **options: Any,
+    ) -> None:
+        path = folder.path(step)
+        with failing_loudly(path):
             self.check()
-            self.rollouts.write(step, chunks, **options)
+            folder.write(step, chunks, **options)
+            make_room([self.rollouts, self.evaluated], max_bytes, keep=path)
 
     def read_metrics(self) -> list[dict]:
         """Return all rows of ``metrics.jsonl``, in order."""
@@ -205,10 +228,11 @@ class RunRecord:
         """
         with failing_loudly(self.folder):
             self.check()
-        while self._unwritten:
-            self._unwritten.popleft().exception()  # waits; the work is taken back
+        self._unwritten.clear()
+        self._writer.submit(int).result()  # what is being written is taken back below
         self._end_last_event()
         self.rollouts.drop_after(step)
+        self.evaluated.drop_after(step)
         rows = [self.metrics_path, self.digests_path, self.ledger_path, self.evaluations_path]
         for path in rows:
             keep = 0

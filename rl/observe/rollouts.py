@@ -32,7 +32,7 @@ Columns = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Rollouts that were trained on together, in order."""
+    """Rollouts that were trained on together, or evaluated in the same way, in order."""
 
     rollouts: Sequence[Rollout]
     columns: Columns
@@ -199,7 +199,7 @@ def _metrics(content: dict[str, Any]) -> dict[str, Entry]:
 
 
 class RolloutFolder:
-    """Files ``step-N.parquet`` of the rollouts of a run."""
+    """Files ``step-N.parquet`` of the rollouts of a run, or of its evaluations."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -214,26 +214,26 @@ class RolloutFolder:
         names = (re.fullmatch(r"step-(\d+)\.parquet", path.name) for path in _files(self.folder))
         return sorted(int(name[1]) for name in names if name)
 
-    def write(
-        self, step: int, chunks: Sequence[Chunk], *, max_bytes: float = np.inf, **options: Any
-    ) -> None:
-        """Write the file of ``step``: see ``write_rollouts``.
-
-        If all files have more than ``max_bytes``, delete those of the oldest steps; the file of
-        ``step`` stays.
-        """
+    @property
+    def bytes(self) -> int:
+        """Disk space of all files, in bytes."""
         if self._bytes is None:
-            self.folder.mkdir(exist_ok=True)
             self._bytes = sum(path.stat().st_size for path in _files(self.folder))
+        return self._bytes
+
+    def write(self, step: int, chunks: Sequence[Chunk], **options: Any) -> None:
+        """Write the file of ``step``: see ``write_rollouts``. A file of this step is replaced."""
+        self.folder.mkdir(exist_ok=True)
         path = self.path(step)
+        before = self.bytes - (path.stat().st_size if path.exists() else 0)
         write_rollouts(path, chunks, **options)
-        self._bytes += path.stat().st_size
-        if self._bytes > max_bytes:
-            for oldest in self.steps():
-                if oldest == step or self._bytes <= max_bytes:
-                    break
-                self._bytes -= self.path(oldest).stat().st_size
-                self.path(oldest).unlink()
+        self._bytes = before + path.stat().st_size
+
+    def remove(self, step: int) -> None:
+        """Delete the file of ``step``."""
+        path = self.path(step)
+        self._bytes = self.bytes - path.stat().st_size
+        path.unlink()
 
     def drop_after(self, step: int) -> None:
         """Delete the files of the steps after ``step``, and what a killed write left."""
@@ -244,6 +244,20 @@ class RolloutFolder:
         for later in self.steps():
             if later > step:
                 self.path(later).unlink()
+
+
+def make_room(folders: Sequence[RolloutFolder], max_bytes: float, *, keep: Path) -> None:
+    """Delete the files of the oldest steps until all ``folders`` together have at most
+    ``max_bytes``. The file ``keep`` stays.
+    """
+    if sum(folder.bytes for folder in folders) <= max_bytes:
+        return
+    files = [(step, place) for place, folder in enumerate(folders) for step in folder.steps()]
+    for step, place in sorted(files):
+        if folders[place].path(step) != keep:
+            folders[place].remove(step)
+            if sum(folder.bytes for folder in folders) <= max_bytes:
+                return
 
 
 def _files(folder: Path) -> Iterator[Path]:

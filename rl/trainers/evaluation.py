@@ -10,6 +10,7 @@ from pathlib import Path
 from rl.config import EvaluationConfig, RLConfig
 from rl.errors import GroupLost, RunError
 from rl.metrics import Metrics
+from rl.observe.rollouts import Chunk
 from rl.rollout.prompts import eval_prompts
 from rl.session.concurrency import background
 from rl.session.session import Session
@@ -50,6 +51,7 @@ class Evaluation:
         self._asking = asyncio.Semaphore(self._replicas)
         self._unevaluated = StepFolders(folder)
         self._in_order = config.rollout.pipeline == "deterministic"
+        self._chunks: list[Chunk] = []
 
     def is_due(self, step: int, evaluated: int) -> bool:
         """Whether the weights after ``step`` are evaluated during training, if the weights after
@@ -125,10 +127,12 @@ class Evaluation:
             "eval/reward_mean": sum(group[0].reward for group in groups) / max(len(groups), 1),
             **{f"eval/reward/{name}": own[name] for name in own if name != "correct"},
         }
+        chunks = [_chunk(groups)]
         if samples := self._config.samples:
             sampled = await self._ask(self._sampling, samples, "eval/sampled")
             scores[f"eval/pass@{samples}"] = _solved(sampled) / count
             groups += sampled
+            chunks.append(_chunk(sampled))
         scores["eval/lost"] = float(count * (2 if samples else 1) - len(groups))
         versions = {
             version for group in groups for each in group for version in each.versions.tolist()
@@ -137,7 +141,16 @@ class Evaluation:
         scores["eval/version_max"] = max(versions, default=math.nan)
         if metric_calculator is not None:
             scores |= {f"eval/{name}": value for name, value in metric_calculator(groups).items()}
+        self._chunks = chunks
         return scores
+
+    def take_rollouts(self) -> list[Chunk]:
+        """Return the rollouts that the newest scores are of, and forget them: greedy completions,
+        and then, if there are any, sampled ones.
+        """
+        chunks = self._chunks
+        self._chunks = []
+        return chunks
 
     async def _ask(self, sampling: Sampling, samples: int, stream: str) -> list[Group]:
         """Return scored samples of each prompt, in order, without prompts with a failed reward."""
@@ -177,6 +190,10 @@ def held_out_prompts(config: EvaluationConfig, task: Task) -> list[Prompt]:
         f"evaluation.prompts is {config.prompts}, but {name} holds out no prompts; set it to 0 for "
         "no evaluation"
     )
+
+
+def _chunk(groups: list[Group]) -> Chunk:
+    return Chunk(rollouts=[rollout for group in groups for rollout in group], columns={})
 
 
 def _solved(groups: list[Group]) -> int:

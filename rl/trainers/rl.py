@@ -222,10 +222,16 @@ class RLTrainer(Trainer[RLConfig]):
         if config.rollouts == "sample":
             first = self.step * config.sample
             kept = sorted((first + n) % count for n in range(min(config.sample, count)))
-        limit = config.max_gib * 2**30
         await self.record.begin_rollouts(
-            self.step, step.chunks, version=version, only=kept, max_bytes=limit
+            self.step, step.chunks, version=version, only=kept, max_bytes=config.max_bytes
         )
+
+    async def record_evaluation(self, step: int) -> None:
+        """Write the rollouts of the newest evaluation, which was of the weights after ``step``."""
+        chunks = self.evaluation.take_rollouts()
+        config = self.arguments.record
+        if chunks and config.rollouts != "none":
+            await self.record.write_evaluated(step, chunks, max_bytes=config.max_bytes)
 
     async def take(self) -> list[Group]:
         """Return the next chunk of the batch once it has finished; [] if the run is left before."""
@@ -278,6 +284,7 @@ class RLTrainer(Trainer[RLConfig]):
         if scores is not None:  # generators may have been pulling newer weights as it began
             step = max(step, self.report.first_step(scores["eval/version_min"]))
             skipped = self.evaluation.count_due(step, evaluated) - 1
+            await self.record_evaluation(step)  # first, so that a kill in between repeats both
             self.report.evaluation(step, scores | {"eval/skipped": skipped})
             self.evaluation.forget(step)
         elif self.arguments.rollout.pipeline == "deterministic":  # where nothing else is in flight
@@ -309,6 +316,8 @@ class RLTrainer(Trainer[RLConfig]):
     async def finish(self) -> dict[str, Any] | None:
         self.evaluation.forget_all()
         summary = await super().finish()
+        if summary is not None:
+            await self.record_evaluation(self.step)
         skipped = self.evaluation.count_due(self.step, self.report.evaluated)
         if summary is not None and skipped:
             summary["eval/skipped"] = skipped

@@ -7,7 +7,13 @@ import pyarrow.parquet as parquet
 import pytest
 
 from rl.errors import RunError
-from rl.observe.rollouts import Chunk, RolloutFolder, read_rollouts, write_rollouts
+from rl.observe.rollouts import (
+    Chunk,
+    RolloutFolder,
+    make_room,
+    read_rollouts,
+    write_rollouts,
+)
 from tests.observe.rollout_cases import chunk, rollout, two_chunks
 
 
@@ -94,22 +100,28 @@ def test_a_damaged_file_is_named(path, damage):
         read_rollouts(path)
 
 
-def test_the_files_of_the_oldest_steps_make_room(tmp_path):
-    folder = RolloutFolder(tmp_path / "rollouts")
-    folder.write(1, two_chunks())
-    size = folder.path(1).stat().st_size
-    for step in range(2, 12):
-        folder.write(step, two_chunks(), max_bytes=3.5 * size)
-    assert folder.steps() == [9, 10, 11]
-    again = RolloutFolder(folder.folder)  # counts what it finds
-    again.write(12, two_chunks(), max_bytes=1.5 * size)
-    assert again.steps() == [12]
+def test_the_files_of_the_oldest_steps_of_all_folders_make_room(tmp_path):
+    trained = RolloutFolder(tmp_path / "rollouts")
+    evaluated = RolloutFolder(tmp_path / "evaluations")
+    for step in range(1, 12):
+        trained.write(step, two_chunks())
+    for step in (3, 9, 10):
+        evaluated.write(step, two_chunks())
+    size = trained.path(1).stat().st_size
+    make_room([trained, evaluated], 14 * size, keep=trained.path(11))
+    assert len(trained.steps()) == 11
+    make_room([trained, evaluated], 5.5 * size, keep=trained.path(11))
+    assert (trained.steps(), evaluated.steps()) == ([9, 10, 11], [9, 10])
+    again = RolloutFolder(trained.folder)  # counts what it finds
+    make_room([again, RolloutFolder(evaluated.folder)], 1.0, keep=again.path(10))
+    assert (again.steps(), evaluated.steps()) == ([10], [])
 
 
-def test_one_step_that_is_larger_than_the_limit_stays(tmp_path):
+def test_a_file_that_is_written_again_counts_once(tmp_path):
     folder = RolloutFolder(tmp_path / "rollouts")
-    folder.write(1, two_chunks(), max_bytes=1.0)
-    assert folder.steps() == [1]
+    for _ in range(3):
+        folder.write(1, two_chunks())
+    assert folder.bytes == folder.path(1).stat().st_size
 
 
 def test_a_resume_drops_later_steps_and_what_a_kill_left(tmp_path):

@@ -280,6 +280,7 @@ def test_evaluation_during_training_does_not_change_training(run, edit):
         edit(config)
         config.evaluation.every = 2
         config.evaluation.prompts = 3
+        config.record.rollouts = "none"  # a file takes longer than several of these steps
 
     _, rows = run(steps=6, staleness=1, edit=evaluating, folder="evaluated")
     assert [row["step"] for row in run.record.read_evaluations()] == [2, 4]

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rl.errors import RunError
 from rl.observe.record import rows_of
 from rl.observe.rollouts import read_rollouts
+from rl.trainers.report import Report
 from tests.trainers.loops import free
 
 
@@ -42,6 +44,105 @@ def test_the_oldest_steps_make_room(run):
 
     run(steps=3, edit=edit)
     assert run.record.rollouts.steps() == [3]
+
+
+def test_the_oldest_evaluations_make_room_too(run):
+    def edit(config):
+        evaluating(config)
+        config.record.max_gib = 1e-9
+
+    run(steps=4, edit=edit)
+    assert run.record.evaluated.steps() == [4]
+    assert run.record.rollouts.steps() == []
+
+
+def evaluating(config):
+    config.evaluation.prompts = 3
+    config.evaluation.samples = 2
+    config.evaluation.every = 2
+
+
+@pytest.mark.parametrize("edit", [evaluating, lambda config: (free(config), evaluating(config))])
+@pytest.mark.parametrize("mode", ["all", "sample", "none"])
+def test_evaluations_are_recorded_whole_or_not_at_all(run, mode, edit):
+    def edited(config):
+        edit(config)
+        config.record.rollouts = mode
+        config.record.sample = 1
+
+    run(steps=5, edit=edited)
+    during = [row["step"] for row in run.record.read_evaluations()]
+    assert during
+    assert run.record.evaluated.steps() == ([] if mode == "none" else [*during, 5])
+    for step in run.record.evaluated.steps():
+        chunks = read_rollouts(run.record.evaluated.path(step))
+        rows = [[(each.prompt.prompt_id, each.sample) for each in c.rollouts] for c in chunks]
+        assert rows == [
+            [(prompt, 0) for prompt in range(3)],
+            [(prompt, sample) for prompt in range(3) for sample in range(2)],
+        ]
+
+
+def test_a_recorded_evaluation_has_the_scores_that_were_reported(run):
+    run(steps=3, edit=evaluating)
+    (row,) = run.record.read_evaluations()
+    greedy, _ = read_rollouts(run.record.evaluated.path(2))
+    correct = [each.metrics["correct"] for each in greedy.rollouts]
+    assert sum(correct) / 3 == row["eval/exact_match"]
+    versions = np.concatenate([s.versions for each in greedy.rollouts for s in each.sequences])
+    assert {*versions.tolist()} == {-1, 2}
+
+
+def test_a_resume_replaces_the_evaluations_after_its_checkpoint(run):
+    def edit(config):
+        evaluating(config)
+        config.evaluation.every = 1
+
+    run(steps=4, save_every=2, edit=edit)
+    files = run.record.evaluated
+    assert files.steps() == [1, 2, 3, 4]
+    before = {step: files.path(step).stat().st_mtime_ns for step in files.steps()}
+    saved = {2: json.loads(json.dumps(run.saved[2]))}
+    run(steps=3, save_every=2, saved=saved, edit=edit)
+    assert files.steps() == [1, 2, 3]
+    again = {step: files.path(step).stat().st_mtime_ns for step in files.steps()}
+    assert [again[step] == before[step] for step in (1, 2, 3)] == [True, True, False]
+
+
+def test_an_evaluation_that_a_kill_interrupted_is_repeated_with_its_file(run, monkeypatch):
+    """The kill comes between the file and the row of the evaluation."""
+
+    def edit(config):
+        evaluating(config)
+        config.evaluation.every = 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rl.trainers.report.Report.evaluation", killed_at(2))
+        with pytest.raises(RunError, match="killed"):
+            run(steps=4, save_every=1, staleness=1, edit=edit)
+    files = run.record.evaluated
+    assert files.steps() == [1, 2]
+    assert [row["step"] for row in run.record.read_evaluations()] == [1]
+    before = files.path(2).stat().st_mtime_ns
+    step = max(run.saved)
+    run(steps=4, save_every=1, staleness=1, edit=edit, saved={step: run.saved[step]})
+    assert [row["step"] for row in run.record.read_evaluations()] == [1, 2, 3]
+    assert files.steps() == [1, 2, 3, 4]
+    assert files.path(2).stat().st_mtime_ns != before
+
+
+def killed_at(step):
+    """Return a method in place of Report.evaluation that ends the run before the row of
+    ``step``.
+    """
+    evaluation = Report.evaluation
+
+    def report(self, at, scores):
+        if at == step:
+            raise RunError("killed")
+        evaluation(self, at, scores)
+
+    return report
 
 
 def test_a_recorded_step_has_what_was_trained(run):

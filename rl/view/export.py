@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ from rl.view.run import Run
 from rl.view.server import PAGE, answer, to_json
 
 MAX_BYTES = 8_000_000
-"""Bytes of rollouts, timelines and logs in the file; the newest steps fit first."""
+"""Bytes of rollouts, examples and timelines in the file, a quarter of them at most of examples; the
+newest steps fit first."""
 CURVE_POINTS = 500
 STEPS = 20
 """Newest steps with rollouts or a timeline in the file."""
 ROLLOUTS = 64
-"""Rollouts of a step whose tokens are in the file."""
+"""Rollouts of a step, and examples of an evaluation, whose tokens are in the file."""
+EXAMPLES = 400
+"""Changed examples of evaluations in the file."""
 SCRIPT = re.compile(r'<script src="/([a-z]+\.js)"></script>\n?')
 STYLE = '<link rel="stylesheet" href="/style.css">'
 NAMES_AT_ONCE = 60
@@ -26,8 +29,9 @@ NAMES_AT_ONCE = 60
 def export(runs: Sequence[Run], path: Path) -> None:
     """Write the pages of ``runs`` to one HTML file.
 
-    The file has all curves, and the newest steps' rollouts and timelines up to MAX_BYTES; the page
-    names what is missing. Raises OSError if the file cannot be written.
+    The file has all curves, and up to MAX_BYTES the examples that changed between the last two
+    evaluations, and the newest steps' rollouts and timelines; the page names what is missing.
+    Raises OSError if the file cannot be written.
     """
     data = _data(runs)
     page = (PAGE / "index.html").read_text()
@@ -79,8 +83,30 @@ def _add_run(found: dict[str, Any], runs: Sequence[Run], number: int, left: int)
     found[f"curves {number}"] = {"curves": curves}
     for name in ("evaluations", "failure", "config"):
         found[f"{name} {number}"] = get(name)
-    kept = []
-    recorded = [*state["rollout_steps"]]
+    examples = _examples(get, number, state["evaluation_steps"], left // 4)
+    left -= len(to_json(examples))
+    found |= examples
+    steps, kept = _steps(get, number, state, left - len(to_json(examples)))
+    found |= examples | steps
+    state["rollout_steps"] = [each for each in state["rollout_steps"] if each in kept]
+    state["timeline_steps"] = kept
+    state["evaluation_steps"] = pair = state["evaluation_steps"][-2:] if examples else []
+    found[f"state {number}"] = state
+    note = f"{runs[number].name}: without rollouts and timelines"
+    if kept:
+        which = f"{kept[0]} to {kept[-1]}"
+        note = f"{runs[number].name}: rollouts and timelines of steps {which}, "
+        note += f"{ROLLOUTS} rollouts each"
+    return note + (f"; examples of the evaluations {pair[0]} and {pair[1]}" if pair else "")
+
+
+def _steps(
+    get: Callable[..., Any], number: int, state: dict[str, Any], left: int
+) -> tuple[dict[str, Any], list[int]]:
+    """Return the answers on the newest steps, of at most ``left`` bytes, and these steps."""
+    found: dict[str, Any] = {}
+    kept: list[int] = []
+    recorded = state["rollout_steps"]
     step = state["step"] or 1
     for each in sorted({*recorded[-STEPS:], *range(max(1, step - STEPS + 1), step + 1)})[::-1]:
         parts = {f"timeline {number} {each} 1": get("timeline", step=each, count=1)}
@@ -91,16 +117,37 @@ def _add_run(found: dict[str, Any], runs: Sequence[Run], number: int, left: int)
             for index in range(len(table["rows"])):
                 rollout = get("rollout", step=each, index=index)
                 parts[f"rollout {number} {each} {index}"] = rollout
-        size = len(to_json(parts))
-        if size > left:
+        left -= len(to_json(parts))
+        if left < 0:
             break
-        left -= size
         found |= parts
-        kept.append(each)
-    state["rollout_steps"] = [each for each in recorded if each in kept]
-    state["timeline_steps"] = sorted(kept)
-    found[f"state {number}"] = state
-    if not kept:
-        return f"{runs[number].name}: without rollouts and timelines"
-    which = f"{min(kept)} to {max(kept)}"
-    return f"{runs[number].name}: rollouts and timelines of steps {which}, {ROLLOUTS} rollouts each"
+        kept.insert(0, each)
+    return found, kept
+
+
+def _examples(
+    get: Callable[..., Any], number: int, steps: Sequence[int], left: int
+) -> dict[str, Any]:
+    """Return the answers on the examples that changed between the last two evaluations, of at most
+    ``left`` bytes; empty if no two evaluations are recorded.
+    """
+    if len(steps) < 2:
+        return {}
+    before, after = steps[-2:]
+    changes = get("changes", before=before, after=after)
+    changes["left_out"] = changes.get("left_out", 0) + len(changes["rows"][EXAMPLES:])
+    changes["rows"] = changes["rows"][:EXAMPLES]
+    found = {f"changes {number} {before} {after}": changes}
+    left -= len(to_json(found))
+    if left < 0:
+        return {}
+    for row in changes["rows"][:ROLLOUTS]:
+        sides = {
+            f"example {number} {step} {row[index]}": get("example", step=step, index=row[index])
+            for step, index in ((before, "index_before"), (after, "index_after"))
+        }
+        left -= len(to_json(sides))
+        if left < 0:
+            break
+        found |= sides
+    return found

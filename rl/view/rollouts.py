@@ -1,4 +1,4 @@
-"""Recorded rollouts of a step: a table of all, and all tokens of one."""
+"""Recorded rollouts of a step or an evaluation: a table of all, and all tokens of one."""
 
 import json
 import math
@@ -23,21 +23,22 @@ KNOWN = ("tokens", "sampled", "logprobs", "versions")
 
 
 class Rollouts:
-    """Files of the rollouts of a run."""
+    """Files of the rollouts of a run, in the folder ``name`` of its run folder."""
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    def __init__(self, folder: Path, name: str = "rollouts"):
+        self._run = folder
+        self._folder = folder / name
 
     def steps(self) -> list[int]:
         """Return the steps whose rollouts are recorded, in order."""
-        folder = self._folder / "rollouts"
+        folder = self._folder
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         found = (re.fullmatch(r"step-(\d+)\.parquet", name) for name in names)
         return sorted(int(each[1]) for each in found if each)
 
     def table(self, step: int) -> dict[str, Any]:
         """Return a row for each rollout of ``step``, without its tokens."""
-        path = self._path(step)
+        path = self.path(step)
         try:
             return _table(path, path.stat().st_mtime_ns)
         except Exception as error:
@@ -45,7 +46,7 @@ class Rollouts:
 
     def rollout(self, step: int, index: int) -> dict[str, Any]:
         """Return all of one rollout, with its tokens as text if the run has a tokenizer."""
-        path = self._path(step)
+        path = self.path(step)
         try:
             found = _one(path, index)
         except Exception as error:
@@ -58,15 +59,16 @@ class Rollouts:
             ]
         return found
 
-    def _path(self, step: int) -> Path:
-        return self._folder / "rollouts" / f"step-{step}.parquet"
+    def path(self, step: int) -> Path:
+        """Return the file of ``step``, whether it exists or not."""
+        return self._folder / f"step-{step}.parquet"
 
     @cached_property
     def _tokenizer(self) -> Any:
         from tokenizers import Tokenizer
 
         for name in ("tokenizer", "export"):
-            path = self._folder / name / "tokenizer.json"
+            path = self._run / name / "tokenizer.json"
             if path.is_file():
                 try:
                     return Tokenizer.from_file(str(path))
@@ -110,14 +112,15 @@ def _table(path: Path, changed: int) -> dict[str, Any]:
     columns = _of_tokens(table, version) if "sequences" in names else {}
     for name in wanted[:-1]:
         if name in names:
-            columns[name] = [_short(value) for value in table[name].to_pylist()]
+            columns[name] = [shortened(value) for value in table[name].to_pylist()]
     rows = [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
-    return {"version": version, "rows": _plain(rows), "left_out": left_out}
+    return {"version": version, "rows": plain(rows), "left_out": left_out}
 
 
-def _short(value: Any) -> Any:
+def shortened(value: Any) -> Any:
+    """Return the first PREVIEW characters of a text, and any other value as it is."""
     return value[:PREVIEW] if isinstance(value, str) else value
 
 
@@ -186,7 +189,7 @@ def _one(path: Path, index: int) -> dict[str, Any]:
             found["cut"].append(f"tokens: {left:,} of {length:,} of a sequence")
         found["sequences"].append(_sequence(sequence, left))
         left = max(0, left - length)
-    return dict(_plain(found))
+    return dict(plain(found))
 
 
 def _sequence(sequence: dict[str, Any], most: int) -> dict[str, Any]:
@@ -215,12 +218,12 @@ def _row(file: Any, index: int) -> dict[str, Any]:
     raise IndexError(f"the file has {file.metadata.num_rows} rollouts")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return ``value`` with None for every number that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): plain(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return value

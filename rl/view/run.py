@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import require
+from rl.view.changes import changes
 from rl.view.history import Curves, EventLog
 from rl.view.lines import read_json, rows_between, tail_of
 from rl.view.rollouts import Rollouts
@@ -38,6 +39,7 @@ class Run:
         self.folder = folder
         self.name = folder.absolute().name
         self.rollouts = Rollouts(folder)
+        self.evaluated = Rollouts(folder, "evaluations")
         self._metrics = Curves(folder / "metrics.jsonl")
         self._evaluations = Curves(folder / "evaluations.jsonl")
         self._events = EventLog(folder / "events.jsonl")
@@ -71,6 +73,7 @@ class Run:
                 "starts": events.starts,
                 "checkpoints": events.checkpoints[-20:],
                 "rollout_steps": self.rollouts.steps(),
+                "evaluation_steps": self.evaluated.steps(),
                 "begin": events.begin,
                 "time": events.time,
                 "now": time.time(),
@@ -102,6 +105,10 @@ class Run:
             self._evaluations.update()
             names = [name for name in self._evaluations.values if name != "step"]
         return self.curves(sorted(names), 1_000)
+
+    def changes(self, before: int, after: int) -> dict[str, Any]:
+        """Return the examples whose result changed between the evaluations of two steps."""
+        return changes(self.evaluated.path(before), self.evaluated.path(after))
 
     def failure(self) -> dict[str, Any]:
         """Return what failed, the newest events, the prompts' states and the ends of the logs."""

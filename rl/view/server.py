@@ -74,6 +74,10 @@ def answer(runs: Sequence[Run], name: str, query: dict[str, str]) -> dict[str, A
         return run.rollouts.rollout(step, int(query.get("index", "0")))
     if name == "evaluations":
         return run.evaluations()
+    if name == "changes":
+        return run.changes(int(query.get("before", "0")), int(query.get("after", "0")))
+    if name == "example":
+        return run.evaluated.rollout(step, int(query.get("index", "0")))
     if name == "failure":
         return run.failure()
     if name == "config":

@@ -46,9 +46,8 @@ class Browser:
 
     def turn(self, address: str) -> None:
         """Go to the hash ``address`` and wait until its page is drawn."""
-        before = self.value("document.body.dataset.drawn")
         self.value(f"location.hash = {json.dumps(address)}")
-        self.wait(f"document.body.dataset.drawn !== {json.dumps(before)}")
+        self.wait("document.body.dataset.address === location.hash")
 
     def press(self, key: str) -> None:
         """Press a key."""

@@ -50,6 +50,12 @@ def make_run(
     with open(folder / "ledger.jsonl", "w") as rows:
         for step in range(max(1, steps - 30), steps + 1):
             rows.write(line({"step": step, "trained_now": [step], "trained": step, "waiting": 0}))
+    evaluated = range(5, steps + 1, max(5, steps // 10))
+    (folder / "evaluations").mkdir()
+    for place, step in enumerate(evaluated):
+        write_evaluation(
+            folder / "evaluations" / f"step-{step}.parquet", place=place, text=text[:2000]
+        )
     make_tokenizer(folder / "tokenizer")
     for step in range(steps - recorded + 1, steps + 1):
         path = folder / "rollouts" / f"step-{step}.parquet"
@@ -102,6 +108,26 @@ def write_rollouts(
     kept = [{name: row[name] for name in row if name not in without} for row in rows]
     table = pa.Table.from_pylist(kept).replace_schema_metadata({"version": str(step - 1)})
     parquet.write_table(table, path, compression="zstd")
+
+
+def write_evaluation(path: Path, *, place: int, text: str = "", prompts: int = 10) -> None:
+    """Write an evaluation of ``prompts`` prompts of two tasks, of one greedy and two sampled
+    answers each. Of the greedy ones, ``place`` later prompts than in the one before are right.
+    """
+    rows = []
+    for chunk, samples in ((0, 1), (1, 2)):
+        for prompt in range(prompts):
+            for sample in range(samples):
+                right = float((prompt - 3 * place) % prompts < 4)
+                row = _row(4 * prompt + sample, place + 1, 1, text)
+                rows.append(
+                    {name: row[name] for name in row}
+                    | {"chunk": chunk, "prompt_id": prompt, "task": ("sums", "<b>")[prompt % 2]}
+                    | {"prompt": f"question {prompt} {text}", "answer": f"expected {prompt}"}
+                    | {"reward": right, "text": f"evaluation {place} says {text}"}
+                    | {"metrics": json.dumps({"correct": right, "words": 3.0})}
+                )
+    parquet.write_table(pa.Table.from_pylist(rows), path, compression="zstd")
 
 
 def _row(index: int, step: int, turns: int, text: str) -> dict:

@@ -141,7 +141,59 @@ def test_groups_show_the_spread_of_rewards(page):
 def test_evaluations_have_curves_and_numbers(page):
     page.turn("#/evaluation?run=0")
     assert count(page, ".chart") == 1
-    assert "eval/exact_match" in text(page, "table")
+    assert "eval/exact_match" in text(page, "main > .panel:last-child table")
+
+
+def test_examples_that_changed_are_compared_worst_first(page):
+    page.turn("#/evaluation?run=0")
+    assert count(page, "#changed tbody tr") == 6  # greedy answers of the last two evaluations
+    changes = [
+        page.value(f"document.querySelectorAll('#changed tbody tr')[{row}].innerText")
+        for row in (0, 5)
+    ]
+    assert "\t-1\t" in changes[0] and "evaluation 2 says" in changes[0]
+    assert "\t+1\t" in changes[1] and "evaluation 3 says" in changes[1]
+    page.turn("#/evaluation?run=0&before=5&after=20&examples=better%20task%3D%3Cb")
+    assert count(page, "#changed tbody tr") == 1
+    assert text(page, "#changed tbody").startswith("9·0\t<b>\t0\t1\t+1")
+    page.turn("#/evaluation?run=0&kind=all")
+    assert count(page, "#changed tbody tr") == 18
+    page.turn("#/evaluation?run=0&examples=nothing")
+    assert "no example fits the filter" in text(page)
+
+
+def test_keys_go_through_examples_and_evaluations(page):
+    page.turn("#/evaluation?run=0")
+    page.press("/")
+    assert page.value("document.activeElement.id") == "examples"
+    page.value("document.activeElement.blur()")
+    page.press("j")
+    page.press("j")
+    page.press("Enter")
+    page.wait("document.getElementById('before') !== null")
+    assert "example 2 of 6" in text(page)
+    assert "After step 15" in text(page) and "After step 20" in text(page)
+    page.press("j")
+    page.wait("document.querySelector('main').innerText.includes('example 3 of 6')")
+    page.press("[")
+    page.wait("location.hash.includes('after=15') && document.getElementById('changed') !== null")
+    assert "answer of step 10" in text(page, "#changed")
+
+
+def test_an_example_shows_both_answers_and_their_numbers(page):
+    page.turn("#/evaluation?run=1&before=15&after=20&example=0")
+    for side in ("#before", "#after"):
+        assert count(page, f"{side} .turn.sampled") == 1
+    assert "correct\t0\t1" in text(page)
+    page.turn("#/evaluation?run=1&before=15&after=20&example=999")
+    assert "this example did not change" in text(page)
+
+
+def test_a_run_with_one_evaluation_says_what_a_comparison_needs(page, folders):
+    for step in range(1_005, 10_000, 1_000):
+        (folders[2] / "evaluations" / f"step-{step}.parquet").unlink()
+    page.turn("#/evaluation?run=2")
+    assert "two evaluations with recorded rollouts are needed" in text(page)
 
 
 def test_a_failure_shows_its_cause_as_text(page):
@@ -170,6 +222,8 @@ def test_hostile_text_is_shown_as_text(page):
     assert "answer" in text(page)
     page.turn("#/overview?run=1")
     assert "onerror=alert(1)" in text(page)
+    page.turn("#/evaluation?run=1")
+    assert "<script>" in text(page, "#changed")
 
 
 def test_a_text_of_ten_megabytes_is_cut(page):
@@ -210,5 +264,10 @@ def test_the_exported_file_works_without_a_server(browser, folders, tmp_path):
         assert "failed:" not in text(browser)
     browser.turn("#/rollout?run=1&step=20&index=1")
     assert count(browser, ".tok") == 21
+    browser.turn("#/evaluation?run=1")
+    assert count(browser, "#changed tbody tr") == 6
+    browser.press("j")
+    browser.press("Enter")
+    browser.wait("document.querySelector('#after .turn.sampled') !== null")
     assert browser.errors == []
     assert {each.partition(":")[0] for each in browser.requests} <= {"file", "about", "data"}

@@ -46,6 +46,8 @@ def client(runs):
         ("table?step=20", "rows"),
         ("rollout?step=20&index=1", "sequences"),
         ("evaluations", "curves"),
+        ("changes?before=5&after=10", "rows"),
+        ("example?step=10&index=1", "sequences"),
         ("failure", "logs"),
         ("config", "fields"),
     ],
@@ -130,8 +132,12 @@ def test_the_exported_file_has_its_data_and_no_markup_of_a_rollout(runs, tmp_pat
     data = json.loads(re.search(r'id="exported">(.*)</script>', page)[1])
     assert len(data["table 0 20"]["rows"]) == 8
     assert data["rollout 1 20 7"]["sequences"]
+    row = data["changes 1 15 20"]["rows"][0]
+    assert data[f"example 1 15 {row['index_before']}"]["sequences"]
+    assert data[f"example 1 20 {row['index_after']}"]["sequences"]
     assert data["runs"]["exported"][0] == (
-        "run: rollouts and timelines of steps 1 to 20, 64 rollouts each"
+        "run: rollouts and timelines of steps 1 to 20, 64 rollouts each; examples of the "
+        "evaluations 15 and 20"
     )
 
 
@@ -142,7 +148,18 @@ def test_the_exported_file_is_bounded_and_says_what_it_lacks(runs, tmp_path, mon
     data = json.loads(re.search(r'id="exported">(.*)</script>', page)[1])
     assert "table 0 20" in data
     assert "table 0 18" not in data
+    assert data["state 0"]["evaluation_steps"] == []
     assert re.search(r"steps (19|20) to 20", data["runs"]["exported"][0])
+
+
+def test_examples_take_a_quarter_of_the_exported_file_at_most(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.view.export.MAX_BYTES", 80_000)
+    export(runs[:1], tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    data = json.loads(re.search(r'id="exported">(.*)</script>', page)[1])
+    parts = {name: data[name] for name in data if name.startswith(("changes", "example"))}
+    assert 0 < len([name for name in parts if name.startswith("example")]) < 30
+    assert len(json.dumps(parts, separators=(",", ":"))) <= 20_000
 
 
 def test_the_program_serves_and_ends_on_a_signal(folder):

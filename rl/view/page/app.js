@@ -4,6 +4,7 @@
 const PAGES = { overview, timeline, rollouts, rollout, groups, evaluation, failure, config };
 const REFRESH_MS = 2500;
 const FOLLOWS = ["overview", "evaluation", "failure"];
+const FILTERS = ["examples", "filter"];
 const main = document.getElementById("main");
 let runs = [];
 let drawing_ = 0;
@@ -19,7 +20,7 @@ function parsed() {
 
 function viewOf(route, state) {
   return {
-    ...route, runs, state, width: main.clientWidth, rows: null, chosen: -1, list: [],
+    ...route, runs, state, width: main.clientWidth, rows: null, chosen: -1, list: [], byStep: null,
     go: (page, query) => { location.hash = hash(page, query); },
     change(values) { this.go(this.page, { run: this.run, ...this.query, ...values }); },
     select(list) {
@@ -38,10 +39,11 @@ function viewOf(route, state) {
 }
 
 const mark = (state) => JSON.stringify([state.rows, state.status, state.warnings.length,
-  state.events.length, state.rollout_steps.at(-1)]);
+  state.events.length, state.rollout_steps.at(-1), state.evaluation_steps.at(-1)]);
 
 async function draw() {
   const turn_ = ++drawing_;
+  const address = location.hash;
   const route = parsed();
   let nodes;
   let view = null;
@@ -57,12 +59,13 @@ async function draw() {
   }
   if (turn_ !== drawing_) return; // another page was opened meanwhile
   current = view;
-  const typed = document.activeElement?.id === "filter" ? document.activeElement.value : null;
+  const typed = typing() ? document.activeElement.id : null;
   main.replaceChildren(...nodes.filter(Boolean));
-  if (typed !== null && document.getElementById("filter")) focusFilter();
+  if (typed) focusFilter(typed);
   if (view) head(view);
   document.title = `${route.page} · ${runs[route.run]?.name || ""} · Tiller`;
   document.body.dataset.drawn = `${route.page} ${turn_}`;
+  document.body.dataset.address = address;
 }
 
 function head(view) {
@@ -78,7 +81,8 @@ function head(view) {
 }
 
 async function refresh() {
-  if (document.hidden || !current || document.activeElement?.id === "filter") return;
+  if (document.hidden || !current || typing()) return;
+  if (current.chosen >= 0 || current.query.example != null) return;
   const newest = current.page === "timeline" && !current.query.step;
   const follows = FOLLOWS.includes(current.page) || newest;
   if (!follows || window.getSelection()?.toString()) return;
@@ -92,8 +96,11 @@ async function refresh() {
   }
 }
 
-function focusFilter() {
-  const input = document.getElementById("filter");
+// Whether the focus is in a filter.
+const typing = () => FILTERS.includes(document.activeElement?.id);
+
+function focusFilter(id = FILTERS.find((each) => document.getElementById(each))) {
+  const input = document.getElementById(id);
   input?.focus();
   input?.setSelectionRange(input.value.length, input.value.length);
 }
@@ -104,8 +111,8 @@ function theme(name) {
 }
 
 function help() {
-  const rows = [["1 – 8", "pages"], ["j  k", "next, previous row, rollout or step"],
-    ["Enter", "open the row"], ["/", "filter"], ["[  ]", "earlier, later step"],
+  const rows = [["1 – 8", "pages"], ["j  k", "next, previous row, rollout, example or step"],
+    ["Enter", "open the row"], ["/", "filter"], ["[  ]", "earlier, later step or evaluation"],
     ["d", "light or dark"], ["Esc", "leave the filter"], ["?", "this list"]];
   const dialog = document.getElementById("help");
   dialog.replaceChildren(el("h2", {}, "Keys"), table([
@@ -121,15 +128,19 @@ function toggleTheme() {
 }
 
 function byStep(by) {
+  if (current.byStep) {
+    current.byStep(by);
+    return;
+  }
   const steps = current.state.rollout_steps;
   const at = steps.indexOf(Number(current.query.step) || steps.at(-1)) + by;
   if (steps[at] && current.page !== "overview") current.change({ step: steps[at], index: null });
 }
 
 document.addEventListener("keydown", (event) => {
-  const typing = ["INPUT", "SELECT"].includes(event.target.tagName);
-  if (event.key === "Escape" && typing) event.target.blur();
-  if (typing || event.ctrlKey || event.metaKey || event.altKey || !current) return;
+  const inField = ["INPUT", "SELECT"].includes(event.target.tagName);
+  if (event.key === "Escape" && inField) event.target.blur();
+  if (inField || event.ctrlKey || event.metaKey || event.altKey || !current) return;
   const pages = Object.keys(PAGES);
   const keys = {
     "/": () => { event.preventDefault(); focusFilter(); },
@@ -157,7 +168,8 @@ async function start() {
   select.replaceChildren(...runs.map((run, index) =>
     el("option", { value: index }, visible(run.name))));
   select.addEventListener("change", () =>
-    current?.go(current.page, { ...current.query, run: select.value, step: null, index: null }));
+    current?.go(current.page, { ...current.query, run: select.value, step: null, index: null,
+      before: null, after: null, example: null }));
   if (list.exported) {
     const notice = document.getElementById("notice");
     notice.hidden = false;

@@ -34,7 +34,10 @@ async function get(name, query = {}) {
 }
 
 function fromFile(name, query) {
-  const parts = { timeline: ["step", "count"], table: ["step"], rollout: ["step", "index"] };
+  const parts = {
+    timeline: ["step", "count"], table: ["step"], rollout: ["step", "index"],
+    changes: ["before", "after"], example: ["step", "index"],
+  };
   const words = name === "runs" ? [] : ["run", ...(parts[name] || [])].map((each) => query[each]);
   const found = EXPORTED[[name, ...words].join(" ")];
   return found || { error: "this file does not have these data; serve the run folder for them" };

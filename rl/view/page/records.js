@@ -2,9 +2,12 @@
 // Evaluations, failures and configs.
 
 async function evaluation(view) {
+  if (view.query.example != null) return example(view);
   const answers = await Promise.all(view.runs.map((_, run) => get("evaluations", { run })));
   const names = [...new Set(answers.flatMap((each) => Object.keys(each.curves || {})))].sort();
-  if (!names.length) return [note("no evaluations are recorded in evaluations.jsonl")];
+  if (!names.length && !view.state.evaluation_steps.length) {
+    return [note("no evaluations are recorded in evaluations.jsonl")];
+  }
   const fitting = names.filter((name) => name.includes(view.query.filter || ""));
   const series = seriesOf(view, answers);
   const rows = fitting.flatMap((name) => series(name).filter((each) => each.steps.length)
@@ -18,6 +21,7 @@ async function evaluation(view) {
     el("div", { class: "charts" },
       ...fitting.filter((name) => name !== "eval/prompts").slice(0, 24)
         .map((name) => chart(name, series(name), 0))),
+    ...await examples(view),
     el("h2", {}, "All numbers"),
     el("div", { class: "panel wide" }, table([
       { name: "metric", show: (row) => visible(row.metric) },

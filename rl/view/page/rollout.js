@@ -3,7 +3,7 @@
 
 const DIVERGING = ["advantages", "advantage"];
 
-function conversation(data) {
+function conversation(data, id = "conversation") {
   const turns = [];
   data.sequences.forEach((sequence, index) => {
     const known = (sequence.turns || []).filter((each) => each.text != null);
@@ -15,7 +15,7 @@ function conversation(data) {
   if (!turns.length) {
     turns.push(turn(false, "prompt", data.prompt || ""), turn(true, "answer", data.text || ""));
   }
-  return el("div", { class: "panel", id: "conversation" }, ...turns);
+  return el("div", { class: "panel conversation", id }, ...turns);
 }
 
 function turn(sampled, words, text) {

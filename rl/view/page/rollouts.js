@@ -23,7 +23,7 @@ function fits(row, filter) {
     const name = parts && { stop: "stop_reason", prompt: "prompt_id" }[parts[1]];
     const value = parts && row[name || parts[1]];
     if (value === undefined || value === null) {
-      const text = `${row.prompt || ""}\n${row.text || ""}\n${row.stop_reason}\n${row.task}`;
+      const text = `${row.prompt || ""}\n${row.text || ""}\n${row.stop_reason ?? ""}\n${row.task}`;
       return text.toLowerCase().includes(word.toLowerCase());
     }
     if (typeof value === "number") return TESTS[parts[2]](value, Number(parts[3]));

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan.config import Configurable
 
-from rl.errors import said_by
+from rl.errors import require, said_by
 from rl.observe.events import Event
 
 WAITING = 10_000
@@ -51,8 +51,9 @@ class Sink(Configurable, ABC):
             def close(self):
                 self.file.close()
 
-    A sink runs in a thread of its own. A sink that raises is warned of and gets no more events; a
-    sink that is too slow loses events, which is warned of once. Neither ends or delays the run.
+    A sink runs in a thread of its own. A sink that raises is warned of, is closed and gets no more
+    events; a sink that is too slow loses events, which is warned of once. Neither ends or delays
+    the run. A subclass without a Config of its own is refused when it is defined.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -61,6 +62,16 @@ class Sink(Configurable, ABC):
 
         def check(self) -> None:
             """Raise ConfigError if the sink cannot work, such as without its package."""
+
+    def __init_subclass__(cls, **options: Any):
+        parent = cls.__mro__[1].__name__
+        require(
+            "Config" in cls.__dict__,
+            f"class {cls.__name__} has no Config of its own, so that its config would build "
+            f"{parent}; write in it: @dataclass(kw_only=True, slots=True) class "
+            f"Config({parent}.Config): pass",
+        )
+        super().__init_subclass__(**options)
 
     def __init__(self, config: Config):
         self.config = config
@@ -156,13 +167,19 @@ class _SinkThread:
         try:
             while (event := self._next()) is not None:
                 self._write(event)
-            if self._is_open:
-                self._sink.close()
+            self._close()
         except Exception as error:  # the user's code, or another library
             self._has_failed = True
-            if self._is_left:
-                return
-            self._warn(f"sink {self._name} gets no more events: {said_by(error)}")
+            if not self._is_left:
+                self._warn(f"sink {self._name} gets no more events: {said_by(error)}")
+            with contextlib.suppress(Exception):  # it has been warned of
+                self._close()
+
+    def _close(self) -> None:
+        """Close the sink if it is open. It is not closed twice, also if it raises."""
+        if self._is_open:
+            self._is_open = False
+            self._sink.close()
 
     def _next(self) -> Event | None:
         """Return the next event; None if the run has ended and no event waits."""
@@ -172,8 +189,7 @@ class _SinkThread:
 
     def _write(self, event: Event) -> None:
         if event["kind"] == "started":
-            if self._is_open:
-                self._sink.close()
+            self._close()
             facts = RunFacts(folder=self._folder, config=self._config, step=event["step"])
             self._sink.open(facts)
             self._is_open = True

@@ -95,6 +95,78 @@ def test_a_sink_that_fails_is_warned_of_once_and_others_go_on(tmp_path, warnings
     assert whole.seen.count("metrics") == 5
 
 
+def test_a_sink_that_fails_is_closed_once_and_warned_of_once(tmp_path, warnings):
+    class Broken(Lines):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Lines.Config):
+            pass
+
+        def close(self):
+            super().close()
+            raise OSError("a second error")
+
+    sink = Broken.Config(fails_at=2).build()
+    sinks = Sinks([sink], tmp_path, {}, warnings.append)
+    attempt(events_to(sinks), 1, 5)
+    sinks.close()
+    assert sink.seen == [("open", 0), "started", "metrics", "close"]
+    assert warnings == ["sink Broken gets no more events: OSError: no space left"]
+    broken = Broken.Config().build()  # fails when it is closed
+    sinks = Sinks([broken], tmp_path, {}, warnings.append)
+    attempt(events_to(sinks), 1, 1)
+    sinks.close()
+    assert broken.seen.count("close") == 1
+    assert warnings[1:] == ["sink Broken gets no more events: OSError: a second error"]
+
+
+def test_a_sink_that_fails_to_open_is_not_closed(tmp_path, warnings):
+    class Shut(Lines):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Lines.Config):
+            pass
+
+        def open(self, run):
+            super().open(run)
+            if run.step:
+                raise OSError("no")
+
+    sink = Shut.Config().build()
+    sinks = Sinks([sink], tmp_path, {}, warnings.append)
+    attempt(events_to(sinks), 1, 1)
+    attempt(events_to(sinks), 2, 2)
+    sinks.close()
+    assert sink.seen == [("open", 0), "started", "metrics", "close", ("open", 1)]
+
+
+def test_a_sink_that_fails_and_hangs_in_its_close_delays_nothing(tmp_path, warnings, monkeypatch):
+    monkeypatch.setattr(module, "CLOSE_S", 0.2)
+
+    class Stuck(Lines):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Lines.Config):
+            pass
+
+        def close(self):
+            self.go_on.wait(WAIT_S)
+
+    sink = Stuck.Config(fails_at=1).build()
+    sinks = Sinks([sink], tmp_path, {}, warnings.append)
+    attempt(events_to(sinks), 1, 5)
+    began = time.monotonic()
+    sinks.close()
+    assert time.monotonic() - began < WAIT_S / 2
+    assert ["no space left" in text for text in warnings] == [True, False]
+    sink.go_on.set()
+
+
+def test_a_sink_without_a_config_of_its_own_is_refused_when_it_is_defined():
+    advice = r"class Bare has no Config of its own, .* would build Lines; .*Config\(Lines.Config\)"
+    with pytest.raises(ConfigError, match=advice):
+
+        class Bare(Lines):
+            pass
+
+
 def test_a_sink_that_hangs_loses_events_and_delays_nothing(tmp_path, warnings, monkeypatch):
     monkeypatch.setattr(module, "WAITING", 3)
     monkeypatch.setattr(module, "CLOSE_S", 0.2)
@@ -227,32 +299,53 @@ from rl.observe.trackers import WeightsAndBiases
 config = WeightsAndBiases.Config(mode="offline", project="tests")
 sinks = Sinks([config.build()], Path(sys.argv[1]), {"steps": 3}, sys.exit)
 events = Events(sinks.write)
-events.emit("started", step=0, host="", pid=0)
-for step in (1, 2, 3):
+first, last = int(sys.argv[2]), int(sys.argv[3])
+events.emit("started", step=first - 1, host="", pid=0)
+for step in range(first, last + 1):
     events.emit("metrics", step=step, metrics={"step": step, "reward/mean": step / 10})
 sinks.close()
 """
 
 
-def test_an_offline_run_of_weights_and_biases_is_complete(tmp_path):
+def wandb_attempt(folder: Path, first: int, last: int) -> None:
+    """Log the steps ``first`` to ``last`` offline, in a process of its own: wandb closes its file
+    when the process ends, not when the run finishes.
+    """
+    command = [sys.executable, "-c", WANDB, folder, str(first), str(last)]
+    subprocess.run(command, timeout=WAIT_S, check=True)
+
+
+def wandb_content(path: Path) -> tuple[set[tuple[str, str]], list[tuple[int, float]]]:
+    """Return projects and ids of the run in a file, and step and reward of each row."""
     from wandb.proto import wandb_internal_pb2
 
-    # wandb closes its file when the process ends, not when the run finishes
-    subprocess.run([sys.executable, "-c", WANDB, tmp_path], timeout=WAIT_S, check=True)
-    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    assert (tmp_path / "wandb" / "id").read_text() in path.name
+    runs = set()
     rows = []
-    projects = []
     for data in wandb_records(path):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.HasField("run"):
-            projects.append(record.run.project)
+            runs.add((record.run.project, record.run.run_id))
         if record.HasField("history"):
             items = {i.key or i.nested_key[0]: i.value_json for i in record.history.item}
             rows.append((json.loads(items["step"]), json.loads(items["reward/mean"])))
-    assert projects[0] == "tests"
+    return runs, rows
+
+
+def test_an_offline_run_of_weights_and_biases_is_complete_and_resumed_as_itself(tmp_path):
+    wandb_attempt(tmp_path, 1, 3)
+    (first,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    name = (tmp_path / "wandb" / "id").read_text()
+    assert name in first.name
+    runs, rows = wandb_content(first)
+    assert runs == {("tests", name)}
     assert rows == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    wandb_attempt(tmp_path, 3, 4)
+    (second,) = {*(tmp_path / "wandb").glob("offline-run-*/run-*.wandb")} - {first}
+    runs, rows = wandb_content(second)
+    assert runs == {("tests", name)}
+    assert rows == [(3, 0.3), (4, 0.4)]
+    assert wandb_content(first)[1][-1] == (3, 0.3)  # the file of the first attempt stays
 
 
 TRACKIO = """

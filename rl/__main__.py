@@ -21,6 +21,7 @@ PROGRAMS = {
     "play": "play an episode of an environment, as a person or with a run's policy",
     "serve": "serve a model or a run's policy with the API of OpenAI",
     "replay": "train recorded steps of a run again, and compare every bit",
+    "compare": "find the module in which generator and trainer begin to differ",
     "export": "write a run's checkpoint as a Hugging Face folder",
 }
 USAGE = """\

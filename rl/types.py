@@ -113,6 +113,32 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GivenSequence:
+    """Tokens along which a generator computes activations."""
+
+    tokens: abc.Sequence[int]
+    given: int
+    """Number of tokens of the prompt, at least 1; each later token has a decode step of its own."""
+    positions: abc.Sequence[int]
+    """Positions to keep; the last token of the sequence has none."""
+    temperature: float = 1.0
+    """Temperature of the log-probs."""
+    within: str = ""
+    """Beginning of the names of the modules to keep."""
+    fresh: bool = True
+    """Whether to forget cached prefixes first."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        """The request whose completion is made to be the rest of the tokens."""
+        prompt = [*self.tokens[: self.given]]
+        sampling = Sampling(max_tokens=len(self.tokens) - self.given)
+        return GenerationRequest(
+            request_id="activations", prompt_tokens=prompt, sampling=sampling, seed=0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnd:
     """Result of an episode, without its tokens."""
 

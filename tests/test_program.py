@@ -119,6 +119,7 @@ def test_ctrl_c_ends_a_program_during_an_import_that_catches_it(program, tmp_pat
         ("rl.serve", ["--help"]),
         ("rl.export", ["--help"]),
         ("rl.replay", ["--help"]),
+        ("rl.compare", ["--help"]),
         ("rl.view.__main__", ["--help"]),
     ],
 )

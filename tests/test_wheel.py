@@ -118,5 +118,5 @@ def test_an_unknown_program_is_refused(tiller):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "error: 'tarin' is no program; did you mean train? there are train, plan, doctor, launch, "
-        "evaluate, view, play, serve, replay, export\n"
+        "evaluate, view, play, serve, replay, compare, export\n"
     )

@@ -13,11 +13,12 @@ from rl.actors.rank_log import log, log_memory
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig, environment, shared_memory
 from rl.metrics import Metrics
+from rl.model.activations import Activations, joined
 from rl.model.digest import digests
-from rl.model.shape import ModelConfig
+from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard, layout_of
 from rl.platform import memory_domain
-from rl.types import Completion, GenerationRequest
+from rl.types import Completion, GenerationRequest, GivenSequence
 from rl.weights.open import open_subscriber
 from rl.weights.transport import Subscriber, Transfer
 
@@ -103,6 +104,8 @@ class Generator(Actor):
     serve = _loop_endpoint("serve")
     pull_weights = _loop_endpoint("pull")
     reset_prefix_cache = _loop_endpoint("reset_prefix_cache")
+    activations = _loop_endpoint("activations")
+    take_activations = _loop_endpoint("take_activations")
     close = _loop_endpoint("close")
     layout = _engine_endpoint(lambda engine: (memory_domain(), layout_of(engine.parameters())))
     offload = _engine_endpoint(lambda engine: engine.offload())
@@ -193,6 +196,14 @@ class GeneratorMesh(Mesh):
         ((completions, load),) = await self.call("generate", requests, rank=0)
         self._load = Metrics.merged([self._load, load])
         return completions
+
+    async def activations(self, sequence: GivenSequence) -> Activations:
+        """Return activations along the tokens of ``sequence``, which are computed as if they were
+        sampled.
+        """
+        await self.call("activations", sequence, rank=0)
+        self._has_prefixes = True
+        return joined(await self.call("take_activations"), shape_of(self.model))
 
     def take_load(self) -> Metrics:
         """Return ``generator/running``, ``queue`` (waiting requests) and ``cache`` (share of the KV

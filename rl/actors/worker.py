@@ -21,8 +21,9 @@ from rl.actors.mesh import Mesh
 from rl.actors.rank_log import log_memory
 from rl.degrees import short_layout
 from rl.metrics import Metrics, Value
+from rl.model.activations import Activations, Recorder, joined
 from rl.model.digest import ShardDigests, digests, merge_digests
-from rl.model.shape import ModelConfig
+from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shards
 from rl.platform import peak_memory
 from rl.training.config import TrainerConfig
@@ -83,6 +84,7 @@ class ModelWorker(Actor):
 
     start = _endpoint("_start")
     forward = _endpoint("_forward")
+    activations = _endpoint("_activations")
     forward_backward = _endpoint("_forward_backward")
     optim_step = _endpoint("_optim_step", changes=True)
     offload = _endpoint("engine.offload", changes=True)
@@ -122,6 +124,14 @@ class ModelWorker(Actor):
         batch = self.engine.from_leader(batch)
         outputs = self.engine.forward(batch, temperature=temperature)
         return outputs if self.engine.is_leader else None
+
+    def _activations(
+        self, batch: Batch | None, positions: Sequence[int], temperature: float, within: str
+    ) -> Activations:
+        batch = self.engine.from_leader(batch)
+        with Recorder(self.engine.model, positions, within=within) as recorder:
+            outputs = self.engine.forward(batch, temperature=temperature)
+        return replace(recorder.activations, logprobs=outputs["logprobs"])
 
     def _forward_backward(
         self, batch: Batch | None, loss: Configurable.Config, temperature: float, weight: float
@@ -228,6 +238,20 @@ class WorkerGroup(Mesh):
         """
         return _merge(batch, await self._call_leaders("forward", batch, temperature))
 
+    async def activations(
+        self, batch: Batch, positions: Sequence[int], *, temperature: float = 1.0, within: str = ""
+    ) -> Activations:
+        """Return activations of the one sequence of ``batch`` at ``positions``, of modules whose
+        names begin with ``within``.
+
+        Not for context parallelism, whose ranks have parts of a sequence.
+        """
+        arguments = (positions, temperature, within)
+        shares, answers = await self._call_with("activations", batch, *arguments)
+        per_share = len(answers) // len(shares)
+        first = per_share * next(number for number, share in enumerate(shares) if share)
+        return joined(answers[first : first + per_share], shape_of(self.model))
+
     async def forward_backward(
         self,
         batch: Batch,
@@ -288,9 +312,16 @@ class WorkerGroup(Mesh):
     async def _call_leaders(
         self, endpoint: str, batch: Batch, *args: Any
     ) -> list[tuple[list[int], Any]]:
+        """Return the sequences and the answer of each data-parallel rank: see ``_call_with``."""
+        shares, answers = await self._call_with(endpoint, batch, *args)
+        return list(zip(shares, answers[:: len(answers) // len(shares)], strict=True))
+
+    async def _call_with(
+        self, endpoint: str, batch: Batch, *args: Any
+    ) -> tuple[list[list[int]], list[Any]]:
         """Call every rank, sending each part of the batch once.
 
-        Returns the sequences and the answer of each data-parallel rank.
+        Returns the sequences of each data-parallel rank, and the answers of all ranks.
         """
         shares = balanced(batch.lengths.tolist(), self.config.dp_degree)
         per_share = self.ranks // len(shares)
@@ -298,8 +329,7 @@ class WorkerGroup(Mesh):
         for number, share in enumerate(shares):
             arguments[number * per_share] = (batch.select(share), *args)
         deadline = self.deadlines.call
-        answers = await self._group.call_each(endpoint, arguments, deadline=deadline)
-        return list(zip(shares, answers[::per_share], strict=True))
+        return shares, await self._group.call_each(endpoint, arguments, deadline=deadline)
 
 
 def _merge(batch: Batch, answers: list[tuple[list[int], Outputs]]) -> Outputs:

@@ -12,13 +12,15 @@ import torch.distributed as dist
 
 from rl.compat import vllm_internals
 from rl.errors import RunError
+from rl.generation.activations import forced
 from rl.generation.config import GeneratorConfig
+from rl.model.activations import Activations
 from rl.model.host_memory import HostMemory
 from rl.model.shape import ModelConfig, ModelShape, hf_config, shape_of
 from rl.model.shards import Shard, local_shards
 from rl.model.tp_plan import check_generator, generator_layout
 from rl.platform import device_type
-from rl.types import MIN_TEMPERATURE, Completion, GenerationRequest, Sampling
+from rl.types import MIN_TEMPERATURE, Completion, GenerationRequest, GivenSequence, Sampling
 
 COLLECTIVE_TIMEOUT_S = 600
 
@@ -199,6 +201,22 @@ class GenerationEngine:
     def load(self) -> tuple[int, int, float]:
         """Numbers of running and of waiting requests, and the share of the KV cache in use."""
         return vllm_internals.load_of(self._engine)
+
+    def activations(self, sequence: GivenSequence) -> Activations:
+        """Return this rank's activations along the tokens of ``sequence``, which are computed as if
+        they were sampled: the prompt at once, then one token a step.
+
+        Raises RunError if a request is in flight, and what ``check`` raises.
+        """
+        if self.busy:
+            raise RunError("activations need a generator without requests; wait for its answers")
+        if sequence.fresh:
+            self.reset_prefix_cache()
+        self.add(sequence.request)
+        with forced(self._model, sequence) as recorder:
+            while self.busy:
+                self.step()
+        return recorder.activations
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop these requests; ids that are not in flight are ignored."""

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 from rl.errors import RunError
 from rl.generation.engine import GenerationEngine
 from rl.metrics import Metrics, Rule, Value
-from rl.types import Completion, GenerationRequest
+from rl.model.activations import Activations
+from rl.types import Completion, GenerationRequest, GivenSequence
 
 # sleep of a rank without work, far below the timeout of the collectives that its peers wait in
 HEARTBEAT_S = 1.0
@@ -23,9 +24,9 @@ NO_VERSION = -1  # version of a rank that could not pull
 class Command(NamedTuple):
     """A command that every rank executes before the same step."""
 
-    kind: Literal["add", "abort", "pull", "reset_prefix_cache", "close"]
+    kind: Literal["add", "abort", "pull", "reset_prefix_cache", "activations", "close"]
     argument: Any = None
-    """Requests to add, request ids to abort, or the version to pull."""
+    """Requests to add, request ids to abort, the version to pull, or a GivenSequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class EngineLoop:
     ``make_engine`` builds the engine in that thread. ``pull(engine, version)`` copies the weights
     of a policy version, or of a newer one, into ``engine.parameters()``; for a newer one it returns
     the version. With tensor parallelism every rank runs a loop and rank 0 leads: all ranks execute
-    its commands before the same step. ``generate``, ``abort``, ``pull`` and ``reset_prefix_cache``
-    are for rank 0, the rest for every rank::
+    its commands before the same step. ``generate``, ``abort``, ``pull``, ``reset_prefix_cache`` and
+    ``activations`` are for rank 0, the rest for every rank::
 
         loop = EngineLoop(make_engine, pull)
         await loop.start()
@@ -84,6 +85,7 @@ class EngineLoop:
         self._calls: dict[str, _Call] = {}
         self._pending: set[Future] = set()
         self._loads: list[tuple[int, int, float]] = []
+        self._activations: Activations | None = None
         self._ended: Future = Future()
 
     async def start(self) -> None:
@@ -157,6 +159,18 @@ class EngineLoop:
         with self._changed:
             self._leader()
             self._send(Command("reset_prefix_cache"))
+
+    async def activations(self, sequence: GivenSequence) -> None:
+        """Make every rank compute its activations along ``sequence``, for ``take_activations``."""
+        with self._changed:
+            self._leader()
+            self._send(Command("activations", sequence))
+        for _ in range(2):  # the first visit may come before the command
+            await self.run_between_steps(lambda engine: None)
+
+    async def take_activations(self) -> Activations | None:
+        """Return this rank's result of the last ``activations``."""
+        return await self.run_between_steps(lambda engine: self._activations)
 
     async def run_between_steps(self, fn: Callable[[GenerationEngine], Any]) -> Any:
         """Run ``fn(engine)`` in this rank's thread between two steps and return its result. ``fn``
@@ -296,6 +310,8 @@ class EngineLoop:
                 self._swap(engine, argument)
             case "reset_prefix_cache":
                 engine.reset_prefix_cache()
+            case "activations":
+                self._activations = engine.activations(argument)
 
     def _swap(self, engine: GenerationEngine, version: int) -> None:
         """Pull on every rank, and complete all pulls up to the resulting version."""

@@ -1,6 +1,6 @@
 """Models: calls on the models of a session by role."""
 
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +10,7 @@ from torchtitan.config import Configurable
 from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import Outputs, WorkerGroup
 from rl.metrics import Metrics
+from rl.model.activations import Activations
 from rl.model.digest import merge_digests, policy_digest
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import background
@@ -107,6 +108,22 @@ class Models:
         async with self._residency.of(role, "model"):
             with self.watch.span("forward", role):
                 return await self._groups[role].forward(batch, temperature=temperature)
+
+    async def activations(
+        self,
+        batch: Batch,
+        positions: Sequence[int],
+        *,
+        role: str = "trainer",
+        temperature: float = 1.0,
+        within: str = "",
+    ) -> Activations:
+        """Return outputs of the modules of a model for the one sequence of ``batch``: see
+        :meth:`rl.actors.worker.WorkerGroup.activations`.
+        """
+        async with self._residency.of(role, "model"):
+            group = self._groups[role]
+            return await group.activations(batch, positions, temperature=temperature, within=within)
 
     async def forward_backward(
         self,

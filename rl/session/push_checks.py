@@ -97,22 +97,38 @@ class PushChecks:
         return float((trained - torch.tensor(answer.logprobs)).abs().max())
 
     async def _compare_digests(self, generator: GeneratorMesh, version: int) -> None:
-        async with self._residency.of("trainer", "model"):
-            sources = await self._trainer.weight_digests(generator.dtype)
-        async with self._residency.of("generator", "model"):
-            if generator.version != version:  # it was started again
-                return
-            try:
-                wanted = await generator.weight_digests()
-            except RankLost:  # its pool starts it again
-                return
-        trained = _merged(sources, f"push of policy version {version}: trainer")
-        pushed = _merged(wanted, f"push of policy version {version}: {generator.name}")
-        if wrong := [name for name in trained if pushed.get(name) != trained[name]]:
+        owner = f"push of policy version {version}: "
+        both = await digests_of_both(self._trainer, generator, self._residency, owner, version)
+        if wrong := differing(*both):
             raise RunError(
-                f"push of policy version {version}: {len(wrong)} of {len(trained)} parameters of "
-                f"{generator.name} differ from the trainer's; the first is {wrong[0]}"
+                f"{owner}{len(wrong)} of {len(both[0])} parameters of {generator.name} differ from "
+                f"the trainer's; the first is {wrong[0]}"
             )
+
+
+async def digests_of_both(
+    trainer: TrainerMesh, generator: GeneratorMesh, residency: Residency, owner: str, version: int
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the digests of the trainer's parameters and of the generator's, in the generator's
+    type; empty if the generator was started again and lost ``version``.
+
+    Raises RunError that begins with ``owner`` if ranks differ in a part that both have.
+    """
+    async with residency.of("trainer", "model"):
+        sources = await trainer.weight_digests(generator.dtype)
+    async with residency.of("generator", "model"):
+        if generator.version != version:  # it was started again
+            return {}, {}
+        try:
+            wanted = await generator.weight_digests()
+        except RankLost:  # its pool starts it again
+            return {}, {}
+    return _merged(sources, f"{owner}trainer"), _merged(wanted, f"{owner}{generator.name}")
+
+
+def differing(trained: dict[str, str], pushed: dict[str, str]) -> list[str]:
+    """Return the names of the parameters whose digests differ."""
+    return [name for name in trained if pushed.get(name) != trained[name]]
 
 
 def _merged(digests: list[ShardDigests], owner: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ from rl.actors.worker import WorkerGroup
 from rl.disk import TemporaryFolder
 from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost, counted, require
 from rl.metrics import Metrics
+from rl.model.activations import Activations
 from rl.observe.events import Events, print_warnings
 from rl.observe.spans import Stopwatch
 from rl.rollout.episodes import EpisodeCollector
@@ -24,9 +25,10 @@ from rl.session.meshes import Meshes, ensure_running
 from rl.session.models import Models
 from rl.session.pool import GeneratorPool
 from rl.session.push import WeightPush
+from rl.session.push_checks import differing, digests_of_both
 from rl.session.router import Router
 from rl.tasks.base import Task
-from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
+from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
 
 
 class Session(Models):
@@ -266,6 +268,24 @@ class Session(Models):
     def _require_generators(self) -> None:
         has_generators = self.config.generator is not None
         require(has_generators, "this session has no generators; set generator in its config")
+
+    # Comparison of a generator with the trainer.
+
+    async def generator_activations(self, sequence: GivenSequence) -> Activations:
+        """Return outputs of the modules of the first generator along the tokens of ``sequence``."""
+        self._require_generators()
+        async with self._residency.of("generator", "model"):
+            return await self.pool.meshes[0].activations(sequence)
+
+    async def differing_weights(self) -> list[str]:
+        """Return the names of the parameters of the first generator that differ, in a bit of its
+        own type, from the trainer's.
+        """
+        self._require_generators()
+        generator = self.pool.meshes[0]
+        return differing(
+            *await digests_of_both(self.trainer, generator, self._residency, "", self.version)
+        )
 
     # The push, in three verbs and all at once.
 

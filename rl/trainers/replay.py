@@ -1,6 +1,6 @@
 """Recorded steps of a run, trained again from a checkpoint and their rollouts."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ class Replay:
         )
         return f"checkpoint {self.first}, weights: {listed(names)}" if names else ""
 
-    async def steps(self, session: Session) -> AsyncIterator[Replayed]:
+    async def steps(self, session: Session) -> AsyncGenerator[Replayed]:
         """Train the steps after the loaded checkpoint again, in order; yield each."""
         metrics = self._rows("metrics.jsonl")
         digests = self._rows("digests.jsonl")

@@ -14,13 +14,14 @@ OPTIONS = {
     "rl.launch": {"--dry-run", "--wait"},
     "rl.plan": {"--diff", "--json"},
     "rl.play": {"--prompt", "--run", "--step"},
+    "rl.compare": {"--json", "--rollout", "--step", "--under"},
     "rl.replay": {"--json", "--loss", "--lr", "--step", "--under"},
     "rl.serve": {"--host", "--model-name", "--port", "--run", "--step"},
     "rl.train": set(),
     "rl.view": {"--export", "--host", "--port"},
 }
 """Options of each program that are no fields of a config."""
-PLACES = {"rl.evaluate": 1, "rl.export": 2, "rl.replay": 1}
+PLACES = {"rl.compare": 1, "rl.evaluate": 1, "rl.export": 2, "rl.replay": 1}
 """Number of arguments without a name, at the beginning."""
 
 

@@ -109,6 +109,11 @@ class OpenTrainer(PolicyTrainer):
         return self._was_behind
 
     @concurrent_endpoint
+    async def change(self, change: Any) -> None:
+        """Call ``change(engine)``, between two calls of the engine."""
+        await self._in_engine(lambda: change(self.engine))
+
+    @concurrent_endpoint
     async def segments(self) -> int:
         return held_segments()
 
@@ -155,6 +160,11 @@ class OpenGenerator(Generator):
                 engine._engine.reset_prefix_cache = lambda **_: True
 
         await self._loop.run_between_steps(patch)
+
+    @concurrent_endpoint
+    async def change(self, change: Any) -> None:
+        """Call ``change(engine)``, between two steps."""
+        await self._loop.run_between_steps(change)
 
     @concurrent_endpoint
     async def cached_blocks(self) -> int:

@@ -1,0 +1,207 @@
+"""The program: a generator against the trainer of a run, module by module.
+
+Exit codes: 0 equal beyond rounding, 1 different or failed, 2 the arguments cannot work, 128 + n
+ended by signal n.
+"""
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.degrees import degrees_of
+from rl.errors import ConfigError, end_program, require
+from rl.program import exit_code
+
+if TYPE_CHECKING:
+    from rl.config import RLConfig
+    from rl.trainers.compare import Compared, Example
+    from rl.trainers.replay import Replay
+
+PROGRAM = "python -m rl.compare"
+DESCRIPTION = """\
+Find the module in which a run's generator and trainer begin to differ. Both get
+the weights before step K and the tokens of a rollout of that step. The program
+compares their weights, then the output of each module in the order of
+execution, then log-probs, cached prefixes after a push, and the recorded
+log-probs. It names the first difference that rounding does not explain.
+
+  python -m rl.compare runs/first --step 120
+  python -m rl.compare runs/first --step 120 --rollout 7
+
+Instead of the generator, the trainer in another layout:
+
+  python -m rl.compare runs/first --step 120 --under fsdp2-tp2"""
+EPILOG = """\
+The run folder is only read. Any field of the run's config can be given after
+these arguments, with the names that python -m rl.train takes.
+
+exit codes: 0 equal beyond rounding, 1 different or failed, 2 the arguments
+cannot work, 130 Ctrl-C"""
+SHOWN_TOKENS = 5
+CP = "context_parallel_degree"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare two sides of a run; returns the exit code."""
+    return exit_code(lambda: _compare(arguments))
+
+
+def _compare(arguments: Sequence[str] | None) -> int:
+    own, overrides = _parser().parse_known_args(arguments)
+    require(own.step >= 1, f"--step is {own.step}; it must be at least 1")
+    layout = {} if own.under is None else degrees_of(own.under, option="--under")
+
+    # these import torch, which --help does without
+    from rl.cli import parse_config
+    from rl.config import RLConfig
+    from rl.observe.rollouts import RolloutFolder, read_rollouts
+    from rl.saved_run import require_one_host, require_run
+    from rl.trainers.compare import examples_of
+    from rl.trainers.replay import Replay
+
+    path = require_run(own.run)
+    _, config = parse_config(["--config", str(path), *overrides], program=PROGRAM)
+    if not isinstance(config, RLConfig):
+        raise ConfigError(f"{own.run} is not an RL run; other runs record no rollouts")
+    require_one_host(config, 0)
+    for degree in (config.trainer.parallelism.context_parallel_degree, layout.get(CP, 1)):
+        require(
+            degree == 1,
+            f"{CP} is {degree}, and its ranks have parts of a sequence; compare with "
+            f"--trainer.parallelism.{CP} 1",
+        )
+    replay = Replay(config, own.run.resolve(), last=own.step)
+    require(
+        config.record.rollouts == "all" or replay.first == own.step - 1,
+        f"record.rollouts is {config.record.rollouts!r}, so that only steps right after a "
+        f"checkpoint can be compared; --step {replay.first + 1} is one",
+    )
+    recorded = read_rollouts(RolloutFolder(own.run / "rollouts").path(own.step))
+    example = _chosen(examples_of(recorded), own)
+    compared = _compared(replay, config, example, own.step, own.under)
+    _show(own.step, compared)
+    if own.json:
+        print(json.dumps(_row(own, compared)))
+    return 1 if compared.findings else 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=PROGRAM,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument(
+        "--step", metavar="K", type=int, required=True, help="step whose rollouts are used, from 1"
+    )
+    parser.add_argument(
+        "--rollout",
+        metavar="I",
+        type=int,
+        help="rollout of the step, from 0; by default the one whose log-probs differ most",
+    )
+    parser.add_argument(
+        "--under",
+        metavar="LAYOUT",
+        help="compare the trainer with itself in this layout: degrees of ddp, fsdp, tp and ep, "
+        "such as fsdp2-tp2",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
+    return parser
+
+
+def _chosen(examples: list["Example"], own: Namespace) -> "Example":
+    """Return the example that was asked for, or the one whose log-probs differ most."""
+    if own.rollout is None:
+        return max(examples, key=lambda each: float(each.gaps.max()))
+    require(
+        0 <= own.rollout < len(examples),
+        f"--rollout is {own.rollout}; step {own.step} has the rollouts 0 to {len(examples) - 1}",
+    )
+    return examples[own.rollout]
+
+
+def _compared(
+    replay: "Replay", config: "RLConfig", example: "Example", step: int, layout: str | None
+) -> "Compared":
+    """Run the sessions of the comparison."""
+    from rl.disk import TemporaryFolder
+    from rl.saved_run import run_session
+    from rl.trainers import compare
+
+    temperature = config.rollout.temperature
+    with TemporaryFolder("tiller-compare-") as name:
+        folder = Path(name)
+        replay.link(folder)
+        if layout is None:
+            return run_session(
+                compare.comparing(replace(replay.session_config, generator=config.generator)),
+                None,
+                lambda session: compare.with_generator(replay, session, example, step, temperature),
+                folder=folder,
+            )
+        copy = folder / "weights"
+        session_config = compare.comparing(replay.session_config)
+        own = run_session(
+            session_config,
+            None,
+            lambda session: compare.in_own_layout(
+                replay, session, example, step, temperature, copy
+            ),
+            folder=folder,
+        )
+        return run_session(
+            compare.under(session_config, degrees_of(layout, option="--under")),
+            None,
+            lambda session: compare.in_layout(own, layout, session, example, temperature, copy),
+            folder=folder / "other",
+        )
+
+
+def _show(step: int, compared: "Compared") -> None:
+    """Print the worst tokens, the largest difference of each layer, and the findings."""
+    example = compared.example
+    prompt = example.rollout.prompt.prompt_id
+    print(
+        f"step {step}, rollout {example.number}: prompt {prompt}, sample {example.rollout.sample}"
+    )
+    sides = [*compared.logprobs]
+    print(f"{'log-prob of token':<28}{'recorded':>14}" + "".join(f"{each:>14}" for each in sides))
+    for index in example.worst(SHOWN_TOKENS):
+        values = [float(example.sequence.logprobs[index])]
+        values += [float(compared.logprobs[side][index]) for side in sides]
+        print(
+            f"  {index:<6} id {int(example.sequence.tokens[index]):<16}"
+            + "".join(f"{value:>14.6f}" for value in values)
+        )
+    print(f"{'largest difference of':<28}{'relative':>14}  at")
+    for layer, worst in compared.by_layer().items():
+        print(f"  {layer:<26}{worst.error:>14.2e}  {worst.name}")
+    for number, finding in enumerate(compared.findings):
+        begins = "first difference" if number == 0 else "then"
+        print(f"{begins}: {finding.kind}{finding.module and f' {finding.module}'}: {finding.text}")
+    if not compared.findings:
+        print(f"{' and '.join(sides)} are equal beyond rounding")
+
+
+def _row(own: Namespace, compared: "Compared") -> dict[str, Any]:
+    return {
+        "run": str(own.run),
+        "step": own.step,
+        "rollout": compared.example.number,
+        "findings": [asdict(finding) for finding in compared.findings],
+        "modules": {each.name: each.error for each in compared.modules},
+    }
+
+
+if __name__ == "__main__":
+    end_program(main(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""Faults of trainers and generators, each as the functions that make and mend it.
+
+They run in the processes of the engines.
+"""
+
+from typing import Any
+
+import torch
+
+from rl.compat import vllm_internals
+
+LAYER = "1"
+
+
+def attention(engine: Any) -> Any:
+    return titan(engine).layers[LAYER].attention
+
+
+def titan(engine: Any) -> Any:
+    """Return the generator's model."""
+    return engine._model.titan
+
+
+def rotate(base: float, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a function that fills the generator's table of cosines and sines anew."""
+
+    def change(engine: Any) -> None:
+        rope = attention(engine).rope
+        half = rope.config.dim // 2
+        powers = torch.arange(half, dtype=torch.float64) / half
+        angles = torch.arange(len(rope.cache))[:, None] * base**-powers
+        table = torch.cat([angles.cos(), angles.sin()], dim=1).float()
+        rope.cache.copy_(table.to(dtype))
+
+    return change
+
+
+def swap_heads(engine: Any) -> None:
+    """Attend with the heads of keys and values in another order."""
+    inner = attention(engine).inner_attention
+    attend = inner.forward
+    inner.forward = lambda q, k, v, **options: attend(q, k.flip(2), v.flip(2), **options)
+
+
+def restore_heads(engine: Any) -> None:
+    del attention(engine).inner_attention.forward
+
+
+def drop_norm(engine: Any) -> None:
+    """Leave out the norm of the queries."""
+    attention(engine).q_norm.forward = lambda heads: heads
+
+
+def restore_norm(engine: Any) -> None:
+    del attention(engine).q_norm.forward
+
+
+def keep_prefixes(engine: Any) -> None:
+    """Keep cached prefixes when the weights change."""
+
+    def weights_changed(version: int) -> None:
+        engine._model.weights_changed()
+        vllm_internals.set_weight_version(engine._engine, str(version))
+        engine.version = version
+
+    engine.weights_changed = weights_changed
+
+
+def forget_prefixes(engine: Any) -> None:
+    del engine.weights_changed
+
+
+def keep_head(engine: Any) -> None:
+    """Multiply with an old copy of the output head, which is tied to the embedding."""
+    titan(engine).lm_head.pack = lambda: None
+
+
+def restore_head(engine: Any) -> None:
+    head = titan(engine).lm_head
+    del head.pack
+    head.pack()
+
+
+def drop_mask(_engine: Any) -> None:
+    """Let the trainer's tokens attend to later tokens."""
+    from rl.training import attention, engine
+
+    engine.attention_masks = lambda *args: torch.ones_like(attention.attention_masks(*args))
+
+
+def restore_mask(_engine: Any) -> None:
+    from rl.training import attention, engine
+
+    engine.attention_masks = attention.attention_masks
+
+
+def permute_experts(engine: Any) -> None:
+    """Send each token to the expert after the chosen one."""
+    router = titan(engine).layers[LAYER].moe.router
+    route = router.forward
+
+    def other(*args: Any) -> Any:
+        scores, experts, everything = route(*args)
+        return scores, (experts + 1) % everything.shape[-1], everything
+
+    router.forward = other
+
+
+def restore_experts(engine: Any) -> None:
+    del titan(engine).layers[LAYER].moe.router.forward
+
+
+def nothing(_engine: Any) -> None:
+    """Change nothing."""

@@ -1,0 +1,208 @@
+"""A comparison of generator and trainer names the module in which they begin to differ."""
+
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rl.algorithms.batch import make_batch
+from rl.algorithms.losses import grpo
+from rl.generation.config import GeneratorConfig
+from rl.trainers.compare import Comparison, Example, comparing, stale_cache
+from rl.types import GenerationRequest, Prompt, Rollout, Sampling, Sequence
+from tests.session import faults
+from tests.session.sessions import config_of, model_config, on_its_loop, trainer_config
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 48}
+PROMPT = [*range(3, 43)]
+SMALL = {"kv_cache_gib": 0.05, "block_size": 32}
+
+
+async def running(sessions, **fields):
+    defaults = {"trainer": trainer_config(), "generator": GeneratorConfig(**SMALL)}
+    config = comparing(config_of(**{**defaults, **fields}))
+    session = await sessions.start(**{name: getattr(config, name) for name in config.__slots__})
+    await session.load()
+    await session.connect()
+    return session
+
+
+@pytest.fixture(scope="module")
+def dense(sessions):
+    return sessions.run(running(sessions))
+
+
+async def sampled(session, *, temperature=1.0):
+    sampling = Sampling(max_tokens=21, temperature=temperature)
+    request = GenerationRequest(request_id="one", prompt_tokens=PROMPT, seed=1, sampling=sampling)
+    (completion,) = await session.sample([request], alone=True)
+    sequence = Sequence.of(PROMPT, completion)
+    prompt = Prompt(prompt_id=0, tokens=PROMPT, text="", answer="")
+    rollout = Rollout.single_turn(prompt, completion, sample=0, text="", reward=0.0)
+    nothing = np.full(len(sequence), np.nan, dtype=np.float32)
+    return Example(rollout=rollout, number=0, sequence=sequence, trained=nothing)
+
+
+async def train_and_push(session, example):
+    batch = make_batch([example.rollout], torch.tensor([1.0]))
+    await session.forward_backward(batch, grpo())
+    await session.optim_step(lr=1e-2)
+    async with session.running():
+        await session.push()
+        await session.settle()
+
+
+async def ask(mesh, *args):
+    await mesh._group.call(*args, deadline=100.0)
+
+
+async def found(session, example=None):
+    example = example or await sampled(session)
+    compared = await Comparison(session, example, temperature=1.0).compare()
+    return compared.findings
+
+
+@pytest.fixture(scope="module")
+def experts(sessions):
+    model = replace(model_config(tied=True), **EXPERTS)
+    return sessions.run(running(sessions, model=model))
+
+
+@pytest.fixture(scope="module")
+def sharded(sessions):
+    return sessions.run(
+        running(
+            sessions,
+            trainer=trainer_config(fsdp=2, tp=2),
+            generator=GeneratorConfig(tensor_parallel_degree=2, **SMALL),
+        )
+    )
+
+
+@asynccontextmanager
+async def changed(mesh, fault, mended):
+    await ask(mesh, "change", fault)
+    yield
+    await ask(mesh, "change", mended)
+
+
+@pytest.mark.parametrize("name", ["dense", "experts", "sharded"])
+def test_models_without_a_fault_are_equal(sessions, request, name):
+    session = request.getfixturevalue(name)
+    assert sessions.run(found(session)) == []
+
+
+IN_GENERATOR = {
+    "rotation with another base": (
+        faults.rotate(5e5),
+        faults.rotate(1e6),
+        "position encoding",
+        "layers.0.attention.rope.queries",
+        "the generator is wrong: its base is 500000, and that of the model is 1e+06",
+    ),
+    "rotation in bfloat16": (
+        faults.rotate(1e6, torch.bfloat16),
+        faults.rotate(1e6),
+        "position encoding",
+        "layers.0.attention.rope.queries",
+        "the generator is wrong: its cosines and sines are rounded to bfloat16",
+    ),
+    "swapped heads": (
+        faults.swap_heads,
+        faults.restore_heads,
+        "attention",
+        "layers.1.attention.inner_attention",
+        "the generator is wrong: the heads of keys and values are in another order",
+    ),
+    "missing norm": (
+        faults.drop_norm,
+        faults.restore_norm,
+        "norm",
+        "layers.1.attention.q_norm",
+        "rounding explains",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", IN_GENERATOR)
+@on_its_loop
+async def test_a_fault_of_a_generator_is_named(sessions, dense, fault):
+    broken, mended, kind, module, text = IN_GENERATOR[fault]
+    (generator,) = dense.pool.meshes
+    async with changed(generator, broken, mended):
+        first, *_ = await found(dense)
+    assert (first.kind, first.module) == (kind, module)
+    assert text in first.text
+    assert await found(dense) == []
+
+
+@on_its_loop
+async def test_a_fault_of_a_generator_of_two_ranks_is_named(sessions, sharded):
+    (generator,) = sharded.pool.meshes
+    async with changed(generator, faults.drop_norm, faults.restore_norm):
+        first, *_ = await found(sharded)
+    assert (first.kind, first.module) == ("norm", "layers.1.attention.q_norm")
+
+
+@on_its_loop
+async def test_a_trainer_without_a_mask_is_named(sessions, dense):
+    async with changed(dense.trainer, faults.drop_mask, faults.restore_mask):
+        first, *_ = await found(dense)
+    assert (first.kind, first.module) == ("attention", "layers.0.attention.inner_attention")
+    assert "the trainer is wrong: its mask is missing" in first.text
+
+
+@on_its_loop
+async def test_a_parameter_that_was_not_pushed_is_named(sessions, dense):
+    name = "layers.0.attention.qkv_linear.wqkv.weight"
+    example = await sampled(dense)
+    await ask(dense.trainer, "skip", name)
+    await train_and_push(dense, example)
+    first, *_ = await found(dense)
+    assert (first.kind, first.module) == ("weights", name)
+    await dense.connect()  # new publishers
+    assert await found(dense) == []
+
+
+@on_its_loop
+async def test_an_output_head_that_is_not_the_embedding_is_named(sessions, dense):
+    example = await sampled(dense)
+    (generator,) = dense.pool.meshes
+    async with changed(generator, faults.keep_head, faults.restore_head):
+        await train_and_push(dense, example)
+        first, *_ = await found(dense, example)
+    assert (first.kind, first.module) == ("output head", "lm_head")
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+@on_its_loop
+async def test_keys_of_older_weights_are_named(sessions, dense, is_broken):
+    example = await sampled(dense)
+    comparison = Comparison(dense, example, temperature=1.0)
+    (generator,) = dense.pool.meshes
+    broken = faults.keep_prefixes if is_broken else faults.nothing
+    mended = faults.forget_prefixes if is_broken else faults.nothing
+    await comparison.cached(fresh=True)
+    assert (await comparison.cached(fresh=False)).outputs["norm"].isnan().any(), "nothing is cached"
+    async with changed(generator, broken, mended):
+        await train_and_push(dense, example)
+        cached = await comparison.cached(fresh=False)
+        findings = stale_cache(cached, await comparison.cached(fresh=True))
+    assert [each.kind for each in findings] == ["prefix cache"] * is_broken
+
+
+@on_its_loop
+async def test_another_temperature_is_named(sessions, dense):
+    (first,) = await found(dense, await sampled(dense, temperature=0.7))
+    assert first.kind == "sampling settings"
+    assert "those of temperature 0.7, and the config has 1" in first.text
+
+
+@on_its_loop
+async def test_an_expert_that_is_not_the_chosen_one_is_named(sessions, experts):
+    (generator,) = experts.pool.meshes
+    async with changed(generator, faults.permute_experts, faults.restore_experts):
+        first, *_ = await found(experts)
+    assert (first.kind, first.module) == ("routing", "layers.1.moe")

@@ -10,14 +10,18 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict
 from io import StringIO
+from typing import TYPE_CHECKING
 
-from rl.errors import EXIT_CONFIG, ConfigError, end_program
+from rl.errors import EXIT_CONFIG, ConfigError, end_program, require
 from rl.help import CONFIGS, check_arguments, quick_help
 from rl.program import exit_code
 
+if TYPE_CHECKING:
+    from rl.config import RunConfig
+
 PROGRAM = "python -m rl.plan"
 USAGE = f"""\
-usage: {{program}} --config NAME [--json] [--diff OTHER] [--FIELD VALUE ...]
+usage: {{program}} --config NAME [--json] [--diff OTHER] [--rehearse [--rank R]] [--FIELD VALUE ...]
 
 Print where each rank of a run would be, what it would hold in memory, how long a step would take,
 and whether the run can work. A plan starts nothing and needs no GPU. Memory is in GiB (2^30 bytes).
@@ -25,6 +29,9 @@ and whether the run can work. A plan starts nothing and needs no GPU. Memory is 
   --json        print one JSON object, with sizes in bytes and times in seconds
   --diff OTHER  print no plan but the fields in which OTHER differs, and whether they change the
                 numbers of a run; OTHER is the name of a config or the config.json of a run
+  --rehearse    print no plan: run two steps of the real trainer of each model on a GPU without
+                numbers, and print its memory, collectives and waits; needs no GPU
+  --rank R      rank that is rehearsed, of the models that have it; 0 by default
 
   {{program}} --config quickstart --rollout.max_staleness 1
   {{program}} --config quickstart --diff runs/first/config.json
@@ -47,6 +54,8 @@ def _plan(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--diff", metavar="OTHER")
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--rank", type=int)
     own, rest = parser.parse_known_args(arguments)
     if not own.json:
         check_arguments(rest, PROGRAM)
@@ -66,6 +75,9 @@ def _plan(arguments: list[str]) -> int:
             rows = {"config": name, "other": own.diff, "changes": [*map(asdict, found)]}
             print(json.dumps(rows) if own.json else describe_changes(name, own.diff, found))
             return 0
+        if own.rehearse:
+            return _rehearse(config, rest, rank=own.rank, as_json=own.json)
+        require(own.rank is None, "--rank needs --rehearse")
         plan = Plan(config)
     except ConfigError as error:
         if not own.json:
@@ -77,6 +89,19 @@ def _plan(arguments: list[str]) -> int:
         return int(end.code or 0)
     print(json.dumps({"config": name} | plan.as_json()) if own.json else describe(name, plan))
     return 0 if plan.feasible else EXIT_CONFIG
+
+
+def _rehearse(config: "RunConfig", arguments: list[str], *, rank: int | None, as_json: bool) -> int:
+    from rl.plan.rehearsal.report import describe
+    from rl.plan.rehearsal.start import errors_of, rehearsal
+    from rl.plan.setting import Setting
+
+    setting = Setting(config)
+    result = rehearsal(setting, arguments, rank=rank or 0)
+    errors = errors_of(result, setting)
+    found = {"feasible": not errors, "errors": errors, **result}
+    print(json.dumps(found) if as_json else describe(result, setting, errors))
+    return EXIT_CONFIG if errors else 0
 
 
 def _refuse(error: str) -> int:

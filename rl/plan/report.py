@@ -111,25 +111,25 @@ def _memory(plan: Plan) -> Iterator[str]:
         cells = []
         for rank in columns:
             sizes = [item.bytes for item in rank.named(name) if item.on_host == on_host]
-            cells.append(_size(sizes[0]) if sizes else "")
+            cells.append(size_text(sizes[0]) if sizes else "")
         yield _row(label, cells)
     device = f"    total of {setting.device.memory_gib:g} GiB on the device"
     for on_host, label in ((False, device), (True, "    total on the host")):
         totals = [rank.total(on_host=on_host) for rank in columns]
         if any(totals):
-            yield _row(label, map(_size, totals))
+            yield _row(label, map(size_text, totals))
     tightest = max(plan.memories, key=lambda memory: memory.used / memory.limit)
-    yield f"  tightest: {tightest.name}, {_size(tightest.used)} of {_size(tightest.limit)}"
+    yield f"  tightest: {tightest.name}, {size_text(tightest.used)} of {size_text(tightest.limit)}"
     if not setting.generators:
         return
     longest = setting.longest_sampled
     fit = kv_sequences(setting, longest)
-    cache = _size(kv_bytes(setting))
+    cache = size_text(kv_bytes(setting))
     yield f"  {cache} of KV cache hold {fit:,} sequences of the longest {longest:,} tokens"
     if task := setting.episodes:
         workers = environment_workers(setting)
         where = f"{len(workers)} environment workers" if workers else "the controller's process"
-        size = _size(sum(worker.total(on_host=setting.cuda) for worker in workers))
+        size = size_text(sum(worker.total(on_host=setting.cuda) for worker in workers))
         yield (
             f"  up to {setting.sequences_sampled:,} episodes at once, of at most {task.max_turns} "
             f"turns and {longest:,} tokens, in {where}{f', ~ {size} on host 0' if workers else ''}"
@@ -156,8 +156,8 @@ def _push(plan: Plan) -> Iterator[str]:
         return
     yield f"push by {push.transport}{' over the network' if push.over_network else ''}"
     yield (
-        f"  {_size(push.total)} in all, {_size(max(push.per_reader))} to a generator rank at most, "
-        f"{_size(push.most_from_a_rank)} from a trainer rank at most"
+        f"  {size_text(push.total)} in all, {size_text(max(push.per_reader))} to a generator rank at most, "
+        f"{size_text(push.most_from_a_rank)} from a trainer rank at most"
     )
     yield f"  at least {_seconds(push.seconds)}: {push.bottleneck}"
 
@@ -188,7 +188,8 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 
-def _size(bytes: int) -> str:
+def size_text(bytes: int) -> str:
+    """Return a number of bytes in the largest unit up to GiB of which it has one."""
     units = {"GiB": GIB, "MiB": GIB >> 10, "KiB": GIB >> 20}
     name = next((name for name, unit in units.items() if bytes >= unit), "KiB")
     return f"{bytes / units[name]:.2f} {name}"

@@ -1,6 +1,7 @@
 """Attention that trains on CPU; torchtitan's own attention does not."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.config_utils import get_attention_config
 from torchtitan.models.qwen3 import Qwen3Model
+from torchtitan.tools.utils import get_cuda_flash_attention_impl
 
 from rl.errors import require
 from rl.platform import device_type
@@ -71,16 +73,24 @@ def shares_rows(inner_attention: Any) -> bool:
 def attention_config(name: str, *, context_parallel: bool = False) -> FlexAttention.Config | Any:
     """Return the torchtitan config of attention ``name``.
 
-    ``auto`` is dense on CPU, varlen on CUDA, and flex on CUDA with context parallelism, which
-    torchtitan's varlen does not support.
+    ``auto`` is dense on CPU. On CUDA it is varlen, or flex where torchtitan's varlen cannot run: with
+    context parallelism, and without the FlashAttention that the GPU needs.
 
     varlen and flex run on CUDA only; Tiller's tests, which run on CPU, do not cover them.
     """
     cuda = device_type() == "cuda"
     if name == "auto":
-        name = "dense" if not cuda else "flex" if context_parallel else "varlen"
+        runs_varlen = cuda and not context_parallel and _has_flash_attention()
+        name = "varlen" if runs_varlen else "flex" if cuda else "dense"
     if name == "dense":
         return DenseAttention.Config()
     message = f"model.attention is {name!r}, which needs CUDA; this host allows 'auto' and 'dense'"
     require(cuda, message)
     return get_attention_config(name)
+
+
+def _has_flash_attention() -> bool:
+    """Return whether the FlashAttention that torchtitan's varlen needs on this GPU is installed."""
+    package = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}
+    needed = get_cuda_flash_attention_impl()
+    return needed is None or find_spec(package[needed]) is not None

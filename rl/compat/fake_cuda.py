@@ -1,0 +1,383 @@
+"""A CUDA device that torch's Python believes in: tensors with shapes and no numbers, no driver.
+
+``pretend`` changes torch for the rest of the process. Only ``rl.plan.rehearsal`` calls it, in a
+process of its own.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+import torch._dynamo  # compares signatures of functions that pretend replaces
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "as_fake",
+    "is_working_out_shapes",
+    "mutates",
+    "pretend",
+    "storage_key",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+RELIES_ON = (
+    # tensors with a device and without memory
+    "torch._subclasses.fake_tensor:FakeTensor.fake_mode",
+    "torch._subclasses.fake_tensor:FakeTensor.fake_device",
+    "torch._subclasses.fake_tensor:FakeTensor(fake_mode, elem, device)",
+    "torch._subclasses.fake_tensor:FakeTensorMode(allow_non_fake_inputs)",
+    "torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init",
+    "torch._subclasses.fake_tensor:FakeTensorMode.fake_tensor_converter",
+    "torch._subclasses.fake_tensor:FakeTensorConverter.from_real_tensor(fake_mode, t)",
+    "torch._subclasses.fake_tensor:init_gpu_context(device)",
+    # every operator passes through it
+    "torch.utils._python_dispatch:TorchDispatchMode",
+    "torch.utils._pytree:tree_leaves(tree)",
+    "torch.utils._pytree:tree_map_only(type_or_types_or_pred, func, tree)",
+    # tell whether DTensor works out a shape, and what an operator does
+    "torch:_C._get_dispatch_mode",
+    "torch:_C._TorchDispatchModeKey",
+    "torch:_C._set_only_lift_cpu_tensors",
+    "torch:_C._DisableTorchDispatch",
+    "torch:ops.aten.mm.default._schema",
+    "torch:UntypedStorage._cdata",
+    # C++ answers these for the meta tensor below a fake tensor, or asks for a driver
+    "torch:Tensor._make_subclass",
+    "torch:_C._group_tensors_by_device_and_dtype",
+    "torch:_C.StorageBase",
+    "torch.cuda:_lazy_init",
+    "torch.cuda:_is_compiled",
+    "torch.distributed.tensor:DTensor._local_tensor",
+    "torch.distributed._functional_collectives:AsyncCollectiveTensor.elem",
+    # NCCL's objects travel by the device, those of the fake group by the host
+    "torch.distributed.distributed_c10d:_get_object_coll_device(group)",
+    "torch.optim:Optimizer._accelerator_graph_capture_health_check()",
+)
+
+
+class Device(Protocol):
+    """Device that ``pretend`` asks and tells."""
+
+    name: str
+    bytes: int
+    capability: tuple[int, int]
+    count: int
+    """Number of GPUs that the process sees."""
+
+    def holds(self, key: int) -> bool:
+        """Return whether the storage of this key is on the device."""
+
+    def resized(self, key: int, bytes: int) -> None:
+        """Record the new size of a storage."""
+
+    def called(self, name: str) -> None:
+        """Record a call of the driver, which has no effect here."""
+
+    @property
+    def used(self) -> int: ...
+
+    @property
+    def peak(self) -> int: ...
+
+
+def is_working_out_shapes() -> bool:
+    """Return whether a fake mode of torch itself, such as that of DTensor, is active."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def mutates(operator: Any) -> bool:
+    """Return whether the operator writes into one of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that is equal for views of one storage while the storage exists."""
+    return storage._cdata
+
+
+def as_fake(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
+    """Return the fake tensor of a host tensor, or of a meta tensor that C++ made for the device."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    if tensor.device.type == "meta":
+        return FakeTensor(mode, tensor, device=_current())
+    return mode.fake_tensor_converter.from_real_tensor(mode, tensor)
+
+
+def _current() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class HostCalls(TorchFunctionMode):
+    """Calls whose C++ asks for a driver before any operator runs: pinned memory, and ``cuda``
+    without an index.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.cuda:
+            return args[0].to(_current())
+        if func is torch.Tensor.set_ and isinstance(args[0], FakeTensor):
+            return _whole(args[0], args[1])
+        if func is torch.Tensor.to:
+            args = tuple(map(_indexed, args))
+            kwargs = {name: _indexed(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def __enter__(self) -> "HostCalls":
+        # torch.tensor(..., device="cuda") is made on the host, then moved
+        torch._C._set_only_lift_cpu_tensors(True)
+        super().__enter__()
+        return self
+
+
+def _whole(tensor: FakeTensor, storage: torch.UntypedStorage) -> FakeTensor:
+    """Return a tensor like ``tensor`` of all of ``storage``."""
+    with torch._C._DisableTorchDispatch():
+        whole = torch.empty(0, dtype=tensor.dtype, device="meta").set_(storage)
+    return FakeTensor(tensor.fake_mode, whole, device=tensor.fake_device)
+
+
+def _indexed(value: Any) -> Any:
+    bare = isinstance(value, str | torch.device) and str(value) == "cuda"
+    return _current() if bare else value
+
+
+class Stream:
+    """A stream on which all work is already done."""
+
+    def __init__(self, *_: Any, **__: Any):
+        self.device = _current()
+        self.stream_id = id(self)
+        self.cuda_stream = 0
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        return event or Event()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class Event:
+    """An event that has happened."""
+
+    def __init__(self, *_: Any, **__: Any): ...
+
+    def record(self, *_: Any) -> "Event":
+        return self
+
+    def wait(self, *_: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+
+def pretend(device: Device) -> None:
+    """Let torch's Python believe in ``device`` for the rest of the process."""
+    _tensors()
+    _storages(device)
+    _driver(device)
+    torch.autograd.set_multithreading_enabled(False)  # modes belong to a thread
+    optimizer: Any = torch.optim.Optimizer
+    optimizer._accelerator_graph_capture_health_check = lambda self: None
+    collectives: Any = distributed_c10d
+    collectives._get_object_coll_device = lambda group=None: _current()
+
+
+def _tensors() -> None:
+    """Let fake tensors, and the tensors that wrap them, name the fake device."""
+    make = torch.Tensor._make_subclass
+
+    def make_subclass(cls: type, data: Any, requires_grad: bool = False, **options: Any) -> Any:
+        if issubclass(cls, FakeTensor):  # autograd's engine may see the meta tensor below
+            options["dispatch_device"] = False
+        return make(cls, data, requires_grad, **options)
+
+    tensor: Any = torch.Tensor
+    tensor._make_subclass = staticmethod(make_subclass)
+    tensor.pin_memory = lambda self, *_: self
+    fake: Any = FakeTensor
+    fake.record_stream = lambda self, stream: None
+    inner = {FakeTensor: None, DTensor: "_local_tensor", AsyncCollectiveTensor: "elem"}
+    for kind, part in inner.items():
+        _name_device(kind, part)
+    fake_tensor.init_gpu_context = lambda device: None
+    mode: Any = FakeTensorMode
+    mode.avoid_device_init = property(lambda self: True)
+    core: Any = torch._C
+    core._group_tensors_by_device_and_dtype = _grouped
+
+
+def _name_device(kind: Any, part: str | None) -> None:
+    if part is not None:
+        kind.device = property(lambda self: getattr(self, part).device)
+    kind.is_cuda = property(lambda self: self.device.type == "cuda")
+    kind.is_cpu = property(lambda self: self.device.type == "cpu")
+    kind.is_meta = property(lambda self: self.device.type == "meta")
+
+
+def _grouped(lists: Sequence[Sequence[Any]], with_indices: bool = False) -> dict[Any, Any]:
+    """Return the columns of ``lists`` by device and dtype of their first tensor. A list may be
+    empty.
+    """
+    groups: dict[Any, tuple[list[list[Any]], list[int]]] = {}
+    for index in range(len(lists[0])):
+        column = [tensors[index] if tensors else None for tensors in lists]
+        first = next(tensor for tensor in column if tensor is not None)
+        key = (first.device, first.dtype)
+        columns, indices = groups.setdefault(key, ([[] for _ in lists], []))
+        for found, tensors, tensor in zip(columns, lists, column, strict=True):
+            if tensors:
+                found.append(tensor)
+        indices.append(index)
+    return {
+        key: (columns, indices if with_indices else [])
+        for key, (columns, indices) in groups.items()
+    }
+
+
+def _storages(device: Device) -> None:
+    """Let the storages of device tensors name the device, and tell it their sizes."""
+    storage: Any = torch.UntypedStorage
+    resize = storage.resize_
+    own_device = torch._C.StorageBase.device
+    own_address = torch._C.StorageBase.data_ptr
+
+    def resize_(self: Any, size: int) -> Any:
+        resized = resize(self, size)
+        if device.holds(self._cdata):
+            device.resized(self._cdata, int(size))
+        return resized
+
+    def device_of(self: Any) -> torch.device:
+        return _current() if device.holds(self._cdata) else own_device.__get__(self)
+
+    storage.resize_ = resize_
+    storage.device = property(device_of)
+    storage.data_ptr = lambda self: self._cdata if device.holds(self._cdata) else own_address(self)
+
+
+def _driver(device: Device) -> None:
+    """Replace the functions of ``torch.cuda`` and ``torch.accelerator`` that ask the driver."""
+    cuda: Any = torch.cuda
+    for name, answer in (_memory(device) | _facts(device) | _streams(device)).items():
+        setattr(cuda, name, answer)
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: device.called("cudaHostRegister") or 0,
+        cudaHostUnregister=lambda address: device.called("cudaHostUnregister") or 0,
+    )
+    cuda.cudart = lambda: runtime
+    cuda.check_error = lambda status: None
+    accelerator: Any = torch.accelerator
+    accelerator.current_stream = Stream
+    accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
+    accelerator.is_available = lambda: True
+    version: Any = torch.version
+    version.cuda = version.cuda or "13.0"
+
+
+def _memory(device: Device) -> dict[str, Callable[..., Any]]:
+    return {
+        "empty_cache": lambda: device.called("empty_cache"),
+        "mem_get_info": lambda *_: (device.bytes - device.used, device.bytes),
+        "memory_allocated": lambda *_: device.used,
+        "max_memory_allocated": lambda *_: device.peak,
+        "max_memory_reserved": lambda *_: device.peak,
+        "memory_stats": lambda *_: defaultdict(int),
+        "reset_peak_memory_stats": lambda *_: None,
+    }
+
+
+def _facts(device: Device) -> dict[str, Callable[..., Any]]:
+    properties = SimpleNamespace(
+        name=device.name,
+        total_memory=device.bytes,
+        major=device.capability[0],
+        minor=device.capability[1],
+        multi_processor_count=132,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        shared_memory_per_block_optin=232448,
+        L2_cache_size=50 << 20,
+        regs_per_multiprocessor=65536,
+        gcnArchName="",
+    )
+    chosen = [0]
+
+    def set_device(which: Any) -> None:
+        chosen[0] = which if isinstance(which, int) else torch.device(which).index
+
+    no_state = torch.zeros(16, dtype=torch.uint8)
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "_is_compiled": lambda: True,
+        "device_count": lambda: device.count,
+        "current_device": lambda: chosen[0],
+        "set_device": set_device,
+        "get_device_capability": lambda *_: device.capability,
+        "get_device_name": lambda *_: device.name,
+        "get_device_properties": lambda *_: properties,
+        "is_bf16_supported": lambda *_, **__: True,
+        "can_device_access_peer": lambda *_: True,
+        "get_rng_state": lambda *_: no_state.clone(),
+        "set_rng_state": lambda *_, **__: None,
+        "manual_seed": lambda *_: None,
+        "manual_seed_all": lambda *_: None,
+        "seed": lambda: None,
+        "initial_seed": lambda: 0,
+    }
+
+
+def _streams(device: Device) -> dict[str, Callable[..., Any]]:
+    return {
+        "Stream": Stream,
+        "ExternalStream": Stream,
+        "Event": Event,
+        "current_stream": Stream,
+        "default_stream": Stream,
+        "stream": _nothing,
+        "device": _nothing,
+        "synchronize": lambda *_: device.called("synchronize"),
+    }
+
+
+@contextlib.contextmanager
+def _nothing(*_: Any, **__: Any) -> Iterator[None]:
+    yield

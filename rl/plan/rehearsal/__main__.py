@@ -1,0 +1,25 @@
+"""Process of a rehearsal. Takes a config's arguments after the number of a rank, and prints JSON."""
+
+import json
+import sys
+
+from rl.cli import parse_config
+from rl.errors import ConfigError, end_program, require
+from rl.plan.setting import Setting
+
+
+def main(arguments: list[str]) -> int:
+    """Print the rehearsal of every role that has the rank, as one line of JSON."""
+    rank = int(arguments[0])
+    name, config = parse_config(arguments[1:], program="python -m rl.plan")
+    setting = Setting(config)
+    from rl.plan.rehearsal.rehearse import fake_device, rehearse
+
+    device = fake_device(setting)
+    roles = [each for each, role in setting.roles.items() if rank < role.trainer.ranks]
+    print(json.dumps({"config": name, "roles": [rehearse(device, setting, each, rank) for each in roles]}))
+    return 0
+
+
+if __name__ == "__main__":
+    end_program(main(sys.argv[1:]))

@@ -1,0 +1,239 @@
+"""Fake CUDA device: every operator passes through a mode that knows shapes, devices and sizes."""
+
+import weakref
+from typing import Any
+
+import torch
+
+from rl.compat.fake_cuda import (
+    FakeTensor,
+    FakeTensorMode,
+    HostCalls,
+    TorchDispatchMode,
+    as_fake,
+    is_working_out_shapes,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
+from rl.plan.rehearsal import shadows
+from rl.plan.rehearsal.kernels import COLLECTIVES, INDEXED, require_what_kernels_take
+from rl.plan.rehearsal.ledger import Ledger
+from rl.plan.rehearsal.shadows import set_shadow, shadow_of
+
+ITEMS = ("aten._local_scalar_dense.default", "aten.item.default", "aten.is_nonzero.default")
+COUNTING = (
+    "aten.nonzero.default",
+    "aten.repeat_interleave.Tensor",
+    "aten.masked_select.default",
+    "aten.unique_consecutive.default",
+    "aten._unique2.default",
+)
+"""Operators for whose result the host waits, because numbers determine the shape."""
+KINDS = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+class FakeCuda(TorchDispatchMode):
+    """GPU of one rank. While the mode is active, tensors of the host are real, tensors on ``cuda``
+    have no numbers, and copies to the host are zeros or known numbers.
+
+    ``rl.compat.fake_cuda.pretend`` must have been called with this device.
+    """
+
+    def __init__(self, name: str, bytes: int, capability: tuple[int, int], count: int):
+        super().__init__()
+        self.name = name
+        self.bytes = bytes
+        self.capability = capability
+        self.count = count
+        self.ledger = Ledger()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._numbers: dict[int, int] = {}
+        self._last = 0
+        self._host_calls = HostCalls()
+
+    def __enter__(self) -> "FakeCuda":
+        self._host_calls.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._host_calls.__exit__(*error)
+
+    def holds(self, key: int) -> bool:
+        """Return whether the storage of this key is on the device."""
+        return key in self._numbers
+
+    def resized(self, key: int, bytes: int) -> None:
+        """Record the new size of a storage."""
+        self.ledger.resize(self._numbers[key], bytes)
+
+    def called(self, name: str) -> None:
+        """Record a call of the driver; ``synchronize`` makes the host wait."""
+        if name == "synchronize":
+            self.ledger.wait("torch.cuda.synchronize")
+
+    @property
+    def used(self) -> int:
+        """Bytes of the tensors on the device."""
+        return self.ledger.used
+
+    @property
+    def peak(self) -> int:
+        """Largest number of bytes so far."""
+        return self.ledger.peak
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Return the ledger's key of the storage of ``tensor``; None if it is on the host."""
+        return self._numbers.get(storage_key(tensor.untyped_storage()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not all(kind in KINDS or issubclass(kind, FakeTensor) for kind in types):
+            return NotImplemented  # DTensor and other wrappers first
+        if is_working_out_shapes():  # nothing that runs
+            return func(*args, **kwargs)
+        name = str(func)
+        fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        target = kwargs.get("device")
+        target = None if target is None else torch.device(target).type
+        if not fakes and target != "cuda":
+            if name.startswith(COLLECTIVES):
+                self._collective(name, args, kwargs)  # of the host
+            return func(*args, **kwargs)
+        if target == "meta":  # C++ asks for the device that it saw
+            kwargs = kwargs | {"device": fakes[0].fake_device}
+        if name in ITEMS:
+            return self._item(args[0])
+        require_what_kernels_take(name, args)
+        if fakes and target == "cpu" and name == "aten._to_copy.default":
+            return self._to_host(args[0], kwargs)
+        if name == "aten.copy_.default" and not isinstance(args[0], FakeTensor):
+            return self._write_to_host(*args[:2], kwargs)
+        return self._run(func, name, args, kwargs, fakes)
+
+    def _run(self, func: Any, name: str, args: Any, kwargs: Any, fakes: list[FakeTensor]) -> Any:
+        """Return the result of an operator of the device, and record what it does."""
+        if name in COUNTING and kwargs.get("output_size") is None:
+            self.ledger.wait(f"shape of {func.overloadpacket.__name__}")
+        if name in INDEXED and any(index.dtype == torch.bool for index in _tensors([args[1]])):
+            self.ledger.wait("shape of an index by a mask")
+            args = (args[0], self._without_masks(args[1]), *args[2:])
+        if name.startswith(COLLECTIVES):
+            self._collective(name, args, kwargs)
+        if name == "c10d.allgather_.default":
+            _same_on_all_ranks(args)
+        numbers = shadows.computed(func, args, kwargs)
+        if numbers is not None and name in shadows.COUNTED:
+            device = fakes[0].device if fakes else kwargs["device"]
+            out = tree_map_only(torch.Tensor, lambda real: self._known(real, device), numbers)
+        else:
+            convert = lambda tensor: as_fake(self._fake, tensor)  # noqa: E731
+            fake_args, fake_kwargs = tree_map_only(torch.Tensor, convert, (args, kwargs))
+            with self._fake:
+                out = func(*fake_args, **fake_kwargs)
+            if name in shadows.FILLED:
+                numbers = shadows.filled(name, args, out)
+            shadows.attach(out, numbers)
+            if name == "aten.topk.default" and numbers is None:
+                self._balance(out[1], args[0].shape[-1])
+        self._track(out, name)
+        return out
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        self.ledger.wait("a number of the device")
+        known = shadow_of(tensor)
+        if known is not None:
+            return known.item()
+        self.ledger.assume("a number of the device is 1")
+        if tensor.dtype == torch.bool:
+            return True
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _to_host(self, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        dtype = kwargs.get("dtype") or source.dtype
+        if not kwargs.get("non_blocking"):
+            self.ledger.wait("copy to the host")
+        return self._numbers_of(source).to(dtype).clone()
+
+    def _write_to_host(self, target: torch.Tensor, source: torch.Tensor, kwargs: Any) -> Any:
+        if not kwargs.get("non_blocking"):
+            self.ledger.wait("copy to the host")
+        with torch.no_grad():
+            return target.copy_(self._numbers_of(source))
+
+    def _numbers_of(self, source: torch.Tensor) -> torch.Tensor:
+        known = shadow_of(source)
+        if known is not None:
+            return known
+        if not source.is_floating_point():
+            self.ledger.assume("integers that are copied to the host are 0")
+        return torch.zeros(source.shape, dtype=source.dtype)
+
+    def _without_masks(self, indices: Any) -> list[Any]:
+        """Return the indices with masks as the numbers of their true elements."""
+        found: list[Any] = []
+        for index in indices:
+            if index is None or index.dtype != torch.bool:
+                found.append(index)
+                continue
+            mask = shadow_of(index)
+            if mask is None:
+                self.ledger.assume("a mask is true everywhere")
+                mask = torch.ones(index.shape, dtype=torch.bool)
+            on_device = index.device.type == "cuda"
+            for places in mask.nonzero(as_tuple=True):
+                found.append(self._known(places, index.device) if on_device else places)
+        return found
+
+    def _known(self, numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a device tensor of known numbers."""
+        with self._fake:
+            fake = torch.empty(numbers.shape, dtype=numbers.dtype, device=device)
+        set_shadow(fake, numbers)
+        return fake
+
+    def _balance(self, chosen: torch.Tensor, choices: int) -> None:
+        """Let a router choose each expert equally often."""
+        self.ledger.assume("routers choose each expert equally often")
+        set_shadow(chosen, (torch.arange(chosen.numel()) % choices).view(chosen.shape))
+
+    def _collective(self, name: str, args: Any, kwargs: Any) -> None:
+        tensors = _tensors((args, kwargs))
+        if "wait_tensor" in name or "_wrap_tensor" in name or not tensors:
+            return
+        if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
+            raise RuntimeError(f"{name}: NCCL refuses tensors of the host")
+        largest = max(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.ledger.collective(name.split(".")[1].strip("_"), largest)
+
+    def _track(self, out: Any, name: str) -> None:
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
+                self._count(tensor.untyped_storage(), name)
+
+    def _count(self, storage: torch.UntypedStorage, name: str) -> None:
+        key = storage_key(storage)
+        if key in self._numbers:
+            return
+        self._last += 1  # keys come again, numbers do not
+        self._numbers[key] = self._last
+        weakref.finalize(storage, self._gone, key, self._last)
+        self.ledger.add(self._last, storage.nbytes(), name)
+
+    def _gone(self, key: int, number: int) -> None:
+        if self._numbers.get(key) == number:
+            del self._numbers[key]
+        self.ledger.drop(number)
+
+
+def _same_on_all_ranks(args: Any) -> None:
+    for outputs, own in zip(args[0], args[1], strict=True):
+        numbers = shadow_of(own)
+        for output in outputs:
+            set_shadow(output, None if numbers is None else numbers.clone())
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,117 @@
+"""Ledger of a rehearsed device: memory, collectives, waits of the host, and assumptions."""
+
+import importlib.util
+import sys
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+
+def _folder(package: str) -> str:
+    """Return the path of a package's folder."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations
+    return str(Path(next(iter(spec.submodule_search_locations))))
+
+
+ROOMS = tuple(map(_folder, ("rl", "torchtitan", "torch.distributed.fsdp", "torch.optim")))
+"""Folders whose code is named as the origin of an operator; the rest is torch's machinery."""
+OWN = (f"{ROOMS[0]}/plan/rehearsal/", f"{ROOMS[0]}/compat/fake_cuda.py")
+NAMED_FROM = 1 << 20  # bytes of an allocation from which its line is looked up
+STEP = 1.002  # growth of the peak from which the allocations are listed again
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory of one storage."""
+
+    bytes: int
+    operator: str
+    line: str
+    phase: str
+
+
+@dataclass
+class Ledger:
+    """What a device would have seen. All sizes are in bytes; a phase is a name."""
+
+    used: int = 0
+    peak: int = 0
+    phase: str = "init"
+    live: dict[int, Allocation] = field(default_factory=dict)
+    at_peak: dict[int, Allocation] = field(default_factory=dict)
+    """Allocations at the peak, to within a fifth of a percent."""
+    peaks: dict[str, int] = field(default_factory=dict)
+    after: dict[str, int] = field(default_factory=dict)
+    syncs: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """Number of waits of the host for the device, by phase, reason and line."""
+    calls: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """Number of collectives by phase, kind and line."""
+    moved: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """Bytes of these collectives: the largest tensor of each."""
+    assumed: Counter[str] = field(default_factory=Counter)
+    """Number of times that a number was made up, by sentence."""
+
+    def begin(self, phase: str) -> None:
+        """End the current phase and begin another one."""
+        self.end()
+        self.phase = phase
+        self.peaks[phase] = self.used
+
+    def end(self) -> None:
+        """End the current phase."""
+        self.after[self.phase] = self.used
+
+    def add(self, key: int, bytes: int, operator: str) -> None:
+        """Record a new storage."""
+        line = line_of_caller() if bytes >= NAMED_FROM else ""
+        self.live[key] = Allocation(bytes, operator, line, self.phase)
+        self._grow(bytes)
+
+    def resize(self, key: int, bytes: int) -> None:
+        """Record a new size of a storage."""
+        before = self.live[key]
+        self.live[key] = replace(before, bytes=bytes, phase=self.phase)
+        self._grow(bytes - before.bytes)
+
+    def drop(self, key: int) -> None:
+        """Record that a storage is gone."""
+        gone = self.live.pop(key, None)
+        if gone is not None:
+            self.used -= gone.bytes
+
+    def wait(self, reason: str) -> None:
+        """Record that the host waits for the device."""
+        self.syncs[self.phase, reason, line_of_caller()] += 1
+
+    def collective(self, kind: str, bytes: int) -> None:
+        """Record a collective of ``bytes``."""
+        key = (self.phase, kind, line_of_caller())
+        self.calls[key] += 1
+        self.moved[key] += bytes
+
+    def assume(self, sentence: str) -> None:
+        """Record that a number was made up."""
+        self.assumed[f"{sentence}: {line_of_caller()}"] += 1
+
+    def _grow(self, bytes: int) -> None:
+        self.used += bytes
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.used)
+        if self.used > self.peak * STEP:
+            self.at_peak = dict(self.live)
+        self.peak = max(self.peak, self.used)
+
+
+def line_of_caller() -> str:
+    """Return the innermost line of the code of Tiller, torchtitan, FSDP or an optimizer that is
+    running, as "path:number function".
+    """
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(ROOMS) and not path.startswith(OWN):
+            room = next(room for room in ROOMS if path.startswith(room))
+            shown = path[len(room) - len(Path(room).name) :]
+            return f"{shown}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "unknown line"

@@ -1,0 +1,86 @@
+"""Start of a rehearsal in a process of its own, and its result beside the plan."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rl.compat import WRITTEN_FOR
+from rl.errors import RunError, require
+from rl.plan.memory import all_ranks
+from rl.plan.setting import Setting
+
+NOT_REHEARSED = ("CUDA context", "push slots")
+"""Items of a plan that a rehearsal leaves out."""
+
+
+def rehearsal(setting: Setting, arguments: Sequence[str], *, rank: int) -> dict[str, Any]:
+    """Rehearse rank ``rank`` of every role that has it, and return the result as JSON-able data.
+
+    ``arguments`` are the command line that ``setting`` was made from. Raises ConfigError if the
+    config cannot be rehearsed here, and RunError if the rehearsal itself fails.
+    """
+    _check(setting, rank)
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "rl.plan.rehearsal", str(rank), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # the GPU is a fake one here too
+    )
+    if ended.returncode:
+        raise RunError(f"the rehearsal ended with {ended.returncode}:\n{ended.stderr.strip()}")
+    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    planned = {(each.mesh, each.rank): each for each in all_ranks(setting)}
+    for role in result["roles"]:
+        items = planned[role["role"], rank].items
+        counted = [item for item in items if item.name not in NOT_REHEARSED]
+        role["planned"] = sum(item.bytes for item in counted if not item.on_host)
+    return result
+
+
+def errors_of(result: dict[str, Any], setting: Setting) -> list[str]:
+    """Return a sentence for each role that failed, or whose peak exceeds the device's memory."""
+    memory = setting.device.memory_gib * 2**30
+    found = []
+    for role in result["roles"]:
+        name = f"{role['role']} rank {role['rank']}"
+        if role["error"] is not None:
+            found.append(f"{name}, {role['error']}")
+        elif role["peak"] > memory:
+            need = role["peak"] / 2**30
+            found.append(f"{name} needs {need:.2f} GiB of {setting.device.memory_gib:g} GiB")
+    return found
+
+
+def _check(setting: Setting, rank: int) -> None:
+    """Raise ConfigError unless the config can be rehearsed with the installed torch."""
+    installed = torch.__version__.partition("+")[0]
+    written_for = WRITTEN_FOR["torch"]
+    require(
+        installed == written_for,
+        f"torch {installed} is installed; --rehearse changes torch from inside and was written for "
+        f"torch {written_for}: install that version",
+    )
+    device = setting.hardware.device
+    require(
+        device not in ("auto", "cpu"),
+        f"hardware.device is {device!r}; --rehearse needs the name of a GPU, such as "
+        "--hardware.device h100",
+    )
+    trainers = {name: role.trainer for name, role in setting.roles.items()}
+    ranks = {name: trainer.ranks for name, trainer in trainers.items()}
+    require(
+        0 <= rank < max(ranks.values()),
+        f"--rank is {rank}; it must be below {max(ranks.values())}, the number of ranks of the "
+        "largest model",
+    )
+    require(
+        not any(trainer.compile.enable for trainer in trainers.values()),
+        "trainer.compile.enable is True; --rehearse cannot run compiled code: add "
+        "--trainer.compile.no-enable",
+    )

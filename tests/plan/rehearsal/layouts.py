@@ -1,0 +1,25 @@
+"""Layouts of two layers that are rehearsed, as arguments of programs."""
+
+P = "--trainer.parallelism"
+DENSE = "--config qwen3_0_6b --model.n_layers 2"
+UNTIED = "--config qwen3_8b_2_nodes --model.n_layers 2"
+EXPERTS = "--config qwen3_30b_a3b --model.n_layers 2"
+
+LAYOUTS = {
+    "FSDP 8": UNTIED,
+    "FSDP 8, varlen": f"{UNTIED} --hardware.device a100",
+    "TP 2": f"{DENSE} {P}.tensor_parallel_degree 2 {P}.data_parallel_shard_degree 1",
+    "TP 2 without SP": f"{DENSE} {P}.tensor_parallel_degree 2 {P}.no-enable_sequence_parallel",
+    "CP 2": f"{DENSE} {P}.context_parallel_degree 2 --generator.replicas 4",
+    "CP 2 x TP 2": f"{DENSE} {P}.context_parallel_degree 2 {P}.tensor_parallel_degree 2 "
+    "--generator.nodes 1",
+    "HSDP 2 x 2": f"{DENSE} {P}.data_parallel_replicate_degree 2 --generator.replicas 4",
+    "EP 8": EXPERTS,
+    "EP 8 x TP 2": f"{EXPERTS} {P}.tensor_parallel_degree 2 {P}.data_parallel_shard_degree 8",
+    "EP 8 x CP 2": f"{EXPERTS} {P}.context_parallel_degree 2 {P}.data_parallel_shard_degree 8",
+    "float8": f"{UNTIED} trainer.float8:linear",
+    "selective": f"{DENSE} trainer.activation-checkpoint:selective",
+    "no checkpointing": f"{DENSE} trainer.activation-checkpoint:none",
+    "float32": f"{DENSE} --trainer.training.mixed_precision_param float32",
+    "adapters": f"{DENSE} trainer.lora:on",
+}

@@ -1,0 +1,80 @@
+"""``python -m rl.plan --rehearse`` prints what a model does on a GPU, and says what it cannot do."""
+
+import json
+
+import pytest
+import torch
+
+from rl.plan.__main__ import main
+
+SMALL = ["--config", "qwen3_0_6b", "--model.n_layers", "1", "--rehearse"]
+
+
+def test_the_program_prints_memory_collectives_and_waits_as_json(capsys):
+    assert main([*SMALL, "--rank", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["feasible"], found["errors"], found["config"]) == (True, [], "qwen3_0_6b")
+    (role,) = found["roles"]
+    assert (role["role"], role["rank"], role["ranks"], role["error"]) == ("trainer", 1, 2, None)
+    phases = {each["phase"]: each for each in role["phases"]}
+    assert [*phases] == [
+        "init",
+        "forward_backward 1",
+        "optim_step 1",
+        "forward_backward 2",
+        "optim_step 2",
+    ]
+    assert role["peak"] == max(each["peak"] for each in role["phases"])
+    assert phases["optim_step 2"]["after"] >= 3 * role["kept"]["parameters"]
+    assert 0 < role["peak"] <= role["planned"]
+    assert role["largest"][0]["line"].startswith("rl/training/logprobs.py:")
+    assert {"allgather_base", "reduce_scatter_base"} == {
+        each["kind"] for each in role["collectives"] if each["bytes"] >= role["kept"]["gradients"]
+    }
+    assert any("_outputs_of" in each["line"] for each in role["syncs"])
+    assert role["assumed"]
+
+
+def test_the_program_prints_a_report(capsys):
+    assert main([*SMALL, "--hardware.memory_gib", "2"]) == 2
+    text = capsys.readouterr().out
+    for part in (
+        "two steps of the longest sequences on a made-up h100",
+        "trainer rank 0 of 2: ",
+        " GiB at most of 2 GiB; the plan says ",
+        "forward_backward 2",
+        "rl/training/logprobs.py:",
+        "reduce-scatter, ",
+        "copy to the host, rl/training/engine.py:",
+        "collectives do nothing",
+        "this cannot work\n  error: trainer rank 0 needs ",
+    ):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 140
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--rank", "2"], "--rank is 2; it must be below 2"),
+        (["--hardware.device", "auto"], "hardware.device is 'auto'; --rehearse needs the name of"),
+        (["--trainer.compile.enable"], "trainer.compile.enable is True; --rehearse cannot"),
+    ],
+)
+def test_a_config_that_cannot_be_rehearsed_is_refused(arguments, sentence, capsys):
+    assert main([*SMALL, *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_rank_without_a_rehearsal_is_refused(capsys):
+    assert main(["--config", "qwen3_0_6b", "--rank", "0"]) == 2
+    assert capsys.readouterr().err == "error: --rank needs --rehearse\n"
+
+
+def test_another_version_of_torch_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "__version__", "2.14.1+cpu")
+    assert main(SMALL) == 2
+    assert capsys.readouterr().err == (
+        "error: torch 2.14.1 is installed; --rehearse changes torch from inside and was written "
+        "for torch 2.13.0: install that version\n"
+    )

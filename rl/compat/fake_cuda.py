@@ -38,7 +38,7 @@ RELIES_ON = (
     # tensors with a device and without memory
     "torch._subclasses.fake_tensor:FakeTensor.fake_mode",
     "torch._subclasses.fake_tensor:FakeTensor.fake_device",
-    "torch._subclasses.fake_tensor:FakeTensor(fake_mode, elem, device)",
+    "torch._subclasses.fake_tensor:FakeTensor.__new__(fake_mode_or_elem, elem, device)",
     "torch._subclasses.fake_tensor:FakeTensorMode(allow_non_fake_inputs)",
     "torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init",
     "torch._subclasses.fake_tensor:FakeTensorMode.fake_tensor_converter",
@@ -127,9 +127,7 @@ class HostCalls(TorchFunctionMode):
     without an index.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
@@ -232,10 +230,11 @@ def _tensors() -> None:
     tensor.pin_memory = lambda self, *_: self
     fake: Any = FakeTensor
     fake.record_stream = lambda self, stream: None
+    fake.tolist = lambda self: self.cpu().tolist()  # one copy, not one for each element
     inner = {FakeTensor: None, DTensor: "_local_tensor", AsyncCollectiveTensor: "elem"}
     for kind, part in inner.items():
         _name_device(kind, part)
-    fake_tensor.init_gpu_context = lambda device: None
+    vars(fake_tensor)["init_gpu_context"] = lambda device: None
     mode: Any = FakeTensorMode
     mode.avoid_device_init = property(lambda self: True)
     core: Any = torch._C
@@ -274,8 +273,9 @@ def _storages(device: Device) -> None:
     """Let the storages of device tensors name the device, and tell it their sizes."""
     storage: Any = torch.UntypedStorage
     resize = storage.resize_
-    own_device = torch._C.StorageBase.device
-    own_address = torch._C.StorageBase.data_ptr
+    base: Any = torch._C.StorageBase
+    own_device = base.device
+    own_address = base.data_ptr
 
     def resize_(self: Any, size: int) -> Any:
         resized = resize(self, size)
@@ -296,9 +296,10 @@ def _driver(device: Device) -> None:
     cuda: Any = torch.cuda
     for name, answer in (_memory(device) | _facts(device) | _streams(device)).items():
         setattr(cuda, name, answer)
+    done = 0  # what the driver's library returns
     runtime = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: device.called("cudaHostRegister") or 0,
-        cudaHostUnregister=lambda address: device.called("cudaHostUnregister") or 0,
+        cudaHostRegister=lambda address, size, flags: done,
+        cudaHostUnregister=lambda address: done,
     )
     cuda.cudart = lambda: runtime
     cuda.check_error = lambda status: None

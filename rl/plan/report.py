@@ -156,8 +156,8 @@ def _push(plan: Plan) -> Iterator[str]:
         return
     yield f"push by {push.transport}{' over the network' if push.over_network else ''}"
     yield (
-        f"  {size_text(push.total)} in all, {size_text(max(push.per_reader))} to a generator rank at most, "
-        f"{size_text(push.most_from_a_rank)} from a trainer rank at most"
+        f"  {size_text(push.total)} in all, {size_text(max(push.per_reader))} to a generator rank "
+        f"at most, {size_text(push.most_from_a_rank)} from a trainer rank at most"
     )
     yield f"  at least {_seconds(push.seconds)}: {push.bottleneck}"
 

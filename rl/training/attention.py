@@ -73,8 +73,8 @@ def shares_rows(inner_attention: Any) -> bool:
 def attention_config(name: str, *, context_parallel: bool = False) -> FlexAttention.Config | Any:
     """Return the torchtitan config of attention ``name``.
 
-    ``auto`` is dense on CPU. On CUDA it is varlen, or flex where torchtitan's varlen cannot run: with
-    context parallelism, and without the FlashAttention that the GPU needs.
+    ``auto`` is dense on CPU. On CUDA it is varlen, or flex if torchtitan's varlen cannot run: with
+    context parallelism, or without the FlashAttention that the GPU needs.
 
     varlen and flex run on CUDA only; Tiller's tests, which run on CPU, do not cover them.
     """

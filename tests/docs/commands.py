@@ -6,13 +6,13 @@ from tests.docs.pages import ROOT
 
 SHELL = ("cd", "git", "kill", "source", "squeue", "ssh", "tail")
 """Commands that are not Tiller's."""
-SWITCHES = {"--dry-run", "--json", "--wait"}
+SWITCHES = {"--dry-run", "--json", "--rehearse", "--wait"}
 OPTIONS = {
     "rl.doctor": {"--json"},
     "rl.evaluate": {"--json", "--prompts", "--samples", "--step"},
     "rl.export": {"--json", "--step"},
     "rl.launch": {"--dry-run", "--wait"},
-    "rl.plan": {"--diff", "--json"},
+    "rl.plan": {"--diff", "--json", "--rank", "--rehearse"},
     "rl.play": {"--prompt", "--run", "--step"},
     "rl.compare": {"--json", "--rollout", "--step", "--under"},
     "rl.replay": {"--json", "--loss", "--lr", "--step", "--under"},

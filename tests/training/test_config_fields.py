@@ -13,8 +13,10 @@ from torchtitan.components.optimizer.optimizer import ParamGroupConfig
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
 from rl.errors import ConfigError
+from rl.training import attention as attention_module
 from rl.training.attention import DenseAttention, attention_config
 from rl.training.config import TrainerConfig, one_rank
 from rl.training.context import SequenceShard
@@ -195,6 +197,24 @@ def test_attention_is_of_the_kind_of_the_config():
     for attention in ("flex", "varlen"):
         with pytest.raises(ConfigError, match=f"model.attention is '{attention}', which needs"):
             attention_config(attention, context_parallel=False)
+
+
+@pytest.mark.parametrize(
+    ("needed", "installed", "kind"),
+    [
+        (None, [], VarlenAttention),
+        ("FA3", [], FlexAttention),
+        ("FA4", [], FlexAttention),
+        ("FA3", ["flash_attn_interface"], VarlenAttention),
+        ("FA4", ["flash_attn"], VarlenAttention),
+    ],
+)
+def test_auto_attention_on_a_gpu_is_one_that_is_installed(monkeypatch, needed, installed, kind):
+    monkeypatch.setattr(attention_module, "device_type", lambda: "cuda")
+    monkeypatch.setattr(attention_module, "get_cuda_flash_attention_impl", lambda: needed)
+    monkeypatch.setattr(attention_module, "find_spec", lambda name: name in installed or None)
+    assert isinstance(attention_config("auto", context_parallel=False), kind.Config)
+    assert isinstance(attention_config("auto", context_parallel=True), FlexAttention.Config)
 
 
 def test_float8_has_the_recipe_of_the_config(monkeypatch):

@@ -1,10 +1,11 @@
-"""Process of a rehearsal. Takes a config's arguments after the number of a rank, and prints JSON."""
+"""Process of a rehearsal: takes the number of a rank and a config's arguments, prints JSON."""
 
 import json
 import sys
 
 from rl.cli import parse_config
-from rl.errors import ConfigError, end_program, require
+from rl.errors import end_program
+from rl.plan.rehearsal.rehearse import fake_device, rehearse
 from rl.plan.setting import Setting
 
 
@@ -13,11 +14,10 @@ def main(arguments: list[str]) -> int:
     rank = int(arguments[0])
     name, config = parse_config(arguments[1:], program="python -m rl.plan")
     setting = Setting(config)
-    from rl.plan.rehearsal.rehearse import fake_device, rehearse
-
     device = fake_device(setting)
     roles = [each for each, role in setting.roles.items() if rank < role.trainer.ranks]
-    print(json.dumps({"config": name, "roles": [rehearse(device, setting, each, rank) for each in roles]}))
+    found = [rehearse(device, setting, role, rank) for role in roles]
+    print(json.dumps({"config": name, "roles": found}))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Batches of the longest sequences, at most two micro-batches on a rank, and what trains on them."""
+"""Batches of the longest sequences, at most two micro-batches on a rank, and their losses."""
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ MICRO_BATCHES = 2
 
 @dataclass(frozen=True)
 class Work:
-    """What a role computes in a step."""
+    """Computation of a role in a step."""
 
     batch: Batch
     loss: Any = None

@@ -110,7 +110,7 @@ class FakeCuda(TorchDispatchMode):
         if fakes and target == "cpu" and name == "aten._to_copy.default":
             return self._to_host(args[0], kwargs)
         if name == "aten.copy_.default" and not isinstance(args[0], FakeTensor):
-            return self._write_to_host(*args[:2], kwargs)
+            return self._write_to_host(args[0], args[1], kwargs)
         return self._run(func, name, args, kwargs, fakes)
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any, fakes: list[FakeTensor]) -> Any:

@@ -22,9 +22,9 @@ def require_what_kernels_take(name: str, args: tuple) -> None:
         dtypes = [tensor.dtype for tensor in _tensors(args)]
         if len(set(dtypes)) > 1:
             raise RuntimeError(f"{name}: a product takes one dtype; it got {dtypes}")
-    if name in INDEXED and args[0].device.type == "cpu":
-        if any(index.device.type == "cuda" for index in _tensors(args[1])):
-            raise RuntimeError(f"{name}: a tensor of the host cannot be indexed by the device's")
+    of_host = name in INDEXED and args[0].device.type == "cpu"
+    if of_host and any(index.device.type == "cuda" for index in _tensors(args[1])):
+        raise RuntimeError(f"{name}: a tensor of the host cannot be indexed by the device's")
     if name in JOINED:
         devices = [tensor.device for tensor in args[0]]
         if len(set(devices)) > 1:

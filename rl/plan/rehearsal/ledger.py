@@ -2,9 +2,11 @@
 
 import importlib.util
 import sys
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 
 
 def _folder(package: str) -> str:
@@ -33,7 +35,7 @@ class Allocation:
 
 @dataclass
 class Ledger:
-    """What a device would have seen. All sizes are in bytes; a phase is a name."""
+    """Record of what a device would have done. All sizes are in bytes; a phase is a name."""
 
     used: int = 0
     peak: int = 0
@@ -106,12 +108,25 @@ def line_of_caller() -> str:
     """Return the innermost line of the code of Tiller, torchtitan, FSDP or an optimizer that is
     running, as "path:number function".
     """
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(ROOMS) and not path.startswith(OWN):
-            room = next(room for room in ROOMS if path.startswith(room))
-            shown = path[len(room) - len(Path(room).name) :]
-            return f"{shown}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        if line := _named(frame, frame.f_lineno):
+            return line
+        frame = frame.f_back
     return "unknown line"
+
+
+def line_of_error(error: BaseException) -> str:
+    """Return the innermost of these lines at which ``error`` was raised."""
+    steps = reversed([*traceback.walk_tb(error.__traceback__)])
+    return next((line for frame, number in steps if (line := _named(frame, number))), "")
+
+
+def _named(frame: FrameType, number: int) -> str:
+    """Return the line of a frame, or an empty text if it is torch's machinery."""
+    path = frame.f_code.co_filename
+    if not path.startswith(ROOMS) or path.startswith(OWN):
+        return ""
+    room = next(room for room in ROOMS if path.startswith(room))
+    shown = path[len(room) - len(Path(room).name) :]
+    return f"{shown}:{number} {frame.f_code.co_name}"

@@ -6,6 +6,7 @@ import resource
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,12 +16,10 @@ from rl.compat import fake_flex
 from rl.compat.fake_cuda import pretend
 from rl.compat.titan import tell_device
 from rl.compat.torch_internals import local_tensor
-from rl.errors import require
 from rl.plan.rehearsal.batches import Work, work_of
 from rl.plan.rehearsal.device import FakeCuda
-from rl.plan.rehearsal.ledger import Ledger
-from rl.plan.setting import LEARNING, Setting, seat_of
-from rl.session.config import Role
+from rl.plan.rehearsal.ledger import Ledger, line_of_error
+from rl.plan.setting import LEARNING, Setting
 from rl.training.engine import TrainingEngine
 
 STEPS = 2
@@ -33,9 +32,9 @@ CARDS = {
 }
 """Name that the driver gives, and compute capability."""
 ASSUMED = (
-    "collectives do nothing, and ranks wait for no other rank",
-    "initial weights are not drawn",
-    "flex attention keeps queries, keys, values, its result and float32 sums of rows",
+    "collectives do nothing, and no rank waits for another one",
+    "no initial weights are drawn and none are read",
+    "flex attention keeps queries, keys, values, its result and a float32 number for each row",
 )
 
 
@@ -61,20 +60,21 @@ def rehearse(device: FakeCuda, setting: Setting, name: str, rank: int) -> dict[s
     bytes. An error of the engine is under ``error``.
     """
     device.ledger = ledger = Ledger()
-    role = setting.roles[name]
     began = time.monotonic()
     error = None
-    kept: dict[str, int] = {}
+    kept = Kept()
     with device, tempfile.TemporaryDirectory() as folder:
         work = work_of(setting, name)
         engine = None
         try:
             engine = _engine(setting, name, rank, folder)
-            kept = _two_steps(device, engine, work, learns=name in LEARNING)
+            _two_steps(device, engine, work, kept, learns=name in LEARNING)
             if len(setting.shared) > 1 and name in setting.shared:
                 _take_turns(ledger, engine)
         except Exception as raised:
-            error = f"{ledger.phase}: {type(raised).__name__}: {raised}"
+            sentence = str(raised).partition("\n")[0]
+            where = line_of_error(raised)
+            error = f"{ledger.phase}: {type(raised).__name__}: {sentence} ({where})"
         finally:
             ledger.end()
             if engine is not None:
@@ -82,23 +82,18 @@ def rehearse(device: FakeCuda, setting: Setting, name: str, rank: int) -> dict[s
     return {
         "role": name,
         "rank": rank,
-        "ranks": role.trainer.ranks,
+        "ranks": setting.roles[name].trainer.ranks,
         "error": error,
         "peak": ledger.peak,
-        "kept": kept,
+        "kept": kept.sizes,
         "seconds": time.monotonic() - began,
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        **_entries(ledger),
+        **_entries(ledger, kept),
     }
 
 
 def _engine(setting: Setting, name: str, rank: int, folder: str) -> TrainingEngine:
-    role: Role = setting.roles[name]
-    require(
-        not role.trainer.compile.enable,
-        "trainer.compile.enable is True; --rehearse cannot run compiled code: add "
-        "--trainer.compile.no-enable",
-    )
+    role = setting.roles[name]
     place = setting.places[name]
     os.environ |= {
         "RANK": str(rank),
@@ -111,17 +106,14 @@ def _engine(setting: Setting, name: str, rank: int, folder: str) -> TrainingEngi
     comm = dataclasses.replace(role.trainer.comm, mode="fake_backend")
     trainer = dataclasses.replace(role.trainer, comm=comm)
     steps = 10 * STEPS
-    return TrainingEngine(
-        trainer, role.model, head=role.head, seed=0, steps=steps, folder=folder
-    )
+    return TrainingEngine(trainer, role.model, head=role.head, seed=0, steps=steps, folder=folder)
 
 
 def _two_steps(
-    device: FakeCuda, engine: TrainingEngine, work: Work, *, learns: bool
-) -> dict[str, int]:
-    """Run two steps of ``work`` and return the bytes that the rank keeps, by purpose."""
+    device: FakeCuda, engine: TrainingEngine, work: Work, kept: "Kept", *, learns: bool
+) -> None:
+    """Run two steps of ``work`` and note what the rank keeps."""
     ledger = device.ledger
-    gradients: set[int | None] = set()
     for step in range(1, 1 + STEPS):
         if work.forward:
             ledger.begin(f"forward {step}")
@@ -129,26 +121,35 @@ def _two_steps(
         if learns:
             ledger.begin(f"forward_backward {step}")
             engine.forward_backward(work.batch, work.loss, temperature=work.temperature)
-            trained = [each.grad for each in engine.model.parameters() if each.grad is not None]
-            gradients = {device.number(local_tensor(each)) for each in trained}
-            sizes = {"gradients": _size(ledger, gradients)}
+            kept.note(device, "gradients", _gradients(engine))
             ledger.begin(f"optim_step {step}")
             engine.optim_step(denominator=work.denominator)
     states = [state for each in engine.optimizers for state in each.state.values()]
-    tensors = {
-        "parameters": [*engine.model.parameters()],
-        "optimizer states": [each for state in states for each in state.values() if each.dim()],
-        "buffers": [*engine.model.buffers()],
-    }
-    kept = {
-        name: _size(ledger, {device.number(local_tensor(each)) for each in found})
-        for name, found in tensors.items()
-    }
-    return kept | (sizes if learns else {})
+    moments = [each for state in states for each in state.values() if each.dim()]
+    kept.note(device, "parameters", engine.model.parameters())
+    kept.note(device, "optimizer states", moments)
+    kept.note(device, "buffers", engine.model.buffers())
 
 
-def _size(ledger: Ledger, keys: set[int | None]) -> int:
-    return sum(ledger.live[key].bytes for key in keys if key in ledger.live)
+def _gradients(engine: TrainingEngine) -> Iterator[torch.Tensor]:
+    return (each.grad for each in engine.model.parameters() if each.grad is not None)
+
+
+class Kept:
+    """Storages that a rank keeps from step to step, by purpose."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        """Bytes by purpose."""
+        self.purposes: dict[int | None, str] = {}
+        """Purpose of each of the ledger's keys."""
+
+    def note(self, device: FakeCuda, purpose: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Note the storages of ``tensors``, the same ones for a purpose that is known."""
+        keys = {device.number(local_tensor(tensor)) for tensor in tensors}
+        live = device.ledger.live
+        self.sizes[purpose] = sum(live[key].bytes for key in keys if key in live)
+        self.purposes |= dict.fromkeys(keys, purpose)
 
 
 def _take_turns(ledger: Ledger, engine: TrainingEngine) -> None:
@@ -158,11 +159,12 @@ def _take_turns(ledger: Ledger, engine: TrainingEngine) -> None:
     engine.onload()
 
 
-def _entries(ledger: Ledger) -> dict[str, Any]:
-    """Return the ledger as lists of rows, largest first."""
+def _entries(ledger: Ledger, kept: Kept) -> dict[str, Any]:
+    """Return the ledger as lists of rows, largest first. ``what`` is a purpose or a phase."""
     largest: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for each in ledger.at_peak.values():
-        entry = largest[each.phase, each.operator, each.line]
+    for key, each in ledger.at_peak.items():
+        purpose = kept.purposes.get(key)
+        entry = largest[(purpose, "", "") if purpose else (each.phase, each.operator, each.line)]
         entry[0] += each.bytes
         entry[1] += 1
     rows = sorted(largest.items(), key=lambda item: -item[1][0])
@@ -172,8 +174,8 @@ def _entries(ledger: Ledger) -> dict[str, Any]:
             for phase, peak in ledger.peaks.items()
         ],
         "largest": [
-            {"bytes": bytes, "count": count, "phase": phase, "operator": operator, "line": line}
-            for (phase, operator, line), (bytes, count) in rows[:20]
+            {"bytes": bytes, "count": count, "what": what, "operator": operator, "line": line}
+            for (what, operator, line), (bytes, count) in rows[:20]
         ],
         "collectives": [
             {"phase": phase, "kind": kind, "line": line, "count": count, "bytes": bytes}

@@ -23,7 +23,7 @@ NAMES = {
 
 
 def describe(result: dict[str, Any], setting: Setting, errors: list[str]) -> str:
-    """Return the result of a rehearsal as text: rank, memory, collectives and waits of each role."""
+    """Return the result of a rehearsal as text, role by role."""
     device = setting.hardware.device
     lines = [f"{result['config']}: two steps of the longest sequences on a made-up {device}"]
     for role in result["roles"]:
@@ -46,8 +46,9 @@ def _role(role: dict[str, Any], setting: Setting) -> Iterator[str]:
     yield "  largest at the peak"
     for each in role["largest"][:SHOWN]:
         times = f"{each['count']} x " if each["count"] > 1 else ""
-        operator = each["operator"].removeprefix("aten.")
-        yield f"  {size_text(each['bytes']):>12}  {times}{operator}, {each['line'] or 'small'}"
+        operator = each["operator"].removeprefix("aten.").partition(".")[0]
+        line = f"{operator}, {each['line'] or 'small'}" if operator else each["what"]
+        yield f"  {size_text(each['bytes']):>12}  {times}{line}"
     yield "  collectives of the last step"
     counts, sizes_of_kind = _collectives(role)
     for kind, bytes in sizes_of_kind.most_common():

@@ -101,9 +101,7 @@ def _limit(dtype: torch.dtype) -> int:
     return LONGEST_FLOATS if dtype.is_floating_point else LONGEST
 
 
-def _is_small(
-    tensors: list[torch.Tensor], args: tuple, kwargs: dict[str, Any], name: str
-) -> bool:
+def _is_small(tensors: list[torch.Tensor], args: tuple, kwargs: dict[str, Any], name: str) -> bool:
     if not all(map(is_short, tensors)):
         return False
     if not tensors:

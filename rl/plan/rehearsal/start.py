@@ -27,8 +27,7 @@ def rehearsal(setting: Setting, arguments: Sequence[str], *, rank: int) -> dict[
     _check(setting, rank)
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "rl.plan.rehearsal", str(rank), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # the GPU is a fake one here too
     )

@@ -1,6 +1,5 @@
 """Rehearsals in processes that are forked from one that has imported everything."""
 
-import dataclasses
 import shlex
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -8,7 +7,7 @@ from multiprocessing import get_context
 from typing import Any
 
 DEADLINE_S = 240
-Mutation = Callable[[], None]
+Change = Callable[[], None]
 
 
 class Rehearsals:
@@ -18,7 +17,12 @@ class Rehearsals:
         self._warm = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
     def of(
-        self, arguments: str, *, rank: int = 0, role: str = "trainer", change: Mutation | None = None
+        self,
+        arguments: str,
+        *,
+        rank: int = 0,
+        role: str = "trainer",
+        change: Change | None = None,
     ) -> dict[str, Any]:
         """Return the result of a role, after ``change`` changed Tiller's code, with ``planned``
         sizes by item.
@@ -33,9 +37,7 @@ class Rehearsals:
         self._warm.shutdown()
 
 
-def _forked(
-    arguments: str, rank: int, role: str, change: Mutation | None
-) -> dict[str, Any] | str:
+def _forked(arguments: str, rank: int, role: str, change: Change | None) -> dict[str, Any] | str:
     import rl.plan.rehearsal.rehearse  # noqa: F401, so that no fork imports it again
 
     context = get_context("fork")
@@ -63,9 +65,7 @@ def _send(writes: Any, *job: Any) -> None:
         writes.send(traceback.format_exc())
 
 
-def _rehearsed(
-    arguments: str, rank: int, role: str, change: Mutation | None
-) -> dict[str, Any]:
+def _rehearsed(arguments: str, rank: int, role: str, change: Change | None) -> dict[str, Any]:
     import warnings
 
     from rl.cli import parse_config
@@ -75,11 +75,9 @@ def _rehearsed(
 
     warnings.simplefilter("ignore")
     setting = Setting(parse_config(shlex.split(arguments), program="rl.plan")[1])
-    planned = next(
-        each for each in all_ranks(setting) if (each.mesh, each.rank) == (role, rank)
-    )
+    planned = next(each for each in all_ranks(setting) if (each.mesh, each.rank) == (role, rank))
     if change is not None:
         change()
     result = rehearse(fake_device(setting), setting, role, rank)
-    items = [dataclasses.asdict(item) for item in planned.items]
-    return result | {"planned": {item["name"]: item["bytes"] for item in items if not item["on_host"]}}
+    items = {item.name: item.bytes for item in planned.items if not item.on_host}
+    return result | {"planned": items}

@@ -1,0 +1,87 @@
+"""Errors that only a GPU shows, put into Tiller's code."""
+
+import importlib
+import inspect
+import textwrap
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Replacement in the source of a function; called, it changes the function in this process."""
+
+    function: str
+    """Module and qualified name, with a colon between them."""
+    old: str
+    new: str
+    error: str
+    """Part of the error of the rehearsal; empty if the error is a wait of the host."""
+
+    def __call__(self) -> None:
+        name, _, path = self.function.partition(":")
+        module = importlib.import_module(name)
+        *owners, last = path.split(".")
+        owner = module
+        for each in owners:
+            owner = getattr(owner, each)
+        source = textwrap.dedent(inspect.getsource(getattr(owner, last)))
+        assert self.old in source, f"{self.function} has no {self.old!r} any more"
+        made: dict = {}
+        file = inspect.getsourcefile(module)
+        code = compile(source.replace(self.old, self.new, 1), file, "exec")
+        exec(code, vars(module), made)
+        setattr(owner, last, made[last])
+
+
+ENGINE = "rl.training.engine:"
+HEAD = "rl.training.logprobs:"
+METRICS = "rl.training.metrics:MetricTotals"
+
+MUTATIONS = {
+    "a micro-batch stays on the host": Mutation(
+        f"{ENGINE}TrainingEngine._micro_batches", ".to(self.device)", "", "device"
+    ),
+    "one column stays on the host": Mutation(
+        "rl.training.micro_batches:MicroBatch.to",
+        '("index", "columns")',
+        '("index", "columns", "loss_weights")',
+        "device",
+    ),
+    "a host tensor in a stack": Mutation(
+        f"{METRICS}.reduce", "torch.zeros((), device=self._device)", "torch.zeros(())", "device"
+    ),
+    "a host tensor in a collective": Mutation(
+        f"{ENGINE}TrainingEngine._over_batch",
+        "device=self.device",
+        'device="cpu"',
+        "NCCL refuses tensors of the host",
+    ),
+    "a product of two dtypes": Mutation(
+        f"{HEAD}_scaled_logits", "hidden @", "hidden.float() @", "a product takes one dtype"
+    ),
+    "a missing cast": Mutation(
+        f"{HEAD}_LinearLogProbs.backward",
+        ".to(hidden.dtype)",
+        "",
+        "a product takes one dtype",
+    ),
+    "a missing dimension": Mutation(f"{HEAD}_owned", ".unsqueeze(-1)", "", "dimension"),
+    "a missing transposition": Mutation(
+        f"{HEAD}_scaled_logits", "weight.T", "weight", "reduction dim"
+    ),
+    "a number read from the device": Mutation(
+        f"{HEAD}LogProbHead.forward", "group = None", "group = None; float(hidden.sum())", ""
+    ),
+    "a condition on a device tensor": Mutation(
+        f"{METRICS}._add_sum",
+        "pair = _weighted(values, weights)",
+        "pair = _weighted(values, weights) if weights.sum() > 0 else None",
+        "",
+    ),
+    "a mask that is an index": Mutation(
+        "rl.training.micro_batches:MicroBatch.per_token",
+        "[self.cells].masked_fill(self.first, 0.0)",
+        "[self.cells][self.first | ~self.first]",
+        "",
+    ),
+}

@@ -1,0 +1,33 @@
+"""The engine runs on a GPU under every kind of layout, with the memory that the plan computes."""
+
+import pytest
+
+from tests.plan.rehearsal.layouts import EXPERTS, LAYOUTS
+from tests.plan.rehearsal.waits import is_known, waits_of
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_runs_with_the_planned_memory_and_without_other_waits(name, rehearsals):
+    found = rehearsals.of(LAYOUTS[name])
+    assert found["error"] is None
+    check_memory(found)
+    assert [wait for wait in waits_of(found) if not is_known(wait)] == []
+
+
+def test_the_last_rank_runs_too(rehearsals):
+    found = rehearsals.of(EXPERTS, rank=15)
+    assert found["error"] is None
+    check_memory(found)
+
+
+def check_memory(found: dict) -> None:
+    """Raise AssertionError unless the memory of a rehearsal is that of the plan."""
+    planned = dict(found["planned"])
+    planned["parameters"] += planned.pop("adapters", 0)
+    planned["buffers"] = planned.pop("RoPE tables")
+    kept = found["kept"]
+    counters = kept["buffers"] - planned["buffers"]  # of the tokens of experts
+    assert 0 <= counters <= 4096
+    assert all(planned[name] == kept[name] for name in kept if name != "buffers")
+    total = sum(bytes for name, bytes in planned.items() if name != "CUDA context")
+    assert found["peak"] <= total

@@ -19,7 +19,7 @@ from rl.program import exit_code
 if TYPE_CHECKING:
     from rl.config import RLConfig
     from rl.trainers.compare import Compared, Example
-    from rl.trainers.replay import Replay
+    from rl.trainers.replay_rollouts import RolloutReplay
 
 PROGRAM = "python -m rl.compare"
 DESCRIPTION = """\
@@ -61,7 +61,7 @@ def _compare(arguments: Sequence[str] | None) -> int:
     from rl.observe.rollouts import RolloutFolder, read_rollouts
     from rl.saved_run import require_one_host, require_run
     from rl.trainers.compare import examples_of
-    from rl.trainers.replay import Replay
+    from rl.trainers.replay_rollouts import RolloutReplay
 
     path = require_run(own.run)
     _, config = parse_config(["--config", str(path), *overrides], program=PROGRAM)
@@ -74,7 +74,7 @@ def _compare(arguments: Sequence[str] | None) -> int:
             f"{CP} is {degree}, and its ranks have parts of a sequence; compare with "
             f"--trainer.parallelism.{CP} 1",
         )
-    replay = Replay(config, own.run.resolve(), last=own.step)
+    replay = RolloutReplay(config, own.run.resolve(), last=own.step)
     require(
         config.record.rollouts == "all" or replay.first == own.step - 1,
         f"record.rollouts is {config.record.rollouts!r}, so that only steps right after a "
@@ -131,7 +131,7 @@ def _chosen(examples: list["Example"], own: Namespace) -> "Example":
 
 
 def _compared(
-    replay: "Replay", config: "RLConfig", example: "Example", step: int, layout: str | None
+    replay: "RolloutReplay", config: "RLConfig", example: "Example", step: int, layout: str | None
 ) -> "Compared":
     """Run the sessions of the comparison."""
     from rl.disk import TemporaryFolder

@@ -2,12 +2,13 @@
 
 import contextlib
 import difflib
+import errno
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
-from typing import Literal, NoReturn
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Literal, NoReturn
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
@@ -92,15 +93,46 @@ class RunError(RuntimeError):
     exit_code = EXIT_FAILED
 
 
+class UserCodeFailed(RunError):
+    """Exception of the user's code. The message names the code and the line."""
+
+
+class GradientNotFinite(RunError):
+    """Gradient that was not finite in more optimizer steps in a row than the config allows."""
+
+
+class NothingLearned(RunError):
+    """End of a run in which no step changed the weights."""
+
+
+class StorageFull(RunError):
+    """Lack of disk space for a file of the run."""
+
+
+class AlarmRaised(RunError):
+    """Alarm of the watchdog for ``condition``, whose action is ``fail``."""
+
+    def __init__(self, message: str, condition: str):
+        super().__init__(message)
+        self.condition = condition
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether ``error`` is a lack of disk space, or of a quota of it."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 @contextlib.contextmanager
 def naming(code: str) -> Iterator[None]:
-    """Turn any exception inside the block into a RunError, which names ``code`` and the line."""
+    """Turn any exception inside the block into UserCodeFailed, which names ``code`` and the
+    line.
+    """
     try:
         yield
     except RunError:
         raise
     except BaseException as error:  # SystemExit too
-        raise RunError(f"{code} raised {said_by(error)}\n{trace_of(error)}") from error
+        raise UserCodeFailed(f"{code} raised {said_by(error)}\n{trace_of(error)}") from error
 
 
 class Interrupted(RunError):
@@ -165,6 +197,8 @@ class GroupLost(RunError):
         """Short text by which losses are counted, such as "reward raised"."""
         self.kind = kind
         """Name of the exception's type, which distinguishes losses with the same reason."""
+        self.rollouts: Sequence[Any] = ()
+        """Rollouts without rewards, if the prompt's completions were sampled but not scored."""
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return GroupLost, (self.reason, str(self), self.kind)  # pickled in a process that scores

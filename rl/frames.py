@@ -26,13 +26,25 @@ def place_of(error: BaseException) -> str:
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
-    frames = re.findall(
-        r'File "(.+)", line (\d+), in (.+)', "".join(traceback.format_exception(error))
-    )
-    users = [frame for frame in frames if not frame[0].startswith(_FOREIGN)]
-    for file, line, function in (users or frames)[-1:]:
+    frames = _frames(error)
+    for file, line, function in (_users(frames) or frames)[-1:]:
         return f"{file}, line {line}, in {function}"
     return "an unknown place"
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether a frame of the user's own code is among those of ``error``."""
+    return bool(_users(_frames(error)))
+
+
+def _frames(error: BaseException) -> list[tuple[str, str, str]]:
+    """Return file, line and function of each frame, the innermost last."""
+    text = "".join(traceback.format_exception(error))
+    return re.findall(r'File "(.+)", line (\d+), in (.+)', text)
+
+
+def _users(frames: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    return [frame for frame in frames if not frame[0].startswith(_FOREIGN)]
 
 
 def users_error(what: str, error: BaseException) -> ConfigError:

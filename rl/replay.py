@@ -1,24 +1,25 @@
 """The program: recorded steps of a run, trained again.
 
-Exit codes: 0 equal or compared, 1 different or failed, 2 the arguments cannot work, 128 + n ended
-by signal n.
+Exit codes: 0 equal, compared, or not failed again; 1 different or failed; 2 the arguments cannot
+work; 128 + n ended by signal n.
 """
 
 import json
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.degrees import degrees_of
-from rl.errors import ConfigError, counted, end_program, nearest, require
+from rl.errors import ConfigError, Interrupted, counted, end_program, nearest, require
 from rl.program import exit_code
 
 if TYPE_CHECKING:
-    from rl.config import RLConfig
+    from rl.config import RLConfig, RunConfig
     from rl.session.session import Session
+    from rl.trainers.failed import MadeAgain
     from rl.trainers.replay import Replay, Replayed
 
 PROGRAM = "python -m rl.replay"
@@ -35,14 +36,21 @@ With another choice, the same rollouts are trained on in another way, and the
 metrics of each step are shown beside the recorded ones:
 
   python -m rl.replay runs/first --step 120 --under fsdp2-tp2
-  python -m rl.replay runs/first --step 120 --loss dapo --lr 1e-5"""
+  python -m rl.replay runs/first --step 120 --loss dapo --lr 1e-5
+
+After a failure, --failed makes the failing call again, with nothing else: the
+step that failed, or the reward of the group that was lost. It compares the
+error with that in RUN/failure.json. With another choice it tries a mend:
+
+  python -m rl.replay runs/first --failed
+  python -m rl.replay runs/first --failed --lr 1e-7"""
 EPILOG = """\
 The run folder is only read. Any field of the run's config can be given after
 these arguments, with the names that python -m rl.train takes; each is another
 choice.
 
-exit codes: 0 equal, or compared with another choice, 1 different or failed,
-2 the arguments cannot work, 130 Ctrl-C"""
+exit codes: 0 equal, or compared with another choice, or not failed again;
+1 different or failed; 2 the arguments cannot work; 130 Ctrl-C"""
 SHOWN = (
     "loss/mean",
     "trainer/grad_norm",
@@ -61,13 +69,20 @@ OF_THE_MACHINE = ("timing/", "memory/", "critic/memory/", "mfu", "trainer/tflop"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Replay recorded steps; returns the exit code."""
+    """Replay recorded steps, or a failing call; returns the exit code."""
     return exit_code(lambda: _replay(arguments))
 
 
 def _replay(arguments: Sequence[str] | None) -> int:
     own, overrides = _parser().parse_known_args(arguments)
-    require(own.step >= 1, f"--step is {own.step}; it must be at least 1")
+    require(
+        own.failed or own.step is not None, "name the last step, --step K, or a failure: --failed"
+    )
+    require(
+        not own.failed or own.step is None,
+        "--failed and --step are different questions; give one of them",
+    )
+    require(own.failed or own.step >= 1, f"--step is {own.step}; it must be at least 1")
     if own.under is not None:
         for field, degree in degrees_of(own.under, option="--under").items():
             overrides += [f"--trainer.parallelism.{field}", str(degree)]
@@ -76,37 +91,19 @@ def _replay(arguments: Sequence[str] | None) -> int:
 
     # these import torch, which --help does without
     from rl.cli import parse_config
-    from rl.config import RLConfig
-    from rl.disk import TemporaryFolder
-    from rl.saved_run import require_one_host, require_run, run_session
-    from rl.trainers.replay import Replay
+    from rl.saved_run import require_one_host, require_run
     from rl.validation import validate
 
     path = require_run(own.run)
     _, config = parse_config(["--config", str(path), *overrides], program=PROGRAM)
-    if not isinstance(config, RLConfig):
-        raise ConfigError(f"{own.run} is not an RL run; only the rollouts of RL runs are recorded")
     if own.loss is not None:
-        config.algorithm = _with_loss(config, own.loss)
+        config = _with_loss(config, own.loss)
         validate(config)
     require_one_host(config, 0)
     is_same = not overrides and own.loss is None
-    run = own.run.resolve()
-    replay = Replay(config, run, last=own.step)
-    if is_same:
-        replay.require_digests()
-    begins = f"checkpoint {replay.first}" if replay.first else "the start of the run"
-    print(f"replaying steps {replay.first + 1} to {own.step} of {own.run} from {begins}")
-    with TemporaryFolder("tiller-replay-") as folder:
-        replay.link(Path(folder))
-
-        async def work(session: "Session") -> dict[str, Any]:
-            return await _compare(replay, session, is_same=is_same)
-
-        found = run_session(replay.session_config, None, work, folder=Path(folder))
-    if own.json:
-        print(json.dumps({"run": str(own.run), "from": replay.first, **found}))
-    return 1 if found["difference"] else 0
+    if own.failed:
+        return _fail_again(own, config, is_same=is_same)
+    return _train_again(own, config, is_same=is_same)
 
 
 def _parser() -> ArgumentParser:
@@ -118,8 +115,9 @@ def _parser() -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument("--step", metavar="K", type=int, help="last step to train again, from 1")
     parser.add_argument(
-        "--step", metavar="K", type=int, required=True, help="last step to train again, from 1"
+        "--failed", action="store_true", help="make the call again that ended the run"
     )
     parser.add_argument(
         "--under",
@@ -134,11 +132,14 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _with_loss(config: "RLConfig", name: str) -> Any:
-    """Return the run's algorithm with the loss of this name, with the run's coefficients."""
+def _with_loss(config: "RunConfig", name: str) -> "RLConfig":
+    """Return the run's config with the loss of this name, with the run's coefficients."""
     from rl.algorithms import losses
     from rl.algorithms.policy_gradient import PolicyGradient
+    from rl.config import RLConfig
 
+    if not isinstance(config, RLConfig):
+        raise ConfigError(f"--loss {name}: this is no RL run; give the fields of its loss instead")
     algorithm = config.algorithm
     if not isinstance(algorithm, PolicyGradient.Config):
         kind = type(algorithm).__qualname__.removesuffix(".Config")
@@ -156,11 +157,47 @@ def _with_loss(config: "RLConfig", name: str) -> Any:
     )
     before = algorithm.loss
     loss = known[name](entropy_coef=before.entropy_coef, kl_coef=before.kl_coef)
-    return replace(algorithm, loss=loss)
+    return replace(config, algorithm=replace(algorithm, loss=loss))
 
 
-async def _compare(replay: "Replay", session: "Session", *, is_same: bool) -> dict[str, Any]:
-    """Train the steps again; return what differs from the record.
+def _replay_of(config: "RunConfig", run: Path, **options: Any) -> "Replay[Any]":
+    """Return the replay of the run's kind; ``options`` are those of its constructor."""
+    from rl.config import RLConfig
+    from rl.trainers.replay_rollouts import RolloutReplay
+
+    if isinstance(config, RLConfig):
+        return RolloutReplay(config, run.resolve(), **options)
+    raise ConfigError(f"{run} is not an RL run; only the rollouts of RL runs are recorded")
+
+
+def _train_again(own: Namespace, config: "RunConfig", *, is_same: bool) -> int:
+    """Train the steps up to ``--step`` again; return the exit code."""
+    from rl.disk import TemporaryFolder
+    from rl.saved_run import run_session
+
+    replay = _replay_of(config, own.run, last=own.step)
+    if is_same:
+        replay.require_digests()
+    print(f"replaying steps {replay.first + 1} to {own.step} of {own.run} from {replay.begins}")
+    with TemporaryFolder("tiller-replay-") as folder:
+        replay.link(Path(folder))
+
+        async def work(session: "Session") -> dict[str, Any]:
+            return await _compare(replay, session, is_same=is_same)
+
+        found = run_session(replay.session_config, None, work, folder=Path(folder))
+    if found["difference"]:
+        print(f"different from {found['difference']}")
+    elif is_same:
+        steps = counted(len(found["steps"]), "step")
+        print(f"every gradient and weight of {steps} is equal, bit for bit")
+    if own.json:
+        print(json.dumps({"run": str(own.run), "from": replay.first, **found}))
+    return 1 if found["difference"] else 0
+
+
+async def _compare(replay: "Replay[Any]", session: "Session", *, is_same: bool) -> dict[str, Any]:
+    """Train the recorded steps again; return what differs from the record.
 
     If ``is_same``, with the run's own config, stop at the first difference.
     """
@@ -177,11 +214,62 @@ async def _compare(replay: "Replay", session: "Session", *, is_same: bool) -> di
                 break
             else:
                 print(f"step {replayed.step}: gradient and weights are equal", flush=True)
-    if difference:
-        print(f"different from {difference}")
-    elif is_same:
-        print(f"every gradient and weight of {counted(len(steps), 'step')} is equal, bit for bit")
     return {"equal": is_same and not difference, "difference": difference, "steps": steps}
+
+
+def _fail_again(own: Namespace, config: "RunConfig", *, is_same: bool) -> int:
+    """Make the failing call again; return the exit code."""
+    from rl.config import RLConfig
+    from rl.trainers.failed import read_failure, score_again
+
+    failure = read_failure(own.run)
+    if failure["again"] == "reward":
+        assert isinstance(config, RLConfig), "other runs have no rewards"
+        found = score_again(config, own.run.resolve(), failure)
+    else:
+        replay = _replay_of(config, own.run, last=failure["step"] + 1, failed=True)
+        steps = counted(len(replay.recorded), "step")
+        print(f"replaying {steps} of {own.run} from {replay.begins}, then step {replay.last + 1}")
+        found = _take_again(replay, failure, is_same=is_same)
+    print(found.report)
+    if own.json:
+        print(json.dumps({"run": str(own.run), **found.to_dict()}))
+    return 1 if found.error else 0
+
+
+def _take_again(replay: "Replay[Any]", failure: dict[str, Any], *, is_same: bool) -> "MadeAgain":
+    """Train the recorded steps again, then take the step that failed."""
+    from rl.disk import TemporaryFolder
+    from rl.saved_run import run_session
+    from rl.trainers.endings import facts_of
+    from rl.trainers.failed import MadeAgain
+
+    call = f"step {replay.last + 1}"
+    is_recorded = True
+    show = _equal_or_not if is_same else _side_by_side
+
+    async def work(session: "Session") -> None:
+        nonlocal is_recorded
+        await replay.load(session)
+        async for replayed in replay.steps(session):
+            print(show(replayed), flush=True)
+        is_recorded = False
+        await replay.fail_again(session)
+
+    with TemporaryFolder("tiller-replay-") as folder:
+        replay.link(Path(folder))
+        try:
+            run_session(replay.session_config, None, work, folder=Path(folder))
+        except Exception as error:  # any kind of error may be the recorded one
+            if is_recorded or isinstance(error, Interrupted):
+                raise
+            return MadeAgain(call=call, recorded=failure, error=facts_of(error))
+    return MadeAgain(call=call, recorded=failure)
+
+
+def _equal_or_not(replayed: "Replayed") -> str:
+    difference = f"different from {replayed.difference}" if replayed.difference else ""
+    return f"step {replayed.step}: {difference or 'gradient and weights are equal'}"
 
 
 def _row(replayed: "Replayed") -> dict[str, Any]:
@@ -207,8 +295,9 @@ def _side_by_side(replayed: "Replayed") -> str:
         before, after = metrics[name]
         values = (before, after, after - before)
         lines.append(f"  {name:<23}" + "".join(f"{value:>14.6g}" for value in values))
-    change = replayed.logprob_change
-    lines.append(f"  {'log-prob of a token, nats':<51}{change:>14.6g}")
+    if replayed.chunks:
+        change = replayed.logprob_change
+        lines.append(f"  {'log-prob of a token, nats':<51}{change:>14.6g}")
     lines.append(f"  bits: {replayed.difference or 'all are equal'}")
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.disk import sync_file, sync_folder, write_whole
-from rl.errors import ConfigError, RunError, require
+from rl.errors import ConfigError, RunError, StorageFull, is_full, require
 from rl.observe.events import Event
 from rl.observe.rollouts import Chunk, RolloutFolder, make_room
 
@@ -62,7 +62,8 @@ class RunRecord:
     ``config.json``        the frozen config
     ``events.jsonl``       what happened, one event a line (Events); only this file is never cut
     ``metrics.jsonl``      one object per step
-    ``rollouts/``          one Parquet file per step: its rollouts, with all tokens
+    ``rollouts/``          one Parquet file per step: its rollouts, with all tokens; and
+                           ``failed.parquet``: those with which a call failed
     ``tokenizer/``         the tokenizer, of a run with rollouts
     ``digests.jsonl``      one object per step: digests of gradient and weights
     ``ledger.jsonl``       one object per step: prompt_ids that it trained on, prompt_ids that
@@ -122,7 +123,15 @@ class RunRecord:
         self._write_json("summary.json", summary)
 
     def write_failure(self, failure: dict) -> None:
+        """Write ``failure.json`` once the rollouts of all steps are on disk."""
+        self._writer.submit(lambda: None).result()  # this thread has only one worker
         self._write_json("failure.json", failure)
+
+    def write_failed_rollouts(self, chunks: Sequence[Chunk], *, version: int) -> None:
+        """Write the rollouts with which a call failed to ``rollouts/failed.parquet``."""
+        with failing_loudly(self.rollouts.failed):
+            self.check()
+            self.rollouts.write_failed(chunks, version=version)
 
     def write_event(self, event: Event) -> None:
         """Append ``event``; write the row of metrics or of an evaluation to the file of its own."""
@@ -224,7 +233,8 @@ class RunRecord:
         """Remove all records after ``step``, as a run that resumes from its checkpoint has to.
 
         Truncates every ``.jsonl`` file after the last whole row of ``step`` or an earlier step, and
-        removes ``summary.json`` and ``failure.json`` of the previous attempt.
+        removes ``summary.json``, ``failure.json`` and ``rollouts/failed.parquet`` of the previous
+        attempt.
         """
         with failing_loudly(self.folder):
             self.check()
@@ -358,4 +368,5 @@ def failing_loudly(path: Path) -> Iterator[None]:
     except OSError as error:
         advice = _ADVICE.get(errno.errorcode.get(error.errno or 0, ""), "")
         advice += "choose another --output-dir"
-        raise RunError(f"{path}: cannot be written: {error.strerror}; {advice}") from error
+        kind = StorageFull if is_full(error) else RunError
+        raise kind(f"{path}: cannot be written: {error.strerror}; {advice}") from error

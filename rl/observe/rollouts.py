@@ -199,7 +199,9 @@ def _metrics(content: dict[str, Any]) -> dict[str, Entry]:
 
 
 class RolloutFolder:
-    """Files ``step-N.parquet`` of the rollouts of a run, or of its evaluations."""
+    """Files ``step-N.parquet`` of the rollouts of a run, or of its evaluations, and
+    ``failed.parquet`` of a failure.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -208,6 +210,16 @@ class RolloutFolder:
     def path(self, step: int) -> Path:
         """Return the file of ``step``, whether it exists or not."""
         return self.folder / f"step-{step}.parquet"
+
+    @property
+    def failed(self) -> Path:
+        """File of the rollouts with which a call failed."""
+        return self.folder / "failed.parquet"
+
+    def write_failed(self, chunks: Sequence[Chunk], *, version: int) -> None:
+        """Write the rollouts with which a call failed."""
+        self.folder.mkdir(exist_ok=True)
+        write_rollouts(self.failed, chunks, version=version)
 
     def steps(self) -> list[int]:
         """Return the steps that have a file, in order."""
@@ -236,8 +248,11 @@ class RolloutFolder:
         path.unlink()
 
     def drop_after(self, step: int) -> None:
-        """Delete the files of the steps after ``step``, and what a killed write left."""
+        """Delete the files of the steps after ``step``, of a failure, and what a killed write
+        left.
+        """
         self._bytes = None
+        self.failed.unlink(missing_ok=True)
         for path in _files(self.folder):
             if path.suffix == ".partial":
                 path.unlink()

@@ -8,6 +8,7 @@ from typing import Any
 
 from rl.errors import GroupLost, RunError
 from rl.observe.spans import Stopwatch
+from rl.rollout.scoring import unscored
 from rl.rollout.seeds import derive_seed
 from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
 
@@ -119,4 +120,5 @@ class Rollouter(Collector):
         try:
             return await self._score(prompt, completions)
         except GroupLost as lost:
+            lost.rollouts = unscored(prompt, completions)
             return self.count(lost)

@@ -51,6 +51,14 @@ def rollouts_of(
     ]
 
 
+def unscored(prompt: Prompt, completions: abc.Sequence[Completion]) -> list[Rollout]:
+    """Return the group's rollouts with the reward NaN and without text."""
+    return [
+        Rollout.single_turn(prompt, completion, sample=sample, text="", reward=math.nan, metrics={})
+        for sample, completion in enumerate(completions)
+    ]
+
+
 def _scored(task: Task, prompt: Prompt, sample: int, completion: Completion) -> tuple[str, Score]:
     reward = f"the reward of {type(task).__name__}"
     text = ""

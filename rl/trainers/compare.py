@@ -26,7 +26,7 @@ from rl.trainers.differences import (
     rotation_cause,
     temperature_of,
 )
-from rl.trainers.replay import Replay
+from rl.trainers.replay_rollouts import RolloutReplay
 from rl.types import Batch, GivenSequence, Rollout, Sequence
 
 WORST = 16
@@ -151,7 +151,7 @@ class Compared:
 
 
 async def with_generator(
-    replay: Replay, session: Session, example: Example, step: int, temperature: float
+    replay: RolloutReplay, session: Session, example: Example, step: int, temperature: float
 ) -> Compared:
     """Compare generator and trainer on the weights before ``step``, then the generator's cached
     prefixes after it.
@@ -172,7 +172,12 @@ async def with_generator(
 
 
 async def in_own_layout(
-    replay: Replay, session: Session, example: Example, step: int, temperature: float, copy: Path
+    replay: RolloutReplay,
+    session: Session,
+    example: Example,
+    step: int,
+    temperature: float,
+    copy: Path,
 ) -> Activations:
     """Return the activations of the trainer before ``step``; save its weights in ``copy``."""
     await replay.load(session)

@@ -16,6 +16,7 @@ from rl.errors import require
 from rl.roles import session_config
 from rl.session.config import SessionConfig
 from rl.session.session import Session
+from rl.trainers.attempt import Again
 from rl.trainers.start import reading
 from rl.trainers.trainer import Trainer
 
@@ -122,6 +123,9 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
             "epoch": seen / len(self.dataset_train),
             **self.session.restarts,
         }
+
+    def keep_step(self) -> Again:
+        return Again("step")  # its examples are those of the data set
 
     async def before_steps(self) -> None:
         if self.step > self.report.evaluated:  # the run was left during the evaluation

@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import threading
-import traceback
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,12 +13,16 @@ from rl.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     ActorFailure,
+    GroupLost,
     Interrupted,
     RunError,
     end_program,
     said_by,
+    trace_of,
 )
 from rl.frames import place_of
+from rl.trainers.advice import advice_after
+from rl.trainers.attempt import Again, lost_group
 from rl.trainers.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -100,28 +103,54 @@ class Interrupts:
 
 
 def fail(error: BaseException, run: RunFolder, trainer: "LifeCycle[Any] | None" = None) -> int:
-    """Show what failed, then write ``failure.json``; return the exit code."""
-    failure = _facts(error, trainer)
+    """Show what failed and what to do, and write ``failure.json``; return the exit code."""
     progress = run.progress
+    facts = facts_of(error)
+    detail = detail_of(error)
     when = f"after step {trainer.step}" if trainer else "outside the steps"
-    progress.error(f"failed {when}: {failure['detail']}\nat {failure['place']}")
+    progress.error(f"failed {when}: {detail}\nat {facts['place']}")
+    again = _kept(error, trainer)
+    cause, advice = advice_after(error, run, again)
+    facts |= {"cause": cause, "advice": advice, "again": again.call, "command": run.command}
+    facts |= trainer.whereabouts() if trainer else {}
+    lost = lost_group(error)
+    facts |= {"lost_group": facts_of(lost)} if lost is not None else {}
     try:
-        run.record.write_failure(failure | {"command": run.command})
-        run.events.emit("failed", text=failure["detail"])
+        run.record.write_failure(facts | {"detail": detail, "traceback": trace_of(error)})
+        run.events.emit("failed", text=detail)
         progress.error(f"details: {run.folder / 'failure.json'}")
     except RunError as unwritten:
         progress.error(f"no details: {unwritten}")
+    for sentence in advice[:-1]:
+        progress.error(f"- {sentence}")
     progress.error(run.how_to_resume())
     return error.exit_code if isinstance(error, RunError) else EXIT_FAILED
 
 
-def _facts(error: BaseException, trainer: "LifeCycle[Any] | None") -> dict[str, object]:
-    """Return the content of ``failure.json``."""
+def _kept(error: BaseException, trainer: "LifeCycle[Any] | None") -> Again:
+    """Keep what making the failing call again needs; return which call that is."""
+    if trainer is None:
+        return Again.never(error, 0)
+    try:
+        return trainer.keep_failed(error)
+    except Exception as unwritten:  # the failure itself is reported in any case
+        return Again(why_not=f"The failing call cannot be made again: {detail_of(unwritten)}")
+
+
+def facts_of(error: BaseException) -> dict[str, Any]:
+    """Return what failed where, for ``failure.json``: ``error``, ``type``, ``place``, and for the
+    failure of a process ``actor``, ``rank`` and ``call``.
+    """
     first = error if isinstance(error, ActorFailure) else error.__cause__
-    detail = str(error) if isinstance(error, RunError) else said_by(error)
-    facts: dict[str, object] = {"error": detail.splitlines()[0], "place": place_of(error)}
-    if isinstance(first, ActorFailure):
-        facts |= first.facts()
-    if trainer:
-        facts |= trainer.whereabouts()
-    return facts | {"detail": detail, "traceback": "".join(traceback.format_exception(error))}
+    raised = first.__cause__ if isinstance(first, ActorFailure) else None
+    facts: dict[str, Any] = {
+        "error": detail_of(error).splitlines()[0],
+        "type": (isinstance(error, GroupLost) and error.kind) or type(raised or error).__name__,
+        "place": place_of(error),
+    }
+    return facts | (first.facts() if isinstance(first, ActorFailure) else {})
+
+
+def detail_of(error: BaseException) -> str:
+    """Return the whole text of ``error``."""
+    return str(error) if isinstance(error, RunError) else said_by(error)

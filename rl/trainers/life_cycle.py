@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rl.config import RunConfig
-from rl.errors import ActorFailure, RunError
+from rl.errors import ActorFailure, NothingLearned, RunError
 from rl.observe.events import Events
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
@@ -18,6 +18,7 @@ from rl.session.config import SessionConfig
 from rl.session.session import Session
 from rl.step_folders import StepFolders
 from rl.tasks.base import Task
+from rl.trainers.attempt import Again, Attempt
 from rl.trainers.endings import Interrupts
 from rl.trainers.report import Report
 from rl.trainers.run_folder import RunFolder, claim_run
@@ -71,6 +72,7 @@ class LifeCycle(ABC, Generic[Arguments]):
         """Number of completed steps."""
         self.is_training = False
         self.leaving = False
+        self.attempt = Attempt()
         self.run = run
         self._make_session = make_session
         self._session: Session | None = None
@@ -154,6 +156,20 @@ class LifeCycle(ABC, Generic[Arguments]):
             facts["policy_version"] = self._session.version
             facts["generator_versions"] = self._session.generator_versions
         return facts
+
+    def keep_failed(self, error: BaseException) -> Again:
+        """Keep what making the failing call again needs; return which call that is, or why it
+        cannot be made.
+
+        Raises RunError if a file cannot be written.
+        """
+        if self._session is not None and self.attempt.ended_with(error, self._session):
+            return self.keep_step()
+        return Again.never(error, self.step)
+
+    def keep_step(self) -> Again:
+        """Keep what taking the failing step again needs: see ``keep_failed``."""
+        return Again(why_not=f"{type(self).__name__} has no steps that rl.replay can take again.")
 
     @property
     def is_in_step(self) -> bool:
@@ -247,6 +263,7 @@ class LifeCycle(ABC, Generic[Arguments]):
     async def go_back(self, step: int = -1) -> None:
         """Start the processes that do not run; load checkpoint ``step``, the newest for -1."""
         self.is_training = False  # nothing is lost by leaving at once
+        self.attempt = Attempt()
         session = self.session
         await session.start()
         state, ignored = await session.load(step)
@@ -284,7 +301,9 @@ class LifeCycle(ABC, Generic[Arguments]):
         assert self.run is not None, "open made the run"
         self.run.conclude(summary)
         if summary["steps_learned"] == 0:
-            raise RunError(f"none of {self.step} steps changed the weights: {NOTHING_LEARNED}")
+            raise NothingLearned(
+                f"none of {self.step} steps changed the weights: {NOTHING_LEARNED}"
+            )
         return summary
 
     async def _attempts(self, step: int) -> dict[str, Any] | None:

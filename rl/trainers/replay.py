@@ -1,23 +1,24 @@
-"""Recorded steps of a run, trained again from a checkpoint and their rollouts."""
+"""Recorded steps of a run, trained again from a checkpoint."""
 
-from collections.abc import AsyncGenerator
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from rl.config import RLConfig
+from rl.config import RunConfig
 from rl.errors import require
 from rl.observe.record import rows_of
-from rl.observe.rollouts import Chunk, RolloutFolder, read_rollouts
+from rl.observe.rollouts import Chunk
 from rl.roles import session_config
 from rl.session.config import SessionConfig
 from rl.session.models import StepDigests
 from rl.session.session import Session
 from rl.step_folders import StepFolders
-from rl.trainers.companions import Companions
-from rl.trainers.step import Step
+
+Config = TypeVar("Config", bound=RunConfig)
 
 Digests = dict[str, list[StepDigests]]
 """Digests of the optimizer steps of one step, by role."""
@@ -29,7 +30,8 @@ class Recorded:
 
     metrics: dict[str, Any]
     digests: Digests
-    chunks: list[Chunk]
+    chunks: Sequence[Chunk]
+    """Rollouts of the step; empty for a step on given examples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class Replayed:
     recorded: Recorded
     metrics: dict[str, Any]
     digests: Digests
-    chunks: list[Chunk]
+    chunks: Sequence[Chunk]
 
     @property
     def difference(self) -> str:
@@ -70,13 +72,13 @@ class Replayed:
 
     @property
     def logprob_change(self) -> float:
-        """Largest change of a token's log-prob under the trainer, nats."""
+        """Largest change of a token's log-prob under the trainer, nats; 0 without rollouts."""
         pairs = zip(self.recorded.chunks, self.chunks, strict=True)
         changes = (
             np.abs(again.columns["trainer_logprobs"] - before.columns["trainer_logprobs"])
             for before, again in pairs
         )
-        return max(float(each.max(initial=0.0)) for each in changes)
+        return max((float(each.max(initial=0.0)) for each in changes), default=0.0)
 
 
 def different(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -104,50 +106,81 @@ def _place(chunk: Chunk, index: int) -> str:
     raise IndexError(index)
 
 
-class Replay:
+class Replay(ABC, Generic[Config]):
     """Trains recorded steps of the run in ``run`` again, without generators. ::
 
-        replay = Replay(config, run, last=160)
+        replay = RolloutReplay(config, run, last=160)
         replay.link(folder)                       # the checkpoint, for the session's folder
         async with Session(replay.session_config, folder=folder) as session:
             await replay.load(session)
             async for replayed in replay.steps(session): ...
 
     ``config`` is the config of the run, or another one for the same data. The run folder is only
-    read.
+    read. A subclass knows what a step is trained on.
     """
 
-    def __init__(self, config: RLConfig, run: Path, *, last: int):
+    def __init__(self, config: Config, run: Path, *, last: int, failed: bool = False):
         """Find the newest checkpoint before step ``last``.
 
-        Raises ConfigError, which names the step, if a step after the checkpoint was not recorded.
+        If ``failed``, ``last`` is a step that failed, which ``fail_again`` takes. Raises
+        ConfigError, which names the step, if a step after the checkpoint was not recorded.
         """
-        self._config = config
-        self._run = run
-        self._last = last
+        self.config = config
+        self.run = run
+        self.failed = failed
+        self.last = last - 1 if failed else last
+        """Last step that is compared with its record."""
         self._folders = StepFolders(run / config.trainer.checkpoint.folder)
         complete = [step for step in self._folders.complete() if step < last]
         self.first = max(complete, default=0)
         """Step of the checkpoint that the replay begins from; 0 is the start of the run."""
-        self._rollouts = RolloutFolder(run / "rollouts")
-        recorded = self._rollouts.steps()
-        missing = [step for step in range(self.first + 1, last + 1) if step not in recorded]
-        begins = f"checkpoint {self.first}" if self.first else "the start of the run"
-        require(
-            not missing,
-            f"--step {last}: the rollouts of step {missing[0] if missing else ''} are not in "
-            f"{self._rollouts.folder}, and the replay begins at {begins}; record.rollouts must be "
-            "'all', and record.max_gib large enough to keep them",
-        )
+        recorded = self.recorded_steps()
+        missing = [step for step in self.recorded if step not in recorded]
+        asked = "--failed" if failed else f"--step {last}"
+        first = missing[0] if missing else 0
+        require(not missing, f"{asked}: {self.missing(first)}")
+
+    @property
+    def recorded(self) -> range:
+        """Steps that are trained again and compared with their record."""
+        return range(self.first + 1, self.last + 1)
+
+    @property
+    def begins(self) -> str:
+        """Text that names the checkpoint that the replay begins from."""
+        return f"checkpoint {self.first}" if self.first else "the start of the run"
+
+    @abstractmethod
+    def recorded_steps(self) -> Sequence[int]:
+        """Return the steps whose data can be read."""
+
+    @abstractmethod
+    def missing(self, step: int) -> str:
+        """Return text that says why ``step`` cannot be trained again, and what to set."""
+
+    @abstractmethod
+    def read(self, step: int) -> list[Chunk]:
+        """Return the rollouts that ``step`` was trained on; empty without rollouts."""
+
+    @abstractmethod
+    async def restore(self, session: Session, state: dict[str, Any]) -> None:
+        """Go back to ``state`` of the loaded checkpoint."""
+
+    @abstractmethod
+    async def take_step(
+        self, session: Session, number: int, recorded: list[Chunk]
+    ) -> tuple[dict[str, float], Sequence[Chunk]]:
+        """Train the step after ``number`` steps; return its metrics, and its rollouts with the
+        values of their tokens.
+        """
 
     @property
     def session_config(self) -> SessionConfig:
         """Session with the models of the run, without generators, that saves nothing."""
-        config = session_config(self._config)
-        assert config.trainer is not None, "an RLConfig has a trainer"
-        trainer = replace(
-            config.trainer, checkpoint=replace(config.trainer.checkpoint, load_only=True)
-        )
+        config = session_config(self.config)
+        assert config.trainer is not None, "a run has a trainer"
+        checkpoint = replace(config.trainer.checkpoint, load_only=True)
+        trainer = replace(config.trainer, checkpoint=checkpoint)
         return replace(config, trainer=trainer, generator=None, digests=True)
 
     def link(self, folder: Path) -> None:
@@ -155,30 +188,22 @@ class Replay:
         replay changes none of them.
         """
         for name in {self._folders.folder.name, "critic"}:
-            _link(self._run / name / f"step-{self.first}", folder / name / f"step-{self.first}")
-        for copy in self._run.glob("reference/policy-*"):
-            _link(copy, folder / "reference" / copy.name)
+            link_tree(self.run / name / f"step-{self.first}", folder / name / f"step-{self.first}")
 
     def require_digests(self) -> None:
         """Raise ConfigError, which names the step, unless all steps have recorded digests."""
-        recorded = self._rows("digests.jsonl")
-        missing = [n for n in range(self.first + 1, self._last + 1) if n not in recorded]
+        digests = self._rows("digests.jsonl")
+        missing = [step for step in self.recorded if step not in digests]
         require(
             not missing,
-            f"{self._run / 'digests.jsonl'} has no digests of step {missing[0] if missing else ''}"
+            f"{self.run / 'digests.jsonl'} has no digests of step {missing[0] if missing else ''}"
             "; they are recorded if record.digests is on",
         )
 
     async def load(self, session: Session) -> None:
         """Load the checkpoint in ``session``."""
-        config = self._config
         state, _ = await session.load(self.first)
-        self._algorithm = config.algorithm.build(run=config)
-        self._algorithm.restore(state.get("algorithm", {}))
-        folder = session.folder / "reference"
-        folders = StepFolders(session.folder / config.trainer.checkpoint.folder)
-        self._companions = Companions(config, session, folder, folders)
-        await self._companions.load(self.first, state.get("companions", {}))
+        await self.restore(session, state)
 
     async def difference_of_checkpoint(self, session: Session) -> str:
         """Return text that names the first parameter of the loaded checkpoint whose digest differs
@@ -191,35 +216,37 @@ class Replay:
         return f"checkpoint {self.first}, weights: {listed(names)}" if names else ""
 
     async def steps(self, session: Session) -> AsyncGenerator[Replayed]:
-        """Train the steps after the loaded checkpoint again, in order; yield each."""
+        """Train the recorded steps after the loaded checkpoint again, in order; yield each."""
         metrics = self._rows("metrics.jsonl")
         digests = self._rows("digests.jsonl")
-        for number in range(self.first, self._last):
-            recorded = read_rollouts(self._rollouts.path(number + 1))
-            step = Step(self._algorithm, session, number)
-            for chunk in recorded:
-                await step.train(chunk.rollouts)
-            found = await step.end()
-            await self._companions.refresh(number + 1)
+        for step in self.recorded:
+            recorded = self.read(step)
+            found, chunks = await self.take_step(session, step - 1, recorded)
             yield Replayed(
-                step=number + 1,
+                step=step,
                 recorded=Recorded(
-                    metrics=metrics.get(number + 1, {}),
-                    digests=digests.get(number + 1, {}),
-                    chunks=recorded,
+                    metrics=metrics.get(step, {}), digests=digests.get(step, {}), chunks=recorded
                 ),
                 metrics=found,
                 digests=session.take_digests(),
-                chunks=step.chunks,
+                chunks=chunks,
             )
+
+    async def fail_again(self, session: Session) -> None:
+        """Take the step that failed; raise what it raises."""
+        await self.take_step(session, self.last, self.read_failed())
+
+    def read_failed(self) -> list[Chunk]:
+        """Return the rollouts with which a step failed; empty without rollouts."""
+        return []
 
     def _rows(self, name: str) -> dict[int, dict[str, Any]]:
         """Return the rows of a file from the checkpoint on, by step, without the step."""
-        rows = (row for row, _ in rows_of(self._run / name))
-        return {row.pop("step"): row for row in rows if self.first <= row["step"] <= self._last}
+        rows = (row for row, _ in rows_of(self.run / name))
+        return {row.pop("step"): row for row in rows if self.first <= row["step"] <= self.last}
 
 
-def _link(source: Path, target: Path) -> None:
+def link_tree(source: Path, target: Path) -> None:
     """Make a tree of folders like ``source``, with links to its files."""
     for path in source.rglob("*"):
         if path.is_file():

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,11 +14,13 @@ from rl.config import RLConfig
 from rl.disk import replace_folder
 from rl.errors import RunError
 from rl.observe.record import failing_loudly
+from rl.observe.rollouts import Chunk
 from rl.roles import session_config
 from rl.rollout.metrics import rollout_metrics
 from rl.session.config import SessionConfig
 from rl.step_folders import ROLLOUTS
 from rl.tasks.base import Task
+from rl.trainers.attempt import Again, lost_group
 from rl.trainers.companions import Companions
 from rl.trainers.evaluation import Evaluation, held_out_prompts
 from rl.trainers.ledger import Group, Ledger
@@ -28,7 +30,7 @@ from rl.trainers.scheduler import RolloutScheduler, sampling_of
 from rl.trainers.start import build_task, check_algorithm
 from rl.trainers.step import Step
 from rl.trainers.trainer import Trainer
-from rl.types import Prompt
+from rl.types import Prompt, Rollout
 
 
 class RLTrainer(Trainer[RLConfig]):
@@ -173,16 +175,17 @@ class RLTrainer(Trainer[RLConfig]):
         """Take a step on ``chunk`` and the rest of the batch as it finishes; start the push."""
         groups = list[Group]()
         staleness = Counter[int]()
-        step = Step(self.algorithm, self.session, self.step)
+        self.tried = step = Step(self.algorithm, self.session, self.step)
         trained = self.session.version
-        while chunk:
-            staleness += self.staleness(chunk)
-            await step.train([*chain.from_iterable(chunk)])
-            groups += chunk
-            chunk = await self.take() if self.ledger.lacks else []
-        metrics = await step.end()
-        with self.watch.span("train"):
-            await self.companions.refresh(self.step + 1)
+        with self.attempt.step():
+            while chunk:
+                staleness += self.staleness(chunk)
+                await step.train([*chain.from_iterable(chunk)])
+                groups += chunk
+                chunk = await self.take() if self.ledger.lacks else []
+            metrics = await step.end()
+            with self.watch.span("train"):
+                await self.companions.refresh(self.step + 1)
         self.step += 1
         self.session.start_push()
         ledger = self.ledger.stepped(self.session.version)
@@ -232,6 +235,29 @@ class RLTrainer(Trainer[RLConfig]):
         config = self.arguments.record
         if chunks and config.rollouts != "none":
             await self.record.write_evaluated(step, chunks, max_bytes=config.max_bytes)
+
+    def keep_failed(self, error: BaseException) -> Again:
+        """Keep the group whose reward failed, or the rollouts of the failing step."""
+        lost = lost_group(error)
+        if lost is not None and lost.rollouts:
+            return self.keep_rollouts("reward", [lost.rollouts])
+        return super().keep_failed(error)
+
+    def keep_step(self) -> Again:
+        return self.keep_rollouts("step", self.tried.begun)
+
+    def keep_rollouts(
+        self, call: Literal["step", "reward"], chunks: Sequence[Sequence[Rollout]]
+    ) -> Again:
+        """Write the rollouts with which ``call`` failed, unless the config records none."""
+        if self.arguments.record.rollouts == "none":
+            return Again(
+                why_not="The rollouts of the failing call are not kept, since record.rollouts is "
+                "'none'; a resumed run with --record.rollouts all keeps them if it fails again."
+            )
+        bare = [Chunk(rollouts=rollouts, columns={}) for rollouts in chunks]
+        self.record.write_failed_rollouts(bare, version=self.session.version)
+        return Again(call)
 
     async def take(self) -> list[Group]:
         """Return the next chunk of the batch once it has finished; [] if the run is left before."""

@@ -16,6 +16,7 @@ from rl.observe.owner import claim
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
+from rl.platform import oom_kills
 from rl.step_folders import StepFolders
 
 UNCHANGED = ("resume:", "quiet:", "output_dir:")
@@ -34,6 +35,7 @@ class RunFolder:
         command: str = "",
         release: Callable[[], None] = lambda: None,
     ):
+        self.config = config
         self.record = record
         self.progress = progress
         self.events = Events(record.write_event, progress.show)
@@ -44,6 +46,7 @@ class RunFolder:
         given = "" if config.output_dir else f" --output-dir {record.folder}"
         self.command = f"{command}{given}{'' if config.resume else ' --resume'}"
         self._release = release
+        self._oom_kills = oom_kills()
 
     @property
     def folder(self) -> Path:
@@ -54,6 +57,12 @@ class RunFolder:
     def saved(self) -> int:
         """Step of the newest complete checkpoint; 0 without a checkpoint."""
         return max(self.checkpoints.complete(), default=0)
+
+    def oom_kills(self) -> int:
+        """Return the number of processes that the kernel of this host ended during the run for
+        lack of memory.
+        """
+        return oom_kills() - self._oom_kills
 
     def how_to_resume(self) -> str:
         """Return the command that resumes the run, and from which step."""

@@ -28,6 +28,8 @@ class Step:
     """
 
     def __init__(self, algorithm: Algorithm, session: Session, number: int):
+        self.begun: list[Sequence[Rollout]] = []
+        """Rollouts of each chunk, that of a call that failed included."""
         self.chunks: list[Chunk] = []
         """Rollouts that were trained on, with the values of their tokens."""
         self.updates: list[Metrics] = []
@@ -40,6 +42,7 @@ class Step:
         """Add the gradient of ``rollouts``; take all optimizer steps on them except for the
         last.
         """
+        self.begun.append(rollouts)
         algorithm = self._algorithm
         with self._session.watch.span("train"):
             batch = await algorithm.prepare(self._session, rollouts)

@@ -6,7 +6,7 @@ from math import isfinite, nan
 from typing import Any
 
 from rl.config import WatchdogConfig
-from rl.errors import RunError
+from rl.errors import AlarmRaised
 
 Row = Mapping[str, float]
 
@@ -93,7 +93,7 @@ class Watchdog:
         row |= watchdog.metrics
 
     An alarm is returned once until its condition has ceased, and counted in every step. Both calls
-    raise RunError, after counting, if the action of the condition is ``fail``.
+    raise AlarmRaised, after counting, if the action of the condition is ``fail``.
     """
 
     def __init__(self, config: WatchdogConfig):
@@ -159,7 +159,7 @@ class Watchdog:
         return watchdog
 
     def _alarms(self, findings: dict[str, str]) -> list[Alarm]:
-        """Count ``findings`` and return the new alarms. Raises RunError for the action ``fail``."""
+        """Count ``findings``; return the new alarms. Raises AlarmRaised for the action ``fail``."""
         for name in findings:
             self._counts[name] += 1
         new = [name for name in findings if name not in self._present]
@@ -169,5 +169,6 @@ class Watchdog:
         }
         for name, text in texts.items():
             if getattr(self._config, name) == "fail":
-                raise RunError(f"{text}; set watchdog.{name} to 'warn' to go on all the same")
+                advice = f"set watchdog.{name} to 'warn' to go on all the same"
+                raise AlarmRaised(f"{text}; {advice}", name)
         return [Alarm(name, texts[name]) for name in new if getattr(self._config, name) == "warn"]

@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl.compat.torch_checkpoint import first_rank_broadcasts, ranks_gather
-from rl.errors import RunError
+from rl.errors import RunError, StorageFull, is_full
 
 T = TypeVar("T")
 
@@ -41,6 +41,7 @@ def failures_as_run_error(what: str, *, advice: str = "") -> Iterator[None]:
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, RunError):
             raise cause from error
-        raise RunError(
+        kind = StorageFull if is_full(cause) else RunError
+        raise kind(
             f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}{advice}"
         ) from error

@@ -6,7 +6,7 @@ from tests.docs.pages import ROOT
 
 SHELL = ("cd", "git", "kill", "source", "squeue", "ssh", "tail")
 """Commands that are not Tiller's."""
-SWITCHES = {"--dry-run", "--json", "--rehearse", "--wait"}
+SWITCHES = {"--dry-run", "--failed", "--json", "--rehearse", "--wait"}
 OPTIONS = {
     "rl.doctor": {"--json"},
     "rl.evaluate": {"--json", "--prompts", "--samples", "--step"},
@@ -15,7 +15,7 @@ OPTIONS = {
     "rl.plan": {"--diff", "--json", "--rank", "--rehearse"},
     "rl.play": {"--prompt", "--run", "--step"},
     "rl.compare": {"--json", "--rollout", "--step", "--under"},
-    "rl.replay": {"--json", "--loss", "--lr", "--step", "--under"},
+    "rl.replay": {"--failed", "--json", "--loss", "--lr", "--step", "--under"},
     "rl.serve": {"--host", "--model-name", "--port", "--run", "--step"},
     "rl.train": set(),
     "rl.view": {"--export", "--host", "--port"},

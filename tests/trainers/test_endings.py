@@ -66,6 +66,11 @@ def test_a_failure_prints_type_place_details_and_the_resume_command(record, ende
             "failed outside the steps: ValueError: out of prompts",
             "at /home/me/my_task.py, line 1, in prompt",
             f"details: {record.folder / 'failure.json'}",
+            "- Correct your code at /home/me/my_task.py, line 1, in prompt.",
+            "- The failing call is not one of a step, so it cannot be made again alone; a resumed "
+            "run makes it again.",
+            f"- See what is wrong with the host and the run folder: python -m rl.doctor "
+            f"{record.folder}",
             f"nothing is saved; start again with: {command}",
         ],
     )

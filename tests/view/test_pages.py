@@ -19,6 +19,7 @@ FAILURE = {
     "actor": "trainer",
     "rank": 1,
     "command": "python -m rl.train --resume",
+    "advice": [f"Lower {HOSTILE}", "Start again with: python -m rl.train --resume"],
     "detail": "all of it",
     "traceback": HOSTILE,
 }
@@ -201,7 +202,8 @@ def test_a_failure_shows_its_cause_as_text(page):
     assert text(page, "#status") == "failed"
     assert "<script>document.title='owned'</script>" in text(page, "#cause")
     assert "␀␛[31m⟨202e⟩" in text(page, "#cause")
-    assert "python -m rl.train --resume" in text(page)
+    assert count(page, "#advice li") == 2
+    assert "python -m rl.train --resume" in text(page, "#advice")
     assert "trainer-0.log" in text(page)
     page.turn("#/failure?run=0")
     assert "no failure is recorded" in text(page)

@@ -54,8 +54,12 @@ async function failure(view) {
   if (cause) {
     found.push(el("h2", { class: "bad" }, "First cause"),
       el("div", { class: "panel" }, el("pre", { id: "cause" }, visible(String(cause.error ?? "")))),
-      fields(cause, ["error", "detail", "traceback", "command"]));
-    if (cause.command) {
+      fields(cause, ["error", "detail", "traceback", "command", "advice"]));
+    const advice = Array.isArray(cause.advice) ? cause.advice.map(String) : [];
+    if (advice.length) {
+      found.push(el("h2", {}, "What to do"), el("div", { class: "panel" },
+        el("ol", { id: "advice" }, ...advice.map((each) => el("li", {}, visible(each))))));
+    } else if (cause.command) {
       found.push(el("h2", {}, "What to do"), note("Mend the cause, then go on with:"),
         el("div", { class: "panel" }, el("pre", {}, visible(String(cause.command)))));
     }

@@ -1,0 +1,260 @@
+"""Causes of failures that are known by the types of exceptions, and what to do after each."""
+
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import OutOfMemoryError
+
+from rl.config import RLConfig
+from rl.errors import (
+    ActorFailure,
+    AlarmRaised,
+    GradientNotFinite,
+    GroupLost,
+    NodeLost,
+    NothingLearned,
+    StorageFull,
+    UserCodeFailed,
+    is_full,
+)
+from rl.frames import is_users, place_of
+from rl.trainers.attempt import Again
+from rl.trainers.run_folder import RunFolder
+
+Cause = Literal[
+    "alarm",
+    "deadline",
+    "device memory",
+    "full disk",
+    "gradient",
+    "host memory",
+    "lost node",
+    "lost process",
+    "nothing learned",
+    "task",
+    "your code",
+    "unknown",
+]
+
+BY_TYPE: dict[type[BaseException], Cause] = {
+    OutOfMemoryError: "device memory",
+    MemoryError: "host memory",
+    GradientNotFinite: "gradient",
+    StorageFull: "full disk",
+    NodeLost: "lost node",
+    GroupLost: "task",
+    AlarmRaised: "alarm",
+    NothingLearned: "nothing learned",
+    UserCodeFailed: "your code",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Exception that ended a run, and what its type says."""
+
+    error: BaseException
+    known: BaseException
+    """Exception of the chain of causes that the cause was found by."""
+    process: ActorFailure | None
+    """Failure of a process in the chain of causes, if there is one."""
+    run: RunFolder
+
+    @property
+    def folder(self) -> str:
+        """Run folder, for a command."""
+        return shlex.quote(str(self.run.folder))
+
+    @property
+    def of_generator(self) -> bool:
+        """Whether a generator failed."""
+        return self.process is not None and self.process.actor.startswith("generator-")
+
+
+def advice_after(error: BaseException, run: RunFolder, again: Again) -> tuple[Cause, list[str]]:
+    """Return the cause of ``error``, and sentences that say what to do; the last one has the
+    command that resumes the run.
+    """
+    cause, failed = _look(error, run)
+    folder = failed.folder
+    repeat = f"Find out whether the call fails again, alone: python -m rl.replay {folder} --failed"
+    doctor = f"See what is wrong with the host and the run folder: python -m rl.doctor {folder}"
+    resume = run.how_to_resume()
+    own = ADVICE[cause](failed)
+    return cause, [
+        *own,
+        repeat if again.call else again.why_not.replace("RUN", folder),
+        doctor,
+        f"{resume[0].upper()}{resume[1:]}",
+    ]
+
+
+def _look(error: BaseException, run: RunFolder) -> tuple[Cause, Failed]:
+    """Return the cause of ``error``, with the first exception that names one."""
+    links = [*_chain(error)]
+    process = next((each for each in links if isinstance(each, ActorFailure)), None)
+
+    def failed(known: BaseException) -> Failed:
+        return Failed(error=error, known=known, process=process, run=run)
+
+    for link in links:
+        for kind, cause in BY_TYPE.items():
+            if isinstance(link, kind):
+                return cause, failed(link)
+        if is_full(link):
+            return "full disk", failed(link)
+        if isinstance(link, ActorFailure) and link.kind != "raised":
+            killed = run.oom_kills() > 0
+            died: Cause = "host memory" if killed else "lost process"
+            return ("deadline" if link.kind == "silent" else died), failed(link)
+    return ("your code" if is_users(error) else "unknown"), failed(error)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _device_memory(failed: Failed) -> list[str]:
+    if failed.of_generator:
+        config = failed.run.config
+        share = config.generator.gpu_memory_utilization if isinstance(config, RLConfig) else 0
+        own = (
+            f"Lower generator.gpu_memory_utilization (now {share:g}), or "
+            "generator.max_running_requests."
+        )
+    else:
+        trainer = failed.run.config.trainer
+        size = (
+            f"trainer.micro_batch_size (now {trainer.micro_batch_size})"
+            if trainer.micro_batch_tokens is None
+            else f"trainer.micro_batch_tokens (now {trainer.micro_batch_tokens})"
+        )
+        own = (
+            f"Lower {size} or trainer.logits_mib (now {trainer.logits_mib}), or give "
+            "trainer.activation-checkpoint:full; they change results by rounding at most."
+        )
+    return [own, _plan(failed)]
+
+
+def _host_memory(failed: Failed) -> list[str]:
+    killed = failed.run.oom_kills()
+    ended = f" The kernel ended processes of this host for it during the run: {killed}."
+    return [
+        "The memory of the host was used up; give the run a host with more, or lower what it "
+        f"holds.{ended if killed else ''}",
+        _plan(failed),
+    ]
+
+
+def _plan(failed: Failed) -> str:
+    config = shlex.quote(str(failed.run.folder / "config.json"))
+    return f"See what each rank holds in memory: python -m rl.plan --config {config}"
+
+
+def _gradient(failed: Failed) -> list[str]:
+    lr = "trainer.optimizer.param_groups.0.optimizer_kwargs.lr"
+    rates = [
+        group.optimizer_kwargs.get("lr")
+        for group in failed.run.config.trainer.optimizer.param_groups
+    ]
+    return [
+        f"Lower the learning rate {lr} (now {rates[0] if rates else 'unset'}), or mend the loss "
+        "if the first step already failed.",
+        "Try another rate on the same batches: "
+        f"python -m rl.replay {failed.folder} --failed --lr 1e-7",
+    ]
+
+
+def _deadline(failed: Failed) -> list[str]:
+    process = failed.process
+    assert process is not None, "a deadline is one of a process"
+    deadlines = failed.run.config.deadlines
+    names = {"start": ["start"], "heartbeat": ["heartbeat", "start"]}.get(process.call, ["call"])
+    now = " or ".join(f"deadlines.{name} (now {getattr(deadlines, name):g} s)" for name in names)
+    return [
+        f"Read the log of {process.actor}, rank {process.rank}, in {failed.folder}/logs: if it was "
+        f"at work, raise {now}; if it waited, another rank hangs."
+    ]
+
+
+def _full_disk(failed: Failed) -> list[str]:
+    config = failed.run.config
+    kept = f"trainer.checkpoint.keep_latest_k (now {config.trainer.checkpoint.keep_latest_k})"
+    rollouts = (
+        f" and record.max_gib (now {config.record.max_gib:g})"
+        if isinstance(config, RLConfig)
+        else ""
+    )
+    return [f"Make room on the disk: df -h {failed.folder}. Lower {kept}{rollouts} to write less."]
+
+
+def _lost_node(failed: Failed) -> list[str]:
+    return ["Start the run on other nodes; a launcher does so by itself."]
+
+
+def _lost_process(failed: Failed) -> list[str]:
+    process = failed.process
+    assert process is not None, "a process was lost"
+    restarts = failed.run.config.max_restarts
+    return [
+        f"Read the log of {process.actor}, rank {process.rank}, in {failed.folder}/logs: the "
+        "process ended without an exception. If the log ends in the middle of work, see whether "
+        "the kernel or a scheduler ended it: dmesg -T",
+        f"If it is lost only now and then, raise max_restarts (now {restarts}).",
+    ]
+
+
+def _task(failed: Failed) -> list[str]:
+    lost = failed.known
+    assert isinstance(lost, GroupLost), "a task costs groups"
+    config = failed.run.config
+    if lost.reason.endswith("hung"):
+        limit = f"deadlines.reward (now {config.deadlines.reward:g} s)"
+        mend = f"Make the task faster, or raise {limit} or the limits of its environment."
+    elif lost.kind:
+        mend = f"Correct the task at {place_of(failed.error)}."
+    else:
+        mend = "Correct the task; 'detail' in failure.json has what it returned or how it ended."
+    share = f" (now {config.rollout.max_lost:g})" if isinstance(config, RLConfig) else ""
+    return [mend, f"If such groups may be lost, raise rollout.max_lost{share}."]
+
+
+def _alarm(failed: Failed) -> list[str]:
+    alarm = failed.known
+    assert isinstance(alarm, AlarmRaised), "the watchdog raised it"
+    return [
+        f"Look at the curves: python -m rl.view {failed.folder}",
+        f"If the condition is harmless here, set watchdog.{alarm.condition} to 'warn'.",
+    ]
+
+
+def _nothing_learned(failed: Failed) -> list[str]:
+    return [f"Look at the gradient norms and rewards: python -m rl.view {failed.folder}"]
+
+
+def _your_code(failed: Failed) -> list[str]:
+    return [f"Correct your code at {place_of(failed.error)}."]
+
+
+def _unknown(failed: Failed) -> list[str]:
+    return [f"Read 'detail' in {failed.folder}/failure.json, and the logs in {failed.folder}/logs."]
+
+
+ADVICE: dict[Cause, Callable[[Failed], list[str]]] = {
+    "alarm": _alarm,
+    "deadline": _deadline,
+    "device memory": _device_memory,
+    "full disk": _full_disk,
+    "gradient": _gradient,
+    "host memory": _host_memory,
+    "lost node": _lost_node,
+    "lost process": _lost_process,
+    "nothing learned": _nothing_learned,
+    "task": _task,
+    "your code": _your_code,
+    "unknown": _unknown,
+}

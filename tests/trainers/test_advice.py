@@ -1,0 +1,145 @@
+"""Advice after a failure: its cause by type, the field or line to change, and commands."""
+
+import errno
+import json
+import re
+import shlex
+
+import pytest
+from torch import OutOfMemoryError
+
+from rl.cli import find_config
+from rl.errors import (
+    ActorFailure,
+    AlarmRaised,
+    GradientNotFinite,
+    GroupLost,
+    NodeLost,
+    NothingLearned,
+    RankLost,
+    RunError,
+    UserCodeFailed,
+)
+from rl.frozen import frozen
+from rl.observe.progress import Progress
+from rl.observe.record import RunRecord, failing_loudly
+from rl.trainers import advice, run_folder
+from rl.trainers.advice import ADVICE, advice_after
+from rl.trainers.attempt import Again
+from rl.trainers.endings import fail
+from rl.trainers.run_folder import RunFolder
+from tests.docs.commands import check_command
+
+
+@pytest.fixture
+def run(tmp_path):
+    config = find_config("quickstart")()
+    record = RunRecord(tmp_path / "run")
+    record.write_config({"name": "quickstart", "command": "train", "config": frozen(config)})
+    return RunFolder(config, record, Progress(1, quiet=True, log=record.run_log), command="train")
+
+
+def of_process(kind="raised", *, actor="trainer", call="forward_backward", cause=None):
+    """Return the failure of a process, with the exception that the process raised."""
+    failure = ActorFailure if kind == "raised" else RankLost
+    error = failure(f"{actor} rank 0, {call}: it failed", actor=actor, rank=0, call=call, kind=kind)
+    error.__cause__ = cause
+    return error
+
+
+def caused_by(cause):
+    error = RunError("3 of the last 4 groups were lost")
+    error.__cause__ = cause
+    return error
+
+
+def full_disk():
+    try:
+        with failing_loudly("metrics.jsonl"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+    except RunError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "said"),
+    [
+        (of_process(cause=OutOfMemoryError("out")), "device memory", "trainer.micro_batch_size"),
+        (
+            of_process(actor="generator-1", call="generate", cause=OutOfMemoryError("out")),
+            "device memory",
+            "generator.gpu_memory_utilization (now 0.5)",
+        ),
+        (of_process(cause=MemoryError()), "host memory", "python -m rl.plan --config "),
+        (of_process(cause=GradientNotFinite("nan")), "gradient", "--failed --lr"),
+        (of_process("silent"), "deadline", "raise deadlines.call (now 600 s)"),
+        (of_process("silent", call="heartbeat"), "deadline", "deadlines.heartbeat (now 60 s)"),
+        (of_process("silent", call="start"), "deadline", "deadlines.start (now 600 s)"),
+        (of_process("died"), "lost process", "max_restarts (now 3)"),
+        (caused_by(of_process("died", actor="generator-0")), "lost process", "generator-0, rank 0"),
+        (full_disk(), "full disk", "record.max_gib (now 10)"),
+        (of_process(cause=OSError(errno.EDQUOT, "quota")), "full disk", "df -h "),
+        (NodeLost("node-1"), "lost node", "other nodes"),
+        (caused_by(GroupLost("reward hung", "x")), "task", "deadlines.reward (now 60 s)"),
+        (caused_by(GroupLost("reward raised", "x", "KeyError")), "task", "Correct the task at "),
+        (caused_by(GroupLost("reward was invalid", "x")), "task", "rollout.max_lost (now 0.1)"),
+        (AlarmRaised("entropy is low", "entropy"), "alarm", "set watchdog.entropy to 'warn'"),
+        (NothingLearned("none of 2 steps"), "nothing learned", "python -m rl.view "),
+        (UserCodeFailed("loss raised"), "your code", "Correct your code at "),
+        (RunError("the ledger does not add up"), "unknown", "failure.json"),
+    ],
+)
+def test_a_known_cause_names_what_to_change(run, monkeypatch, error, cause, said):
+    monkeypatch.setattr(advice, "is_users", lambda error: False)  # the tests' own frames
+    found, sentences = advice_after(error, run, Again("step"))
+    assert found == cause
+    assert said in " ".join(sentences)
+    assert sentences[-1] == f"Nothing is saved; start again with: {run.command}"
+    for command in re.findall(r"python -m rl\..*", "\n".join(sentences[:-1])):
+        words = shlex.split(command)
+        check_command(["RUN" if word == str(run.folder) else word for word in words])
+
+
+def test_a_process_that_the_kernel_ended_for_memory_says_so(run, monkeypatch):
+    monkeypatch.setattr(run_folder, "oom_kills", lambda: 10**9)
+    cause, sentences = advice_after(of_process("died"), run, Again("step"))
+    assert cause == "host memory"
+    assert "The kernel ended processes of this host for it during the run: " in sentences[0]
+
+
+def test_a_line_of_the_users_code_is_where_to_begin(run):
+    names = {}
+    code = compile("def reward(): raise KeyError('x')", "/home/me/my_task.py", "exec")
+    exec(code, names)
+    try:
+        names["reward"]()
+    except KeyError as error:
+        cause, sentences = advice_after(error, run, Again("step"))
+    assert cause == "your code"
+    assert sentences[0] == "Correct your code at /home/me/my_task.py, line 1, in reward."
+
+
+@pytest.mark.parametrize(
+    ("again", "said"),
+    [
+        (Again("step"), "--failed"),
+        (Again(why_not="See RUN."), "See {folder}."),
+    ],
+)
+def test_advice_says_whether_the_call_can_be_made_again(run, again, said):
+    _, sentences = advice_after(RunError("x"), run, again)
+    assert said.format(folder=run.folder) in " ".join(sentences)
+    assert ("--failed" in " ".join(sentences)) == bool(again.call)
+
+
+def test_every_cause_has_advice():
+    assert {*advice.BY_TYPE.values()} <= ADVICE.keys()
+
+
+def test_failure_json_has_the_cause_and_the_advice(run, capsys):
+    assert fail(of_process(cause=GradientNotFinite("nan")), run) == 1
+    failure = json.loads((run.folder / "failure.json").read_text())
+    assert (failure["cause"], failure["type"]) == ("gradient", "GradientNotFinite")
+    assert failure["advice"][0].startswith("Lower the learning rate trainer.optimizer.")
+    said = capsys.readouterr().err
+    assert all(f"\n- {sentence}\n" in said for sentence in failure["advice"][:-1])

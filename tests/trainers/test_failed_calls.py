@@ -1,4 +1,4 @@
-"""What a run keeps of a call that failed, so that it can be made again."""
+"""Record of a call that failed, so that it can be made again."""
 
 import asyncio
 import json

@@ -58,12 +58,3 @@ select_device()
 for name in ("torchao", "torch.utils._pytree"):
     # importing torchao warns of CUDA libraries, wanted or not
     logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def oom_kills() -> int:
-    """Return the number of processes that the kernel of this host has ended for lack of memory
-    since its boot; 0 if it does not count them.
-    """
-    counts = Path("/proc/vmstat")
-    rows = (line.split() for line in counts.read_text().splitlines()) if counts.exists() else ()
-    return next((int(row[1]) for row in rows if row[0] == "oom_kill"), 0)

@@ -16,7 +16,6 @@ from rl.observe.owner import claim
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
-from rl.platform import oom_kills
 from rl.step_folders import StepFolders
 
 UNCHANGED = ("resume:", "quiet:", "output_dir:")
@@ -128,3 +127,12 @@ def claim_run(config: RunConfig, *, name: str, command: str) -> RunFolder:
         if not change.startswith(UNCHANGED):
             run.events.note(f"resuming with another {change}")
     return run
+
+
+def oom_kills() -> int:
+    """Return the number of processes that the kernel of this host has ended for lack of memory
+    since its boot; 0 if the kernel does not count them.
+    """
+    counts = Path("/proc/vmstat")
+    rows = (line.split() for line in counts.read_text().splitlines()) if counts.exists() else ()
+    return next((int(row[1]) for row in rows if row[0] == "oom_kill"), 0)

@@ -46,6 +46,14 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def release_cached_memory() -> None:
+    """Give the device back the memory that torch keeps for later tensors, so that other processes
+    can have it. Does nothing without CUDA.
+    """
+    if device_type() == "cuda":
+        torch.cuda.empty_cache()
+
+
 def memory_domain() -> str:
     """Return a name that is equal for processes that can map each other's memory: one boot of one
     host, one PID namespace.

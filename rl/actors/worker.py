@@ -87,7 +87,7 @@ class ModelWorker(Actor):
     activations = _endpoint("_activations")
     forward_backward = _endpoint("_forward_backward")
     optim_step = _endpoint("_optim_step", changes=True)
-    offload = _endpoint("engine.offload", changes=True)
+    offload = _endpoint("_offload", changes=True)
     onload = _endpoint("engine.onload")
     weight_digests = _endpoint("_weight_digests")
     trained_digests = _endpoint("_trained_digests")
@@ -109,6 +109,7 @@ class ModelWorker(Actor):
             seed=self.seed,
             steps=self.steps,
             folder=self.folder,
+            loads=True,
         )
         self.checkpointer = Checkpointer(self.engine, self.model, folder=self.folder)
         shards = self.engine.shards().values()
@@ -160,6 +161,10 @@ class ModelWorker(Actor):
             "trainer/tflop": Value(operations / 1e12, "sum"),
         }
         return _Stepped(self.engine.version, metrics, Metrics(own), gradient, weights)
+
+    def _offload(self) -> None:
+        self.checkpointer.wait_for_staging()  # a save reads the storages that are emptied
+        self.engine.offload()
 
     def _collect_garbage(self) -> None:
         """Collect garbage on all ranks in the same steps: one rank that collects stops all."""

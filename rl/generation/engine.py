@@ -19,7 +19,7 @@ from rl.model.host_memory import HostMemory
 from rl.model.shape import ModelConfig, ModelShape, hf_config, shape_of
 from rl.model.shards import Shard, local_shards
 from rl.model.tp_plan import check_generator, generator_layout
-from rl.platform import device_type
+from rl.platform import device_type, release_cached_memory
 from rl.types import MIN_TEMPERATURE, Completion, GenerationRequest, GivenSequence, Sampling
 
 COLLECTIVE_TIMEOUT_S = 600
@@ -126,6 +126,7 @@ class GenerationEngine:
         self._caches = {storage: storage.nbytes() for storage in storages}
         for storage in self._caches:
             storage.resize_(0)
+        release_cached_memory()
 
     def onload(self) -> None:
         """Bring the weights back, bit for bit, with an empty KV cache."""
@@ -135,6 +136,8 @@ class GenerationEngine:
         self._model.weights_changed()
         for storage, size in self._caches.items():
             storage.resize_(size)
+        for cache in vllm_internals.kv_caches(self._engine):
+            cache.zero_()  # kernels multiply masked entries too, and 0 * NaN is NaN
 
     def check(self, request: GenerationRequest) -> None:
         """Raise ValueError if the request cannot be served, RunError before the first weights."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from rl.compat.torch_internals import local_tensor
+from rl.platform import release_cached_memory
 
 
 class HostMemory:
@@ -39,6 +40,7 @@ class HostMemory:
         self._synchronize()
         for storage in storages:
             storage.resize_(0)
+        release_cached_memory()
 
     @torch.no_grad()
     def bring_back(self) -> None:

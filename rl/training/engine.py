@@ -64,7 +64,9 @@ class TrainingEngine:
         seed: int,
         steps: int,
         folder: str,
+        loads: bool = False,
     ):
+        """Build the model. With ``loads``, a Checkpointer loads weights before the first use."""
         self.config = config
         self.device = get_local_device()
         if device_type() == "cuda":
@@ -75,7 +77,9 @@ class TrainingEngine:
         self._context = titan_dist.get_spmd_context(parallel_dims=self.dims)
         self.dims.build_mesh()
 
-        self.model = build_model(config, model, self.dims, head=head, seed=seed, folder=folder)
+        self.model = build_model(
+            config, model, self.dims, head=head, seed=seed, folder=folder, loads=loads
+        )
         self._merged = MergedWeights(self.model, config.lora)
         # After the model: its initializers draw more on some ranks than on others.
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])

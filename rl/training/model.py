@@ -66,10 +66,14 @@ def build_model(
     head: Head,
     seed: int,
     folder: str,
+    loads: bool = False,
 ) -> HeadedModel:
     """Return torchtitan's Qwen3, parallelized by torchtitan, with weights that depend only on
     ``seed``.
+
+    With ``loads``, weights that come from a file are NaN: all except for adapters and value heads.
     """
+    from_file = loads and bool(config.checkpoint.initial_load_path or model.hf_path)
     built = sharded_model(config, model, dims, head=head, folder=folder)
     if device_type() == "cpu":
         use_onednn()
@@ -79,7 +83,7 @@ def build_model(
     built.to_empty(device=device_type())
     with torch.no_grad():
         built.init_weights(buffer_device=None)
-        _init_parameters(built, seed)
+        _init_parameters(built, seed, from_file=from_file)
     return built.train()
 
 
@@ -189,13 +193,19 @@ def _keep_gradients_of_experts(model: Qwen3Model) -> None:
 
 
 @torch.no_grad()
-def _init_parameters(model: nn.Module, seed: int) -> None:
-    """Run torchtitan's initializers such that every layout starts from the same weights."""
+def _init_parameters(model: nn.Module, seed: int, *, from_file: bool) -> None:
+    """Run torchtitan's initializers such that every layout starts from the same weights. With
+    ``from_file``, only those of weights that a file may lack: one thread draws a large model in
+    minutes.
+    """
     for prefix, module in model.named_modules():
         initializers = titan.initializers(module)
         for name, parameter in module.named_parameters(recurse=False):
             init = initializers.get(name, skip_param_init)
             if init is skip_param_init:
+                continue
+            if from_file and not (is_adapter(f"{prefix}.{name}") or isinstance(module, ValueHead)):
+                local_tensor(parameter).fill_(torch.nan)
                 continue
             key = f"{seed}:{canonical_fqn(f'{prefix}.{name}')}"
             digest = hashlib.sha256(key.encode()).digest()

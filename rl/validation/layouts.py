@@ -107,6 +107,11 @@ def _validate_experts(role: Role) -> None:
     model = role.model_field
     field = role.parallelism_field
     experts = shape.num_experts
+    require(
+        not role.trainer.compiles_model or parallelism.expert_parallel_degree > 1,
+        f"{role.field}.compile.enable is True, and torchtitan compiles experts only with "
+        f"{field}.expert_parallel_degree above 1; set one of them",
+    )
     chosen = shape.experts_per_token
     width = shape.moe_hidden_dim
     tp = parallelism.tensor_parallel_degree

@@ -60,7 +60,7 @@ class DeviceMemory:
         data = (address.value, False)  # not read-only
         interface = {"shape": (self.bytes,), "typestr": "|u1", "data": data, "version": 3}
         memory = SimpleNamespace(__cuda_array_interface__=interface)
-        return torch.as_tensor(memory, device="cuda")
+        return torch.as_tensor(memory)  # naming a device copies memory of another one
 
     def free(self) -> None:
         """Free the memory. The owner calls this when no reader copies any more."""

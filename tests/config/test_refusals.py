@@ -189,6 +189,21 @@ def test_settings_that_context_parallelism_cannot_run_are_refused(field, value, 
         validate(config)
 
 
+def test_experts_are_compiled_only_if_they_are_divided():
+    config = find_config("quickstart")()
+    config.model.num_experts = 4
+    config.model.experts_per_token = 2
+    config.model.moe_hidden_dim = 64
+    config.trainer.compile.enable = True
+    with pytest.raises(
+        ConfigError, match="trainer.compile.enable is True, and torchtitan compiles experts only"
+    ):
+        validate(config)
+    config.trainer.parallelism.data_parallel_shard_degree = 2
+    config.trainer.parallelism.expert_parallel_degree = 2
+    validate(config)
+
+
 def test_a_generator_that_divides_experts_has_some_and_is_eager():
     config = find_config("quickstart")()
     config.generator.expert_parallel = True

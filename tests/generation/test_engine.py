@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -54,6 +56,7 @@ def test_offload_frees_memory_and_onload_restores_completions(one_or_two_ranks):
         assert rank["away"] == 0
         assert rank["back"] == rank["here"]
         assert rank["same"]
+        assert rank["empty"]
     assert one_or_two_ranks.run(generate, asked(max_tokens=20)) == before
 
 
@@ -242,7 +245,23 @@ def away_and_back(engine) -> dict[str, Any]:
     engine.offload()
     engine.offload()
     report["away"] = held([*live, *caches])
-    engine.onload()
+    with used_memory():
+        engine.onload()
     engine.onload()
     report["same"] = all(map(torch.equal, weights, live))
+    report["empty"] = not any(cache.any() for cache in caches)
     return report | {"back": held([*live, *caches])}
+
+
+@contextmanager
+def used_memory() -> Iterator[None]:
+    """Fill storages with ones when they grow, as memory that others used before."""
+    resize = torch.UntypedStorage.resize_
+
+    def grow(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
+
+    torch.UntypedStorage.resize_ = grow
+    yield
+    torch.UntypedStorage.resize_ = resize

@@ -79,6 +79,7 @@ def engine_of(
     dtype: str = "float32",
     steps: int = 20,
     head: Head = "logprobs",
+    loads: bool = False,
     **trainer: Any,
 ) -> TrainingEngine:
     """Return an engine with random weights three times torchtitan's, so that some tokens are more
@@ -91,7 +92,9 @@ def engine_of(
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warmup, decay_ratio=0.0),
         **{"micro_batch_size": 2, **trainer},
     )
-    engine = TrainingEngine(config, model, head=head, seed=0, steps=steps, folder=folder)
+    engine = TrainingEngine(
+        config, model, head=head, seed=0, steps=steps, folder=folder, loads=loads
+    )
     with torch.no_grad():
         for parameter in engine.model.parameters():
             parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)

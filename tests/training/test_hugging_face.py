@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torchtitan.components.lora import LoRAConverter
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rl.errors import RunError
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
+from rl.training.model import is_adapter
 from tests.training.disk import adopt_and_count, full_disk
 from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks
@@ -76,7 +78,8 @@ def transformers_model(folder: Path) -> torch.nn.Module:
 def open_folder(source: Path, out: Path, **fields):
     """(engine with the weights of ``source``, its checkpointer)."""
     model = ModelConfig(hf_path=str(source), **fields)
-    engine = engine_of(model, folder=str(out))
+    engine = engine_of(model, folder=str(out), loads=True)
+    assert all(parameter.isnan().all() for parameter in engine.model.parameters())
     checkpointer = Checkpointer(engine, model, folder=str(out))
     assert checkpointer.load() == {}
     return engine, checkpointer
@@ -105,6 +108,24 @@ def test_a_folder_is_exported_unchanged(tmp_path, form):
         (source / "config.json").read_text()
     )
     transformers_model(out)
+
+
+@pytest.mark.parametrize("kept", ["adapters", "value head"])
+def test_weights_that_a_folder_may_lack_are_drawn(tmp_path, kept):
+    source = write_folder(tmp_path / "in", tied=False)
+    model = ModelConfig(hf_path=str(source))
+    options = {"lora": LoRAConverter.Config(rank=2)} if kept == "adapters" else {"head": "values"}
+    engine = engine_of(model, folder=str(tmp_path), loads=True, **options)
+    drawn = {name for name, each in engine.model.named_parameters() if not each.isnan().any()}
+    assert drawn
+    if kept == "adapters":
+        assert all(map(is_adapter, drawn))
+    else:
+        assert drawn == {"lm_head.weight"}
+    checkpointer = Checkpointer(engine, model, folder=str(tmp_path))
+    checkpointer.load()
+    assert not any(parameter.isnan().any() for parameter in engine.model.parameters())
+    checkpointer.close()
 
 
 @pytest.mark.parametrize("fuse_qkv", [True, False])

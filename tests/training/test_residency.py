@@ -66,6 +66,15 @@ def test_offload_frees_device_memory(model_name, folder):
     assert (resident(weights), resident(state), resident(gradients)) == before
 
 
+def test_offload_releases_memory_to_other_processes_once_it_is_free(folder, monkeypatch):
+    engine = engine_of(MODELS["tied_fused"], folder=folder)
+    left = []
+    note = lambda: left.append(resident(engine.model.parameters()))  # noqa: E731
+    monkeypatch.setattr("rl.model.host_memory.release_cached_memory", note)
+    engine.offload()
+    assert left[0] == 0
+
+
 def test_live_parts_show_the_weights_again_after_a_round_trip(folder):
     """A publisher holds views of the parameters."""
     engine = engine_of(MODELS["tied_fused"], folder=folder)

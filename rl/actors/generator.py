@@ -1,5 +1,6 @@
 """Generator: the vLLM engine loop as an actor, and the controller's handle to its mesh."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from rl.actors.mesh import Mesh
 from rl.actors.rank_log import log, log_memory
+from rl.actors.timed import Timed
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig, environment, shared_memory
 from rl.metrics import Metrics
@@ -87,8 +89,10 @@ class Generator(Actor):
         log(f"reads weights over {transfer.transport} as generator {generator}")
 
     @concurrent_endpoint
-    async def fetch_weights(self, version: int) -> None:
+    async def fetch_weights(self, version: int) -> Timed:
+        begin = time.time()
         await self._connected().fetch(version)
+        return Timed(None, [*self._loop.take_work(), ("fetch", begin, time.time())])
 
     @concurrent_endpoint
     async def generate(self, requests: list[GenerationRequest]) -> tuple[list[Completion], Metrics]:

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 
 from rl.actors.processes import Process, stop_procs
 from rl.actors.supervisor import Supervisor
+from rl.actors.timed import Stretch, Timed
 from rl.compat.torch_rendezvous import EXISTING_STORE
 from rl.errors import ActorFailure, RankLost, RunError, said_by
 from rl.platform import memory_domain
@@ -75,8 +76,18 @@ class ActorGroup:
         await group.stop()      # a group of the same name can be spawned after it
     """
 
-    def __init__(self, name: str, place: Place, supervisor: Supervisor, *, heartbeat: float = 0.0):
+    def __init__(
+        self,
+        name: str,
+        place: Place,
+        supervisor: Supervisor,
+        *,
+        heartbeat: float = 0.0,
+        worked: Callable[[int, Stretch], None] = lambda rank, work: None,
+    ):
+        """``worked`` is called with a rank and work of its own, when an answer reports it."""
         self.name = name
+        self._worked = worked
         self.port = 0
         self._place = place
         # Unique, since Monarch may report a death after the next group of this name has started.
@@ -277,7 +288,7 @@ class ActorGroup:
         """Return the rank's answer, or its failure."""
         at = self._hosts.coordinates(self._place, rank)
         try:
-            return await getattr(actor.slice(**at), endpoint).call_one(*args)
+            answer = await getattr(actor.slice(**at), endpoint).call_one(*args)
         except ActorError as error:
             cause = error.exception
             what = str(cause) if isinstance(cause, RunError) else said_by(cause)
@@ -287,6 +298,11 @@ class ActorGroup:
         except (RuntimeError, ValueError) as error:  # Monarch's own: the actor is gone
             self._died(rank, str(error))
             return self._over.result()
+        if not isinstance(answer, Timed):
+            return answer
+        for work in answer.work:
+            self._worked(rank, work)
+        return answer.answer
 
 
 def _tail(log: Path, lines: int = 20) -> str:

@@ -1,6 +1,6 @@
 """Mesh: the controller's handle to the actors of one role, which can be started again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -8,9 +8,11 @@ from monarch.actor import Actor
 
 from rl.actors.group import ActorGroup
 from rl.actors.supervisor import Supervisor
+from rl.actors.timed import RANKS, Stretch
 from rl.errors import ActorFailure
 from rl.model.digest import ShardDigests
 from rl.model.shards import Layout
+from rl.observe.spans import Stopwatch
 from rl.types import Place
 
 
@@ -32,14 +34,22 @@ class Mesh:
     place: Place
     supervisor: Supervisor
     deadlines: Deadlines
+    watch: Stopwatch | None = field(default=None, init=False)
+    """Stopwatch that gets the work of the first RANKS ranks, as that of process ``NAME[RANK]``."""
 
     def __post_init__(self) -> None:
         self._renew()
 
     def _renew(self) -> None:
         heartbeat = self.deadlines.heartbeat
-        self._group = ActorGroup(self.name, self.place, self.supervisor, heartbeat=heartbeat)
+        self._group = ActorGroup(
+            self.name, self.place, self.supervisor, heartbeat=heartbeat, worked=self._worked
+        )
         self._started = False
+
+    def _worked(self, rank: int, work: Stretch) -> None:
+        if self.watch is not None and rank < RANKS:
+            self.watch.worked(f"{self.name}[{rank}]", *work)
 
     def _arguments(self) -> tuple[Any, ...]:
         """Return the arguments of each actor."""

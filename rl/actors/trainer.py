@@ -1,5 +1,6 @@
 """PolicyTrainer, whose weights are pushed to generators, and the handle to its mesh."""
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch.distributed as dist
 from monarch.actor import concurrent_endpoint
 
 from rl.actors.store import StoreProcess
+from rl.actors.timed import Timed
 from rl.actors.worker import ModelWorker, WorkerGroup
 from rl.model.shards import Layout, layout_of
 from rl.platform import memory_domain
@@ -34,12 +36,14 @@ class PolicyTrainer(ModelWorker):
         return self.publisher.address
 
     @concurrent_endpoint
-    async def push_weights(self) -> tuple[int, Sent]:
+    async def push_weights(self) -> Timed:
         async with self._weights:
             assert self.publisher is not None, "open_publisher comes first"
             self.engine.require_resident("push_weights", "model")
             version = self.engine.version
-            return version, await self.publisher.publish(version)
+            begin = time.time()
+            sent = await self.publisher.publish(version)
+            return Timed((version, sent), [("publish", begin, time.time())])
 
     @concurrent_endpoint
     async def excuse(self, generator: int) -> None:

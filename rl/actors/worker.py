@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +20,7 @@ from torchtitan.config import Configurable
 
 from rl.actors.mesh import Mesh
 from rl.actors.rank_log import log_memory
+from rl.actors.timed import timed
 from rl.degrees import short_layout
 from rl.metrics import Metrics, Value
 from rl.model.activations import Activations, Recorder, joined
@@ -37,13 +39,16 @@ Outputs = dict[str, torch.Tensor]
 
 
 def _endpoint(method: str, *, changes: bool = False) -> Any:
-    """Return an endpoint that calls ``method`` in the engine's thread.
+    """Return an endpoint that calls ``method`` in the engine's thread, and answers with its time.
 
     ``changes``: whether the method changes or moves the weights.
     """
 
+    name = method.rpartition(".")[2].removeprefix("_")
+
     async def call(self: "ModelWorker", *args: Any) -> Any:
-        return await self._in_engine(attrgetter(method)(self), *args, changes=changes)
+        work = partial(timed, name, attrgetter(method)(self))
+        return await self._in_engine(work, *args, changes=changes)
 
     return concurrent_endpoint(call)
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from rl.types import Completion, GenerationRequest, GivenSequence
 HEARTBEAT_S = 1.0
 LOAD = ("running", "queue", "cache")
 MEAN_AND_MAX: tuple[Rule, ...] = ("mean", "max")
+KEPT_WORK = 1_000  # stretches of work that wait for ``take_work``
 NO_VERSION = -1  # version of a rank that could not pull
 
 
@@ -85,6 +87,8 @@ class EngineLoop:
         self._calls: dict[str, _Call] = {}
         self._pending: set[Future] = set()
         self._loads: list[tuple[int, int, float]] = []
+        self._work: deque[tuple[str, float, float]] = deque(maxlen=KEPT_WORK)
+        self._busy_since: float | None = None
         self._activations: Activations | None = None
         self._ended: Future = Future()
 
@@ -127,6 +131,19 @@ class EngineLoop:
                 for rule in MEAN_AND_MAX
             }
         )
+
+    def take_work(self) -> list[tuple[str, float, float]]:
+        """Return what this rank worked at since the last call: ``generate``, for as long as it had
+        requests, and ``pull``, with begin and end in Unix seconds.
+        """
+        with self._changed:
+            work = [*self._work]
+            self._work.clear()
+            if self._busy_since is not None:
+                now = time.time()
+                work.append(("generate", self._busy_since, now))
+                self._busy_since = now
+        return work
 
     async def abort(self) -> None:
         """Abort every request in flight; its ``generate`` raises RunError."""
@@ -268,13 +285,26 @@ class EngineLoop:
                 if kind == "close":
                     return
                 self._execute(engine, kind, argument)
+            self._note_work(engine)
             if engine.busy:
                 done = engine.step()
+                self._note_work(engine)
                 if engine.leads:
                     with self._changed:
                         self._loads.append(engine.load)
                 for request_id, completion in done:
                     self._deliver(request_id, completion)
+
+    def _note_work(self, engine: GenerationEngine) -> None:
+        """Note if this rank has just begun or ended to have requests."""
+        if engine.busy == (self._busy_since is not None):
+            return
+        with self._changed:
+            if self._busy_since is None:
+                self._busy_since = time.time()
+            else:
+                self._work.append(("generate", self._busy_since, time.time()))
+                self._busy_since = None
 
     def _take(self, engine: GenerationEngine) -> tuple[list, list]:
         """Return the commands and visitors since the last step. A leader without work sleeps here,
@@ -320,6 +350,8 @@ class EngineLoop:
         engine.weights_changed(version)
         pulled = Pulled(version, time.perf_counter() - began)
         with self._changed:
+            ended = time.time()
+            self._work.append(("pull", ended - pulled.pause_s, ended))
             served = [done for wanted, done in self._pulls if wanted <= version]
             self._pulls = [(wanted, done) for wanted, done in self._pulls if wanted > version]
         for done in served:

@@ -44,6 +44,7 @@ class Stopwatch:
         self._running: Counter[tuple[str, str]] = Counter()
         self._begun: dict[tuple[str, str], float] = {}
         self._hidden = 0.0
+        self._lapped = 1
         self._started = self._counted = time.perf_counter()
         self._epoch = time.time() - self._started
 
@@ -65,6 +66,14 @@ class Stopwatch:
             if not self._running[key]:
                 self._emit(key, now)
 
+    def worked(self, process: str, name: str, begin: float, end: float) -> None:
+        """Record work ``name`` of ``process`` from ``begin`` to ``end``, in Unix seconds, which has
+        ended. It may have begun before the last lap.
+        """
+        if end - begin >= SHORTEST_S:
+            step = self.step if begin >= self._epoch + self._started else self._lapped
+            self._send(process, name, begin, end, step)
+
     def since_lap(self, *, without: str) -> float:
         """Return the seconds since the last lap, without those of span ``without``."""
         return self._count() - self._started - self._spans[without]
@@ -79,6 +88,7 @@ class Stopwatch:
         self._spans.clear()
         self._hidden = 0.0
         self._started = now
+        self._lapped = self.step
         for key in [*self._begun]:
             self._emit(key, now)
             self._begun[key] = now
@@ -87,12 +97,11 @@ class Stopwatch:
     def _emit(self, key: tuple[str, str], now: float) -> None:
         begun = self._begun.pop(key)
         if now - begun >= SHORTEST_S:
-            process, name = key
-            begin = round(self._epoch + begun, 6)
-            end = round(self._epoch + now, 6)
-            self._events.emit(
-                "span", process=process, name=name, begin=begin, end=end, step=self.step
-            )
+            self._send(*key, self._epoch + begun, self._epoch + now, self.step)
+
+    def _send(self, process: str, name: str, begin: float, end: float, step: int) -> None:
+        times = {"begin": round(begin, 6), "end": round(end, 6)}
+        self._events.emit("span", process=process, name=name, **times, step=step)
 
     def _count(self) -> float:
         """Add the time since the last count to the controller's running spans. Return the time

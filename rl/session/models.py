@@ -46,6 +46,7 @@ class Models:
         self._digests: dict[str, list[StepDigests]] = {}
         self._residency = Residency(shared)
         for role, group in groups.items():
+            group.watch = self.watch
             self._residency.add(role, group)
         self._changed: set[str] = set()  # roles with other weights than at their start
         self._aside: set[str] = set()  # roles whose processes run inside ``using`` alone

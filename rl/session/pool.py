@@ -150,6 +150,7 @@ class GeneratorPool:
         return await mesh.failed()
 
     async def _start(self, mesh: GeneratorMesh) -> None:
+        mesh.watch = self.push.watch
         with self.push.watch.span("start", mesh.name):
             await ensure_running(mesh)
 

@@ -1,6 +1,7 @@
 """The loop on one rank: concurrent callers, swaps in flight, and failures of all pending calls."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -21,6 +22,17 @@ def test_a_single_call_returns_the_completions_of_the_engine(generator):
     (by_engine,) = generator.run(generate, requests)
     (by_loop,) = generator.run(played, lone_call, requests)
     assert by_loop == by_engine
+
+
+def test_a_rank_says_when_it_had_requests_and_when_it_pulled(generator, other_policy):
+    requests = [request("r", [1, 2], max_tokens=8)]
+    weights = ("weights", other_policy.weights)
+    ((first, second, began, ended),) = generator.run(played, working, requests, pull=weights)
+    assert [name for name, _, _ in first] == ["pull", "generate", "generate"]
+    assert second == []
+    times = [time for _, *times in first for time in times]
+    assert times == sorted(times)
+    assert began <= times[0] and times[-1] <= ended
 
 
 def test_weights_pulled_in_flight_show_in_the_versions(generator, other_policy):
@@ -124,6 +136,15 @@ async def measured(loop):
     return dict(before), dict(loop.take_load()), dict(loop.take_load())
 
 
+async def working(loop, requests):
+    loop.take_work()
+    began = time.time()
+    await loop.pull(1 + await loop.run_between_steps(lambda engine: engine.version))
+    for _ in range(2):
+        await loop.generate(requests)
+    return loop.take_work(), loop.take_work(), began, time.time()
+
+
 async def lone_call(loop, requests):
     return await loop.generate(requests)
 
@@ -206,8 +227,6 @@ async def closed_while_generating(loop):
 
 
 async def idle(loop):
-    import time
-
     before = time.process_time()
     await asyncio.sleep(3)
     return time.process_time() - before

@@ -1,5 +1,6 @@
 import pytest
 
+from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
 
 
@@ -85,3 +86,26 @@ def test_overlapping_spans_of_one_name_count_once_and_hide_nothing(clock):
             clock[0] += 2.0
         clock[0] += 4.0
     assert watch.lap() == {"timing/generate": 7.0, "timing/step": 7.0, "timing/hidden": 0.0}
+
+
+def test_work_of_a_rank_belongs_to_the_step_in_which_it_began(clock):
+    events = []
+    watch = Stopwatch(Events(events.append))
+    begin = watch._epoch + clock[0]
+    watch.step = 4
+    watch.lap()  # the run begins
+    clock[0] += 2.0
+    watch.lap()
+    watch.step = 5
+    watch.worked("generator-0[1]", "generate", begin + 1.0, begin + 1.5)
+    watch.worked("generator-0[1]", "generate", begin + 1.5, begin + 2.5)
+    watch.worked("trainer[0]", "forward", begin + 2.25, begin + 2.5)
+    watch.worked("trainer[0]", "excuse", begin + 2.25, begin + 2.25 + 1e-5)  # too short
+    found = [(each["process"], each["name"], each["step"]) for each in events]
+    assert found == [
+        ("generator-0[1]", "generate", 4),
+        ("generator-0[1]", "generate", 4),
+        ("trainer[0]", "forward", 5),
+    ]
+    assert events[0]["end"] - events[0]["begin"] == pytest.approx(0.5, abs=1e-5)
+    assert watch.lap() == {"timing/step": 0.0, "timing/hidden": 0.0}

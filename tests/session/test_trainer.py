@@ -1,10 +1,14 @@
 """The trainer mesh takes and returns whole batches, whatever its ranks do with them."""
 
+import time
+
 import pytest
 import torch
 
 from rl.algorithms.losses import grpo
 from rl.model.digest import merge_digests
+from rl.observe.events import Events
+from rl.observe.spans import Stopwatch
 from tests.session.sessions import batch, on_its_loop, trainer_config
 
 
@@ -40,6 +44,22 @@ async def test_each_part_of_a_batch_is_sent_once(sessions, trainer):
     payloads = await trainer.call("payloads")
     assert [rank[0] > 0 for rank in payloads] == [True, False, True, False]
     assert sum(rank[0] for rank in payloads) == len(batch().tokens)
+
+
+@on_its_loop
+async def test_every_rank_reports_the_times_of_its_own_work(sessions, trainer):
+    """The other tests use a session whose events are printed; this one listens to them."""
+    events = []
+    trainer.watch = Stopwatch(Events(events.append))
+    began = time.time()
+    await trainer.forward_backward(batch(), grpo())
+    await trainer.optim_step(lr=0.0)
+    ended = time.time()
+    found = {(each["process"], each["name"]) for each in events}
+    names = ("forward_backward", "optim_step")
+    assert found == {(f"trainer[{rank}]", name) for rank in range(4) for name in names}
+    for each in events:
+        assert began <= each["begin"] <= each["end"] <= ended + 0.001
 
 
 @on_its_loop

@@ -16,7 +16,8 @@ function shadeOf(name) {
   return sum % SHADES;
 }
 
-const rank = (process) => ["controller", "trainer"].indexOf(process) + 1 || 9;
+// The ranks of a mesh, such as trainer[1], follow their mesh.
+const rank = (process) => ["controller", "trainer"].indexOf(process.split("[")[0]) + 1 || 9;
 
 function lanes(spans) {
   const found = new Map();

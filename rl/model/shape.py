@@ -61,7 +61,8 @@ class ModelConfig:
 
     attention: Annotated[Literal["auto", "dense", "varlen", "flex"], PERFORMANCE] = "auto"
     """Attention of the trainer. ``auto`` is dense on CPU, and on CUDA varlen, or flex with context
-    parallelism or without the FlashAttention package that varlen needs from H100 on."""
+    parallelism, in float32, or without the FlashAttention package that varlen needs from H100
+    on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,17 +70,20 @@ def shares_rows(inner_attention: Any) -> bool:
     return not isinstance(inner_attention, DenseAttention.Config)
 
 
-def attention_config(name: str, *, context_parallel: bool = False) -> FlexAttention.Config | Any:
+def attention_config(
+    name: str, *, context_parallel: bool = False, float32: bool = False
+) -> FlexAttention.Config | Any:
     """Return the torchtitan config of attention ``name``.
 
     ``auto`` is dense on CPU. On CUDA it is varlen, or flex if torchtitan's varlen cannot run: with
-    context parallelism, or without the FlashAttention that the GPU needs.
+    context parallelism, without the FlashAttention that the GPU needs, or for a trainer that
+    computes in ``float32``, which varlen would round to bfloat16.
 
     varlen and flex run on CUDA only; Tiller's tests, which run on CPU, do not cover them.
     """
     cuda = device_type() == "cuda"
     if name == "auto":
-        runs_varlen = cuda and not context_parallel and _has_flash_attention()
+        runs_varlen = cuda and not context_parallel and not float32 and _has_flash_attention()
         name = "varlen" if runs_varlen else "flex" if cuda else "dense"
     if name == "dense":
         return DenseAttention.Config()

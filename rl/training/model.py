@@ -101,7 +101,11 @@ def sharded_model(
     shape = shape_of(model)
     if head == "values":
         shape = dataclasses.replace(shape, tie_embeddings=False)
-    attention = attention_config(model.attention, context_parallel=dims.cp_enabled)
+    attention = attention_config(
+        model.attention,
+        context_parallel=dims.cp_enabled,
+        float32=config.training.mixed_precision_param == "float32",
+    )
     model_config = qwen3_config(shape, fuse_qkv=model.fuse_qkv, inner_attention=attention)
     if config.float8 is not None:
         float8 = dataclasses.replace(

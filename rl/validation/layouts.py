@@ -83,6 +83,12 @@ def _validate_role(role: Role, *, cuda: bool) -> None:
             f"{field}.context_parallel_load_balancer is 'ptrr', which needs flex attention on "
             "CUDA; on CPU 'headtail' and None are allowed",
         )
+    dtype = role.trainer.training.mixed_precision_param
+    require(
+        not cuda or attention != "varlen" or dtype != "float32",
+        f"{model}.attention is 'varlen', which rounds queries, keys and values to bfloat16; with "
+        "trainer.training.mixed_precision_param='float32' 'auto' and 'flex' are allowed",
+    )
     require(
         cuda or attention in ("auto", "dense"),
         f"{model}.attention is {attention!r}, which needs CUDA; on CPU 'auto' and 'dense' are "

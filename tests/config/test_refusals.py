@@ -189,6 +189,18 @@ def test_settings_that_context_parallelism_cannot_run_are_refused(field, value, 
         validate(config)
 
 
+def test_attention_that_rounds_to_bfloat16_is_refused_in_float32():
+    config = find_config("quickstart")()
+    config.hardware.device = "h100"
+    config.hardware.gpus_per_node = 8
+    config.model.attention = "varlen"
+    config.trainer.training.mixed_precision_param = "bfloat16"
+    validate(config)
+    config.trainer.training.mixed_precision_param = "float32"
+    with pytest.raises(ConfigError, match="'varlen', which rounds queries, keys and values to bf"):
+        validate(config)
+
+
 def test_experts_are_compiled_only_if_they_are_divided():
     config = find_config("quickstart")()
     config.model.num_experts = 4

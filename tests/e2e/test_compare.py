@@ -62,6 +62,6 @@ def test_a_generator_of_another_type_is_found(finished, tmp_path):
         (("--step", "3", "--under", "x2"), "--under x2: 'x2' is not a degree"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(finished, capsys, options, message):
+def test_a_comparison_that_cannot_run_is_refused(finished, capsys, options, message):
     assert main([str(finished(*LORA).folder), *options]) == 2
     assert message in capsys.readouterr().err

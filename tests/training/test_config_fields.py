@@ -215,6 +215,7 @@ def test_auto_attention_on_a_gpu_is_one_that_is_installed(monkeypatch, needed, i
     monkeypatch.setattr(attention_module, "find_spec", lambda name: name in installed or None)
     assert isinstance(attention_config("auto", context_parallel=False), kind.Config)
     assert isinstance(attention_config("auto", context_parallel=True), FlexAttention.Config)
+    assert isinstance(attention_config("auto", float32=True), FlexAttention.Config)
 
 
 def test_float8_has_the_recipe_of_the_config(monkeypatch):

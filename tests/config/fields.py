@@ -173,7 +173,7 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         ),
     },
     "WeightsAndBiases.Config": {
-        "observe/test_sinks.py::test_an_offline_run_of_weights_and_biases_is_complete_and_resumed_as_itself": (
+        "observe/test_sinks.py::test_an_offline_wandb_run_is_complete_and_resumed_as_itself": (
             "mode project"
         ),
     },

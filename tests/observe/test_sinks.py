@@ -332,7 +332,7 @@ def wandb_content(path: Path) -> tuple[set[tuple[str, str]], list[tuple[int, flo
     return runs, rows
 
 
-def test_an_offline_run_of_weights_and_biases_is_complete_and_resumed_as_itself(tmp_path):
+def test_an_offline_wandb_run_is_complete_and_resumed_as_itself(tmp_path):
     wandb_attempt(tmp_path, 1, 3)
     (first,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     name = (tmp_path / "wandb" / "id").read_text()

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 PROGRAM = "python -m rl.replay"
 DESCRIPTION = """\
-Train recorded steps of an RL run again, without generators: from the newest
-checkpoint before step K, on the rollouts in RUN/rollouts, up to step K. The
-digests of gradient and weights must equal those in RUN/digests.jsonl, bit for
-bit, on the same kind of machine; otherwise the program names the first step and
-parameter that differ.
+Train recorded steps of a run again, without generators: from the newest
+checkpoint before step K, on the rollouts in RUN/rollouts or on the data set, up
+to step K. The digests of gradient and weights must equal those in
+RUN/digests.jsonl, bit for bit, on the same kind of machine; otherwise the
+program names the first step and parameter that differ.
 
   python -m rl.replay runs/first --step 120
 
@@ -162,12 +162,16 @@ def _with_loss(config: "RunConfig", name: str) -> "RLConfig":
 
 def _replay_of(config: "RunConfig", run: Path, **options: Any) -> "Replay[Any]":
     """Return the replay of the run's kind; ``options`` are those of its constructor."""
-    from rl.config import RLConfig
+    from rl.config import DatasetRunConfig, RLConfig
+    from rl.trainers.replay_examples import ExampleReplay
     from rl.trainers.replay_rollouts import RolloutReplay
 
     if isinstance(config, RLConfig):
         return RolloutReplay(config, run.resolve(), **options)
-    raise ConfigError(f"{run} is not an RL run; only the rollouts of RL runs are recorded")
+    if isinstance(config, DatasetRunConfig):
+        return ExampleReplay(config, run.resolve(), **options)
+    kind = type(config).__name__
+    raise ConfigError(f"{run}: a run of a {kind} has no steps that can be trained again")
 
 
 def _train_again(own: Namespace, config: "RunConfig", *, is_same: bool) -> int:

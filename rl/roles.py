@@ -47,6 +47,7 @@ def session_config(config: RunConfig) -> SessionConfig:
         hardware=config.hardware,
         deadlines=config.deadlines,
         optimizer_steps=config.steps * config.updates_per_step,
+        digests=config.record.digests,
         max_restarts=config.max_restarts,
         seed=config.seed,
     )
@@ -57,7 +58,6 @@ def session_config(config: RunConfig) -> SessionConfig:
     return dataclasses.replace(
         session,
         generator=sampling.generator,
-        digests=isinstance(config, RLConfig) and config.record.digests,
         weights=sampling.weights,
         colocate=sampling.colocate,
         reward_workers=rollout.reward_workers,

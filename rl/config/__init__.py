@@ -5,13 +5,13 @@ from rl.config.preference import PreferenceConfig, PreferenceDataConfig, RewardM
 from rl.config.rl import (
     CriticConfig,
     EvaluationConfig,
-    RecordConfig,
     ReferenceConfig,
     RLConfig,
     RoleConfig,
     RolloutConfig,
+    RolloutRecordConfig,
 )
-from rl.config.run import RunConfig, SinksConfig, WatchdogConfig
+from rl.config.run import RecordConfig, RunConfig, SinksConfig, WatchdogConfig
 from rl.config.sft import SampledEvaluationConfig, SFTConfig, SFTDataConfig
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "RewardModelConfig",
     "RoleConfig",
     "RolloutConfig",
+    "RolloutRecordConfig",
     "RunConfig",
     "SFTConfig",
     "SFTDataConfig",

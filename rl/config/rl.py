@@ -13,7 +13,7 @@ from torchtitan.config import ParallelismConfig
 from rl.algorithms.algorithm import Algorithm
 from rl.algorithms.losses import ValueLoss
 from rl.algorithms.policy_gradient import PolicyGradient
-from rl.config.run import RunConfig
+from rl.config.run import RecordConfig, RunConfig
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.rules import (
@@ -191,7 +191,7 @@ class EvaluationConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RecordConfig:
+class RolloutRecordConfig(RecordConfig):
     """Parts of each step that the run folder keeps, beside its metrics."""
 
     rollouts: Literal["all", "sample", "none"] = "all"
@@ -205,10 +205,6 @@ class RecordConfig:
     max_gib: Annotated[float, above(0)] = 10.0
     """Disk space for rollouts of steps and evaluations, in GiB. Above it, the files of the oldest
     steps are deleted."""
-
-    digests: Annotated[bool, PERFORMANCE] = True
-    """Whether to write digests of each step's gradient and weights to ``digests.jsonl``, by
-    parameter."""
 
     @property
     def max_bytes(self) -> float:
@@ -237,7 +233,7 @@ class RLConfig(RunConfig):
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weights: WeightPushConfig = field(default_factory=WeightPushConfig)
     evaluation: Annotated[EvaluationConfig, COSMETIC] = field(default_factory=EvaluationConfig)
-    record: Annotated[RecordConfig, COSMETIC] = field(default_factory=RecordConfig)
+    record: Annotated[RolloutRecordConfig, COSMETIC] = field(default_factory=RolloutRecordConfig)
 
     colocate: Annotated[Colocate, PERFORMANCE] = "none"
     """Meshes that share devices. One of them at a time has its state in device memory; the others

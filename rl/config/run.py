@@ -95,6 +95,15 @@ class SinksConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RecordConfig:
+    """Parts of each step that the run folder keeps, beside its metrics."""
+
+    digests: Annotated[bool, PERFORMANCE] = True
+    """Whether to write digests of each step's gradient and weights to ``digests.jsonl``, by
+    parameter."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RunConfig:
     """Config of a run of any trainer."""
 
@@ -106,6 +115,7 @@ class RunConfig:
     deadlines: Annotated[DeadlineConfig, COSMETIC] = field(default_factory=DeadlineConfig)
     watchdog: Annotated[WatchdogConfig, COSMETIC] = field(default_factory=WatchdogConfig)
     sinks: Annotated[SinksConfig, COSMETIC] = field(default_factory=SinksConfig)
+    record: Annotated[RecordConfig, COSMETIC] = field(default_factory=RecordConfig)
     hardware: Annotated[HardwareConfig, PERFORMANCE] = field(default_factory=HardwareConfig)
     slurm: Annotated[SlurmConfig, PERFORMANCE] = field(default_factory=SlurmConfig)
     kubernetes: Annotated[KubernetesConfig, PERFORMANCE] = field(default_factory=KubernetesConfig)

@@ -80,6 +80,7 @@ class SFTConfig(DatasetRunConfig):
         if own is None:
             return None
         shared = {each.name: getattr(self, each.name) for each in fields(RunConfig)}
+        del shared["record"]  # that of an RL run concerns rollouts
         shared["trainer"] = replace(  # for other lengths, and for steps that epochs may set
             self.trainer,
             micro_batch_tokens=None,

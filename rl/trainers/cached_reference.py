@@ -1,5 +1,6 @@
 """Reference policy that runs before the first step alone and leaves its scores in a file."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from rl.trainers.preference import Preference, PreferenceTrainer
 
 
+SCORES = Path("reference") / "scores.safetensors"
+"""File of the scores in a run folder."""
+
+
 class CachedReference:
     """Scores of the reference for the examples of ``trainer``, computed once.
 
@@ -22,17 +27,18 @@ class CachedReference:
     computed in the step; in other batches it differs by rounding.
     """
 
-    def __init__(self, trainer: "PreferenceTrainer"):
+    def __init__(self, trainer: "PreferenceTrainer", path: Path):
+        """``path`` is the file of the scores."""
         config = trainer.arguments
         self._trainer = trainer
         self._config = config
         self._session = trainer.session
         self._session.set_aside("reference")
         self._entries = ReferenceScores(
-            trainer.record.folder / "reference" / "scores.safetensors",
+            path,
             data=data_digest(config, trainer.dataset_train, trainer.dataset_eval),
             source=source_digest(config),
-            note=trainer.events.note,
+            note=print if trainer.run is None else trainer.events.note,
         )
         order = epoch_order(config.seed, 0, len(trainer.dataset_train))
         in_order = {
@@ -43,6 +49,11 @@ class CachedReference:
             part: {id(item): place for place, item in enumerate(items)}
             for part, items in in_order.items()
         }
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether no entry of a step is missing."""
+        return self._entries.has({"train": self._count("train")})
 
     async def fill(self, *parts: str) -> None:
         """Compute the missing entries of ``parts``, unless the run is left before."""

@@ -91,9 +91,14 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
 
     async def scores_in(self, session: Session) -> dict[str, float]:
         """Return the scores of the weights that ``session`` holds. The caller ends the session."""
-        self._session = session
-        self.assemble()
+        self.attach(session)
         return await self.scores()
+
+    def attach(self, session: Session) -> None:
+        """Use ``session``, which the caller has started and ends."""
+        self._session = session
+        self.watch = session.watch
+        self.assemble()
 
     @property
     def total_steps(self) -> int:

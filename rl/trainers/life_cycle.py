@@ -235,7 +235,13 @@ class LifeCycle(ABC, Generic[Arguments]):
             events=self.run.events,
         )
         self.watch = self._session.watch
-        self.report = Report(self.arguments, self.run.record, self.run.events, self.watch)
+        self.report = Report(
+            self.arguments,
+            self.run.record,
+            self.run.events,
+            self.watch,
+            self._session.take_digests,
+        )
         self.assemble()
 
     async def end(self, *, at_once: bool = False) -> None:

@@ -21,7 +21,7 @@ from rl.data.jsonl import Source
 from rl.data.preferences import Labelled, Pair, read_labelled, read_preferences
 from rl.dialects.base import Dialect
 from rl.metrics import Metrics
-from rl.trainers.cached_reference import CachedReference
+from rl.trainers.cached_reference import SCORES, CachedReference
 from rl.trainers.dataset import DatasetTrainer
 from rl.trainers.life_cycle import MetricCalculator
 from rl.types import Batch
@@ -66,8 +66,10 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
 
     def assemble(self) -> None:
         wanted = self.loss.needs_reference and self.arguments.reference.scores == "cached"
-        # without a run folder, the session runs the reference
-        self.cache = CachedReference(self) if wanted and self.run is not None else None
+        path = self.session.folder / SCORES
+        # without a run folder or a copy of its scores, the session runs the reference
+        is_kept = self.run is not None or path.exists()
+        self.cache = CachedReference(self, path) if wanted and is_kept else None
 
     async def restore(self, state: dict[str, Any]) -> None:
         if self.session.has("reference") and self.cache is None:
@@ -83,10 +85,11 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         items = self.next_examples()
         batch, labels = self.batch_of(items)
         known = self.cache.scores("train", items) if self.cache is not None else None
-        weights, measured = await self.compare(batch, labels, known)
-        learned = with_coefficients(batch, weights)
-        await self.session.forward_backward(learned, LinearLoss.Config(head=self.loss.head))
-        metrics = await self.session.optim_step(denominator=self.loss.count(labels)) | measured
+        with self.attempt.step():
+            weights, measured = await self.compare(batch, labels, known)
+            learned = with_coefficients(batch, weights)
+            await self.session.forward_backward(learned, LinearLoss.Config(head=self.loss.head))
+            metrics = await self.session.optim_step(denominator=self.loss.count(labels)) | measured
         self.step += 1
         self.report.step(self.row() | dict(metrics), [metrics], tokens=len(learned.tokens))
         return True

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -12,14 +12,24 @@ from rl.metrics import Metrics
 from rl.observe.events import Events
 from rl.observe.record import RunRecord, failing_loudly
 from rl.observe.spans import Stopwatch
+from rl.session.models import StepDigests
 from rl.trainers.watchdog import Alarm, Watchdog
 
 
 class Report:
     """Metrics of each step and evaluation, checked by the watchdog, then emitted as events."""
 
-    def __init__(self, config: RunConfig, record: RunRecord, events: Events, watch: Stopwatch):
+    def __init__(
+        self,
+        config: RunConfig,
+        record: RunRecord,
+        events: Events,
+        watch: Stopwatch,
+        take_digests: Callable[[], dict[str, list[StepDigests]]] = dict,
+    ):
+        """``take_digests`` returns the digests of a step by role; {} records none."""
         self._config = config
+        self._take_digests = take_digests
         self._record = record
         self._events = events
         self._watch = watch
@@ -30,6 +40,7 @@ class Report:
 
     def go_back(self, step: int, state: dict[str, Any]) -> None:
         """Forget all rows after ``step``; ``state`` is what ``to_dict`` returned then."""
+        self._take_digests()  # of a step that was not finished
         self._record.drop_after(step)
         self._watch.step = step + 1
         self._events.emit("started", step=step, host=socket.gethostname(), pid=os.getpid())
@@ -57,6 +68,8 @@ class Report:
             row["mfu"] = row["trainer/tflop"] / (self._peak_tflops * timings["timing/step"])
         step = int(row["step"])
         self._watch.step = step + 1
+        if digests := self._take_digests():
+            self._record.append_digests({"step": step, **digests})
         try:
             self._warn(self._watchdog.check(row, updates))
         finally:  # an alarm that ends the run is in its metrics

@@ -99,7 +99,6 @@ class RLTrainer(Trainer[RLConfig]):
 
     async def restore(self, state: dict[str, Any]) -> None:
         keep = self.arguments.rollout.pipeline == "asynchronous"
-        self.session.take_digests()  # of a step that was not finished
         finished = await self.saved_groups() if state else {}
         self.ledger.restore(state.get("ledger", {}), finished, self.session.version, keep=keep)
         self.rollouts.restore(state.get("scheduler", {}))
@@ -211,13 +210,11 @@ class RLTrainer(Trainer[RLConfig]):
         self.report.step(row, step.updates, tokens=tokens)
 
     async def record_step(self, step: Step, version: int) -> None:
-        """Write the digests of the step; begin to write its rollouts, in a thread.
+        """Begin to write the rollouts of the step, in a thread.
 
         A sample begins at another place each step, so that all tasks of a mixture appear.
         """
         config = self.arguments.record
-        if config.digests:
-            self.record.append_digests({"step": self.step, **self.session.take_digests()})
         if config.rollouts == "none":
             return
         count = sum(len(chunk.rollouts) for chunk in step.chunks)

@@ -65,8 +65,9 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
         examples = self.next_examples()
         longest = self.arguments.task.max_tokens
         batch = batch_of(examples, reduction=self.loss.reduction, max_tokens=longest)
-        await self.session.forward_backward(batch, self.loss)
-        metrics = await self.session.optim_step()
+        with self.attempt.step():
+            await self.session.forward_backward(batch, self.loss)
+            metrics = await self.session.optim_step()
         self.step += 1
         trained = sum(int(each.trained.sum()) for each in examples)
         row = self.row() | {"tokens/trained": trained, **metrics}

@@ -2,13 +2,17 @@
 
 import json
 import random
+import shutil
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.e2e.runs import Run, digest, numbers, start
 from tests.e2e.test_programs import Program, evaluate, files, scores, times
+from tests.e2e.test_replay import replay
 from tests.trainers.tiny_chat import chat_rows, preference_rows, tiny_chat_model
 
 STEPS = 60
@@ -35,12 +39,20 @@ def inputs(tmp_path_factory) -> Path:
 def arguments(inputs):
     """Return a function that returns the command line of a run."""
 
-    def arguments(kind: str, steps: int = STEPS) -> tuple[str, ...]:
-        data = inputs / ("sft" if kind in ("sft", "sampled") else "dpo")
+    def arguments(kind: str, steps: int = STEPS, *options: str) -> tuple[str, ...]:
+        data = inputs / ("dpo" if kind in ("dpo", "reward model") else "sft")
         problems = ("--evaluation.task.path", str(inputs / "problems.jsonl"))
         return (
             *(problems if kind == "sampled" else ()),
-            *("--config", CONFIGS[kind], "--steps", str(steps), "--examples_per_step", "4"),
+            *options,
+            *(
+                "--config",
+                CONFIGS.get(kind, kind),
+                "--steps",
+                str(steps),
+                "--examples_per_step",
+                "4",
+            ),
             *("--model.hf_path", str(inputs / "tiny"), "--model.max_seq_len", "128"),
             *("--task.path", str(data), "--task.max_tokens", "96"),
             *("--task.held_out_fraction", "0.2", "--validate_every", "7"),
@@ -131,3 +143,103 @@ def test_an_export_has_every_byte_of_the_runs_own(tmp_path, finished, arguments)
     program.assert_nothing_left()
     assert files(folder) == files(run.folder / "export")
     assert times(run.folder) == before
+
+
+CACHED = ("--reference.scores", "cached", "--epochs", "2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "options"),
+    [
+        pytest.param("sft", STEPS, (), id="sft"),
+        pytest.param("dpo", STEPS, (), id="dpo"),
+        pytest.param("dpo", 8, CACHED, id="dpo with cached scores"),
+        pytest.param("reward model", STEPS, (), id="reward model", marks=pytest.mark.long),
+        pytest.param("sampled", STEPS, (), id="sampled", marks=pytest.mark.long),
+    ],
+)
+def test_steps_are_trained_again_bit_for_bit(kind, steps, options, tmp_path, finished, arguments):
+    run = finished(*arguments(kind, steps, *options))
+    program, found = replay(run.folder, tmp_path, "--step", "18")
+    assert program.process.returncode == 0, program.stderr
+    assert (found["from"], found["equal"], len(found["steps"])) == (15, True, 3)
+    recorded = {row["step"]: row for row in run.metrics()}
+    for row in found["steps"]:
+        for name, (before, after) in row["metrics"].items():
+            assert before == after == recorded[row["step"]][name], name
+    assert found["steps"][0]["metrics"].keys() >= {"loss/mean", "epoch", "trainer/lr/AdamW"}
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_found_by_its_parameter(tmp_path, finished, arguments):
+    run = finished(*arguments("sft"))
+    copied = shutil.copytree(run.folder, tmp_path / "copy", symlinks=True)
+    checkpoint = copied / "checkpoints" / "step-15"
+    name = "layers.1.attention.wo.weight"
+    stored = FileSystemReader(checkpoint).read_metadata().storage_data
+    info = next(info for index, info in stored.items() if index.fqn == name)
+    path = checkpoint / info.relative_path
+    content = bytearray(path.read_bytes())
+    content[info.offset + info.length // 2] ^= 1
+    path.write_bytes(content)
+    program, found = replay(copied, tmp_path, "--step", "16")
+    assert program.process.returncode == 1
+    assert found["difference"] == f"checkpoint 15, weights: {name}"
+
+
+def test_examples_are_trained_on_with_another_choice(tmp_path, finished, arguments):
+    run = finished(*arguments("sft"))
+    options = ("--step", "17", "--under", "fsdp2", "--lr", "0.01")
+    program, found = replay(run.folder, tmp_path, *options)
+    assert program.process.returncode == 0, program.stderr
+    assert "(2 ranks)" in program.stdout
+    first, second = (row["metrics"] for row in found["steps"])
+    assert first["loss/mean"][0] == pytest.approx(first["loss/mean"][1], abs=1e-5)
+    assert second["loss/mean"][0] != pytest.approx(second["loss/mean"][1], abs=1e-5)
+    assert "log-prob of a token" not in program.stdout
+
+
+def test_scores_of_other_examples_are_refused(tmp_path, finished, arguments):
+    run = finished(*arguments("dpo", 8, *CACHED))
+    program, _ = replay(run.folder, tmp_path, "--step", "18", "--seed", "1")
+    assert program.process.returncode == 2
+    assert "add --reference.scores computed" in program.stderr
+
+
+STRICT = """
+    from dataclasses import dataclass, field
+    from configs.sft_jsonl import sft_jsonl
+    from rl.algorithms.losses import CrossEntropyLoss
+    from rl.config import SFTConfig
+
+    class Strict(CrossEntropyLoss):
+        @dataclass(kw_only=True, slots=True)
+        class Config(CrossEntropyLoss.Config):
+            limit: float = -2.0
+
+        def __call__(self, tokens):
+            if (mean := float(tokens["logprobs"].mean())) > self.config.limit:
+                raise ValueError(f"a mean log-prob of {mean:.4f}")
+            return super().__call__(tokens)
+
+    def strict() -> SFTConfig:
+        config = sft_jsonl()
+        config.loss = Strict.Config()
+        return config
+"""
+
+
+def test_a_failing_step_is_taken_again(tmp_path, arguments, monkeypatch):
+    (tmp_path / "my_loss.py").write_text(textwrap.dedent(STRICT))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = Run(*arguments("my_loss.strict"), folder=tmp_path / "run", pythonpath=tmp_path)
+    assert run.wait() == 1
+    run.assert_nothing_left()
+    failure = run.json("failure.json")
+    assert (failure["again"], failure["cause"]) == ("step", "your code")
+    program, found = replay(run.folder, tmp_path, "--failed")
+    assert program.process.returncode == 1, program.stderr
+    assert found["call"] == f"step {failure['step'] + 1}"
+    assert found["error"]["error"] == failure["error"]
+    assert found["differing"] == []
+    program, found = replay(run.folder, tmp_path, "--failed", "--loss.limit", "0")
+    assert (program.process.returncode, found["failed"]) == (0, False), program.stderr

@@ -1,0 +1,88 @@
+"""Recorded steps of a run on given examples, trained again on its data set."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rl.config import DatasetRunConfig
+from rl.errors import require
+from rl.metrics import Metrics
+from rl.observe.record import rows_of
+from rl.observe.rollouts import Chunk
+from rl.session.config import SessionConfig
+from rl.session.session import Session
+from rl.trainers.cached_reference import SCORES
+from rl.trainers.dataset import DatasetTrainer
+from rl.trainers.preference import PreferenceTrainer
+from rl.trainers.replay import Replay
+from rl.trainers.report import Report
+from rl.trainers.trainer import trainer_of
+
+
+class Listener(Report):
+    """Report that keeps the metrics of the last step, and records nothing."""
+
+    def __init__(self) -> None:
+        self.row: dict[str, float] = {}
+
+    def step(self, row: dict[str, float], updates: Sequence[Metrics], *, tokens: int) -> None:
+        self.row = row
+
+
+class ExampleReplay(Replay[DatasetRunConfig]):
+    """Trains steps again with the trainer of the run, on the examples in the order of the seed."""
+
+    def __init__(self, config: DatasetRunConfig, run: Path, *, last: int, failed: bool = False):
+        super().__init__(config, run, last=last, failed=failed)
+        trainer = trainer_of(config)
+        assert isinstance(trainer, DatasetTrainer), "other configs are not those of data sets"
+        self._trainer = trainer
+
+    def recorded_steps(self) -> Sequence[int]:
+        return [row["step"] for row, _ in rows_of(self.run / "metrics.jsonl")]
+
+    def missing(self, step: int) -> str:
+        return f"the run has not reached step {step}"
+
+    def read(self, step: int) -> list[Chunk]:
+        return []
+
+    @property
+    def _has_scores(self) -> bool:
+        """Whether the scores of the reference are those in the run folder."""
+        trainer = self._trainer
+        cached = isinstance(trainer, PreferenceTrainer) and trainer.arguments.reference.scores
+        return cached == "cached" and (self.run / SCORES).exists()
+
+    @property
+    def session_config(self) -> SessionConfig:
+        config = super().session_config
+        steps = self._trainer.total_steps * self.config.updates_per_step  # that epochs may set
+        roles = {} if self._has_scores else config.roles
+        return replace(config, roles=roles, optimizer_steps=steps)
+
+    def link(self, folder: Path) -> None:
+        super().link(folder)
+        if self._has_scores:
+            (folder / SCORES).parent.mkdir(parents=True)
+            (folder / SCORES).symlink_to(self.run / SCORES)
+
+    async def restore(self, session: Session, state: dict[str, Any]) -> None:
+        trainer = self._trainer
+        trainer.attach(session)
+        trainer.report = self._listener = Listener()
+        cache = trainer.cache if isinstance(trainer, PreferenceTrainer) else None
+        require(
+            cache is None or cache.is_filled,
+            f"{self.run / SCORES} does not have the reference's scores of these examples; add "
+            "--reference.scores computed",
+        )
+        await trainer.restore(state)
+
+    async def take_step(
+        self, session: Session, number: int, recorded: list[Chunk]
+    ) -> tuple[dict[str, float], Sequence[Chunk]]:
+        self._trainer.step = number
+        await self._trainer.train_step()
+        return self._listener.row, []

@@ -314,13 +314,13 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         ),
     },
     "RecordConfig": {
+        "trainers/test_sft.py::test_digests_are_recorded_unless_the_config_says_no": "digests",
+    },
+    "RolloutRecordConfig": {
         "trainers/test_recorded_steps.py::test_rollouts_are_recorded_as_the_config_says": (
             "rollouts sample"
         ),
         "trainers/test_recorded_steps.py::test_the_oldest_steps_make_room": "max_gib",
-        "trainers/test_recorded_steps.py::test_digests_are_recorded_unless_the_config_says_no": (
-            "digests"
-        ),
     },
     "RoleConfig": {
         f"{COMPANIONS}test_custom_models_fill_columns_and_score_completions": "head column",

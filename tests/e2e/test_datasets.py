@@ -214,7 +214,7 @@ STRICT = """
     class Strict(CrossEntropyLoss):
         @dataclass(kw_only=True, slots=True)
         class Config(CrossEntropyLoss.Config):
-            limit: float = -2.0
+            limit: float = -5.0
 
         def __call__(self, tokens):
             if (mean := float(tokens["logprobs"].mean())) > self.config.limit:

@@ -8,11 +8,12 @@ import torch
 from datasets import Dataset
 
 import rl
-from rl.cli import find_config
+from rl.cli import find_config, parse_config
 from rl.config import SampledEvaluationConfig
 from rl.data.batches import batch_of
 from rl.errors import ConfigError, Interrupted
 from rl.generation.config import GeneratorConfig
+from rl.observe.record import rows_of
 from rl.tasks.copy_digits import CopyDigits
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.trainers.dataset import split_examples
@@ -83,6 +84,21 @@ def test_a_run_learns_and_its_validation_loss_is_that_of_transformers(config, mo
         float(torch.stack(expected).mean()), abs=1e-5
     )
     assert rows[-1]["loss/mean"] < rows[0]["loss/mean"]
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_digests_are_recorded_unless_the_config_says_no(config, digests):
+    config.record.digests = digests
+    with SFTTrainer(config, chat_rows(40)) as trainer:
+        trainer.train()
+        rows = [row for row, _ in rows_of(trainer.record.digests_path)]
+    assert [row["step"] for row in rows] == ([1, 2, 3, 4] if digests else [])
+    assert all([*row["trainer"][0]] == ["gradient", "weights"] for row in rows)
+
+
+def test_a_run_without_rollouts_does_not_take_fields_of_their_record():
+    with pytest.raises(ConfigError, match="record.rollouts: there is no such field"):
+        parse_config(["--config", "sft_jsonl", "--record.rollouts", "all"], program="test")
 
 
 def digest(trainer):

@@ -171,6 +171,11 @@ class ActorFailure(RunError):
         self.call = call
         self.kind = kind
 
+    @property
+    def log(self) -> str:
+        """Name of the rank's log in ``logs/``."""
+        return f"{self.actor}-{self.rank}.log"
+
     def facts(self) -> dict[str, str | int]:
         """Return which actor failed, on which rank and in which call."""
         return {"actor": self.actor, "rank": self.rank, "call": self.call}

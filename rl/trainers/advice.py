@@ -176,8 +176,8 @@ def _deadline(failed: Failed) -> list[str]:
     names = {"start": ["start"], "heartbeat": ["heartbeat", "start"]}.get(process.call, ["call"])
     now = " or ".join(f"deadlines.{name} (now {getattr(deadlines, name):g} s)" for name in names)
     return [
-        f"Read the log of {process.actor}, rank {process.rank}, in {failed.folder}/logs: if it was "
-        f"at work, raise {now}; if it waited, another rank hangs."
+        f"Read {failed.folder}/logs/{process.log}: if the process was at work, raise {now}; if it "
+        "waited, another process hangs."
     ]
 
 
@@ -201,7 +201,7 @@ def _lost_process(failed: Failed) -> list[str]:
     assert process is not None, "a process was lost"
     restarts = failed.run.config.max_restarts
     return [
-        f"Read the log of {process.actor}, rank {process.rank}, in {failed.folder}/logs: the "
+        f"Read {failed.folder}/logs/{process.log}: the "
         "process ended without an exception. If the log ends in the middle of work, see whether "
         "the kernel or a scheduler ended it: dmesg -T",
         f"If it is lost only now and then, raise max_restarts (now {restarts}).",

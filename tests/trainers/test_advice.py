@@ -76,7 +76,11 @@ def full_disk():
         (of_process("silent", call="heartbeat"), "deadline", "deadlines.heartbeat (now 60 s)"),
         (of_process("silent", call="start"), "deadline", "deadlines.start (now 600 s)"),
         (of_process("died"), "lost process", "max_restarts (now 3)"),
-        (caused_by(of_process("died", actor="generator-0")), "lost process", "generator-0, rank 0"),
+        (
+            caused_by(of_process("died", actor="generator-0")),
+            "lost process",
+            "logs/generator-0-0.log",
+        ),
         (full_disk(), "full disk", "record.max_gib (now 10)"),
         (of_process(cause=OSError(errno.EDQUOT, "quota")), "full disk", "df -h "),
         (NodeLost("node-1"), "lost node", "other nodes"),

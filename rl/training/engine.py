@@ -12,7 +12,7 @@ from torchtitan.tools.utils import get_local_device
 
 from rl.algorithms.loss_results import PerToken, check_loss_result
 from rl.algorithms.tokens import Tokens
-from rl.errors import RunError
+from rl.errors import GradientNotFinite
 from rl.metrics import Metrics, Value
 from rl.model.host_memory import HostMemory
 from rl.model.shape import ModelConfig
@@ -190,9 +190,9 @@ class TrainingEngine:
         for this step.
 
         A step adds 1 to ``version``. If the gradient norm is not finite, every rank skips the step
-        and discards the gradient. Raises RunError if more than ``config.max_skipped_steps`` steps
-        in a row are skipped. Raises RuntimeError if the schedule has ended or no weight was
-        accumulated.
+        and discards the gradient. Raises GradientNotFinite if more than
+        ``config.max_skipped_steps`` steps in a row are skipped. Raises RuntimeError if the schedule
+        has ended or no weight was accumulated.
 
         Returns metrics of the step, and the metrics of all ``forward_backward`` calls since the
         last step. ``trainer/updates`` is 1 if the gradient norm and a learning rate are above 0, so
@@ -223,7 +223,7 @@ class TrainingEngine:
         self._forget_gradients()
         limit = self.config.max_skipped_steps
         if self.skipped_in_a_row > limit:
-            raise RunError(
+            raise GradientNotFinite(
                 f"{self.skipped_in_a_row} optimizer steps in a row had a gradient norm of {norm} "
                 f"and were skipped, more than trainer.max_skipped_steps={limit}: lower the "
                 "learning rate"

@@ -160,6 +160,7 @@ def test_a_loss_that_stays_non_finite_skips_steps_and_then_ends_the_run(cracked)
         "than "
     )
     assert cause + "trainer.max_skipped_steps=2: lower the learning rate" in failure["error"]
+    assert (failure["cause"], failure["again"]) == ("gradient", "step")
     assert (failure["step"], failure["policy_version"]) == (2, 0)
     assert [row["trainer/skipped_steps"] for row in run.metrics()] == [1, 2]
 
@@ -186,6 +187,7 @@ def test_a_generator_that_hangs_is_found_and_named(tmp_path):
     failure = run.json("failure.json")
     assert (failure["actor"], failure["rank"], failure["call"]) == ("generator-0", 0, "heartbeat")
     assert failure["error"] == "generator-0 rank 0, heartbeat: no answer within 6 s"
+    assert (failure["cause"], failure["again"]) == ("deadline", "")
     assert f"failed after step {failure['step']}: {failure['error']}" in run.stderr
 
 

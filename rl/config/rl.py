@@ -239,7 +239,7 @@ class RLConfig(RunConfig):
     """Meshes that share devices. One of them at a time has its state in device memory; the others
     wait in host memory.
 
-    - ``none``: Each mesh has its own devices, if there are enough.
+    - ``none``: Each mesh has its own devices.
     - ``models``: Trainer, reference, critic and roles share devices.
     - ``all``: The generators share them too, and discard their KV cache in between. Requires
       lockstep.

@@ -14,7 +14,7 @@ from rl.weights.config import WeightPushConfig
 Colocate = Literal["none", "models", "all"]
 """Models that share devices. One at a time has device memory; the others are in host memory.
 
-- ``none``: each model has devices of its own, if there are enough.
+- ``none``: each model has devices of its own.
 - ``models``: trainer, reference, critic and other roles share theirs.
 - ``all``: the generators share them too, and drop keys and values. Only in lockstep.
 """

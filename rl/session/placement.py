@@ -10,7 +10,8 @@ class Placement:
     """Places of all meshes on the run's hosts, which have ``gpus`` GPUs each.
 
     GPUs go to the trainer, the reference, the critic, other roles and the generators, in this
-    order. Meshes share GPUs if the config says so, or if a host has too few.
+    order. Meshes share GPUs if the config says so. A config that ``needed`` more GPUs than a host
+    has is refused before a run.
     """
 
     def __init__(self, config: SessionConfig, gpus: int):
@@ -22,22 +23,39 @@ class Placement:
         """Places by role."""
         for name, role in config.models.items():
             self.models[name] = self._place(role.trainer.ranks, shared=config.colocate != "none")
+        self._for_models = max(self._taken)
         if config.colocate == "all":
             self._taken = [0] * self._trainer_nodes
+
+    def needed(self) -> int:
+        """Return the number of GPUs that the fullest host needs so that no mesh shares GPUs beyond
+        those that the config says.
+        """
+        if self._generator is None:
+            return self._for_models
+        replicas = range(self._generator.replicas)
+        ends = (
+            self._before(number) + self._generator.tensor_parallel_degree for number in replicas
+        )
+        return max(self._for_models, *ends)
 
     def generator(self, number: int) -> Place:
         """Return the place of generator ``number``, which may exceed the config's replicas."""
         assert self._generator is not None, "a session without generators places none"
         ranks = self._generator.tensor_parallel_degree
         own = self._generator.nodes
-        lap, host = divmod(number, own or self._trainer_nodes)
-        before = 0 if own else self._taken[host]
-        first = self._trainer_nodes if own else 0
         return Place(
-            first_host=first + host,
+            first_host=number % (own or self._trainer_nodes) + (self._trainer_nodes if own else 0),
             ranks=ranks,
-            first_device=self._first_device(before + ranks * lap, ranks),
+            first_device=self._first_device(self._before(number), ranks),
         )
+
+    def _before(self, number: int) -> int:
+        """Return the number of GPUs of its host that are taken before generator ``number``."""
+        assert self._generator is not None
+        own = self._generator.nodes
+        lap, host = divmod(number, own or self._trainer_nodes)
+        return (0 if own else self._taken[host]) + self._generator.tensor_parallel_degree * lap
 
     def _place(self, ranks: int, *, shared: bool) -> Place:
         hosts = math.gcd(ranks, self._trainer_nodes)

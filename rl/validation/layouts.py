@@ -185,7 +185,8 @@ def _validate_generator_nodes(config: RLConfig) -> None:
 def _validate_devices(config: RunConfig, roles: dict[str, Role]) -> None:
     """Check that a node has memory for the processes and GPUs for the ranks that it gets."""
     hardware = config.hardware
-    places = Placement(session_config(config), hardware.gpus).models
+    placement = Placement(session_config(config), hardware.gpus)
+    places = placement.models
     models = sum(place.per_host for place in places.values())
     crowds = [("the number of model ranks", models, models)]
     needed = {
@@ -216,3 +217,9 @@ def _validate_devices(config: RunConfig, roles: dict[str, Role]) -> None:
             f"{name} put {ranks} ranks on a node, which has {hardware.gpus} GPUs; lower them, set "
             "trainer.nodes to more, or hardware.gpus_per_node to what the nodes have",
         )
+    require(
+        placement.needed() <= hardware.gpus,
+        f"all meshes together need {placement.needed()} GPUs on a node, which has {hardware.gpus}; "
+        "let them share GPUs by colocate='models' or 'all', lower generator.replicas, or set "
+        "trainer.nodes, generator.nodes or hardware.gpus_per_node to more",
+    )

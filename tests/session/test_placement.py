@@ -1,10 +1,14 @@
 """Placement of ranks on hosts and GPUs."""
 
+import pytest
+
 from rl.cli import find_config
 from rl.config import RLConfig
+from rl.errors import ConfigError
 from rl.roles import session_config
 from rl.session.placement import Placement
 from rl.types import Place
+from rl.validation import validate
 
 
 def config_of(*, dp: int, nodes: int, generators: int = 0, tp: int = 1) -> RLConfig:
@@ -19,7 +23,7 @@ def config_of(*, dp: int, nodes: int, generators: int = 0, tp: int = 1) -> RLCon
     return config
 
 
-def test_meshes_of_one_host_take_gpus_in_order_and_share_scarce_ones():
+def test_meshes_of_one_host_take_gpus_in_order():
     config = config_of(dp=4, nodes=1, tp=2)
     config.algorithm.reward_kl_coef = 0.1  # a reference of one rank
     placement = Placement(session_config(config), gpus=8)
@@ -30,7 +34,8 @@ def test_meshes_of_one_host_take_gpus_in_order_and_share_scarce_ones():
         "trainer": (0, 4),
         "reference": (4, 1),
     }
-    assert [placement.generator(number).first_device for number in range(3)] == [5, 0, 2]
+    assert placement.generator(0).first_device == 5
+    assert placement.needed() == 7
 
 
 def test_ranks_go_to_nodes_in_order_and_generators_in_turns_to_those_after_them():
@@ -80,5 +85,27 @@ def test_meshes_that_share_start_at_the_first_gpu():
     placement = Placement(session_config(config), gpus=8)
     assert {place.first_device for place in placement.models.values()} == {0}
     assert placement.generator(0).first_device == 4
+    assert placement.needed() == 6
     config.colocate = "all"
     assert Placement(session_config(config), gpus=8).generator(0).first_device == 0
+    assert Placement(session_config(config), gpus=8).needed() == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "needed"),
+    [
+        ({"dp": 4, "nodes": 1, "tp": 2}, 10),
+        ({"dp": 4, "nodes": 2, "tp": 2}, 6),
+        ({"dp": 16, "nodes": 2, "generators": 1, "tp": 4}, 12),
+        ({"dp": 16, "nodes": 2, "generators": 3, "tp": 4}, 8),
+    ],
+)
+def test_a_config_that_needs_more_gpus_than_a_node_has_is_refused(fields, needed):
+    config = config_of(**fields)
+    config.generator.replicas = 3
+    config.hardware.device = "h100"
+    config.hardware.gpus_per_node = needed
+    validate(config)
+    config.hardware.gpus_per_node = needed - 1
+    with pytest.raises(ConfigError, match=f"need {needed} GPUs on a node, which has {needed - 1}"):
+        validate(config)

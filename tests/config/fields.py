@@ -168,16 +168,16 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         "test_reward_that_kills_or_blocks_its_worker_is_tried_twice": "reward",
     },
     "SinksConfig": {
-        "observe/test_sinks.py::test_the_config_says_which_sinks_a_run_has": (
+        "observe/test_trackers.py::test_the_config_says_which_sinks_a_run_has": (
             "tensorboard wandb trackio project"
         ),
     },
     "WeightsAndBiases.Config": {
-        "observe/test_sinks.py::test_an_offline_wandb_run_is_complete_and_resumed_as_itself": (
+        "observe/test_trackers.py::test_an_offline_wandb_run_is_complete_and_resumed_as_itself": (
             "mode project"
         ),
     },
-    "Trackio.Config": {"observe/test_sinks.py::test_trackio_has_each_step": "project"},
+    "Trackio.Config": {"observe/test_trackers.py::test_trackio_has_each_step": "project"},
     "WatchdogConfig": {
         f"{WATCHDOG}test_a_stall_ends_the_run_or_is_only_counted": "stalled stalled_s",
         CONDITIONS: "zero_std zero_std_steps starving starving_share starving_steps entropy "

@@ -393,10 +393,8 @@ class Rewards(Mesh):
         if prompt.prompt_id in self.lost:
             raise GroupLost("reward raised", f"no reward for {prompt.prompt_id}")
         step = 0.0 if prompt.prompt_id in self.flat else 1.0
-        fewer = prompt.prompt_id in self.fewer
         options = {"text": "", "metrics": {"correct": 0.0}}
         return [
             Rollout.single_turn(prompt, each, sample=i, reward=step * i, **options)
             for i, each in enumerate(said)
-            if i or not fewer
-        ]
+        ][prompt.prompt_id in self.fewer :]

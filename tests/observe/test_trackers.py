@@ -1,0 +1,226 @@
+"""Metrics reach TensorBoard, Weights & Biases and trackio, also after kills and resumes."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl.cli import find_config
+from rl.config import SinksConfig
+from rl.errors import ConfigError
+from rl.observe.sinks import Sinks
+from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
+from rl.validation import validate
+from tests.installed import trackio_folder
+from tests.observe.test_sinks import WAIT_S, Lines, attempt, events_to
+
+
+def tensorboard_steps(folder: Path) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert "loss/mean" not in events.Tags()["scalars"]  # not finite
+    scalars = events.Scalars("reward/mean")
+    assert [each.value for each in scalars] == pytest.approx([each.step / 10 for each in scalars])
+    return [each.step for each in scalars]
+
+
+def test_tensorboard_reads_each_step_once_also_after_a_resume(tmp_path, warnings):
+    for first, last in ((1, 4), (3, 6)):
+        sinks = Sinks([TensorBoard.Config().build()], tmp_path, {}, warnings.append)
+        events = events_to(sinks)
+        attempt(events, first, last)
+        events.warn("watch out")
+        events.emit("evaluation", step=last, metrics={"eval/exact_match": 0.5})
+        sinks.close()
+    assert warnings == []
+    assert tensorboard_steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from rl.observe.events import Events
+from rl.observe.sinks import Sinks
+from rl.observe.trackers import TensorBoard
+sinks = Sinks([TensorBoard.Config().build()], Path(sys.argv[1]), {}, print)
+events = Events(sinks.write)
+events.emit("started", step=0, host="", pid=0)
+for step in range(1, 2000):
+    events.emit("metrics", step=step, metrics={"reward/mean": step / 10})
+thread = sinks._threads[0]
+while thread._events.qsize() > 100:
+    time.sleep(0.001)
+thread._sink._writer.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_leaves_files_that_tensorboard_reads(tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], timeout=WAIT_S, check=False)
+    assert done.returncode == -9
+    steps = tensorboard_steps(tmp_path)
+    assert steps == [*range(1, len(steps) + 1)]
+    assert len(steps) > 0
+
+
+def wandb_records(path: Path) -> Iterator[bytes]:
+    """Yield the records of a file in LevelDB's log format, after a header of 7 bytes: blocks of 32
+    KiB, in which each part of a record has a checksum, a length and a type.
+    """
+    content = path.read_bytes()
+    assert content[:4] == b":W&B"
+    position = 7
+    parts = b""
+    while position + 7 <= len(content):
+        room = 2**15 - position % 2**15
+        if room < 7:
+            position += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+    assert position == len(content)
+
+
+WANDB = """
+import sys
+from pathlib import Path
+from rl.observe.events import Events
+from rl.observe.sinks import Sinks
+from rl.observe.trackers import WeightsAndBiases
+config = WeightsAndBiases.Config(mode="offline", project="tests")
+sinks = Sinks([config.build()], Path(sys.argv[1]), {"steps": 3}, sys.exit)
+events = Events(sinks.write)
+first, last = int(sys.argv[2]), int(sys.argv[3])
+events.emit("started", step=first - 1, host="", pid=0)
+for step in range(first, last + 1):
+    events.emit("metrics", step=step, metrics={"step": step, "reward/mean": step / 10})
+sinks.close()
+"""
+
+
+def wandb_attempt(folder: Path, first: int, last: int) -> None:
+    """Log the steps ``first`` to ``last`` offline, in a process of its own: wandb closes its file
+    when the process ends, not when the run finishes.
+    """
+    command = [sys.executable, "-c", WANDB, folder, str(first), str(last)]
+    subprocess.run(command, timeout=WAIT_S, check=True)
+
+
+def wandb_content(path: Path) -> tuple[set[tuple[str, str]], list[tuple[int, float]]]:
+    """Return projects and ids of the run in a file, and step and reward of each row."""
+    from wandb.proto import wandb_internal_pb2
+
+    runs = set()
+    rows = []
+    for data in wandb_records(path):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.HasField("run"):
+            runs.add((record.run.project, record.run.run_id))
+        if record.HasField("history"):
+            items = {i.key or i.nested_key[0]: i.value_json for i in record.history.item}
+            rows.append((json.loads(items["step"]), json.loads(items["reward/mean"])))
+    return runs, rows
+
+
+def test_an_offline_wandb_run_is_complete_and_resumed_as_itself(tmp_path):
+    wandb_attempt(tmp_path, 1, 3)
+    (first,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    name = (tmp_path / "wandb" / "id").read_text()
+    assert name in first.name
+    runs, rows = wandb_content(first)
+    assert runs == {("tests", name)}
+    assert rows == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    wandb_attempt(tmp_path, 3, 4)
+    (second,) = {*(tmp_path / "wandb").glob("offline-run-*/run-*.wandb")} - {first}
+    runs, rows = wandb_content(second)
+    assert runs == {("tests", name)}
+    assert rows == [(3, 0.3), (4, 0.4)]
+    assert wandb_content(first)[1][-1] == (3, 0.3)  # the file of the first attempt stays
+
+
+TRACKIO = """
+import sys
+from pathlib import Path
+from rl.observe.events import Events
+from rl.observe.sinks import Sinks
+from rl.observe.trackers import Trackio
+sinks = Sinks([Trackio.Config(project="tests").build()], Path(sys.argv[1]), {"steps": 3}, print)
+events = Events(sinks.write)
+events.emit("started", step=0, host="", pid=0)
+for step in (1, 2, 3):
+    events.emit("metrics", step=step, metrics={"reward/mean": step / 10})
+sinks.close()
+from trackio.sqlite_storage import SQLiteStorage
+print(SQLiteStorage.get_logs("tests", Path(sys.argv[1]).name))
+"""
+
+
+def test_trackio_has_each_step(tmp_path):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(trackio_folder()),
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", TRACKIO, tmp_path / "run"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [f"'reward/mean': 0.{step}" in done.stdout for step in (1, 2, 3)] == [True] * 3
+
+
+def test_the_config_says_which_sinks_a_run_has():
+    own = Lines.Config()
+    sinks = SinksConfig(
+        tensorboard=True, wandb="offline", trackio=True, project="p", custom=(own,)
+    ).all()
+    assert sinks == [
+        TensorBoard.Config(),
+        WeightsAndBiases.Config(mode="offline", project="p"),
+        Trackio.Config(project="p"),
+        own,
+    ]
+    assert SinksConfig().all() == []
+
+
+def test_weights_and_biases_online_needs_a_key_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    online = WeightsAndBiases.Config(mode="online")
+    with pytest.raises(ConfigError, match="sinks.wandb is 'online', and this user has no key"):
+        online.check()
+    WeightsAndBiases.Config(mode="offline").check()
+    keys = tmp_path / ".netrc"
+    keys.write_text("machine api.wandb.ai login user password secret\n")
+    keys.chmod(0o600)
+    online.check()
+    keys.unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    online.check()
+
+
+def test_a_package_that_is_missing_is_named_before_anything_starts():
+    config = find_config("quickstart")()
+    config.sinks.trackio = True
+    with pytest.raises(
+        ConfigError, match=r"sinks.trackio needs the package trackio, .*pip install"
+    ):
+        validate(config)

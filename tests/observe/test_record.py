@@ -1,7 +1,9 @@
+import asyncio
 import errno
 import json
 import math
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -207,3 +209,23 @@ def test_a_folder_that_cannot_be_read_is_named():
     folder = "x" * 300
     with pytest.raises(ConfigError, match=f"output_dir: {folder} cannot be read: File name too lo"):
         run_folder("quickstart", folder, resume=False)
+
+
+def test_a_failure_is_written_after_the_rollouts_that_wait_to_be_written(record, monkeypatch):
+    may_write = threading.Event()
+    written = list[int]()
+
+    def write(step, chunks, **options):
+        assert may_write.wait(10)
+        written.append(step)
+
+    monkeypatch.setattr(record.rollouts, "write", write)
+    asyncio.run(record.begin_rollouts(1, []))
+    failing = threading.Thread(target=record.write_failure, args=({"error": "x"},))
+    failing.start()
+    failing.join(0.2)
+    assert not (record.folder / "failure.json").exists()
+    may_write.set()
+    failing.join(10)
+    assert written == [1]
+    assert (record.folder / "failure.json").exists()

@@ -53,6 +53,7 @@ RELIES_ON = (
     "torch:_C._TorchDispatchModeKey",
     "torch:_C._set_only_lift_cpu_tensors",
     "torch:_C._DisableTorchDispatch",
+    "torch:_C._dispatch_has_kernel_for_dispatch_key",
     "torch:ops.aten.mm.default._schema",
     "torch:UntypedStorage._cdata",
     # C++ answers these for the meta tensor below a fake tensor, or asks for a driver
@@ -67,6 +68,10 @@ RELIES_ON = (
     "torch.distributed.distributed_c10d:_get_object_coll_device(group)",
     "torch.optim:Optimizer._accelerator_graph_capture_health_check()",
 )
+
+
+ONE_KERNEL = ("silu_backward",)
+"""Operators that are one kernel on CUDA. A torch without CUDA would compute them from others."""
 
 
 class Device(Protocol):
@@ -204,8 +209,14 @@ class Event:
         return 0.0
 
 
+_kernels = torch.library.Library("aten", "IMPL")
+
+
 def pretend(device: Device) -> None:
     """Let torch's Python believe in ``device`` for the rest of the process."""
+    for name in ONE_KERNEL:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            _kernels.impl(name, _never_called, "CUDA")
     _tensors()
     _storages(device)
     _driver(device)
@@ -214,6 +225,10 @@ def pretend(device: Device) -> None:
     optimizer._accelerator_graph_capture_health_check = lambda self: None
     collectives: Any = distributed_c10d
     collectives._get_object_coll_device = lambda group=None: _current()
+
+
+def _never_called(*_: Any) -> None:
+    raise NotImplementedError("fake tensors have no kernels")
 
 
 def _tensors() -> None:

@@ -66,12 +66,12 @@ def _layer(trainer: TrainerConfig, shape: ModelShape, p: int, row: int) -> tuple
     q = shape.n_heads * shape.head_dim // tp
     k = shape.n_kv_heads * shape.head_dim // tp
     routed = shape.experts_per_token if shape.num_experts else 0
-    f = _feed_forward_width(shape) // tp
+    f = feed_forward_width(shape) // tp
     whole = 16 * d + 8 * (q + k) + p * (2 * d + 2 * q + 2 * k + 4 * f + row) + routed * d * (8 + p)
     return whole, p * d, p * (2 * d + 2 * q + 2 * k + f)
 
 
-def _feed_forward_width(shape: ModelShape) -> int:
+def feed_forward_width(shape: ModelShape) -> int:
     """Return the total width of the feed-forward layers that a token goes through in a layer."""
     experts = shape.experts_per_token * shape.moe_hidden_dim
     return experts if shape.num_experts else shape.hidden_dim
@@ -99,31 +99,39 @@ def gathered(setting: Setting, name: str) -> int:
     gradient of the head is also accumulated in float32.
     """
     role = setting.roles[name]
-    groups = _groups(setting.held[name], role)
+    found = groups(setting.held[name], role)
     p = computed_bytes(role.trainer)
-    ends = groups.pop("ends")
-    layer = max(groups.values())
+    ends = found.pop("embedding") + found.pop("head")
+    layer = max(found.values())
     parameters = p * (2 * layer + ends)
     if name not in LEARNING or role.trainer.lora is not None:
         return parameters
     return parameters + max(ends * (4 + p + 4), layer * (p + 4))
 
 
-def _groups(layouts: tuple[Layout, ...], role: Role) -> dict[str, int]:
-    """Return the number of parameter elements that rank 0 has while it computes, for each layer and
-    for the embedding, norm and head together ("ends").
+def groups(layouts: tuple[Layout, ...], role: Role) -> dict[str, int]:
+    """Return the number of parameter elements that rank 0 has while it computes, for each layer,
+    the ``embedding``, and norm and ``head`` together. A tied embedding is the head's.
     """
     degrees = role.trainer.parallelism
     replica = role.trainer.ranks // degrees.data_parallel_replicate_degree
-    groups = Counter({"ends": 0})
+    groups = Counter({"embedding": 0, "head": 0})
     for rank, layout in enumerate(layouts[:replica]):
         for name, _, box in layout:
             expert = degrees.expert_parallel_degree > 1 and ".inner_experts." in name
             degree = degrees.expert_parallel_degree if expert else degrees.tensor_parallel_degree
             if rank % degree == 0:
-                key = ".".join(name.split(".")[:2]) if name.startswith("layers.") else "ends"
-                groups[key] += box.numel
+                groups[_group_of(name)] += box.numel
+    if not any(name.startswith("lm_head.") for name, _, _ in layouts[0]):
+        groups["head"] += groups.pop("embedding")
+        groups["embedding"] = 0
     return groups
+
+
+def _group_of(name: str) -> str:
+    if name.startswith("layers."):
+        return ".".join(name.split(".")[:2])
+    return "embedding" if name.startswith("tok_embeddings.") else "head"
 
 
 def rope_tables(setting: Setting, role: Role) -> int:
@@ -140,7 +148,7 @@ def engine_step(setting: Setting) -> int:
     shape = setting.shape
     tp = generator.tensor_parallel_degree
     p = setting.transfer_bytes
-    wide = 4 * shape.dim + (2 * _feed_forward_width(shape) + shape.n_heads * shape.head_dim) // tp
+    wide = 4 * shape.dim + (2 * feed_forward_width(shape) + shape.n_heads * shape.head_dim) // tp
     tokens = generator.max_batched_tokens
     sampled = generator.max_running_requests  # the step with which vLLM profiles GPU memory
     if not setting.cuda:

@@ -9,6 +9,7 @@ import torch
 from rl.generation.config import kv_blocks, kv_bytes_per_block
 from rl.model.shards import Layout, local_shapes
 from rl.plan import estimates
+from rl.plan.passes import largest_moment
 from rl.plan.setting import DTYPE_BYTES, LEARNING, Setting, seat_of
 from rl.training.config import TrainerConfig
 from rl.training.model import is_adapter
@@ -154,11 +155,19 @@ def _state_bytes(trainer: TrainerConfig, name: str) -> int:
 
 def _passes(setting: Setting, name: str) -> list[Item]:
     """Return the items that a role's ranks need while they compute."""
-    sizes = {
-        "activations": estimates.activations(setting, name),
-        "logits": estimates.logits(setting, setting.roles[name]),
-        "gathered by FSDP": estimates.gathered(setting, name),
-    }
+    if setting.cuda:
+        moment = largest_moment(setting, name)
+        sizes = {
+            "activations": moment.activations,
+            "logits": moment.logits,
+            "gathered by FSDP": moment.gathered,
+        }
+    else:
+        sizes = {
+            "activations": estimates.activations(setting, name),
+            "logits": estimates.logits(setting, setting.roles[name]),
+            "gathered by FSDP": estimates.gathered(setting, name),
+        }
     return [Item(item, size, estimate=True) for item, size in sizes.items()]
 
 

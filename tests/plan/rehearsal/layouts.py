@@ -15,6 +15,7 @@ LAYOUTS = {
     "--generator.nodes 1",
     "HSDP 2 x 2": f"{DENSE} {P}.data_parallel_replicate_degree 2 --generator.replicas 4",
     "EP 8": EXPERTS,
+    "experts without EP": f"{EXPERTS} {P}.expert_parallel_degree 1",
     "EP 8 x TP 2": f"{EXPERTS} {P}.tensor_parallel_degree 2 {P}.data_parallel_shard_degree 8",
     "EP 8 x CP 2": f"{EXPERTS} {P}.context_parallel_degree 2 {P}.data_parallel_shard_degree 8",
     "float8": f"{UNTIED} trainer.float8:linear",

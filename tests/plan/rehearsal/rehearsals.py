@@ -6,8 +6,15 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
+from rl.plan.rehearsal.start import NOT_REHEARSED
+
 DEADLINE_S = 240
 Change = Callable[[], None]
+
+
+def planned_bytes(planned: dict[str, int]) -> int:
+    """Return the sum of the planned sizes by item that a rehearsal has too."""
+    return sum(bytes for name, bytes in planned.items() if name not in NOT_REHEARSED)
 
 
 class Rehearsals:

@@ -1,0 +1,22 @@
+"""Table of plan and rehearsal: ``python -m tests.plan.rehearsal.table`` prints it for the docs."""
+
+from tests.plan.rehearsal.layouts import LAYOUTS
+from tests.plan.rehearsal.rehearsals import Rehearsals, planned_bytes
+
+GIB = 1 << 30
+
+
+def main() -> None:
+    """Print one row of Markdown for each layout."""
+    print("| layout | plan, GiB | rehearsed, GiB | plan / rehearsed |\n|---|---|---|---|")
+    rehearsals = Rehearsals()
+    for name, arguments in LAYOUTS.items():
+        found = rehearsals.of(arguments)
+        planned = planned_bytes(found["planned"])
+        sizes = f"{planned / GIB:.2f} | {found['peak'] / GIB:.2f}"
+        print(f"| {name} | {sizes} | {planned / found['peak']:.2f} |", flush=True)
+    rehearsals.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,8 @@ LAYOUTS = {
     "FSDP 8": UNTIED,
     "FSDP 8, varlen": f"{UNTIED} --hardware.device a100",
     "TP 2": f"{DENSE} {P}.tensor_parallel_degree 2 {P}.data_parallel_shard_degree 1",
-    "TP 2 without SP": f"{DENSE} {P}.tensor_parallel_degree 2 {P}.no-enable_sequence_parallel",
+    "TP 2 without SP": f"{DENSE} {P}.tensor_parallel_degree 2 {P}.no-enable_sequence_parallel "
+    "--generator.replicas 4",
     "CP 2": f"{DENSE} {P}.context_parallel_degree 2 --generator.replicas 4",
     "CP 2 x TP 2": f"{DENSE} {P}.context_parallel_degree 2 {P}.tensor_parallel_degree 2 "
     "--generator.nodes 1",

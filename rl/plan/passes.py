@@ -15,7 +15,7 @@ from rl.plan.setting import LEARNING, Setting
 
 REDUCED = 4
 """Bytes of an element of a gradient while it is reduced."""
-BATCH = 256
+BATCH = 512
 """Bytes of a token of a micro-batch: its columns, outputs and loss."""
 
 

@@ -66,10 +66,10 @@ def work_of(setting: Setting, name: str) -> Work:
     if isinstance(config, PreferenceConfig):
         return _preference_work(config, name, lengths)
     assert isinstance(config, SFTConfig)
-    loss = config.loss.build()
     longest = config.task.max_tokens
     examples = _examples(lengths, config.model.vocab_size)
-    return Work(batch_of(examples, reduction=loss.reduction, max_tokens=longest), loss)
+    batch = batch_of(examples, reduction=config.loss.reduction, max_tokens=longest)
+    return Work(batch, config.loss.build())
 
 
 def _rl_work(setting: Setting, config: RLConfig, name: str, lengths: Rows[int]) -> Work:

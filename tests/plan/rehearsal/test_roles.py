@@ -1,0 +1,61 @@
+"""Every model of every kind of run is rehearsed with the batches and the loss that it trains on."""
+
+import pytest
+
+from tests.plan.rehearsal.layouts import DENSE
+from tests.plan.rehearsal.rehearsals import planned_bytes
+from tests.trainers.tiny_chat import tiny_chat_model
+
+SMALL = DENSE.replace("n_layers 2", "n_layers 1")
+CONFIGS = "tests.plan.rehearsal.configs"
+PPO = f"--config {CONFIGS}.ppo --model.n_layers 1"
+TRAINING = ["forward_backward 1", "optim_step 1", "forward_backward 2", "optim_step 2"]
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    """Arguments that name a tiny model, and examples of 200 tokens, on GPUs."""
+    model = tiny_chat_model(tmp_path_factory.mktemp("model"))
+    device = "--hardware.device h100 --hardware.gpus_per_node 8"
+    return f"--model.hf_path {model} --model.max_seq_len 256 --task.max_tokens 200 {device}"
+
+
+@pytest.mark.parametrize(
+    ("role", "phases"), [("trainer", TRAINING), ("critic", None), ("reference", None)]
+)
+def test_the_models_of_an_rl_run(role, phases, rehearsals):
+    found = rehearsals.of(PPO, role=role)
+    assert found["error"] is None
+    done = [each["phase"] for each in found["phases"]]
+    if role == "reference":
+        assert done == ["init", "forward 1", "forward 2"]
+    else:
+        assert {*TRAINING} <= {*done}
+        assert ("forward 1" in done) == (role == "critic")
+    assert found["peak"] <= planned_bytes(found["planned"])
+
+
+@pytest.mark.parametrize(
+    ("config", "role", "forward"),
+    [
+        ("sft_jsonl", "trainer", False),
+        ("dpo_jsonl", "trainer", True),
+        ("dpo_jsonl", "reference", True),
+        (f"{CONFIGS}.kto", "trainer", True),
+        ("reward_model_jsonl", "trainer", True),
+    ],
+)
+def test_the_models_of_a_run_on_examples(config, role, forward, options, rehearsals):
+    found = rehearsals.of(f"--config {config} {options}", role=role)
+    assert found["error"] is None
+    done = {each["phase"] for each in found["phases"]}
+    assert ("forward 1" in done) == forward
+    assert ({*TRAINING} <= done) == (role != "reference")
+
+
+def test_models_that_share_devices_leave_them(rehearsals):
+    turns = "--colocate all --rollout.max_staleness 0 --generator.enforce_eager"
+    found = rehearsals.of(f"{SMALL} {turns} --generator.replicas 2")
+    assert found["error"] is None
+    phases = {each["phase"]: each for each in found["phases"]}
+    assert phases["offload"]["after"] < 0.05 * phases["onload"]["after"]

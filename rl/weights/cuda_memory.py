@@ -12,18 +12,22 @@ import torch
 _LAZY_PEER_ACCESS = 1
 
 
-def pin(memory: torch.Tensor) -> None:
-    """Page-lock host memory if this host has CUDA; copies from and to it are then asynchronous."""
-    if torch.cuda.is_available():
-        torch.cuda.check_error(
-            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-        )
+def pin(memory: torch.Tensor, device: torch.device) -> None:
+    """Page-lock host memory if ``device`` is a GPU, which can then copy from and to it
+    asynchronously.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):  # a thread begins on GPU 0, and each use costs memory there
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+            )
 
 
-def unpin(memory: torch.Tensor) -> None:
+def unpin(memory: torch.Tensor, device: torch.device) -> None:
     """Undo ``pin``, before the memory is unmapped."""
-    if torch.cuda.is_available():
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
 
 
 @dataclass(frozen=True, slots=True)

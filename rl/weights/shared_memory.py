@@ -97,14 +97,15 @@ class SharedMemoryPublisher:
             memory_domain(), os.getpid(), fds, secrets.randbits(62), dtype, layout_of(shards)
         )
         if on_device:
-            device = [
+            memory = [
                 DeviceMemory.allocate(segment.slot_bytes, self._tensors[0].device) for _ in fds
             ]
-            segment = dataclasses.replace(segment, device=tuple(device))
+            segment = dataclasses.replace(segment, device=tuple(memory))
         for fd in fds:
             os.truncate(fd, HEADER_BYTES + (0 if on_device else segment.slot_bytes))
         self.address = segment
-        self._slots = [_Slot(fd, segment, index) for index, fd in enumerate(fds)]
+        device = self._tensors[0].device
+        self._slots = [_Slot(fd, segment, index, device) for index, fd in enumerate(fds)]
         self._turn = 0
         for slot in self._slots:
             # the first use of a page is ten times slower than the next
@@ -181,7 +182,8 @@ class SharedMemorySubscriber:
         routes = plan_routes(layouts, layout_of(shards), reader=reader)
         self._like = shards[0].tensor
         self._patience = patience
-        self._sources = [_open(rank, segment) for rank, segment in enumerate(segments)]
+        device = self._like.device
+        self._sources = [_open(rank, segment, device) for rank, segment in enumerate(segments)]
         self._copies: dict[_Slot, list[tuple[torch.Tensor, torch.Tensor]]] = {
             slot: [] for source in self._sources for slot in source
         }
@@ -246,15 +248,17 @@ class SharedMemorySubscriber:
 class _Slot:
     """One process's view of a slot: the lock, the header, and the regions."""
 
-    def __init__(self, fd: int, segment: Segment, index: int):
+    def __init__(self, fd: int, segment: Segment, index: int, device: torch.device):
+        """``device`` copies from and to the slot."""
         self._fd = fd
+        self._device = device
         self._mapped = mmap.mmap(fd, 0)
         self.header = torch.frombuffer(self._mapped, dtype=torch.int64, count=HEADER_BYTES // 8)
         if segment.device:
             self.memory = segment.device[index].tensor(own=segment.pid == os.getpid())
         else:
             self.memory = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=HEADER_BYTES)
-            pin(self.memory)
+            pin(self.memory, device)
         starts, _ = starts_of([region.box.numel for region in segment.layout])
         flat = self.memory.view(segment.dtype)
         self.views = [
@@ -311,11 +315,11 @@ class _Slot:
     def close(self) -> None:
         """Unpin and close. The kernel drops the mapping with its last tensor."""
         if not self.memory.is_cuda:
-            unpin(self.memory)
+            unpin(self.memory, self._device)
         os.close(self._fd)
 
 
-def _open(rank: int, segment: Segment) -> list[_Slot]:
+def _open(rank: int, segment: Segment, device: torch.device) -> list[_Slot]:
     """Map the slots of trainer rank ``rank`` into this process."""
     slots = []
     for index, fd in enumerate(segment.fds):
@@ -324,7 +328,7 @@ def _open(rank: int, segment: Segment) -> list[_Slot]:
             raise RunError(
                 f"trainer rank {rank}, process {segment.pid}, has ended; start its mesh again"
             )
-        slot = _Slot(os.open(path, os.O_RDWR), segment, index)
+        slot = _Slot(os.open(path, os.O_RDWR), segment, index, device)
         if int(slot.header[_TOKEN]) != segment.token:
             raise RunError(
                 f"process {segment.pid} is no longer trainer rank {rank}; start its mesh again"

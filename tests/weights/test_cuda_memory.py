@@ -1,5 +1,6 @@
 """Memory of GPUs, with the calls of CUDA recorded: no GPU is needed."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -21,3 +22,28 @@ def test_memory_is_used_on_the_gpu_that_has_it(monkeypatch, own):
     (((memory,), options),) = calls
     assert memory.__cuda_array_interface__["data"] == (4096, False)
     assert options == {}
+
+
+def test_memory_is_pinned_on_the_gpu_that_copies(monkeypatch):
+    calls = []
+
+    @contextmanager
+    def on(device):
+        calls.append(("on", device))
+        yield
+        calls.append("off")
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *args: calls.append("register"),
+        cudaHostUnregister=lambda *args: calls.append("unregister"),
+    )
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
+    memory = torch.zeros(8, dtype=torch.uint8)
+    gpu = torch.device("cuda", 3)
+    cuda_memory.pin(memory, gpu)
+    cuda_memory.unpin(memory, gpu)
+    assert calls == [("on", gpu), "register", "off", ("on", gpu), "unregister", "off"]
+    cuda_memory.pin(memory, torch.device("cpu"))
+    assert len(calls) == 6

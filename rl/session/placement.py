@@ -23,21 +23,31 @@ class Placement:
         """Places by role."""
         for name, role in config.models.items():
             self.models[name] = self._place(role.trainer.ranks, shared=config.colocate != "none")
-        self._for_models = max(self._taken)
+        self.needed_by_models = max(self._taken)
+        """Number of GPUs that the fullest host needs for models alone."""
         if config.colocate == "all":
             self._taken = [0] * self._trainer_nodes
 
+    @property
     def needed(self) -> int:
-        """Return the number of GPUs that the fullest host needs so that no mesh shares GPUs beyond
-        those that the config says.
+        """Number of GPUs that the fullest host needs so that meshes share GPUs only if the config
+        says so.
         """
         if self._generator is None:
-            return self._for_models
+            return self.needed_by_models
         replicas = range(self._generator.replicas)
         ends = (
             self._before(number) + self._generator.tensor_parallel_degree for number in replicas
         )
-        return max(self._for_models, *ends)
+        return max(self.needed_by_models, *ends)
+
+    @property
+    def replicas(self) -> int:
+        """Number of generators that have GPUs of their own, whatever the config asks for."""
+        assert self._generator is not None, "a session without generators places none"
+        hosts = range(self._generator.nodes or self._trainer_nodes)
+        free = (max(self._gpus - self._before(host), 0) for host in hosts)
+        return sum(each // self._generator.tensor_parallel_degree for each in free)
 
     def generator(self, number: int) -> Place:
         """Return the place of generator ``number``, which may exceed the config's replicas."""

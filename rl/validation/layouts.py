@@ -217,9 +217,14 @@ def _validate_devices(config: RunConfig, roles: dict[str, Role]) -> None:
             f"{name} put {ranks} ranks on a node, which has {hardware.gpus} GPUs; lower them, set "
             "trainer.nodes to more, or hardware.gpus_per_node to what the nodes have",
         )
+    if placement.needed_by_models > hardware.gpus:
+        advice = "colocate to 'models'"
+    elif placement.needed > hardware.gpus and placement.replicas:
+        advice = f"generator.replicas to {placement.replicas}, or generator.nodes to more"
+    else:
+        advice = "generator.nodes to 1, or colocate to 'all'"
     require(
-        placement.needed() <= hardware.gpus,
-        f"all meshes together need {placement.needed()} GPUs on a node, which has {hardware.gpus}; "
-        "let them share GPUs by colocate='models' or 'all', lower generator.replicas, or set "
-        "trainer.nodes, generator.nodes or hardware.gpus_per_node to more",
+        placement.needed <= hardware.gpus,
+        f"the meshes need {placement.needed} GPUs on a node, which has {hardware.gpus}: set "
+        f"{advice}, or hardware.gpus_per_node to what the nodes have",
     )

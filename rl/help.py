@@ -279,9 +279,14 @@ def check_known(name: str, function: str, known: Collection[str]) -> None:
     """Raise ConfigError if ``function`` is not known. The message lists the nearest functions and
     all known functions.
     """
+    if not known:
+        raise ConfigError(
+            f"--config {name}: the module has no configs; a config is a function whose result is "
+            f"annotated, such as def {function}() -> RLConfig"
+        )
     if function not in known:
         raise ConfigError(
-            f"--config {name}: there is no such config; {nearest(function, known)}All that exist: "
+            f"--config {name}: there is no such config; {nearest(function, known)}the configs are "
             f"{', '.join(sorted(known))}"
         )
 

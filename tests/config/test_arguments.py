@@ -136,7 +136,7 @@ def test_an_unknown_config_is_answered_with_the_nearest_and_all():
     ):
         parse(config="quikstart")
     with pytest.raises(
-        ConfigError, match=r"--config xyzzy: there is no such config; All that exist: dpo_jsonl, "
+        ConfigError, match=r"--config xyzzy: there is no such config; the configs are dpo_jsonl, "
     ):
         parse(config="xyzzy")
 
@@ -161,9 +161,17 @@ def test_a_config_of_another_package_is_found_by_module_and_name(package):
 def test_only_functions_that_return_a_run_config_are_configs(package, name):
     with pytest.raises(
         ConfigError,
-        match=f"--config {package}.{name}: there is no such config; .*All that exist: loud$",
+        match=f"--config {package}.{name}: there is no such config; .*the configs are loud$",
     ):
         parse(config=f"{package}.{name}")
+
+
+def test_a_config_without_an_annotation_is_answered_with_how_to_write_one(tmp_path, monkeypatch):
+    (tmp_path / "plain.py").write_text("def own():\n    return None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = r"--config plain.own: the module has no configs; .* such as def own\(\) -> RLConfig"
+    with pytest.raises(ConfigError, match=message):
+        parse(config="plain.own")
 
 
 def test_a_module_that_cannot_be_imported_is_named():

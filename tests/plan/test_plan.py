@@ -60,22 +60,21 @@ def test_a_plan_has_the_seat_of_each_rank_and_the_bytes_of_a_push(capsys):
 
 def test_colocated_models_need_the_memory_of_the_largest(capsys):
     options = "--trainer.parallelism.data_parallel_shard_degree 8 --generator.nodes 1"
-    arguments = f"--config qwen3_8b {options} --algorithm.loss.kl_coef 0.1".split()
+    room = "--hardware.gpus_per_node 9"  # the reference has a GPU of its own unless it shares
+    arguments = f"--config qwen3_8b {options} {room} --algorithm.loss.kl_coef 0.1".split()
     assert main([*arguments, "--colocate", "models"]) == 0
     assert "\n  trainer and reference share GPU 0 of host 0\n" in capsys.readouterr().out
     apart, in_turns = (
         Plan(parse_config([*arguments, "--colocate", colocate], program="plan")[1])
         for colocate in ("none", "models")
     )
-    assert [memory.name for memory in apart.memories] == [
-        memory.name for memory in in_turns.memories
-    ]
-    first = apart.memories[0]
-    second = in_turns.memories[0]
-    stays = sum(item.bytes for item in first.ranks[0].named("CUDA context", "RoPE tables"))
-    largest = max(rank.total(on_host=False) for rank in first.ranks)
-    assert second.used == largest + stays
-    assert first.used == sum(rank.total(on_host=False) for rank in first.ranks)
+    (trainer,) = apart.memories[0].ranks
+    (reference,) = (rank for rank in apart.ranks if rank.role == "reference")
+    assert (trainer.gpu, reference.gpu) == (0, 8)
+    stays = sum(item.bytes for item in trainer.named("CUDA context", "RoPE tables"))
+    largest = max(rank.total(on_host=False) for rank in (trainer, reference))
+    assert in_turns.memories[0].used == largest + stays
+    assert apart.memories[0].used == trainer.total(on_host=False)
     moved = in_turns.memories[-2].used - apart.memories[-2].used
     kept = ("parameters", "gradients", "optimizer states")
     assert moved == sum(

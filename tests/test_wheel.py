@@ -104,10 +104,10 @@ def test_the_version_is_that_of_pyproject(tiller):
 
 def test_every_program_is_listed(tiller):
     text = tiller("--help").stdout
-    inner = ("node.py", "launcher.py", "solver.py", "judge.py")  # started by other programs
+    inner = ("node", "launcher", "solver", "judge", "rehearsal")  # started by other programs
     for path in (ROOT / "rl").rglob("*.py"):
-        if "\nif __name__ ==" in path.read_text() and path.name not in inner:
-            name = path.parent.name if path.name == "__main__.py" else path.stem
+        name = path.parent.name if path.name == "__main__.py" else path.stem
+        if "\nif __name__ ==" in path.read_text() and name not in inner:
             assert name == "rl" or f"\n  {name} " in text
     for name in PROGRAMS:
         assert (ROOT / "rl" / f"{name}.py").exists() or (ROOT / "rl" / name).is_dir()

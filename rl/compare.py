@@ -58,7 +58,6 @@ def _compare(arguments: Sequence[str] | None) -> int:
     # these import torch, which --help does without
     from rl.cli import parse_config
     from rl.config import RLConfig
-    from rl.observe.rollouts import RolloutFolder, read_rollouts
     from rl.saved_run import require_one_host, require_run
     from rl.trainers.compare import examples_of
     from rl.trainers.replay_rollouts import RolloutReplay
@@ -80,9 +79,8 @@ def _compare(arguments: Sequence[str] | None) -> int:
         f"record.rollouts is {config.record.rollouts!r}, so that only steps right after a "
         f"checkpoint can be compared; --step {replay.first + 1} is one",
     )
-    recorded = read_rollouts(RolloutFolder(own.run / "rollouts").path(own.step))
-    example = _chosen(examples_of(recorded), own)
-    compared = _compared(replay, config, example, own.step, own.under)
+    example = _chosen(examples_of(replay.read(own.step)), own)
+    compared = _compared(replay, config, example, own, layout)
     _show(own.step, compared)
     if own.json:
         print(json.dumps(_row(own, compared)))
@@ -131,18 +129,23 @@ def _chosen(examples: list["Example"], own: Namespace) -> "Example":
 
 
 def _compared(
-    replay: "RolloutReplay", config: "RLConfig", example: "Example", step: int, layout: str | None
+    replay: "RolloutReplay",
+    config: "RLConfig",
+    example: "Example",
+    own: Namespace,
+    layout: dict[str, int],
 ) -> "Compared":
-    """Run the sessions of the comparison."""
+    """Run the sessions of the comparison; ``layout`` are the degrees of ``--under``, if given."""
     from rl.disk import TemporaryFolder
     from rl.saved_run import run_session
     from rl.trainers import compare
 
     temperature = config.rollout.temperature
-    with TemporaryFolder("tiller-compare-") as name:
-        folder = Path(name)
+    step = own.step
+    with TemporaryFolder("tiller-compare-") as temporary:
+        folder = Path(temporary)
         replay.link(folder)
-        if layout is None:
+        if not layout:
             return run_session(
                 compare.comparing(replace(replay.session_config, generator=config.generator)),
                 None,
@@ -151,7 +154,7 @@ def _compared(
             )
         copy = folder / "weights"
         session_config = compare.comparing(replay.session_config)
-        own = run_session(
+        before = run_session(
             session_config,
             None,
             lambda session: compare.in_own_layout(
@@ -160,9 +163,11 @@ def _compared(
             folder=folder,
         )
         return run_session(
-            compare.under(session_config, degrees_of(layout, option="--under")),
+            compare.under(session_config, layout),
             None,
-            lambda session: compare.in_layout(own, layout, session, example, temperature, copy),
+            lambda session: compare.in_layout(
+                before, own.under, session, example, temperature, copy
+            ),
             folder=folder / "other",
         )
 

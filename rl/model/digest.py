@@ -99,6 +99,12 @@ def merge_digests(ranks: Iterable[ShardDigests]) -> dict[str, str]:
     return {name: f"{total % (1 << 64):016x}" for name, total in totals.items()}
 
 
+def differing(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """Return the names of the parameters whose digests differ."""
+    names = [*before, *(name for name in after if name not in before)]
+    return [name for name in names if before.get(name) != after.get(name)]
+
+
 def policy_digest(digests: dict[str, str]) -> str:
     """Return one hash, 64 hex digits, of all parameters."""
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()

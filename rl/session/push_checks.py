@@ -7,7 +7,7 @@ import torch
 from rl.actors.generator import GeneratorMesh
 from rl.actors.trainer import TrainerMesh
 from rl.errors import RankLost, RunError
-from rl.model.digest import ShardDigests, merge_digests
+from rl.model.digest import ShardDigests, differing, merge_digests
 from rl.model.shape import shape_of
 from rl.session.config import SessionConfig
 from rl.session.residency import Residency
@@ -124,11 +124,6 @@ async def digests_of_both(
         except RankLost:  # its pool starts it again
             return {}, {}
     return _merged(sources, f"{owner}trainer"), _merged(wanted, f"{owner}{generator.name}")
-
-
-def differing(trained: dict[str, str], pushed: dict[str, str]) -> list[str]:
-    """Return the names of the parameters whose digests differ."""
-    return [name for name in trained if pushed.get(name) != trained[name]]
 
 
 def _merged(digests: list[ShardDigests], owner: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from rl.disk import TemporaryFolder
 from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost, counted, require
 from rl.metrics import Metrics
 from rl.model.activations import Activations
+from rl.model.digest import differing
 from rl.observe.events import Events, print_warnings
 from rl.observe.spans import Stopwatch
 from rl.rollout.episodes import EpisodeCollector
@@ -25,7 +26,7 @@ from rl.session.meshes import Meshes, ensure_running
 from rl.session.models import Models
 from rl.session.pool import GeneratorPool
 from rl.session.push import WeightPush
-from rl.session.push_checks import differing, digests_of_both
+from rl.session.push_checks import digests_of_both
 from rl.session.router import Router
 from rl.tasks.base import Task
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling

@@ -1,9 +1,9 @@
 """Comparison of two sides of a run, module by module: trainer and generator, or two layouts."""
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from collections.abc import Sequence as Several
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from rl.trainers.differences import (
     rotation_cause,
     temperature_of,
 )
+from rl.trainers.replay import Replayed
 from rl.trainers.replay_rollouts import RolloutReplay
 from rl.types import Batch, GivenSequence, Rollout, Sequence
 
@@ -150,16 +151,25 @@ class Compared:
         return found
 
 
+@asynccontextmanager
+async def _loaded_before(
+    replay: RolloutReplay, session: Session, step: int
+) -> AsyncIterator[AsyncGenerator[Replayed]]:
+    """Bring ``session`` to the weights before ``step``; yield the steps from ``step`` on."""
+    await replay.load(session)
+    async with aclosing(replay.steps(session)) as steps:
+        for _ in range(replay.first, step - 1):
+            await anext(steps)
+        yield steps
+
+
 async def with_generator(
     replay: RolloutReplay, session: Session, example: Example, step: int, temperature: float
 ) -> Compared:
     """Compare generator and trainer on the weights before ``step``, then the generator's cached
     prefixes after it.
     """
-    await replay.load(session)
-    async with aclosing(replay.steps(session)) as steps:
-        for _ in range(replay.first, step - 1):
-            await anext(steps)
+    async with _loaded_before(replay, session, step) as steps:
         await session.push()
         comparison = Comparison(session, example, temperature=temperature)
         compared = await comparison.compare()
@@ -180,11 +190,8 @@ async def in_own_layout(
     copy: Path,
 ) -> Activations:
     """Return the activations of the trainer before ``step``; save its weights in ``copy``."""
-    await replay.load(session)
-    async with aclosing(replay.steps(session)) as steps:
-        for _ in range(replay.first, step - 1):
-            await anext(steps)
-    await session.save_weights(copy)
+    async with _loaded_before(replay, session, step):
+        await session.save_weights(copy)
     return await session.activations(example.batch, example.positions, temperature=temperature)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from rl.config import RunConfig
 from rl.errors import require
+from rl.model.digest import differing
 from rl.observe.record import rows_of
 from rl.observe.rollouts import Chunk
 from rl.roles import session_config
@@ -55,7 +56,7 @@ class Replayed:
                 return f"{role}: {len(again)} optimizer steps, recorded are {len(updates)}"
             for number, (before, after) in enumerate(zip(updates, again, strict=True), start=1):
                 for part in ("gradient", "weights"):
-                    if names := different(before[part], after[part]):
+                    if names := differing(before[part], after[part]):
                         which = f"update {number} of {len(updates)}, {role}, {part}"
                         return f"{which}: {listed(names)}{self._first_token}"
         return ""
@@ -79,12 +80,6 @@ class Replayed:
             for before, again in pairs
         )
         return max((float(each.max(initial=0.0)) for each in changes), default=0.0)
-
-
-def different(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """Return the names of the parameters whose digests differ."""
-    names = [*before, *(name for name in after if name not in before)]
-    return [name for name in names if before.get(name) != after.get(name)]
 
 
 def listed(names: list[str]) -> str:
@@ -211,7 +206,7 @@ class Replay(ABC, Generic[Config]):
         """
         updates = self._rows("digests.jsonl").get(self.first, {}).get("trainer", [])
         names = (
-            different(updates[-1]["weights"], await session.trained_digests()) if updates else []
+            differing(updates[-1]["weights"], await session.trained_digests()) if updates else []
         )
         return f"checkpoint {self.first}, weights: {listed(names)}" if names else ""
 

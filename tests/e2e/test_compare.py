@@ -1,24 +1,17 @@
 """The program that compares generator and trainer of a recorded run."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from rl.compare import main
 from tests.e2e.test_algorithms import MANY_MODELS
-from tests.e2e.test_programs import LORA, Program, times
+from tests.e2e.test_programs import LORA, Program, answer_of
 
 
 def compare(folder: Path, tmp_path: Path, *arguments: str) -> tuple[Program, dict]:
     """Return the ended program, and its JSON."""
-    before = times(folder)
-    program = Program("rl.compare", str(folder), "--json", *arguments, folder=tmp_path / "compare")
-    program.wait()
-    program.assert_nothing_left()
-    assert times(folder) == before
-    last = (program.stdout.splitlines() or [""])[-1]
-    return program, json.loads(last) if last.startswith("{") else {}
+    return answer_of("rl.compare", folder, tmp_path / "compare", *arguments)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint import FileSystemReader
 
 from tests.e2e.runs import Run, digest, numbers, start
 from tests.e2e.test_programs import Program, evaluate, files, scores, times
-from tests.e2e.test_replay import replay
+from tests.e2e.test_replay import flip_bit, replay
 from tests.trainers.tiny_chat import chat_rows, preference_rows, tiny_chat_model
 
 STEPS = 60
@@ -175,12 +174,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_found_by_its_parameter(tmp_path, finis
     copied = shutil.copytree(run.folder, tmp_path / "copy", symlinks=True)
     checkpoint = copied / "checkpoints" / "step-15"
     name = "layers.1.attention.wo.weight"
-    stored = FileSystemReader(checkpoint).read_metadata().storage_data
-    info = next(info for index, info in stored.items() if index.fqn == name)
-    path = checkpoint / info.relative_path
-    content = bytearray(path.read_bytes())
-    content[info.offset + info.length // 2] ^= 1
-    path.write_bytes(content)
+    flip_bit(checkpoint, name)
     program, found = replay(copied, tmp_path, "--step", "16")
     assert program.process.returncode == 1
     assert found["difference"] == f"checkpoint 15, weights: {name}"

@@ -42,6 +42,17 @@ def times(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
 
 
+def answer_of(name: str, run: Path, folder: Path, *arguments: str) -> tuple[Program, dict]:
+    """Return a program that ended, and its JSON; the program only reads ``run``."""
+    before = times(run)
+    program = Program(name, str(run), "--json", *arguments, folder=folder)
+    program.wait()
+    program.assert_nothing_left()
+    assert times(run) == before
+    last = (program.stdout.splitlines() or [""])[-1]
+    return program, json.loads(last) if last.startswith("{") else {}
+
+
 def evaluate(run: Run, folder: Path, *arguments: str) -> dict[str, object]:
     """Return the scores that the program prints."""
     before = times(run.folder)

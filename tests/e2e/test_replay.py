@@ -1,6 +1,5 @@
 """Recorded steps trained again by the program: the same bits, or the place that differs."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from rl.observe.rollouts import read_rollouts, write_rollouts
 from tests.e2e.runs import TINY, Run
 from tests.e2e.test_algorithms import MANY_MODELS
 from tests.e2e.test_episodes import EPISODES
-from tests.e2e.test_programs import LORA, Program, times
+from tests.e2e.test_programs import LORA, Program, answer_of
 from tests.tiny_tokenizers import make_model
 
 SHORT = (*TINY, "--steps", "4", "--evaluation.prompts", "0", "--trainer.checkpoint.interval", "2")
@@ -25,13 +24,17 @@ LAYOUT = (
 
 def replay(folder: Path, tmp_path: Path, *arguments: str) -> tuple[Program, dict]:
     """Return the ended program, and its JSON."""
-    before = times(folder)
-    program = Program("rl.replay", str(folder), "--json", *arguments, folder=tmp_path / "replay")
-    program.wait()
-    program.assert_nothing_left()
-    assert times(folder) == before
-    last = (program.stdout.splitlines() or [""])[-1]
-    return program, json.loads(last) if last.startswith("{") else {}
+    return answer_of("rl.replay", folder, tmp_path / "replay", *arguments)
+
+
+def flip_bit(checkpoint: Path, name: str) -> None:
+    """Flip a bit of the parameter ``name`` in a checkpoint."""
+    stored = FileSystemReader(checkpoint).read_metadata().storage_data
+    info = next(info for index, info in stored.items() if index.fqn == name)
+    path = checkpoint / info.relative_path
+    content = bytearray(path.read_bytes())
+    content[info.offset + info.length // 2] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -104,12 +107,7 @@ def test_a_flipped_bit_in_a_file_of_rollouts_is_refused_by_name(copied, tmp_path
 def test_a_flipped_bit_in_a_checkpoint_is_found_by_its_parameter(copied, tmp_path):
     checkpoint = copied / "checkpoints" / "step-2"
     name = "layers.1.attention.wo.lora_a.weight"
-    stored = FileSystemReader(checkpoint).read_metadata().storage_data
-    info = next(info for index, info in stored.items() if index.fqn == name)
-    path = checkpoint / info.relative_path
-    content = bytearray(path.read_bytes())
-    content[info.offset + info.length // 2] ^= 1
-    path.write_bytes(content)
+    flip_bit(checkpoint, name)
     program, found = replay(copied, tmp_path, "--step", "3")
     assert program.process.returncode == 1
     assert found["difference"] == f"checkpoint 2, weights: {name}"

@@ -1,4 +1,4 @@
-"""Local parts of DTensors, persistent buffers, and a product by oneDNN."""
+"""Local parts of DTensors, persistent buffers, and operations without a public name."""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,6 +24,9 @@ RELIES_ON = (
     "global_shape, mesh_shape, my_coordinate, placements)",
     # Module.state_dict would run the hooks of FSDP, which gather
     "torch.nn:Module._non_persistent_buffers_set",
+    # a loop over the tensors would launch one kernel for each
+    "torch:_foreach_norm",
+    "torch:_foreach_mul_",
     # torch has no public way to choose oneDNN for a product
     "torch:ops.mkldnn._linear_pointwise(X, W, B, attr, scalars, algorithm)",
 )
@@ -63,6 +66,16 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, buffer
+
+
+def norms(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the Euclidean norm of each tensor, float32 [N]."""
+    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
+
+
+def scale(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply each tensor by ``factor``, in place."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

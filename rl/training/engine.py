@@ -21,6 +21,7 @@ from rl.platform import device_type
 from rl.training.attention import attention_masks, shares_rows
 from rl.training.config import TrainerConfig
 from rl.training.context import SequenceShard
+from rl.training.gradient import divide_and_clip
 from rl.training.lora import MergedWeights
 from rl.training.metrics import MetricTotals, WorkCount
 from rl.training.micro_batches import Cutting, MicroBatch, lay_out, plan
@@ -208,7 +209,8 @@ class TrainingEngine:
         if weight == 0:
             advice = "call forward_backward with a batch of weight > 0 first"
             raise RuntimeError(f"optim_step: no weight was accumulated; {advice}")
-        norm = self._divide_and_clip(weight, max_norm)
+        limit = self.config.training.max_norm if max_norm is None else max_norm
+        norm = divide_and_clip(self.model.parameters(), weight, limit)
         if on_gradient is not None:
             on_gradient(gradient_shards(self.model))
         rates = self.schedule.get_metrics()
@@ -221,11 +223,11 @@ class TrainingEngine:
             self.skipped_in_a_row += 1
         metrics = Metrics.merged(self._metrics)
         self._forget_gradients()
-        limit = self.config.max_skipped_steps
-        if self.skipped_in_a_row > limit:
+        allowed = self.config.max_skipped_steps
+        if self.skipped_in_a_row > allowed:
             raise GradientNotFinite(
                 f"{self.skipped_in_a_row} optimizer steps in a row had a gradient norm of {norm} "
-                f"and were skipped, more than trainer.max_skipped_steps={limit}: lower the "
+                f"and were skipped, more than trainer.max_skipped_steps={allowed}: lower the "
                 "learning rate"
             )
         learned = math.isfinite(norm) and norm > 0 and max(rates.values()) > 0
@@ -237,17 +239,6 @@ class TrainingEngine:
             **{f"trainer/{name}": Value(rate, "last") for name, rate in rates.items()},
         }
         return metrics | Metrics(step_metrics)
-
-    def _divide_and_clip(self, weight: float, max_norm: float | None) -> float:
-        """Divide the gradient by ``weight`` and clip it; return its norm before clipping."""
-        parameters = [each for each in self.model.parameters() if each.grad is not None]
-        for parameter in parameters:
-            parameter.grad.mul_(1.0 / weight)
-        limit = self.config.training.max_norm if max_norm is None else max_norm
-        norm = titan_dist.clip_grad_norm_(
-            parameters, limit, foreach=True, ep_enabled=self.dims.ep_enabled
-        )
-        return float(norm.item())
 
     def _step(self, **overrides: Any) -> None:
         """Take an optimizer step. Each of ``overrides`` that is not None replaces the config's

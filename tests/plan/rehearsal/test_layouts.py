@@ -13,6 +13,9 @@ def test_a_layout_runs_with_the_planned_memory_and_without_other_waits(name, reh
     assert found["error"] is None
     check_memory(found)
     assert [wait for wait in waits_of(found) if not is_known(wait)] == []
+    reduced = [each for each in found["collectives"] if each["phase"] == "optim_step 2"]
+    assert all(each["count"] == 1 for each in reduced)  # of the weight, and of the gradient norm
+    assert len(reduced) <= 2
 
 
 def test_the_last_rank_runs_too(rehearsals):

@@ -5,7 +5,7 @@ import re
 KNOWN = {
     "rl/training/engine.py _over_batch",  # number of micro-batches; weight of the whole batch
     "rl/training/engine.py _outputs_of",
-    "rl/training/engine.py _divide_and_clip",  # gradient norm
+    "rl/training/gradient.py _norm",
     "rl/training/metrics.py reduce",  # sums, extremes
     # torchtitan's, in each micro-batch
     "torchtitan/models/common/attention.py create_varlen_metadata_for_document",

@@ -1,0 +1,49 @@
+"""Division and clipping of the gradient."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from rl.compat.torch_internals import local_tensor, norms, scale
+
+
+@torch.no_grad()
+def divide_and_clip(parameters: Iterable[nn.Parameter], weight: float, max_norm: float) -> float:
+    """Divide the gradient by ``weight`` and scale it to a norm of at most ``max_norm``. Return the
+    norm before clipping, over all ranks.
+
+    Reads the gradient once and writes it once, with one all-reduce and one wait for the device.
+    """
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    norm = _norm(gradients) / weight
+    kept = min(max_norm / (norm + 1e-6), 1.0)
+    scale([local_tensor(each) for each in gradients], kept / weight)
+    return norm
+
+
+def _norm(gradients: list[torch.Tensor]) -> float:
+    """Return the norm of the whole gradient. A shard that several ranks hold counts once."""
+    ranks = dist.get_world_size()
+    by_copies = defaultdict[int, list[torch.Tensor]](list)
+    for gradient in gradients:
+        by_copies[ranks // _shards(gradient)].append(local_tensor(gradient))
+    squares = [
+        norms(shards).double().square().sum() / copies for copies, shards in by_copies.items()
+    ]
+    total = torch.stack(squares).sum()
+    if ranks > 1:
+        dist.all_reduce(total)
+    return total.sqrt().item()
+
+
+def _shards(gradient: torch.Tensor) -> int:
+    """Return the number of different shards of ``gradient``."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    places = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, placement in places if not placement.is_replicate())

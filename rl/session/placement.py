@@ -45,9 +45,11 @@ class Placement:
     def replicas(self) -> int:
         """Number of generators that have GPUs of their own, whatever the config asks for."""
         assert self._generator is not None, "a session without generators places none"
-        hosts = range(self._generator.nodes or self._trainer_nodes)
-        free = (max(self._gpus - self._before(host), 0) for host in hosts)
-        return sum(each // self._generator.tensor_parallel_degree for each in free)
+        hosts = self._generator.nodes or self._trainer_nodes
+        free = [max(self._gpus - self._before(host), 0) for host in range(hosts)]
+        # generators go to the hosts in turns, so that the first full host ends them
+        laps = (each // self._generator.tensor_parallel_degree for each in free)
+        return min(hosts * full + host for host, full in enumerate(laps))
 
     def generator(self, number: int) -> Place:
         """Return the place of generator ``number``, which may exceed the config's replicas."""

@@ -13,7 +13,8 @@ from rl.observe.events import Events
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
 from rl.session.meshes import ensure_running
-from rl.session.push import WeightPush
+from rl.session.placement import Placement
+from rl.session.push import UNLIMITED, WeightPush
 from rl.session.router import Router
 
 LOOK_EVERY_S = 1.0
@@ -29,7 +30,8 @@ class GeneratorPool:
         async with background(pool.run()): ...  # lost ones come back, others join and leave
 
     - ``make(number)`` returns the mesh of generator ``number``.
-    - A number in the file ``asked`` changes the number of generators.
+    - A number in the file ``asked`` changes the number of generators, up to the number that have
+      GPUs of their own and, over a network, up to the number at the start.
     - A generator that is lost more than ``max_restarts`` times without a completion in between ends
       the session. So does a generator that raises, since it would raise again.
     """
@@ -46,6 +48,9 @@ class GeneratorPool:
     def __post_init__(self) -> None:
         replicas = self.config.generator.replicas if self.config.generator else 0
         self._meshes = {number: self.make(number) for number in range(replicas)}
+        hardware = self.config.hardware
+        on_gpus = bool(replicas) and hardware.kind != "cpu"
+        self._room = Placement(self.config, hardware.gpus).replicas if on_gpus else UNLIMITED
         self._leaving: list[GeneratorMesh] = []
 
     @property
@@ -169,4 +174,5 @@ class GeneratorPool:
             count = int(self.asked.read_text())
         except (OSError, ValueError):  # the file is missing or half written
             return len(self._meshes)
-        return min(count, self.push.max_generators) if count > 0 else len(self._meshes)
+        most = min(self._room, self.push.max_generators)
+        return min(count, most) if count > 0 else len(self._meshes)

@@ -109,3 +109,32 @@ def test_a_config_that_needs_more_gpus_than_a_node_has_is_refused(fields, needed
     config.hardware.gpus_per_node = needed - 1
     with pytest.raises(ConfigError, match=f"need {needed} GPUs on a node, which has {needed - 1}"):
         validate(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "replicas"),
+    [
+        ({"dp": 4, "nodes": 1, "tp": 2}, 2),
+        ({"dp": 4, "nodes": 2, "tp": 2}, 6),
+        ({"dp": 4, "nodes": 1, "generators": 2, "tp": 3}, 4),
+    ],
+)
+def test_generators_have_gpus_of_their_own_up_to_the_first_host_that_is_full(fields, replicas):
+    config = config_of(**fields)
+    placement = Placement(session_config(config), gpus=8)
+    assert placement.replicas == replicas
+    places = [placement.generator(number) for number in range(replicas)]
+    assert len({(place.first_host, place.first_device) for place in places}) == replicas
+    behind = placement.generator(replicas)
+    assert any(
+        place.first_host == behind.first_host
+        and behind.first_device < place.first_device + place.ranks
+        for place in places
+    )
+
+
+def test_a_reference_on_one_host_leaves_fewer_generators():
+    config = config_of(dp=4, nodes=2)
+    config.algorithm.reward_kl_coef = 0.1  # a reference of one rank, on the first host
+    placement = Placement(session_config(config), gpus=4)
+    assert placement.replicas == 2

@@ -234,11 +234,18 @@ def test_a_generator_may_leave_while_it_pulls(run, monkeypatch):
     assert (rows[-1]["restarts/generators"], rows[-1]["restarts/trainer"]) == (0, 0)
 
 
-def test_no_more_generators_join_than_a_network_push_has_places_for(run, monkeypatch):
-    monkeypatch.setattr("rl.session.pool.LOOK_EVERY_S", 0.005)
+def over_a_network(config):
+    config.weights.transport = "rdma"
 
-    def edit(config):
-        config.weights.transport = "rdma"
+
+def on_three_gpus(config):
+    config.hardware.device = "h100"
+    config.hardware.gpus_per_node = 3
+
+
+@pytest.mark.parametrize("edit", [over_a_network, on_three_gpus])
+def test_no_more_generators_join_than_have_places(run, monkeypatch, edit):
+    monkeypatch.setattr("rl.session.pool.LOOK_EVERY_S", 0.005)
 
     def prepare(trainer, *generators):
         (run.record.folder / "replicas").write_text("3")

@@ -121,8 +121,8 @@ class HardwareConfig:
     host on CPU."""
 
     training_efficiency: Annotated[float, above(0, 1)] = 0.4
-    """Share of ``tflops`` that training achieves (MFU). An assumption of ``rl.plan``, to be
-    replaced by a measured value."""
+    """Share of ``tflops`` that training achieves while it does not wait for collectives. An
+    assumption of ``rl.plan``, to be replaced by a measured value."""
 
     generation_efficiency: Annotated[float, above(0, 1)] = 0.6
     """Share of ``memory_gb_s`` that generation achieves, an assumption as well."""

@@ -7,6 +7,7 @@ kernels and communication buffers need memory too: leave a tenth of a device fre
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 
@@ -109,15 +110,20 @@ def gathered(setting: Setting, name: str) -> int:
     return parameters + max(ends * (4 + p + 4), layer * (p + 4))
 
 
-def groups(layouts: tuple[Layout, ...], role: Role) -> dict[str, int]:
-    """Return the number of parameter elements that rank 0 has while it computes, for each layer,
-    the ``embedding``, and norm and ``head`` together. A tied embedding is the head's.
+def groups(
+    layouts: tuple[Layout, ...], role: Role, chosen: Callable[[str], bool] = bool
+) -> dict[str, int]:
+    """Return the number of elements of the ``chosen`` parameters that rank 0 has while it computes,
+    for each layer, the ``embedding``, and norm and ``head`` together. A tied embedding is the
+    head's.
     """
     degrees = role.trainer.parallelism
     replica = role.trainer.ranks // degrees.data_parallel_replicate_degree
     groups = Counter({"embedding": 0, "head": 0})
     for rank, layout in enumerate(layouts[:replica]):
         for name, _, box in layout:
+            if not chosen(name):
+                continue
             expert = degrees.expert_parallel_degree > 1 and ".inner_experts." in name
             degree = degrees.expert_parallel_degree if expert else degrees.tensor_parallel_degree
             if rank % degree == 0:

@@ -1,5 +1,6 @@
 """Reports of plans and of differences between configs, as text."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
@@ -174,9 +175,22 @@ def _step(plan: Plan) -> Iterator[str]:
         seconds = getattr(step, name)
         filled = round(BAR * seconds / step.seconds)
         yield f"  {name:10} {_seconds(seconds):>9}  {'█' * filled}{'·' * (BAR - filled)}"
+    yield from _collectives(plan)
     if samples:
         yield f"  idle: trainer {step.trainer_idle:.0%}, generators {step.generators_idle:.0%}"
     yield from (f"  assumed: {assumption}" for assumption in step.assumptions)
+
+
+def _collectives(plan: Plan) -> Iterator[str]:
+    """Yield a line on the collectives of the trainer's gradients, by kind."""
+    step = plan.step
+    kinds: Counter[str] = Counter()
+    for each in step.collectives:
+        kinds[each.kind] += each.bytes
+    if kinds:
+        moved = ", ".join(f"{size_text(bytes)} {kind}" for kind, bytes in kinds.most_common())
+        waiting = f"training waits {_seconds(step.waiting)}" if step.waiting else "no waiting"
+        yield f"  collectives: {moved} in a micro-batch; {waiting}"
 
 
 def _verdict(plan: Plan) -> Iterator[str]:

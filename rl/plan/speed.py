@@ -1,9 +1,9 @@
 """Estimate of the time of a step from the figures of the hardware: a model of three stages,
 accurate to about a factor of two.
 
-The model counts matrix products, attention and bytes that are read. Communication, the optimizer,
-idle ranks, environments and rewards enter only through the efficiencies. Replace the efficiencies
-by measurements (``timing/*`` of a run). Use the estimate to compare configs.
+The model counts matrix products, attention, collectives of large tensors and bytes that are read.
+The optimizer, idle ranks, environments and rewards enter only through the efficiencies. Replace the
+efficiencies by measurements (``timing/*`` of a run). Use the estimate to compare configs.
 """
 
 import math
@@ -17,6 +17,8 @@ from rl.config import PreferenceConfig, RLConfig
 from rl.generation.config import kv_bytes_per_token
 from rl.model.qwen3 import parameter_shapes
 from rl.model.shape import ModelShape, shape_of
+from rl.plan.collectives import Collective, collectives_of
+from rl.plan.estimates import micro_batch_cells
 from rl.plan.memory import generator_weights, kv_sequences
 from rl.plan.push import Push
 from rl.plan.setting import LEARNING, Setting
@@ -24,6 +26,12 @@ from rl.plan.setting import LEARNING, Setting
 SELECTIVE = 7 / 6  # cost over that of forward and backward: half of the forward is recomputed
 MEAN_SHARE = 0.5
 """Assumed ratio of mean to maximum length of prompts, completions and examples."""
+
+COLLECTIVES = (
+    "collectives at the full rate of the links; FSDP's run beside the computation, which waits for "
+    "the others"
+)
+"""Assumption about the trainer's collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,10 @@ class Step:
     training: float
     push: float
     seconds: float
+    waiting: float
+    """Part of ``training`` in which the trainer waits for collectives."""
+    collectives: tuple[Collective, ...]
+    """Collectives of the policy's gradients, in a micro-batch on a rank."""
     trainer_idle: float
     """Share of the step in which the trainer is idle."""
     generators_idle: float
@@ -47,6 +59,15 @@ class Step:
     tflop: float
     """Floating-point operations of the policy's forward and backward passes, in TFLOP."""
     assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Time:
+    """Time of passes over a batch, in seconds."""
+
+    seconds: float = 0.0
+    waiting: float = 0.0
+    """Part in which the ranks wait for collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +101,16 @@ def step_of(setting: Setting, push: Push | None) -> Step:
     prompt, completion = _mean_lengths(setting)
     tokens = round(setting.sequences * (prompt + completion))
     generation, concurrency = _generation(setting, prompt, completion)
-    training = _training(setting, tokens, prompt + completion)
+    time = _training(setting, tokens, prompt + completion)
     lockstep = setting.rl.rollout.max_staleness == 0
-    stages = (generation, training, push.seconds)
+    stages = (generation, time.seconds, push.seconds)
     seconds = sum(stages) if lockstep else max(stages)
     return Step(
         *stages,
         seconds=seconds,
-        trainer_idle=1 - training / seconds,
+        waiting=time.waiting,
+        collectives=tuple(collectives_of(setting, "trainer", train=True)),
+        trainer_idle=1 - time.seconds / seconds,
         generators_idle=1 - generation / seconds,
         concurrency=concurrency,
         tokens=tokens,
@@ -117,12 +140,14 @@ def _step_on_examples(setting: Setting) -> Step:
     """Return the estimate of a step that trains on given examples."""
     length = setting.longest * MEAN_SHARE
     tokens = round(setting.sequences * length)
-    seconds = _training(setting, tokens, length)
+    time = _training(setting, tokens, length)
     return Step(
         generation=0.0,
-        training=seconds,
+        training=time.seconds,
         push=0.0,
-        seconds=seconds,
+        seconds=time.seconds,
+        waiting=time.waiting,
+        collectives=tuple(collectives_of(setting, "trainer", train=True)),
         trainer_idle=0.0,
         generators_idle=0.0,
         concurrency=0,
@@ -132,7 +157,8 @@ def _step_on_examples(setting: Setting) -> Step:
             f"mean sequence {length:g} tokens, half of task.max_tokens",
             f"a device does {setting.device.tflops:g} TFLOP/s at "
             f"{setting.hardware.training_efficiency:.0%} (hardware.training_efficiency)",
-            "no time for collectives, optimizer, data, validation or checkpoints",
+            COLLECTIVES,
+            "no time for optimizer, data, validation or checkpoints",
         ),
     )
 
@@ -157,22 +183,39 @@ def _flop(setting: Setting, name: str, tokens: float, length: float, *, train: b
     return 3 * forward * (SELECTIVE if isinstance(policy, SelectiveAC.Config) else 1)
 
 
-def _training(setting: Setting, tokens: float, length: float) -> float:
-    """Return the seconds of the forward passes for the batch's columns and of the gradients. Meshes
-    on separate devices run in parallel.
+def _training(setting: Setting, tokens: float, length: float) -> Time:
+    """Return the time of the forward passes for the batch's columns and of the gradients. Meshes on
+    separate devices run in parallel.
     """
     asked, passes = _passes(setting)
-    rate = setting.device.tflops * 1e12 * setting.hardware.training_efficiency
+    forward = [_pass(setting, name, tokens, length, train=False) for name in asked]
+    learning = [
+        _pass(setting, name, passes * tokens, length, train=True)
+        for name in setting.roles
+        if name in LEARNING
+    ]
+    rounds = [*forward, *learning]
+    if not setting.shared:
+        rounds = [max(forward, default=Time()), max(learning)]
+    return Time(sum(each.seconds for each in rounds), sum(each.waiting for each in rounds))
 
-    def seconds(name: str, *, train: bool) -> float:
-        flop = (passes if train else 1) * _flop(setting, name, tokens, length, train=train)
-        return flop / (rate * setting.roles[name].trainer.ranks)
 
-    forward = [seconds(name, train=False) for name in asked]
-    learning = [seconds(name, train=True) for name in setting.roles if name in LEARNING]
-    if setting.shared:
-        return sum(forward) + sum(learning)
-    return max(forward, default=0.0) + max(learning)
+def _pass(setting: Setting, name: str, tokens: float, length: float, *, train: bool) -> Time:
+    """Return the time of a role's passes over ``tokens`` tokens. Collectives that run beside the
+    computation take time only if they take longer.
+    """
+    trainer = setting.roles[name].trainer
+    rate = setting.device.tflops * 1e12 * setting.hardware.training_efficiency * trainer.ranks
+    computing = _flop(setting, name, tokens, length, train=train) / rate
+    full = tokens / trainer.dp_degree / micro_batch_cells(setting, trainer)
+    beside = between = 0.0
+    for each in collectives_of(setting, name, train=train):
+        if each.hidden:
+            beside += each.seconds * (1 if each.once else math.ceil(full))
+        else:
+            between += each.seconds * full
+    seconds = max(computing, beside) + between
+    return Time(seconds, seconds - computing)
 
 
 def _passes(setting: Setting) -> tuple[list[str], float]:
@@ -246,6 +289,7 @@ def _assumptions(
         f"decoding reads {device.memory_gb_s:g} GB/s at {hardware.generation_efficiency:.0%} "
         "(hardware.generation_efficiency)",
         "lockstep: stages one after another" if lockstep else parallel,
-        "no time for collectives, optimizer, rewards, waits for long completions, or moves between "
-        "host and device",
+        COLLECTIVES,
+        "no time for optimizer, rewards, waits for long completions, or moves between host and "
+        "device",
     )

@@ -108,6 +108,7 @@ def test_the_report_fits_on_one_screen(capsys):
         "~ activations",
         "KV cache hold",
         "push by",
+        "collectives: 30.51 GiB reduce-scatter, 29.35 GiB all-gather in a micro-batch; no waiting",
         "idle: trainer",
     ):
         assert part in text

@@ -17,7 +17,7 @@ from rl.compat.fake_cuda import (
     tree_map_only,
 )
 from rl.plan.rehearsal import shadows
-from rl.plan.rehearsal.kernels import COLLECTIVES, INDEXED, require_what_kernels_take
+from rl.plan.rehearsal.kernels import INDEXED, KEYS_AND_VALUES, moves, require_what_kernels_take
 from rl.plan.rehearsal.ledger import Ledger
 from rl.plan.rehearsal.shadows import set_shadow, shadow_of
 
@@ -99,8 +99,8 @@ class FakeCuda(TorchDispatchMode):
         target = kwargs.get("device")
         target = None if target is None else torch.device(target).type
         if not fakes and target != "cuda":
-            if name.startswith(COLLECTIVES):
-                self._collective(name, args, kwargs)  # of the host
+            if moves(name):
+                _require_device_tensors(name, args, kwargs)
             return func(*args, **kwargs)
         if target == "meta":  # C++ asks for the device that it saw
             kwargs = kwargs | {"device": fakes[0].fake_device}
@@ -120,8 +120,8 @@ class FakeCuda(TorchDispatchMode):
         if name in INDEXED and any(index.dtype == torch.bool for index in _tensors([args[1]])):
             self.ledger.wait("shape of an index by a mask")
             args = (args[0], self._without_masks(args[1]), *args[2:])
-        if name.startswith(COLLECTIVES):
-            self._collective(name, args, kwargs)
+        if moves(name):
+            _require_device_tensors(name, args, kwargs)
         if name == "c10d.allgather_.default":
             _same_on_all_ranks(args)
         numbers = shadows.computed(func, args, kwargs)
@@ -139,6 +139,8 @@ class FakeCuda(TorchDispatchMode):
             if name == "aten.topk.default" and numbers is None:
                 self._balance(out[1], args[0].shape[-1])
         self._track(out, name)
+        if moves(name):
+            self._collective(name, args, out)
         return out
 
     def _item(self, tensor: torch.Tensor) -> Any:
@@ -199,14 +201,12 @@ class FakeCuda(TorchDispatchMode):
         self.ledger.assume("routers choose each expert equally often")
         set_shadow(chosen, (torch.arange(chosen.numel()) % choices).view(chosen.shape))
 
-    def _collective(self, name: str, args: Any, kwargs: Any) -> None:
-        tensors = _tensors((args, kwargs))
-        if "wait_tensor" in name or "_wrap_tensor" in name or not tensors:
-            return
-        if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
-            raise RuntimeError(f"{name}: NCCL refuses tensors of the host")
-        largest = max(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.ledger.collective(name.split(".")[1].strip("_"), largest)
+    def _collective(self, name: str, args: Any, out: Any) -> None:
+        """Record a collective by the bytes of its whole tensor: the parts of all ranks together."""
+        groups = [args, out] if name.startswith(KEYS_AND_VALUES) else [*args, out]
+        sizes = [sum(tensor.nbytes for tensor in _tensors(group)) for group in groups]
+        if any(sizes):
+            self.ledger.collective(name.split(".")[1].strip("_"), max(sizes))
 
     def _track(self, out: Any, name: str) -> None:
         for tensor in tree_leaves(out):
@@ -226,6 +226,11 @@ class FakeCuda(TorchDispatchMode):
         if self._numbers.get(key) == number:
             del self._numbers[key]
         self.ledger.drop(number)
+
+
+def _require_device_tensors(name: str, args: Any, kwargs: Any) -> None:
+    if any(not isinstance(tensor, FakeTensor) for tensor in _tensors((args, kwargs))):
+        raise RuntimeError(f"{name}: NCCL refuses tensors of the host")
 
 
 def _same_on_all_ranks(args: Any) -> None:

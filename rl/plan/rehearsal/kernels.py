@@ -13,7 +13,21 @@ INDEXED = (
     "aten._index_put_impl_.default",
 )
 JOINED = ("aten.cat.default", "aten.stack.default")
-COLLECTIVES = ("c10d.", "_c10d_functional.", "_c10d_functional_autograd.", "_dtensor.")
+KEYS_AND_VALUES = "cplib."
+"""Operators that gather or reduce keys and values together."""
+COLLECTIVES = (
+    "c10d.",
+    "_c10d_functional.",
+    "_c10d_functional_autograd.",
+    "_dtensor.",
+    KEYS_AND_VALUES,
+)
+
+
+def moves(name: str) -> bool:
+    """Return whether operator ``name`` is a collective."""
+    local = "wait_tensor" in name or "_wrap_tensor" in name
+    return name.startswith(COLLECTIVES) and not local
 
 
 def require_what_kernels_take(name: str, args: tuple) -> None:

@@ -19,6 +19,9 @@ NAMES = {
     "all_reduce": "all-reduce",
     "all_to_all_single": "all-to-all",
     "alltoall_base": "all-to-all",
+    "shard_dim_alltoall": "all-to-all",
+    "flex_cp_allgather": "all-gather",
+    "flex_cp_allgather_backward": "reduce-scatter",
 }
 
 

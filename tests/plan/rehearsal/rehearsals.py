@@ -1,20 +1,34 @@
 """Rehearsals in processes that are forked from one that has imported everything."""
 
 import shlex
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
+from rl.plan.rehearsal.batches import MICRO_BATCHES
+from rl.plan.rehearsal.report import NAMES
 from rl.plan.rehearsal.start import NOT_REHEARSED
 
 DEADLINE_S = 240
+PHASES = {"forward 2": False, "forward_backward 2": True}
+"""Phases of the last step with collectives of large tensors, and whether they train."""
 Change = Callable[[], None]
 
 
 def planned_bytes(planned: dict[str, int]) -> int:
     """Return the sum of the planned sizes by item that a rehearsal has too."""
     return sum(bytes for name, bytes in planned.items() if name not in NOT_REHEARSED)
+
+
+def moved_bytes(found: dict[str, Any]) -> dict[str, Counter[str]]:
+    """Return the bytes of the collectives by phase and kind."""
+    moved = {each["phase"]: Counter() for each in found["phases"] if each["phase"] in PHASES}
+    for each in found["collectives"]:
+        if each["phase"] in moved:
+            moved[each["phase"]][NAMES.get(each["kind"], each["kind"])] += each["bytes"]
+    return moved
 
 
 class Rehearsals:
@@ -31,8 +45,8 @@ class Rehearsals:
         role: str = "trainer",
         change: Change | None = None,
     ) -> dict[str, Any]:
-        """Return the result of a role, after ``change`` changed Tiller's code, with ``planned``
-        sizes by item.
+        """Return the result of a role, after ``change`` changed Tiller's code, with the plan's
+        sizes by item as ``planned``, and its bytes of collectives as ``planned_moves``.
         """
         job = self._warm.submit(_forked, arguments, rank, role, change)
         found = job.result(timeout=DEADLINE_S)
@@ -87,4 +101,14 @@ def _rehearsed(arguments: str, rank: int, role: str, change: Change | None) -> d
         change()
     result = rehearse(fake_device(setting), setting, role, rank)
     items = {item.name: item.bytes for item in planned.items if not item.on_host}
-    return result | {"planned": items}
+    moved = {phase: _planned_bytes(setting, role, train) for phase, train in PHASES.items()}
+    return result | {"planned": items, "planned_moves": moved}
+
+
+def _planned_bytes(setting: Any, role: str, train: bool) -> Counter[str]:
+    from rl.plan.collectives import collectives_of
+
+    bytes: Counter[str] = Counter()
+    for each in collectives_of(setting, role, train=train):
+        bytes[each.kind] += each.bytes * (1 if each.once else MICRO_BATCHES)
+    return bytes

@@ -4,6 +4,7 @@ import pytest
 
 from tests.plan.rehearsal.layouts import DENSE
 from tests.plan.rehearsal.rehearsals import planned_bytes
+from tests.plan.rehearsal.test_layouts import check_collectives
 from tests.trainers.tiny_chat import tiny_chat_model
 
 SMALL = DENSE.replace("n_layers 2", "n_layers 1")
@@ -33,6 +34,7 @@ def test_the_models_of_an_rl_run(role, phases, rehearsals):
         assert {*TRAINING} <= {*done}
         assert ("forward 1" in done) == (role == "critic")
     assert found["peak"] <= planned_bytes(found["planned"])
+    check_collectives(found)
 
 
 @pytest.mark.parametrize(

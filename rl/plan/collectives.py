@@ -1,0 +1,221 @@
+"""Collectives of forward and backward passes: their bytes, and their time at the full rate of the
+links.
+
+Rehearsals check the bytes: ``tests/plan/rehearsal``. Collectives of a few numbers, such as that of
+the gradient norm, are left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+from rl.cluster import Device
+from rl.model.shape import shape_of
+from rl.plan import estimates
+from rl.plan.setting import Setting
+from rl.training.model import is_adapter
+from rl.types import Place
+
+Axis = Literal["FSDP", "HSDP", "TP", "CP", "EP"]
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+
+REDUCED = 4
+"""Bytes of an element of a gradient while it is reduced."""
+HIDDEN = ("FSDP", "HSDP")
+"""Axes whose collectives run beside the computation: FSDP gathers the next layer and reduces the
+last one meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """All collectives of one kind that a rank takes part in for one purpose."""
+
+    axis: Axis
+    kind: Kind
+    bytes: int
+    """Sum of the whole tensors, the parts of all ranks together."""
+    seconds: float
+    once: bool
+    """Whether they happen once in a step, instead of in each micro-batch."""
+
+    @property
+    def hidden(self) -> bool:
+        """Whether they run beside the computation."""
+        return self.axis in HIDDEN
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Every ``stride``-th rank of a mesh, ``size`` ranks from rank 0 on."""
+
+    size: int
+    stride: int
+
+    def seconds(self, kind: Kind, bytes: int, place: Place, device: Device) -> float:
+        """Return the time of collectives: that of the slower of the links that they use.
+
+        In rings, the bytes between two nodes go through the adapters of all ranks of a node. In an
+        all-to-all, each rank sends its own.
+        """
+        ranks = range(0, self.size * self.stride, self.stride)
+        here = sum(rank < place.per_host for rank in ranks)
+        others = self.size - here
+        if kind == "all-to-all":
+            inside = (here - 1) / self.size * bytes
+            between = others / self.size * bytes
+        else:
+            passes = 2 if kind == "all-reduce" else 1
+            inside = passes * (self.size - 1) / self.size * bytes
+            between = inside / here if others else 0
+        return max(inside / device.link_gb_s, between / device.network_gb_s) / 1e9
+
+
+def collectives_of(setting: Setting, name: str, *, train: bool) -> list[Collective]:
+    """Return the collectives of role ``name`` in a forward pass, or if ``train`` in the computation
+    of gradients, with full micro-batches.
+    """
+    passes = _Passes(setting, name, train=train)
+    found = [
+        *passes.of_weights(),
+        *passes.of_hidden_states(),
+        *passes.of_rows(),
+        *passes.of_experts(),
+    ]
+    return [each for each in found if each.bytes]
+
+
+class _Passes:
+    """Collectives of a role's passes on rank 0. Sizes are in bytes."""
+
+    def __init__(self, setting: Setting, name: str, *, train: bool):
+        self.role = role = setting.roles[name]
+        self.layouts = setting.held[name]
+        self.place = setting.places[name]
+        self.device = setting.device
+        self.train = train
+        self.shape = shape = shape_of(role.model)
+        self.degrees = degrees = role.trainer.parallelism
+        self.tp = degrees.tensor_parallel_degree
+        self.cp = degrees.context_parallel_degree
+        self.ep = degrees.expert_parallel_degree
+        self.shard = degrees.data_parallel_shard_degree * self.cp
+        self.p = estimates.computed_bytes(role.trainer)
+        self.cells = estimates.micro_batch_cells(setting, role.trainer)
+        self.hidden = self.cells // self.cp * shape.dim * self.p
+        """Bytes of the hidden states of a micro-batch."""
+        policy = role.trainer.activation_checkpoint if train else None
+        self.recomputes = policy is not None
+        self.recomputes_results = policy is not None and not isinstance(policy, SelectiveAC.Config)
+        """Whether collectives whose results selective checkpointing keeps are repeated."""
+
+    def of_weights(self) -> Iterator[Collective]:
+        """Yield the collectives of FSDP: those of all weights, without experts that have a mesh of
+        their own, and those of these experts.
+        """
+        yield from self._of_weights(Group(self.shard, self.tp), experts=False)
+        if self.ep > 1:
+            group = Group(self.shard * self.tp // self.ep, self.ep)
+            yield from self._of_weights(group, experts=True)
+
+    def _of_weights(self, group: Group, *, experts: bool) -> Iterator[Collective]:
+        def chosen(name: str) -> bool:
+            return (self.ep > 1 and ".inner_experts." in name) == experts
+
+        sizes = estimates.groups(self.layouts, self.role, chosen)
+        trained = sum(sizes.values())
+        if self.role.trainer.lora is not None:
+            adapters = estimates.groups(
+                self.layouts, self.role, lambda name: chosen(name) and is_adapter(name)
+            )
+            trained = sum(adapters.values())
+        head = sizes.pop("head")
+        if group.size > 1:
+            yield from self._gathered(group, sum(sizes.values()), head)
+        if not self.train:
+            return
+        if group.size > 1:
+            yield self._made("FSDP", "reduce-scatter", REDUCED * trained, group)
+        replicas = Group(self.degrees.data_parallel_replicate_degree, self.shard * self.tp)
+        if replicas.size > 1:
+            bytes = REDUCED * trained // group.size
+            yield self._made("HSDP", "all-reduce", bytes, replicas, once=True)
+
+    def _gathered(self, group: Group, layers: int, head: int) -> Iterator[Collective]:
+        """Yield the gathering of weights: before the forward and the backward pass, unless they
+        stay from the forward pass on.
+        """
+        policy = self.degrees.fsdp_reshard_after_forward
+        for count, stays in ((layers, policy == "never"), (head, policy != "always")):
+            times = 2 if self.train and not stays else 1
+            once = stays and not self.train
+            yield self._made("FSDP", "all-gather", times * self.p * count, group, once=once)
+
+    def of_hidden_states(self) -> Iterator[Collective]:
+        """Yield the collectives of tensor parallelism."""
+        if self.tp == 1:
+            return
+        group = Group(self.tp, 1)
+        layers = self.shape.n_layers * (1 if self.ep > 1 else 2)  # attention, feed-forward layer
+        if self.degrees.enable_sequence_parallel:
+            gathered = reduced = layers + 1
+            if self.recomputes:
+                gathered += layers
+            if self.recomputes_results:
+                reduced += layers
+            if self.train:
+                frozen = self.role.trainer.lora is not None  # no gradient of the embedding
+                gathered += layers + 1 - frozen
+                reduced += layers + 1 - frozen
+            yield self._made("TP", "all-gather", gathered * self.hidden, group)
+            yield self._made("TP", "reduce-scatter", reduced * self.hidden, group)
+        else:
+            yield from self._of_whole_hidden_states(group, layers)
+        sums = 16 * self.cells // self.cp  # of the head's softmax
+        yield self._made("TP", "all-reduce", sums, group)
+
+    def _of_whole_hidden_states(self, group: Group, layers: int) -> Iterator[Collective]:
+        """Yield the collectives of tensor parallelism without sequence parallelism.
+
+        In the backward pass DTensor chooses them by size; these are its choices for two ranks.
+        """
+        reduced = layers + 1 + (layers if self.recomputes_results else 0)
+        if self.train:
+            width = self.shape.n_heads * self.shape.head_dim
+            inner = estimates.feed_forward_width(self.shape)
+            weights = self.p * self.shape.dim * self.shape.n_layers
+            tokens = self.hidden // self.shape.dim * self.shape.n_layers
+            reduced += self.shape.n_layers + 1
+            gathered = tokens * width + weights * (width + inner)
+            scattered = tokens * (2 * inner + width) + weights * width
+            yield self._made("TP", "all-gather", gathered, group)
+            yield self._made("TP", "reduce-scatter", scattered, group)
+        yield self._made("TP", "all-reduce", reduced * self.hidden, group)
+
+    def of_rows(self) -> Iterator[Collective]:
+        """Yield the collectives of context parallelism: each layer gathers keys and values."""
+        if self.cp == 1:
+            return
+        group = Group(self.cp, self.tp)
+        width = 2 * self.shape.n_kv_heads * self.shape.head_dim // self.tp
+        layers = self.cells * self.p * width * self.shape.n_layers
+        outputs = 16 * self.cells
+        gathered = (2 if self.recomputes else 1) * layers + outputs
+        yield self._made("CP", "all-gather", gathered, group)
+        if self.train:
+            yield self._made("CP", "reduce-scatter", layers, group)
+
+    def of_experts(self) -> Iterator[Collective]:
+        """Yield the exchange of tokens with the ranks of their experts, and back."""
+        if self.ep == 1:
+            return
+        times = 2 * (1 + self.train + self.recomputes_results)
+        bytes = times * self.shape.n_layers * self.shape.experts_per_token * self.hidden // self.tp
+        yield self._made("EP", "all-to-all", bytes, Group(self.ep, 1))
+
+    def _made(
+        self, axis: Axis, kind: Kind, bytes: int, group: Group, *, once: bool = False
+    ) -> Collective:
+        seconds = group.seconds(kind, bytes, self.place, self.device)
+        return Collective(axis, kind, bytes, seconds, once)

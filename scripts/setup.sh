@@ -16,6 +16,14 @@ case $device in cpu | cuda) ;; *) fail "TILLER_DEVICE is '$device'; allowed are 
 stamp=$(cat pyproject.toml constraints.txt scripts/setup.sh | cksum)-$device-$("$python" --version)-$PWD
 [ "$(cat .venv/stamp 2>/dev/null)" = "$stamp" ] && exit 0
 
+# The wheels of torch and vLLM are built for CUDA 13.0. Older drivers run it only with NVIDIA's package
+# for forward compatibility, which nvidia-smi counts: docs.nvidia.com/deploy/cuda-compatibility
+smi=$([ "$device" = cuda ] && nvidia-smi 2>/dev/null || true)
+if [[ $smi =~ Driver\ Version:\ *([0-9.]+)\ *CUDA\ Version:\ *([0-9]+)\.[0-9]+ ]] && [ "${BASH_REMATCH[2]}" -lt 13 ]; then
+    fail "the NVIDIA driver is ${BASH_REMATCH[1]}, and CUDA 13.0, which torch and vLLM are built for, needs 580 or newer; \
+update the driver, or run TILLER_DEVICE=cpu scripts/setup.sh"
+fi
+
 mkdir -p .venv
 log=.venv/setup.log
 exec 9>.venv/lock

@@ -1,6 +1,7 @@
 """Checks of this host, whatever runs there: packages, limits, network and devices."""
 
 import os
+import re
 import resource
 import shutil
 import socket
@@ -23,6 +24,8 @@ from rl.platform import device_count, device_type
 CONSTRAINTS = SHIPPED.parent / "constraints.txt"
 SET_UP = "run scripts/setup.sh"
 COMPILERS = ("g++", "clang++", "c++")
+OLDEST_DRIVERS = {"13": 580, "12": 525}
+"""Drivers that a major version of CUDA needs: docs.nvidia.com/deploy/cuda-compatibility."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,10 @@ class Host:
     gpus: int
     nvidia: bool
     """Whether the host has an NVIDIA device, usable or not."""
+    driver: str
+    """Version of the NVIDIA driver; empty without one."""
+    torch_cuda: str
+    """Version of CUDA that torch is built for; empty if it is built for CPU."""
     nccl: bool
     rdma: bool
 
@@ -75,6 +82,8 @@ class Host:
             cuda=device_type() == "cuda",
             gpus=device_count(),
             nvidia=Path("/dev/nvidia0").exists(),
+            driver=driver_of(Path("/proc/driver/nvidia/version")),
+            torch_cuda=torch.version.cuda or "",
             nccl=torch.distributed.is_nccl_available(),
             rdma=infiniband.is_dir() and any(infiniband.iterdir()),
         )
@@ -91,11 +100,21 @@ def check_host(host: Host) -> Iterator[Finding]:
         what = "a connection to 127.0.0.1 fails, which the processes of a run need"
         yield error("host", "network", what, "run: ip link set lo up")
     if host.nvidia and not host.cuda:
-        what = "the host has an NVIDIA device, which torch cannot use"
-        fix = "compare nvidia-smi's driver with torch.version.cuda; TILLER_DEVICE=cuda "
-        yield warning("host", "/dev/nvidia0", what, f"{fix}scripts/setup.sh installs for CUDA")
+        yield _unusable(host)
     if host.cuda and not host.nccl:
         yield error("host", "torch", "it has no NCCL, which CUDA ranks talk by", SET_UP)
+
+
+def _unusable(host: Host) -> Finding:
+    """Return the finding that torch cannot use the NVIDIA device of the host."""
+    needed = OLDEST_DRIVERS.get(host.torch_cuda.partition(".")[0], 0)
+    if host.driver and int(host.driver.partition(".")[0]) < needed:
+        what = f"is {host.driver}; CUDA {host.torch_cuda}, which torch is built for, needs {needed}"
+        fix = "update the driver, or run TILLER_DEVICE=cpu scripts/setup.sh"
+        return warning("host", "NVIDIA driver", f"{what} or newer", fix)
+    what = "the host has an NVIDIA device, which torch cannot use"
+    fix = "TILLER_DEVICE=cuda scripts/setup.sh installs for CUDA; nvidia-smi says if a GPU is lost"
+    return warning("host", "/dev/nvidia0", what, fix)
 
 
 def _check_packages(host: Host) -> Iterator[Finding]:
@@ -141,6 +160,13 @@ def _free_memory() -> int:
     if limit.exists() and (most := limit.read_text().strip()) != "max":
         free = min(free, int(most) - int((group / "memory.current").read_text()))
     return free
+
+
+def driver_of(file: Path) -> str:
+    """Return the version of the NVIDIA driver that describes itself in ``file``; empty if none."""
+    described = file.read_text() if file.exists() else ""
+    found = re.search(r"Kernel Module.*? (\d+\.[\d.]+)", described)
+    return found[1] if found else ""
 
 
 def _connects() -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl.cli import find_config
-from rl.doctor.host import Host, check_host
+from rl.doctor.host import Host, check_host, driver_of
 from rl.doctor.room import check_memory, check_output, check_room
 from rl.plan.plan import Plan
 
@@ -30,6 +30,8 @@ GOOD = Host(
     cuda=False,
     gpus=0,
     nvidia=False,
+    driver="",
+    torch_cuda="",
     nccl=True,
     rdma=False,
 )
@@ -88,7 +90,21 @@ LACKING = {
         "warning",
         "/dev/nvidia0",
         "cannot use",
-        "nvidia-smi.*setup.sh",
+        "setup.sh.*nvidia-smi",
+    ),
+    "a driver older than torch needs": (
+        {"nvidia": True, "driver": "535.104.05", "torch_cuda": "13.0"},
+        "warning",
+        "NVIDIA driver",
+        "535.104.05; CUDA 13.0, .* needs 580",
+        "update the driver",
+    ),
+    "a driver that is new enough, and yet no CUDA": (
+        {"nvidia": True, "driver": "580.65.06", "torch_cuda": "13.0"},
+        "warning",
+        "/dev/nvidia0",
+        "cannot use",
+        "setup.sh",
     ),
 }
 
@@ -98,6 +114,20 @@ def test_a_host_that_lacks_something_has_its_finding(case, matches):
     facts, severity, where, what, fix = LACKING[case]
     found = [*check_host(replace(GOOD, **facts))]
     matches([each for each in found if each.where == where], severity, where, what, fix)
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 2023", "535.104.05"),
+        ("NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
+        ("GCC version:  gcc version 12.2.0", ""),
+    ],
+)
+def test_the_driver_says_its_version(tmp_path, line, version):
+    (tmp_path / "version").write_text(f"NVRM version: {line}\n")
+    assert driver_of(tmp_path / "version") == version
+    assert driver_of(tmp_path / "none") == ""
 
 
 def test_cuda_without_nccl_is_found(matches):

@@ -24,6 +24,7 @@ from rl.platform import device_count, device_type
 CONSTRAINTS = SHIPPED.parent / "constraints.txt"
 SET_UP = "run scripts/setup.sh"
 COMPILERS = ("g++", "clang++", "c++")
+DRIVER = Path("/proc/driver/nvidia/version")
 OLDEST_DRIVERS = {"13": 580, "12": 525}
 """Drivers that a major version of CUDA needs: docs.nvidia.com/deploy/cuda-compatibility."""
 
@@ -82,7 +83,7 @@ class Host:
             cuda=device_type() == "cuda",
             gpus=device_count(),
             nvidia=Path("/dev/nvidia0").exists(),
-            driver=driver_of(Path("/proc/driver/nvidia/version")),
+            driver=driver_of(DRIVER),
             torch_cuda=torch.version.cuda or "",
             nccl=torch.distributed.is_nccl_available(),
             rdma=infiniband.is_dir() and any(infiniband.iterdir()),

@@ -1,0 +1,1 @@
+"""Checks of Tiller on the GPUs of this host."""

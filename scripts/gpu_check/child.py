@@ -1,0 +1,34 @@
+"""Process of one check: ``python -m scripts.gpu_check.child NAME --device cpu --folder DIR``."""
+
+import asyncio
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+from rl.errors import end_program, said_by, trace_of
+from scripts.gpu_check.checks import CHECKS
+from scripts.gpu_check.processes import write_verdict
+from scripts.gpu_check.setting import Setting
+from scripts.gpu_check.verdicts import Verdict
+
+
+def main() -> int:
+    parser = ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--hf-path", default="")
+    own = parser.parse_args()
+    check = next(each for each in CHECKS if each.name == own.name)
+    setting = Setting(device=own.device, folder=own.folder, hf_path=own.hf_path)
+    try:
+        verdict = asyncio.run(check.load()(setting, **check.options))  # type: ignore[arg-type]
+    except Exception as error:
+        print(trace_of(error), file=sys.stderr)
+        verdict = Verdict(wrong=said_by(error).splitlines()[0])
+    write_verdict(own.folder, verdict)
+    return 0
+
+
+if __name__ == "__main__":
+    end_program(main())

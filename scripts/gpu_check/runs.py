@@ -1,0 +1,94 @@
+"""Checks on whole runs of ``python -m rl.train``.
+
+On a GPU none of them has been run; with the stand-in device the same lines run on CPU.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from scripts.gpu_check import verdicts
+from scripts.gpu_check.setting import QWEN3_0_6B, Setting
+from scripts.gpu_check.verdicts import Verdict
+
+SMALL = (
+    *("--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "4"),
+    *("--evaluation.prompts", "8", "--evaluation.samples", "0"),
+    *("--generator.kv_cache_gib", "0.05", "--generator.gpu_memory_utilization", "0.4"),
+)
+BODY = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
+
+
+def start(setting: Setting, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start a run in the folder ``run``; it prints to the log of this check."""
+    command = [sys.executable, "-m", "rl.train", "--config", "quickstart", *arguments]
+    return subprocess.Popen([*command, "--output-dir", str(setting.folder / "run")])
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    """Return the complete rows of metrics.jsonl."""
+    path = folder / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def failure_of(setting: Setting, code: int) -> str:
+    """Return why a run ended with ``code``; empty for 0."""
+    path = setting.folder / "run" / "failure.json"
+    if code == 0:
+        return ""
+    said = json.loads(path.read_text())["error"] if path.exists() else "see its log"
+    return f"the run ended with exit code {code}: {said}"
+
+
+def devices(gpus: int) -> tuple[str, ...]:
+    """Return the options for trainer and generator on one GPU in turns, or on GPUs of their
+    own.
+    """
+    if gpus <= 1:
+        return ("--colocate", "all")
+    return ("--rollout.max_staleness", "1", "--generator.replicas", str(gpus - 1))
+
+
+async def grpo(setting: Setting, *, gpus: int = 1, steps: int = 10) -> Verdict:
+    """Train the layers of Qwen3-0.6B from random weights to copy digits."""
+    options = ["--steps", str(steps), *SMALL, *devices(gpus)]
+    dtype = "float32"
+    if setting.cuda:
+        dtype = "bfloat16"
+        precision = ("--trainer.training.mixed_precision_param", dtype)
+        options += [*precision, "--generator.dtype", dtype]
+        for name in BODY:
+            options += [f"--model.{name}", str(getattr(QWEN3_0_6B, name))]
+    code = start(setting, *options).wait()
+    wrong = failure_of(setting, code)
+    verdict = verdicts.of_run(rows_of(setting.folder), steps, dtype)
+    return Verdict(wrong=wrong or verdict.wrong, said=verdict.said, numbers=verdict.numbers)
+
+
+async def resume(setting: Setting, *, steps: int = 12, kill_after: int = 6) -> Verdict:
+    """Kill a run with SIGKILL after a step that follows a checkpoint, and resume it."""
+    interval = ("--trainer.checkpoint.interval", "4")
+    options = ("--steps", str(steps), *SMALL, *devices(1), *interval)
+    run = start(setting, *options)
+    while run.poll() is None and len(rows_of(setting.folder)) < kill_after:
+        time.sleep(0.1)
+    if run.poll() is not None:
+        wrong = failure_of(setting, run.returncode)
+        return Verdict(wrong=wrong or f"the run ended before step {kill_after}")
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    begin = time.perf_counter()
+    code = start(setting, *options, "--resume").wait()
+    wrong = failure_of(setting, code)
+    verdict = verdicts.of_run(rows_of(setting.folder), steps, "float32")
+    seconds = time.perf_counter() - begin
+    return Verdict(
+        wrong=wrong or verdict.wrong,
+        said=f"killed after step {kill_after}, then steps to {steps} in {seconds:.0f} s",
+        numbers=verdict.numbers | {"resumed_s": seconds},
+    )

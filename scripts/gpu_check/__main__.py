@@ -7,6 +7,7 @@ GPU, 130 Ctrl-C.
 import json
 import platform
 import signal
+import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -100,8 +101,9 @@ def _check(own: Namespace) -> int:
             verdict = Verdict(skipped=f"needs {check.gpus} GPUs, and this host has {gpus}")
         else:
             folder = (logs / check.name).absolute()
-            given = [*arguments, "--folder", str(folder)]
-            verdict = run_check(check, given, folder, device=own.device)
+            child = [sys.executable, "-m", "scripts.gpu_check.child", check.name]
+            command = [*child, *arguments, "--folder", str(folder)]
+            verdict = run_check(check, command, folder, device=own.device)
         report.add(check, verdict, time.monotonic() - begin_s)
     return report.end()
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,15 +19,14 @@ MARK = "TILLER_GPU_CHECK"
 """Variable in the environment of a check's processes, by which those that it left are found."""
 
 
-def run_check(check: Check, arguments: Sequence[str], folder: Path, *, device: str) -> Verdict:
-    """Run a check in a process of its own; ``folder`` gets its log and its files."""
+def run_check(check: Check, command: Sequence[str], folder: Path, *, device: str) -> Verdict:
+    """Run a check by ``command``, in a process of its own; ``folder`` gets its log and files."""
     folder.mkdir(parents=True)
     result = folder / "verdict.json"
     mark = f"{os.getpid()}-{check.name}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", MARK: mark}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "scripts.gpu_check.child", check.name, *arguments]
     with (folder / "log").open("w") as log, _tidied(folder), _ended(mark):
         process = subprocess.Popen(
             command, env=environment, stdout=log, stderr=log, start_new_session=True

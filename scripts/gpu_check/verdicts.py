@@ -62,7 +62,8 @@ def of_push(differing: Sequence[str], seconds: Sequence[float], size: float) -> 
     """
     wrong = ""
     if differing:
-        wrong = f"{len(differing)} parameters of the generator differ; the first is {differing[0]}"
+        count = f"{len(differing)} of the generator's parameters"
+        wrong = f"{count} differ from the trainer's; the first is {differing[0]}"
     fastest = min(seconds)
     return Verdict(
         wrong=wrong,

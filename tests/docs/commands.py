@@ -63,7 +63,8 @@ def _check_program(name: str, arguments: list[str]) -> None:
 
 def _check_script(path: str, arguments: list[str]) -> None:
     """Raise unless the script exists and takes the arguments."""
-    source = (ROOT / path).read_text()
+    python = ROOT / path.removesuffix(".sh") / "__main__.py"
+    source = (python if python.exists() else ROOT / path).read_text()
     if path == "scripts/quickstart.sh":
         _check_config(["--config", "quickstart", *arguments])
     elif path == "scripts/slurm_dev.sh":

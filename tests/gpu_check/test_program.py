@@ -1,0 +1,138 @@
+"""The program of the checks: a check that hangs or dies, the file, Ctrl-C, a host without GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl.platform import device_count
+from scripts.gpu_check import __main__ as program
+from scripts.gpu_check.checks import CHECKS, Check
+from scripts.gpu_check.processes import marked, run_check
+from scripts.gpu_check.verdicts import Verdict
+
+ROOT = Path(__file__).parents[2]
+HANGS = """
+import subprocess, sys, time
+print("waiting for rank 1", flush=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+time.sleep(600)
+"""
+DIES = """
+import os, sys
+print("loading kernels", flush=True)
+os.kill(os.getpid(), 11)
+"""
+
+
+def check(seconds: float) -> Check:
+    return Check(name="stand-in", what="", function="", seconds=seconds)
+
+
+def verdict_of(code: str, folder: Path, seconds: float) -> Verdict:
+    command = [sys.executable, "-c", code]
+    return run_check(check(seconds), command, folder / "logs", device="cpu")
+
+
+def test_a_check_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.getpid", lambda: 987654321)  # a mark of its own
+    verdict = verdict_of(HANGS, tmp_path, seconds=2.0)
+    assert verdict.wrong == (
+        f"did not end within 2 s; the last line of {tmp_path}/logs/log is: waiting for rank 1"
+    )
+    assert marked("987654321-stand-in") == []
+
+
+def test_a_check_that_dies_says_how(tmp_path):
+    verdict = verdict_of(DIES, tmp_path, seconds=30.0)
+    assert verdict.wrong == (
+        "its process was ended by signal 11 without a result; the last line of "
+        f"{tmp_path}/logs/log is: loading kernels"
+    )
+
+
+def test_a_check_prints_its_line_and_writes_the_file(tmp_path):
+    command = [sys.executable, "-m", "scripts.gpu_check", "--device", "cpu"]
+    options = ["--only", "push-cuda_ipc", "--json", tmp_path / "out", "--logs", tmp_path / "logs"]
+    done = subprocess.run(
+        [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    _, line, counts = done.stdout.splitlines()
+    assert line.startswith("skipped push-cuda_ipc ")
+    assert line.endswith(" s  needs a GPU")
+    assert counts == "0 ok, 0 FAIL, 1 skipped"
+    written = json.loads((tmp_path / "out").read_text())
+    (row,) = written["checks"]
+    assert (row["name"], row["state"], row["skipped"]) == (
+        "push-cuda_ipc",
+        "skipped",
+        "needs a GPU",
+    )
+    assert written["packages"]["torch"].startswith("2.13.0")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Return a function that runs the program with verdicts by the names of the checks."""
+
+    def run(verdicts: dict, *options: str) -> tuple[int, list[str], dict]:
+        def stand_in(check, command, folder, *, device):
+            verdict = verdicts.get(check.name, Verdict(said="fine", numbers={"a": 1.0}))
+            if isinstance(verdict, Verdict):
+                return verdict
+            raise verdict
+
+        monkeypatch.setattr(program, "run_check", stand_in)
+        monkeypatch.setattr("signal.signal", lambda *_: None)
+        path = tmp_path / "out"
+        files = ["--json", str(path), "--logs", str(tmp_path / "logs")]
+        code = program.main(["--device", "cpu", *files, *options])
+        return code, capsys.readouterr().out.splitlines(), json.loads(path.read_text())
+
+    return run
+
+
+def test_a_check_that_fails_does_not_end_the_others(run):
+    code, lines, written = run({"push-rdma": Verdict(wrong="a digest differs")})
+    assert code == 1
+    assert f"FAIL    {'push-rdma':<24}     0 s  a digest differs" in lines
+    assert lines[-1] == f"{len(CHECKS) - 1} ok, 1 FAIL, 0 skipped"
+    assert [each["name"] for each in written["checks"]] == [each.name for each in CHECKS]
+    assert written["checks"][0]["numbers"] == {"a": 1.0}
+
+
+def test_a_run_that_is_interrupted_keeps_its_lines(run):
+    code, _, written = run({"push-rdma": KeyboardInterrupt()}, "--only", "push")
+    assert code == 130
+    assert [each["name"] for each in written["checks"]] == ["push-shared_memory", "push-cuda_ipc"]
+
+
+def test_checks_are_chosen_by_the_beginning_of_their_names(run, capsys):
+    _, lines, _ = run({}, "--only", "speed-16k", "parity-float32")
+    assert [line.split()[1] for line in lines[1:3]] == ["parity-float32-flex", "speed-16k"]
+    assert program.main(["--only", "sped"]) == 2
+    assert "--only sped is no check; there are host, parity-" in capsys.readouterr().err
+
+
+def test_a_host_without_a_gpu_is_told_so(capsys):
+    assert device_count() == 0
+    assert program.main([]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: this host has no GPU that torch can use; python -m rl.doctor")
+
+
+def test_checks_that_need_more_gpus_are_skipped(run, monkeypatch):
+    monkeypatch.setattr(program, "_gpus", lambda: 1)
+    monkeypatch.setattr(program, "_names", lambda: (["H100"], "580.65.06"))
+    _, lines, written = run({}, "--device", "cuda", "--only", "grpo")
+    assert [line.split()[:2] for line in lines[1:3]] == [["ok", "grpo"], ["skipped", "grpo-2-gpus"]]
+    assert written["checks"][1]["skipped"] == "needs 2 GPUs, and this host has 1"
+    assert (written["gpus"], written["driver"]) == (["H100"], "580.65.06")
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_every_check_exists(check):
+    assert callable(check.load())

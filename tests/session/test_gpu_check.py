@@ -1,0 +1,96 @@
+"""Checks of scripts/gpu_check on a session of the stand-in device, right and broken."""
+
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rl.trainers.compare import comparing
+from scripts.gpu_check.sessions import judge_offload, judge_parity, judge_push
+from scripts.gpu_check.setting import Setting
+from scripts.gpu_check.trained import judge_graphs
+from tests.session import faults
+from tests.session.sessions import on_its_loop
+
+FIRST = "layers.0.feed_forward.w2.weight"
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    return Setting(device="cpu", folder=tmp_path_factory.mktemp("check"))
+
+
+@pytest.fixture(scope="module")
+def session(sessions, setting):
+    """A session of float32 whose pushes are not compared, so that the checks have to."""
+
+    async def start():
+        trainer = setting.trainer("float32")
+        given = setting.session(trainer=trainer, generator=setting.generator("float32"))
+        config = comparing(given)
+        session = await sessions.start(**{name: getattr(config, name) for name in config.__slots__})
+        await session.load()
+        await session.connect()
+        return session
+
+    return sessions.run(start())
+
+
+@asynccontextmanager
+async def broken(mesh, fault, mended):
+    async def change(how):
+        await mesh._group.call("change", how, deadline=100.0)
+
+    await change(fault)
+    yield
+    await change(mended)
+
+
+@on_its_loop
+async def test_equal_sides_pass_every_check(sessions, session, setting):
+    async with session.running():
+        parity = await judge_parity(session, setting)
+        assert (parity.wrong, parity.numbers["tokens"]) == ("", 96)
+        assert 0 < parity.numbers["logprob_error_max"] < 1e-4
+        push = await judge_push(session, setting)
+        assert (push.wrong, push.numbers["push_bytes"] > 100_000) == ("", True)
+        graphs = await judge_graphs(session, setting, "float32")
+        assert (graphs.wrong, graphs.numbers["moved"] > 0.1) == ("", True)
+        offload = await judge_offload(session, setting, None, 0.0, 0.0)
+        assert offload.wrong == ""
+        assert offload.said.endswith("memory not read: needs a GPU")
+
+
+@on_its_loop
+async def test_a_trainer_of_another_temperature_is_found(sessions, session, setting):
+    async with session.running():
+        verdict = await judge_parity(session, setting, temperature=0.7)
+    assert "the recorded log-probs are those of temperature 1, " in verdict.wrong
+
+
+@on_its_loop
+async def test_a_generator_that_leaves_out_a_norm_is_found(sessions, session, setting):
+    (generator,) = session.pool.meshes
+    async with broken(generator, faults.drop_norm, faults.restore_norm), session.running():
+        verdict = await judge_parity(session, setting)
+    assert verdict.wrong.startswith("norm layers.1.attention.q_norm: its output differs by ")
+
+
+@on_its_loop
+async def test_memory_that_a_model_keeps_is_found(sessions, session, setting):
+    readings = iter([30.0, 38.0])
+    async with session.running():
+        verdict = await judge_offload(session, setting, lambda: next(readings), 0.5, 30.0)
+    assert verdict.wrong.startswith("38.0 GiB are used while the trainer alone has the GPU")
+
+
+@on_its_loop
+async def test_weights_that_are_not_pushed_are_found(sessions, session, setting):
+    # the last test of the session, which publishes this parameter, then all, never again
+    await session.trainer._group.call("skip", FIRST, deadline=100.0)
+    async with session.running():
+        verdict = await judge_push(session, setting)
+        assert verdict.wrong.startswith("1 of the generator's parameters differ from the trainer's")
+        assert verdict.wrong.endswith(FIRST)
+        await session.trainer._group.call("skip", deadline=100.0)
+        verdict = await judge_graphs(session, setting, "float32")
+    assert "the graphs compute with other weights, or another kernel" in verdict.wrong

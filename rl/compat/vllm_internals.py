@@ -16,6 +16,7 @@ RELIES_ON = (
     # the path to the memory of the KV cache; LLMEngine.sleep needs an allocator that CPUs lack
     "vllm.v1.worker.gpu_worker:Worker.model_runner",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.kv_caches",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.kv_caches",  # of Model Runner V2
     # LLMEngine does not pass these two calls on
     "vllm.v1.engine.llm_engine:LLMEngine.engine_core",
     "vllm.v1.engine.core_client:InprocClient.set_weight_version(weight_version)",

@@ -1,11 +1,7 @@
 """One rank's vLLM engine, in this process, with weights that are changed in place."""
 
 import gc
-import json
 import math
-import tempfile
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,12 +10,13 @@ from rl.compat import vllm_internals
 from rl.errors import RunError
 from rl.generation.activations import forced
 from rl.generation.config import GeneratorConfig
+from rl.generation.start import start_vllm
 from rl.model.activations import Activations
 from rl.model.host_memory import HostMemory
-from rl.model.shape import ModelConfig, ModelShape, hf_config, shape_of
+from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard, local_shards
 from rl.model.tp_plan import check_generator, generator_layout
-from rl.platform import device_type, release_cached_memory
+from rl.platform import release_cached_memory
 from rl.types import MIN_TEMPERATURE, Completion, GenerationRequest, GivenSequence, Sampling
 
 COLLECTIVE_TIMEOUT_S = 600
@@ -59,7 +56,7 @@ class GenerationEngine:
         )
         self.inflight_policy = config.inflight_policy
         self.version: int | None = None
-        self._engine = _start(
+        self._engine = start_vllm(
             config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed, timeout_s=timeout_s
         )
         self._model = vllm_internals.model_of(self._engine)
@@ -72,6 +69,8 @@ class GenerationEngine:
             tp=config.tensor_parallel_degree,
             expert_parallel=config.expert_parallel,
         )[self._group.rank_in_group]
+        for shard in self.parameters():
+            shard.tensor.fill_(torch.nan)  # generation without a push is then noticed
 
     def parameters(self) -> list[Shard]:
         """Return the live local shards of torchtitan's parameters, which the weight push overwrites
@@ -264,55 +263,6 @@ class GenerationEngine:
         vllm_internals.shut_down(self._engine)
         del self._engine, self._model, self._group
         gc.collect()  # reference cycles of vLLM keep the sockets of the process groups open
-
-
-def _start(
-    config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: int, timeout_s: float
-):
-    """Return a ``LLMEngine`` with the torchtitan model of ``shape``, without weights."""
-    from vllm import EngineArgs, LLMEngine
-
-    from rl.compat.vllm_executor import RankExecutor
-    from rl.generation.model import ARCHITECTURE, LOAD_FORMAT, register
-
-    register()
-    on_cpu = device_type() == "cpu"
-    hf = hf_config(shape) | {"architectures": [ARCHITECTURE]}
-    with tempfile.TemporaryDirectory(prefix="tiller-model-") as folder:
-        Path(folder, "config.json").write_text(json.dumps(hf))
-        vllm_config = EngineArgs(
-            model=folder,
-            load_format=LOAD_FORMAT,
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            additional_config={
-                "shape": asdict(shape),
-                "fuse_qkv": fuse_qkv,
-                "expert_parallel": config.expert_parallel,
-            },
-            dtype=config.dtype,
-            seed=seed % 2**32,  # numpy's limit; each request has its own seed
-            max_model_len=shape.max_seq_len,
-            tensor_parallel_size=config.tensor_parallel_degree,
-            distributed_executor_backend="external_launcher",
-            cpu_distributed_timeout_seconds=math.ceil(timeout_s),
-            distributed_timeout_seconds=math.ceil(timeout_s),
-            max_num_seqs=config.max_running_requests,
-            max_num_batched_tokens=max(
-                config.max_batched_tokens, shape.max_seq_len if on_cpu else 0
-            ),
-            # after a chunk vLLM rewinds the request's generator, which CPU generators cannot do
-            enable_chunked_prefill=not on_cpu,
-            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) if on_cpu else None,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            enforce_eager=config.enforce_eager,
-            block_size=config.block_size,
-            enable_prefix_caching=config.prefix_caching,
-            logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p
-            async_scheduling=False,  # all tokens of a step come from the same weights
-            disable_log_stats=True,
-        ).create_engine_config()
-        return LLMEngine(vllm_config, RankExecutor, log_stats=False, multiprocess_mode=False)
 
 
 def _tp_group():

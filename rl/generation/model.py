@@ -36,11 +36,13 @@ from rl.compat.vllm_kernels import can_pack
 from rl.generation.kernels import KernelRoPE, pack, unpack, use_kernels
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelShape
-from rl.model.shards import Layout, local_shapes, local_shards
+from rl.model.shards import Layout, local_shapes
 from rl.model.tp_plan import generator_layout
 
 ARCHITECTURE = "TillerQwen3ForCausalLM"
 LOAD_FORMAT = "tiller"
+SAMPLED_TOGETHER = 1024
+"""Number of words that Model Runner V2 compares at once when it samples."""
 
 
 class PagedAttention(Module):
@@ -103,7 +105,7 @@ class OwnExperts(LocalTokenDispatcher):
 def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     """Return this rank's shard of the model that ``vllm_config.additional_config`` describes.
 
-    Parameters are NaN until weights are pushed, so that generation without weights is noticed.
+    Parameters are 0: vLLM samples from them while it starts, and keeps the keys and values.
     """
     options: Any = vllm_config.additional_config
     shape = ModelShape(**options["shape"])
@@ -127,7 +129,7 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
         shape, fuse_qkv=options["fuse_qkv"], tp=tp, expert_parallel=options["expert_parallel"]
     )
     with device:
-        _make_parameters(model, layouts, rank=rank, dtype=dtype)
+        _make_parameters(model, layouts[0], dtype=dtype)
     _make_rope_cache(model, device)
     if tp > 1:
         _add_collectives(model)
@@ -142,19 +144,16 @@ def _device(vllm_config: VllmConfig) -> torch.device:
     return torch.device(str(vllm_config.device_config.device))
 
 
-def _make_parameters(
-    model: Qwen3Model, layouts: tuple[Layout, ...], *, rank: int, dtype: Any
-) -> None:
-    """Replace every meta parameter by this rank's shard of it, filled with NaN."""
-    # collectives need the same shapes on all ranks: those of rank 0, with zeros beyond the shard
-    shapes = local_shapes(layouts[0])
-    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-    for shard in local_shards(tensors, layouts[rank]):
-        shard.tensor.fill_(torch.nan)
+def _make_parameters(model: Qwen3Model, layout: Layout, *, dtype: Any) -> None:
+    """Replace every meta parameter by zeros in the shapes of rank 0: collectives need the same
+    shapes on all ranks, with zeros beyond a rank's shard.
+    """
+    shapes = local_shapes(layout)
     for name, _ in list(model.named_parameters()):
         module, _, leaf = name.rpartition(".")
+        zeros = torch.zeros(shapes[name], dtype=dtype)
         model.get_submodule(module).register_parameter(
-            leaf, nn.Parameter(tensors[name], requires_grad=False)
+            leaf, nn.Parameter(zeros, requires_grad=False)
         )
     if model.enable_weight_tying:
         model.lm_head.weight = model.tok_embeddings.weight
@@ -211,6 +210,8 @@ class TillerQwen3ForCausalLM(nn.Module):
         super().__init__()
         self.tp = vllm_config.parallel_config.tensor_parallel_size
         self.hidden_states = HiddenStates(vllm_config=vllm_config, prefix=prefix)
+        words = self.titan.config.vocab_size
+        self.may_sample_no_word = vllm_config.use_v2_model_runner and words < SAMPLED_TOGETHER
 
     @property
     def titan(self) -> Qwen3Model:
@@ -234,12 +235,24 @@ class TillerQwen3ForCausalLM(nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the logits [N, vocab_size] on every rank: each samples from the same numbers."""
         logits = self.titan.lm_head(hidden_states)
-        if self.tp == 1:
-            return logits
-        return tensor_model_parallel_all_gather(logits)[:, : self.titan.config.vocab_size]
+        if self.tp > 1:
+            words = self.titan.config.vocab_size
+            logits = tensor_model_parallel_all_gather(logits)[:, :words]
+        return first_word_if_nan(logits) if self.may_sample_no_word else logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         raise NotImplementedError("weights are pushed into the parameters, never loaded by vLLM")
+
+
+def first_word_if_nan(logits: torch.Tensor) -> torch.Tensor:
+    """Return ``logits`` [N, vocab_size] with infinity for the first word in rows that have a NaN.
+
+    That word is then sampled, and its log-prob is NaN. Of NaNs alone Model Runner V2 may sample a
+    number beyond a small vocabulary on CUDA, which ends the process.
+    """
+    first = torch.full_like(logits[:1], -torch.inf)
+    first[:, 0] = torch.inf
+    return torch.where(logits.isnan().any(1, keepdim=True), first, logits)
 
 
 class NoWeights(BaseModelLoader):

@@ -4,7 +4,7 @@ import pytest
 
 from rl.generation.config import GeneratorConfig
 from tests.generation.policies import TIED_FUSED, Policy
-from tests.generation.ranks import GeneratorRanks, push
+from tests.generation.ranks import INTERPRETED, GeneratorRanks, push
 
 SMALL = {"kv_cache_gib": 0.05, "block_size": 32, "max_batched_tokens": 256}
 
@@ -36,6 +36,22 @@ def two_ranks():
     ranks = GeneratorRanks(GeneratorConfig(tensor_parallel_degree=2, **SMALL), TIED_FUSED)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def interpreted_rank():
+    """One rank whose vLLM runs the model runner of GPUs; Triton interprets its kernels."""
+    config = GeneratorConfig(**SMALL, max_running_requests=8)
+    ranks = GeneratorRanks(config, TIED_FUSED, **INTERPRETED)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def interpreted(interpreted_rank, policy):
+    """The rank with the model runner of GPUs, which holds ``policy`` as version 1."""
+    interpreted_rank.run(push, policy.weights, 1)
+    return interpreted_rank
 
 
 @pytest.fixture

@@ -11,22 +11,28 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from torch.distributed import TCPStore
 
+from rl.compat.vllm_internals import kv_caches
 from rl.generation.config import GeneratorConfig, environment
 from rl.model.shape import ModelConfig
 from rl.model.shards import Box
 from rl.types import Completion, GenerationRequest, Sampling
 
 DEADLINE_S = 180
+INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+"""Environment in which vLLM runs the model runner of its GPUs on a CPU."""
 
 
 class GeneratorRanks:
-    """``config.tensor_parallel_degree`` processes, each with only a GenerationEngine."""
+    """``config.tensor_parallel_degree`` processes, each with only a GenerationEngine. ``more`` is
+    added to their environment.
+    """
 
-    def __init__(self, config: GeneratorConfig, model: ModelConfig):
+    def __init__(self, config: GeneratorConfig, model: ModelConfig, **more: str):
         spawn = multiprocessing.get_context("spawn")
         tp = config.tensor_parallel_degree
         self._store = new_store()
@@ -46,7 +52,7 @@ class GeneratorRanks:
             }
             process = spawn.Process(target=host, args=(there, config, model), daemon=True)
             with variables(
-                environment(config) | {name: str(value) for name, value in ranks.items()}
+                environment(config) | {name: str(value) for name, value in (ranks | more).items()}
             ):
                 process.start()
             self.processes.append(process)
@@ -113,6 +119,8 @@ def host(pipe, config: GeneratorConfig, model: ModelConfig) -> None:
     from rl.generation.engine import GenerationEngine
 
     lazy = "vllm" not in sys.modules
+    if INTERPRETED.items() <= os.environ.items():
+        start_as_on_gpus()
     engine = GenerationEngine(config, model, seed=0)
     pipe.send(("done", {"vllm_was_lazy": lazy, "unpushed": unpushed(engine)}))
     while (task := pipe.recv()) is not None:
@@ -131,6 +139,26 @@ def host(pipe, config: GeneratorConfig, model: ModelConfig) -> None:
         engine.close()
 
 
+def start_as_on_gpus() -> None:
+    """Let vLLM take Triton's interpreter for a driver, and warm up as its worker of GPUs does."""
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+
+    warm_up = CPUWorker.compile_or_warm_up_model
+
+    def warm_up_more(worker):
+        # a part of the warm-up: the interpreter cannot run the kernels of grammars and of top-k
+        run_mixed_prefill_decode_warmup(
+            worker.model_runner, worker.execute_model, worker.sample_tokens, num_tokens=8
+        )
+        return warm_up(worker)
+
+    CPUWorker.compile_or_warm_up_model = warm_up_more
+
+
 # Tasks of the ranks.
 
 
@@ -143,6 +171,7 @@ def unpushed(engine) -> dict:
         refusal = f"{type(error).__name__}: {error}"
     return {
         "all_nan": all(bool(shard.tensor.isnan().all()) for shard in engine.parameters()),
+        "finite_cache": all(bool(cache.isfinite().all()) for cache in kv_caches(engine._engine)),
         "refusal": refusal,
     }
 

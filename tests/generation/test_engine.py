@@ -1,16 +1,21 @@
 """Contracts C2 and C3 of the engine: honest log-probs, no stale cache, versions of tokens."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rl.compat.vllm_internals import kv_caches
-from rl.errors import RunError
+from rl.errors import ConfigError, RunError
+from rl.generation.config import GeneratorConfig
+from rl.generation.start import RUNNER, vllm_config
 from tests.generation.policies import EXPERTS, TIED_FUSED, UNTIED_SPLIT, Policy, error
 from tests.generation.ranks import finish, generate, push, request, write
 
@@ -88,6 +93,21 @@ def test_a_weight_that_was_not_pushed_is_an_error(generator, policy):
     generator.run(push, policy.weights | {"norm.weight": torch.full((64,), torch.nan)}, 2)
     with pytest.raises(RunError, match="policy version 2 are not finite"):
         generator.run(generate, [request("nan")])
+
+
+def test_a_row_with_a_nan_samples_the_first_word_and_has_no_logprob(generator):
+    rows = torch.tensor([[0.0, 3.0, 1.0], [0.0, torch.nan, 1.0], [torch.nan] * 3])
+    (found,) = generator.run(with_first_words, rows)
+    assert torch.equal(found[0], rows[0])
+    assert found[1:].argmax(1).tolist() == [0, 0]
+    assert found[1:].log_softmax(1)[:, 0].isnan().all()
+    assert not found.isnan().any()
+
+
+def test_model_runner_v2_without_triton_is_refused(generator):
+    message = "Model Runner V2 needs Triton .* or set VLLM_USE_V2_MODEL_RUNNER=0"
+    with pytest.raises(ConfigError, match=message):
+        generator.run(configure_v2)
 
 
 def test_invalid_requests_are_refused_and_do_not_affect_others(generator):
@@ -199,6 +219,25 @@ def parameter_shapes(engine):
 
 def rope_caches(engine):
     return [layer.attention.rope.cache.clone() for layer in engine._model.titan.layers.values()]
+
+
+def with_first_words(engine, rows: torch.Tensor) -> torch.Tensor:
+    from rl.generation.model import first_word_if_nan
+
+    return first_word_if_nan(rows)
+
+
+def configure_v2(engine) -> None:
+    """Make vLLM's config with Model Runner V2 in a process whose vLLM has no Triton."""
+    before = os.environ[RUNNER]
+    os.environ[RUNNER] = "1"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            vllm_config(
+                GeneratorConfig(), engine.shape, Path(folder), fuse_qkv=True, seed=0, timeout_s=1
+            )
+    finally:
+        os.environ[RUNNER] = before
 
 
 def change_with_stuck_cache(engine):

@@ -1,0 +1,158 @@
+"""What vLLM would choose on GPUs for the arguments of our engine, computed without a GPU.
+
+``python -m tests.generation.cuda_choices FILE`` writes the choices of every case, which
+cuda_choices.json holds. It changes torch and vLLM from inside, so that it needs a process of its
+own.
+"""
+
+import importlib
+import json
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from configs.quickstart import quickstart
+from configs.qwen3 import qwen3_0_6b, qwen3_8b, qwen3_30b_a3b
+from rl.compat.fake_cuda import pretend
+from rl.compat.titan import tell_device
+from rl.config import RLConfig
+from rl.model.shape import ModelShape, shape_of
+
+H100: Any = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    bytes=80 << 30,
+    capability=(9, 0),
+    count=8,
+    used=0,
+    peak=0,
+    holds=lambda key: False,
+    called=lambda name: None,
+)
+KERNELS = (
+    "vllm._C_stable_libtorch",
+    "vllm._moe_C_stable_libtorch",
+    "vllm._qutlass_C",
+    "vllm.vllm_flash_attn",
+    "vllm.vllm_flash_attn.flash_attn_interface",
+)
+"""Compiled parts of vLLM's CUDA build. Nothing here calls them."""
+
+GRAPHS = {"dtype": "bfloat16", "enforce_eager": False}
+CASES: dict[str, tuple[Callable[[], RLConfig], dict[str, Any]]] = {
+    "quickstart": (quickstart, {}),
+    "0.6B, float32, eager": (qwen3_0_6b, {"dtype": "float32", "enforce_eager": True}),
+    "0.6B, float32, graphs": (qwen3_0_6b, {"dtype": "float32", "enforce_eager": False}),
+    "0.6B, bfloat16, eager": (qwen3_0_6b, {"dtype": "bfloat16", "enforce_eager": True}),
+    "0.6B, bfloat16, graphs": (qwen3_0_6b, GRAPHS),
+    "8B, bfloat16, graphs": (qwen3_8b, GRAPHS),
+    "8B, bfloat16, graphs, TP 2": (qwen3_8b, GRAPHS | {"tensor_parallel_degree": 2}),
+    "30B-A3B as shipped": (qwen3_30b_a3b, {}),
+    "30B-A3B, whole experts": (qwen3_30b_a3b, {"expert_parallel": True}),
+}
+"""Configs and changes of their generators."""
+
+
+class Kernels(types.ModuleType):
+    """Module whose functions are all there and answer True."""
+
+    __path__ = ()  # a package
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: True
+
+
+def believe_in_gpus() -> None:
+    """Let torch, torchtitan and vLLM see eight H100s for the rest of the process."""
+    import triton.backends
+
+    driver = SimpleNamespace(is_active=lambda: True)
+    triton.backends.backends["cpu"] = SimpleNamespace(driver=driver)  # vLLM's CPU build asks for it
+    importlib.import_module("rl.generation.model")  # with the kernels of this build
+    for name in KERNELS:
+        sys.modules[name] = Kernels(name)
+    pretend(H100)
+    vars(torch._C)["_cuda_getDeviceCount"] = lambda: H100.count
+    tell_device("cuda", torch.cuda)
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm") and "current_platform" in vars(module):
+            vars(module)["current_platform"] = NonNvmlCudaPlatform()
+    vars(sys.modules["vllm.platforms"])["_current_platform"] = NonNvmlCudaPlatform()
+    importlib.reload(importlib.import_module("vllm.v1.attention.backends.fa_utils"))
+
+
+def choices(config: Any, backend: str) -> dict[str, Any]:
+    """Return what vLLM chose in a ``VllmConfig``, by name."""
+    compilation = config.compilation_config
+    scheduler = config.scheduler_config
+    cache = config.cache_config
+    model = config.model_config
+    parallel = config.parallel_config
+    sizes = compilation.cudagraph_capture_sizes or []
+    return {
+        "model runner": "V2" if config.use_v2_model_runner else "V1",
+        "attention": backend,
+        "compilation": compilation.mode.name,
+        "CUDA graphs": compilation.cudagraph_mode.name,
+        "number of graphs' sizes, and the largest": [len(sizes), max(sizes, default=0)],
+        "compiled code is split at attention": "vllm::unified_attention_with_output"
+        in (compilation.splitting_ops or []),
+        "warm-up of kernels": config.kernel_config.enable_jit_warmup,
+        "chunked prefill": scheduler.enable_chunked_prefill,
+        "tokens in a step": scheduler.max_num_batched_tokens,
+        "requests in a step": scheduler.max_num_seqs,
+        "schedules ahead": scheduler.async_scheduling,
+        "block size": cache.block_size,
+        "dtype of the KV cache": str(cache.cache_dtype),
+        "prefix caching": cache.enable_prefix_caching,
+        "bytes of the KV cache": cache.kv_cache_memory_bytes,
+        "share of the memory": cache.gpu_memory_utilization,
+        "dtype": str(model.dtype),
+        "longest sequence": model.max_model_len,
+        "log-probs": model.logprobs_mode,
+        "seed": model.seed,
+        "ranks": parallel.tensor_parallel_size,
+        "launcher": str(parallel.distributed_executor_backend),
+        "vLLM's own all-reduce": not parallel.disable_custom_all_reduce,
+        "loader": str(config.load_config.load_format),
+    }
+
+
+def chosen(config: RLConfig, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return vLLM's choices for the generators of ``config`` with ``changes``."""
+    from rl.generation.start import vllm_config
+
+    model = config.model
+    shape = shape_of(model)
+    generator = replace(config.generator, **changes)
+    with tempfile.TemporaryDirectory() as folder:
+        found = vllm_config(
+            generator, shape, Path(folder), fuse_qkv=model.fuse_qkv, seed=0, timeout_s=600
+        )
+    return choices(found, attention_backend(found, shape))
+
+
+def attention_backend(config: Any, shape: ModelShape) -> str:
+    """Return the attention that a layer of the model would choose."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend
+
+    cache = config.cache_config.cache_dtype
+    with set_current_vllm_config(config):
+        return get_attn_backend(shape.head_dim, config.model_config.dtype, cache).get_name()
+
+
+if __name__ == "__main__":
+    believe_in_gpus()
+    found = {name: chosen(make(), changes) for name, (make, changes) in CASES.items()}
+    Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What vLLM would choose on GPUs for the arguments of our engine, computed without a GPU.
+"""Choices that vLLM would make on GPUs for the arguments of our engine, computed without a GPU.
 
 ``python -m tests.generation.cuda_choices FILE`` writes the choices of every case, which
 cuda_choices.json holds. It changes torch and vLLM from inside, so that it needs a process of its

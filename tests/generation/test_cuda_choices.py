@@ -1,4 +1,4 @@
-"""vLLM's choices on GPUs for the arguments of our engine. Computed on CPU; not seen on a GPU."""
+"""Choices of vLLM on GPUs for the arguments of our engine. Computed on CPU; not seen on a GPU."""
 
 import json
 import os

@@ -47,7 +47,7 @@ async def offload(setting: Setting) -> Verdict:
         return await judge_offload(session, setting, read, idle, share)
 
 
-async def judge_graphs(session: Session, setting: Setting, dtype: str) -> Verdict:
+async def judge_graphs(session: Session, setting: Setting) -> Verdict:
     """Change the weights in place, far enough that other weights cannot pass for them."""
     before = await sample(session, setting)
     old, _ = await gaps_of(session, before)
@@ -56,7 +56,7 @@ async def judge_graphs(session: Session, setting: Setting, dtype: str) -> Verdic
     new, _ = await gaps_of(session, before)
     _, gaps = await gaps_of(session, await sample(session, setting))
     moved = float((new - old).abs().max())
-    return verdicts.of_changed_weights(moved, gaps.tolist(), dtype)
+    return verdicts.of_changed_weights(moved, gaps.tolist())
 
 
 async def graphs(setting: Setting, *, dtype: str = "bfloat16") -> Verdict:
@@ -64,7 +64,7 @@ async def graphs(setting: Setting, *, dtype: str = "bfloat16") -> Verdict:
     generator = setting.generator(dtype, enforce_eager=False)
     config = setting.session(trainer=setting.trainer(dtype), generator=generator)
     async with Session(config, folder=setting.folder / "session") as session:
-        return await judge_graphs(session, setting, dtype)
+        return await judge_graphs(session, setting)
 
 
 def random_batch(vocab_size: int, sequences: int, length: int) -> Batch:
@@ -109,7 +109,7 @@ async def speed(setting: Setting, *, length: int, steps: int = 3) -> Verdict:
     if not setting.cuda:
         length, tokens = length // 1024, 256
     trainer = setting.trainer(activation_checkpoint=FullAC.Config(), micro_batch_tokens=length)
-    model = setting.model(longest=length)
+    model = replace(setting.model(longest=length), hf_path=None)  # for its length
     config = setting.session(model=model, trainer=trainer, generator=None)
     batch = random_batch(shape_of(model).vocab_size, tokens // length, length)
     peak = HardwareConfig().peak_tflops
@@ -131,4 +131,4 @@ async def speed(setting: Setting, *, length: int, steps: int = 3) -> Verdict:
         f"{numbers['tokens_per_s']:,.0f} tokens/s, MFU {numbers['mfu']:.1%}, "
         f"{numbers['peak_gib']:.1f} GiB"
     )
-    return replace(Verdict(said=said), numbers=numbers)
+    return Verdict(said=said, numbers=numbers)

@@ -12,6 +12,12 @@ LOGPROB_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5}
 MEAN_SHARE = 0.1
 """Share of that bound which the mean over all tokens may reach."""
 
+LEAST_MOVE = 0.1
+"""Change of a log-prob, in nats, by which a generator with older weights is told from rounding."""
+
+STALE_SHARE = 0.25
+"""Share of that change which differences between generator and trainer may reach."""
+
 SLACK_GIB = 4.0
 """Memory of CUDA contexts, libraries and fragments on a GPU of two processes."""
 
@@ -100,18 +106,18 @@ def of_memory(readings: Mapping[str, float], sizes: Mapping[str, float]) -> Verd
     return Verdict(wrong="; ".join(wrong), said=f"GiB used: {said}", numbers=numbers)
 
 
-def of_changed_weights(moved: float, gaps: Sequence[float], dtype: str) -> Verdict:
+def of_changed_weights(moved: float, gaps: Sequence[float]) -> Verdict:
     """Judge a generator with graphs after a push.
 
     ``moved`` is how far the trainer's log-probs of the tokens of before moved; ``gaps`` are the
-    differences between generator and trainer after the push.
+    differences between generator and trainer after the push, which are as large if the generator
+    computes with the weights of before.
     """
-    bound = LOGPROB_BOUNDS[dtype]
     largest = max(gaps)
     wrong = ""
-    if not moved > 2 * bound:
+    if not moved > LEAST_MOVE:
         wrong = f"the step moved log-probs by {moved:.2g} only, so that nothing can be told"
-    elif not largest <= bound:
+    elif not largest <= STALE_SHARE * moved:
         wrong = (
             f"log-probs differ by {largest:.2g} after a push that moved them by {moved:.2g}: the "
             "graphs compute with other weights, or another kernel"

@@ -53,7 +53,7 @@ async def test_equal_sides_pass_every_check(sessions, session, setting):
         assert 0 < parity.numbers["logprob_error_max"] < 1e-4
         push = await judge_push(session, setting)
         assert (push.wrong, push.numbers["push_bytes"] > 100_000) == ("", True)
-        graphs = await judge_graphs(session, setting, "float32")
+        graphs = await judge_graphs(session, setting)
         assert (graphs.wrong, graphs.numbers["moved"] > 0.1) == ("", True)
         offload = await judge_offload(session, setting, None, 0.0, 0.0)
         assert offload.wrong == ""
@@ -92,5 +92,5 @@ async def test_weights_that_are_not_pushed_are_found(sessions, session, setting)
         assert verdict.wrong.startswith("1 of the generator's parameters differ from the trainer's")
         assert verdict.wrong.endswith(FIRST)
         await session.trainer._group.call("skip", deadline=100.0)
-        verdict = await judge_graphs(session, setting, "float32")
+        verdict = await judge_graphs(session, setting)
     assert "the graphs compute with other weights, or another kernel" in verdict.wrong

@@ -132,10 +132,17 @@ class HostCalls(TorchFunctionMode):
     without an index.
     """
 
+    def __init__(self, pinned: Callable[[int], None]):
+        """Pass the bytes of each pinned tensor to ``pinned``."""
+        super().__init__()
+        self._pinned = pinned
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
+            tensor = func(*args, **kwargs | {"pin_memory": False})
+            self._pinned(tensor.nbytes)
+            return tensor
         if func is torch.Tensor.cuda:
             return args[0].to(_current())
         if func is torch.Tensor.set_ and isinstance(args[0], FakeTensor):

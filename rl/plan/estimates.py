@@ -134,6 +134,20 @@ def groups(
     return groups
 
 
+def in_groups(elements: dict[str, int], role: Role) -> Counter[tuple[str, bool]]:
+    """Return the sums of ``elements``, by parameter, over the parameters that FSDP reduces
+    together: their gradients share a storage.
+    """
+    tied = not any(name.startswith("lm_head.") for name in elements)
+    expert_parallel = role.trainer.parallelism.expert_parallel_degree > 1
+    sums: Counter[tuple[str, bool]] = Counter()
+    for name, count in elements.items():
+        group = _group_of(name)
+        experts = expert_parallel and ".inner_experts." in name
+        sums["head" if tied and group == "embedding" else group, experts] += count
+    return sums
+
+
 def _group_of(name: str) -> str:
     if name.startswith("layers."):
         return ".".join(name.split(".")[:2])

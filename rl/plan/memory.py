@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -123,34 +124,47 @@ def _model_items(setting: Setting, name: str, layout: Layout) -> list[Item]:
     adapters = {region.name: region.box.numel for region in layout if is_adapter(region.name)}
     weights = {region.name: region.box.numel for region in layout if region.name not in adapters}
     trained = (adapters or weights) if name in LEARNING else {}
-    states = sum(count * _state_bytes(trainer, weight) for weight, count in trained.items())
+    states = [size for weight, count in trained.items() for size in _states(trainer, weight, count)]
     adapted = {re.sub(r"\.lora_[ab]\.weight$", ".weight", adapter) for adapter in adapters}
-    merged = sum(weights[weight] for weight in adapted) if name == "trainer" else 0
+    merged = [weights[weight] for weight in adapted] if name == "trainer" else []
     parameters = sum(weights.values()) * size
-    kept = [
+    items = [
         Item("parameters", parameters),
         Item("adapters", sum(adapters.values()) * size),
-        Item("merged weights", merged * size),
+        Item("merged weights", sum(merged) * size),
         Item("gradients", sum(trained.values()) * size),
-        Item("optimizer states", states),
+        Item("optimizer states", sum(states)),
+        Item("RoPE tables", estimates.rope_tables(setting, role)),
     ]
-    items = [*kept, Item("RoPE tables", estimates.rope_tables(setting, role))]
     if len(setting.shared) > 1:
-        items.append(Item("room to move to", sum(item.bytes for item in kept), on_host=True))
+        gradients = estimates.in_groups(trained, role).values()
+        kept = [*weights.values(), *adapters.values(), *merged, *gradients]
+        room = _buffers(setting, [*(size * count for count in kept), *states])
+        items.append(Item("room to move to", room, on_host=True))
     if name in LEARNING and trainer.checkpoint.async_mode != "disabled":
-        items.append(Item("checkpoint staging", parameters + states, on_host=True, estimate=True))
+        items.append(Item("checkpoint staging", parameters + sum(states), True, estimate=True))
     return items
 
 
-def _state_bytes(trainer: TrainerConfig, name: str) -> int:
-    """Return the bytes of optimizer state per element of a parameter."""
+def _states(trainer: TrainerConfig, name: str, elements: int) -> list[int]:
+    """Return the bytes of each tensor of optimizer state of a parameter."""
     optimizer = trainer.optimizer
     groups = (group for group in optimizer.param_groups if re.search(group.pattern, name))
     if (group := next(groups, None)) is None:
-        return 0
+        return []
     count = STATES[group.optimizer_name] + bool(group.optimizer_kwargs.get("amsgrad"))
     short = optimizer.implementation == "fused_opt_states_bf16"
-    return count * (2 if short else DTYPE_BYTES[trainer.training.dtype])
+    return count * [elements * (2 if short else DTYPE_BYTES[trainer.training.dtype])]
+
+
+def _buffers(setting: Setting, sizes: Iterable[int]) -> int:
+    """Return the host memory of buffers of these sizes that a rank's device copies from and to."""
+    return sum(map(pinned, sizes)) if setting.cuda else sum(sizes)
+
+
+def pinned(size: int) -> int:
+    """Return the bytes that torch takes for a pinned tensor: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def _passes(setting: Setting, name: str) -> list[Item]:
@@ -182,8 +196,8 @@ def _push_sizes(setting: Setting) -> tuple[list[int], list[int]]:
         return [SLOTS * (HEADER_BYTES + segment.slot_bytes) for segment in segments], staging
     slots = []
     for blobs in plan_blobs(transfer.sources, transfer.wanted):
-        sizes = [blob.numel * setting.transfer_bytes for blob in blobs]
-        sizes = [size + (size // 2 if transfer.delta else 0) for size in sizes]
+        wholes = [blob.numel * setting.transfer_bytes for blob in blobs]
+        sizes = [_buffers(setting, [size, size // 2 if transfer.delta else 0]) for size in wholes]
         slots.append(SLOTS * sum(sizes))
         for blob, size in zip(blobs, sizes, strict=True):
             for reader in blob.readers:
@@ -209,7 +223,9 @@ def _generator_items(setting: Setting, staging: int) -> list[Item]:
     if not setting.cuda and generator.dtype == "float32":
         items.append(Item("packed weights", packed_weights(setting)))
     if "generator" in setting.shared:
-        items.append(Item("room to move to", weights, on_host=True))
+        shapes = local_shapes(setting.wanted[0]).values()
+        room = _buffers(setting, (math.prod(shape) * setting.transfer_bytes for shape in shapes))
+        items.append(Item("room to move to", room, on_host=True))
     items.append(Item("engine step", estimates.engine_step(setting), estimate=True))
     return [*items, Item("KV cache", kv_bytes(setting), estimate=setting.cuda)]
 

@@ -1,6 +1,7 @@
 """The planned memory of ranks is that of real engines."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from rl.config import RLConfig
 from rl.model.shape import ModelConfig
 from rl.model.shards import Layout, Shard
 from rl.plan import estimates
-from rl.plan.memory import all_ranks, transfer_of
+from rl.plan.memory import all_ranks, pinned, transfer_of
 from rl.plan.setting import Setting
 from rl.weights.packed import PackedPublisher, PackedSubscriber
 from tests.plan.engines import LENGTH, ROWS, grown, held, saved, storages
@@ -159,3 +160,11 @@ def test_checkpointing_saves_little_more_than_a_layer(tmp_path):
         < estimates.activations(Setting(whole), "trainer")
         < size + estimates.activations(Setting(config_of(replace(TIED, n_layers=1))), "trainer")
     )
+
+
+def test_pinned_memory_is_rounded_as_torch_rounds_it():
+    """The rule is in a header of torch; without a GPU it cannot be called."""
+    header = Path(torch.__file__).parent / "include/ATen/core/CachingHostAllocator.h"
+    assert "return c10::llvm::PowerOf2Ceil(size);" in header.read_text()
+    sizes = [0, 1, 2, 3, 4096, 4097, (1 << 30) + 1]
+    assert [*map(pinned, sizes)] == [0, 1, 2, 4, 4096, 8192, 1 << 31]

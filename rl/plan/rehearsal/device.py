@@ -50,7 +50,7 @@ class FakeCuda(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._numbers: dict[int, int] = {}
         self._last = 0
-        self._host_calls = HostCalls()
+        self._host_calls = HostCalls(self._pin)
 
     def __enter__(self) -> "FakeCuda":
         self._host_calls.__enter__()
@@ -73,6 +73,9 @@ class FakeCuda(TorchDispatchMode):
         """Record a call of the driver; ``synchronize`` makes the host wait."""
         if name == "synchronize":
             self.ledger.wait("torch.cuda.synchronize")
+
+    def _pin(self, bytes: int) -> None:
+        self.ledger.pin(bytes)
 
     @property
     def used(self) -> int:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
+from rl.plan.memory import pinned
+
 
 def _folder(package: str) -> str:
     """Return the path of a package's folder."""
@@ -51,6 +53,8 @@ class Ledger:
     """Number of collectives by phase, kind and line."""
     moved: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """Bytes of these collectives: the largest tensor of each."""
+    pinned: Counter[str] = field(default_factory=Counter)
+    """Bytes of pinned host memory by phase."""
     assumed: Counter[str] = field(default_factory=Counter)
     """Number of times that a number was made up, by sentence."""
 
@@ -91,6 +95,10 @@ class Ledger:
         key = (self.phase, kind, line_of_caller())
         self.calls[key] += 1
         self.moved[key] += bytes
+
+    def pin(self, bytes: int) -> None:
+        """Record a pinned tensor of the host."""
+        self.pinned[self.phase] += pinned(bytes)
 
     def assume(self, sentence: str) -> None:
         """Record that a number was made up."""

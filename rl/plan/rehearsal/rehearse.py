@@ -68,9 +68,8 @@ def rehearse(device: FakeCuda, setting: Setting, name: str, rank: int) -> dict[s
         engine = None
         try:
             engine = _engine(setting, name, rank, folder)
-            _two_steps(device, engine, work, kept, learns=name in LEARNING)
-            if len(setting.shared) > 1 and name in setting.shared:
-                _take_turns(ledger, engine)
+            turns = len(setting.shared) > 1 and name in setting.shared
+            _two_steps(device, engine, work, kept, learns=name in LEARNING, turns=turns)
         except Exception as raised:
             sentence = str(raised).partition("\n")[0]
             where = line_of_error(raised)
@@ -110,9 +109,17 @@ def _engine(setting: Setting, name: str, rank: int, folder: str) -> TrainingEngi
 
 
 def _two_steps(
-    device: FakeCuda, engine: TrainingEngine, work: Work, kept: "Kept", *, learns: bool
+    device: FakeCuda,
+    engine: TrainingEngine,
+    work: Work,
+    kept: "Kept",
+    *,
+    learns: bool,
+    turns: bool,
 ) -> None:
-    """Run two steps of ``work`` and note what the rank keeps."""
+    """Run two steps of ``work`` and note what the rank keeps. If ``turns``, the engine leaves the
+    device in the second step and returns to it.
+    """
     ledger = device.ledger
     for step in range(1, 1 + STEPS):
         if work.forward:
@@ -122,6 +129,9 @@ def _two_steps(
             ledger.begin(f"forward_backward {step}")
             engine.forward_backward(work.batch, work.loss, temperature=work.temperature)
             kept.note(device, "gradients", _gradients(engine))
+        if turns and step == STEPS:
+            _take_turns(ledger, engine)
+        if learns:
             ledger.begin(f"optim_step {step}")
             engine.optim_step(denominator=work.denominator)
     states = [state for each in engine.optimizers for state in each.state.values()]
@@ -170,7 +180,12 @@ def _entries(ledger: Ledger, kept: Kept) -> dict[str, Any]:
     rows = sorted(largest.items(), key=lambda item: -item[1][0])
     return {
         "phases": [
-            {"phase": phase, "peak": peak, "after": ledger.after.get(phase, 0)}
+            {
+                "phase": phase,
+                "peak": peak,
+                "after": ledger.after.get(phase, 0),
+                "pinned": ledger.pinned[phase],
+            }
             for phase, peak in ledger.peaks.items()
         ],
         "largest": [

@@ -46,7 +46,8 @@ class Rehearsals:
         change: Change | None = None,
     ) -> dict[str, Any]:
         """Return the result of a role, after ``change`` changed Tiller's code, with the plan's
-        sizes by item as ``planned``, and its bytes of collectives as ``planned_moves``.
+        sizes by item as ``planned`` and ``planned_on_host``, and its bytes of collectives as
+        ``planned_moves``.
         """
         job = self._warm.submit(_forked, arguments, rank, role, change)
         found = job.result(timeout=DEADLINE_S)
@@ -102,7 +103,8 @@ def _rehearsed(arguments: str, rank: int, role: str, change: Change | None) -> d
     result = rehearse(fake_device(setting), setting, role, rank)
     items = {item.name: item.bytes for item in planned.items if not item.on_host}
     moved = {phase: _planned_bytes(setting, role, train) for phase, train in PHASES.items()}
-    return result | {"planned": items, "planned_moves": moved}
+    on_host = {item.name: item.bytes for item in planned.items if item.on_host}
+    return result | {"planned": items, "planned_on_host": on_host, "planned_moves": moved}
 
 
 def _planned_bytes(setting: Any, role: str, train: bool) -> Counter[str]:

@@ -12,20 +12,14 @@ import time
 from pathlib import Path
 
 from scripts.gpu_check import verdicts
-from scripts.gpu_check.setting import QWEN3_0_6B, Setting
+from scripts.gpu_check.setting import Setting
 from scripts.gpu_check.verdicts import Verdict
 
-SMALL = (
-    *("--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "4"),
-    *("--evaluation.prompts", "8", "--evaluation.samples", "0"),
-    *("--generator.kv_cache_gib", "0.05", "--generator.gpu_memory_utilization", "0.4"),
-)
-BODY = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
 
-
-def start(setting: Setting, *arguments: str) -> subprocess.Popen[bytes]:
+def start(setting: Setting, config: str, *arguments: str) -> subprocess.Popen[bytes]:
     """Start a run in the folder ``run``; it prints to the log of this check."""
-    command = [sys.executable, "-m", "rl.train", "--config", "quickstart", *arguments]
+    name = f"scripts.gpu_check.run_configs.{config}"
+    command = [sys.executable, "-m", "rl.train", "--config", name, *arguments]
     return subprocess.Popen([*command, "--output-dir", str(setting.folder / "run")])
 
 
@@ -56,15 +50,9 @@ def devices(gpus: int) -> tuple[str, ...]:
 
 async def grpo(setting: Setting, *, gpus: int = 1, steps: int = 10) -> Verdict:
     """Train the layers of Qwen3-0.6B from random weights to copy digits."""
-    options = ["--steps", str(steps), *SMALL, *devices(gpus)]
-    dtype = "float32"
-    if setting.cuda:
-        dtype = "bfloat16"
-        precision = ("--trainer.training.mixed_precision_param", dtype)
-        options += [*precision, "--generator.dtype", dtype]
-        for name in BODY:
-            options += [f"--model.{name}", str(getattr(QWEN3_0_6B, name))]
-    code = start(setting, *options).wait()
+    config = "copying_0_6b" if setting.cuda else "copying"
+    dtype = "bfloat16" if setting.cuda else "float32"
+    code = start(setting, config, "--steps", str(steps), *devices(gpus)).wait()
     wrong = failure_of(setting, code)
     verdict = verdicts.of_run(rows_of(setting.folder), steps, dtype)
     return Verdict(wrong=wrong or verdict.wrong, said=verdict.said, numbers=verdict.numbers)
@@ -73,7 +61,7 @@ async def grpo(setting: Setting, *, gpus: int = 1, steps: int = 10) -> Verdict:
 async def resume(setting: Setting, *, steps: int = 12, kill_after: int = 6) -> Verdict:
     """Kill a run with SIGKILL after a step that follows a checkpoint, and resume it."""
     interval = ("--trainer.checkpoint.interval", "4")
-    options = ("--steps", str(steps), *SMALL, *devices(1), *interval)
+    options = ("copying", "--steps", str(steps), *devices(1), *interval)
     run = start(setting, *options)
     while run.poll() is None and len(rows_of(setting.folder)) < kill_after:
         time.sleep(0.1)

@@ -79,6 +79,8 @@ def random_batch(vocab_size: int, sequences: int, length: int) -> Batch:
 
 async def float8(setting: Setting) -> Verdict:
     """Compare float8 with bfloat16 on the same weights, and train on one batch."""
+    if setting.cuda and not HardwareConfig().computes_float8:
+        return Verdict(skipped="this GPU does not compute in float8")
     in_float8 = setting.trainer(float8=Float8LinearConverter.Config(emulate=not setting.cuda))
     plain = Role("roles.plain", setting.trainer(), setting.model())
     config = setting.session(

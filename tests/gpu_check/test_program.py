@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from rl.cli import parse_config
+from rl.model.shape import shape_of
+from rl.plan.speed import sizes_of
 from rl.platform import device_count
+from rl.validation import validate
 from scripts.gpu_check import __main__ as program
 from scripts.gpu_check.checks import CHECKS, Check
 from scripts.gpu_check.processes import marked, run_check
+from scripts.gpu_check.runs import devices, failure_of
+from scripts.gpu_check.setting import Setting
 from scripts.gpu_check.verdicts import Verdict
 
 ROOT = Path(__file__).parents[2]
@@ -136,3 +142,22 @@ def test_checks_that_need_more_gpus_are_skipped(run, monkeypatch):
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_every_check_exists(check):
     assert callable(check.load())
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_run_of_a_gpu_has_a_config_that_can_work(gpus):
+    hardware = ["--hardware.device", "h100", "--hardware.gpus_per_node", str(gpus)]
+    given = ["--config", "scripts.gpu_check.run_configs.copying_0_6b", *devices(gpus), *hardware]
+    _, config = parse_config(given, program="test")
+    validate(config)
+    assert 0.4e9 < sizes_of(shape_of(config.model), fuse_qkv=True).total < 0.6e9
+
+
+def test_a_run_that_fails_says_why(tmp_path):
+    setting = Setting(device="cpu", folder=tmp_path)
+    assert failure_of(setting, 0) == ""
+    assert failure_of(setting, 1) == "the run ended with exit code 1: see its log"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "failure.json").write_text('{"error": "OutOfMemoryError: 2 GiB"}')
+    found = failure_of(setting, 1)
+    assert found == "the run ended with exit code 1: OutOfMemoryError: 2 GiB"

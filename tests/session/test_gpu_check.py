@@ -3,6 +3,7 @@
 from contextlib import asynccontextmanager
 
 import pytest
+import torch
 
 from rl.trainers.compare import comparing
 from scripts.gpu_check.sessions import judge_offload, judge_parity, judge_push
@@ -73,6 +74,27 @@ async def test_a_generator_that_leaves_out_a_norm_is_found(sessions, session, se
     async with broken(generator, faults.drop_norm, faults.restore_norm), session.running():
         verdict = await judge_parity(session, setting)
     assert verdict.wrong.startswith("norm layers.1.attention.q_norm: its output differs by ")
+
+
+def flip_a_bit(engine):
+    parameter = next(shard for shard in engine.parameters() if shard.name == FIRST).tensor
+    parameter.view(torch.int32)[3, 5] ^= 1
+
+
+@on_its_loop
+async def test_a_flipped_bit_of_a_pushed_parameter_is_found(sessions, session, setting):
+    (generator,) = session.pool.meshes
+    push = session.push
+
+    async def push_and_flip():
+        await push()
+        await generator._group.call("change", flip_a_bit, deadline=100.0)
+
+    session.push = push_and_flip
+    async with session.running():
+        verdict = await judge_push(session, setting, rounds=1)
+    del session.push
+    assert verdict.wrong.endswith(f"differ from the trainer's; the first is {FIRST}")
 
 
 @on_its_loop

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rl.types import GivenSequence
 from tests.generation.test_engine import (  # noqa: F401
     test_aborted_requests_are_dropped_and_their_ids_are_free,
     test_greedy_always_takes_the_most_likely_token,
@@ -29,3 +30,15 @@ def generator(interpreted):
 @pytest.fixture
 def one_or_two_ranks(interpreted):
     return interpreted
+
+
+def test_given_tokens_are_sampled_with_the_logprobs_of_the_model(generator, policy):
+    sequence = GivenSequence(tokens=[1, 2, 3, 9, 8, 7], given=3, positions=[3, 4])
+    (found,) = generator.run(given, sequence)
+    own = policy.logprobs([1, 2, 3], [9, 8, 7])
+    assert (found.logprobs[3:] - own).abs().max() <= 1e-5
+    assert found.logits.shape == (2, 64)
+
+
+def given(engine, sequence: GivenSequence):
+    return engine.activations(sequence)

@@ -1,6 +1,7 @@
 import pytest
 
 from tests.plan.rehearsal.rehearsals import Rehearsals
+from tests.trainers.tiny_chat import tiny_chat_model
 
 
 @pytest.fixture(scope="package")
@@ -9,3 +10,11 @@ def rehearsals():
     process = Rehearsals()
     yield process
     process.close()
+
+
+@pytest.fixture(scope="package")
+def options(tmp_path_factory):
+    """Arguments that name a tiny model, and examples of 200 tokens, on GPUs."""
+    model = tiny_chat_model(tmp_path_factory.mktemp("model"))
+    device = "--hardware.device h100 --hardware.gpus_per_node 8"
+    return f"--model.hf_path {model} --model.max_seq_len 256 --task.max_tokens 200 {device}"

@@ -25,3 +25,9 @@ LAYOUTS = {
     "float32": f"{DENSE} --trainer.training.mixed_precision_param float32",
     "adapters": f"{DENSE} trainer.lora:on",
 }
+
+WHOLE = {
+    name: f"--config {name}"
+    for name in ("qwen3_0_6b", "qwen3_8b_2_nodes", "qwen3_14b_4_nodes", "qwen3_30b_a3b")
+}
+"""Recipes at their full size."""

@@ -11,7 +11,7 @@ from rl.plan.rehearsal.batches import MICRO_BATCHES
 from rl.plan.rehearsal.report import NAMES
 from rl.plan.rehearsal.start import NOT_REHEARSED
 
-DEADLINE_S = 240
+DEADLINE_S = 900
 PHASES = {"forward 2": False, "forward_backward 2": True}
 """Phases of the last step with collectives of large tensors, and whether they train."""
 Change = Callable[[], None]

@@ -13,19 +13,24 @@ SMALL = 4 << 20
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_runs_as_planned_without_other_waits(name, rehearsals):
     found = rehearsals.of(LAYOUTS[name])
-    assert found["error"] is None
-    check_memory(found)
-    check_collectives(found)
-    assert [wait for wait in waits_of(found) if not is_known(wait)] == []
+    check_run(found)
     reduced = [each for each in found["collectives"] if each["phase"] == "optim_step 2"]
     assert all(each["count"] == 1 for each in reduced)  # of the weight, and of the gradient norm
     assert len(reduced) <= 2
 
 
 def test_the_last_rank_runs_too(rehearsals):
-    found = rehearsals.of(EXPERTS, rank=15)
+    check_run(rehearsals.of(EXPERTS, rank=15))
+
+
+def check_run(found: dict) -> None:
+    """Raise AssertionError unless a rehearsal went as planned and the host waited at known lines
+    only.
+    """
     assert found["error"] is None
     check_memory(found)
+    check_collectives(found)
+    assert [wait for wait in waits_of(found) if not is_known(wait)] == []
 
 
 def check_memory(found: dict) -> None:
@@ -35,8 +40,8 @@ def check_memory(found: dict) -> None:
     planned["buffers"] = planned.pop("RoPE tables")
     kept = found["kept"]
     counters = kept["buffers"] - planned["buffers"]  # of the tokens of experts
-    assert 0 <= counters <= 4096
-    assert all(planned[name] == kept[name] for name in kept if name != "buffers")
+    assert 0 <= counters <= planned["buffers"] / 1000
+    assert all(planned.get(name, 0) == kept[name] for name in kept if name != "buffers")
     total = planned_bytes(planned)
     assert found["peak"] <= total <= 1.15 * found["peak"]
 

@@ -5,20 +5,11 @@ import pytest
 from tests.plan.rehearsal.layouts import DENSE
 from tests.plan.rehearsal.rehearsals import planned_bytes
 from tests.plan.rehearsal.test_layouts import check_collectives
-from tests.trainers.tiny_chat import tiny_chat_model
 
 SMALL = DENSE.replace("n_layers 2", "n_layers 1")
 CONFIGS = "tests.plan.rehearsal.configs"
 PPO = f"--config {CONFIGS}.ppo --model.n_layers 1"
 TRAINING = ["forward_backward 1", "optim_step 1", "forward_backward 2", "optim_step 2"]
-
-
-@pytest.fixture(scope="module")
-def options(tmp_path_factory):
-    """Arguments that name a tiny model, and examples of 200 tokens, on GPUs."""
-    model = tiny_chat_model(tmp_path_factory.mktemp("model"))
-    device = "--hardware.device h100 --hardware.gpus_per_node 8"
-    return f"--model.hf_path {model} --model.max_seq_len 256 --task.max_tokens 200 {device}"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from rl.generation.config import kv_bytes_at_least
 from rl.plan.memory import GIB, Item, RankMemory, environment_workers, kv_bytes
 from rl.plan.setting import Setting
 
-MIN_SHARE = 0.1
 MAX_SHARE = 0.95
 
 
@@ -115,10 +114,6 @@ def _remedy(setting: Setting, memory: Memory, item: Item, rank: RankMemory) -> s
         return "set trainer.checkpoint.async_mode to 'disabled'"
     if rank.role == "generator":
         return _generator_remedy(setting, memory, item)
-    crowded = setting.cuda and not memory.on_host and len({rank.role for rank in memory.ranks}) > 1
-    if crowded and setting.generators and setting.rl.colocate == "none":
-        turns = "'all'" if setting.section else "'models'"
-        return f"set {setting.section}colocate to {turns}, for one at a time to have memory there"
     return _model_remedy(setting, item, rank)
 
 
@@ -128,9 +123,7 @@ def _generator_remedy(setting: Setting, memory: Memory, item: Item) -> str:
     over = memory.used - memory.limit
     if item.name == "KV cache" and setting.cuda:
         share = generator.gpu_memory_utilization - over / memory.limit
-        if share >= MIN_SHARE:
-            return f"set {field}.gpu_memory_utilization to at most {int(share * 100) / 100}"
-        return f"set {field}.nodes to 1 or more, for the generators to have GPUs of their own"
+        return f"set {field}.gpu_memory_utilization to at most {int(share * 100) / 100}"
     if item.name == "KV cache":
         cache = generator.kv_cache_gib - over / GIB
         return f"set {field}.kv_cache_gib to at most {max(1, int(cache * 100)) / 100}"

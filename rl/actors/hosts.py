@@ -14,6 +14,7 @@ from rl.actors.nodes import Node, Nodes
 from rl.actors.processes import ensure_runtime
 from rl.compat.monarch_internals import BootstrapCommand
 from rl.platform import device_type
+from rl.program import COLLECT_AT
 from rl.types import Place
 
 SHUT_DOWN_S = 10.0
@@ -37,7 +38,12 @@ os.dup2(log, 1)
 os.dup2(log, 2)
 """
 _GUARD = Path(__file__).with_name("guard.py").read_text() + "\nguard()\n"
-_START = "os.execv(sys.argv[1], sys.argv[1:])\n"
+_EXECUTE = "os.execv(sys.argv[1], sys.argv[1:])\n"
+_RUN_MODULE = f"""
+import gc, runpy, sys
+gc.set_threshold(*{COLLECT_AT})
+runpy.run_module(sys.argv[2], run_name="__main__", alter_sys=True)
+"""
 
 
 class Hosts:
@@ -79,7 +85,7 @@ class Hosts:
         if not self._nodes:
             common["GLOO_SOCKET_IFNAME"] = "lo"
 
-        program = _WRAPPER + (_GUARD if GUARDED in env else "") + _START
+        program = _WRAPPER + (_GUARD if GUARDED in env else "") + _EXECUTE
 
         def command(point: Point) -> BootstrapCommand:
             base = default_bootstrap_cmd()
@@ -91,7 +97,7 @@ class Hosts:
                 "TILLER_PARENT": str(parent),
                 "TILLER_LOG": str(self.logs.resolve() / f"{name}-{point.rank}.log"),
             }
-            arguments = ["-ISc", program, base.program, *base.args]
+            arguments = ["-ISc", program, base.program, "-c", _RUN_MODULE, *base.args]
             env = {**base.env, **common, **own}
             return BootstrapCommand(sys.executable, None, arguments, env)
 

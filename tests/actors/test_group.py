@@ -361,7 +361,7 @@ def test_process_gets_devices_among_the_visible_ones(visible, own, tmp_path):
         "TILLER_DEVICES": "1,2",
     }
     variables |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    program = hosts._WRAPPER + hosts._START
+    program = hosts._WRAPPER + hosts._EXECUTE
     subprocess.run(
         [sys.executable, "-ISc", program, "/usr/bin/env"], env=variables, check=True, timeout=60
     )

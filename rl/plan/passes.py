@@ -56,6 +56,7 @@ class _Sizes:
         self.trains_weights = self.learns and trainer.lora is None
         degrees = trainer.parallelism
         self.tp = degrees.tensor_parallel_degree
+        self.divides_experts = degrees.expert_parallel_degree > 1
         self.p = estimates.computed_bytes(trainer)
         self.cells = estimates.micro_batch_cells(setting, trainer)
         self.tokens = self.cells // degrees.context_parallel_degree
@@ -68,22 +69,28 @@ class _Sizes:
     def in_head(self) -> Moment:
         """Return the moment at which the head computes gradients, or log-probs."""
         chunk, words = self._chunk()
+        if not self.learns:
+            copies = 1 if self.tied else 2  # FSDP keeps what it gathered beside the parameters
+            hidden = self.tokens * self.p * self.shape.dim + BATCH * self.cells
+            logits = 0 if self.values else 8 * chunk * words
+            return Moment(hidden, logits, copies * self.p * self.head)
         logits = chunk * words * (8 + (self.p if self.p < 4 else 0))
         if self.trains_weights and not self.values:
             product = self.p * self.head if self.p < 4 else 0
             logits = REDUCED * self.head + max(logits, chunk * words * (4 + self.p) + product)
-        gathered = self.p * (self.head + (self.layer if self.learns else 0))
+        gathered = self.p * (self.head + self.layer)
         return Moment(self._saved() + self._end(), 0 if self.values else logits, gathered)
 
     def in_layer(self) -> Moment:
         """Return the moment at which the last layer computes gradients, or activations."""
-        whole = self._layer()
-        layers = self._saved()
-        if not self.learns or self.trainer.activation_checkpoint is not None:
-            layers += self.tokens * whole
+        if not self.learns:
+            copies = 3 if self.divides_experts else 2  # their group is gathered ahead
+            gathered = self.p * (copies * self.layer + self.head)
+            return Moment(self.tokens * self._forward() + BATCH * self.cells, 0, gathered)
+        layers = self._saved() + self.tokens * self._temporary()
+        if self.trainer.activation_checkpoint is not None:
+            layers += self.tokens * self._layer()
         gathered = 2 * self.p * self.layer + self._head_during_layers()
-        if self.learns:
-            layers += self.tokens * self._temporary()
         if self.trains_weights and not self._routed():
             gathered += self.p * self.shape.hidden_dim * self.shape.dim // self.tp
         return Moment(layers, 0, gathered)
@@ -119,13 +126,10 @@ class _Sizes:
 
     def _end(self) -> int:
         """Return the bytes of the last norm, and of the head's input and its gradient."""
-        gradient = self.p if self.learns else 0
-        return self.tokens * (8 * self.width + (self.p + gradient) * self.shape.dim)
+        return self.tokens * (8 * self.width + 2 * self.p * self.shape.dim)
 
     def _saved(self) -> int:
         """Return the bytes that all layers save for the backward pass."""
-        if not self.learns:
-            return self.tokens * self.p * self.width + BATCH * self.cells
         policy = self.trainer.activation_checkpoint
         entry = self.p * self.width
         whole = self._layer()
@@ -157,6 +161,22 @@ class _Sizes:
         attention = p * (3 * q + 2 * k) + heads + 8 * self.shape.head_dim
         experts = self._routed() * whole * (p + 4) // self.tp
         return norms + attention + 4 * p * f + experts
+
+    def _forward(self) -> int:
+        """Return the bytes per token of a layer that saves nothing: while queries are rotated, the
+        feed-forward layer multiplies, or the results of experts are combined.
+        """
+        q, k = self._attention()
+        p, d = self.p, self.width
+        cast = 4 if p < 4 else 0
+        gathered = p * self.shape.dim if self.tp > 1 else 0
+        rotated = (12 + cast + p) * q + (cast + 2 * p) * k + 8 * self.shape.head_dim
+        if routed := self._routed():
+            combined = routed * self.shape.dim * (4 + cast + 3 * p) // self.tp
+            other = 2 * p * d + 8 * self.shape.num_experts + combined
+        else:
+            other = 3 * p * estimates.feed_forward_width(self.shape) // self.tp
+        return 2 * p * d + gathered + max(rotated, other)
 
     def _kept(self) -> int:
         """Return the bytes per token of a layer that selective checkpointing keeps."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.plan.rehearsal.layouts import DENSE
+from tests.plan.rehearsal.layouts import DENSE, EXPERTS
 from tests.plan.rehearsal.rehearsals import planned_bytes
 from tests.plan.rehearsal.test_layouts import check_collectives
 
@@ -24,8 +24,17 @@ def test_the_models_of_an_rl_run(role, phases, rehearsals):
     else:
         assert {*TRAINING} <= {*done}
         assert ("forward 1" in done) == (role == "critic")
-    assert found["peak"] <= planned_bytes(found["planned"])
+    assert found["peak"] <= planned_bytes(found["planned"]) <= 1.15 * found["peak"]
     check_collectives(found)
+
+
+@pytest.mark.parametrize("degrees", ["expert_parallel_degree 8", "expert_parallel_degree 1"])
+def test_a_reference_of_experts_has_the_planned_memory(degrees, rehearsals):
+    shards = "--reference.parallelism.data_parallel_shard_degree 16"
+    uses = f"--algorithm.loss.kl_coef 0.1 --colocate models {shards}"
+    found = rehearsals.of(f"{EXPERTS} {uses} --reference.parallelism.{degrees}", role="reference")
+    assert found["error"] is None
+    assert found["peak"] <= planned_bytes(found["planned"]) <= 1.15 * found["peak"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tests.bench.programs import module, python
 SCRIPT = "scripts/bench/generator.py"
 
 
+@pytest.mark.long
 def test_all_sides_say_the_same_and_the_last_line_is_json():
     out = python(SCRIPT, "--tiny", "--rounds", "2", "--no-compile", "--json")
     result = json.loads(out.splitlines()[-1])

@@ -7,7 +7,7 @@ from tests.tasks.verifiers_server import served
 from tests.tiny_tokenizers import make_model
 
 
-@pytest.mark.parametrize("name", ["countdown", "skyrl_sums"])
+@pytest.mark.parametrize("name", ["countdown", pytest.param("skyrl_sums", marks=pytest.mark.long)])
 def test_an_environment_of_another_package_trains(name, finished, tmp_path_factory):
     folder = make_model(tmp_path_factory.mktemp("model"))
     config = f"tests.e2e.configs.{name}"
@@ -21,6 +21,7 @@ def test_an_environment_of_another_package_trains(name, finished, tmp_path_facto
     assert "done" in stops if name == "countdown" else stops <= {"done", "turns", "length"}
 
 
+@pytest.mark.long
 def test_a_taskset_of_verifiers_trains(finished, tmp_path_factory):
     """Its harness gives each policy two answers, and fails for one of the tasks."""
     folder = tmp_path_factory.mktemp("verifiers")

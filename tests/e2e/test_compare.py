@@ -20,7 +20,7 @@ def compare(folder: Path, tmp_path: Path, *arguments: str) -> tuple[Program, dic
         pytest.param(
             *(MANY_MODELS, 5, ()), id="critic, reference, several updates", marks=pytest.mark.long
         ),
-        pytest.param(LORA, 3, ("--rollout", "1"), id="lora"),
+        pytest.param(LORA, 3, ("--rollout", "1"), id="lora", marks=pytest.mark.long),
         pytest.param(LORA, 3, ("--under", "tp2"), id="another layout"),
     ],
 )

@@ -152,7 +152,7 @@ CACHED = ("--reference.scores", "cached", "--epochs", "2")
     [
         pytest.param("sft", STEPS, (), id="sft"),
         pytest.param("dpo", STEPS, (), id="dpo"),
-        pytest.param("dpo", 8, CACHED, id="dpo with cached scores"),
+        pytest.param("dpo", 8, CACHED, id="dpo with cached scores", marks=pytest.mark.long),
         pytest.param("reward model", STEPS, (), id="reward model", marks=pytest.mark.long),
         pytest.param("sampled", STEPS, (), id="sampled", marks=pytest.mark.long),
     ],

@@ -60,7 +60,7 @@ class Job:
 
     def resumed(self, attempt: int) -> int:
         """Wait for an attempt to resume. Return the step after which it resumed."""
-        until(lambda: "resumed after step" in self.says(attempt), 60, f"attempt {attempt} resumed")
+        until(lambda: "resumed after step" in self.says(attempt), 180, f"attempt {attempt} resumed")
         return int(re.search(r"resumed after step (\d+)", self.says(attempt))[1])
 
     def trains(self, attempt: int, steps: int = 3) -> None:

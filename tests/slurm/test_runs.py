@@ -44,6 +44,7 @@ def test_a_trainer_on_two_nodes_and_a_generator_on_a_third_learn(uninterrupted, 
     until(lambda: idle(cluster), 20, "allocation and processes are gone")
 
 
+@pytest.mark.long
 def test_preemption_and_a_lost_node_cost_attempts_and_change_no_weight(
     uninterrupted, cluster, tmp_path
 ):

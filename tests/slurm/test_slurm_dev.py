@@ -89,7 +89,7 @@ def test_run_hands_on_exit_status_input_folder_and_environment(cluster: Cluster,
         input="read\n",
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     assert ran.stdout.split() == [str(tmp_path), "read", "given", "login"]
     assert ran.returncode == 7

@@ -3,12 +3,17 @@
 import pytest
 import torch
 
-from tests.training.layouts import LAYOUTS, PAIRS
+from tests.training.layouts import LAYOUTS, LONG, PAIRS
 from tests.training.reference import worst_error
 from tests.training.scenes import CUTS, ragged_batch
 
 
-@pytest.fixture(params=PAIRS, ids="-".join)
+@pytest.fixture(
+    params=[
+        pytest.param(pair, marks=[pytest.mark.long] if pair in LONG else [], id="-".join(pair))
+        for pair in PAIRS
+    ]
+)
 def pair(request, played):
     """(what one rank answered, what each rank of the layout answered, the layout)."""
     model, layout = request.param

@@ -38,6 +38,7 @@ from typing import Any
 
 import psutil
 from against_trl import HERE, OFFLINE, ROOT, TIMEOUT_S, TRL_ENV, trl_python, write_model
+from cpu_time import cpu_seconds
 from sft_work import EXAMPLES, MODEL, PAIRS, answers, preferences
 
 WARM_UP = 3
@@ -176,7 +177,7 @@ def run_watched(
             done = len(progress.read_text().splitlines()) if progress.exists() else 0
             for step in (WARM_UP, steps):
                 if done >= step and step not in marks:
-                    marks[step] = _cpu_s(process)
+                    marks[step] = cpu_seconds(process)
             time.sleep(0.02)
         err.seek(0)
         out.seek(0)
@@ -185,16 +186,6 @@ def run_watched(
                 process.kill()
             raise SystemExit(f"{err.read()}sft_against_trl: this failed: {command}")
         return out.read(), marks[steps] - marks[WARM_UP]
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    """Return the CPU seconds that a process and its descendants have used."""
-    total = 0.0
-    for each in (process, *process.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):  # the process has ended
-            times = each.cpu_times()
-            total += times.user + times.system
-    return total
 
 
 def compare(

@@ -6,7 +6,7 @@ process of its own.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -68,7 +68,6 @@ RELIES_ON = (
     "torch.distributed.distributed_c10d:_get_object_coll_device(group)",
     "torch.optim:Optimizer._accelerator_graph_capture_health_check()",
 )
-
 
 ONE_KERNEL = ("silu_backward",)
 """Operators that are one kernel on CUDA. A torch without CUDA would compute them from others."""
@@ -364,7 +363,6 @@ def _facts(device: Device) -> dict[str, Callable[..., Any]]:
     def set_device(which: Any) -> None:
         chosen[0] = which if isinstance(which, int) else torch.device(which).index
 
-    no_state = torch.zeros(16, dtype=torch.uint8)
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -379,7 +377,7 @@ def _facts(device: Device) -> dict[str, Callable[..., Any]]:
         "get_device_properties": lambda *_: properties,
         "is_bf16_supported": lambda *_, **__: True,
         "can_device_access_peer": lambda *_: True,
-        "get_rng_state": lambda *_: no_state.clone(),
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_, **__: None,
         "manual_seed": lambda *_: None,
         "manual_seed_all": lambda *_: None,
@@ -395,12 +393,7 @@ def _streams(device: Device) -> dict[str, Callable[..., Any]]:
         "Event": Event,
         "current_stream": Stream,
         "default_stream": Stream,
-        "stream": _nothing,
-        "device": _nothing,
+        "stream": contextlib.nullcontext,
+        "device": contextlib.nullcontext,
         "synchronize": lambda *_: device.called("synchronize"),
     }
-
-
-@contextlib.contextmanager
-def _nothing(*_: Any, **__: Any) -> Iterator[None]:
-    yield

@@ -21,8 +21,6 @@ from rl.types import Place
 Axis = Literal["FSDP", "HSDP", "TP", "CP", "EP"]
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 
-REDUCED = 4
-"""Bytes of an element of a gradient while it is reduced."""
 HIDDEN = ("FSDP", "HSDP")
 """Axes whose collectives run beside the computation: FSDP gathers the next layer and reduces the
 last one meanwhile."""
@@ -121,7 +119,7 @@ class _Passes:
 
     def _of_weights(self, group: Group, *, experts: bool) -> Iterator[Collective]:
         def chosen(name: str) -> bool:
-            return (self.ep > 1 and ".inner_experts." in name) == experts
+            return estimates.is_divided_expert(name, self.role) == experts
 
         sizes = estimates.groups(self.layouts, self.role, chosen)
         trained = sum(sizes.values())
@@ -136,10 +134,10 @@ class _Passes:
         if not self.train:
             return
         if group.size > 1:
-            yield self._made("FSDP", "reduce-scatter", REDUCED * trained, group)
+            yield self._made("FSDP", "reduce-scatter", estimates.REDUCED * trained, group)
         replicas = Group(self.degrees.data_parallel_replicate_degree, self.shard * self.tp)
         if replicas.size > 1:
-            bytes = REDUCED * trained // group.size
+            bytes = estimates.REDUCED * trained // group.size
             yield self._made("HSDP", "all-reduce", bytes, replicas, once=True)
 
     def _gathered(self, group: Group, layers: int, head: int) -> Iterator[Collective]:

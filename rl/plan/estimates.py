@@ -17,6 +17,9 @@ from rl.plan.setting import DTYPE_BYTES, LEARNING, Setting
 from rl.session.config import Role
 from rl.training.config import TrainerConfig
 
+REDUCED = 4
+"""Bytes of an element of a gradient while it is reduced."""
+
 
 def computed_bytes(trainer: TrainerConfig) -> int:
     """Return the bytes per element of the dtype of forward passes."""
@@ -124,8 +127,8 @@ def groups(
         for name, _, box in layout:
             if not chosen(name):
                 continue
-            expert = degrees.expert_parallel_degree > 1 and ".inner_experts." in name
-            degree = degrees.expert_parallel_degree if expert else degrees.tensor_parallel_degree
+            divided = is_divided_expert(name, role)
+            degree = degrees.expert_parallel_degree if divided else degrees.tensor_parallel_degree
             if rank % degree == 0:
                 groups[_group_of(name)] += box.numel
     if not any(name.startswith("lm_head.") for name, _, _ in layouts[0]):
@@ -139,13 +142,17 @@ def in_groups(elements: dict[str, int], role: Role) -> Counter[tuple[str, bool]]
     together: their gradients share a storage.
     """
     tied = not any(name.startswith("lm_head.") for name in elements)
-    expert_parallel = role.trainer.parallelism.expert_parallel_degree > 1
     sums: Counter[tuple[str, bool]] = Counter()
     for name, count in elements.items():
         group = _group_of(name)
-        experts = expert_parallel and ".inner_experts." in name
-        sums["head" if tied and group == "embedding" else group, experts] += count
+        divided = is_divided_expert(name, role)
+        sums["head" if tied and group == "embedding" else group, divided] += count
     return sums
+
+
+def is_divided_expert(name: str, role: Role) -> bool:
+    """Return whether the parameter belongs to experts that have a mesh of their own."""
+    return role.trainer.parallelism.expert_parallel_degree > 1 and ".inner_experts." in name
 
 
 def _group_of(name: str) -> str:

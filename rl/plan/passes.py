@@ -11,10 +11,9 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 
 from rl.model.shape import shape_of
 from rl.plan import estimates
+from rl.plan.estimates import REDUCED
 from rl.plan.setting import LEARNING, Setting
 
-REDUCED = 4
-"""Bytes of an element of a gradient while it is reduced."""
 BATCH = 512
 """Bytes of a token of a micro-batch: its columns, outputs and loss."""
 

@@ -203,12 +203,7 @@ class TrainingEngine:
         if self.version == self._steps:
             ended = f"the schedule ends after {self._steps} steps; build the engine with more"
             raise RuntimeError(f"optim_step: {ended}")
-        weight = denominator
-        if weight is None:
-            weight = self._over_batch(self._weight, dist.ReduceOp.SUM)
-        if weight == 0:
-            advice = "call forward_backward with a batch of weight > 0 first"
-            raise RuntimeError(f"optim_step: no weight was accumulated; {advice}")
+        weight = self._weight_of_step(denominator)
         limit = self.config.training.max_norm if max_norm is None else max_norm
         norm = divide_and_clip(self.model.parameters(), weight, limit)
         if on_gradient is not None:
@@ -239,6 +234,16 @@ class TrainingEngine:
             **{f"trainer/{name}": Value(rate, "last") for name, rate in rates.items()},
         }
         return metrics | Metrics(step_metrics)
+
+    def _weight_of_step(self, denominator: float | None) -> float:
+        """Return ``denominator``, or the weight that all ranks accumulated if it is None."""
+        weight = denominator
+        if weight is None:
+            weight = self._over_batch(self._weight, dist.ReduceOp.SUM)
+        if weight == 0:
+            advice = "call forward_backward with a batch of weight > 0 first"
+            raise RuntimeError(f"optim_step: no weight was accumulated; {advice}")
+        return weight
 
     def _step(self, **overrides: Any) -> None:
         """Take an optimizer step. Each of ``overrides`` that is not None replaces the config's

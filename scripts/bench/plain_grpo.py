@@ -100,7 +100,9 @@ def is_held_out(digits: str) -> bool:
 
 
 def prompts_of(numbers: list[str]) -> torch.Tensor:
-    words = ([VOCABULARY["copy"], *(FIRST_DIGIT + int(d) for d in n), 5] for n in numbers)
+    words = (
+        [VOCABULARY["copy"], *(FIRST_DIGIT + int(d) for d in n), VOCABULARY["="]] for n in numbers
+    )
     return torch.tensor([*words])
 
 

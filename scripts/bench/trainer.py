@@ -31,6 +31,7 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import CompileConfig, TrainingConfig
 from training_sides import Case, Step, build
 
+from configs.qwen3 import qwen3_0_6b
 from rl.model.shape import ModelConfig
 from rl.platform import device_type
 
@@ -59,16 +60,7 @@ TINY = {
         model=small_model(64, 1, dim=32, length=17), sequences=4, micro_batch_size=2, others=BOTH
     )
 }
-QWEN3_0_6B = ModelConfig(
-    vocab_size=151_936,
-    dim=1024,
-    n_layers=28,
-    n_heads=16,
-    n_kv_heads=8,
-    head_dim=128,
-    hidden_dim=3072,
-    max_seq_len=2049,
-)
+QWEN3_0_6B = replace(qwen3_0_6b().model, max_seq_len=2049)
 ON_CUDA = Case(
     model=QWEN3_0_6B,
     sequences=32,

@@ -35,6 +35,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from push_plot import draw
 
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
+from configs.qwen3 import qwen3_0_6b
 from rl.actors.hosts import Hosts
 from rl.actors.processes import start_runtime, stop_runtime
 from rl.actors.store import StoreProcess
@@ -51,16 +52,7 @@ from rl.weights.transport import Transfer
 TRANSPORTS = ("shared_memory", "rdma", "torchstore")
 DEADLINE_S = 600.0
 MEMCPY_BYTES = 1 << 28  # per copy: much larger than every cache, and much smaller than the weights
-QWEN3_0_6B = ModelConfig(
-    vocab_size=151_936,
-    dim=1024,
-    n_layers=28,
-    n_heads=16,
-    n_kv_heads=8,
-    head_dim=128,
-    hidden_dim=3072,
-    max_seq_len=2049,
-)
+QWEN3_0_6B = replace(qwen3_0_6b().model, max_seq_len=2049)
 SIZES = {
     "0.05B": replace(
         QWEN3_0_6B, vocab_size=32_768, dim=512, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=1536

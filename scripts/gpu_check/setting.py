@@ -7,22 +7,14 @@ from pathlib import Path
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import TrainingConfig
 
+from configs.qwen3 import qwen3_0_6b
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.session.config import DeadlineConfig, SessionConfig
 from rl.training.config import TrainerConfig
 from rl.weights.config import WeightPushConfig
 
-QWEN3_0_6B = ModelConfig(
-    vocab_size=151_936,
-    dim=1024,
-    n_layers=28,
-    n_heads=16,
-    n_kv_heads=8,
-    head_dim=128,
-    hidden_dim=3072,
-    max_seq_len=65_536,
-)
+QWEN3_0_6B = replace(qwen3_0_6b().model, max_seq_len=65_536)
 TINY = ModelConfig(
     vocab_size=64,
     dim=64,

@@ -1,9 +1,7 @@
-"""Model, caches and weight version of a ``LLMEngine`` that runs in this process.
-
-Imports no vLLM.
-"""
+"""Model, requests, caches and weight version of a ``LLMEngine`` that runs in this process."""
 
 import sys
+import time
 from typing import Any
 
 import torch
@@ -20,6 +18,16 @@ RELIES_ON = (
     # LLMEngine does not pass these two calls on
     "vllm.v1.engine.llm_engine:LLMEngine.engine_core",
     "vllm.v1.engine.core_client:InprocClient.set_weight_version(weight_version)",
+    # LLMEngine prepares text, streams and statistics for each request and each token
+    "vllm.v1.engine.core_client:InprocClient.add_request(request)",
+    "vllm.v1.engine.core_client:InprocClient.get_output()",
+    "vllm.v1.engine.core_client:InprocClient.abort_requests(request_ids)",
+    "vllm.v1.engine:EngineCoreRequest",
+    "vllm.v1.engine:EngineCoreOutputs.outputs",
+    "vllm.v1.engine:EngineCoreOutputs.weight_version",
+    "vllm.v1.engine:EngineCoreOutput.new_token_ids",
+    "vllm.v1.engine:EngineCoreOutput.new_logprobs",
+    "vllm.v1.engine:EngineCoreOutput.finish_reason",
     "vllm.v1.engine.core_client:InprocClient.shutdown()",
     # LLMEngine.reset_prefix_cache refuses while requests run, or restarts them
     "vllm.v1.engine.core_client:InprocClient.engine_core",
@@ -62,6 +70,34 @@ def set_weight_version(engine: Any, version: str) -> None:
 def shut_down(engine: Any) -> None:
     """Stop the engine and leave its process groups."""
     engine.engine_core.shutdown()
+
+
+def submit(engine: Any, name: str, prompt: list[int], params: Any) -> None:
+    """Queue a request with these tokens and ``SamplingParams``. ``name`` must be unique."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    request = EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    engine.engine_core.add_request(request)
+
+
+def step(engine: Any) -> Any:
+    """Run one forward pass; return vLLM's ``EngineCoreOutputs``."""
+    return engine.engine_core.get_output()
+
+
+def abort(engine: Any, names: list[str]) -> None:
+    """Drop the requests with these names."""
+    engine.engine_core.abort_requests(names)
 
 
 def load_of(engine: Any) -> tuple[int, int, float]:

@@ -1,7 +1,6 @@
 """One rank's vLLM engine, in this process, with weights that are changed in place."""
 
 import gc
-import math
 
 import torch
 import torch.distributed as dist
@@ -10,6 +9,7 @@ from rl.compat import vllm_internals
 from rl.errors import RunError
 from rl.generation.activations import forced
 from rl.generation.config import GeneratorConfig
+from rl.generation.requests import Requests
 from rl.generation.start import start_vllm
 from rl.model.activations import Activations
 from rl.model.host_memory import HostMemory
@@ -59,6 +59,7 @@ class GenerationEngine:
         self._engine = start_vllm(
             config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed, timeout_s=timeout_s
         )
+        self._requests = Requests(self._engine)
         self._model = vllm_internals.model_of(self._engine)
         self._group = _tp_group()
         self._host = HostMemory()
@@ -162,30 +163,13 @@ class GenerationEngine:
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request for the next step. Raises what ``check`` raises."""
-        from vllm import SamplingParams
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
         self.check(request)
-        sampling = request.sampling
-        params = SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=list(sampling.stop_token_ids),
-            seed=request.seed % 2**63,  # vLLM takes -1 for "no seed"
-            logprobs=0,  # only those of the chosen token
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        self._engine.add_request(request.request_id, tokens_input(request.prompt_tokens), params)
+        self._requests.add(request)
 
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished."""
-        return self._engine.has_unfinished_requests()
+        return len(self._requests) > 0
 
     def step(self) -> list[tuple[str, Completion]]:
         """Run one forward pass, which gives each running request a token; return ids and
@@ -193,11 +177,7 @@ class GenerationEngine:
 
         Raises RunError if a log-prob is not finite.
         """
-        return [
-            (output.request_id, _completion(output))
-            for output in self._engine.step()
-            if output.finished
-        ]
+        return self._requests.step()
 
     @property
     def load(self) -> tuple[int, int, float]:
@@ -222,7 +202,7 @@ class GenerationEngine:
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop these requests; ids that are not in flight are ignored."""
-        self._engine.abort_request(request_ids)
+        self._requests.abort(request_ids)
 
     @property
     def leads(self) -> bool:
@@ -261,7 +241,7 @@ class GenerationEngine:
     def close(self) -> None:
         """Free model, KV cache and process groups. Peers in a collective fail at once."""
         vllm_internals.shut_down(self._engine)
-        del self._engine, self._model, self._group
+        del self._engine, self._requests, self._model, self._group
         gc.collect()  # reference cycles of vLLM keep the sockets of the process groups open
 
 
@@ -269,19 +249,3 @@ def _tp_group():
     from vllm.distributed import get_tp_group
 
     return get_tp_group()
-
-
-def _completion(output) -> Completion:
-    """Return a finished vLLM ``RequestOutput`` as a Completion."""
-    sampled = output.outputs[0]
-    tokens = list(sampled.token_ids)
-    logprobs = [entry[token].logprob for token, entry in zip(tokens, sampled.logprobs, strict=True)]
-    versions = list[int]()
-    for span in sampled.weight_versions:
-        versions += [int(span.version)] * (span.end - span.start)
-    if not all(map(math.isfinite, logprobs)):
-        wrong = f"log-probs of policy version {versions[-1]} are not finite"
-        raise RunError(f"request {output.request_id!r}: {wrong}")
-    return Completion(
-        tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=sampled.finish_reason
-    )

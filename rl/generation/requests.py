@@ -1,0 +1,97 @@
+"""Requests in flight in one rank's vLLM engine, and what was sampled for them so far."""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl.compat import vllm_internals
+from rl.errors import RunError
+from rl.types import Completion, GenerationRequest, Sampling
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """A request, and a value of each list for each token that was sampled for it."""
+
+    request_id: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class Requests:
+    """Requests in flight in a ``LLMEngine`` of this process.
+
+    They go to vLLM's scheduler directly. Preparing text, streams and statistics, as ``LLMEngine``
+    does, takes as long as scheduling.
+    """
+
+    def __init__(self, engine: Any):
+        self._engine = engine
+        self._numbers = itertools.count()
+        self._in_flight = dict[str, _InFlight]()
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request for the next step."""
+        name = str(next(self._numbers))  # an id may be used again while vLLM still clears it
+        params = _sampling_params(request.sampling, request.seed)
+        vllm_internals.submit(self._engine, name, request.prompt_tokens, params)
+        self._in_flight[name] = _InFlight(request.request_id)
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """Run one forward pass; return ids and completions of the requests that it finished.
+
+        Raises RunError if a log-prob is not finite.
+        """
+        outputs = vllm_internals.step(self._engine)
+        finished = []
+        for output in outputs.outputs:
+            each = self._in_flight[output.request_id]
+            if new := output.new_token_ids:
+                each.tokens += new
+                each.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+                each.versions += [int(outputs.weight_version)] * len(new)
+            if output.finish_reason is not None:
+                del self._in_flight[output.request_id]
+                finished.append((each.request_id, _completion(each, output.finish_reason)))
+        return finished
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop these requests; ids that are not in flight are ignored."""
+        dropped = set(request_ids)
+        names = [name for name, each in self._in_flight.items() if each.request_id in dropped]
+        for name in names:
+            del self._in_flight[name]
+        vllm_internals.abort(self._engine, names)
+
+
+def _sampling_params(sampling: Sampling, seed: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=seed % 2**63,  # vLLM takes -1 for "no seed"
+        logprobs=0,  # only those of the chosen token
+        ignore_eos=True,
+        detokenize=False,
+    )
+
+
+def _completion(sampled: _InFlight, reason: Any) -> Completion:
+    if not all(map(math.isfinite, sampled.logprobs)):
+        wrong = f"log-probs of policy version {sampled.versions[-1]} are not finite"
+        raise RunError(f"request {sampled.request_id!r}: {wrong}")
+    return Completion(
+        tokens=sampled.tokens,
+        logprobs=sampled.logprobs,
+        versions=sampled.versions,
+        finish_reason=str(reason),  # type: ignore[arg-type]
+    )

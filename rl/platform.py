@@ -27,6 +27,14 @@ def device_type() -> str:
     return titan.device_type
 
 
+def thread_variables(threads: int) -> dict[str, str]:
+    """Return the variables to launch a process with that computes with ``threads`` CPU threads."""
+    variables = {"OMP_NUM_THREADS": str(threads)}
+    if threads > 1:
+        variables["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads would take the cores of others
+    return variables
+
+
 def device_count() -> int:
     """Return the number of GPUs of this host; 0 without CUDA."""
     return torch.cuda.device_count()

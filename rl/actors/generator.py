@@ -76,7 +76,10 @@ class Generator(Actor):
         shards = await self._loop.run_between_steps(lambda engine: engine.parameters())
         here = sum(shard.box.numel for shard in shards)
         degree = self.config.tensor_parallel_degree
-        log_memory(f"rank {self._rank} of {degree}; {here:,} parameters of {self.config.dtype}")
+        log_memory(
+            f"rank {self._rank} of {degree}; {here:,} parameters of {self.config.dtype}; "
+            f"CPU threads: {torch.get_num_threads()}"
+        )
 
     @concurrent_endpoint
     async def connect(self, transfer: Transfer, addresses: list[Any], generator: int) -> None:

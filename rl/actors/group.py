@@ -99,6 +99,7 @@ class ActorGroup:
         self._processes: list[Process] = []
         self._elsewhere: list[int] = []
         self._background: list[asyncio.Task[None]] = []
+        self._ones = dict[tuple[bool, int], Any]()
         self._doing: dict[int, list[str]] = {rank: [] for rank in range(place.ranks)}
 
     # Futures are made on first use, since a group may be constructed on another event loop.
@@ -206,7 +207,7 @@ class ActorGroup:
             process.kill()
         for rank in self._elsewhere:
             with contextlib.suppress(Exception):  # the rank has ended
-                self._pulse.slice(**self._hosts.coordinates(self._place, rank)).leave.broadcast()
+                self._one(self._pulse, rank).leave.broadcast()
         procs = self._procs
         self._procs = None
         await stop_procs(procs, deadline=REMOTE_STOP_S if self._elsewhere else STOP_S)
@@ -284,11 +285,17 @@ class ActorGroup:
                 task.cancel()
         return [task.result() for task in tasks.values()]
 
+    def _one(self, actor: Any, rank: int) -> Any:
+        """Return the mesh of one rank of ``actor``, which is expensive to make."""
+        key = (actor is self._pulse, rank)
+        if key not in self._ones:
+            self._ones[key] = actor.slice(**self._hosts.coordinates(self._place, rank))
+        return self._ones[key]
+
     async def _ask(self, actor: Any, endpoint: str, rank: int, args: Sequence[Any]) -> Any:
         """Return the rank's answer, or its failure."""
-        at = self._hosts.coordinates(self._place, rank)
         try:
-            answer = await getattr(actor.slice(**at), endpoint).call_one(*args)
+            answer = await getattr(self._one(actor, rank), endpoint).call_one(*args)
         except ActorError as error:
             cause = error.exception
             what = str(cause) if isinstance(cause, RunError) else said_by(cause)

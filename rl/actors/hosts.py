@@ -13,7 +13,7 @@ from monarch.config import configure
 from rl.actors.nodes import Node, Nodes
 from rl.actors.processes import ensure_runtime
 from rl.compat.monarch_internals import BootstrapCommand
-from rl.platform import device_type
+from rl.platform import device_type, thread_variables
 from rl.program import COLLECT_AT
 from rl.types import Place
 
@@ -75,11 +75,10 @@ class Hosts:
             "MASTER_ADDR": self._nodes[place.first_host].name if self._nodes else "127.0.0.1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONUNBUFFERED": "1",
+            **thread_variables(1),
             **env,
         }
-        if device_type() == "cpu":
-            common["OMP_NUM_THREADS"] = "1"
-        else:
+        if device_type() != "cpu":
             devices = range(place.first_device, place.first_device + place.per_host)
             common["TILLER_DEVICES"] = ",".join(map(str, devices))
         if not self._nodes:

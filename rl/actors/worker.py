@@ -27,7 +27,7 @@ from rl.model.activations import Activations, Recorder, joined
 from rl.model.digest import ShardDigests, digests, merge_digests
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shards
-from rl.platform import peak_memory
+from rl.platform import peak_memory, thread_variables
 from rl.training.config import TrainerConfig
 from rl.training.micro_batches import balanced
 from rl.types import Batch, Head
@@ -123,7 +123,7 @@ class ModelWorker(Actor):
         log_memory(
             f"rank {dist.get_rank()} of {dist.get_world_size()}, "
             f"{short_layout(self.config.parallelism)}; {whole:,} "
-            f"parameters, of which {here:,} are here"
+            f"parameters, of which {here:,} are here; CPU threads: {torch.get_num_threads()}"
         )
 
     def _forward(self, batch: Batch | None, temperature: float) -> Outputs | None:
@@ -236,6 +236,9 @@ class WorkerGroup(Mesh):
         timeout = max(comm.init_timeout_seconds, math.ceil(self.collective_timeout_s))
         config = replace(self.config, comm=replace(comm, init_timeout_seconds=timeout))
         return config, self.model, self.head, self.seed, self.steps, str(self.folder)
+
+    def _environment(self) -> dict[str, str]:
+        return thread_variables(self.config.threads)
 
     async def start(self) -> None:
         """Spawn the ranks and build their engines; can be called again after ``stop``."""

@@ -1,6 +1,7 @@
 """Local parts of DTensors, persistent buffers, and operations without a public name."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
 import torch.nn as nn
@@ -45,9 +46,11 @@ def wait_for_local(tensor: DTensor) -> None:
 
 def local_part(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return shape and offset of this rank's shard in the whole tensor."""
-    return compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    return _local_part(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+# layouts do not change, and each step asks for those of all parameters
+_local_part = cache(compute_local_shape_and_global_offset)
 
 
 def part_at(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rl.model.shape import ModelShape
+from rl.platform import thread_variables
 from rl.rules import MAX_NODES, NUMERICS, PERFORMANCE, above, at_least
 
 
@@ -45,6 +46,9 @@ class GeneratorConfig:
 
     kv_cache_gib: Annotated[float, above(0, 1e6), PERFORMANCE] = 1.0
     """Size of the KV cache of each rank in GiB, on CPU."""
+
+    threads: Annotated[int, at_least(1, 1024), NUMERICS] = 1
+    """Number of CPU threads that compute for a rank, as ``trainer.threads``."""
 
     gpu_memory_utilization: Annotated[float, above(0, 1), PERFORMANCE] = 0.5
     """Share of a GPU's memory for this generator including its KV cache, on CUDA."""
@@ -115,7 +119,7 @@ def environment(config: GeneratorConfig) -> dict[str, str]:
     """
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the rank's own process
-        "OMP_NUM_THREADS": "1",  # otherwise tensor-parallel ranks on one host starve each other
+        **thread_variables(config.threads),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

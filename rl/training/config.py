@@ -133,6 +133,11 @@ class TrainerConfig:
     """Maximum size of the float32 logits that exist at once on a rank, in MiB. Larger logits are
     computed in chunks, and again in the backward pass."""
 
+    threads: Annotated[int, at_least(1, 1024), NUMERICS] = 1
+    """Number of CPU threads that compute for a rank. Use more on a CPU if the model is large and no
+    other rank computes meanwhile, as in lockstep. The default gives the same results on hosts with
+    any number of cores."""
+
     max_skipped_steps: Annotated[int, at_least(0), COSMETIC] = 3
     """Maximum number of consecutive optimizer steps that may be skipped because of a non-finite
     gradient; one more ends the run."""

@@ -10,6 +10,7 @@ GRADIENT = "training/test_gradient.py::"
 WATCHDOG = "trainers/test_watchdog.py::"
 SIZES = "model/test_sizes.py::test_every_size_changes_the_parameters"
 SLOWER = "plan/test_plan.py::test_a_slower_device_takes_longer"
+THREADS = "session/test_blocking.py::test_ranks_compute_with_the_threads_of_their_config"
 FITS = (
     "plan/test_refusals.py::"
     "test_a_run_that_does_not_fit_is_refused_and_its_advice_leads_to_one_that_fits"
@@ -62,6 +63,7 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         f"{GRADIENT}test_gradient_does_not_depend_on_compute_options": "logits_mib",
         "training/test_optim_step.py::"
         "test_more_skipped_steps_in_a_row_than_allowed_end_the_run": "max_skipped_steps",
+        THREADS: "threads",
     },
     "ParallelismConfig": {
         "training/test_layouts.py::"
@@ -349,6 +351,7 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
             "kv_cache_gib block_size"
         ),
         FITS: "gpu_memory_utilization",
+        THREADS: "threads",
         "generation/test_config.py::test_a_compiled_generator_may_compile": "enforce_eager",
         "plan/test_plan.py::test_a_generator_without_a_prefix_cache_takes_longer": "prefix_caching",
         "generation/test_swap.py::"

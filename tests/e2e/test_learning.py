@@ -107,7 +107,9 @@ def test_the_log_of_a_rank_names_its_layout_its_parameters_and_its_loads(replica
     assert "weights of the start of the run, policy version 0" in trainer
     assert "saved checkpoint 80 in " in trainer
     generator = (replicas.folder / "logs" / "generator-0-0.log").read_text()
-    assert "rank 0 of 1; 107,968 parameters of float32; memory at most " in generator
+    assert (
+        "rank 0 of 1; 107,968 parameters of float32; CPU threads: 1; memory at most " in generator
+    )
     assert "reads weights over shared_memory as generator 0" in generator
 
 

@@ -54,14 +54,24 @@ def assert_nothing_left(session, started: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def notebook():
-    """A session with a trainer, a generator and a reward worker."""
-    session = rl.Session(config(), task=TASK.config).blocking().open()
+    """A session with a trainer and a generator, of two CPU threads each, and a reward worker."""
+    engines = {
+        "trainer": rl.TrainerConfig(threads=2),
+        "generator": rl.GeneratorConfig(kv_cache_gib=0.05, threads=2),
+    }
+    session = rl.Session(config(**engines), task=TASK.config).blocking().open()
     started = pids(session._session)
     assert len(started) == 3
     yield session
     session.close()
     session.close()
     assert_nothing_left(session, started)
+
+
+def test_ranks_compute_with_the_threads_of_their_config(notebook):
+    for log in ("trainer-0.log", "generator-0-0.log"):
+        text = (notebook._session.folder / "logs" / log).read_text()
+        assert "CPU threads: 2" in text, log
 
 
 def step(session) -> int:

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rl.sampling_mask import SamplingMask
 from rl.types import Completion, Sequence
 
 
 @dataclass(eq=False)
 class Strand:
-    """A sequence that later answers may continue: four lists of equal length, as in
+    """A sequence that later answers may continue: lists of equal length, as in
     :class:`rl.types.Sequence`. Tokens are only appended.
     """
 
@@ -18,6 +19,8 @@ class Strand:
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    masks: list[tuple[int, SamplingMask]] = field(default_factory=list)
+    """Sampling masks of the answers that have one, and the place at which each answer begins."""
 
     def feed(self, tokens: Items[int]) -> None:
         """Append tokens that the policy did not sample."""
@@ -28,6 +31,8 @@ class Strand:
 
     def answer(self, completion: Completion) -> None:
         """Append an answer of the policy."""
+        if completion.sampling_mask is not None:
+            self.masks.append((len(self.tokens), completion.sampling_mask))
         self.tokens += completion.tokens
         self.sampled += [True] * len(completion.tokens)
         self.logprobs += completion.logprobs
@@ -40,7 +45,15 @@ class Strand:
             sampled=np.array(self.sampled, dtype=np.bool_),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32),
+            sampling_mask=self._mask(),
         )
+
+    def _mask(self) -> SamplingMask | None:
+        if not self.masks:
+            return None
+        places = [np.arange(begin, begin + len(mask)) for begin, mask in self.masks]
+        joined = SamplingMask.joined([mask for _, mask in self.masks])
+        return joined.placed(np.concatenate(places), len(self.tokens))
 
 
 class SequenceLog:

@@ -1,11 +1,13 @@
 """Data types that processes exchange."""
 
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+
+from rl.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
     from rl.metrics import Entry
@@ -71,14 +73,23 @@ class Prompt:
 class Sampling:
     """Parameters of sampling.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 mean no cut.
+    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 mean no cut.
     """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary. Completions then have sampling
+        masks.
+        """
+        cuts = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return cuts and self.temperature > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +106,16 @@ class GenerationRequest:
 class Completion:
     """Tokens sampled for one request: three lists of one length, one entry per token.
 
-    ``logprobs`` are log-probs under the distribution that was sampled, temperature included.
-    ``versions`` are the policy versions that sampled each token.
+    ``logprobs`` are log-probs under the distribution that was sampled: after the temperature and
+    over what top-k, top-p and min-p kept. ``versions`` are the policy versions that sampled each
+    token. ``sampling_mask`` has the kept ids of each token; None if nothing was cut.
     """
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason
+    sampling_mask: SamplingMask | None = None
 
     @classmethod
     def written(cls, tokens: list[int]) -> "Completion":
@@ -110,6 +123,10 @@ class Completion:
         logprobs = [0.0] * len(tokens)
         versions = [-1] * len(tokens)
         return cls(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason="stop")
+
+    def without_mask(self) -> "Completion":
+        """Return the completion without its sampling mask, for a process that does not train."""
+        return self if self.sampling_mask is None else replace(self, sampling_mask=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +140,8 @@ class GivenSequence:
     """Positions to keep; the last token of the sequence has none."""
     temperature: float = 1.0
     """Temperature of the log-probs."""
+    sampling_mask: SamplingMask | None = None
+    """Ids over which the log-prob of each token is normalized; None for the whole vocabulary."""
     within: str = ""
     """Beginning of the names of the modules to keep."""
     fresh: bool = True
@@ -172,7 +191,7 @@ class EpisodeTurn:
 class Sequence:
     """Tokens as an engine saw them: given tokens, and sampled tokens after them.
 
-    Four arrays of one length T. ``sampled`` marks the sampled tokens. For the others, ``logprobs``
+    Arrays of one length T. ``sampled`` marks the sampled tokens. For the others, ``logprobs``
     is 0 and ``versions`` is -1.
     """
 
@@ -184,6 +203,8 @@ class Sequence:
     """float32 [T], log-prob under the distribution that was sampled, temperature included."""
     versions: np.ndarray
     """int32 [T], the policy version that sampled the token."""
+    sampling_mask: SamplingMask | None = None
+    """Ids that each token was sampled from; None if all were sampled from the whole vocabulary."""
 
     @classmethod
     def of(cls, given: abc.Sequence[int], completion: Completion) -> "Sequence":
@@ -196,14 +217,28 @@ class Sequence:
         logprobs[before:] = completion.logprobs
         versions[before:] = completion.versions
         tokens = np.array([*given, *completion.tokens], dtype=np.int32)
-        return cls(tokens=tokens, sampled=sampled, logprobs=logprobs, versions=versions)
+        mask = completion.sampling_mask
+        if mask is not None:
+            mask = mask.placed(np.arange(before, len(sampled)), len(sampled))
+        return cls(
+            tokens=tokens,
+            sampled=sampled,
+            logprobs=logprobs,
+            versions=versions,
+            sampling_mask=mask,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and all(
-            np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__
+        return (
+            isinstance(other, Sequence)
+            and self.sampling_mask == other.sampling_mask
+            and all(
+                np.array_equal(getattr(self, name), getattr(other, name))
+                for name in ("tokens", "sampled", "logprobs", "versions")
+            )
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -270,6 +305,9 @@ class Batch:
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     rollouts: torch.Tensor | None = None
     """Index of the rollout of each sequence, int64 [N]; None if each sequence is a rollout."""
+    sampling_mask: SamplingMask | None = None
+    """Ids that each token was sampled from, to which the log-probs of every policy are
+    renormalized; None if all tokens were sampled from the whole vocabulary."""
     rows: abc.Sequence[int] | None = None
     """Indices of the sequences in the batch that they were selected from; None for a whole
     batch."""
@@ -310,12 +348,14 @@ class Batch:
         """Return the given sequences, in the given order."""
         index = self.token_index(rows)
         chosen = torch.tensor(rows, dtype=torch.int64)
+        mask = self.sampling_mask
         return Batch(
             tokens=self.tokens[index],
             lengths=self.lengths[chosen],
             loss_weights=self.loss_weights[index],
             columns={name: values[index] for name, values in self.columns.items()},
             rollouts=None if self.rollouts is None else self.rollouts[chosen],
+            sampling_mask=None if mask is None else mask.select(index.numpy()),
             rows=rows,
         )
 

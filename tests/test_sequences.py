@@ -1,7 +1,11 @@
 """Sequences of an episode whose history may be rewritten."""
 
+import dataclasses
 import random
 
+import numpy as np
+
+from rl.sampling_mask import SamplingMask
 from rl.sequences import SequenceLog
 from rl.types import Completion
 
@@ -24,6 +28,18 @@ def test_a_prompt_continues_the_longest_sequence_that_it_begins_with():
     sequence = log.strands[0].sequence()
     assert sequence.versions.tolist() == [-1, -1, 0, 0, -1, 2]
     assert sequence.logprobs.tolist() == [0, 0, -1.5, -2, 0, -3]
+
+
+def test_answers_keep_their_sampling_masks():
+    mask = SamplingMask.of_rows([np.array([2, 5, 6], dtype=np.int32)])
+    log = SequenceLog()
+    log.add([1, 2], completion(3, 4))
+    log.add([1, 2, 3, 4, 5], dataclasses.replace(completion(6), sampling_mask=mask))
+    log.add([9], completion(8))
+    masked, free = (strand.sequence().sampling_mask for strand in log.strands)
+    assert masked.sizes.tolist() == [0, 0, 0, 0, 0, 2]
+    assert masked.ids(5).tolist() == [5, 6]
+    assert free is None
 
 
 def test_the_longest_of_two_sequences_is_continued():

@@ -111,7 +111,7 @@ class EnvironmentWorkers(TaskWorkers):
         """
         if self.count == 0:
             return await self._here.step(key, answer)
-        return await self._ask(key, "step", key, answer)
+        return await self._ask(key, "step", key, answer.without_mask())
 
     async def close(self, keys: Iterable[int]) -> None:
         """Close the open episodes among ``keys``, without waiting for their workers. Raises

@@ -109,7 +109,8 @@ class RewardWorkers(TaskWorkers):
         elif self._broken is not None:
             raise self._broken.with_traceback(None)
         else:
-            job = _Job(prompt, completions, loop.create_future())
+            sent = [completion.without_mask() for completion in completions]
+            job = _Job(prompt, sent, loop.create_future())
             self._waiting.append(job)
             self._dispatch()
             scored = await job.scored

@@ -7,7 +7,9 @@ import torch
 
 from rl.algorithms.losses import Reduction, token_weights
 from rl.errors import RunError
+from rl.sampling_mask import SamplingMask
 from rl.types import Batch, Rollout
+from rl.types import Sequence as Tokens
 
 
 def make_batch(
@@ -22,7 +24,7 @@ def make_batch(
     Columns: ``behaviour_logprobs``, ``versions`` (policy version of each sampled token, else -1)
     and, if given, ``advantages``, float32 [N] for N rollouts or [C] for their C sampled tokens.
     The loss weights are those of :func:`rl.algorithms.losses.token_weights`; a rollout of several
-    sequences is weighted as one completion.
+    sequences is weighted as one completion. The batch has a sampling mask if a sequence has one.
     """
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
     sizes = torch.tensor([len(rollout.sequences) for rollout in rollouts])
@@ -40,6 +42,7 @@ def make_batch(
             "versions": _joined([sequence.versions for sequence in sequences]).float(),
         },
         rollouts=torch.arange(len(rollouts)).repeat_interleave(sizes) if is_forked else None,
+        sampling_mask=_joined_masks(sequences),
     )
     if advantages is not None:
         each = len(advantages) == len(rollouts)
@@ -95,6 +98,16 @@ def whole_texts(rollouts: Sequence[Rollout]) -> tuple[Batch, torch.Tensor]:
     tokens = _joined(rows).long()
     batch = Batch(tokens=tokens, lengths=lengths, loss_weights=torch.zeros(len(tokens)))
     return batch, lengths.cumsum(0) - 1
+
+
+def _joined_masks(sequences: Sequence[Tokens]) -> SamplingMask | None:
+    masks = [each.sampling_mask for each in sequences]
+    if all(mask is None for mask in masks):
+        return None
+    lengths = map(len, sequences)
+    return SamplingMask.joined(
+        [mask or SamplingMask.whole(length) for mask, length in zip(masks, lengths, strict=True)]
+    )
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> torch.Tensor:

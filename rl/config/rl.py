@@ -50,13 +50,19 @@ class RolloutConfig:
     """Sampling temperature. The log-probs of generator and trainer are both those of the
     distribution at this temperature."""
 
-    top_p: Annotated[float, SHARE] = 1.0
-    """Threshold of nucleus sampling. Only 1 is accepted: the trainer cannot compute the log-probs
-    of a truncated distribution."""
+    top_p: Annotated[float, above(0, 1)] = 1.0
+    """Threshold of nucleus sampling: the smallest set of the most likely tokens whose probabilities
+    add up to this value is sampled from; 1 for all. If this, ``top_k`` or ``min_p`` cuts the
+    vocabulary, each token is recorded with the set that it was sampled from, its sampling mask.
+    Log-probs and entropies of every policy are then over this set. A mask takes 4 bytes for each
+    token of the set, and at most an eighth of a byte for each token of the vocabulary."""
 
     top_k: Annotated[int, at_least(0)] = 0
-    """Number of most likely tokens to sample from; 0 for all. Only 0 is accepted, for the same
-    reason as with ``top_p``."""
+    """Number of most likely tokens to sample from; 0 for all."""
+
+    min_p: Annotated[float, SHARE] = 0.0
+    """Probability, as a share of that of the most likely token, that a token must have to be
+    sampled; 0 for all tokens."""
 
     max_staleness: Annotated[int, at_least(0, 10**4)] = 0
     """Maximum number of steps by which the weights that drew a token may be older than the weights

@@ -287,6 +287,7 @@ class Gateway:
             temperature=default.temperature if request.temperature is None else request.temperature,
             top_p=default.top_p if request.top_p is None else request.top_p,
             top_k=top_k,
+            min_p=default.min_p if request.min_p is None else request.min_p,
             stop_token_ids=tuple(request.stop_token_ids or default.stop_token_ids),
         )
         seed = secrets.randbits(62) if request.seed is None else request.seed

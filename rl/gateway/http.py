@@ -19,6 +19,7 @@ from rl.gateway.answers import DONE, Choice, event
 from rl.gateway.gateway import Gateway, Reply
 from rl.gateway.protocol import ApiError
 from rl.listening import is_loopback, listen, require_key, url_of
+from rl.sequences import Strand
 
 BODY_S = 60.0
 """Time for the body of a request to arrive."""
@@ -137,6 +138,7 @@ class _Routes:
                 "sampled": strand.sampled,
                 "logprobs": strand.logprobs,
                 "versions": strand.versions,
+                **_mask_of(strand),
             }
             for strand in capture.log.strands
         ]
@@ -228,6 +230,17 @@ async def _events(reply: Reply) -> AsyncIterator[str]:
         yield DONE
     except ApiError as error:
         yield event(error.body)
+
+
+def _mask_of(strand: Strand) -> dict[str, Any]:
+    """Return the ids that each token was sampled from, null for all, if top-k, top-p or min-p cut
+    an answer of the sequence.
+    """
+    mask = strand.sequence().sampling_mask
+    if mask is None:
+        return {}
+    sets = [mask.ids(token) for token in range(len(mask))]
+    return {"sampling_mask": [None if ids is None else ids.tolist() for ids in sets]}
 
 
 async def _unknown_route(request: Request, error: Exception) -> Response:

@@ -17,7 +17,6 @@ NEUTRAL = {
     "frequency_penalty": (0, 0.0),
     "presence_penalty": (0, 0.0),
     "repetition_penalty": (1, 1.0),
-    "min_p": (0, 0.0),
     "logit_bias": ({},),
     "stop": ([], ""),
     "top_logprobs": (0,),
@@ -74,6 +73,7 @@ class Sampled(Strict):
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop_token_ids: list[int] | None = None
     """Tokens that end a completion; None and an empty list mean those of the dialect."""

@@ -26,6 +26,11 @@ def forced(model, sequence: GivenSequence) -> Iterator[Recorder]:
         assert kept.logprobs is not None
         following = int(tokens[position + 1])
         row = logits[0].float().cpu()
+        ids = None if sequence.sampling_mask is None else sequence.sampling_mask.ids(position + 1)
+        if ids is not None:
+            outside = torch.ones_like(row, dtype=torch.bool)
+            outside[torch.from_numpy(ids)] = False
+            row = row.masked_fill(outside, -torch.inf)
         kept.logprobs[position + 1] = (row / sequence.temperature).log_softmax(0)[following]
         if position in kept.positions:
             if kept.logits is None:

@@ -5,8 +5,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.compat import vllm_internals
+import numpy as np
+
+from rl.compat import vllm_internals, vllm_masks
 from rl.errors import RunError
+from rl.sampling_mask import SamplingMask, encode
 from rl.types import Completion, GenerationRequest, Sampling
 
 
@@ -18,6 +21,8 @@ class _InFlight:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    masks: list[np.ndarray] | None = None
+    """Rows of the sampling mask; None if the whole vocabulary is sampled from."""
 
 
 class Requests:
@@ -31,6 +36,8 @@ class Requests:
         self._engine = engine
         self._numbers = itertools.count()
         self._in_flight = dict[str, _InFlight]()
+        self._cut = set[str]()  # those of the requests that need masks
+        vllm_masks.record_masks(engine, encode, lambda: bool(self._cut))
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -41,6 +48,9 @@ class Requests:
         params = _sampling_params(request.sampling, request.seed)
         vllm_internals.submit(self._engine, name, request.prompt_tokens, params)
         self._in_flight[name] = _InFlight(request.request_id)
+        if request.sampling.is_cut:
+            self._in_flight[name].masks = []
+            self._cut.add(name)
 
     def step(self) -> list[tuple[str, Completion]]:
         """Run one forward pass; return ids and completions of the requests that it finished.
@@ -55,8 +65,11 @@ class Requests:
                 each.tokens += new
                 each.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
                 each.versions += [int(outputs.weight_version)] * len(new)
+                if each.masks is not None:
+                    each.masks += vllm_masks.rows_of(output)
             if output.finish_reason is not None:
                 del self._in_flight[output.request_id]
+                self._cut.discard(output.request_id)
                 finished.append((each.request_id, _completion(each, output.finish_reason)))
         return finished
 
@@ -66,6 +79,7 @@ class Requests:
         names = [name for name, each in self._in_flight.items() if each.request_id in dropped]
         for name in names:
             del self._in_flight[name]
+            self._cut.discard(name)
         vllm_internals.abort(self._engine, names)
 
 
@@ -77,6 +91,7 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         stop_token_ids=list(sampling.stop_token_ids),
         seed=seed % 2**63,  # vLLM takes -1 for "no seed"
         logprobs=0,  # only those of the chosen token
@@ -89,9 +104,14 @@ def _completion(sampled: _InFlight, reason: Any) -> Completion:
     if not all(map(math.isfinite, sampled.logprobs)):
         wrong = f"log-probs of policy version {sampled.versions[-1]} are not finite"
         raise RunError(f"request {sampled.request_id!r}: {wrong}")
+    masks = sampled.masks
+    if masks is not None and len(masks) != len(sampled.tokens):
+        wrong = f"vLLM returned {len(masks)} sampling masks for {len(sampled.tokens)} tokens"
+        raise RunError(f"request {sampled.request_id!r}: {wrong}")
     return Completion(
         tokens=sampled.tokens,
         logprobs=sampled.logprobs,
         versions=sampled.versions,
         finish_reason=str(reason),  # type: ignore[arg-type]
+        sampling_mask=None if masks is None else SamplingMask.of_rows(masks),
     )

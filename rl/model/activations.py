@@ -49,7 +49,8 @@ class Activations:
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """Types that the outputs had in the model."""
     logits: torch.Tensor | None = None
-    """Logits for the next token, float32 [len(positions), vocab_size], if they were kept."""
+    """Logits for the next token, float32 [len(positions), vocab_size], if they were kept; minus
+    infinity outside a sampling mask."""
     logprobs: torch.Tensor | None = None
     """Log-prob of each token of the sequence, float32 [L]; NaN if it was not computed."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from rl.disk import write_whole
 from rl.errors import RunError, said_by
 from rl.metrics import Entry, Value
+from rl.sampling_mask import SamplingMask
 from rl.types import Prompt, Rollout
 from rl.types import Sequence as Tokens
 
@@ -25,6 +26,9 @@ OF_SEQUENCE = {
     "versions": np.int32,
 }
 """Columns of a sequence that the engine saw, and their types."""
+
+OF_MASK = {"mask_sizes": "sizes", "mask_words": "words"}
+"""Columns of a sampling mask, and their names in it; files without masks lack them."""
 
 Columns = Mapping[str, np.ndarray]
 """Further values by name, float32 [T], one for each token of all sequences, in order."""
@@ -134,9 +138,24 @@ def _sequence_lists(chunks: Sequence[Chunk], rollouts: Sequence[Rollout]) -> "pa
     }
     for name in chunks[0].columns if chunks else ():
         columns[name] = np.concatenate([chunk.columns[name] for chunk in chunks])
-    lists = [pa.ListArray.from_arrays(ends, pa.array(values)) for values in columns.values()]
-    structs = pa.StructArray.from_arrays(lists, names=[*columns])
+    lists = {
+        name: pa.ListArray.from_arrays(ends, pa.array(values)) for name, values in columns.items()
+    }
+    masks = [each.sampling_mask for each in sequences]
+    if any(mask is not None for mask in masks):
+        lists |= {name: _mask_lists(masks, part) for name, part in OF_MASK.items()}
+    structs = pa.StructArray.from_arrays([*lists.values()], names=[*lists])
     return pa.ListArray.from_arrays(_ends([len(each.sequences) for each in rollouts]), structs)
+
+
+def _mask_lists(masks: Sequence[SamplingMask | None], part: str) -> "pa.Array":
+    """Return a list for each of ``masks``, empty for None. All lists together may be long."""
+    import pyarrow as pa
+
+    none = np.empty(0, np.int32)
+    arrays = [none if mask is None else getattr(mask, part) for mask in masks]
+    ends = pa.array(np.cumsum([0, *map(len, arrays)]), pa.int64())
+    return pa.LargeListArray.from_arrays(ends, pa.array(np.concatenate([none, *arrays])))
 
 
 def _ends(lengths: Sequence[int]) -> "pa.Array":
@@ -160,14 +179,24 @@ def _sequences(lists: "pa.ListArray") -> list[tuple[tuple[Tokens, ...], dict[str
     for count in lists.value_lengths().to_pylist():
         rows = range(start, start + count)
         start += count
-        own = tuple(Tokens(**{name: columns[name][row] for name in OF_SEQUENCE}) for row in rows)
+        own = tuple(_tokens(columns, row) for row in rows)
         others = {
             name: np.concatenate([columns[name][row] for row in rows])
             for name in names
-            if name not in OF_SEQUENCE
+            if name not in OF_SEQUENCE and name not in OF_MASK
         }
         found.append((own, others))
     return found
+
+
+def _tokens(columns: Mapping[str, Sequence[np.ndarray]], row: int) -> Tokens:
+    mask = None
+    if all(name in columns for name in OF_MASK) and len(columns["mask_sizes"][row]):
+        mask = SamplingMask(**{part: columns[name][row] for name, part in OF_MASK.items()})
+    return Tokens(
+        **{name: columns[name][row] for name in OF_SEQUENCE},
+        sampling_mask=mask,
+    )
 
 
 def _rollout(row: dict[str, Any], sequences: tuple[Tokens, ...]) -> Rollout:

@@ -106,6 +106,7 @@ class Example:
             tokens=tokens,
             lengths=torch.tensor([len(tokens)]),
             loss_weights=torch.tensor(self.sequence.sampled).float(),
+            sampling_mask=self.sequence.sampling_mask,
         )
 
 
@@ -270,6 +271,7 @@ class Comparison:
                 tokens=sequence.tokens.tolist(),
                 positions=positions,
                 temperature=self._temperature,
+                sampling_mask=sequence.sampling_mask,
                 within=within,
                 **given,  # type: ignore[arg-type]
             )

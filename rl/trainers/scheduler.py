@@ -248,5 +248,6 @@ def sampling_of(rollout: RolloutConfig, task: Task) -> Sampling:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        min_p=rollout.min_p,
         stop_token_ids=task.stop_token_ids,
     )

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed.context_parallel.api import cp_shard
 
+from rl.sampling_mask import SamplingMask
+
 
 class SequenceShard:
     """Split of rows [B, L] over a context-parallel mesh; ``balancer`` names the assignment of cells
@@ -38,6 +40,12 @@ class SequenceShard:
             return mine, block_masks
         queries = masks.squeeze(1).take_along_dim(own.unsqueeze(2), dim=1)
         return mine, queries.take_along_dim(self._all.unsqueeze(1), dim=2).unsqueeze(1)
+
+    def select(self, mask: SamplingMask) -> SamplingMask:
+        """Return the part of ``mask``, which has B * L cells, for this rank's cells."""
+        own = self._own.cpu()
+        width = own.shape[1] * dist.get_world_size(self._group)
+        return mask.select((own + torch.arange(len(own)).unsqueeze(1) * width).flatten().numpy())
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of all cells [B, L] from the ranks' parts [B, L / ranks]."""

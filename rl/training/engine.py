@@ -32,6 +32,7 @@ from rl.training.model import (
     reshard,
     trained_shards,
 )
+from rl.training.sampling_mask import kept_logits
 from rl.types import Batch, Head
 
 Loss = Callable[[Tokens], PerToken]
@@ -367,9 +368,9 @@ class TrainingEngine:
         if self._sequence is not None:
             cells, masks = self._sequence.shard(*cells, masks=masks)
         tokens, targets, positions = cells
-        outputs = self.model(
-            tokens, targets, positions=positions, attention_masks=masks, temperature=temperature
-        )
+        kept = kept_logits(micro.sampling_mask, self._sequence, self.device)
+        given = {"positions": positions, "attention_masks": masks, "temperature": temperature}
+        outputs = self.model(tokens, targets, kept=kept, **given)
         if self._sequence is not None:
             outputs = {name: self._sequence.gather(values) for name, values in outputs.items()}
         return {name: micro.per_token(values) for name, values in outputs.items()}

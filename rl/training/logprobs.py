@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common import Linear
 
+from rl.training.sampling_mask import KeptLogits
+
 
 class LogProbHead(Linear):
     """The output projection and the softmax over it, as one module.
@@ -28,13 +30,17 @@ class LogProbHead(Linear):
         self.logits_mib = config.logits_mib
 
     def forward(  # type: ignore[override]
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        kept: KeptLogits | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-prob of each target, and the entropy in nats, under softmax(logits /
-        temperature).
+        temperature) over the ``kept`` logits.
 
         ``hidden`` [B, L, D], ``targets`` int64 [B, L]; both results are float32 [B, L] and
-        differentiable.
+        differentiable. ``kept`` has B * L cells; None keeps all logits.
         """
         weight = self.weight
         group = None
@@ -53,6 +59,7 @@ class LogProbHead(Linear):
             chunk_tokens=max(1, (self.logits_mib << 20) // (4 * len(weight))),
             vocab_size=vocab_size,
             group=group,
+            kept=kept,
         )
 
 
@@ -65,9 +72,10 @@ def linear_logprobs(
     chunk_tokens: int,
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
+    kept: KeptLogits | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-prob of each target, and the entropy in nats, under softmax(hidden @ weight.T
-    / temperature).
+    / temperature) over the ``kept`` logits of the flattened targets.
 
     ``hidden`` [..., D], ``targets`` int64 [...]; ``weight`` [V, D], or with a ``group`` this rank's
     rows of it, cut as torch.chunk cuts ``vocab_size`` rows. Results are float32, shaped like
@@ -76,8 +84,10 @@ def linear_logprobs(
     first = 0
     if group is not None:
         first = dist.get_rank(group) * -(-(vocab_size or 0) // dist.get_world_size(group))
+    if kept is not None:
+        kept = kept.from_row(first)
     return _LinearLogProbs.apply(  # type: ignore[no-any-return]
-        hidden.flatten(0, -2), weight, targets - first, temperature, chunk_tokens, group
+        hidden.flatten(0, -2), weight, targets - first, temperature, chunk_tokens, group, kept
     )
 
 
@@ -95,6 +105,7 @@ class _LinearLogProbs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         group: Any,
+        mask: KeptLogits | None,
     ) -> Any:
         logprobs, entropy = (torch.empty_like(targets, dtype=torch.float32) for _ in range(2))
         targets = targets.flatten()
@@ -102,6 +113,8 @@ class _LinearLogProbs(torch.autograd.Function):
         kept = None
         for chunk in _chunks(len(hidden), chunk_tokens):
             z = _scaled_logits(hidden[chunk], weight, temperature)
+            if mask is not None:
+                mask.apply_(z, chunk)
             peak = z.amax(-1)
             if group is not None:
                 dist.all_reduce(peak, dist.ReduceOp.MAX, group)
@@ -124,6 +137,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
         ctx.kept = kept
+        ctx.mask = mask
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -138,9 +152,10 @@ class _LinearLogProbs(torch.autograd.Function):
             logp = ctx.kept
             ctx.kept = None
             if logp is None:
-                logp = _scaled_logits(hidden[chunk], weight, ctx.temperature).sub_(
-                    log_total[chunk].unsqueeze(-1)
-                )
+                logp = _scaled_logits(hidden[chunk], weight, ctx.temperature)
+                if ctx.mask is not None:
+                    ctx.mask.apply_(logp, chunk)
+                logp -= log_total[chunk].unsqueeze(-1)
             grad_logprobs, grad_entropy = (
                 g if g is None else g.flatten()[chunk].unsqueeze(-1) for g in grads
             )
@@ -163,7 +178,7 @@ class _LinearLogProbs(torch.autograd.Function):
             del logp, grad
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _chunks(tokens: int, size: int) -> Iterator[slice]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from rl.sampling_mask import SamplingMask
 from rl.types import Batch
 
 
@@ -41,6 +42,8 @@ class MicroBatch:
     - ``first``: bool [T], whether a token starts its sequence, so that no cell predicts it.
     - ``loss_index``: int64 [C], the tokens of weight above 0, as indices in [0, T).
     - ``sequence``: int64 [C], sequence of the micro-batch of each of these tokens.
+    - ``sampling_mask``: Ids that the target of each of the B * L cells was sampled from; None for
+      all ids.
     - ``loss_weights`` and each of ``columns``: [C], values of these tokens.
     """
 
@@ -54,10 +57,13 @@ class MicroBatch:
     sequence: torch.Tensor
     loss_weights: torch.Tensor
     columns: dict[str, torch.Tensor]
+    sampling_mask: SamplingMask | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Return a copy on ``device``, except for ``index``: outputs are collected on the host."""
-        names = [each.name for each in fields(self) if each.name not in ("index", "columns")]
+        """Return a copy on ``device``, except for ``index``, since outputs are collected on the
+        host, and ``sampling_mask``, of which a rank needs its own cells alone.
+        """
+        names = {each.name for each in fields(self)} - {"index", "columns", "sampling_mask"}
         moved = {name: getattr(self, name).to(device) for name in names}
         columns = {name: values.to(device) for name, values in self.columns.items()}
         return replace(self, columns=columns, **moved)
@@ -123,6 +129,10 @@ def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
     # Positions of padding may exceed the model's maximum length.
     padding = (~filled).cumsum(1).sub(1).clamp(max=longest - 1)
     loss_index = (part.loss_weights > 0).nonzero().squeeze(1)
+    mask = part.sampling_mask
+    if mask is not None:
+        mask = mask.select((~first).nonzero().squeeze(1).numpy())
+        mask = mask.placed(predicted.numpy(), shape[0] * width)
     return MicroBatch(
         index=batch.token_index(sequences),
         tokens=rectangle(part.tokens[inputs]),
@@ -134,6 +144,7 @@ def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
         sequence=owner[loss_index],
         loss_weights=part.loss_weights[loss_index],
         columns={name: values[loss_index] for name, values in part.columns.items()},
+        sampling_mask=mask,
     )
 
 

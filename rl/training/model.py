@@ -31,6 +31,7 @@ from rl.training.attention import attention_config
 from rl.training.config import TrainerConfig, adaptable_layers
 from rl.training.logprobs import LogProbHead
 from rl.training.onednn import use_onednn
+from rl.training.sampling_mask import KeptLogits
 from rl.training.values import ValueHead
 from rl.types import Head
 
@@ -47,14 +48,16 @@ class HeadedModel(Qwen3Model):
         positions: torch.Tensor,
         attention_masks: Any,
         temperature: float,
+        kept: KeptLogits | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return ``logprobs`` and ``entropy`` of ``targets``, or ``values`` before them, float32
-        [B, L]. ``tokens``, ``targets`` and ``positions`` are int64 [B, L].
+        [B, L]. ``tokens``, ``targets`` and ``positions`` are int64 [B, L]. ``kept`` are the logits
+        that the sampling masks of the cells keep; None for all.
         """
         hidden = super().forward(tokens, positions=positions, attention_masks=attention_masks)
         if isinstance(self.lm_head, ValueHead):
             return {"values": self.lm_head(hidden)}
-        logprobs, entropy = self.lm_head(hidden, targets, temperature)
+        logprobs, entropy = self.lm_head(hidden, targets, temperature, kept)
         return {"logprobs": logprobs, "entropy": entropy}
 
 

@@ -84,10 +84,6 @@ def _validate_sampled_evaluation(config: SFTConfig | PreferenceConfig) -> None:
 
 
 def _validate_sampling(config: RLConfig) -> None:
-    for name, allowed in (("top_p", 1.0), ("top_k", 0)):
-        value = getattr(config.rollout, name)
-        reason = f"{allowed}: the trainer computes no log-probs of a cut distribution"
-        require_value(value == allowed, f"rollout.{name}", value, reason)
     resampled = config.rollout.max_resampled_groups
     samples = config.rollout.samples_per_prompt
     rule = "0 with rollout.samples_per_prompt=1: the rewards of every group are equal"

@@ -20,6 +20,8 @@ CHARS = 100_000
 PREVIEW = 160
 """Characters of a text in the table."""
 KNOWN = ("tokens", "sampled", "logprobs", "versions")
+HIDDEN = ("mask_sizes", "mask_words")
+"""Columns of sampling masks, which pages do not show."""
 
 
 class Rollouts:
@@ -196,7 +198,7 @@ def _sequence(sequence: dict[str, Any], most: int) -> dict[str, Any]:
     columns = {
         name: [_exact(value) for value in values[:most]]
         for name, values in sequence.items()
-        if values is not None
+        if values is not None and name not in HIDDEN
     }
     others = {name: columns[name] for name in columns if name not in KNOWN}
     return {name: columns.get(name, []) for name in KNOWN} | {"columns": others}

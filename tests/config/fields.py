@@ -295,8 +295,8 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         "test_reinforce_without_a_baseline_trains_on_one_completion_of_each_prompt": (
             "prompts_per_step samples_per_prompt"
         ),
-        "trainers/test_loop.py::test_requests_have_length_and_temperature_of_the_config": (
-            "max_tokens temperature"
+        "trainers/test_loop.py::test_requests_have_the_parameters_of_sampling_of_the_config": (
+            "max_tokens temperature top_p top_k min_p"
         ),
         "trainers/test_loop.py::test_a_batch_comes_from_the_weights_of_as_many_steps_before_it_as_"
         "the_staleness_says": "max_staleness",

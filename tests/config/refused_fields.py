@@ -44,8 +44,6 @@ REFUSED: dict[str, tuple[object, str]] = {
     "DebugConfig.print_config": (True, "config.json in the run folder"),
     "DebugConfig.save_config_file": ("config.toml", "set output_dir"),
     "DebugConfig.enable_structured_logging": (False, "metrics.jsonl and trace.json"),
-    "RolloutConfig.top_p": (0.9, "computes no log-probs of a cut distribution"),
-    "RolloutConfig.top_k": (5, "computes no log-probs of a cut distribution"),
 }
 """A refused value of each field that does not act, and a part of the message that names what to use
 instead or why.

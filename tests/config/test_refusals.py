@@ -18,8 +18,10 @@ REFUSED = [
     ("record.sample", 0, "record.sample is 0; it must be at least 1"),
     ("record.max_gib", 0.0, "record.max_gib is 0.0; it must be above 0"),
     ("rollout.temperature", 0.0, "rollout.temperature is 0.0; it must be at least 0.01"),
-    ("rollout.top_p", 0.9, "rollout.top_p is 0.9; it must be 1.0: .*log-probs"),
-    ("rollout.top_k", 5, "rollout.top_k is 5; it must be 0: .*log-probs"),
+    ("rollout.top_p", 0.0, "rollout.top_p is 0.0; it must be above 0"),
+    ("rollout.top_p", 1.5, "rollout.top_p is 1.5; it must be at most 1"),
+    ("rollout.top_k", -1, "rollout.top_k is -1; it must be at least 0"),
+    ("rollout.min_p", 1.5, "rollout.min_p is 1.5; it must be at most 1"),
     (
         "trainer.checkpoint.load_step",
         4,

@@ -11,9 +11,9 @@ from rl.frozen import frozen
 from rl.model.shape import ModelConfig
 
 REFUSED = {
-    "a cut distribution": (
-        ("--rollout.top_p", "0.5"),
-        ("error", "rollout.top_p", "is 0.5", "it must be 1.0"),
+    "chunks in order": (
+        ("--rollout.stream_chunks", "2"),
+        ("error", "rollout.stream_chunks", "is 2", "it must be 1 unless"),
     ),
     "a value out of bounds": (
         ("--rollout.temperature", "-1"),
@@ -94,11 +94,11 @@ def test_a_broken_config_has_its_finding(case, doctor, matches):
 
 
 def test_each_fault_of_a_config_is_found(doctor):
-    faults = ("--rollout.top_p", "0.5", "--task.digits", "50", "--generator.block_size", "33")
+    faults = ("--rollout.stream_chunks", "2", "--task.digits", "50", "--generator.block_size", "33")
     code, found = doctor("--config", "quickstart", *faults)
     assert code == 2
     places = [each["where"] for each in found]
-    assert places == ["rollout.top_p", "generator.block_size", "task.digits"]
+    assert places == ["generator.block_size", "rollout.stream_chunks", "task.digits"]
 
 
 def test_a_folder_that_nodes_do_not_share_is_found(doctor):

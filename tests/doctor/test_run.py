@@ -165,6 +165,6 @@ def test_a_killed_owner_on_this_host_is_no_finding(run, doctor):
 
 
 def test_the_fields_of_a_run_can_be_changed(run, doctor, matches):
-    code, found = doctor(run, "--rollout.top_p", "0.5")
+    code, found = doctor(run, "--rollout.stream_chunks", "2")
     assert code == 2
-    matches(found, "error", "rollout.top_p", "is 0.5", "1.0")
+    matches(found, "error", "rollout.stream_chunks", "is 2", "1 unless")

@@ -60,8 +60,12 @@ def sampled_sft() -> SFTConfig:
 
 
 def many_models() -> RLConfig:
-    """PPO with a critic, held to a reference that follows, with four updates a step."""
+    """PPO with a critic, held to a reference that follows, with four updates a step, on tokens of
+    cut distributions.
+    """
     config = long_prompts()
+    config.rollout.top_k = 12
+    config.rollout.min_p = 0.02
     config.algorithm.advantage = GAE.Config()
     config.algorithm.loss.kl_coef = 0.05
     config.algorithm.adaptive_kl.target = 0.01
@@ -81,6 +85,7 @@ def guessing() -> RLConfig:
     config.task = HeldGuessingGame.Config(max_turns=5, max_episode_tokens=12 * BLOCK)
     config.model = ModelConfig(max_seq_len=12 * BLOCK)
     config.rollout.max_tokens = 24
+    config.rollout.top_p = 0.9
     config.trainer.checkpoint.interval = 2
     return config
 

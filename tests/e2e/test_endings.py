@@ -232,7 +232,7 @@ def tiny_model(tmp_path):
             "generator.tensor_parallel_degree is 4",
         ),
         ([*TINY, "--resume"], "--resume: output_dir"),
-        ([*TINY, "--rollout.top_p", "0.9"], "rollout.top_p is 0.9; it must be 1.0"),
+        ([*TINY, "--rollout.top_p", "1.9"], "rollout.top_p is 1.9; it must be at most 1"),
         (["--config", "quikstart"], "did you mean quickstart or tool_quickstart?"),
     ],
 )

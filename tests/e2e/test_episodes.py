@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tests.e2e.configs import BLOCK
@@ -34,6 +35,11 @@ def test_log_probs_of_all_turns_are_those_of_the_trainer(arguments, finished):
     assert max(len(sequence["tokens"]) for sequence in sequences) > 4 * BLOCK
     assert {rollout["stop_reason"] for rollout in rollouts} <= {"done", "turns", "length"}
     assert max(rollout["metrics"]["turns"] for rollout in rollouts) > 2
+    masks = [sequence["mask_sizes"] for sequence in sequences]
+    for sequence, sizes in zip(sequences, masks, strict=True):
+        assert len(sizes) == len(sequence["tokens"])
+        assert not np.array(sizes)[~np.array(sequence["sampled"])].any()
+    assert np.concatenate(masks).any()  # top-p cut
 
 
 def test_a_run_that_is_killed_inside_a_step_of_an_episode_resumes_as_the_uninterrupted_one(

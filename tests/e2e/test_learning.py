@@ -186,3 +186,18 @@ def test_quickstart_solves_its_task(tmp_path, seed):
     run = Run("--config", "quickstart", "--seed", str(seed), folder=tmp_path / "run")
     assert run.wait() == 0, run.stderr
     assert run.json("summary.json")["eval/exact_match"] >= 0.95
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("staleness", ["0", "4"])
+def test_a_cut_distribution_is_learned_from(tmp_path, staleness):
+    """Off policy too, ratios are between distributions over the same ids."""
+    cut = ("--config", "quickstart", "--rollout.top_p", "0.9", "--rollout.max_staleness", staleness)
+    run = Run(*cut, folder=tmp_path / "run")
+    assert run.wait() == 0, run.stderr
+    rows = run.metrics()
+    if staleness == "0":
+        assert max(row["logprob/error_max"] for row in rows) <= 1e-4
+        assert max(abs(row["ratio/max"] - 1) for row in rows) <= 1e-4
+    assert max(row["ratio/max"] for row in rows) < 1e3
+    assert run.json("summary.json")["eval/exact_match"] > 0.9

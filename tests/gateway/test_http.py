@@ -1,14 +1,17 @@
 """Errors, keys, limits and the life of the gateway's server."""
 
 import asyncio
+import dataclasses
 import json
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
 from rl.errors import ConfigError, RunError
 from rl.gateway.http import serving
+from rl.sampling_mask import SamplingMask
 from tests.gateway.agents import LONGEST, Policy, make_gateway, server
 
 MESSAGES = [{"role": "user", "content": "1 + 2?"}]
@@ -74,9 +77,9 @@ CASES = [
     (GENERATE, {"token_ids": [1], "stream": True}, 400, "invalid_value", "stream"),
     (
         GENERATE,
-        {"token_ids": [1], "sampling_params": {"min_p": 0.1}},
+        {"token_ids": [1], "sampling_params": {"min_p": 1.1}},
         400,
-        "unsupported_parameter",
+        "invalid_value",
         "min_p",
     ),
     (
@@ -157,6 +160,34 @@ def test_sessions_are_opened_read_and_closed():
             assert found["turns"] == 1
             assert (await http.delete(place)).json()["deleted"]
             assert (await http.get(place)).status_code == 404
+
+    asyncio.run(work())
+
+
+def test_a_session_has_the_ids_that_cut_answers_were_sampled_from():
+    class CutPolicy(Policy):
+        async def __call__(self, ask):
+            assert (ask.sampling.top_p, ask.sampling.top_k, ask.sampling.min_p) == (0.5, 9, 0.1)
+            completion = await super().__call__(ask)
+            rows = [np.array([2, token, 5], dtype=np.int32) for token in completion.tokens]
+            rows[0] = np.zeros(1, dtype=np.int32)
+            return dataclasses.replace(completion, sampling_mask=SamplingMask.of_rows(rows))
+
+    async def work():
+        async with (
+            server(CutPolicy(["plain"])) as (_, url, client),
+            httpx.AsyncClient() as http,
+        ):
+            opened = (await http.post(f"{url}/sessions")).json()
+            own = client.with_options(base_url=opened["base_url"])
+            await own.chat.completions.create(
+                **CHAT, top_p=0.5, extra_body={"top_k": 9, "min_p": 0.1}
+            )
+            found = (await http.get(f"{url}/sessions/{opened['id']}")).json()
+            (sequence,) = found["sequences"]
+            begin = sequence["sampled"].index(True)
+            expected = [sorted([5, token]) for token in sequence["tokens"][begin + 1 :]]
+            assert sequence["sampling_mask"] == [None] * (begin + 1) + expected
 
     asyncio.run(work())
 

@@ -45,16 +45,20 @@ class Policy:
         }
 
     @torch.no_grad()
+    def logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        """Return the logits for each of ``tokens`` after ``prompt``, float32 [len(tokens), V]."""
+        ids = torch.tensor([prompt + tokens])
+        logits = self.model(ids, torch.arange(ids.shape[1]).unsqueeze(0))
+        return logits[0, len(prompt) - 1 : -1].float()
+
+    @torch.no_grad()
     def logprobs(
         self, prompt: list[int], tokens: list[int], temperature: float = 1.0
     ) -> torch.Tensor:
         """Return log_softmax(logits / temperature) of each of ``tokens`` after ``prompt``, float32
         [len(tokens)].
         """
-        ids = torch.tensor([prompt + tokens])
-        logits = self.model(ids, torch.arange(ids.shape[1]).unsqueeze(0))[
-            0, len(prompt) - 1 : -1
-        ].float()
+        logits = self.logits(prompt, tokens)
         return (
             torch.log_softmax(logits / temperature, -1)
             .gather(1, torch.tensor(tokens).unsqueeze(1))

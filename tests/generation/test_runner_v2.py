@@ -9,6 +9,7 @@ from tests.generation.test_engine import (  # noqa: F401
     test_a_weight_that_was_not_pushed_is_an_error,
     test_greedy_and_sampled_requests_keep_their_own_logprobs_in_one_batch,
 )
+from tests.generation.test_sampling_masks import check_cut
 
 
 @pytest.fixture
@@ -29,6 +30,11 @@ def test_a_seed_and_a_position_give_the_token_whatever_else_is_in_the_batch(gene
     (alone,) = generator.run(generate, [asked("again", 1)])
     assert alone[0].tokens == together[0].tokens
     assert len({tuple(completion.tokens) for completion in together}) == len(seeds)
+
+
+def test_logprobs_are_over_the_ids_that_the_mask_keeps(generator, policy):
+    """Of the three cuts, Triton's interpreter can only run the kernel of min-p."""
+    check_cut(generator, policy, {"min_p": 0.2})
 
 
 def asked(name: str, seed: int):

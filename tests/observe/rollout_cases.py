@@ -6,15 +6,19 @@ import numpy as np
 
 from rl.metrics import Value
 from rl.observe.rollouts import Chunk
+from rl.sampling_mask import SamplingMask
 from rl.types import Completion, Prompt, Rollout, Sequence
 
 
 def sequence(given: int, sampled: int) -> Sequence:
+    """Return a sequence; those of more than two sampled tokens have a sampling mask."""
+    ids = [np.array([n, *range(n)], dtype=np.int32) for n in range(sampled)]
     completion = Completion(
         tokens=[2**31 - 1 - i for i in range(sampled)],
         logprobs=[-math.pi / (i + 1) for i in range(sampled)],
         versions=[7 + i for i in range(sampled)],
         finish_reason="stop",
+        sampling_mask=SamplingMask.of_rows(ids) if sampled > 2 else None,
     )
     return Sequence.of([4] * given, completion)
 

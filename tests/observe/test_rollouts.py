@@ -57,6 +57,14 @@ def test_other_programs_read_a_row_per_rollout_with_lists_of_tokens(path):
     assert second["trainer_logprobs"] == [-float(8 + i) for i in range(7)]
 
 
+def test_files_of_sequences_without_masks_have_no_columns_of_masks(path):
+    write_rollouts(path, [chunk(rollout(1, 0, (2, 2)))])
+    names = {*parquet.read_table(path)["sequences"].type.value_type.names}
+    write_rollouts(path, two_chunks())
+    more = {*parquet.read_table(path)["sequences"].type.value_type.names}
+    assert more - names == {"mask_sizes", "mask_words"}
+
+
 def test_a_part_of_the_rows_is_kept(path):
     write_rollouts(path, two_chunks(), only=[0, 2])
     found = [each.prompt.prompt_id for one in read_rollouts(path) for each in one.rollouts]

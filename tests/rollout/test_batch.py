@@ -9,6 +9,7 @@ import torch
 from rl.algorithms.batch import make_batch
 from rl.metrics import Value
 from rl.rollout.metrics import rollout_metrics
+from rl.sampling_mask import SamplingMask
 from rl.types import Batch, Rollout
 
 
@@ -61,6 +62,19 @@ def test_a_rollout_of_two_sequences_weighs_as_much_as_one(rollout):
     assert batch.lengths.tolist() == [3, 5, 5]
     sums = [weights.sum().item() for weights in batch.loss_weights.split([8, 5])]
     assert sums == pytest.approx([1.0, 1.0])
+
+
+def test_a_batch_has_the_sampling_masks_of_its_sequences(rollout):
+    free = rollout([1, 2], [6, 3])
+    mask = SamplingMask.of_rows([np.array([0], dtype=np.int32), np.array([1, 7], dtype=np.int32)])
+    (sequence,) = rollout([4], [5, 7]).sequences
+    own = dataclasses.replace(sequence, sampling_mask=mask.placed(np.array([1, 2]), 3))
+    cut = dataclasses.replace(rollout([4], [5, 7]), sequences=(own,))
+    assert make_batch([free]).sampling_mask is None
+    batch = make_batch([free, cut])
+    assert batch.sampling_mask.sizes.tolist() == [0, 0, 0, 0, 0, 0, 1]
+    assert batch.select([1]).sampling_mask == own.sampling_mask
+    assert batch.select([1, 0]).sampling_mask.sizes.tolist() == [0, 0, 1, 0, 0, 0, 0]
 
 
 def test_tokens_between_turns_have_no_weight(rollout):

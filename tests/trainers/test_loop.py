@@ -320,7 +320,7 @@ def test_checkpoints_are_saved_when_the_config_asks_for_them(run):
     assert [*run.saved] == [5]
 
 
-def test_requests_have_length_and_temperature_of_the_config(run):
+def test_requests_have_the_parameters_of_sampling_of_the_config(run):
     asked = []
 
     def noted(trainer, generator):
@@ -335,6 +335,11 @@ def test_requests_have_length_and_temperature_of_the_config(run):
     def edit(config):
         config.rollout.max_tokens = 5
         config.rollout.temperature = 0.7
+        config.rollout.top_p = 0.8
+        config.rollout.top_k = 9
+        config.rollout.min_p = 0.1
 
     run(noted, steps=1, edit=edit)
-    assert {(each.sampling.max_tokens, each.sampling.temperature) for each in asked} == {(5, 0.7)}
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+    found = {tuple(getattr(each.sampling, name) for name in names) for each in asked}
+    assert found == {(5, 0.7, 0.8, 9, 0.1)}

@@ -116,15 +116,32 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def per_token(
-    model: Qwen3, tokens: list[int], temperature: float
+    model: Qwen3, tokens: list[int], temperature: float, kept: list[list[int] | None] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each token after the first, and the entropy of the distribution it was drawn
-    from.
+    from. ``kept`` are the ids that each token was drawn from, None for all.
     """
-    probs = (model(tokens)[:-1] / temperature).softmax(-1)
+    logits = model(tokens)[:-1] / temperature
+    outside = torch.zeros_like(logits, dtype=torch.bool)
+    for place, ids in enumerate((kept or [])[1:]):
+        if ids is not None:
+            outside[place] = True
+            outside[place, ids] = False
+    probs = logits.masked_fill(outside, -torch.inf).softmax(-1)
     return probs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1).log(), -(
-        probs * probs.log()
+        probs * probs.masked_fill(outside, 1.0).log()
     ).sum(-1)
+
+
+def kept_ids(batch) -> list[list[list[int] | None]]:
+    """The ids that each token of each sequence was drawn from, None for all."""
+    mask = batch.sampling_mask
+    ids = [None if mask is None else mask.ids(token) for token in range(len(batch.tokens))]
+    own = [None if each is None else each.tolist() for each in ids]
+    ends = batch.lengths.cumsum(0).tolist()
+    return [
+        own[end - length : end] for end, length in zip(ends, batch.lengths.tolist(), strict=True)
+    ]
 
 
 def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
@@ -139,12 +156,12 @@ def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
     sizes = batch.lengths.tolist()
     names = ("advantages", "behaviour_logprobs", "reference_logprobs")
     columns = [batch.tokens, batch.loss_weights, *(batch.columns[name] for name in names)]
-    for tokens, weights, advantages, behaviour, prior in zip(
-        *(c.split(sizes) for c in columns), strict=True
+    for kept, tokens, weights, advantages, behaviour, prior in zip(
+        kept_ids(batch), *(c.split(sizes) for c in columns), strict=True
     ):
         if len(tokens) == 1:
             continue
-        logprobs, entropy = per_token(model, tokens.tolist(), temperature)
+        logprobs, entropy = per_token(model, tokens.tolist(), temperature, kept)
         log_ratio = logprobs - behaviour[1:].double()
         if isinstance(loss, GSPOLoss.Config):
             log_ratio = log_ratio[weights[1:] > 0].mean().expand_as(log_ratio)

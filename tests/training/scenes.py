@@ -15,6 +15,7 @@ from rl.algorithms.losses import ClippedLoss, GSPOLoss, Metric, PolicyLoss, dapo
 from rl.metrics import Reduction
 from rl.model.digest import digests
 from rl.model.shape import ModelConfig
+from rl.sampling_mask import SamplingMask, encode
 from rl.training.checkpoint import Checkpointer
 from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
@@ -135,6 +136,20 @@ def ragged_batch(lengths: tuple[int, ...] = (4, 15, 1, 7, 11), seed: int = 0) ->
     )
 
 
+def masked_batch(lengths: tuple[int, ...] = (4, 15, 1, 7, 11), seed: int = 0) -> Batch:
+    """The batch with a sampling mask. By turns a token was sampled from all ids, from a half of
+    them, and from two at most; first tokens were not sampled.
+    """
+    batch = ragged_batch(lengths, seed)
+    draw = torch.Generator().manual_seed(seed)
+    kept = torch.rand(len(batch.tokens), SIZES["vocab_size"], generator=draw) < 0.5
+    kept[::3] = True
+    kept[1::3] = torch.arange(SIZES["vocab_size"]) == 5
+    kept[batch.lengths.cumsum(0) - batch.lengths] = True
+    kept[torch.arange(len(kept)), batch.tokens] = True
+    return replace(batch, sampling_mask=SamplingMask.of_rows(encode(kept)))
+
+
 def without_advantages() -> Batch:
     """A batch from which the policy term learns nothing."""
     batch = ragged_batch()
@@ -229,6 +244,11 @@ CUTS = {
     "entropy alone": Cut((without_advantages(),), loss=grpo(entropy_coef=0.3)),
     "ratios of sequences": Cut(fields={"micro_batch_size": 3}, loss=BY_SEQUENCE),
     "KL alone": Cut((without_advantages(),), loss=grpo(kl_coef=0.3)),
+    "sampling masks": Cut((masked_batch(),), fields={"micro_batch_size": 3}),
+    "sampling masks, padded, two calls": Cut(
+        (masked_batch().select([3, 0]), masked_batch().select([1, 2, 4])),
+        fields={"micro_batch_size": 2, "packing": False},
+    ),
 }
 
 

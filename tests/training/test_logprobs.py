@@ -2,13 +2,16 @@
 
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from torch.profiler import profile
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl.sampling_mask import SamplingMask, encode
 from rl.training.logprobs import linear_logprobs
+from rl.training.sampling_mask import KeptLogits
 from tests.training.ranks import on_ranks
 from tests.training.scenes import sharded_logprobs, weigh
 
@@ -25,13 +28,18 @@ def random_head(dtype=torch.float32, scale=2.0):
     return hidden, weight, torch.randint(VOCABULARY, (TOKENS,), generator=draw)
 
 
-def plain(hidden, weight, targets, temperature, weigh=weigh):
-    """Values and gradients in float64, from logits in the dtype of the weights."""
+def plain(hidden, weight, targets, temperature, weigh=weigh, kept=None):
+    """Values and gradients in float64, from logits in the dtype of the weights; over the ids that
+    ``kept``, bool [T, V], has.
+    """
     hidden = hidden.detach().double().requires_grad_()
     weight = weight.detach().double().requires_grad_()
-    every = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    logits = hidden @ weight.T / temperature
+    if kept is not None:
+        logits = logits.masked_fill(~kept, -torch.inf)
+    every = torch.log_softmax(logits, -1)
     logprobs = every.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    entropy = -(every.exp() * every).sum(-1)
+    entropy = -(every.exp() * every.clamp(min=-1e9)).sum(-1)
     weigh(logprobs, entropy).backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
@@ -47,6 +55,36 @@ def test_values_and_gradients_are_those_of_log_softmax(temperature, chunk):
     ours = (logprobs.detach(), entropy.detach(), hidden.grad, weight.grad)
     for value, wanted in zip(ours, plain(hidden, weight, targets, temperature), strict=True):
         assert_close(value.double(), wanted, atol=2e-5, rtol=1e-6)
+
+
+def drawn_sets(targets, words):
+    """bool [T, words]: all ids, half of them and the target alone, by turns."""
+    kept = torch.rand(len(targets), words, generator=torch.Generator().manual_seed(1)) < 0.5
+    kept[::3] = True
+    kept[1::3] = False
+    kept[torch.arange(len(targets)), targets] = True
+    return kept
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_values_and_gradients_are_those_of_the_kept_logits(chunk):
+    hidden, weight, targets = random_head()
+    kept = drawn_sets(targets, VOCABULARY)
+    mask = SamplingMask.of_rows(encode(kept))
+    assert {*np.sign(mask.sizes)} == {-1, 0, 1}
+    values = linear_logprobs(
+        hidden,
+        weight,
+        targets,
+        temperature=0.7,
+        chunk_tokens=chunk,
+        kept=KeptLogits.of(mask, hidden.device),
+    )
+    weigh(*values).backward()
+    ours = (*(value.detach() for value in values), hidden.grad, weight.grad)
+    wanted = plain(hidden, weight, targets, 0.7, kept=kept)
+    for value, expected in zip(ours, wanted, strict=True):
+        assert_close(value.double(), expected, atol=2e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -99,6 +137,28 @@ def test_a_vocabulary_split_over_ranks_gives_the_same(chunk):
     hidden, weight, targets = (tensor.detach() for tensor in random_head())
     wanted = plain(hidden, weight, targets, 0.7)
     options = {"temperature": 0.7, "chunk_tokens": chunk}
+    for answer in on_ranks(2, sharded_logprobs, hidden, weight, targets, options):
+        for value, expected in zip(answer, wanted, strict=True):
+            assert_close(value.double(), expected, atol=2e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_ranks_keep_their_own_parts_of_the_kept_logits(chunk):
+    """83 rows over two ranks: 42 and 41, whose border is within a word of a bitmap."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, generator=draw)
+    weight = torch.randn(83, WIDTH, generator=draw)
+    targets = torch.randint(83, (TOKENS,), generator=draw)
+    kept = drawn_sets(targets, 83)
+    kept[1, :3] = True  # a list of three on the first rank
+    kept[1, targets[1]] = True
+    wanted = plain(hidden, weight, targets, 0.7, kept=kept)
+    mask = SamplingMask.of_rows(encode(kept))
+    options = {
+        "temperature": 0.7,
+        "chunk_tokens": chunk,
+        "kept": KeptLogits.of(mask, hidden.device),
+    }
     for answer in on_ranks(2, sharded_logprobs, hidden, weight, targets, options):
         for value, expected in zip(answer, wanted, strict=True):
             assert_close(value.double(), expected, atol=2e-5, rtol=1e-6)

@@ -1,0 +1,79 @@
+"""Sampling masks of a ``LLMEngine`` that runs in this process, with either model runner.
+
+vLLM's own ``return_sampling_mask`` exists for Model Runner V2 alone, and refuses greedy requests
+and requests without top-k. Its scheduler hands on masks of both runners.
+Imports no vLLM.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl.compat.vllm_internals import runner_of
+
+RELIES_ON = (
+    # the distribution that is sampled is known here alone
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sampler",
+    "vllm.v1.sample.sampler:Sampler.sample(logits, sampling_metadata)",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sampler",  # of Model Runner V2
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.sample(logits, expanded_idx_mapping)",
+    # the path of masks from a step to the outputs of its requests
+    "vllm.v1.core.sched.scheduler:Scheduler.return_sampling_mask",
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output(scheduler_output,"
+    " model_runner_output)",
+    "vllm.v1.outputs:ModelRunnerOutput.sampling_masks",
+    "vllm.v1.outputs:SamplingMaskLists.slice_request(req_idx, num_positions)",
+    "vllm.v1.engine:EngineCoreOutput.new_sampling_mask",
+)
+
+
+class StepMasks:
+    """Masks of one step, a row for each request, in place of vLLM's ``SamplingMaskLists``."""
+
+    def __init__(self, rows: Sequence[np.ndarray]):
+        self.rows = rows
+
+    def slice_request(self, req_idx: int, num_positions: int) -> "StepMasks":
+        """Return the rows of one request, which samples at most one token in a step."""
+        return StepMasks(self.rows[req_idx : req_idx + num_positions])
+
+
+def record_masks(
+    engine: Any,
+    encode: Callable[[torch.Tensor], Sequence[np.ndarray]],
+    is_wanted: Callable[[], bool],
+) -> None:
+    """Make the outputs of ``engine`` contain sampling masks of the steps in which ``is_wanted``
+    returns True.
+
+    ``encode`` gets the tokens with a probability above 0, bool [requests, vocab_size], and returns
+    a row for each request.
+    """
+    sampler = runner_of(engine).sampler
+    scheduler = engine.engine_core.engine_core.scheduler
+    sample = sampler.sample
+    update = scheduler.update_from_output
+    newest: list[StepMasks] = []
+
+    def sample_and_record(*args: Any, **options: Any) -> Any:
+        sampled, processed = sample(*args, **options)
+        if is_wanted():
+            newest[:] = [StepMasks(encode(processed > -torch.inf))]
+        return sampled, processed
+
+    def update_with_masks(scheduler_output: Any, model_runner_output: Any) -> Any:
+        if newest:
+            model_runner_output.sampling_masks = newest.pop()
+        return update(scheduler_output, model_runner_output)
+
+    sampler.sample = sample_and_record
+    scheduler.update_from_output = update_with_masks
+    scheduler.return_sampling_mask = True
+
+
+def rows_of(output: Any) -> Sequence[np.ndarray]:
+    """Return the rows of the new tokens of an ``EngineCoreOutput``."""
+    mask = output.new_sampling_mask
+    return [] if mask is None else mask.rows  # type: ignore[no-any-return]

@@ -227,14 +227,24 @@ class Session(Models):
         samples: int,
         max_tokens: int = 256,
         temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
     ) -> list[Rollout]:
-        """Return ``samples`` scored rollouts of each prompt, in order.
+        """Return ``samples`` scored rollouts of each prompt, in order, sampled as ``RolloutConfig``
+        describes it.
 
         If the reward of a prompt fails, the prompt has no rollouts, and the session warns once for
         each kind of failure.
         """
-        stops = task.stop_token_ids
-        sampling = Sampling(max_tokens=max_tokens, temperature=temperature, stop_token_ids=stops)
+        sampling = Sampling(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            stop_token_ids=task.stop_token_ids,
+        )
         collect = self.rollouter.collect
         groups = await collect(prompts, sampling, samples=samples, generate=self.sample)
         found = [group for group in groups if not isinstance(group, GroupLost)]

@@ -1,6 +1,7 @@
 """Sessions in a notebook: cells wait for results, and processes stay alive between them."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import threading
@@ -82,6 +83,18 @@ def step(session) -> int:
     session.forward_backward(rl.make_batch(rollouts, advantages), rl.losses.grpo())
     assert session.optim_step(lr=1e-3)["trainer/updates"] == 1
     return session.push()
+
+
+def test_forward_has_the_logprobs_of_cut_distributions(notebook):
+    rollouts = notebook.rollout(TASK, PROMPTS, samples=4, max_tokens=6, temperature=0.7, top_k=5)
+    batch = rl.make_batch(rollouts)
+    assert {*batch.sampling_mask.sizes[batch.loss_mask.numpy()]} == {-1}
+    found = notebook.forward(batch, temperature=0.7)["logprobs"]
+    apart = (found - batch.columns["behaviour_logprobs"])[batch.loss_mask]
+    assert apart.abs().max() <= 1e-5
+    whole = dataclasses.replace(batch, sampling_mask=None)
+    far = notebook.forward(whole, temperature=0.7)["logprobs"]
+    assert (found - far)[batch.loss_mask].min() > 0.1
 
 
 def test_cells_step_and_heartbeats_go_on_between_them(notebook):

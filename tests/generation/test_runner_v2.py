@@ -33,7 +33,7 @@ def test_a_seed_and_a_position_give_the_token_whatever_else_is_in_the_batch(gene
 
 
 def test_logprobs_are_over_the_ids_that_the_mask_keeps(generator, policy):
-    """Of the three cuts, Triton's interpreter can only run the kernel of min-p."""
+    """Triton's interpreter can run the kernel of min-p, but not those of top-p and top-k."""
     check_cut(generator, policy, {"min_p": 0.2})
 
 

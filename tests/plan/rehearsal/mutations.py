@@ -43,8 +43,8 @@ MUTATIONS = {
     ),
     "one column stays on the host": Mutation(
         "rl.training.micro_batches:MicroBatch.to",
-        '("index", "columns")',
-        '("index", "columns", "loss_weights")',
+        '{"index", "columns", ',
+        '{"index", "columns", "loss_weights", ',
         "device",
     ),
     "a host tensor in a stack": Mutation(

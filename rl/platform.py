@@ -62,6 +62,12 @@ def release_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def has_rdma() -> bool:
+    """Whether this host has an RDMA device."""
+    devices = Path("/sys/class/infiniband")
+    return devices.is_dir() and any(devices.iterdir())
+
+
 def memory_domain() -> str:
     """Return a name that is equal for processes that can map each other's memory: one boot of one
     host, one PID namespace.

@@ -16,6 +16,7 @@ from rl.compat.monarch_internals import BootstrapCommand
 from rl.platform import device_type, thread_variables
 from rl.program import COLLECT_AT
 from rl.types import Place
+from rl.weights.streams import HOST
 
 SHUT_DOWN_S = 10.0
 GUARDED = "TILLER_GUARDED"
@@ -91,6 +92,7 @@ class Hosts:
             host, local = divmod(point.rank, place.per_host)
             parent = self._nodes[place.first_host + host].pid if self._nodes else os.getpid()
             own = {
+                HOST: self._nodes[place.first_host + host].name if self._nodes else "127.0.0.1",
                 "RANK": str(point.rank),
                 "LOCAL_RANK": str(local),
                 "TILLER_PARENT": str(parent),

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 from rl.doctor.findings import Finding, error, warning
 from rl.help import SHIPPED
-from rl.platform import device_count, device_type
+from rl.platform import device_count, device_type, has_rdma
 
 CONSTRAINTS = SHIPPED.parent / "constraints.txt"
 SET_UP = "run scripts/setup.sh"
@@ -66,7 +66,6 @@ class Host:
         """Return the facts of this host."""
         shared = Path("/dev/shm")
         pins = CONSTRAINTS.read_text().splitlines() if CONSTRAINTS.exists() else []
-        infiniband = Path("/sys/class/infiniband")
         return cls(
             python=".".join(map(str, sys.version_info[:3])),
             packages={canonicalize_name(p.name): p.version for p in metadata.distributions()},
@@ -86,7 +85,7 @@ class Host:
             driver=driver_of(DRIVER),
             torch_cuda=torch.version.cuda or "",
             nccl=torch.distributed.is_nccl_available(),
-            rdma=infiniband.is_dir() and any(infiniband.iterdir()),
+            rdma=has_rdma(),
         )
 
 

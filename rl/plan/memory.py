@@ -211,7 +211,13 @@ def transfer_of(setting: Setting) -> Transfer:
     generator = setting.rl.generator
     dtype = getattr(torch, generator.dtype)
     return Transfer(
-        setting.transport, dtype, setting.pushed, setting.wanted, generator.replicas, weights.delta
+        setting.transport,
+        dtype,
+        setting.pushed,
+        setting.wanted,
+        generator.replicas,
+        weights.delta,
+        weights.fan_out,
     )
 
 

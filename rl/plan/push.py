@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from rl.plan.setting import Setting
+from rl.plan.setting import Setting, seat_of
 from rl.weights.routes import plan_push
 
 
@@ -16,7 +16,7 @@ class Push:
     per_reader: tuple[int, ...]
     """Bytes that each rank of a generator reads."""
     most_from_a_rank: int
-    """Largest number of bytes that all generators read from one trainer rank."""
+    """Largest number of bytes that leave one trainer rank."""
     over_network: bool
     bottleneck: str
     seconds: float
@@ -37,10 +37,11 @@ def push_of(setting: Setting) -> Push:
     size = setting.transfer_bytes
     elements = plan_push(setting.pushed, setting.wanted).elements()
     read = [each.total() * size for each in elements]
+    copies = [_copies(setting, rank) for rank in range(len(elements))]
     sent: Counter[int] = Counter()
-    for each in elements:
+    for each, (direct, _) in zip(elements, copies, strict=True):
         for source, count in each.items():
-            sent[source] += count * size * len(setting.generators)
+            sent[source] += count * size * direct
     crosses = setting.push_crosses_hosts
     if crosses or (setting.cuda and setting.transport != "cuda_ipc"):
         rate = device.network_gb_s
@@ -52,7 +53,7 @@ def push_of(setting: Setting) -> Push:
         rate = device.memory_gb_s
         link = "memory"
     sender = max(sent.values())
-    reader = max(read)
+    reader = max(own * max(1, onward) for own, (_, onward) in zip(read, copies, strict=True))
     end = "a trainer rank's" if sender > reader else "a generator rank's"
     return Push(
         transport=setting.transport,
@@ -63,3 +64,15 @@ def push_of(setting: Setting) -> Push:
         bottleneck=f"{end} {link}, {rate:g} GB/s",
         seconds=max(sender, reader) / (rate * 1e9),
     )
+
+
+def _copies(setting: Setting, rank: int) -> tuple[int, int]:
+    """Return the number of times that the trainer sends what rank ``rank`` of all generators reads,
+    and that such a rank sends it on to other hosts at most.
+    """
+    if setting.transport != "tcp":
+        return len(setting.generators), 0
+    hosts = {seat_of(place, rank)[0] for place in setting.generators}
+    hosts -= {setting.places["trainer"].first_host}
+    direct = min(setting.rl.weights.fan_out, len(hosts))
+    return direct or 1, min(setting.rl.weights.fan_out, len(hosts) - direct)

@@ -68,7 +68,9 @@ class Setting:
         hosts = {host for place in ends for host in hosts_of(place)}
         self.section = "evaluation." if config is not self.config else ""
         """Config section that holds the fields of the generators, with a dot; empty for none."""
-        self.transport = choose_transport(config.weights.transport, [str(host) for host in hosts])
+        self.transport = choose_transport(
+            config.weights.transport, [str(host) for host in hosts], has_rdma=self.cuda
+        )
         self.push_crosses_hosts = len(hosts) > 1
         sharing = {"none": [], "models": [*self.roles], "all": [*self.roles, "generator"]}
         self.shared = frozenset(sharing[config.colocate])

@@ -11,6 +11,7 @@ from rl.actors.trainer import TrainerMesh
 from rl.errors import ActorFailure, NodeLost, RankLost
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
+from rl.platform import has_rdma
 from rl.session.concurrency import Signal, background
 from rl.session.config import SessionConfig
 from rl.session.push_checks import PushChecks
@@ -20,7 +21,11 @@ from rl.types import Completion
 from rl.weights.open import choose_transport
 from rl.weights.transport import Transfer, TransferFailed, VersionGone
 
-NETWORK = ("rdma", "torchstore")  # transports whose publishers reserve a place for each reader
+NETWORK = (
+    "tcp",
+    "rdma",
+    "torchstore",
+)  # transports whose publishers reserve a place for each reader
 UNLIMITED = 1000
 
 
@@ -148,12 +153,13 @@ class WeightPush:
             layouts = await asyncio.gather(*(generator.layouts() for generator in generators))
         domains = [domain for domain, _ in chain(sources, *layouts)]
         self._transfer = Transfer(
-            transport=choose_transport(weights.transport, domains),
+            transport=choose_transport(weights.transport, domains, has_rdma=has_rdma()),
             dtype=generators[0].dtype,
             sources=tuple(layout for _, layout in sources),
             wanted=tuple(layout for _, layout in layouts[0]),
             generators=len(generators),
             delta=weights.delta,
+            fan_out=weights.fan_out,
         )
         # A reader of shared memory that hangs ends by the deadline of its call; the trainer waits
         # longer.

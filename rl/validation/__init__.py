@@ -205,13 +205,16 @@ def _validate_push(config: RLConfig) -> None:
     transport = config.weights.transport
     require(
         transport != "cuda_ipc" or config.hardware.kind == "cuda",
-        "weights.transport is 'cuda_ipc', which needs CUDA; on CPU 'auto', 'shared_memory', 'rdma' "
-        "and 'torchstore' are allowed",
+        "weights.transport is 'cuda_ipc', which needs CUDA; on CPU 'auto', 'shared_memory', 'tcp', "
+        "'rdma' and 'torchstore' are allowed",
     )
     require(
-        not config.weights.delta or transport in ("auto", "rdma", "torchstore"),
+        not config.weights.delta or transport not in ("shared_memory", "cuda_ipc"),
         f"weights.delta is True; with weights.transport={transport!r} it must be False",
     )
+    fan_out = config.weights.fan_out
+    rule = f"1 with weights.transport={transport!r}: only with 'tcp' readers serve each other"
+    require_value(fan_out == 1 or transport in ("auto", "tcp"), "weights.fan_out", fan_out, rule)
 
 
 def _validate_chunks(config: RLConfig) -> None:

@@ -178,7 +178,7 @@ def _validate_generator_nodes(config: RLConfig) -> None:
     require(
         config.nodes == 1 or transport not in ("shared_memory", "cuda_ipc"),
         f"weights.transport is {transport!r}, which stays on one host; with trainer.nodes={nodes} "
-        f"and generator.nodes={own} 'auto', 'rdma' and 'torchstore' are allowed",
+        f"and generator.nodes={own} 'auto', 'tcp', 'rdma' and 'torchstore' are allowed",
     )
 
 

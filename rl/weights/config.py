@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from rl.rules import COSMETIC, PERFORMANCE, above, at_least
 
-TransportName = Literal["shared_memory", "cuda_ipc", "rdma", "torchstore"]
+TransportName = Literal["shared_memory", "cuda_ipc", "rdma", "tcp", "torchstore"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -14,12 +14,18 @@ class WeightPushConfig:
 
     transport: Annotated[Literal["auto", TransportName], PERFORMANCE] = "auto"
     """Transport of the weights. ``auto`` uses shared memory if trainer and generators are on one
-    host, otherwise RDMA (over TCP without an RDMA device). ``cuda_ipc`` copies from GPU to GPU of
-    one host; ``torchstore`` goes through a store."""
+    host; otherwise RDMA if the controller's host has an RDMA device, else TCP. ``cuda_ipc`` copies
+    from GPU to GPU of one host; ``torchstore`` goes through a store."""
+
+    fan_out: Annotated[int, PERFORMANCE, at_least(1, 1024)] = 1
+    """Number of hosts that the trainer's host, and each host of generators, sends the weights to
+    (``tcp``). 1 is a chain: the trainer sends the weights once, however many generators there are.
+    Raise it if a slow host delays the hosts after it. With as many as there are hosts of
+    generators, each host reads from the trainer."""
 
     delta: Annotated[bool, PERFORMANCE] = False
-    """Whether to send only the elements that changed if that is less (``rdma`` and ``torchstore``).
-    The weights are the same bit for bit."""
+    """Whether to send only the elements that changed if that is less (``tcp``, ``rdma`` and
+    ``torchstore``). The weights are the same bit for bit."""
 
     digests: Annotated[bool, COSMETIC] = True
     """Whether to compare a digest of every parameter on every rank of trainer and generators after

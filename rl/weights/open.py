@@ -9,15 +9,24 @@ from rl.weights.config import TransportName
 from rl.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from rl.weights.transport import Publisher, Subscriber, Transfer
 
-NETWORKS = {"rdma": ("rl.weights.rdma", "Rdma"), "torchstore": ("rl.weights.store", "Store")}
+NETWORKS = {
+    "rdma": ("rl.weights.rdma", "Rdma"),
+    "tcp": ("rl.weights.tcp", "Tcp"),
+    "torchstore": ("rl.weights.store", "Store"),
+}
 """Module and prefix of the classes' names."""
 
 
-def choose_transport(requested: str, domains: Collection[str]) -> TransportName:
-    """Return the requested transport; for ``auto`` the fastest one between these memory domains."""
+def choose_transport(requested: str, domains: Collection[str], *, has_rdma: bool) -> TransportName:
+    """Return the requested transport; for ``auto`` the fastest one between these memory domains.
+
+    ``has_rdma``: whether the hosts have RDMA devices.
+    """
     if requested != "auto":
         return requested  # type: ignore[return-value]
-    return "shared_memory" if len(set(domains)) == 1 else "rdma"
+    if len(set(domains)) == 1:
+        return "shared_memory"
+    return "rdma" if has_rdma else "tcp"
 
 
 def open_publisher(transfer: Transfer, shards: Sequence[Shard], *, rank: int) -> Publisher:

@@ -165,6 +165,8 @@ class Read(NamedTuple):
     slot: int
     delta: int
     into: torch.Tensor
+    sequence: int
+    """Sequence number of the push."""
 
 
 class PackedSubscriber:
@@ -301,17 +303,24 @@ class PackedSubscriber:
         if self._held[source] == row[_SEQUENCE]:
             return None
         size = row[_DELTAS + blob] if self._held[source] == row[_SEQUENCE] - 2 else 0
-        return Read(source, blob, _slot(row), size, code if size else whole)
+        into = code if size else whole
+        return Read(source, blob, _slot(row), size, into, row[_SEQUENCE])
 
     def _apply(self, reads: list[Read]) -> None:
-        for source, blob, _, size, into in reads:
-            if size:
-                deltas.apply(into[:size], self._staged[source, blob][0])
+        for read in reads:
+            if read.delta:
+                whole, code = self._staged[read.source, read.blob]
+                deltas.apply(code[: read.delta], whole)
 
 
 def _delta_memory(whole: torch.Tensor, transfer: Transfer, device: torch.device) -> torch.Tensor:
     """Return memory for the delta of a blob, uint8; empty if deltas are not sent."""
     return host_memory(whole.nbytes // 2 if transfer.delta else 0, torch.uint8, device)
+
+
+def is_whole(row: list[int]) -> bool:
+    """Whether a header row names a push that is in its slot, and not being written."""
+    return bool(row[_SEQUENCE]) and row[_SEQUENCE] % 2 == 0
 
 
 def _slot(row: list[int]) -> int:
@@ -320,7 +329,7 @@ def _slot(row: list[int]) -> int:
 
 def _row(header: torch.Tensor, version: int, rank: int) -> list[int]:
     """Return the header row of the newest push of ``version``; raise VersionGone if none exists."""
-    whole = [row for row in header.tolist() if row[_SEQUENCE] and row[_SEQUENCE] % 2 == 0]
+    whole = [row for row in header.tolist() if is_whole(row)]
     found = [row for row in whole if row[_VERSION] == version]
     if not found:
         held = " and ".join(str(row[_VERSION]) for row in sorted(whole)) or "nothing"

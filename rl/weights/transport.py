@@ -36,6 +36,8 @@ class Transfer:
     """Layouts of the ranks of one generator; all generators are alike."""
     generators: int = 1
     delta: bool = False
+    fan_out: int = 1
+    """Number of hosts that a rank sends to (``tcp``)."""
     patience: float = 60.0
     """Seconds that either side waits for the other."""
 

@@ -49,7 +49,7 @@ from rl.types import Place
 from rl.weights.open import open_publisher, open_subscriber
 from rl.weights.transport import Transfer
 
-TRANSPORTS = ("shared_memory", "rdma", "torchstore")
+TRANSPORTS = ("shared_memory", "tcp", "rdma", "torchstore")
 DEADLINE_S = 600.0
 MEMCPY_BYTES = 1 << 28  # per copy: much larger than every cache, and much smaller than the weights
 QWEN3_0_6B = replace(qwen3_0_6b().model, max_seq_len=2049)

@@ -362,6 +362,7 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
             "transport"
         ),
         "weights/test_packed.py::test_only_changes_are_read_if_they_are_smaller": "delta",
+        "weights/test_tcp.py::test_with_a_fan_out_the_trainer_sends_to_as_many_hosts": "fan_out",
         "session/test_push.py::test_only_digests_find_old_weights_in_bf16": "digests",
         "session/test_network_push.py::test_patience_of_a_push_grows_with_its_bytes": "min_gb_s",
         "trainers/test_loop.py::"

@@ -57,8 +57,8 @@ REFUSED = [
         "weights.transport",
         "cuda_ipc",
         (
-            "weights.transport is 'cuda_ipc', which needs CUDA; .*'auto', 'shared_memory', 'rdma' "
-            "and 'torchstore'"
+            "weights.transport is 'cuda_ipc', which needs CUDA; .*'auto', 'shared_memory', "
+            "'tcp', 'rdma' and 'torchstore'"
         ),
     ),
     ("algorithm.loss.kl_coef", -0.1, "algorithm.loss.kl_coef is -0.1; it must be at least 0"),
@@ -245,7 +245,7 @@ def test_a_generator_that_divides_experts_has_some_and_is_eager():
 def test_a_delta_push_is_planned_if_it_can_be_smaller(transport):
     config = find_config("quickstart")()
     config.weights.delta = True
-    for allowed in ("auto", "rdma", "torchstore"):
+    for allowed in ("auto", "tcp", "rdma", "torchstore"):
         config.weights.transport = allowed
         validate(config)
     config.hardware.device = "h100"
@@ -254,6 +254,20 @@ def test_a_delta_push_is_planned_if_it_can_be_smaller(transport):
     with pytest.raises(
         ConfigError,
         match=f"weights.delta is True; with weights.transport='{transport}' it must be Fa",
+    ):
+        validate(config)
+
+
+def test_readers_serve_each_other_only_with_a_transport_that_can():
+    config = find_config("quickstart")()
+    config.weights.fan_out = 2
+    for allowed in ("auto", "tcp"):
+        config.weights.transport = allowed
+        validate(config)
+    config.weights.transport = "rdma"
+    with pytest.raises(
+        ConfigError,
+        match="weights.fan_out is 2; it must be 1 with weights.transport='rdma': only with 'tcp'",
     ):
         validate(config)
 

@@ -180,6 +180,18 @@ def test_a_slower_network_takes_longer(capsys, config, field, transport):
     assert slower > usual
 
 
+def test_hosts_of_generators_send_the_weights_on_to_each_other_over_tcp(capsys):
+    """Two hosts have four generators each."""
+    given = ["--config", "qwen3_30b_a3b", "--weights.transport"]
+    rdma, chain, wide = (
+        planned(capsys, *given, *arguments)[1]["push"]
+        for arguments in (["rdma"], ["tcp"], ["tcp", "--weights.fan_out", "4"])
+    )
+    assert rdma["most_from_a_rank"] == 8 * chain["most_from_a_rank"]
+    assert wide["most_from_a_rank"] == 2 * chain["most_from_a_rank"]
+    assert chain["seconds"] == pytest.approx(max(chain["per_reader"]) / 50e9)
+
+
 def test_a_generator_without_a_prefix_cache_takes_longer(capsys):
     usual, longer = (
         planned(capsys, "--config", "qwen3_8b", *arguments)[1]["step"]["generation"]

@@ -107,7 +107,7 @@ RULES = [
     (
         "qwen3_8b_2_nodes",
         "--weights.transport shared_memory",
-        "transport is 'shared_memory', which stays on one host; .*'auto', 'rdma' and "
+        "transport is 'shared_memory', which stays on one host; .*'auto', 'tcp', 'rdma' and "
         "'torchstore' are allowed",
     ),
     (

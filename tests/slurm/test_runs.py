@@ -40,7 +40,7 @@ def test_a_trainer_on_two_nodes_and_a_generator_on_a_third_learn(uninterrupted, 
         "node-n3",
     )
     assert {f"{name}.log" for name in ranks} <= {path.name for path in logs.iterdir()}
-    assert (logs / "push.txt").read_text().startswith("transport: rdma")
+    assert (logs / "push.txt").read_text().startswith("transport: tcp")
     until(lambda: idle(cluster), 20, "allocation and processes are gone")
 
 

@@ -8,16 +8,17 @@ from rl.weights.open import choose_transport
 
 
 @pytest.mark.parametrize(
-    ("wish", "domains", "transport"),
+    ("wish", "domains", "has_rdma", "transport"),
     [
-        ("auto", ["a", "a", "a"], "shared_memory"),
-        ("auto", ["a", "b", "a"], "rdma"),
-        ("torchstore", ["a", "a"], "torchstore"),
-        ("shared_memory", ["a", "b"], "shared_memory"),
+        ("auto", ["a", "a", "a"], True, "shared_memory"),
+        ("auto", ["a", "b", "a"], True, "rdma"),
+        ("auto", ["a", "b", "a"], False, "tcp"),
+        ("torchstore", ["a", "a"], True, "torchstore"),
+        ("shared_memory", ["a", "b"], False, "shared_memory"),
     ],
 )
-def test_one_host_uses_shared_memory_and_several_use_a_network(wish, domains, transport):
-    assert choose_transport(wish, domains) == transport
+def test_one_host_uses_shared_memory_and_several_use_a_network(wish, domains, has_rdma, transport):
+    assert choose_transport(wish, domains, has_rdma=has_rdma) == transport
 
 
 def test_shared_memory_of_another_host_is_refused_with_the_fix(monkeypatch):

@@ -1,0 +1,189 @@
+"""Push between hosts over TCP: readers serve on what they have read."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from rl.model.shards import Shard
+from rl.weights.packed import PackedPublisher, PackedSubscriber, Read, is_whole
+from rl.weights.relays import RelayTree
+from rl.weights.streams import STALL_S, Address, Buffer, Fetch, Piece, Server, Shelf, ask
+from rl.weights.transport import Transfer, TransferFailed, VersionGone
+
+STREAMS = 2  # from one server: a second one hides the work of the first one's kernel
+MAX_STREAMS = 8  # of a reader at once
+_OWN = 0  # place of a reader's only shelf
+
+
+class TcpPublisher(PackedPublisher):
+    """Publisher that serves its slots over TCP: see PackedPublisher for the protocol.
+
+    Ranks of different generators that want the same bytes form a tree (RelayTree). A reader serves
+    each piece on as soon as it has the piece, so that the last reader of a chain is only a few
+    pieces behind the first. The bytes that leave the trainer do not depend on the number of hosts
+    with generators.
+
+    - A reader whose parent ends, hangs, or has other bytes reads the rest from the trainer. The
+      readers below it keep their parents.
+    - Only intact memory is sent: all streams of a slot, or of a reader's copy, end before it is
+      overwritten. A reader also compares the trainer's headers after its last piece. So the bytes
+      of a parent belong to the version.
+    - Only ranks of this push have the token that the servers want.
+    """
+
+    def __init__(self, shards: Sequence[Shard], transfer: Transfer, *, rank: int):
+        """Allocate the slots for the ``shards`` of trainer rank ``rank``, and listen."""
+        super().__init__(shards, transfer, rank=rank)
+        self._rank = rank
+        self._acknowledgements = [0] * self._readers
+        answers: dict[str, Callable[..., Any]] = {
+            "header": self._rows,
+            "acknowledge": self._note,
+            "parent": self._parent,
+        }
+        self._server = Server(answers)
+        self.address = self._server.address
+        self._tree = RelayTree(transfer.fan_out, self.address.host)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Number of bytes of weights that this rank has sent."""
+        return self._server.bytes_sent
+
+    def excuse(self, generator: int) -> None:
+        super().excuse(generator)
+        for rank in range(self._ranks):
+            self._tree.forget(generator * self._ranks + rank)
+
+    def close(self) -> None:
+        super().close()
+        self._server.close()
+
+    async def _acknowledged(self) -> list[int]:
+        return self._acknowledgements
+
+    async def _put_header(self, slot: int) -> None:
+        if is_whole(row := self._rows()[slot]):
+            self._server.offer(slot, self._shelf(slot, row[0]))
+        else:
+            await asyncio.to_thread(self._server.withdraw, slot)
+
+    def _shelf(self, slot: int, sequence: int) -> Shelf:
+        memory: dict[Buffer, memoryview] = {}
+        codes = zip(self._deltas[slot], self._delta_sizes(slot), strict=True)
+        for blob, (whole, (code, size)) in enumerate(zip(self._slots[slot], codes, strict=True)):
+            memory[Buffer(self._rank, sequence, blob, False)] = _bytes(whole)
+            if size:
+                memory[Buffer(self._rank, sequence, blob, True)] = _bytes(code)[:size]
+        shelf = Shelf(memory)
+        shelf.arrive(shelf.pieces)
+        return shelf
+
+    def _rows(self) -> list[list[int]]:
+        return self._header.tolist()
+
+    def _note(self, reader: int, sequence: int) -> None:
+        self._acknowledgements[reader] = sequence
+
+    def _parent(self, reader: int, sequence: int, address: list[Any]) -> Address | None:
+        return self._tree.place(reader, reader % self._ranks, sequence, Address(*address))
+
+
+class TcpSubscriber(PackedSubscriber):
+    """Subscriber that reads from a parent or from the trainer, and serves others: see
+    TcpPublisher.
+    """
+
+    _addresses: Sequence[Address]
+
+    def __init__(self, *args: Any, **options: Any):
+        """Accept the arguments of PackedSubscriber."""
+        self._server = Server({})
+        super().__init__(*args, **options)
+
+    def _make_staging(self) -> None:
+        self._server.withdraw(_OWN)
+        super()._make_staging()
+
+    def close(self) -> None:
+        self._server.close()
+        super().close()
+
+    async def _headers(self) -> list[torch.Tensor]:
+        ranks = range(len(self._addresses))
+        rows = [asyncio.to_thread(self._ask, rank, "header") for rank in ranks]
+        return [torch.tensor(each) for each in await asyncio.gather(*rows)]
+
+    async def _acknowledge(self, sequences: list[int]) -> None:
+        words = [
+            asyncio.to_thread(self._ask, rank, "acknowledge", self._reader, sequence)
+            for rank, sequence in enumerate(sequences)
+        ]
+        await asyncio.gather(*words)
+
+    async def _read(self, reads: list[Read]) -> None:
+        if not reads:
+            return
+        await asyncio.to_thread(self._server.withdraw, _OWN)
+        fetch = Fetch(_shelf_of(reads))
+        self._server.offer(_OWN, fetch.shelf)
+        try:
+            await asyncio.to_thread(self._receive, fetch, reads)
+        finally:
+            fetch.stop()
+
+    def _receive(self, fetch: Fetch, reads: list[Read]) -> None:
+        left = sorted(fetch.shelf.pieces, key=lambda piece: (piece.start, piece.buffer))
+        with ThreadPoolExecutor(MAX_STREAMS) as pool:
+            parent = self._ask(
+                reads[0].source, "parent", self._reader, reads[0].sequence, self._server.address
+            )
+            if parent:
+                parts = [left[first::STREAMS] for first in range(STREAMS)]
+                answers = pool.map(
+                    lambda part: fetch.receive(Address(*parent), part, STALL_S), parts
+                )
+                left = [piece for missing, _ in answers for piece in missing]
+            left.sort(key=lambda piece: piece.buffer)
+            jobs = [
+                (source, part[first::STREAMS])
+                for source, pieces in groupby(left, lambda piece: piece.buffer.source)
+                for part in [list(pieces)]
+                for first in range(STREAMS)
+            ]
+            list(pool.map(lambda job: self._from_trainer(fetch, *job), jobs))
+
+    def _from_trainer(self, fetch: Fetch, source: int, pieces: list[Piece]) -> None:
+        missing, why = fetch.receive(self._addresses[source], pieces)
+        if not missing:
+            return
+        sequences = [row[0] for row in self._ask(source, "header")]
+        if missing[0].buffer.sequence not in sequences:
+            raise VersionGone(f"trainer rank {source} overwrote the version during the fetch")
+        raise TransferFailed(f"a stream from {self._name(source)} ended: {why}")
+
+    def _ask(self, rank: int, kind: str, *arguments: Any) -> Any:
+        try:
+            return ask(self._addresses[rank], kind, *arguments)
+        except OSError as error:
+            raise TransferFailed(f"{self._name(rank)} cannot be reached: {error}") from None
+
+    def _name(self, rank: int) -> str:
+        address = self._addresses[rank]
+        return f"trainer rank {rank} at {address.host}:{address.port}"
+
+
+def _shelf_of(reads: list[Read]) -> Shelf:
+    memory: dict[Buffer, memoryview] = {}
+    for read in reads:
+        buffer = Buffer(read.source, read.sequence, read.blob, bool(read.delta))
+        memory[buffer] = _bytes(read.into)[: read.delta or None]
+    return Shelf(memory)
+
+
+def _bytes(memory: torch.Tensor) -> memoryview:
+    return memory.view(torch.uint8).numpy().data

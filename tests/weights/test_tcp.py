@@ -1,0 +1,295 @@
+"""Push over TCP: readers serve each other, and what arrives is exact whatever happens to them."""
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+from monarch.actor import ActorError
+
+from rl.weights import streams
+from rl.weights.relays import RelayTree
+from rl.weights.streams import Address, Buffer, Server, Shelf, ask
+from rl.weights.tcp import TcpPublisher, TcpSubscriber
+from rl.weights.transport import VersionGone
+from tests.weights.network import (
+    RANKS,
+    change,
+    copied,
+    initial,
+    live_parts,
+    same,
+    trainer_parts,
+    transfer,
+)
+from tests.weights.ranks import call, check_a_killed_reader, check_pushes
+from tests.weights.relay_reader import PIECE_BYTES
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(streams, "PIECE_BYTES", PIECE_BYTES)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Return a function that opens publishers and, by generator, subscribers on hosts."""
+    with ExitStack() as ends:
+
+        def make(weights, hosts, **options):
+            moved = transfer(**{"generators": len(hosts), **options})
+            publishers = [
+                TcpPublisher(trainer_parts(weights, rank), moved, rank=rank)
+                for rank in range(RANKS)
+            ]
+            addresses = [publisher.address for publisher in publishers]
+            generators = []
+            for number, host in enumerate(hosts):
+                monkeypatch.setenv(streams.HOST, f"127.0.0.{host}")
+                generators.append(
+                    [
+                        TcpSubscriber(
+                            addresses, live_parts(rank), moved, rank=rank, generator=number
+                        )
+                        for rank in range(RANKS)
+                    ]
+                )
+            monkeypatch.delenv(streams.HOST, raising=False)
+            for end in (*publishers, *(each for ranks in generators for each in ranks)):
+                ends.callback(end.close)
+            return publishers, generators
+
+        yield make
+
+
+def run(work) -> None:
+    asyncio.run(asyncio.wait_for(work(), WAIT_S))
+
+
+async def publish(publishers, version) -> int:
+    """Return the bytes that a generator reads."""
+    return sum([(await publisher.publish(version)).bytes_sent for publisher in publishers])
+
+
+async def pull(generators, version) -> None:
+    await asyncio.gather(*(each.fetch(version) for ranks in generators for each in ranks))
+    for ranks in generators:
+        for subscriber in ranks:
+            subscriber.pull(version)
+
+
+def hold(generators, weights) -> bool:
+    return all(
+        same(subscriber._shards, weights, rank)
+        for ranks in generators
+        for rank, subscriber in enumerate(ranks)
+    )
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_bytes_out_of_the_trainer_do_not_depend_on_the_number_of_generators(opened, delta):
+    async def work():
+        for hosts in ([2], [2, 3, 4, 5], [2, 2, 3, 3]):
+            weights = initial()
+            publishers, generators = opened(weights, hosts, delta=delta)
+            expected = 0
+            for version in range(3):
+                expected += await publish(publishers, version)
+                await pull(generators, version)
+                assert hold(generators, weights)
+                change(weights, 0.01, seed=version)
+            assert sum(publisher.bytes_sent for publisher in publishers) == expected
+
+    run(work)
+
+
+def test_with_a_fan_out_the_trainer_sends_to_as_many_hosts(opened):
+    async def work():
+        weights = initial()
+        publishers, generators = opened(weights, [2, 3, 4, 5], fan_out=3)
+        size = await publish(publishers, 0)
+        await pull(generators, 0)
+        assert hold(generators, weights)
+        assert sum(publisher.bytes_sent for publisher in publishers) == 3 * size
+
+    run(work)
+
+
+def test_a_reader_of_an_older_version_is_not_served_a_newer_one(opened):
+    async def work():
+        weights = initial()
+        publishers, (first, second) = opened(weights, [2, 3], patience=0.0)
+        older = copied(weights)
+        await publish(publishers, 0)
+        for subscriber in (*first, *second):
+            subscriber._patience = WAIT_S
+        await pull([first], 0)
+        change(weights, 1.0, seed=0)
+        await publish(publishers, 1)
+        await pull([first], 1)
+        await pull([second], 0)  # its parent has the newer version
+        assert hold([first], weights)
+        assert hold([second], older)
+        await publish(publishers, 2)
+        with pytest.raises(VersionGone, match="trainer rank 0 holds 1 and 2"):
+            await second[0].fetch(0)
+
+    run(work)
+
+
+def half_served(publisher) -> Shelf:
+    """Have a publisher serve half of its only push; return the shelf, which lacks the rest."""
+    ((slot, whole),) = publisher._server._shelves.items()
+    half = Shelf(whole._memory)
+    half.arrive(half.pieces[::2])
+    publisher._server.offer(slot, half)
+    return half
+
+
+def test_a_version_that_is_overwritten_during_a_fetch_is_gone(opened):
+    async def work():
+        publishers, ((subscriber, _),) = opened(initial(), [2], patience=0.0)
+        subscriber._patience = WAIT_S
+        await publish(publishers, 0)
+        for publisher in publishers:
+            half_served(publisher)
+        fetching = asyncio.create_task(subscriber.fetch(0))
+        while not (shelves := subscriber._server._shelves) or not shelves[0]._arrived:
+            await asyncio.sleep(0.01)
+        await publish(publishers, 1)
+        await publish(publishers, 2)
+        with pytest.raises(VersionGone, match="overwrote the version"):
+            await fetching
+
+    run(work)
+
+
+@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
+def test_readers_after_one_that_ends_or_hangs_get_the_whole_version(opened, fate):
+    async def work():
+        weights = initial()
+        publishers, _ = opened(weights, [], generators=3)
+        whole = await publish(publishers, 0)
+        shelves = [half_served(publisher) for publisher in publishers]
+        half = sum(
+            (piece.stop - piece.start) * len(publisher.blobs[piece.buffer.blob].readers)
+            for publisher, shelf in zip(publishers, shelves, strict=True)
+            for piece in shelf.pieces[::2]
+        )
+        addresses = [publisher.address for publisher in publishers]
+        readers = []
+        try:
+            for number in range(3):
+                readers.append(await start_reader(addresses, number, weights))
+                while await line(readers[-1]) != f"got {half}":
+                    pass
+            readers[0].send_signal(fate)
+            for shelf in shelves:
+                shelf.arrive(shelf.pieces[1::2])
+            for reader in readers[1:]:
+                while (said := await line(reader)).startswith("got"):
+                    pass
+                assert said == "exact True"
+        finally:
+            for reader in readers:
+                if reader.returncode is None:
+                    reader.kill()
+                await reader.wait()
+        assert sum(publisher.bytes_sent for publisher in publishers) <= 2 * whole - half
+
+    run(work)
+
+
+async def start_reader(addresses, number, weights):
+    """Start the process of a generator on a host of its own."""
+    reader = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.weights.relay_reader"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, streams.HOST: f"127.0.0.{number + 2}"},
+    )
+    inputs = (transfer(generators=3, patience=WAIT_S), addresses, number, weights)
+    reader.stdin.write(pickle.dumps(inputs))
+    reader.stdin.write_eof()
+    return reader
+
+
+async def line(reader) -> str:
+    return (await reader.stdout.readline()).decode().strip()
+
+
+def test_memory_is_not_sent_after_it_was_withdrawn():
+    memory = torch.zeros(64 << 20, dtype=torch.uint8)
+    buffer = Buffer(0, 2, 0, False)
+    shelf = Shelf({buffer: memoryview(memory.numpy())})
+    shelf.arrive(shelf.pieces)
+    here, there = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool, here, there:
+        sending = pool.submit(shelf.send, here, shelf.pieces)
+        while not shelf._sending:
+            time.sleep(0.001)
+        shelf.withdraw()
+        memory.fill_(255)
+        assert isinstance(sending.exception(WAIT_S), OSError)
+        received = bytearray(len(memory))
+        size = 0
+        while count := there.recv_into(memoryview(received)[size:]):
+            size += count
+    assert size < len(memory)
+    assert b"\xff" not in received[16:size]
+
+
+def test_a_server_answers_only_requests_with_its_token():
+    server = Server({"double": lambda number: 2 * number})
+    try:
+        assert ask(server.address, "double", 4) == 8
+        with pytest.raises(ConnectionResetError):
+            ask(server.address._replace(token="0" * 32), "double", 4)
+    finally:
+        server.close()
+
+
+def test_each_host_reads_once_from_another_host():
+    def placed(fan_out, hosts):
+        tree = RelayTree(fan_out, "t")
+        parents = []
+        for reader, host in enumerate(hosts):
+            parent = tree.place(reader, 0, 2, Address(host, reader, ""))
+            parents.append(None if parent is None else parent.port)
+        return tree, parents
+
+    assert placed(1, "abcd")[1] == [None, 0, 1, 2]
+    assert placed(1, "aabbab")[1] == [None, 0, 0, 2, 1, 3]
+    assert placed(1, "tata")[1] == [None, None, 0, 1]
+    assert placed(2, "abcdef")[1] == [None, None, 0, 0, 1, 1]
+    assert placed(9, "abcd")[1] == [None] * 4
+    tree, _ = placed(1, "abc")
+    assert tree.place(0, 0, 2, Address("a", 0, "")) is None  # it was started again
+    assert tree.place(3, 0, 2, Address("d", 3, "")).port == 2
+    assert tree.place(4, 0, 4, Address("d", 4, "")) is None  # another push
+    tree.forget(0)
+    assert tree.place(5, 0, 2, Address("e", 5, "")) is None
+
+
+def test_every_version_arrives_bit_for_bit(with_procs):
+    with_procs(lambda spawn: check_pushes(spawn("trainer"), spawn("generator"), "tcp", range(5)))
+
+
+def test_a_killed_reader_does_not_block_and_its_successor_fetches_whole_blobs(with_procs):
+    async def work(spawn):
+        publishers, readers = await check_a_killed_reader(spawn, "tcp")
+        await call(publishers.close)
+        with pytest.raises(ActorError, match=r"trainer rank [01] at .* cannot be reached"):
+            await call(readers.pull, 5)
+
+    with_procs(work)

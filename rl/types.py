@@ -362,5 +362,4 @@ class Batch:
 
 def _runs(mask: np.ndarray) -> list[int]:
     """Return the length of each run of True in ``mask``, bool [T]."""
-    edges = np.diff(np.concatenate([[0], mask.astype(np.int8), [0]]))
-    return (np.flatnonzero(edges < 0) - np.flatnonzero(edges > 0)).tolist()
+    return [len(run) for run in mask.tobytes().split(b"\0") if run]

@@ -19,6 +19,7 @@ import asyncio
 import gc
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -48,6 +49,7 @@ SHORT_RUNS = 8  # on each side of a long one
 # rollouts in a checkpoint, tokens of each
 SAVED = 1_024
 SAVED_TOKENS = 3_072
+VOCABULARY = 150_000
 
 
 def configured(pipeline: str, bound: int, rollouts: int) -> RLConfig:
@@ -133,9 +135,10 @@ def measure(pipeline: str, bound: int, *, repeats: int, long: int) -> dict[str, 
 
 
 def fill(loop: RLTrainer, tokens: int) -> None:
-    """Put ``SAVED`` finished rollouts of ``tokens`` tokens into the ledger. No two rollouts share
-    a list, like rollouts from messages.
+    """Put ``SAVED`` finished rollouts of ``tokens`` random tokens into the ledger. No two rollouts
+    share a list, like rollouts from messages.
     """
+    draw = random.Random(0)
     ledger = loop.ledger
     samples = SAVED // (2 * loop.arguments.rollout.prompts_per_step)
     while ledger.admits(0):
@@ -147,8 +150,8 @@ def fill(loop: RLTrainer, tokens: int) -> None:
             Rollout.single_turn(
                 prompt,
                 Completion(
-                    tokens=[*range(1000, 1000 + tokens)],
-                    logprobs=[-place / 7 for place in range(tokens)],
+                    tokens=draw.choices(range(VOCABULARY), k=tokens),
+                    logprobs=[-draw.random() for _ in range(tokens)],
                     versions=[0] * tokens,
                     finish_reason="length",
                 ),

@@ -25,7 +25,7 @@ PERFORMANCE = """
     generator.replicas generator.nodes generator.tensor_parallel_degree generator.expert_parallel
     generator.max_* generator.kv_cache_gib generator.gpu_memory_utilization generator.enforce_eager
     generator.block_size generator.prefix_caching weights.transport weights.delta
-    hardware* slurm* kubernetes* colocate record.digests
+    weights.fan_out hardware* slurm* kubernetes* colocate record.digests
     roles.teacher.model.attention roles.teacher.model.max_seq_len
 """
 COSMETIC = """

@@ -143,7 +143,7 @@ class GeneratorPool:
     async def _work(self, mesh: GeneratorMesh) -> ActorFailure:
         """Have the generator join if it has not; wait for its failure and return it."""
         try:
-            if mesh not in self.router.replicas:
+            if mesh not in self.router:
                 async with self.router.resident():
                     await self._start(mesh)
                 await self.push.join(mesh)

@@ -1,9 +1,11 @@
 """Router: sends requests to generators."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
 
 from rl.actors.generator import GeneratorMesh
 from rl.errors import RankLost
@@ -23,6 +25,8 @@ class _Place:
     replica: GeneratorMesh
     load: int = 0
     """Requests in flight."""
+    turn: int = 0
+    """Grows each time that the place is chosen; no two places have the same."""
 
 
 class Router:
@@ -39,14 +43,19 @@ class Router:
         self.resident = resident
         self._watch = watch or Stopwatch()
         self._places: dict[GeneratorMesh, _Place] = {}
-        self._homes: dict[object, GeneratorMesh] = {}
+        # By load and turn, so that a choice does not look at every place. A place that changes gets
+        # a new entry; its old entries are skipped.
+        self._heap: list[tuple[int, int, int, _Place]] = []
+        self._count = count()
+        self._homes: OrderedDict[object, GeneratorMesh] = OrderedDict()
         self._changed = Signal()
         self.served: Counter[GeneratorMesh] = Counter()
         """Number of completions of each generator, since the caller last removed its entry."""
 
     def join(self, replica: GeneratorMesh) -> None:
         """Start to send requests to ``replica``."""
-        self._places[replica] = _Place(replica)
+        self._places[replica] = _Place(replica, turn=next(self._count))
+        self._sort(self._places[replica])
         self._changed.notify()
 
     def leave(self, replica: GeneratorMesh) -> None:
@@ -63,6 +72,10 @@ class Router:
         """Generators that get requests."""
         return list(self._places)
 
+    def __contains__(self, replica: GeneratorMesh) -> bool:
+        """Return whether ``replica`` gets requests."""
+        return replica in self._places
+
     async def generate(
         self, requests: list[GenerationRequest], *, affinity: object = None, alone: bool = False
     ) -> list[Completion]:
@@ -73,11 +86,10 @@ class Router:
         affects how sums are rounded, and sometimes which token is drawn.
         """
         while True:
-            await self._changed.until(
-                lambda: any(not (alone and place.load) for place in self._places.values())
-            )
+            await self._changed.until(lambda: self._has_room(alone))
             place = self._choose(affinity)
             place.load += len(requests)
+            self._sort(place)
             try:
                 async with self.resident():
                     with self._watch.span("generate", place.replica.name):
@@ -89,6 +101,7 @@ class Router:
                     self.leave(place.replica)
             finally:
                 place.load -= len(requests)
+                self._sort(place)
                 self._changed.notify()
 
     def _choose(self, affinity: object) -> _Place:
@@ -97,10 +110,38 @@ class Router:
         Among equally loaded places, return the least recently chosen one.
         """
         home = self._places.get(self._homes.pop(affinity)) if affinity in self._homes else None
-        place = home or min(self._places.values(), key=lambda each: each.load)
-        self._places[place.replica] = self._places.pop(place.replica)  # to the end
+        place = home or self._least_loaded()
+        assert place is not None, "requests wait for a generator"
+        place.turn = next(self._count)
         if affinity is not None:
             self._homes[affinity] = place.replica
             if len(self._homes) > AFFINITIES:
-                del self._homes[next(iter(self._homes))]
+                self._homes.popitem(last=False)
         return place
+
+    def _has_room(self, alone: bool) -> bool:
+        """Whether a generator can be asked now: an idle one with ``alone``."""
+        place = self._least_loaded()
+        return place is not None and not (alone and place.load)
+
+    def _least_loaded(self) -> _Place | None:
+        """Return the least loaded place, the least recently chosen one of equals."""
+        while self._heap:
+            load, turn, _, place = self._heap[0]
+            if self._places.get(place.replica) is place and (load, turn) == (
+                place.load,
+                place.turn,
+            ):
+                return place
+            heappop(self._heap)
+        return None
+
+    def _sort(self, place: _Place) -> None:
+        """Give ``place`` an entry for its load and turn."""
+        heappush(self._heap, self._entry(place))
+        if len(self._heap) > 4 * len(self._places) + 64:  # most entries are old
+            self._heap = [self._entry(each) for each in self._places.values()]
+            heapify(self._heap)
+
+    def _entry(self, place: _Place) -> tuple[int, int, int, _Place]:
+        return place.load, place.turn, next(self._count), place

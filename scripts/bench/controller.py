@@ -10,8 +10,12 @@ that other load on the machine affects both. Costs are CPU time from the first r
 the last step; ratios are medians over the repeats. "memory" is resident memory after the long run
 over that after a tenth of it.
 
+"cost_growth_generators" is the cost of a rollout with a thousand generators over that with four.
+Both runs have the same steps, of a thousand prompts with 8 completions each. A step includes a push
+from 64 trainer ranks to every generator.
+
 "checkpoint_pause_s" is the longest pause of the event loop in all repeats while a checkpoint is
-written, with 1,024 rollouts of 3,072 tokens in the ledger and eight ranks that get a message.
+written, with 1,024 rollouts of 3,072 tokens in the ledger and 64 ranks that get a message.
 """
 
 import argparse
@@ -50,6 +54,11 @@ SHORT_RUNS = 8  # on each side of a long one
 SAVED = 1_024
 SAVED_TOKENS = 3_072
 VOCABULARY = 150_000
+# generators, and prompts and steps of runs with either number of them
+FEW = 4
+MANY = 1_000
+CROWD_PROMPTS = 1_000
+CROWD_STEPS = 6
 
 
 def configured(pipeline: str, bound: int, rollouts: int) -> RLConfig:
@@ -65,6 +74,16 @@ def configured(pipeline: str, bound: int, rollouts: int) -> RLConfig:
     config.trainer.checkpoint.enable = False
     config.evaluation.prompts = 0
     config.weights.transport = "shared_memory"
+    return config
+
+
+def crowded(pipeline: str, generators: int) -> RLConfig:
+    """Return the config of a run with large steps and ``generators`` generators."""
+    config = configured(pipeline, 2, SHORT)
+    config.generator.replicas = generators
+    config.hardware.host_memory_gib = 1e6
+    config.rollout.prompts_per_step = CROWD_PROMPTS
+    config.steps = CROWD_STEPS
     return config
 
 
@@ -131,6 +150,24 @@ def measure(pipeline: str, bound: int, *, repeats: int, long: int) -> dict[str, 
         "cpu_us_per_rollout": statistics.median(cpu for _, cpu, _ in times),
         "cost_growth": statistics.median(growths),
         "memory_growth": statistics.median(memory),
+    }
+
+
+def measure_generators(pipeline: str, *, repeats: int, many: int) -> dict[str, Any]:
+    """Measure a rollout with few and with ``many`` generators, by turns."""
+    few_config = crowded(pipeline, FEW)
+    many_config = crowded(pipeline, many)
+    few = []
+    more = []
+    for _ in range(repeats):
+        few.append(costs(few_config, run(few_config)[0])[0])
+        more.append(costs(many_config, run(many_config)[0])[0])
+    return {
+        "pipeline": pipeline,
+        "generators": many,
+        "cpu_us_per_rollout_few": 1e6 * statistics.median(few),
+        "cpu_us_per_rollout": 1e6 * statistics.median(more),
+        "cost_growth": statistics.median(b / a for a, b in zip(few, more, strict=True)),
     }
 
 
@@ -240,6 +277,16 @@ def main() -> None:
             measure(*case, repeats=options.repeats, long=2 * SHORT if options.tiny else LONG)
         )
         show(rows[-1])
+    crowds = []
+    for pipeline in options.pipelines:
+        many = 2 * FEW if options.tiny else MANY
+        crowd = measure_generators(pipeline, repeats=options.repeats, many=many)
+        print(
+            f"{pipeline:13} {many} generators: {crowd['cpu_us_per_rollout']:5.1f} us of CPU each, "
+            f"{crowd['cost_growth']:.2f} x that with {FEW}",
+            flush=True,
+        )
+        crowds.append(crowd)
     saving = checkpoint(repeats=options.repeats, tokens=32 if options.tiny else SAVED_TOKENS)
     print(
         f"checkpoint: the event loop stands still for {saving['checkpoint_pause_s']:.3f} s at most "
@@ -250,9 +297,11 @@ def main() -> None:
     result = {
         "rollouts_per_s": min(row["rollouts_per_s"] for row in rows),
         "cost_growth": max(row["cost_growth"] for row in rows),
+        "cost_growth_generators": max(row["cost_growth"] for row in crowds),
         "memory_growth": max(row["memory_growth"] for row in rows),
         **saving,
         "pipelines": rows,
+        "generators": crowds,
     }
     if options.json:
         print(json.dumps(result))

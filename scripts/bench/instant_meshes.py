@@ -19,7 +19,7 @@ from rl.weights.transport import Sent
 
 LAYOUT = (Region("w", (1,), Box.whole((1,))),)
 TOKENS = 32  # tokens of a completion
-RANKS = 8  # ranks of the trainer that take part in a checkpoint
+RANKS = 64  # ranks of the trainer
 
 
 @dataclass(slots=True)
@@ -64,10 +64,10 @@ class Trainer(Mesh):
         self.version = 0
 
     async def layouts(self) -> list[Any]:
-        return [("here", LAYOUT)]
+        return [("here", LAYOUT)] * RANKS
 
     async def open_publishers(self, transfer: Any) -> list[Any]:
-        return ["address"]
+        return ["address"] * RANKS
 
     async def push_weights(self) -> tuple[int, Sent]:
         await asyncio.sleep(0)

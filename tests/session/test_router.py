@@ -1,6 +1,8 @@
 """Requests go to the least loaded generator, and to another if it is lost."""
 
 import asyncio
+import random
+from collections import Counter
 
 import pytest
 
@@ -200,3 +202,48 @@ def test_drain_waits_and_sends_no_more_requests():
         await asyncio.wait_for(draining, 1)
 
     play(scenario)
+
+
+def test_choice_is_that_of_a_scan_of_all_generators():
+    """Loads change, and generators leave and join."""
+
+    async def scenario():
+        router = Router()
+        draw = random.Random(0)
+        replicas = [Replica(str(number)) for number in range(7)]
+        order = []  # of the generators that get requests, the least recently chosen one first
+        load = Counter()
+        joined = {}
+        calls = []
+        for step in range(600):
+            left = [each for each in replicas if each not in router]
+            if left and (len(left) == 7 or draw.random() < 0.2):
+                order.append(draw.choice(left))
+                router.join(order[-1])
+                load[order[-1]] = 0
+                joined[order[-1]] = step
+            elif len(order) > 1 and draw.random() < 0.05:
+                leaving = order.pop(draw.randrange(len(order)))
+                router.leave(leaving)
+            if calls and draw.random() < 0.4:
+                call, place, size, time, answer = calls.pop(draw.randrange(len(calls)))
+                answer.set_result(None)
+                await call
+                if joined[place] == time:
+                    load[place] -= size
+            size = draw.randint(0, 3)
+            expected = min(order, key=lambda each: load[each])
+            names = [f"{step}/{number}" for number in range(size)]
+            call = asyncio.ensure_future(router.generate(requests(*names)))
+            await asyncio.sleep(0)
+            assert expected.asked[-1] == names
+            answer = expected._answers[-1]
+            order.remove(expected)
+            order.append(expected)
+            load[expected] += size
+            calls.append((call, expected, size, joined[expected], answer))
+        assert len(router._heap) <= 4 * len(replicas) + 64 + 1
+        for call, *_ in calls:
+            call.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))

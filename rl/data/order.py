@@ -1,6 +1,8 @@
 """The order of examples: a function of seed and epoch, so a resumed run needs no saved state."""
 
 import random
+from array import array
+from collections.abc import Sequence
 from functools import lru_cache
 
 
@@ -14,12 +16,12 @@ def epoch_index(seed: int, number: int, size: int) -> int:
 
 
 @lru_cache(maxsize=16)  # a mixture asks its tasks alternately
-def epoch_order(seed: int, epoch: int, size: int) -> tuple[int, ...]:
+def epoch_order(seed: int, epoch: int, size: int) -> Sequence[int]:
     """Return the order of ``size`` examples in an epoch, from 0: the index of each."""
-    order = list(range(size))
+    order = array("I", range(size))
     # A string seed is hashed by its bytes, so the order is the same in every process.
     random.Random(f"epoch order/{seed}/{epoch}").shuffle(order)
-    return tuple(order)
+    return order
 
 
 def step_indices(seed: int, step: int, batch_size: int, size: int) -> list[int]:

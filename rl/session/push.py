@@ -90,6 +90,7 @@ class WeightPush:
         """
         self._numbers = {generator: number for number, generator in enumerate(generators)}
         self._removed = []
+        self._checks.forget()
         self.state.restart(self.trainer.version)
         plan = await self._open()
         await self._publish()

@@ -24,6 +24,9 @@ class PushChecks:
     - ``weights.canary_tolerance``: compare log-probs of a few tokens after a fixed prompt, the
       canary. They also differ if the weights are right but the generator has cached keys of older
       weights, or another kernel.
+
+    The trainer computes its side once for a version, and again only for generators with another
+    dtype or with other tokens after the canary.
     """
 
     def __init__(self, config: SessionConfig, trainer: TrainerMesh, residency: Residency):
@@ -46,6 +49,12 @@ class PushChecks:
             seed=0,
             sampling=Sampling(max_tokens=min(TOKENS, longest - 1)),
         )
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the trainer's side: its weights may have changed without a new version."""
+        self._scored: tuple[tuple[int, list[int]], torch.Tensor] | None = None
+        self._digested: tuple[tuple[int, torch.dtype], dict[str, str]] | None = None
 
     @property
     def are_on(self) -> bool:
@@ -74,7 +83,7 @@ class PushChecks:
             await self._compare_digests(generator, version)
         if answer is None:
             return
-        difference = await self._difference(answer)
+        difference = await self._difference(answer, version)
         metrics["push/canary"] = max(difference, metrics.get("push/canary", 0.0))
         if not difference <= self._tolerance:
             await self._compare_digests(generator, version)
@@ -85,45 +94,66 @@ class PushChecks:
                 "another kernel makes the difference"
             )
 
-    async def _difference(self, answer: Completion) -> float:
+    async def _difference(self, answer: Completion, version: int) -> float:
+        key = (version, answer.tokens)
+        if self._scored is None or self._scored[0] != key:
+            self._scored = (key, await self._trained_logprobs(answer.tokens))
+        return float((self._scored[1] - torch.tensor(answer.logprobs)).abs().max())
+
+    async def _trained_logprobs(self, answer: list[int]) -> torch.Tensor:
+        """Return the trainer's log-probs of ``answer`` after the canary's prompt."""
         prompt = self._canary.prompt_tokens
-        tokens = torch.tensor(prompt + answer.tokens)
+        tokens = torch.tensor(prompt + answer)
         lengths = torch.tensor([len(tokens)])
         batch = Batch(tokens=tokens, lengths=lengths, loss_weights=torch.ones(len(tokens)))
         temperature = self._canary.sampling.temperature
         async with self._residency.of("trainer", "model"):
             scored = await self._trainer.forward(batch, temperature=temperature)
-        trained = scored["logprobs"][len(prompt) :]
-        return float((trained - torch.tensor(answer.logprobs)).abs().max())
+        return scored["logprobs"][len(prompt) :]
 
     async def _compare_digests(self, generator: GeneratorMesh, version: int) -> None:
         owner = f"push of policy version {version}: "
-        both = await digests_of_both(self._trainer, generator, self._residency, owner, version)
-        if wrong := differing(*both):
+        key = (version, generator.dtype)
+        if self._digested is None or self._digested[0] != key:
+            digests = await trainer_digests(self._trainer, generator.dtype, self._residency, owner)
+            self._digested = (key, digests)
+        sources = self._digested[1]
+        wanted = await generator_digests(generator, self._residency, owner, version)
+        if wanted and (wrong := differing(sources, wanted)):
             raise RunError(
-                f"{owner}{len(wrong)} of {len(both[0])} parameters of {generator.name} differ from "
+                f"{owner}{len(wrong)} of {len(sources)} parameters of {generator.name} differ from "
                 f"the trainer's; the first is {wrong[0]}"
             )
 
 
-async def digests_of_both(
-    trainer: TrainerMesh, generator: GeneratorMesh, residency: Residency, owner: str, version: int
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the digests of the trainer's parameters and of the generator's, in the generator's
-    type; empty if the generator was started again and lost ``version``.
+async def trainer_digests(
+    trainer: TrainerMesh, dtype: torch.dtype, residency: Residency, owner: str = ""
+) -> dict[str, str]:
+    """Return the digests of the trainer's parameters in ``dtype``.
 
     Raises RunError that begins with ``owner`` if ranks differ in a part that both have.
     """
     async with residency.of("trainer", "model"):
-        sources = await trainer.weight_digests(generator.dtype)
+        digests = await trainer.weight_digests(dtype)
+    return _merged(digests, f"{owner}trainer")
+
+
+async def generator_digests(
+    generator: GeneratorMesh, residency: Residency, owner: str, version: int
+) -> dict[str, str]:
+    """Return the digests of a generator's parameters; empty if the generator was started again and
+    lost ``version``.
+
+    Raises RunError that begins with ``owner`` if ranks differ in a part that both have.
+    """
     async with residency.of("generator", "model"):
         if generator.version != version:  # it was started again
-            return {}, {}
+            return {}
         try:
-            wanted = await generator.weight_digests()
+            digests = await generator.weight_digests()
         except RankLost:  # its pool starts it again
-            return {}, {}
-    return _merged(sources, f"{owner}trainer"), _merged(wanted, f"{owner}{generator.name}")
+            return {}
+    return _merged(digests, f"{owner}{generator.name}")
 
 
 def _merged(digests: list[ShardDigests], owner: str) -> dict[str, str]:

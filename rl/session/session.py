@@ -26,7 +26,7 @@ from rl.session.meshes import Meshes, ensure_running
 from rl.session.models import Models
 from rl.session.pool import GeneratorPool
 from rl.session.push import WeightPush
-from rl.session.push_checks import digests_of_both
+from rl.session.push_checks import generator_digests, trainer_digests
 from rl.session.router import Router
 from rl.tasks.base import Task
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
@@ -294,9 +294,9 @@ class Session(Models):
         """
         self._require_generators()
         generator = self.pool.meshes[0]
-        return differing(
-            *await digests_of_both(self.trainer, generator, self._residency, "", self.version)
-        )
+        trained = await trainer_digests(self.trainer, generator.dtype, self._residency)
+        loaded = await generator_digests(generator, self._residency, "", self.version)
+        return differing(trained, loaded) if loaded else []
 
     # The push, in three verbs and all at once.
 

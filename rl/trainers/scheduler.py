@@ -143,7 +143,8 @@ class RolloutScheduler:
         self._resampled = 0
         while missing := self._size - len(done):
             prompt_ids = [ledger.admit(self._held) for _ in range(missing)]
-            shares = [prompt_ids[share :: self._replicas] for share in range(self._replicas)]
+            count = min(self._replicas, missing)
+            shares = [prompt_ids[share::count] for share in range(count)]
             # A share that fails ends the others, since a new attempt asks them again.
             async with background() as work:
                 answers = [work.create_task(self._sample(share, alone)) for share in shares]

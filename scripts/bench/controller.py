@@ -25,6 +25,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from functools import partial
@@ -37,6 +38,7 @@ from instant_meshes import TOKENS, Generator, Marks, Rewards, Trainer
 
 from rl.cli import find_config
 from rl.config import RLConfig
+from rl.data.order import epoch_order
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.session.session import Session
@@ -54,6 +56,7 @@ SHORT_RUNS = 8  # on each side of a long one
 SAVED = 1_024
 SAVED_TOKENS = 3_072
 VOCABULARY = 150_000
+PROMPTS = 1_000_000
 # generators, and prompts and steps of runs with either number of them
 FEW = 4
 MANY = 1_000
@@ -204,6 +207,15 @@ def fill(loop: RLTrainer, tokens: int) -> None:
         raise RuntimeError("the ledger does not hold the rollouts to measure")
 
 
+def prompt_order(size: int) -> dict[str, float]:
+    """Measure the order of an epoch of ``size`` prompts, which the event loop computes once."""
+    began = time.perf_counter()
+    order = epoch_order(0, 0, size)
+    seconds = time.perf_counter() - began
+    epoch_order.cache_clear()
+    return {"order_s": seconds, "order_bytes_per_prompt": sys.getsizeof(order) / size}
+
+
 def checkpoint(*, repeats: int, tokens: int) -> dict[str, float]:
     """Measure the cost of a checkpoint to the event loop and to the run."""
     config = configured("asynchronous", 1, SAVED)
@@ -293,6 +305,11 @@ def main() -> None:
         f"of {saving['checkpoint_s']:.2f} s; {saving['checkpoint_bytes'] / 1e6:.1f} MB written "
         f"once, {saving['checkpoint_message_bytes'] / 1e3:.1f} kB sent to a rank"
     )
+    order = prompt_order(2 * SHORT if options.tiny else PROMPTS)
+    print(
+        f"order of an epoch: {order['order_s']:.2f} s, {order['order_bytes_per_prompt']:.1f} bytes "
+        "a prompt"
+    )
     gc.unfreeze()
     result = {
         "rollouts_per_s": min(row["rollouts_per_s"] for row in rows),
@@ -300,6 +317,7 @@ def main() -> None:
         "cost_growth_generators": max(row["cost_growth"] for row in crowds),
         "memory_growth": max(row["memory_growth"] for row in rows),
         **saving,
+        **order,
         "pipelines": rows,
         "generators": crowds,
     }

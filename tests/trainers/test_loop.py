@@ -51,6 +51,30 @@ def test_one_step_stale_each_step_trains_on_what_the_weights_before_sampled(run)
     assert all((row["push/bytes"], row["timing/push_pause"]) == (100, 0.25) for row in rows)
 
 
+def test_a_generator_without_a_share_of_the_prompts_is_not_asked(run):
+    run(steps=2, replicas=3)  # two prompts a step, two samples each
+    sizes = [len(names) for generator in run.generators for names, _ in generator.calls]
+    assert sizes == [2] * 4
+
+
+def test_the_trainer_computes_its_side_of_the_checks_once_for_all_generators(run):
+    digested = []
+
+    def prepare(trainer, *generators):
+        digests_of = trainer.weight_digests
+
+        async def weight_digests(dtype=None):
+            digested.append(trainer.version)
+            return await digests_of(dtype)
+
+        trainer.weight_digests = weight_digests
+
+    log, _ = run(prepare, steps=2, replicas=3, digests=True)
+    assert calls(log, "canary") == ["canary 0"] * 3 + ["canary 1"] * 3 + ["canary 2"] * 3
+    assert calls(log, "forward") == ["forward 0", "forward 1", "forward 2"]
+    assert digested == [0, 1, 2]
+
+
 @pytest.mark.parametrize("checks", [NO_CHECKS, CANARY], ids=["no checks", "canary"])
 def test_one_step_stale_a_pull_slower_than_the_step_changes_no_order(run, checks):
     """The next version is published before the generator holds this one, which it generates with

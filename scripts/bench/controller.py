@@ -16,6 +16,9 @@ from 64 trainer ranks to every generator.
 
 "checkpoint_pause_s" is the longest pause of the event loop in all repeats while a checkpoint is
 written, with 1,024 rollouts of 3,072 tokens in the ledger and 64 ranks that get a message.
+
+"order_s" and "order_bytes_per_prompt" are the time and the memory of the order of an epoch of a
+million prompts. The event loop computes it once per epoch.
 """
 
 import argparse

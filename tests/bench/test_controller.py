@@ -32,7 +32,8 @@ def test_runs_of_both_lengths_are_measured_in_both_pipelines_and_the_last_line_i
     assert [row["pipeline"] for row in result["generators"]] == ["deterministic", "asynchronous"]
     growths = [row["cost_growth"] for row in result["generators"]]
     assert result["cost_growth_generators"] == max(growths) > 0
-    assert len(table) == len(cases) + len(growths) + 1
+    assert len(table) == len(cases) + len(growths) + 2
     assert 0 < result["checkpoint_pause_s"] < result["checkpoint_s"]
     assert result["checkpoint_bytes"] > 0
+    assert 4 <= result["order_bytes_per_prompt"] < 5
     assert 0 < result["checkpoint_message_bytes"] < 1024 * 32 * 16  # rollouts are not sent

@@ -98,7 +98,7 @@ def loop_in(folder: str, config: RLConfig, marks: Marks) -> RLTrainer:
     trainer: Any = Trainer(marks)
     meshes = SimpleNamespace(
         models=lambda: {"trainer": trainer},
-        generator=lambda number: Generator(marks),
+        generator=partial(Generator, marks),
         rewards=lambda task, events: Rewards(),
     )
     run = RunFolder(config, RunRecord(folder), Progress(config.steps, quiet=True))

@@ -116,7 +116,8 @@ class Generator(Mesh):
 
     dtype = torch.float32
 
-    def __init__(self, marks: Marks):
+    def __init__(self, marks: Marks, number: int):
+        self.name = f"generator-{number}"
         self.marks = marks
         self.version = 0
 

@@ -1,3 +1,6 @@
+import sys
+from collections import Counter
+
 import pytest
 
 from rl.observe.events import Events
@@ -109,3 +112,23 @@ def test_work_of_a_rank_belongs_to_the_step_in_which_it_began(clock):
     ]
     assert events[0]["end"] - events[0]["begin"] == pytest.approx(0.5, abs=1e-5)
     assert watch.lap() == {"timing/step": 0.0, "timing/hidden": 0.0}
+
+
+def python_calls_of_a_span(generators: int) -> int:
+    """Return the number of calls that a span makes while each of ``generators`` has one."""
+    watch = Stopwatch()
+    open_spans = [watch.span("pull", f"generator-{number}") for number in range(generators)]
+    for each in open_spans:
+        each.__enter__()
+    calls = Counter()
+    sys.setprofile(lambda frame, event, arg: calls.update([event]))
+    with watch.span("check"):
+        pass
+    sys.setprofile(None)
+    for each in open_spans:
+        each.__exit__(None, None, None)
+    return calls["call"]
+
+
+def test_the_cost_of_a_span_does_not_depend_on_the_number_of_processes():
+    assert python_calls_of_a_span(500) == python_calls_of_a_span(2) > 0

@@ -56,6 +56,9 @@ def _compare(arguments: Sequence[str] | None) -> int:
     layout = {} if own.under is None else degrees_of(own.under, option="--under")
 
     # these import torch, which --help does without
+    from rl.actors import fork_server
+
+    fork_server.start()
     from rl.cli import parse_config
     from rl.config import RLConfig
     from rl.saved_run import require_one_host, require_run

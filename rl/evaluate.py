@@ -69,6 +69,9 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
             overrides += [f"--evaluation.{name}", given]
 
     # these import torch, which --help does without
+    from rl.actors import fork_server
+
+    fork_server.start()
     from rl.config import RLConfig
     from rl.observe.record import finite
     from rl.saved_run import open_run

@@ -39,6 +39,9 @@ def _export(arguments: Sequence[str] | None) -> None:
     own, overrides = parser.parse_known_args(arguments)
 
     # these import torch, which --help does without
+    from rl.actors import fork_server
+
+    fork_server.start()
     from rl.config import RLConfig
     from rl.disk import TemporaryFolder, replace_folder
     from rl.saved_run import open_run, run_session

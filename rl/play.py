@@ -75,6 +75,9 @@ def _play(arguments: list[str]) -> None:
 
 
 def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[str]) -> None:
+    from rl.actors import fork_server
+
+    fork_server.start()
     from rl.config import RLConfig
     from rl.rollout.seeds import derive_seed
     from rl.saved_run import open_run, run_session

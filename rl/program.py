@@ -40,6 +40,7 @@ def begin() -> None:
     garbage less often.
     """
     gc.set_threshold(*COLLECT_AT)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks compute, and have variables of their own
     # a handler, because an import could catch a KeyboardInterrupt
     signal.signal(signal.SIGINT, _interrupt)
     codecs.register_error("plain", _plain)

@@ -90,6 +90,9 @@ def _replay(arguments: Sequence[str] | None) -> int:
         overrides += ["--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", own.lr]
 
     # these import torch, which --help does without
+    from rl.actors import fork_server
+
+    fork_server.start()
     from rl.cli import parse_config
     from rl.saved_run import require_one_host, require_run
     from rl.validation import validate

@@ -71,7 +71,11 @@ def _serve(arguments: list[str]) -> None:
 
     require_key(own.host, key)
 
-    from rl.gateway.http import serving  # imports torch, which --help does without
+    # these import torch, which --help does without
+    from rl.actors import fork_server
+
+    fork_server.start()
+    from rl.gateway.http import serving
     from rl.saved_run import open_run, run_session
 
     if own.run is not None:

@@ -42,7 +42,11 @@ def _train(arguments: list[str]) -> int:
         print(text)
         return 0
     check_arguments(arguments, PROGRAM)
-    from rl.run import run  # which imports torch
+    # these import torch, which --help does without
+    from rl.actors import fork_server
+
+    fork_server.start()
+    from rl.run import run
 
     return run(arguments, program=PROGRAM)
 

@@ -1,8 +1,16 @@
-"""The last lines of a test run: which tests did not run, and why."""
+"""The fork server of the tests' meshes, and the last lines of a test run: which tests did not run,
+and why.
+"""
 
 from collections import Counter
 
 import pytest
+
+from rl.actors import fork_server
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    fork_server.start(preload=False)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

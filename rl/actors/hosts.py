@@ -10,6 +10,8 @@ from pathlib import Path
 from monarch.actor import Point, ProcMesh, attach_to_workers, default_bootstrap_cmd, this_host
 from monarch.config import configure
 
+from rl.actors import fork_server
+from rl.actors.fork_server import GUARDED, LOG
 from rl.actors.nodes import Node, Nodes
 from rl.actors.processes import ensure_runtime
 from rl.compat.monarch_internals import BootstrapCommand
@@ -19,7 +21,6 @@ from rl.types import Place
 from rl.weights.streams import HOST
 
 SHUT_DOWN_S = 10.0
-GUARDED = "TILLER_GUARDED"
 
 # The signal ends the process with its parent; Monarch would end it seconds later.
 _WRAPPER = """
@@ -84,8 +85,10 @@ class Hosts:
             common["TILLER_DEVICES"] = ",".join(map(str, devices))
         if not self._nodes:
             common["GLOO_SOCKET_IFNAME"] = "lo"
-
-        program = _WRAPPER + (_GUARD if GUARDED in env else "") + _EXECUTE
+            if device_type() == "cpu" and common["OMP_NUM_THREADS"] == "1":
+                common |= fork_server.variables()
+        asks = fork_server.ASK if fork_server.SERVER in common else ""
+        program = _WRAPPER + asks + (_GUARD if GUARDED in env else "") + _EXECUTE
 
         def command(point: Point) -> BootstrapCommand:
             base = default_bootstrap_cmd()
@@ -96,7 +99,7 @@ class Hosts:
                 "RANK": str(point.rank),
                 "LOCAL_RANK": str(local),
                 "TILLER_PARENT": str(parent),
-                "TILLER_LOG": str(self.logs.resolve() / f"{name}-{point.rank}.log"),
+                LOG: str(self.logs.resolve() / f"{name}-{point.rank}.log"),
             }
             arguments = ["-ISc", program, base.program, "-c", _RUN_MODULE, *base.args]
             env = {**base.env, **common, **own}

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from monarch.actor import Actor
 
+from rl.actors.fork_server import GUARDED
 from rl.actors.group import ActorGroup
-from rl.actors.hosts import GUARDED
 from rl.actors.mesh import Deadlines
 from rl.actors.supervisor import Supervisor
 from rl.errors import RunError

@@ -129,9 +129,6 @@ def environment(config: GeneratorConfig) -> dict[str, str]:
     if config.dtype == "float32":
         # vLLM's attention of float32 on CUDA is a Triton kernel, and Triton's default is TF32
         variables["TRITON_F32_DEFAULT"] = "ieee"
-    if config.enforce_eager:
-        # otherwise vLLM's sampler compiles a helper, which takes seconds and g++
-        variables["TORCH_COMPILE_DISABLE"] = "1"
     return variables
 
 

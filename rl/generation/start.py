@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rl.errors import require
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelShape, hf_config
@@ -24,6 +26,8 @@ def start_vllm(
     config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: int, timeout_s: float
 ) -> Any:
     """Return a ``LLMEngine`` with the torchtitan model of ``shape``, whose parameters are 0."""
+    # otherwise vLLM's sampler compiles a helper, which takes seconds and g++
+    torch.compiler.set_stance("force_eager" if config.enforce_eager else "default")
     from vllm import LLMEngine
 
     from rl.compat.vllm_executor import RankExecutor

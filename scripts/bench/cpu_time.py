@@ -1,8 +1,12 @@
 """CPU time of programs that start other processes."""
 
 import contextlib
+import os
 
 import psutil
+
+# without cached bytecode every process starts seconds later
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def cpu_seconds(process: psutil.Process) -> float:

@@ -45,11 +45,13 @@ def runs(model: Path) -> dict[str, list[str]]:
 
 def spent(process: psutil.Process) -> dict[str, float]:
     """Return the CPU seconds of a run's processes by name."""
-    seconds: dict[str, float] = defaultdict(float)  # children of a process inherit its log
+    seconds: dict[str, float] = defaultdict(float)  # children of an executed rank inherit its log
     for each in (process, *process.children(recursive=True)):
         times = each.cpu_times()
-        log = each.environ().get(LOG, "controller")
-        seconds[Path(log).stem] += times.user + times.system
+        name = "controller" if each == process else each.name()  # a forked rank has a name
+        if log := each.environ().get(LOG):
+            name = Path(log).stem
+        seconds[name] += times.user + times.system
     return dict(seconds)
 
 

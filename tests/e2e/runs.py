@@ -112,12 +112,9 @@ class Run:
         """Send a signal to rank 0 of an actor, not to its guard; its process, None if it has none
         just now.
         """
-        mark = f"TILLER_LOG={(self.folder / 'logs' / f'{actor}-0.log').resolve()}".encode()
         for pid in sorted(self.processes()):
-            process = Path(f"/proc/{pid}")
             with contextlib.suppress(OSError):  # it ended while we looked
-                is_actor = b"bootstrap_main" in (process / "cmdline").read_bytes()
-                if is_actor and mark in (process / "environ").read_bytes():
+                if Path(f"/proc/{pid}/comm").read_text() == f"{actor}-0\n":
                     os.kill(pid, number)
                     return pid
         return None

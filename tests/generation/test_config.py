@@ -5,12 +5,6 @@ import pytest
 from rl.generation.config import GeneratorConfig, environment
 
 
-@pytest.mark.parametrize("enforce_eager", [True, False])
-def test_a_compiled_generator_may_compile(enforce_eager):
-    variables = environment(GeneratorConfig(enforce_eager=enforce_eager))
-    assert ("TORCH_COMPILE_DISABLE" in variables) == enforce_eager
-
-
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "ieee"), ("bfloat16", None)])
 def test_triton_multiplies_float32_in_full_for_a_float32_generator(dtype, precision, monkeypatch):
     """vLLM's attention of float32 on GPUs is a Triton kernel, and Triton's default is TF32."""

@@ -65,6 +65,11 @@ def test_offload_frees_memory_and_onload_restores_completions(one_or_two_ranks):
     assert one_or_two_ranks.run(generate, asked(max_tokens=20)) == before
 
 
+def test_an_eager_generator_compiles_nothing(generator):
+    generator.run(generate, asked(max_tokens=2))
+    assert generator.run(compiled_frames) == [0]
+
+
 def test_parameters_are_named_as_the_trainer_names_them(generator, policy):
     names = generator.run(parameter_shapes)[0]
     assert names == {name: tuple(weight.shape) for name, weight in policy.weights.items()}
@@ -215,6 +220,12 @@ def test_importing_the_config_or_the_engine_imports_no_vllm(one_rank):
 
 def parameter_shapes(engine):
     return {shard.name: tuple(shard.tensor.shape) for shard in engine.parameters()}
+
+
+def compiled_frames(engine) -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["frames"]["total"]
 
 
 def rope_caches(engine):

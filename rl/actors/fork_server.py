@@ -1,0 +1,234 @@
+"""Fork server: a process that has imported what ranks import, and forks the ranks of this host.
+
+Imports of torch and torchtitan are most of the CPU time of a start. The server is forked from a
+program before the program reads its config, so that no module of the user is imported, and before
+Monarch starts its threads. Ranks of other hosts, ranks with several threads, and ranks on CUDA,
+whose driver cannot be used after a fork, are executed instead.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import random
+import runpy
+import secrets
+import selectors
+import signal
+import socket
+import struct
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+from rl.actors.guard import PR_SET_PDEATHSIG, guard
+from rl.errors import end_program
+from rl.program import COLLECT_AT, steady
+
+SERVER = "TILLER_FORK_SERVER"
+"""Variable with the name of the server's socket."""
+LOG = "TILLER_LOG"
+"""Variable with the path of a rank's log."""
+GUARDED = "TILLER_GUARDED"
+"""Variable of a rank that ends with all processes that it started."""
+PR_SET_NAME = 15
+CREDENTIALS = "iII"  # pid, user and group, as the kernel packs them
+LONGEST_READ = 1 << 16
+PRELOADED = (
+    "rl.generation.engine",
+    "rl.rollout.scoring",
+    "rl.training.checkpoint",
+    "rl.training.engine",
+    "rl.weights.open",
+)
+"""Modules that ranks import. They start no thread, and do not import Monarch."""
+
+ASK = f"""
+import json, signal, socket
+server = socket.socket(socket.AF_UNIX)
+try:
+    server.connect("\\0" + os.environ["{SERVER}"])
+except OSError:
+    server.close()
+else:
+    request = json.dumps([sys.argv[-1], os.getcwd(), dict(os.environ)])
+    socket.send_fds(server, [request.encode() + b"\\n"], [1, 2])
+    code = int(server.recv(16) or -signal.SIGKILL)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+"""
+"""Program of the process that Monarch starts. The server forks the rank, and the process ends as
+the rank does. The program goes on if the server does not answer."""
+
+_name = ""
+
+
+def start(*, preload: bool = True) -> None:
+    """Fork the server from this process, which must have no other thread. The server ends with the
+    calling thread.
+
+    Imports PRELOADED before, which takes seconds. Without ``preload`` the server imports them when
+    it forks its first rank. Does nothing on CUDA.
+    """
+    global _name
+    if preload:
+        _preload()
+        from rl.platform import device_type
+
+        if device_type() != "cpu":
+            return
+    name = f"tiller-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{name}")
+    listener.listen(1024)
+    owner = os.getpid()
+    if os.fork() == 0:
+        _end_with(owner)
+        _rename("fork-server")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        gc.freeze()  # a collection would write to the pages that ranks share
+        _Server(listener).run()
+    listener.close()
+    _name = name
+
+
+def variables() -> dict[str, str]:
+    """Return the variables of a rank that the server may fork; empty without a server."""
+    return {SERVER: _name} if _name else {}
+
+
+class _Server:
+    def __init__(self, listener: socket.socket):
+        self._listener = listener
+        self._events = selectors.DefaultSelector()
+        self._events.register(listener, selectors.EVENT_READ, self._accept)
+
+    def run(self) -> NoReturn:
+        while True:
+            for key, _ in self._events.select():
+                key.data()
+
+    def _accept(self) -> None:
+        """Fork a rank for a new connection."""
+        client, _ = self._listener.accept()
+        packed = client.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(CREDENTIALS)
+        )
+        if struct.unpack(CREDENTIALS, packed)[1] != os.getuid():  # all users can see the name
+            client.close()
+            return
+        request, outputs, _, _ = socket.recv_fds(client, LONGEST_READ, 2)
+        while request and request[-1:] != b"\n":
+            more = client.recv(LONGEST_READ)
+            request = request + more if more else b""
+        if request:
+            _Rank(self._events, client, request, outputs)
+        else:
+            client.close()
+        for output in outputs:
+            os.close(output)
+
+
+class _Rank:
+    """A forked rank, and the connection of the process that asked for it.
+
+    The rank is killed if the connection closes. The connection is told how the rank has ended.
+    """
+
+    def __init__(
+        self,
+        events: selectors.BaseSelector,
+        client: socket.socket,
+        request: bytes,
+        outputs: list[int],
+    ):
+        _preload()
+        server = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            for key in [*events.get_map().values()]:
+                os.close(key.fd)
+            events.close()
+            client.close()
+            _end_with(server)
+            _become(outputs, *json.loads(request))
+        self._events = events
+        self._client = client
+        self._descriptor = os.pidfd_open(self._pid)
+        events.register(client, selectors.EVENT_READ, self._kill)
+        events.register(self._descriptor, selectors.EVENT_READ, self._tell)
+
+    def _kill(self) -> None:
+        self._events.unregister(self._client)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def _tell(self) -> None:
+        _, status = os.waitpid(self._pid, 0)
+        with contextlib.suppress(OSError):  # the other process has ended
+            self._client.send(str(os.waitstatus_to_exitcode(status)).encode())
+        with contextlib.suppress(KeyError):
+            self._events.unregister(self._client)
+        self._events.unregister(self._descriptor)
+        self._client.close()
+        os.close(self._descriptor)
+
+
+def _preload() -> None:
+    for module in PRELOADED:
+        import_module(module)
+
+
+def _end_with(parent: int) -> None:
+    """Make the kernel end this process with its parent. Signals of the terminal do not reach it."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _rename(name: str) -> None:
+    """Set the name of this process in lists of processes."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+
+
+def _become(outputs: list[int], module: str, folder: str, environment: dict[str, str]) -> NoReturn:
+    """Run ``module`` in this process as a new interpreter would, then end the process."""
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output, number)
+        os.close(output)
+    sys.stdout = steady(None, 1)
+    sys.stderr = steady(None, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path.insert(0, "")
+    if GUARDED in environment:
+        _rename("guard")
+        guard()
+    _rename(Path(environment[LOG]).stem)
+    _forget_parent()
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    end_program(code)
+
+
+def _forget_parent() -> None:
+    """Set what a new interpreter would have set by itself, or read from its variables."""
+    import numpy
+    import torch
+
+    gc.set_threshold(*COLLECT_AT)
+    random.seed()
+    numpy.random.seed()
+    torch.set_num_threads(1)

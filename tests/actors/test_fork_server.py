@@ -1,0 +1,151 @@
+"""A forked rank is like an executed one: variables, output, end and end of its program."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl.actors import fork_server
+from tests.needs import cannot_run
+
+ROOT = Path(__file__).parents[2]
+START = """
+import sys, time
+from rl.actors import fork_server
+fork_server.start(preload=False)
+print(fork_server.variables()[fork_server.SERVER], flush=True)
+time.sleep(3600)
+"""
+ASK = f"import os, sys\n{fork_server.ASK}\nprint('executed')"
+WAIT_S = 60.0
+NOBODY = 65534
+
+
+def run(command: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def program():
+    """A program with a fork server."""
+    process = run(START)
+    yield process, process.stdout.readline().strip()
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def ask(program, tmp_path):
+    """Start the process that has a rank forked."""
+    _, server = program
+    started = []
+
+    def start(do: str, *, server: str = server, before: str = "", **more: str):
+        variables = {fork_server.SERVER: server, "DO": do, "TILLER_LOG": f"{tmp_path}/moody-1.log"}
+        process = subprocess.Popen(
+            [sys.executable, "-ISc", before + ASK, "tests.actors.forked"],
+            cwd=ROOT,
+            env=os.environ | variables | more,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ended(pid: int) -> bool:
+    deadline = time.monotonic() + WAIT_S
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def test_forked_rank_is_like_an_executed_one(ask):
+    descriptions = []
+    for extra in ("x" * 100_000, "\udcff"):
+        out, _ = ask("describe", EXTRA=extra).communicate(timeout=WAIT_S)
+        descriptions.append(json.loads(out))
+        assert descriptions[-1]["variables"]["EXTRA"] == extra
+    first, second = descriptions
+    assert first["main"] == "tests.actors.forked"
+    assert first["folder"] == str(ROOT)
+    assert first["name"] == "moody-1"
+    assert first["group"]  # signals of the terminal are for the program alone
+    assert first["threads"] == 1
+    assert first["random"] != second["random"]
+
+
+@pytest.mark.parametrize(
+    ("do", "more", "code"),
+    [
+        ("exit", {}, 3),
+        ("raise", {}, 1),
+        ("die", {"SIGNAL": str(int(signal.SIGKILL))}, -signal.SIGKILL),
+        ("die", {"SIGNAL": str(int(signal.SIGSEGV))}, -signal.SIGSEGV),
+    ],
+)
+def test_process_that_monarch_started_ends_as_the_rank_does(ask, do, more, code):
+    process = ask(do, **more)
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == code
+    assert ("ValueError: not today" in errors) == (do == "raise")
+
+
+def test_rank_ends_with_the_process_that_monarch_started(ask):
+    process = ask("hang")
+    rank = int(process.stdout.readline())
+    process.kill()
+    assert ended(rank)
+    assert ask("exit").wait(WAIT_S) == 3  # the server goes on
+
+
+def test_rank_without_a_server_is_executed(ask):
+    assert ask("exit", server="tiller-none").communicate(timeout=WAIT_S)[0] == "executed\n"
+
+
+def test_ranks_end_with_their_program(ask):
+    program = run(START)
+    process = ask("hang", server=program.stdout.readline().strip())
+    rank = int(process.stdout.readline())
+    program.kill()
+    program.wait()
+    assert ended(rank)
+    assert process.wait(WAIT_S) == -signal.SIGKILL
+
+
+def test_server_refuses_other_users(ask):
+    if os.getuid() != 0:
+        cannot_run("only root can start processes of another user")
+    process = ask("hang", before=f"import os; os.setuid({NOBODY})\n")
+    out, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode != 0
+    assert out == ""
+
+
+def test_programs_have_one_thread_when_they_fork():
+    code = f"""
+import os, sys
+from rl.program import begin
+begin()
+for module in {fork_server.PRELOADED}:
+    __import__(module)
+print(len(os.listdir("/proc/self/task")), "monarch" in sys.modules, "vllm" in sys.modules)
+"""
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, timeout=WAIT_S
+    )
+    assert done.stdout.decode() == "1 False False\n"

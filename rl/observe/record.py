@@ -25,6 +25,8 @@ SYNCED = ("started", "checkpoint", "failed", "ended")
 UNWRITTEN = 4
 """Number of steps whose rollouts may wait to be written."""
 
+_ENCODER = json.JSONEncoder(allow_nan=False)
+
 BLOCK = 1 << 16
 """Bytes that are read at once from the end of a file."""
 
@@ -135,8 +137,7 @@ class RunRecord:
 
     def write_event(self, event: Event) -> None:
         """Append ``event``; write the row of metrics or of an evaluation to the file of its own."""
-        line = json.dumps(finite(event), allow_nan=False) + "\n"
-        self._spans.append(line)
+        self._spans.append(_line(event))
         kind = event["kind"]
         if kind == "span":
             return
@@ -266,7 +267,7 @@ class RunRecord:
 
     def _append(self, path: Path, rows: list[dict]) -> None:
         rows = [{"step": row["step"], **row} for row in rows]
-        lines = "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
+        lines = "".join(map(_line, rows))
         with failing_loudly(path):
             self.check()
             is_new = not path.exists()
@@ -339,6 +340,14 @@ def rows_from_end(path: Path) -> Iterator[dict]:
             lines = tail[whole:] if first == 0 or whole else b""
             tail = tail[: len(tail) - len(lines)]
             yield from map(json.loads, reversed(lines.splitlines()))
+
+
+def _line(row: dict) -> str:
+    """Return ``row`` as one line of JSON, with null for every number that is not finite."""
+    try:
+        return _ENCODER.encode(row) + "\n"
+    except ValueError:  # a number is not finite, which is rare
+        return _ENCODER.encode(finite(row)) + "\n"
 
 
 def finite(value: Any) -> Any:

@@ -123,7 +123,8 @@ class ModelWorker(Actor):
         log_memory(
             f"rank {dist.get_rank()} of {dist.get_world_size()}, "
             f"{short_layout(self.config.parallelism)}; {whole:,} "
-            f"parameters, of which {here:,} are here; CPU threads: {torch.get_num_threads()}"
+            f"parameters, of which {here:,} are here; CPU threads: {torch.get_num_threads()}, "
+            f"products: {self.engine.matmul}"
         )
 
     def _forward(self, batch: Batch | None, temperature: float) -> Outputs | None:

@@ -1,17 +1,24 @@
 """The order of examples: a function of seed and epoch, so a resumed run needs no saved state."""
 
 import random
+import threading
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+
+PREPARED = 100_000
+"""Size from which the order of an epoch is computed during the epoch before."""
 
 
 def epoch_index(seed: int, number: int, size: int) -> int:
     """Return which of ``size`` examples is number ``number`` (from 0, without end) of the stream.
 
-    Every epoch has each example once, in an order of its own.
+    Every epoch has each example once, in an order of its own. A million examples take a second to
+    order: a thread does so for the next epoch, so that no event loop waits.
     """
     epoch, place = divmod(number, size)
+    if size >= PREPARED and place == size // 2:
+        threading.Thread(target=epoch_order, args=(seed, epoch + 1, size), daemon=True).start()
     return epoch_order(seed, epoch, size)[place]
 
 

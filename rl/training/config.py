@@ -1,7 +1,7 @@
 """Fields of the trainer: torchtitan's own dataclasses, and the limits of micro-batches."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from torchtitan import config as titan
@@ -137,6 +137,10 @@ class TrainerConfig:
     """Number of CPU threads that compute for a rank. Use more on a CPU if the model is large and no
     other rank computes meanwhile, as in lockstep. The default gives the same results on hosts with
     any number of cores."""
+
+    cpu_matmul: Annotated[Literal["auto", "mkl", "onednn"], NUMERICS] = "auto"
+    """Kernel of float32 matrix products on CPU. ``auto`` measures both at the start, and takes
+    oneDNN if MKL is much slower, as on AMD. The log of a rank names the choice."""
 
     max_skipped_steps: Annotated[int, at_least(0), COSMETIC] = 3
     """Maximum number of consecutive optimizer steps that may be skipped because of a non-finite

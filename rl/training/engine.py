@@ -23,6 +23,7 @@ from rl.training.config import TrainerConfig
 from rl.training.context import SequenceShard
 from rl.training.gradient import divide_and_clip
 from rl.training.lora import MergedWeights
+from rl.training.matmul import kernel_in_use
 from rl.training.metrics import MetricTotals, WorkCount
 from rl.training.micro_batches import Cutting, MicroBatch, lay_out, plan
 from rl.training.model import (
@@ -82,6 +83,8 @@ class TrainingEngine:
         self.model = build_model(
             config, model, self.dims, head=head, seed=seed, folder=folder, loads=loads
         )
+        self.matmul = kernel_in_use() if self.device.type == "cpu" else "cuBLAS"
+        """Kernel of float32 matrix products."""
         self._merged = MergedWeights(self.model, config.lora)
         # After the model: its initializers draw more on some ranks than on others.
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])

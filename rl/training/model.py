@@ -30,7 +30,7 @@ from rl.platform import device_type
 from rl.training.attention import attention_config
 from rl.training.config import TrainerConfig, adaptable_layers
 from rl.training.logprobs import LogProbHead
-from rl.training.onednn import use_onednn
+from rl.training.matmul import faster_kernel, use_kernel
 from rl.training.sampling_mask import KeptLogits
 from rl.training.values import ValueHead
 from rl.types import Head
@@ -79,7 +79,7 @@ def build_model(
     from_file = loads and bool(config.checkpoint.initial_load_path or model.hf_path)
     built = sharded_model(config, model, dims, head=head, folder=folder)
     if device_type() == "cpu":
-        use_onednn()
+        use_kernel(faster_kernel() if config.cpu_matmul == "auto" else config.cpu_matmul)
         for module in built.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM

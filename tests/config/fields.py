@@ -64,6 +64,7 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         "training/test_optim_step.py::"
         "test_more_skipped_steps_in_a_row_than_allowed_end_the_run": "max_skipped_steps",
         THREADS: "threads",
+        f"{ENGINE}test_products_are_of_the_kernel_of_the_config": "cpu_matmul",
     },
     "ParallelismConfig": {
         "training/test_layouts.py::"
@@ -352,7 +353,7 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         ),
         FITS: "gpu_memory_utilization",
         THREADS: "threads",
-        "generation/test_config.py::test_a_compiled_generator_may_compile": "enforce_eager",
+        "generation/test_engine.py::test_an_eager_generator_compiles_nothing": "enforce_eager",
         "plan/test_plan.py::test_a_generator_without_a_prefix_cache_takes_longer": "prefix_caching",
         "generation/test_swap.py::"
         "test_every_token_in_flight_has_its_version_and_that_versions_logprob": "inflight_policy",

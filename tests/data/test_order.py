@@ -1,5 +1,8 @@
 """The order of examples."""
 
+import time
+
+from rl.data import order
 from rl.data.order import epoch_index, epoch_order, step_indices
 
 
@@ -18,3 +21,17 @@ def test_batches_follow_the_stream_without_gaps():
 
 def test_the_order_is_the_same_in_every_version():
     assert step_indices(7, 0, 10, 5) == [0, 3, 4, 1, 2, 2, 1, 0, 4, 3]
+
+
+def test_a_large_order_is_ready_before_its_epoch_begins(monkeypatch):
+    monkeypatch.setattr(order, "PREPARED", 30)
+    epoch_order.cache_clear()
+    for number in range(16):
+        epoch_index(9, number, 30)
+    deadline = time.monotonic() + 60
+    while epoch_order.cache_info().currsize < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    misses = epoch_order.cache_info().misses
+    assert len({epoch_index(9, number, 30) for number in range(30, 45)}) == 15
+    assert epoch_order.cache_info().misses == misses

@@ -66,6 +66,7 @@ def test_offload_frees_memory_and_onload_restores_completions(one_or_two_ranks):
 
 
 def test_an_eager_generator_compiles_nothing(generator):
+    """``enforce_eager`` is the default."""
     generator.run(generate, asked(max_tokens=2))
     assert generator.run(compiled_frames) == [0]
 

@@ -45,6 +45,11 @@ def test_weights_have_the_dtype_of_the_config(folder):
     assert {each.dtype for each in engine.model.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("kernel", ["onednn", "mkl"])
+def test_products_are_of_the_kernel_of_the_config(folder, kernel):
+    assert engine_of(folder, cpu_matmul=kernel).matmul == kernel
+
+
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
 def test_the_optimizer_is_the_implementation_of_the_config(folder, implementation):
     group = ParamGroupConfig(

@@ -1,38 +1,74 @@
-"""oneDNN as the kernel of matrix products: the same numbers for every shape, stride and dtype, and
-their gradients.
+"""Kernels of matrix products: the same numbers for every shape, stride and dtype, and their
+gradients; the choice of the faster one.
 """
 
+import time
+
+import pytest
 import torch
 
-from rl.training.onednn import use_onednn
+from rl.training import matmul
+from rl.training.matmul import faster_kernel, use_kernel
 from tests.training.ranks import on_ranks
 
 SHAPES = [(1, 1, 1), (3, 5, 7), (64, 48, 33), (200, 16, 24), (0, 4, 3), (4, 0, 3)]
 
 
 def test_products_agree_with_double_precision_however_the_matrices_lie():
-    ((before, after, kernels, others),) = on_ranks(1, worst_errors)
-    assert "mkldnn::_linear_pointwise" not in before
+    ((before, after, again, kernels, others),) = on_ranks(1, worst_errors)
+    assert "mkldnn::_linear_pointwise" not in before | again
     assert "mkldnn::_linear_pointwise" in after
     assert kernels < 1e-6
     assert others == 0
 
 
+@pytest.mark.parametrize(("slow", "chosen"), [("_mkl", "onednn"), ("_onednn", "mkl")])
+def test_the_faster_kernel_is_chosen(slow, chosen, monkeypatch):
+    multiply = getattr(matmul, slow)
+
+    def slower(a, b):
+        time.sleep(0.1)
+        return multiply(a, b)
+
+    monkeypatch.setattr(matmul, slow, slower)
+    assert faster_kernel() == chosen
+
+
+def test_every_rank_has_the_choice_of_the_first():
+    assert on_ranks(2, choice_of_a_rank) == ["onednn", "onednn"]
+
+
 # Run on a rank.
 
 
-def worst_errors() -> tuple[set[str], set[str], float, float]:
-    """Return operations of a product before and after, errors in float32, and changes of
-    other products.
+def choice_of_a_rank() -> str:
+    torch.distributed.init_process_group("gloo")
+    slow = "_mkl" if torch.distributed.get_rank() == 0 else "_onednn"
+    multiply = getattr(matmul, slow)
+
+    def slower(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return multiply(a, b)
+
+    setattr(matmul, slow, slower)
+    return faster_kernel()
+
+
+def worst_errors() -> tuple[set[str], set[str], set[str], float, float]:
+    """Return operations of a product before oneDNN, with it and after it, its errors in float32,
+    and changes of other products.
     """
     before = operations()
     exact = product(torch.float64)
     coarse = product(torch.bfloat16)
-    use_onednn()
-    use_onednn()  # once more changes nothing
+    use_kernel("onednn")
+    use_kernel("onednn")  # once more changes nothing
     errors = [distance(got, want) for got, want in zip(product(torch.float32), exact, strict=True)]
     again = zip(product(torch.float64) + product(torch.bfloat16), exact + coarse, strict=True)
-    return before, operations(), max(errors), max(distance(got, want) for got, want in again)
+    changes = [distance(got, want) for got, want in again]
+    during = operations()
+    use_kernel("mkl")
+    return before, during, operations(), max(errors), max(changes)
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -1,0 +1,79 @@
+"""Kernel of a trainer's float32 matrix products on CPU: MKL, which is torch's own, or oneDNN."""
+
+import math
+import time
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from rl.compat.torch_internals import onednn_linear
+
+Kernel = Literal["mkl", "onednn"]
+
+SLOWER = 1.3
+"""Ratio of MKL's time to oneDNN's above which oneDNN is chosen. It is about 0.9 on Intel and 2 on
+AMD, so that every start on a host makes the same choice."""
+ROUNDS = 5
+ROWS, INNER, COLUMNS = 1024, 256, 768
+
+_registered: torch.library.Library | None = None  # keeps oneDNN's kernels registered
+
+
+def use_kernel(kernel: Kernel) -> None:
+    """Make ``kernel`` the CPU kernel of ``mm`` in this process, below autograd, DTensor and
+    compiled code.
+    """
+    global _registered
+    if kernel == kernel_in_use() or not torch.backends.mkldnn.is_available():
+        return
+    _registered = None
+    if kernel == "onednn":
+        _registered = torch.library.Library("aten", "IMPL")
+        _registered.impl("mm", _onednn, "CPU", allow_override=True)
+        _registered.impl("mm.out", _onednn_out, "CPU", allow_override=True)
+
+
+def kernel_in_use() -> Kernel:
+    """Return the kernel of float32 products in this process."""
+    return "mkl" if _registered is None else "onednn"
+
+
+def faster_kernel() -> Kernel:
+    """Measure both kernels for tens of milliseconds; return the first rank's choice on every
+    rank.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return "mkl"
+    x = torch.ones(ROWS, INNER)
+    weight = torch.ones(COLUMNS, INNER)
+    gradient = torch.ones(ROWS, COLUMNS)
+    passes = [(x, weight.T), (gradient, weight), (gradient.T, x)]  # forward; gradients of x, weight
+    seconds = {_mkl: math.inf, _onednn: math.inf}
+    for _ in range(ROUNDS):
+        for multiply, least in seconds.items():
+            began = time.perf_counter()
+            for a, b in passes:
+                multiply(a, b)
+            seconds[multiply] = min(least, time.perf_counter() - began)
+    chosen: list[Kernel] = ["onednn" if seconds[_mkl] > SLOWER * seconds[_onednn] else "mkl"]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(chosen)
+    return chosen[0]
+
+
+def _mkl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(a.new_zeros(()), a, b, beta=0)
+
+
+def _onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if not (a.dtype == b.dtype == torch.float32 and a.numel() and b.numel()):
+        return _mkl(a, b)
+    # oneDNN copies its left operand: pass the smaller matrix there
+    if not a.is_contiguous() and b.numel() < a.numel():
+        return onednn_linear(b.T, a).T
+    return onednn_linear(a, b.T)
+
+
+def _onednn_out(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(_onednn(a, b))

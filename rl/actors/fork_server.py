@@ -68,19 +68,23 @@ _name = ""
 
 
 def start(*, preload: bool = True) -> None:
-    """Fork the server from this process, which must have no other thread. The server ends with the
-    calling thread.
+    """Fork the server from this process. The server ends with the calling thread.
 
     Imports PRELOADED before, which takes seconds. Without ``preload`` the server imports them when
-    it forks its first rank. Does nothing on CUDA.
+    it forks its first rank. Does nothing on CUDA, if a server runs, and if this process has other
+    threads, whose locks a fork would leave locked.
     """
     global _name
+    if _name:
+        return
     if preload:
         _preload()
         from rl.platform import device_type
 
         if device_type() != "cpu":
             return
+    if len(os.listdir("/proc/self/task")) > 1:
+        return
     name = f"tiller-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{name}")

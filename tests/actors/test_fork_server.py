@@ -135,6 +135,26 @@ def test_server_refuses_other_users(ask):
     assert out == ""
 
 
+def test_a_process_forks_no_server_beside_threads_and_no_second_one():
+    code = """
+import os, threading, time
+from rl.actors import fork_server
+wait = threading.Event()
+thread = threading.Thread(target=wait.wait)
+thread.start()
+fork_server.start(preload=False)
+print(fork_server.variables())
+wait.set()
+while len(os.listdir("/proc/self/task")) > 1:
+    time.sleep(0.01)
+fork_server.start(preload=False)
+first = fork_server.variables()
+fork_server.start(preload=False)
+print(first == fork_server.variables() != {})
+"""
+    assert run(code).communicate(timeout=WAIT_S)[0] == "{}\nTrue\n"
+
+
 def test_programs_have_one_thread_when_they_fork():
     code = f"""
 import os, sys

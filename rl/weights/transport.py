@@ -1,8 +1,11 @@
 """Interface of all transports of the push."""
 
 import itertools
+import pickle
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +27,12 @@ class TransferFailed(RunError):
     """A version did not arrive, or did not arrive in time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Transfer:
-    """Facts about the push that every rank at either end needs."""
+    """Facts about the push that every rank at either end needs.
+
+    A controller sends a transfer to all of them. The layouts are therefore packed once.
+    """
 
     transport: TransportName
     dtype: torch.dtype
@@ -54,6 +60,18 @@ class Transfer:
         """
         plan = plan_push(self.sources, self.wanted)
         return f"transport: {self.transport}\n{plan.describe(self.dtype)}\n"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpacked, (self._packed,)
+
+    @cached_property
+    def _packed(self) -> bytes:
+        values = [getattr(self, each.name) for each in fields(self)]
+        return zlib.compress(pickle.dumps(values), level=1)
+
+
+def _unpacked(packed: bytes) -> Transfer:
+    return Transfer(*pickle.loads(zlib.decompress(packed)))
 
 
 @dataclass(frozen=True, slots=True)

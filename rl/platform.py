@@ -32,6 +32,7 @@ def thread_variables(threads: int) -> dict[str, str]:
     variables = {"OMP_NUM_THREADS": str(threads)}
     if threads > 1:
         variables["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads would take the cores of others
+        variables["GOMP_SPINCOUNT"] = "300000"  # a thread that sleeps between two products is late
     return variables
 
 

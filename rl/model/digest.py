@@ -10,7 +10,7 @@ import torch
 
 from rl.model.shards import Box, Shard
 
-_CHUNK = {"cpu": 1 << 18}  # elements at once: their int64 products stay in the cache
+_CHUNK = {"cpu": 1 << 16}  # elements at once: their int64 bits stay in the cache
 _CHUNK_ON_DEVICE = 1 << 24  # so that kernels take longer than their launch
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ZERO = 0x9E3779B9  # added to all bits, so that zeros count
@@ -45,12 +45,17 @@ def shard_digest(shard: Shard, dtype: torch.dtype) -> torch.Tensor:
     values = tensor.reshape(len(rows), len(columns))
     sums = torch.empty_like(rows)
     step = max(1, _CHUNK.get(tensor.device.type, _CHUNK_ON_DEVICE) // len(columns))
-    products = columns.new_empty(min(step, len(rows)), len(columns))
     for start in range(0, len(rows), step):
         bits = bits_of(values[start : start + step].to(dtype).contiguous())
-        weighted = torch.mul(bits, columns, out=products[: len(bits)])
-        torch.sum(weighted, dim=1, out=sums[start : start + step])
+        sums[start : start + step] = _weighted_rows(bits, columns)
     return (rows * (sums + zeros)).sum()
+
+
+def _weighted_rows(bits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row of ``bits`` times the int64 ``columns``, modulo 2^64."""
+    if bits.device.type == "cpu":
+        return torch.mv(bits.long(), columns)
+    return (bits * columns).sum(1)  # CUDA multiplies no matrices of integers
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

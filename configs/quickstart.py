@@ -5,6 +5,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from rl.algorithms.losses import grpo
 from rl.algorithms.policy_gradient import PolicyGradient
 from rl.config import EvaluationConfig, RLConfig, RolloutConfig
+from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import CopyDigits
 from rl.training.config import TrainerConfig
@@ -34,5 +35,6 @@ def quickstart() -> RLConfig:
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.0),
             micro_batch_size=256,
         ),
+        generator=GeneratorConfig(kv_cache_gib=0.125),
         evaluation=EvaluationConfig(prompts=256, samples=4),
     )

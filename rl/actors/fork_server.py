@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl.actors.guard import PR_SET_PDEATHSIG, guard
-from rl.errors import end_program
+from rl.errors import EXIT_FAILED, end_program
 from rl.program import COLLECT_AT, steady
 
 SERVER = "TILLER_FORK_SERVER"
@@ -95,7 +95,11 @@ def start(*, preload: bool = True) -> None:
         _rename("fork-server")
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         gc.freeze()  # a collection would write to the pages that ranks share
-        _Server(listener).run()
+        try:
+            _Server(listener).run()
+        finally:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            os._exit(EXIT_FAILED)  # this process must not go on as the program
     listener.close()
     _name = name
 
@@ -113,7 +117,7 @@ class _Server:
 
     def run(self) -> NoReturn:
         while True:
-            for key, _ in self._events.select():
+            for key, _ in self._events.select()[:1]:  # one event may take back another
                 key.data()
 
     def _accept(self) -> None:
@@ -155,7 +159,10 @@ class _Rank:
         self._pid = os.fork()
         if self._pid == 0:
             for key in [*events.get_map().values()]:
-                os.close(key.fd)
+                if isinstance(key.fileobj, socket.socket):
+                    key.fileobj.close()
+                else:
+                    os.close(key.fd)
             events.close()
             client.close()
             _end_with(server)

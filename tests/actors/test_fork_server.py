@@ -129,10 +129,9 @@ def test_ranks_end_with_their_program(ask):
 def test_server_refuses_other_users(ask):
     if os.getuid() != 0:
         cannot_run("only root can start processes of another user")
-    process = ask("hang", before=f"import os; os.setuid({NOBODY})\n")
-    out, _ = process.communicate(timeout=WAIT_S)
-    assert process.returncode != 0
-    assert out == ""
+    process = ask("exit", before=f"import json, os, socket; os.setuid({NOBODY})\n")
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, errors) == (-signal.SIGKILL, "")
 
 
 def test_a_process_forks_no_server_beside_threads_and_no_second_one():
@@ -169,3 +168,14 @@ print(len(os.listdir("/proc/self/task")), "monarch" in sys.modules, "vllm" in sy
         [sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, timeout=WAIT_S
     )
     assert done.stdout.decode() == "1 False False\n"
+
+
+def test_server_survives_ranks_and_processes_that_end_together(ask):
+    for _ in range(5):
+        processes = [ask("hang") for _ in range(8)]
+        ranks = [int(process.stdout.readline()) for process in processes]
+        for process, rank in zip(processes, ranks, strict=True):
+            os.kill(rank, signal.SIGKILL)
+            process.kill()
+        assert all(map(ended, ranks))
+    assert ask("exit").wait(WAIT_S) == 3

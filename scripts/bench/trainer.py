@@ -34,6 +34,7 @@ from training_sides import Case, Step, build
 from configs.qwen3 import qwen3_0_6b
 from rl.model.shape import ModelConfig
 from rl.platform import device_type
+from rl.training.matmul import kernel_seconds
 
 
 def small_model(vocab_size: int, n_layers: int, dim: int = 256, length: int = 257) -> ModelConfig:
@@ -110,6 +111,8 @@ def main() -> int:
         result = speeds(TINY if arguments.tiny else CASES, arguments.repeats)
         tokens, vocab_size = (512, 8192) if arguments.tiny else (4096, 151_936)
         result |= compare_memory(tokens, vocab_size, arguments.plot)
+        result["mkl_over_onednn"] = on_ranks(1, mkl_over_onednn)[0]
+        print(f"MKL takes {result['mkl_over_onednn']:.2f} times oneDNN's time")
     if arguments.json:
         print(json.dumps(result))
     return 0
@@ -145,6 +148,12 @@ def run_case(case: Case, repeats: int) -> tuple[dict[str, list[float]], float]:
     """Run ``take_turns`` in a separate process."""
     _, sides = build(case)
     return take_turns(sides, repeats)
+
+
+def mkl_over_onednn() -> float:
+    """Return the time of MKL's products over that of oneDNN's, which decides ``cpu_matmul``."""
+    seconds = kernel_seconds()
+    return seconds["mkl"] / seconds["onednn"]
 
 
 def take_turns(sides: dict[str, Step], repeats: int) -> tuple[dict[str, list[float]], float]:

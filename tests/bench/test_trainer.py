@@ -17,6 +17,7 @@ def test_all_sides_learn_alike_and_the_last_line_is_json(tmp_path):
         "loss_spread",
         "naive_over_ours_logprob_memory",
         "naive_over_ours_logprob_memory_small_chunks",
+        "mkl_over_onednn",
     }
     assert min(result.values()) > 0
     assert result["loss_spread"] < 1e-6

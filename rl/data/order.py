@@ -13,8 +13,8 @@ PREPARED = 100_000
 def epoch_index(seed: int, number: int, size: int) -> int:
     """Return which of ``size`` examples is number ``number`` (from 0, without end) of the stream.
 
-    Every epoch has each example once, in an order of its own. A million examples take a second to
-    order: a thread does so for the next epoch, so that no event loop waits.
+    Every epoch has each example once, in an order of its own. Ordering a million examples takes a
+    second. A thread does it for the next epoch, so that no event loop waits.
     """
     epoch, place = divmod(number, size)
     if size >= PREPARED and place == size // 2:

@@ -1,4 +1,4 @@
-"""What a controller sends to each rank before the first push."""
+"""Message of a controller to each rank before the first push."""
 
 import pickle
 import zlib

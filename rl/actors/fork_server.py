@@ -20,12 +20,13 @@ import socket
 import struct
 import sys
 import traceback
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 from rl.actors.guard import PR_SET_PDEATHSIG, guard
-from rl.errors import EXIT_FAILED, end_program
+from rl.errors import EXIT_FAILED, at_end, end_program
 from rl.program import COLLECT_AT, steady
 
 SERVER = "TILLER_FORK_SERVER"
@@ -90,7 +91,8 @@ def start(*, preload: bool = True) -> None:
     listener.bind(f"\0{name}")
     listener.listen(1024)
     owner = os.getpid()
-    if os.fork() == 0:
+    server = os.fork()
+    if server == 0:
         _end_with(owner)
         _rename("fork-server")
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -101,7 +103,14 @@ def start(*, preload: bool = True) -> None:
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
             os._exit(EXIT_FAILED)  # this process must not go on as the program
     listener.close()
+    at_end.append(partial(_stop, server))
     _name = name
+
+
+def _stop(server: int) -> None:
+    """End the server and take it from the process table."""
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
 
 
 def variables() -> dict[str, str]:

@@ -126,6 +126,24 @@ def test_ranks_end_with_their_program(ask):
     assert process.wait(WAIT_S) == -signal.SIGKILL
 
 
+def test_server_leaves_the_process_table_with_its_program():
+    code = """
+import os
+from rl.actors import fork_server
+from rl.errors import at_end
+
+def children():
+    return open(f"/proc/self/task/{os.getpid()}/children").read().split()
+
+fork_server.start(preload=False)
+before = len(children())
+for clean_up in at_end:
+    clean_up()
+print(before, len(children()))
+"""
+    assert run(code).communicate(timeout=WAIT_S)[0] == "1 0\n"
+
+
 def test_server_refuses_other_users(ask):
     if os.getuid() != 0:
         cannot_run("only root can start processes of another user")

@@ -11,9 +11,8 @@ one thread per core: TRL's, and Tiller's two in lockstep. With rollouts of the p
 default canary and records. The ratio is that of the faster run. A step's seconds are the median of
 those after the first five; ratios are medians over the rounds.
 
-All threads wait for each other as trainer.threads has them wait. On an idle Intel host with two
-cores, TRL's step takes 0.58 s so, 0.60 s with OpenMP's default, 0.79 s with OMP_WAIT_POLICY=PASSIVE
-alone, and 1.01 s with one thread.
+All threads wait for each other as trainer.threads has them wait. TRL's step is fastest with that:
+one thread and OMP_WAIT_POLICY=PASSIVE alone were slower, and OpenMP's default was not faster.
 
 TRL is installed, once, into an environment of its own from the package index that pip is configured
 for; nothing else is downloaded.

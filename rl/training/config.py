@@ -139,8 +139,9 @@ class TrainerConfig:
     any number of cores."""
 
     cpu_matmul: Annotated[Literal["auto", "mkl", "onednn"], NUMERICS] = "auto"
-    """Kernel of float32 matrix products on CPU. ``auto`` measures both at the start, and takes
-    oneDNN if MKL is much slower, as on AMD. The log of a rank names the choice."""
+    """Kernel of float32 matrix products on CPU. ``auto`` measures both once per host, and
+    takes oneDNN if MKL is much slower, as on AMD. The user's cache stores the choice
+    (``~/.cache/tiller``), and the log of a rank names it."""
 
     max_skipped_steps: Annotated[int, at_least(0), COSMETIC] = 3
     """Maximum number of consecutive optimizer steps that may be skipped because of a non-finite

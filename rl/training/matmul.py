@@ -1,8 +1,14 @@
 """Kernel of a trainer's float32 matrix products on CPU: MKL, which is torch's own, or oneDNN."""
 
+import contextlib
+import hashlib
 import math
+import os
+import re
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -13,9 +19,8 @@ from rl.compat.torch_internals import onednn_linear
 Kernel = Literal["mkl", "onednn"]
 
 SLOWER = 1.3
-"""Ratio of MKL's time to oneDNN's above which oneDNN is chosen. It is about 0.9 on Intel and 2 on
-AMD, so that every start on a host makes the same choice."""
-ROUNDS = 5
+"""Ratio of MKL's time to oneDNN's above which oneDNN is chosen: about 0.9 on Intel and 2 on AMD."""
+ROUNDS = 10
 ROWS, INNER, COLUMNS = 1024, 256, 768
 
 _registered: torch.library.Library | None = None  # keeps oneDNN's kernels registered
@@ -41,20 +46,46 @@ def kernel_in_use() -> Kernel:
 
 
 def faster_kernel() -> Kernel:
-    """Measure both kernels for tens of milliseconds; return the first rank's choice on every
-    rank.
+    """Return the faster kernel on the first rank's host, on every rank.
+
+    The first call on a host measures for tens of milliseconds and stores the choice in the user's
+    cache. Later calls read it, so that all runs have the same numbers.
     """
     if not torch.backends.mkldnn.is_available():
         return "mkl"
-    seconds = kernel_seconds()
-    chosen: list[Kernel] = ["onednn" if seconds["mkl"] > SLOWER * seconds["onednn"] else "mkl"]
+    chosen = [_choice_of_host()]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(chosen)
     return chosen[0]
 
 
+def _choice_of_host() -> Kernel:
+    cpu = re.search("model name.*", Path("/proc/cpuinfo").read_text())
+    host = hashlib.sha256(f"{cpu and cpu[0]} {torch.__config__.show()}".encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tiller"
+    stored = cache / f"cpu_matmul-{host}"
+    if not stored.exists():
+        seconds = kernel_seconds()
+        measured: Kernel = "onednn" if seconds["mkl"] > SLOWER * seconds["onednn"] else "mkl"
+        try:
+            _store(stored, measured)
+        except OSError:  # a cache that cannot be written ends no run
+            return measured
+    return "onednn" if stored.read_text() == "onednn" else "mkl"
+
+
+def _store(path: Path, text: str) -> None:
+    """Write a file whole, unless another process was first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:
+        file.write(text)
+        file.flush()
+        with contextlib.suppress(FileExistsError):
+            os.link(file.name, path)
+
+
 def kernel_seconds() -> dict[Kernel, float]:
-    """Return the seconds of the products of a layer's forward and backward pass, by kernel."""
+    """Return the CPU seconds of the products of a layer's forward and backward pass, by kernel."""
     x = torch.ones(ROWS, INNER)
     weight = torch.ones(COLUMNS, INNER)
     gradient = torch.ones(ROWS, COLUMNS)
@@ -63,10 +94,10 @@ def kernel_seconds() -> dict[Kernel, float]:
     seconds: dict[Kernel, float] = dict.fromkeys(kernels, math.inf)
     for _ in range(ROUNDS):
         for name, multiply in kernels.items():
-            began = time.perf_counter()
+            began = time.thread_time()
             for a, b in passes:
                 multiply(a, b)
-            seconds[name] = min(seconds[name], time.perf_counter() - began)
+            seconds[name] = min(seconds[name], time.thread_time() - began)
     return seconds
 
 

@@ -112,10 +112,27 @@ def worker_of(job: Job, node: str) -> int:
     return worker
 
 
-def idle(cluster: Cluster) -> bool:
-    """Whether no job holds a node and none of their processes is left."""
-    steps = [pid for pid in cluster.pids() if b"SLURM_JOB_ID=" in _environment(pid)]
-    return not steps and cluster.ask("squeue", "--noheader") == ""
+def until_idle(cluster: Cluster, seconds: float) -> None:
+    """Wait until no job holds a node and no process of a job is left."""
+    ends = time.monotonic() + seconds
+    while left := _jobs_left(cluster):
+        assert time.monotonic() < ends, f"not gone within {seconds:.0f} s:\n" + "\n".join(left)
+        time.sleep(0.2)
+
+
+def _jobs_left(cluster: Cluster) -> list[str]:
+    """Return the lines of the queue, and the command of each process of a job."""
+    pids = [pid for pid in cluster.pids() if b"SLURM_JOB_ID=" in _environment(pid)]
+    return cluster.ask("squeue", "--noheader").splitlines() + [_command(pid) for pid in pids]
+
+
+def _command(pid: int) -> str:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return f"{pid} has ended"
+    return f"{pid} {status.rpartition(')')[0]}): {command}"
 
 
 def _environment(pid: int) -> bytes:

@@ -10,7 +10,7 @@ from rl.cli import find_config
 from rl.launch.freeze import Launch
 from rl.launch.slurm import script
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import idle, until
+from tests.slurm.jobs import until, until_idle
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_no_more_attempts_than_allowed(cluster, jobs):
     assert cluster.wait_for(job, "FAILED", timeout=60) == "FAILED"
     assert (cluster.field(job, "Restarts"), cluster.field(job, "ExitCode")) == ("1", "75:0")
     assert "attempt 1: gives up: slurm.max_restarts is 1" in log(folder)
-    until(lambda: idle(cluster), 10, "allocations and processes are gone")
+    until_idle(cluster, 10)
 
 
 def test_a_cancelled_job_is_not_started_again(cluster, folder):
@@ -182,7 +182,7 @@ def test_a_cancelled_job_is_not_started_again(cluster, folder):
     cluster.ask("scancel", job)
     assert cluster.wait_for(job, "CANCELLED", "COMPLETED", "PENDING", timeout=60) == "CANCELLED"
     assert "cancelled, or Slurm itself starts it again" in log(folder)
-    until(lambda: idle(cluster), 10, "allocation and processes are gone")
+    until_idle(cluster, 10)
 
 
 def test_processes_get_the_submitting_shells_environment_and_the_configs(
@@ -209,4 +209,4 @@ def test_jobs_on_one_node_do_not_collide(cluster, tmp_path):
     assert [cluster.wait_for(job, "COMPLETED", timeout=60) for job in jobs] == ["COMPLETED"] * 2
     addresses = {re.search(r"tcp://n1:\d+", says(tmp_path / name))[0] for name in ("one", "two")}
     assert len(addresses) == 2
-    until(lambda: idle(cluster), 10, "allocation and processes are gone")
+    until_idle(cluster, 10)

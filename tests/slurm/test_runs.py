@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.runs import Run, digest
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import NODES, ON_ONE_HOST, QUICKSTART, Job, idle, until, worker_of
+from tests.slurm.jobs import NODES, ON_ONE_HOST, QUICKSTART, Job, until, until_idle, worker_of
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_trainer_on_two_nodes_and_a_generator_on_a_third_learn(uninterrupted, 
     )
     assert {f"{name}.log" for name in ranks} <= {path.name for path in logs.iterdir()}
     assert (logs / "push.txt").read_text().startswith("transport: tcp")
-    until(lambda: idle(cluster), 20, "allocation and processes are gone")
+    until_idle(cluster, 20)
 
 
 @pytest.mark.long
@@ -78,7 +78,7 @@ def test_preemption_and_a_lost_node_cost_attempts_and_change_no_weight(
     until(lambda: "nothing is left to do" in job.log(), 40, "a finished run is not run again")
     assert cluster.wait_for(job.id, "COMPLETED", timeout=40)
     assert not (job.folder / "logs" / f"{job.id}.3").exists()
-    until(lambda: idle(cluster), 20, "allocation and processes are gone")
+    until_idle(cluster, 20)
 
 
 @pytest.mark.long
@@ -90,7 +90,7 @@ def test_a_cancelled_run_ends_for_good_and_leaves_nothing(cluster, tmp_path):
         cluster.wait_for(job.id, "CANCELLED", "COMPLETED", "FAILED", "PENDING", timeout=60)
         == "CANCELLED"
     )
-    until(lambda: idle(cluster), 40, "allocation and processes are gone")
+    until_idle(cluster, 40)
     assert job.restarts() == 0
 
 

@@ -2,6 +2,7 @@
 gradients; the choice of the faster one.
 """
 
+import os
 import time
 
 import pytest
@@ -23,34 +24,64 @@ def test_products_agree_with_double_precision_however_the_matrices_lie():
 
 
 @pytest.mark.parametrize(("slow", "chosen"), [("_mkl", "onednn"), ("_onednn", "mkl")])
-def test_the_faster_kernel_is_chosen(slow, chosen, monkeypatch):
-    multiply = getattr(matmul, slow)
-
-    def slower(a, b):
-        time.sleep(0.1)
-        return multiply(a, b)
-
-    monkeypatch.setattr(matmul, slow, slower)
+def test_the_faster_kernel_is_chosen(slow, chosen, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(matmul, slow, slowed(getattr(matmul, slow)))
     assert faster_kernel() == chosen
 
 
-def test_every_rank_has_the_choice_of_the_first():
-    assert on_ranks(2, choice_of_a_rank) == ["onednn", "onednn"]
+def test_all_runs_on_a_host_have_the_choice_of_the_first(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as first:
+        first.setattr(matmul, "_mkl", slowed(matmul._mkl))
+        assert faster_kernel() == "onednn"
+    monkeypatch.setattr(matmul, "_onednn", slowed(matmul._onednn))
+    assert faster_kernel() == "onednn"
+
+
+def test_a_process_that_measured_at_the_same_time_takes_the_stored_choice(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def measured_elsewhere_too():
+        monkeypatch.setattr(matmul, "kernel_seconds", lambda: {"mkl": 2.0, "onednn": 1.0})
+        assert faster_kernel() == "onednn"
+        return {"mkl": 1.0, "onednn": 1.0}
+
+    monkeypatch.setattr(matmul, "kernel_seconds", measured_elsewhere_too)
+    assert faster_kernel() == "onednn"
+
+
+def test_a_cache_that_cannot_be_written_leaves_the_measured_choice(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr(matmul, "_mkl", slowed(matmul._mkl))
+    assert faster_kernel() == "onednn"
+
+
+def test_every_rank_has_the_choice_of_the_first(tmp_path):
+    assert on_ranks(2, choice_of_a_rank, str(tmp_path)) == ["onednn", "onednn"]
+
+
+def slowed(multiply):
+    """Return the kernel with milliseconds of work before each product."""
+
+    def slower(a, b):
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        return multiply(a, b)
+
+    return slower
 
 
 # Run on a rank.
 
 
-def choice_of_a_rank() -> str:
+def choice_of_a_rank(cache: str) -> str:
     torch.distributed.init_process_group("gloo")
-    slow = "_mkl" if torch.distributed.get_rank() == 0 else "_onednn"
-    multiply = getattr(matmul, slow)
-
-    def slower(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.1)
-        return multiply(a, b)
-
-    setattr(matmul, slow, slower)
+    rank = torch.distributed.get_rank()
+    os.environ["XDG_CACHE_HOME"] = f"{cache}/{rank}"
+    slow = "_mkl" if rank == 0 else "_onednn"
+    setattr(matmul, slow, slowed(getattr(matmul, slow)))
     return faster_kernel()
 
 

@@ -1,12 +1,14 @@
 """Attention that trains on CPU; torchtitan's own attention does not."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torchtitan.models.common.attention import FlexAttention
+from torch.nn.attention.flex_attention import create_mask
+from torchtitan.models.common.attention import FlexAttention, create_attention_mask
 from torchtitan.models.common.config_utils import get_attention_config
 from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.tools.utils import get_cuda_flash_attention_impl
@@ -56,13 +58,40 @@ def dense_mask(positions: torch.Tensor) -> torch.Tensor:
     return ((document[:, :, None] == document[:, None, :]) & causal).unsqueeze(1)
 
 
-def attention_masks(model: Qwen3Model, positions: torch.Tensor) -> Any:
-    """Return the masks with which the layers of ``model`` attend causally within the documents of
-    ``positions`` [B, L].
+def tree_mask(positions: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Return a mask function of flex attention for documents with branches.
+
+    A document starts at each 0 of ``positions`` [B, L]. At each other position that is not one more
+    than the position before, a branch of the document starts: its cells attend to their own branch,
+    and to the cells of the document's beginning whose positions precede the branch.
     """
-    if isinstance(model.config.first_attention.inner_attention, DenseAttention.Config):
-        return dense_mask(positions)
-    return model.get_attention_masks(positions)
+    cells = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    document = (positions == 0).cumsum(1)
+    starts = positions != F.pad(positions[:, :-1] + 1, (1, 0))
+    start = torch.where(starts | (positions == 0), cells, 0).cummax(1).values
+    origin = positions.gather(1, start)  # position at which the branch starts
+
+    def attends(
+        b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        same = start[b, query] == start[b, key]
+        trunk = (origin[b, key] == 0) & (positions[b, key] < origin[b, query])
+        inside = document[b, query] == document[b, key]
+        return inside & (query >= key) & (same | trunk)
+
+    return attends
+
+
+def attention_masks(model: Qwen3Model, positions: torch.Tensor, *, trees: bool = False) -> Any:
+    """Return the masks with which the layers of ``model`` attend causally within the documents of
+    ``positions`` [B, L], which may have branches if ``trees``.
+    """
+    dense = isinstance(model.config.first_attention.inner_attention, DenseAttention.Config)
+    rows, length = positions.shape
+    if not trees:
+        return dense_mask(positions) if dense else model.get_attention_masks(positions)
+    create = create_mask if dense else create_attention_mask
+    return create(tree_mask(positions), rows, None, length, length, device=positions.device)
 
 
 def shares_rows(inner_attention: Any) -> bool:
@@ -71,19 +100,21 @@ def shares_rows(inner_attention: Any) -> bool:
 
 
 def attention_config(
-    name: str, *, context_parallel: bool = False, float32: bool = False
+    name: str, *, context_parallel: bool = False, float32: bool = False, trees: bool = False
 ) -> FlexAttention.Config | Any:
     """Return the torchtitan config of attention ``name``.
 
     ``auto`` is dense on CPU. On CUDA it is varlen, or flex if torchtitan's varlen cannot run: with
-    context parallelism, without the FlashAttention that the GPU needs, or for a trainer that
-    computes in ``float32``, which varlen would round to bfloat16.
+    context parallelism, for documents with branches (``trees``), without the FlashAttention that
+    the GPU needs, or for a trainer that computes in ``float32``, which varlen would round to
+    bfloat16.
 
     varlen and flex run on CUDA only; Tiller's tests, which run on CPU, do not cover them.
     """
     cuda = device_type() == "cuda"
     if name == "auto":
-        runs_varlen = cuda and not context_parallel and not float32 and _has_flash_attention()
+        needs_flex = context_parallel or float32 or trees
+        runs_varlen = cuda and not needs_flex and _has_flash_attention()
         name = "varlen" if runs_varlen else "flex" if cuda else "dense"
     if name == "dense":
         return DenseAttention.Config()

@@ -129,6 +129,11 @@ class TrainerConfig:
     """Whether a row may hold several sequences, each with a mask of its own. Rows are filled by
     best fit if ``micro_batch_tokens`` is set. False pads every sequence to a row."""
 
+    prompt_sharing: Annotated[int, at_least(1, 10**6), PERFORMANCE] = 1
+    """Maximum number of sequences that share the computation of their prompt: those of a group or
+    of a pair. 1 computes every prompt for every sequence. Large numbers pay if prompts are longer
+    than completions. Dense attention, which is that of CPU, costs the square of a row's length."""
+
     logits_mib: Annotated[int, at_least(1, 10**7), PERFORMANCE] = 1024
     """Maximum size of the float32 logits that exist at once on a rank, in MiB. Larger logits are
     computed in chunks, and again in the backward pass."""

@@ -362,12 +362,14 @@ class TrainingEngine:
             pack=self.config.packing,
             one_row=one_row,
             multiple_of=multiple,
+            sharing=self.config.prompt_sharing,
         )
 
     def _run(self, micro: MicroBatch, temperature: float) -> dict[str, torch.Tensor]:
         """Return the model's outputs for the micro-batch's tokens, float32 [T]."""
         cells = [micro.tokens, micro.targets, micro.positions]
-        masks = attention_masks(self.model, micro.positions)
+        trees = self.config.prompt_sharing > 1
+        masks = attention_masks(self.model, micro.positions, trees=trees)
         if self._sequence is not None:
             cells, masks = self._sequence.shard(*cells, masks=masks)
         tokens, targets, positions = cells

@@ -31,14 +31,19 @@ class Cutting:
     multiple_of: int
     """Divisor of the length of every row."""
 
+    sharing: int = 1
+    """Maximum number of sequences of a tree."""
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Sequences in rows of one length L, shifted so that each cell predicts the next token.
 
-    - ``tokens``, ``targets``, ``positions``: int64 [B, L]; a document starts at each position 0.
+    - ``tokens``, ``targets``, ``positions``: int64 [B, L]; a document starts at each position 0. At
+      each other position that does not follow the one before, a branch of the document starts.
     - ``index``: int64 [T], index in the whole batch of each token of the concatenated sequences.
-    - ``cells``: int64 [T], cell of the flattened rectangle that predicts each token.
+    - ``cells``: int64 [T], cell of the flattened rectangle that predicts each token. Tokens of
+      prompts may share cells.
     - ``first``: bool [T], whether a token starts its sequence, so that no cell predicts it.
     - ``loss_index``: int64 [C], the tokens of weight above 0, as indices in [0, T).
     - ``sequence``: int64 [C], sequence of the micro-batch of each of these tokens.
@@ -73,52 +78,65 @@ class MicroBatch:
         return values.flatten()[self.cells].masked_fill(self.first, 0.0)
 
 
-Rows = list[list[int]]
-"""Sequences of each row of a micro-batch, as indices into the batch."""
+@dataclass(slots=True)
+class Tree:
+    """Sequences with the same prompt, whose cells exist once: the sequences are the branches of one
+    document. A tree of one sequence shares nothing.
+    """
+
+    sequences: list[int]
+    """Indices into the batch."""
+    cells: int
+    shared: int = 0
+    """Number of cells that all sequences share: all of the prompt except for the last, which
+    predicts the first token of a completion."""
+
+
+Rows = list[list[Tree]]
+"""Trees of each row of a micro-batch."""
 
 
 def plan(batch: Batch, cutting: Cutting) -> list[Rows]:
-    """Return the rows of each micro-batch. Sequences are sorted by length, longest first, so that
+    """Return the rows of each micro-batch. Trees are sorted by length, longest first, so that
     neighbours have similar lengths.
 
-    With a limit of tokens, each packed sequence goes to the row, in any micro-batch, with the least
+    With a limit of tokens, each packed tree goes to the row, in any micro-batch, with the least
     room that is enough (best-fit decreasing; Johnson, 1973). With a limit of sequences,
     micro-batches are filled one after the other.
     """
-    sizes = _sizes(batch)
-    longest_first = sorted(range(len(batch)), key=lambda i: (-sizes[i], i))
-    if cutting.tokens is None:
-        shares = [
-            longest_first[first : first + cutting.sequences]
-            for first in range(0, len(batch), cutting.sequences)
-        ]
-        return [_rows_of(share, sizes, cutting) for share in shares]
-    return _best_fit(longest_first, sizes, cutting, cutting.tokens)
+    trees = _trees(batch, cutting)
+    if cutting.tokens is not None:
+        return _best_fit(trees, cutting, cutting.tokens)
+    shares: list[list[Tree]] = []
+    room = 0
+    for tree in trees:
+        if len(tree.sequences) > room:
+            shares.append([])
+            room = cutting.sequences
+        shares[-1].append(tree)
+        room -= len(tree.sequences)
+    return [_rows_of(share, cutting) for share in shares]
 
 
 def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
     """Return the micro-batch of the given rows; without rows, a dummy of one row without a
     sequence.
     """
-    sequences = [sequence for row in rows for sequence in row]
+    sequences = [sequence for row in rows for tree in row for sequence in tree.sequences]
     part = batch.select(sequences)
-    sizes = dict(zip(sequences, _sizes(part), strict=True))
-    width = max([sum(sizes[i] for i in row) for row in rows], default=0)
+    sizes = _sizes(part)
+    width = max([sum(tree.cells for tree in row) for row in rows], default=0)
     width = _round_up(max(width, 1), cutting.multiple_of)
-    starts = []
-    for number, row in enumerate(rows):
-        cell = number * width
-        for sequence in row:
-            starts.append(cell)
-            cell += sizes[sequence]
     owner = torch.repeat_interleave(torch.arange(len(part)), part.lengths)
     place = torch.arange(len(owner)) - (part.lengths.cumsum(0) - part.lengths)[owner]
     first = place == 0
-    cells = torch.tensor(starts, dtype=torch.int64)[owner] + place - 1
+    trunk, shared, branch = _starts(rows, sizes, width)[:, owner]
+    own = place > shared
+    cells = torch.where(own, branch - shared, trunk) + place - 1
     predicted = cells[~first]
     inputs = (~first).nonzero().squeeze(1) - 1
     shape = (max(len(rows), 1), width)
-    longest = max([1, *(sizes[i] for i in sequences)])
+    longest = max([1, *sizes])
 
     def rectangle(values: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(shape[0] * width, dtype=torch.int64)
@@ -131,8 +149,8 @@ def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
     loss_index = (part.loss_weights > 0).nonzero().squeeze(1)
     mask = part.sampling_mask
     if mask is not None:
-        mask = mask.select((~first).nonzero().squeeze(1).numpy())
-        mask = mask.placed(predicted.numpy(), shape[0] * width)
+        mask = mask.select(own.nonzero().squeeze(1).numpy())
+        mask = mask.placed(cells[own].numpy(), shape[0] * width)
     return MicroBatch(
         index=batch.token_index(sequences),
         tokens=rectangle(part.tokens[inputs]),
@@ -164,29 +182,83 @@ def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def _rows_of(sequences: list[int], sizes: list[int], cutting: Cutting) -> Rows:
-    """Return the rows of one micro-batch. Each sequence goes to the first row with room."""
+def _trees(batch: Batch, cutting: Cutting) -> list[Tree]:
+    """Return all sequences as trees, longest first. A tree has at most ``cutting.sharing``
+    sequences, and no more than a micro-batch may hold.
+    """
+    sizes = _sizes(batch)
+    longest_first = sorted(range(len(batch)), key=lambda i: (-sizes[i], i))
+    limit = min(cutting.sharing, cutting.sequences if cutting.tokens is None else len(batch))
+    if limit <= 1:
+        return [Tree([sequence], sizes[sequence]) for sequence in longest_first]
+    prompts = _prompts(batch)
+    trees: list[Tree] = []
+    newest: dict[bytes, Tree] = {}
+    for sequence in longest_first:
+        prompt, shared = prompts[sequence]
+        tree = newest.get(prompt)
+        cells = 0 if tree is None else tree.cells + sizes[sequence] - shared
+        too_long = cutting.tokens is not None and cells > cutting.tokens
+        if tree is None or len(tree.sequences) == limit or too_long:
+            newest[prompt] = Tree([sequence], sizes[sequence], shared)
+            trees.append(newest[prompt])
+        else:
+            tree.sequences.append(sequence)
+            tree.cells = cells
+    return sorted(trees, key=lambda tree: -tree.cells)
+
+
+def _prompts(batch: Batch) -> list[tuple[bytes, int]]:
+    """Return the tokens before the first one of weight above 0 of each sequence, and the number of
+    cells that only predict tokens of these.
+    """
+    prompts = []
+    lengths = batch.lengths.tolist()
+    for tokens, mask in zip(
+        batch.tokens.split(lengths), batch.loss_mask.split(lengths), strict=True
+    ):
+        count = int(mask.int().argmax()) if mask.any() else len(tokens)
+        prompts.append((tokens[:count].numpy().tobytes(), count - 1))
+    return prompts
+
+
+def _starts(rows: Rows, sizes: list[int], width: int) -> torch.Tensor:
+    """Return the first cell of each sequence's prompt, the number of cells that it shares with the
+    sequences before, and the first cell after these, int64 [3, N].
+    """
+    starts = []
+    for number, row in enumerate(rows):
+        cell = number * width
+        for tree in row:
+            trunk = cell
+            shared = 0
+            for _ in tree.sequences:
+                starts.append((trunk, shared, cell))
+                cell += sizes[len(starts) - 1] - shared
+                shared = tree.shared
+    return torch.tensor(starts, dtype=torch.int64).view(-1, 3).T
+
+
+def _rows_of(trees: list[Tree], cutting: Cutting) -> Rows:
+    """Return the rows of one micro-batch. Each tree goes to the first row with room."""
     if not cutting.pack:
-        return [[sequence] for sequence in sequences]
+        return [[tree] for tree in trees]
     if cutting.one_row:
-        return [sequences]
-    width = sizes[sequences[0]]
+        return [trees]
+    width = trees[0].cells
     rows: Rows = []
     used = list[int]()
-    for sequence in sequences:
-        size = sizes[sequence]
-        row = next((r for r, cells in enumerate(used) if cells + size <= width), len(rows))
+    for tree in trees:
+        row = next((r for r, cells in enumerate(used) if cells + tree.cells <= width), len(rows))
         if row == len(rows):
             rows.append([])
             used.append(0)
-        rows[row].append(sequence)
-        used[row] += size
+        rows[row].append(tree)
+        used[row] += tree.cells
     return rows
 
 
-def _best_fit(
-    longest_first: list[int], sizes: list[int], cutting: Cutting, limit: int
-) -> list[Rows]:
+def _best_fit(trees: list[Tree], cutting: Cutting, limit: int) -> list[Rows]:
     """Return the rows of micro-batches of at most ``limit`` cells, except for those of one longer
     sequence.
     """
@@ -195,12 +267,12 @@ def _best_fit(
     rows_left = 0  # number of rows that the newest micro-batch may still open
     width = 0
     one_row = cutting.pack and cutting.one_row
-    for sequence in longest_first:
-        size = sizes[sequence]
+    for tree in trees:
+        size = tree.cells
         fits = bisect_left(open_rows, (size,))
         if fits < len(open_rows):
             room, micro, row = open_rows.pop(fits)
-            planned[micro][row].append(sequence)
+            planned[micro][row].append(tree)
             insort(open_rows, (room - size, micro, row))
             continue
         if not rows_left:
@@ -211,7 +283,7 @@ def _best_fit(
                 width = max(width, limit // multiple * multiple)
             rows_left = max(1, limit // width)
         rows_left -= 1
-        planned[-1].append([sequence])
+        planned[-1].append([tree])
         if cutting.pack and width <= limit:
             insort(open_rows, (width - size, len(planned) - 1, len(planned[-1]) - 1))
     return planned

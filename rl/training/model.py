@@ -108,6 +108,7 @@ def sharded_model(
         model.attention,
         context_parallel=dims.cp_enabled,
         float32=config.training.mixed_precision_param == "float32",
+        trees=config.prompt_sharing > 1,
     )
     model_config = qwen3_config(shape, fuse_qkv=model.fuse_qkv, inner_attention=attention)
     if config.float8 is not None:

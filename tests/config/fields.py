@@ -58,7 +58,7 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         "session/test_placement.py::"
         "test_ranks_go_to_nodes_in_order_and_generators_in_turns_to_those_after_them": "nodes",
         f"{GRADIENT}test_any_partition_has_the_gradient_of_the_whole": (
-            "micro_batch_size micro_batch_tokens packing"
+            "micro_batch_size micro_batch_tokens packing prompt_sharing"
         ),
         f"{GRADIENT}test_gradient_does_not_depend_on_compute_options": "logits_mib",
         "training/test_optim_step.py::"

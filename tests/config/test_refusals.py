@@ -195,6 +195,21 @@ def test_settings_that_context_parallelism_cannot_run_are_refused(field, value, 
         validate(config)
 
 
+def test_shared_prompts_need_packed_rows_and_attention_with_branches():
+    config = find_config("quickstart")()
+    config.trainer.prompt_sharing = 4
+    validate(config)
+    config.trainer.packing = False
+    with pytest.raises(ConfigError, match="trainer.prompt_sharing is 4, which needs .*only 1 is"):
+        validate(config)
+    config.trainer.packing = True
+    config.hardware.device = "h100"
+    config.hardware.gpus_per_node = 8
+    config.model.attention = "varlen"
+    with pytest.raises(ConfigError, match="'varlen', which cannot run under trainer.prompt_shar"):
+        validate(config)
+
+
 def test_attention_that_rounds_to_bfloat16_is_refused_in_float32():
     config = find_config("quickstart")()
     config.hardware.device = "h100"

@@ -1,5 +1,6 @@
 """Engine runs of the tests, in any layout; the same code runs on one rank and on four."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -136,11 +137,28 @@ def ragged_batch(lengths: tuple[int, ...] = (4, 15, 1, 7, 11), seed: int = 0) ->
     )
 
 
-def masked_batch(lengths: tuple[int, ...] = (4, 15, 1, 7, 11), seed: int = 0) -> Batch:
+def with_prompts(batch: Batch, prompts: Sequence[int]) -> Batch:
+    """The batch with the same first five tokens, of weight 0, in sequences of the same prompt."""
+    draw = torch.Generator().manual_seed(0)
+    words = torch.randint(SIZES["vocab_size"], (max(prompts) + 1, 5), generator=draw)
+    ends = batch.lengths.cumsum(0).tolist()
+    tokens = batch.tokens.clone()
+    weights = batch.loss_weights.clone()
+    for prompt, length, end in zip(prompts, batch.lengths.tolist(), ends, strict=True):
+        begin = end - length
+        size = min(length, 5)
+        tokens[begin : begin + size] = words[prompt, :size]
+        weights[begin : begin + size] = 0.0
+    return replace(batch, tokens=tokens, loss_weights=weights)
+
+
+SIBLINGS = (9, 15, 1, 7, 11)
+
+
+def with_mask(batch: Batch, seed: int = 0) -> Batch:
     """The batch with a sampling mask. By turns a token was sampled from all ids, from a half of
     them, and from two at most; first tokens were not sampled.
     """
-    batch = ragged_batch(lengths, seed)
     draw = torch.Generator().manual_seed(seed)
     kept = torch.rand(len(batch.tokens), SIZES["vocab_size"], generator=draw) < 0.5
     kept[::3] = True
@@ -244,18 +262,32 @@ CUTS = {
     "entropy alone": Cut((without_advantages(),), loss=grpo(entropy_coef=0.3)),
     "ratios of sequences": Cut(fields={"micro_batch_size": 3}, loss=BY_SEQUENCE),
     "KL alone": Cut((without_advantages(),), loss=grpo(kl_coef=0.3)),
-    "sampling masks": Cut((masked_batch(),), fields={"micro_batch_size": 3}),
+    "sampling masks": Cut((with_mask(ragged_batch()),), fields={"micro_batch_size": 3}),
     "sampling masks, padded, two calls": Cut(
-        (masked_batch().select([3, 0]), masked_batch().select([1, 2, 4])),
+        (with_mask(ragged_batch()).select([3, 0]), with_mask(ragged_batch()).select([1, 2, 4])),
         fields={"micro_batch_size": 2, "packing": False},
+    ),
+    "shared prompts": Cut(
+        (with_prompts(ragged_batch(SIBLINGS), [0, 0, 1, 0, 0]),),
+        fields={"micro_batch_size": 5, "prompt_sharing": 3},
+    ),
+    "shared prompts, sampling masks, 32 tokens": Cut(
+        (with_mask(with_prompts(ragged_batch(SIBLINGS), [0, 1, 1, 1, 0])),),
+        fields={"micro_batch_tokens": 32, "prompt_sharing": 5},
     ),
 }
 
 
 def cut_by(
-    engine: TrainingEngine, *, micro_batch_size=2, micro_batch_tokens=None, packing=True
+    engine: TrainingEngine,
+    *,
+    micro_batch_size=2,
+    micro_batch_tokens=None,
+    packing=True,
+    prompt_sharing=1,
 ) -> None:
     config = engine.config
+    config.prompt_sharing = prompt_sharing
     config.micro_batch_size = micro_batch_size
     config.micro_batch_tokens = micro_batch_tokens
     config.packing = packing

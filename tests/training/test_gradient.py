@@ -43,6 +43,7 @@ from tests.training.scenes import (
     gradients_of,
     ragged_batch,
     weights_of,
+    with_prompts,
 )
 
 
@@ -154,13 +155,16 @@ def engine(request, tmp_path_factory):
     return engine, weights_of(engine)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_partition_has_the_gradient_of_the_whole(engine, data):
     lengths = data.draw(st.lists(st.integers(1, 15), min_size=1, max_size=7))
     batch = ragged_batch(
         (*lengths, 9), seed=data.draw(st.integers(0, 9))
     )  # nine tokens have some that count
+    prompts = data.draw(st.none() | st.lists(st.integers(0, 2), min_size=len(batch)))
+    if prompts is not None:
+        batch = with_prompts(batch, prompts[: len(batch)])
     order = data.draw(st.permutations(range(len(batch))))
     loss = data.draw(st.sampled_from([LOSS, BY_SEQUENCE]))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(order) - 1))))
@@ -169,7 +173,8 @@ def test_any_partition_has_the_gradient_of_the_whole(engine, data):
         engine[0],
         micro_batch_size=data.draw(st.integers(1, 8)),
         micro_batch_tokens=data.draw(st.none() | st.integers(14, 60)),
-        packing=data.draw(st.booleans()),
+        packing=prompts is not None or data.draw(st.booleans()),
+        prompt_sharing=1 if prompts is None else data.draw(st.integers(1, 5)),
     )
     engine, weights = engine
     engine.optimizers.zero_grad()

@@ -2,11 +2,15 @@
 budget.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_mask
 
+from rl.training.attention import tree_mask
 from rl.training.micro_batches import Cutting, balanced, lay_out, plan
 from rl.types import Batch
 
@@ -101,7 +105,7 @@ def test_tokens_with_weight_have_the_number_of_their_sequence(lengths, cutting):
 def test_micro_batches_keep_to_the_limit(lengths, cutting):
     for rows in plan(batch_of(lengths), cutting):
         micro = lay_out(batch_of(lengths), rows, cutting)
-        count = sum(map(len, rows))
+        count = sum(len(row) for row in rows)
         assert micro.tokens.shape[1] % cutting.multiple_of == 0
         if cutting.tokens is None:
             assert count <= cutting.sequences
@@ -127,7 +131,10 @@ def test_packing_fills_rows_that_padding_would_waste():
 @pytest.mark.parametrize("one_row", [True, False])
 def test_a_short_sequence_goes_to_the_row_that_it_leaves_the_least_room_in(one_row):
     cutting = Cutting(sequences=1, tokens=20, pack=True, one_row=one_row, multiple_of=1)
-    rows = plan(batch_of([17, 15, 14, 7, 5, 4]), cutting)  # 16, 14, 13, 6, 4 and 3 cells
+    planned = plan(batch_of([17, 15, 14, 7, 5, 4]), cutting)
+    rows = [
+        [[tree.sequences[0] for tree in row] for row in rows] for rows in planned
+    ]  # 16, 14, 13, 6, 4 and 3 cells
     if one_row:
         assert rows == [[[0, 4]], [[1, 3]], [[2, 5]]]
     else:  # the rows of the first three are as long as these
@@ -140,6 +147,75 @@ def test_best_fit_needs_few_more_micro_batches_than_the_tokens_do():
     cutting = Cutting(sequences=1, tokens=4096, pack=True, one_row=True, multiple_of=2)
     least = -(-(len(batch.tokens) - len(batch)) // 4096)
     assert len(plan(batch, cutting)) <= 1.02 * least
+
+
+@st.composite
+def siblings(draw) -> tuple[Batch, list[tuple[int, ...]]]:
+    """Return a batch of sequences of a few prompts, and the tokens of each. Each token of a prompt
+    and each sampled token is a number of its own.
+    """
+    prompts = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    sampled = draw(
+        st.lists(
+            st.tuples(st.integers(0, len(prompts) - 1), st.integers(0, 6)), min_size=1, max_size=12
+        )
+    )
+    texts = []
+    for number, (prompt, count) in enumerate(sampled):
+        begin = 1000 * (number + 1)
+        texts.append(
+            (*range(10 * prompt, 10 * prompt + prompts[prompt]), *range(begin, begin + count))
+        )
+    tokens = torch.tensor([token for text in texts for token in text])
+    weights = (tokens >= 1000).float()
+    lengths = torch.tensor([len(text) for text in texts])
+    return Batch(tokens=tokens, lengths=lengths, loss_weights=weights), texts
+
+
+@given(siblings(), CUTTINGS, st.integers(2, 5))
+def test_tokens_that_share_a_prompt_attend_to_their_own_sequence_alone(siblings, cutting, sharing):
+    batch, texts = siblings
+    cutting = replace(cutting, pack=True, sharing=sharing)
+    owner = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
+    seen = []
+    for rows in plan(batch, cutting):
+        micro = lay_out(batch, rows, cutting)
+        count, width = micro.tokens.shape
+        mask = create_mask(tree_mask(micro.positions), count, None, width, width, device="cpu")
+        for place, cell in zip(micro.index.tolist(), micro.cells.tolist(), strict=True):
+            text = texts[owner[place]]
+            end = place - owner.tolist().index(owner[place])
+            seen.append(place)
+            if end:
+                row, column = divmod(cell, width)
+                attended = micro.tokens[row][mask[row, 0, column]]
+                assert micro.targets[row, column] == text[end]
+                assert tuple(attended.tolist()) == text[:end]
+                assert micro.positions[row, column] == end - 1
+        trees = [tree for row in rows for tree in row]
+        assert all(len(tree.sequences) <= sharing for tree in trees)
+        if cutting.tokens is None:
+            assert sum(len(tree.sequences) for tree in trees) <= cutting.sequences
+        else:
+            assert len(trees) == 1 or micro.tokens.numel() <= cutting.tokens
+    assert sorted(seen) == list(range(len(batch.tokens)))
+
+
+def test_sequences_that_share_a_prompt_need_fewer_cells():
+    texts = [(*range(10), 100 + number, 200 + number) for number in range(4)]
+    batch = Batch(
+        tokens=torch.tensor(texts).flatten(),
+        lengths=torch.tensor([12] * 4),
+        loss_weights=torch.tensor([0.0] * 10 + [1.0] * 2).repeat(4),
+    )
+    cutting = Cutting(sequences=4, tokens=None, pack=True, one_row=False, multiple_of=1)
+    alone, shared = (
+        lay_out(batch, plan(batch, each)[0], each)
+        for each in (cutting, replace(cutting, sharing=4))
+    )
+    assert alone.tokens.shape == (4, 11)
+    assert shared.tokens.shape == (1, 9 + 4 * 2)
+    assert shared.loss_weights.equal(alone.loss_weights)
 
 
 def test_without_rows_a_dummy_holds_nothing():

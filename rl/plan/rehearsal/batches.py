@@ -102,7 +102,8 @@ def _rollouts(config: RLConfig, lengths: Rows[int]) -> list[Rollout]:
     for number, length in enumerate(lengths):
         group, sample = divmod(number, config.rollout.samples_per_prompt)
         sampled = min(length - 1, config.rollout.max_tokens)
-        prompt = Prompt(prompt_id=group, tokens=[0] * (length - sampled), text="", answer="")
+        tokens = [number % config.model.vocab_size, *[0] * (length - sampled - 1)]
+        prompt = Prompt(prompt_id=group, tokens=tokens, text="", answer="")  # shared with none
         completion = Completion(
             tokens=[0] * sampled,
             logprobs=[-1.0] * sampled,

@@ -13,13 +13,16 @@ from pathlib import Path
 import torch
 import torchtitan.tools.utils as titan
 
-from rl.compat.titan import tell_device
+from rl.compat.titan import import_attention_without_compilers, tell_device
 
 
 def select_device() -> None:
-    """Set torchtitan's device to the CPU on hosts without CUDA, where torchtitan assumes CUDA."""
+    """Set torchtitan's device to the CPU on hosts without CUDA, where torchtitan assumes CUDA, and
+    import its attention, which compiles nothing there.
+    """
     if not torch.cuda.is_available():
         tell_device("cpu", torch.cpu)
+        import_attention_without_compilers()
 
 
 def device_type() -> str:

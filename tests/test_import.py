@@ -92,3 +92,25 @@ def test_the_device_is_torchtitans_whatever_is_imported_first():
 
 def _is_for_types(node: ast.If) -> bool:
     return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def test_a_plan_on_cpu_imports_neither_compilers_nor_datasets():
+    command = [sys.executable, "-X", "importtime", "-m", "rl.plan", "--config", "quickstart"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "torchtitan.models.common.attention" in loaded
+    assert not loaded & {"datasets", "torch._inductor.compile_fx", "torchtitan.trainer"}
+
+
+MASK = """
+import rl.training
+import torch
+from torchtitan.models.common.attention import create_attention_mask
+with torch.compiler.set_stance("force_eager"):
+    mask = create_attention_mask(lambda b, h, q, k: q >= k, 1, None, 256, 256, device="cpu")
+print(mask.shape)
+"""
+
+
+def test_what_torchtitan_compiles_at_import_is_compiled_when_called():
+    assert python(MASK) == "(1, 1, 256, 256)\n"

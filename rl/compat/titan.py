@@ -1,15 +1,20 @@
-"""torchtitan's choice of a device, and its Qwen3 in any size, with or without a head.
+"""torchtitan's choice of a device, its attention without compilers, and its Qwen3 in any size, with
+or without a head.
 
 Each function imports torchtitan's models only when called: the models read the device at import.
 """
 
+import functools
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
+from unittest import mock
+
+import torch
 
 if TYPE_CHECKING:
-    import torch
     from torchtitan.models.qwen3 import Qwen3Model
 
 T = TypeVar("T")
@@ -27,6 +32,10 @@ RELIES_ON = (
     "torchtitan.models.qwen3:_EMBEDDING_INIT",
     "torchtitan.models.qwen3:_EMBEDDING_SKIP_INIT",
     "torchtitan.models.qwen3:_LINEAR_INIT",
+    # Decoder.Config.update_from_config imports torchtitan's trainer, and with it datasets
+    "torchtitan.models.common.token_dispatcher:update_ep_token_dispatcher_config("
+    "model_config, config)",
+    "torchtitan.models.qwen3.sharding:set_qwen3_sharding_config(config, enable_sp, enable_ep)",
     # forward has no argument for it; torchtitan's own loss over chunks sets it too
     "torchtitan.models.qwen3:Qwen3Model._skip_lm_head",
     # init_states draws numbers that depend on the layout
@@ -45,6 +54,37 @@ def tell_device(device_type: str, device_module: ModuleType) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan."):
             vars(module).update({key: choice[key] for key in choice if hasattr(module, key)})
+
+
+def import_attention_without_compilers() -> None:
+    """Import torchtitan's attention without torch's compilers, whose import takes as long as that
+    of torch.
+
+    The functions that torchtitan compiles at import are compiled at their first call.
+    """
+
+    def compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        compiled = functools.cache(lambda: compile_now(function, **options))
+        return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+    compile_now = torch.compile
+    with mock.patch.object(torch, "compile", compile_later):
+        import_module("torchtitan.models.common.attention")
+
+
+def set_layout(model: "Qwen3Model.Config", trainer: Any) -> None:
+    """Set how ``trainer``, a config with ``parallelism`` and ``training``, shards the model's
+    parameters and exchanges the tokens of its experts.
+    """
+    from torchtitan.models.common.token_dispatcher import update_ep_token_dispatcher_config
+    from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+    update_ep_token_dispatcher_config(model, trainer)
+    set_qwen3_sharding_config(
+        model,
+        enable_sp=trainer.parallelism.enable_sequence_parallel,
+        enable_ep=trainer.parallelism.expert_parallel_degree > 1,
+    )
 
 
 def qwen3_layers(**sizes: Any) -> list[Any]:

@@ -119,7 +119,7 @@ def sharded_model(
             model_compile_enabled=config.compiles_model,
         )
         model_config = float8.build().convert(model_config)
-    model_config.update_from_config(config=config)
+    titan.set_layout(model_config, config)
     if head == "values":
         model_config.lm_head = _value_head(model_config.lm_head)
     else:

@@ -1,5 +1,5 @@
-"""The trainer's step against a bare torchtitan loop and against transformers, and the memory of its
-log-probs.
+"""The trainer's step against a bare torchtitan loop, against transformers, and against itself
+without shared prompts; and the memory of its log-probs.
 
 Usage: python scripts/bench/trainer.py [--repeats N] [--plot FILE] [--json]
        python scripts/bench/trainer.py --device cuda [--float8] [--json]
@@ -55,11 +55,29 @@ CASES = {
     "": Case(model=small_model(4096, n_layers=6), sequences=8, micro_batch_size=4, others=BOTH),
     "_32k": MANY_WORDS,
     "_32k_chunked": replace(MANY_WORDS, trainer={"logits_mib": 16}),
+    "_prompts": Case(
+        model=small_model(4096, n_layers=4, length=321),
+        sequences=16,
+        micro_batch_size=16,
+        prompt_tokens=256,
+        samples_per_prompt=8,
+        trainer={"prompt_sharing": 8},
+        others=("unshared",),
+    ),
 }
 TINY = {
     "": Case(
         model=small_model(64, 1, dim=32, length=17), sequences=4, micro_batch_size=2, others=BOTH
-    )
+    ),
+    "_prompts": Case(
+        model=small_model(64, 1, dim=32, length=17),
+        sequences=4,
+        micro_batch_size=4,
+        prompt_tokens=12,
+        samples_per_prompt=2,
+        trainer={"prompt_sharing": 2},
+        others=("unshared",),
+    ),
 }
 QWEN3_0_6B = replace(qwen3_0_6b().model, max_seq_len=2049)
 ON_CUDA = Case(

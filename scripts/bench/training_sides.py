@@ -1,5 +1,6 @@
 """Sides of the trainer's benchmark, which all take the same optimizer step."""
 
+import dataclasses
 import functools
 import math
 import tempfile
@@ -43,6 +44,10 @@ class Case:
     """Further fields of the TrainerConfig."""
     others: tuple[str, ...] = ("bare",)
     """Names of the other sides."""
+    prompt_tokens: int | None = None
+    """Length of the prompts; None for a quarter of a sequence."""
+    samples_per_prompt: int = 1
+    """Number of sequences with the same prompt."""
 
     @property
     def tokens(self) -> int:
@@ -58,7 +63,7 @@ def build(case: Case) -> tuple[TrainingEngine, dict[str, Step]]:
     )
     engine = TrainingEngine(config, case.model, seed=0, steps=1000, folder=tempfile.gettempdir())
     batch = make_batch(case)
-    others = {"bare": bare, "transformers": transformers}
+    others = {"bare": bare, "transformers": transformers, "unshared": unshared}
     return engine, {
         "ours": ours(engine, batch),
         **{name: others[name](case, engine, batch) for name in case.others},
@@ -66,17 +71,19 @@ def build(case: Case) -> tuple[TrainingEngine, dict[str, Step]]:
 
 
 def make_batch(case: Case) -> Batch:
-    """Return random tokens. The first quarter of each sequence is a prompt, and some ratios are
-    clipped.
-    """
+    """Return random tokens. Some ratios are clipped."""
     draw = torch.Generator().manual_seed(0)
     count = case.sequences
     length = case.model.max_seq_len
+    prompt = case.prompt_tokens or length // 4
     noise = 0.3 * torch.randn(case.tokens, generator=draw)
+    tokens = torch.randint(case.model.vocab_size, (count, length), generator=draw)
+    first_of_group = torch.arange(count) // case.samples_per_prompt * case.samples_per_prompt
+    tokens[:, :prompt] = tokens[first_of_group, :prompt]
     return Batch(
-        tokens=torch.randint(case.model.vocab_size, (case.tokens,), generator=draw),
+        tokens=tokens.flatten(),
         lengths=torch.full((count,), length),
-        loss_weights=(torch.arange(length) >= length // 4).float().repeat(count),
+        loss_weights=(torch.arange(length) >= prompt).float().repeat(count),
         columns={
             "advantages": torch.randn(count, generator=draw).repeat_interleave(length),
             "behaviour_logprobs": noise - math.log(case.model.vocab_size),
@@ -93,6 +100,13 @@ def ours(engine: TrainingEngine, batch: Batch) -> Step:
         return metrics["loss/mean"]
 
     return step
+
+
+def unshared(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
+    """Return our step with the prompt computed for every sequence."""
+    config = dataclasses.replace(engine.config, prompt_sharing=1)
+    folder = tempfile.gettempdir()
+    return ours(TrainingEngine(config, case.model, seed=0, steps=1000, folder=folder), batch)
 
 
 def bare(case: Case, engine: TrainingEngine, batch: Batch) -> Step:

@@ -14,6 +14,7 @@ def test_all_sides_learn_alike_and_the_last_line_is_json(tmp_path):
     assert result.keys() == {
         "ours_over_bare",
         "ours_over_transformers",
+        "ours_over_unshared_prompts",
         "loss_spread",
         "naive_over_ours_logprob_memory",
         "naive_over_ours_logprob_memory_small_chunks",

@@ -64,11 +64,13 @@ def tree_mask(positions: torch.Tensor) -> Callable[..., torch.Tensor]:
     A document starts at each 0 of ``positions`` [B, L]. At each other position that is not one more
     than the position before, a branch of the document starts: its cells attend to their own branch,
     and to the cells of the document's beginning whose positions precede the branch.
+
+    Tiller's tests run the mask with dense attention only: flex attention needs CUDA.
     """
     cells = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
     document = (positions == 0).cumsum(1)
-    starts = positions != F.pad(positions[:, :-1] + 1, (1, 0))
-    start = torch.where(starts | (positions == 0), cells, 0).cummax(1).values
+    starts = positions != F.pad(positions[:, :-1] + 1, (1, 0), value=-1)
+    start = torch.where(starts, cells, 0).cummax(1).values
     origin = positions.gather(1, start)  # position at which the branch starts
 
     def attends(

@@ -112,5 +112,5 @@ print(mask.shape)
 """
 
 
-def test_what_torchtitan_compiles_at_import_is_compiled_when_called():
+def test_functions_that_torchtitan_compiles_are_compiled_when_called():
     assert python(MASK) == "(1, 1, 256, 256)\n"

@@ -123,16 +123,22 @@ def until_idle(cluster: Cluster, seconds: float) -> None:
 def _jobs_left(cluster: Cluster) -> list[str]:
     """Return the lines of the queue, and the command of each process of a job."""
     pids = [pid for pid in cluster.pids() if b"SLURM_JOB_ID=" in _environment(pid)]
-    return cluster.ask("squeue", "--noheader").splitlines() + [_command(pid) for pid in pids]
+    return cluster.ask("squeue", "--noheader").splitlines() + [
+        f"{pid} {command_of(pid)}" for pid in pids
+    ]
 
 
-def _command(pid: int) -> str:
+def command_of(pid: int) -> str:
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        status = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
-        return f"{pid} has ended"
-    return f"{pid} {status.rpartition(')')[0]}): {command}"
+        return "has ended"
+
+
+def children_of(pid: int) -> list[str]:
+    """Commands of the children that run; that of a zombie is empty."""
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [command for child in pids if (command := command_of(int(child)))]
 
 
 def _environment(pid: int) -> bytes:

@@ -10,7 +10,7 @@ from rl.cli import find_config
 from rl.launch.freeze import Launch
 from rl.launch.slurm import script
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import until, until_idle
+from tests.slurm.jobs import children_of, command_of, until, until_idle
 
 
 @pytest.fixture
@@ -182,6 +182,16 @@ def test_a_cancelled_job_is_not_started_again(cluster, folder):
     cluster.ask("scancel", job)
     assert cluster.wait_for(job, "CANCELLED", "COMPLETED", "PENDING", timeout=60) == "CANCELLED"
     assert "cancelled, or Slurm itself starts it again" in log(folder)
+    until_idle(cluster, 10)
+
+
+def test_a_requeued_job_leaves_no_process_that_outlives_its_shell(cluster, folder):
+    stays = '[ "$1" != requeue ] || exit 0'  # the job is not requeued, and its shell waits
+    job = submit(cluster, folder, "exit 75", commands={"scontrol": stays})
+    until(lambda: "goes back to the queue" in log(folder), 30, "the run has ended")
+    (shell,) = [pid for pid in cluster.pids() if "/slurm_script" in command_of(pid)]
+    until(lambda: not children_of(shell), 10, "the shell waits without a child")
+    cluster.ask("scancel", job)
     until_idle(cluster, 10)
 
 

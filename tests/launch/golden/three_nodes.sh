@@ -92,6 +92,7 @@ elif [ "$attempt" -ge "$max_restarts" ]; then
     say "gives up: slurm.max_restarts is $max_restarts"
 else
     say "goes back to the queue"
-    ask scontrol requeue "$SLURM_JOB_ID" && trap - TERM && sleep 60 # Slurm ends this shell
+    # Slurm ends this shell, which waits without a child: a child could outlive the job
+    ask scontrol requeue "$SLURM_JOB_ID" && trap - TERM && read -rt 60 <> <(:)
 fi
 exit $code

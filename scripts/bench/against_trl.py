@@ -7,12 +7,15 @@ Both train a Qwen3 of 3.3 million random parameters from one folder, in fp32, by
 loss: 8 prompts x 8 completions x 32 tokens a step, none shorter, with the same prompts and reward
 (grpo_work.py). They run alternately, each with the whole host. A process that computes alone has
 one thread per core: TRL's, and Tiller's two in lockstep. With rollouts of the previous step
-(max_staleness 1), Tiller's two processes compute at once and have one thread each. Tiller has the
-default canary and records. The ratio is that of the faster run. A step's seconds are the median of
+(max_staleness 1), Tiller's two processes compute at once and have one thread each. Both sides
+compile their models, and Tiller computes a prompt once for four of its completions
+(trainer.prompt_sharing); TRL has no such option. Tiller has the default canary and records. The
+ratio is that of the faster run. A step's seconds are the median of
 those after the first five; ratios are medians over the rounds.
 
 All threads wait for each other as trainer.threads has them wait. TRL's step is fastest with that:
-one thread and OMP_WAIT_POLICY=PASSIVE alone were slower, and OpenMP's default was not faster.
+one thread and OMP_WAIT_POLICY=PASSIVE alone were slower, OpenMP's default was not faster, and
+neither were two data-parallel processes with one thread each.
 
 TRL is installed, once, into an environment of its own from the package index that pip is configured
 for; nothing else is downloaded.
@@ -45,9 +48,10 @@ UV = "uv==0.13.8"
 WARM_UP = 5
 TIMEOUT_S = 1800.0
 CORES = os.cpu_count() or 1
+FAST = ["--trainer.prompt_sharing", "4", "--trainer.compile.enable", "--generator.no-enforce_eager"]
 OURS = {
-    "lockstep": ["--trainer.threads", str(CORES), "--generator.threads", str(CORES)],
-    "ahead": ["--rollout.max_staleness", "1"],
+    "lockstep": [*FAST, "--trainer.threads", str(CORES), "--generator.threads", str(CORES)],
+    "ahead": [*FAST, "--rollout.max_staleness", "1"],
 }
 """Options of Tiller's runs, by name."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}

@@ -68,6 +68,7 @@ def main(model_dir: str, steps: int) -> None:
             beta=0.0,
             use_cpu=True,
             bf16=False,
+            torch_compile=True,
             gradient_checkpointing=False,
             logging_steps=steps,
             save_strategy="no",

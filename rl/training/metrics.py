@@ -17,7 +17,7 @@ from rl.metrics import Metrics, Rule, Value
 class WorkCount:
     """Floating-point operations of forward and backward passes, by torchtitan's formula.
     Recomputation is not counted. Attention is counted for all pairs of tokens, as if no mask
-    existed.
+    existed. A prompt that sequences share is counted for each.
     """
 
     per_token: int

@@ -85,7 +85,9 @@ def drop_mask(_engine: Any) -> None:
     """Let the trainer's tokens attend to later tokens."""
     from rl.training import attention, engine
 
-    engine.attention_masks = lambda *args: torch.ones_like(attention.attention_masks(*args))
+    engine.attention_masks = lambda *args, **options: torch.ones_like(
+        attention.attention_masks(*args, **options)
+    )
 
 
 def restore_mask(_engine: Any) -> None:

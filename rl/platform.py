@@ -1,7 +1,7 @@
 """Device and host of this process.
 
 Importing this module sets torchtitan's device, also in modules that are already imported.
-``rl.model``, ``rl.training`` and ``rl.generation`` import it first.
+``rl.model``, ``rl.training`` and ``rl.generation`` import it first, and call ``import_attention``.
 """
 
 import logging
@@ -17,11 +17,16 @@ from rl.compat.titan import import_attention_without_compilers, tell_device
 
 
 def select_device() -> None:
-    """Set torchtitan's device to the CPU on hosts without CUDA, where torchtitan assumes CUDA, and
-    import its attention, which compiles nothing there.
-    """
+    """Set torchtitan's device to the CPU on hosts without CUDA, where torchtitan assumes CUDA."""
     if not torch.cuda.is_available():
         tell_device("cpu", torch.cpu)
+
+
+def import_attention() -> None:
+    """Import torchtitan's attention, without compilers on hosts without CUDA, where nothing that it
+    compiles is called.
+    """
+    if device_type() == "cpu":
         import_attention_without_compilers()
 
 

@@ -22,6 +22,7 @@ PERFORMANCE = """
     trainer.training.enable_cpu_offload trainer.training.disable_cuda_graphs trainer.training.gc_*
     trainer.debug.detect_anomaly trainer.debug.batch_invariant trainer.debug.deterministic*
     trainer.nodes trainer.micro_batch_* trainer.packing trainer.logits_mib
+    trainer.prompt_sharing
     generator.replicas generator.nodes generator.tensor_parallel_degree generator.expert_parallel
     generator.max_* generator.kv_cache_gib generator.gpu_memory_utilization generator.enforce_eager
     generator.block_size generator.prefix_caching weights.transport weights.delta

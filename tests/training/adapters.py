@@ -12,6 +12,7 @@ from rl.model.shards import Box
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.model import is_adapter, local_box
+from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS
 from tests.training.scenes import (
     MODELS,
@@ -19,7 +20,6 @@ from tests.training.scenes import (
     accumulate,
     engine_of,
     learn,
-    ragged_batch,
     share,
     weights_of,
 )

@@ -25,8 +25,9 @@ from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_names import TensorPiece
 from rl.training.model import shard_of
+from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS
-from tests.training.scenes import TIED_FUSED, adopted, engine_of, learn, ragged_batch
+from tests.training.scenes import TIED_FUSED, adopted, engine_of, learn
 
 
 @contextlib.contextmanager

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 from rl.model.digest import digests
 from rl.model.shape import ModelConfig
 from rl.step_folders import StepFolders
+from tests.training.batches import ragged_batch
 from tests.training.disk import checkpointer_of, everything
 from tests.training.layouts import LAYOUTS
 from tests.training.ranks import Ranks
-from tests.training.scenes import engine_of, learn, ragged_batch
+from tests.training.scenes import engine_of, learn
 
 T = TypeVar("T")
 

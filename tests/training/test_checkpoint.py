@@ -12,6 +12,7 @@ import torch
 from rl.errors import RunError
 from rl.model.digest import digests, merge_digests
 from rl.step_folders import ROLLOUTS
+from tests.training.batches import ragged_batch
 from tests.training.disk import (
     checkpointer_of,
     names_in,
@@ -26,7 +27,6 @@ from tests.training.scenes import (
     engine_of,
     handed_over,
     learn,
-    ragged_batch,
     resume,
 )
 

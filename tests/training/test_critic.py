@@ -14,18 +14,11 @@ from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.types import Batch
+from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks
 from tests.training.reference import worst_error
-from tests.training.scenes import (
-    MODELS,
-    cut_by,
-    engine_of,
-    gradients_of,
-    ragged_batch,
-    share,
-    weights_of,
-)
+from tests.training.scenes import MODELS, cut_by, engine_of, gradients_of, share, weights_of
 
 LOSS = ValueLoss.Config(clip=0.5)
 

@@ -12,6 +12,7 @@ from rl.model.shards import Box, Region
 from rl.model.tp_plan import generator_layout
 from rl.training.checkpoint import Checkpointer
 from rl.weights.routes import plan_routes
+from tests.training.batches import ragged_batch
 from tests.training.layouts import Layout
 from tests.training.ranks import on_ranks
 from tests.training.reference import worst_error
@@ -25,7 +26,6 @@ from tests.training.scenes import (
     engine_of,
     held,
     logits_of,
-    ragged_batch,
     resume,
 )
 from tests.training.test_hugging_face import same_tensors

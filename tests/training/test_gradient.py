@@ -23,6 +23,7 @@ from rl.algorithms.losses import (
     ImportanceSamplingLoss,
     grpo,
 )
+from tests.training.batches import ragged_batch, with_prompts
 from tests.training.reference import (
     loss_sum,
     loss_sum_by_tokens,
@@ -41,9 +42,7 @@ from tests.training.scenes import (
     cut_by,
     engine_of,
     gradients_of,
-    ragged_batch,
     weights_of,
-    with_prompts,
 )
 
 

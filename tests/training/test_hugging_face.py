@@ -14,10 +14,11 @@ from rl.errors import RunError
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.model import is_adapter
+from tests.training.batches import ragged_batch
 from tests.training.disk import adopt_and_count, full_disk
 from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks
-from tests.training.scenes import SIZES, adopt, engine_of, logits_of, ragged_batch
+from tests.training.scenes import SIZES, adopt, engine_of, logits_of
 
 FORMS = {
     "tied": {},

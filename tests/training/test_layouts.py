@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS, LONG, PAIRS
 from tests.training.reference import worst_error
-from tests.training.scenes import CUTS, ragged_batch
+from tests.training.scenes import CUTS
 
 
 @pytest.fixture(

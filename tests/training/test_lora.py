@@ -16,20 +16,12 @@ from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.model import is_adapter
 from tests.training.adapters import LORA, STEPS, adapted, merged, play_adapted, wake
+from tests.training.batches import ragged_batch
 from tests.training.disk import checkpointer_of
 from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks
 from tests.training.reference import worst_error
-from tests.training.scenes import (
-    MODELS,
-    SIZES,
-    TIED_FUSED,
-    engine_of,
-    learn,
-    logits_of,
-    ragged_batch,
-    weights_of,
-)
+from tests.training.scenes import MODELS, SIZES, TIED_FUSED, engine_of, learn, logits_of, weights_of
 from tests.training.test_hugging_face import tensors_of, transformers_model, write_folder
 from tests.training.test_residency import resident
 

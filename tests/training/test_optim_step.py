@@ -9,16 +9,15 @@ from rl.algorithms.losses import Metric
 from rl.algorithms.tokens import Tokens
 from rl.errors import RunError
 from rl.types import Batch
+from tests.training.batches import broken, ragged_batch
 from tests.training.reference import relative_error
 from tests.training.scenes import (
     LOSS,
     TEMPERATURE,
     TIED_FUSED,
-    broken,
     engine_of,
     gradients_of,
     learn,
-    ragged_batch,
     weights_of,
     whole,
 )

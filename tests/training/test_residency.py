@@ -7,15 +7,8 @@ import torch
 
 from rl.compat.torch_internals import local_tensor
 from rl.training.checkpoint import Checkpointer
-from tests.training.scenes import (
-    LOSS,
-    MODELS,
-    engine_of,
-    gradients_of,
-    learn,
-    ragged_batch,
-    weights_of,
-)
+from tests.training.batches import ragged_batch
+from tests.training.scenes import LOSS, MODELS, engine_of, gradients_of, learn, weights_of
 
 
 def resident(tensors) -> int:

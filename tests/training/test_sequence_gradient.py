@@ -30,10 +30,11 @@ from rl.metrics import Metrics
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batches import balanced
 from rl.types import Batch, Head
+from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS, PAIRS
 from tests.training.ranks import on_ranks
 from tests.training.reference import Qwen3, of_scene, per_token, relative_error, worst_error
-from tests.training.scenes import MODELS, cut_by, engine_of, gradients_of, ragged_batch, weights_of
+from tests.training.scenes import MODELS, cut_by, engine_of, gradients_of, weights_of
 
 LOSSES: dict[str, SequenceLoss.Config] = {
     "DPO": DPOLoss.Config(beta=0.3, label_smoothing=0.1),

@@ -62,26 +62,29 @@ def faster_kernel() -> Kernel:
 def _choice_of_host() -> Kernel:
     cpu = re.search("model name.*", Path("/proc/cpuinfo").read_text())
     host = hashlib.sha256(f"{cpu and cpu[0]} {torch.__config__.show()}".encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tiller"
-    stored = cache / f"cpu_matmul-{host}"
-    if not stored.exists():
-        seconds = kernel_seconds()
-        measured: Kernel = "onednn" if seconds["mkl"] > SLOWER * seconds["onednn"] else "mkl"
-        try:
-            _store(stored, measured)
-        except OSError:  # a cache that cannot be written ends no run
-            return measured
-    return "onednn" if stored.read_text() == "onednn" else "mkl"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tiller"
+        stored = cache / f"cpu_matmul-{host}"
+        if not stored.exists():
+            _measure_and_store(stored)
+        return "onednn" if stored.read_text() == "onednn" else "mkl"
+    except (OSError, RuntimeError):  # no home, or a cache that this process cannot use
+        return _measured_choice()
 
 
-def _store(path: Path, text: str) -> None:
-    """Write a file whole, unless another process was first."""
+def _measure_and_store(path: Path) -> None:
+    """Write the measured choice whole, unless another process was first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:
-        file.write(text)
+        file.write(_measured_choice())
         file.flush()
         with contextlib.suppress(FileExistsError):
             os.link(file.name, path)
+
+
+def _measured_choice() -> Kernel:
+    seconds = kernel_seconds()
+    return "onednn" if seconds["mkl"] > SLOWER * seconds["onednn"] else "mkl"
 
 
 def kernel_seconds() -> dict[Kernel, float]:

@@ -51,8 +51,20 @@ def test_a_process_that_measured_at_the_same_time_takes_the_stored_choice(monkey
     assert faster_kernel() == "onednn"
 
 
-def test_a_cache_that_cannot_be_written_leaves_the_measured_choice(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+@pytest.mark.parametrize("cache", ["/dev/null", "/" + "x" * 300])
+def test_a_cache_that_cannot_be_used_leaves_the_measured_choice(cache, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    monkeypatch.setattr(matmul, "_mkl", slowed(matmul._mkl))
+    assert faster_kernel() == "onednn"
+
+
+def test_a_user_without_a_home_has_the_measured_choice(monkeypatch):
+    def unknown(_user):
+        raise KeyError
+
+    for variable in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
     monkeypatch.setattr(matmul, "_mkl", slowed(matmul._mkl))
     assert faster_kernel() == "onednn"
 

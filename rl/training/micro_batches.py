@@ -198,7 +198,8 @@ def _trees(batch: Batch, cutting: Cutting) -> list[Tree]:
         prompt, shared = prompts[sequence]
         tree = newest.get(prompt)
         cells = 0 if tree is None else tree.cells + sizes[sequence] - shared
-        too_long = cutting.tokens is not None and cells > cutting.tokens
+        padded = _round_up(cells, cutting.multiple_of)
+        too_long = cutting.tokens is not None and padded > cutting.tokens
         if tree is None or len(tree.sequences) == limit or too_long:
             newest[prompt] = Tree([sequence], sizes[sequence], shared)
             trees.append(newest[prompt])

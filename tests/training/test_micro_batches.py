@@ -197,7 +197,8 @@ def test_tokens_that_share_a_prompt_attend_to_their_own_sequence_alone(siblings,
         if cutting.tokens is None:
             assert sum(len(tree.sequences) for tree in trees) <= cutting.sequences
         else:
-            assert len(trees) == 1 or micro.tokens.numel() <= cutting.tokens
+            alone = len(trees) == len(trees[0].sequences) == 1
+            assert alone or micro.tokens.numel() <= cutting.tokens
     assert sorted(seen) == list(range(len(batch.tokens)))
 
 
@@ -216,6 +217,18 @@ def test_sequences_that_share_a_prompt_need_fewer_cells():
     assert alone.tokens.shape == (4, 11)
     assert shared.tokens.shape == (1, 9 + 4 * 2)
     assert shared.loss_weights.equal(alone.loss_weights)
+
+
+def test_a_shared_prompt_keeps_to_the_limit_with_padding():
+    texts = [(*range(4), *range(begin, begin + 8)) for begin in (100, 200)]
+    batch = Batch(
+        tokens=torch.tensor(texts).flatten(),
+        lengths=torch.tensor([12] * 2),
+        loss_weights=torch.tensor([0.0] * 4 + [1.0] * 8).repeat(2),
+    )
+    cutting = Cutting(sequences=1, tokens=20, pack=True, one_row=True, multiple_of=8, sharing=2)
+    micros = [lay_out(batch, rows, cutting) for rows in plan(batch, cutting)]
+    assert [micro.tokens.numel() for micro in micros] == [16, 16]  # 19 cells would be padded to 24
 
 
 def test_without_rows_a_dummy_holds_nothing():

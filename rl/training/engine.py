@@ -350,8 +350,7 @@ class TrainingEngine:
             yield lay_out(batch, rows, cutting).to(self.device), number == count - 1
 
     def _cutting(self) -> Cutting:
-        inner = self.model.config.first_attention.inner_attention
-        one_row = shares_rows(inner)
+        one_row = shares_rows(self.model.config.first_attention.inner_attention)
         blocks = 1 if self.config.float8 is None else 16  # rows per block of a float8 product
         multiple = self.dims.cp * math.lcm(2, self.dims.tp, blocks)
         if one_row and self.dims.cp_enabled:
@@ -368,8 +367,7 @@ class TrainingEngine:
     def _run(self, micro: MicroBatch, temperature: float) -> dict[str, torch.Tensor]:
         """Return the model's outputs for the micro-batch's tokens, float32 [T]."""
         cells = [micro.tokens, micro.targets, micro.positions]
-        trees = self.config.prompt_sharing > 1
-        masks = attention_masks(self.model, micro.positions, trees=trees)
+        masks = attention_masks(self.model, micro.positions, trees=self.config.prompt_sharing > 1)
         if self._sequence is not None:
             cells, masks = self._sequence.shard(*cells, masks=masks)
         tokens, targets, positions = cells

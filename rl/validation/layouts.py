@@ -83,16 +83,15 @@ def _validate_role(role: Role, *, cuda: bool) -> None:
             f"{field}.context_parallel_load_balancer is 'ptrr', which needs flex attention on "
             "CUDA; on CPU 'headtail' and None are allowed",
         )
-    trainer = field.removesuffix(".parallelism")
     sharing = role.trainer.prompt_sharing
     require(
         sharing == 1 or attention != "varlen",
         f"{model}.attention is 'varlen', which cannot run under "
-        f"{trainer}.prompt_sharing={sharing}; 'auto' and 'flex' can",
+        f"{role.field}.prompt_sharing={sharing}; 'auto' and 'flex' can",
     )
     require(
         sharing == 1 or role.trainer.packing,
-        f"{trainer}.prompt_sharing is {sharing}, which needs several sequences in "
+        f"{role.field}.prompt_sharing is {sharing}, which needs several sequences in "
         "a row; with packing=False only 1 is allowed",
     )
     dtype = role.trainer.training.mixed_precision_param

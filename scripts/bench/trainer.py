@@ -51,33 +51,25 @@ def small_model(vocab_size: int, n_layers: int, dim: int = 256, length: int = 25
 
 BOTH = ("bare", "transformers")
 MANY_WORDS = Case(model=small_model(32_768, n_layers=4), sequences=4, micro_batch_size=2)
+GROUPS = Case(
+    model=small_model(4096, n_layers=4, length=321),
+    sequences=16,
+    micro_batch_size=16,
+    prompt_tokens=256,
+    samples_per_prompt=8,
+    trainer={"prompt_sharing": 8},
+    others=("unshared",),
+)
 CASES = {
     "": Case(model=small_model(4096, n_layers=6), sequences=8, micro_batch_size=4, others=BOTH),
     "_32k": MANY_WORDS,
     "_32k_chunked": replace(MANY_WORDS, trainer={"logits_mib": 16}),
-    "_prompts": Case(
-        model=small_model(4096, n_layers=4, length=321),
-        sequences=16,
-        micro_batch_size=16,
-        prompt_tokens=256,
-        samples_per_prompt=8,
-        trainer={"prompt_sharing": 8},
-        others=("unshared",),
-    ),
+    "_prompts": GROUPS,
 }
+SMALLEST = small_model(64, 1, dim=32, length=17)
 TINY = {
-    "": Case(
-        model=small_model(64, 1, dim=32, length=17), sequences=4, micro_batch_size=2, others=BOTH
-    ),
-    "_prompts": Case(
-        model=small_model(64, 1, dim=32, length=17),
-        sequences=4,
-        micro_batch_size=4,
-        prompt_tokens=12,
-        samples_per_prompt=2,
-        trainer={"prompt_sharing": 2},
-        others=("unshared",),
-    ),
+    "": Case(model=SMALLEST, sequences=4, micro_batch_size=2, others=BOTH),
+    "_prompts": replace(GROUPS, model=SMALLEST, sequences=4, micro_batch_size=4, prompt_tokens=12),
 }
 QWEN3_0_6B = replace(qwen3_0_6b().model, max_seq_len=2049)
 ON_CUDA = Case(

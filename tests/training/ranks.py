@@ -4,6 +4,7 @@ Ranks are forked from a server that has imported torchtitan once, so a launch co
 the function.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -37,8 +38,9 @@ def on_ranks(
 ) -> list[Any]:
     """Return the results of ``function(*args)`` on ``count`` ranks.
 
-    Raises AssertionError with the traceback of the rank that failed first, or the ranks that were
-    silent for ``deadline`` seconds. No process is left in any case.
+    Raises AssertionError with the traceback of the rank that failed first, with the exit code of a
+    rank that died (negative for a signal) and its stack, or with the ranks that were silent for
+    ``deadline`` seconds. No process is left in any case.
     """
     with Ranks(count, function, *args) as ranks:
         return ranks.answers(deadline)
@@ -54,16 +56,22 @@ class Ranks:
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )  # on a port that stays its own
         self._readers: list[Connection] = []
+        self._stacks: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(count):
             reader, writer = _server.Pipe(duplex=False)
+            stack, stack_writer = _server.Pipe(duplex=False)
             environment = rank_environment(rank, count, self._store.port) | STORE_OF_PARENT
             process = _server.Process(
-                target=_rank, args=(writer, environment, function, args), daemon=True
+                target=_rank,
+                args=(writer, stack_writer, environment, function, args),
+                daemon=True,
             )
             process.start()
             writer.close()
+            stack_writer.close()
             self._readers.append(reader)
+            self._stacks.append(stack)
             self._processes.append(process)
 
     def __enter__(self) -> Self:
@@ -74,13 +82,34 @@ class Ranks:
 
     def answers(self, deadline: float) -> list[Any]:
         """Results by rank."""
-        answers = _collect(self._readers, time.monotonic() + deadline)
+        answers = self._collect(time.monotonic() + deadline)
         for process in self._processes:
             process.join(20)
         assert all(process.exitcode == 0 for process in self._processes), (
             "a rank did not end in good order"
         )
         return answers
+
+    def _collect(self, end: float) -> list[Any]:
+        answers: dict[int, Any] = {}
+        count = len(self._readers)
+        while waiting := [r for rank, r in enumerate(self._readers) if rank not in answers]:
+            ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
+            silent = [rank for rank, reader in enumerate(self._readers) if reader in waiting]
+            assert ready, f"ranks {silent} of {count} did not answer in time"
+            for reader in ready:
+                rank = self._readers.index(reader)
+                try:
+                    failed, answers[rank] = pickle.loads(reader.recv_bytes())
+                except EOFError:
+                    raise AssertionError(f"rank {rank} of {count} {self._end_of(rank)}") from None
+                assert not failed, f"rank {rank} of {count} failed:\n{answers[rank]}"
+        return [answers[rank] for rank in range(count)]
+
+    def _end_of(self, rank: int) -> str:
+        self._processes[rank].join(20)
+        stack = os.read(self._stacks[rank].fileno(), 1 << 16).decode()
+        return f"died with exit code {self._processes[rank].exitcode}\n{stack}"
 
     def are_alive(self) -> bool:
         """Whether none has ended."""
@@ -109,25 +138,14 @@ def rank_environment(rank: int, count: int, port: int = 0) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def _collect(readers: list[Connection], end: float) -> list[Any]:
-    answers: dict[int, Any] = {}
-    while waiting := [reader for rank, reader in enumerate(readers) if rank not in answers]:
-        ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
-        silent = [rank for rank, reader in enumerate(readers) if reader in waiting]
-        assert ready, f"ranks {silent} of {len(readers)} did not answer in time"
-        for reader in ready:
-            rank = readers.index(reader)
-            try:
-                failed, answers[rank] = pickle.loads(reader.recv_bytes())
-            except EOFError:
-                raise AssertionError(f"rank {rank} of {len(readers)} died without a word") from None
-            assert not failed, f"rank {rank} of {len(readers)} failed:\n{answers[rank]}"
-    return [answers[rank] for rank in range(len(readers))]
-
-
 def _rank(
-    writer: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any
+    writer: Connection,
+    stack: Connection,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: Any,
 ) -> None:
+    faulthandler.enable(stack.fileno())
     os.environ.update(environment)
     try:
         answer = (False, function(*args))

@@ -23,6 +23,10 @@ def dies():
     os._exit(3)
 
 
+def crashes():
+    os.abort()
+
+
 def waits():
     time.sleep(60)
 
@@ -44,7 +48,8 @@ def test_answers_come_back_in_the_order_of_ranks():
     ("function", "message"),
     [
         (fails_on_rank_1, "rank 1 of 2 failed:\n(.|\n)*ValueError: what went wrong"),
-        (dies, "rank . of 2 died without a word"),
+        (dies, "rank . of 2 died with exit code 3"),
+        (crashes, "rank . of 2 died with exit code -6\nFatal Python error(.|\n)* in crashes"),
         (waits, r"ranks \[0, 1\] of 2 did not answer in time"),
     ],
 )

@@ -71,6 +71,9 @@ class Reader:
         assert not any(tensor[written[name] :].any() for name, tensor in self._tensors.items())
         return digests(self._shards)
 
+    def close(self) -> None:
+        self._subscriber.close()
+
 
 def push_all(cases: list[tuple[str, str]], folder: str) -> list[Layout]:
     """Run ``push`` for each (model, trainer layout)."""
@@ -104,6 +107,9 @@ def push(model: ModelConfig, layout: scenes.Layout, folder: str) -> Layout:
         with torch.no_grad():
             for shard in held:
                 shard.tensor.mul_(1.5)
+    publisher.close()
+    for reader in readers.values():
+        reader.close()
     return layout_of(held)
 
 

@@ -72,6 +72,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 DEVICE = """
+import sys
 import torch
 import torchtitan.distributed.utils as before
 import torchtitan.tools.profiler as of_module
@@ -82,12 +83,13 @@ kind = "cuda" if torch.cuda.is_available() else "cpu"
 assert before.device_type == after.device_type == device_type() == kind
 assert before.device_module is after.device_module is torch.get_device_module(kind)
 assert of_module.device_module is before.device_module
-print("same")
+import rl.generation.engine
+print("vllm" in sys.modules)
 """
 
 
-def test_the_device_is_torchtitans_whatever_is_imported_first():
-    assert python(DEVICE) == "same\n"
+def test_the_device_is_torchtitans_and_an_engine_imports_vllm_only_when_it_starts():
+    assert python(DEVICE) == "False\n"
 
 
 def _is_for_types(node: ast.If) -> bool:

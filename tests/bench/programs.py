@@ -4,11 +4,12 @@ import importlib
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
@@ -43,7 +44,10 @@ def kill_group(leader: int) -> bool:
 
 
 def python(script: str, *arguments: str | Path) -> str:
-    return run(sys.executable, script, *arguments)
+    """Return the output of a script that starts warm. Raises AssertionError if it fails."""
+    done = warm.run(script, *arguments, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def module(script: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -6,8 +6,9 @@ import pytest
 
 from tests.bench.programs import python
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 def test_by_turns_less_memory_is_taken_and_nothing_else_changes():
     printed = python("scripts/bench/colocation.py", "--steps", "1", "--json").splitlines()
     result = json.loads(printed[-1])

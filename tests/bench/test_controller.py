@@ -8,8 +8,9 @@ import pytest
 
 from tests.bench.programs import python
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 def test_runs_of_both_lengths_are_measured_in_both_pipelines_and_the_last_line_is_json():
     *table, last = python(
         "scripts/bench/controller.py", "--tiny", "--repeats", "1", "--json"

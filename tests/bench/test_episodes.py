@@ -6,8 +6,9 @@ import pytest
 
 from tests.bench.programs import python
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 def test_episodes_are_compared_with_an_engine_and_the_last_line_is_json():
     *table, last = python(
         "scripts/bench/episodes.py", "--tiny", "--rounds", "1", "--repeats", "1", "--json"

@@ -12,6 +12,7 @@ from tests.bench.programs import module, python
 SCRIPT = "scripts/bench/layouts.py"
 
 
+@pytest.mark.long
 def test_rows_are_measured_and_the_last_line_is_json():
     *table, last = python(SCRIPT, "--only", "fsdp2", "moe-ep2", "--json").splitlines()
     result = json.loads(last)

@@ -4,7 +4,11 @@ be.
 
 import json
 
+import pytest
+
 from tests.bench.programs import python
+
+pytestmark = pytest.mark.long
 
 
 def test_lockstep_and_pipelines_are_measured_and_no_token_is_older_than_its_bound():

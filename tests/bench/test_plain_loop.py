@@ -6,15 +6,15 @@ import pytest
 
 from tests.bench.programs import python
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 def test_the_plain_side_learns_the_task():
     result = json.loads(python("scripts/bench/plain_grpo.py", "0", "0.9", "10"))
     assert 0.9 <= result["exact_match"] <= 1.0
     assert result["cpu_s"] > 0
 
 
-@pytest.mark.long
 def test_both_sides_learn_and_the_last_line_is_json():
     *_, last = python("scripts/bench/plain_loop.py", "--rounds", "1", "--json").splitlines()
     result = json.loads(last)

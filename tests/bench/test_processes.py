@@ -6,8 +6,9 @@ import pytest
 
 from tests.bench.programs import python
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 def test_each_process_of_a_run_is_counted_and_the_last_line_is_json():
     script = ("scripts/bench/processes.py", "--only", "quickstart, lockstep", "--steps", "5")
     *_, last = python(*script, "--json").splitlines()

@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from tests.bench.programs import python
+
+pytestmark = pytest.mark.long
 
 
 def test_the_trainer_sends_the_model_once_and_the_last_line_is_json():

@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from tests.bench.programs import python
+
+pytestmark = pytest.mark.long
 
 
 def test_recording_everything_and_metrics_alone_are_measured_by_turns():

@@ -30,6 +30,7 @@ def steps_of(out: str) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.long
 def test_two_ranks_of_torchrun_train_as_one_does_and_are_traced(tmp_path, monkeypatch, capsys):
     options = [
         "--trainer.parallelism.data_parallel_shard_degree",

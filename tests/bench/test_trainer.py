@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from tests.bench.programs import python
+
+pytestmark = pytest.mark.long
 
 
 def test_all_sides_learn_alike_and_the_last_line_is_json(tmp_path):

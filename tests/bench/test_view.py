@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from tests.bench.programs import python
+
+pytestmark = pytest.mark.long
 
 
 def test_the_first_page_of_a_short_run_is_timed_and_the_last_line_is_json():

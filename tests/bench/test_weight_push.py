@@ -4,7 +4,11 @@ from.
 
 import json
 
+import pytest
+
 from tests.bench.programs import python
+
+pytestmark = pytest.mark.long
 
 SCRIPT = "scripts/bench/weight_push.py"
 

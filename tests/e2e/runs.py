@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -15,6 +13,7 @@ import pyarrow.parquet as parquet
 
 from rl.observe.record import rows_of
 from rl.observe.rollouts import RolloutFolder
+from tests.warm import Program
 
 TIMEOUT_S = 500.0
 TINY = [
@@ -38,15 +37,8 @@ OF_TIMING = (
 )
 
 
-def heed_hangups() -> None:
-    """Have SIGHUP end a process again, which tests that run under nohup(1) would pass on as
-    ignored.
-    """
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 class Run:
-    """One ``python -m rl.train``; every process that it starts carries a mark in its
+    """One ``python -m rl.train``. Its processes are known by their parents, or by a mark in their
     environment.
     """
 
@@ -54,20 +46,17 @@ class Run:
         self.folder = folder
         self._mark = f"TILLER_TEST_RUN={uuid.uuid4().hex}"
         self._shared: set[Path] = set()
+        self._known: set[tuple[int, str]] = set()
         name, value = self._mark.split("=")
         environment = {**os.environ, name: value}
         if pythonpath is not None:
             environment["PYTHONPATH"] = str(pythonpath)
         self._stderr = folder.with_suffix(".stderr")
         self._stdout = folder.with_suffix(".stdout")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *self.command(*arguments)],
-            env=environment,
-            stdout=self._stdout.open("w"),
-            stderr=self._stderr.open("w"),
-            start_new_session=True,
-            preexec_fn=heed_hangups,
+        self.process = Program(
+            self.command(*arguments), env=environment, stdout=self._stdout, stderr=self._stderr
         )
+        self._known = {(pid, start) for pid, _, start in _table() if pid == self.process.pid}
 
     def command(self, *arguments: str) -> list[str]:
         """Return the module to run and its arguments."""
@@ -155,16 +144,19 @@ class Run:
 
     def processes(self) -> list[int]:
         """Living processes that this run started, itself included."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    environment = (entry / "environ").read_bytes()
-                except OSError:  # it ended while we looked
-                    continue
-                if self._mark.encode() in environment:
-                    found.append(int(entry.name))
-        return found
+        table = _table()
+        family = {pid for pid, _, start in table if (pid, start) in self._known}
+        for pid, parent, start in table:  # in the order of their starts
+            if parent in family or self._is_marked(pid):
+                family.add(pid)
+                self._known.add((pid, start))
+        return sorted(family)
+
+    def _is_marked(self, pid: int) -> bool:
+        try:
+            return self._mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:  # it ended while we looked
+            return False
 
     def _note_shared_memory(self) -> None:
         """Remember what of /dev/shm this run's processes map: other programs use it at the same
@@ -183,6 +175,18 @@ class Run:
         while left := self.processes() or [path for path in self._shared if path.exists()]:
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.1)
+
+
+def _table() -> list[tuple[int, int, str]]:
+    """Return pid, parent and time of start of each living process, the oldest first."""
+    table = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it ended while we looked
+            if entry.name.isdigit():
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] not in "ZX":
+                    table.append((int(entry.name), int(fields[1]), fields[19]))
+    return sorted(table, key=lambda row: (int(row[2]), row[0]))
 
 
 def start(tmp_path: Path, arguments: tuple[str, ...]) -> Run:

@@ -7,11 +7,10 @@ the process of pytest.
 
 import multiprocessing
 import os
-import sys
 import tempfile
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from torch.distributed import TCPStore
@@ -21,6 +20,7 @@ from rl.generation.config import GeneratorConfig, environment
 from rl.model.shape import ModelConfig
 from rl.model.shards import Box
 from rl.types import Completion, GenerationRequest, Sampling
+from tests.warm import FORK
 
 DEADLINE_S = 180
 INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
@@ -33,14 +33,14 @@ class GeneratorRanks:
     """
 
     def __init__(self, config: GeneratorConfig, model: ModelConfig, **more: str):
-        spawn = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("spawn") if more else FORK
         tp = config.tensor_parallel_degree
         self._store = new_store()
         self.folder = tempfile.TemporaryDirectory(prefix="tiller-ranks-")
         self.processes = []
         self.pipes = []
         for rank in range(tp):
-            here, there = spawn.Pipe()
+            here, there = FORK.Pipe()
             ranks = {
                 "RANK": rank,
                 "LOCAL_RANK": rank,
@@ -50,10 +50,13 @@ class GeneratorRanks:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TMPDIR": self.folder.name,
             }
-            process = spawn.Process(target=host, args=(there, config, model), daemon=True)
-            with variables(
-                environment(config) | {name: str(value) for name, value in (ranks | more).items()}
-            ):
+            variables = environment(config) | {
+                name: str(value) for name, value in (ranks | more).items()
+            }
+            process = context.Process(
+                target=host, args=(there, variables, config, model), daemon=True
+            )
+            with patch.dict(os.environ, variables):  # which imports of new interpreters read
                 process.start()
             self.processes.append(process)
             self.pipes.append(here)
@@ -104,25 +107,16 @@ def new_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-@contextmanager
-def variables(new: dict[str, str]):
-    """Add ``new`` to the environment, for a process that starts within."""
-    before = dict(os.environ)
-    os.environ.update(new)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
-def host(pipe, config: GeneratorConfig, model: ModelConfig) -> None:
+def host(pipe, variables: dict[str, str], config: GeneratorConfig, model: ModelConfig) -> None:
     """Run a rank: build its engine, then execute the tasks from ``pipe``."""
+    os.environ.update(variables)
+    tempfile.tempdir = None
     from rl.generation.engine import GenerationEngine
 
-    lazy = "vllm" not in sys.modules
     if INTERPRETED.items() <= os.environ.items():
         start_as_on_gpus()
     engine = GenerationEngine(config, model, seed=0)
-    pipe.send(("done", {"vllm_was_lazy": lazy, "unpushed": unpushed(engine)}))
+    pipe.send(("done", unpushed(engine)))
     while (task := pipe.recv()) is not None:
         fn, args, kwargs = task
         try:

@@ -1,8 +1,6 @@
 """Contracts C2 and C3 of the engine: honest log-probs, no stale cache, versions of tokens."""
 
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,7 +88,7 @@ def test_a_push_in_bfloat16_leaves_the_rope_cache_in_float32(one_rank, policy):
 
 
 def test_a_generator_without_weights_refuses_requests(one_rank):
-    unpushed = one_rank.at_birth[0]["unpushed"]
+    unpushed = one_rank.at_birth[0]
     assert unpushed["all_nan"]
     assert unpushed["refusal"] == "RunError: generator holds no weights yet: push before generate"
 
@@ -208,12 +206,6 @@ def test_aborted_requests_are_dropped_and_their_ids_are_free(generator):
     assert list(completions) == ["kept"]
     (again,) = generator.run(generate, [request("dropped", max_tokens=3)])
     assert len(again[0].tokens) == 3
-
-
-def test_importing_the_config_or_the_engine_imports_no_vllm(one_rank):
-    assert one_rank.at_birth[0]["vllm_was_lazy"]
-    code = "import sys, rl.generation.config; sys.exit('vllm' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 # Run on the ranks.

@@ -19,7 +19,7 @@ def generator(interpreted):
 
 def test_a_warm_up_leaves_numbers_in_the_cache(interpreted_rank):
     """Kernels multiply masked entries too, and 0 * NaN is NaN."""
-    unpushed = interpreted_rank.at_birth[0]["unpushed"]
+    unpushed = interpreted_rank.at_birth[0]
     assert unpushed["all_nan"]
     assert unpushed["finite_cache"]
 

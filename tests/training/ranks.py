@@ -5,7 +5,6 @@ the function.
 """
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import time
@@ -16,21 +15,10 @@ from typing import Any, Self
 
 from torch.distributed import TCPStore
 
+from tests.warm import FORK
+
 DEADLINE_S = 120.0
 STORE_OF_PARENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-
-# A server that forks must have one thread, or what the others hold breaks; PyTorch and pyarrow's
-# allocator start some.
-os.environ |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(
-    [
-        "tests.training.scenes",
-        "torchtitan.components.metrics",
-        "torchtitan.components.quantization.utils",
-        "torchtitan.trainer",  # which Qwen3's config imports late, with pandas and more behind it
-    ]
-)
 
 
 def on_ranks(
@@ -59,10 +47,10 @@ class Ranks:
         self._stacks: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(count):
-            reader, writer = _server.Pipe(duplex=False)
-            stack, stack_writer = _server.Pipe(duplex=False)
+            reader, writer = FORK.Pipe(duplex=False)
+            stack, stack_writer = FORK.Pipe(duplex=False)
             environment = rank_environment(rank, count, self._store.port) | STORE_OF_PARENT
-            process = _server.Process(
+            process = FORK.Process(
                 target=_rank,
                 args=(writer, stack_writer, environment, function, args),
                 daemon=True,

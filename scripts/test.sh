@@ -1,20 +1,45 @@
 #!/usr/bin/env bash
-# Sets up .venv, then lint, types, import contracts and tests. --all adds the long suites; other
-# arguments go to pytest.
+# Sets up .venv. Then runs lint, types and the tests without engines beside each other, and after them
+# the tests of engines on several workers. Nothing runs after a failure.
+#   --all                  the long tests too
+#   --slice K/N            the K-th of N parts of the long tests too
+#   --durations-json FILE  write the cost of each test to FILE and FILE.pure
+# Other arguments go to pytest, which then runs alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 unset PYTHONDONTWRITEBYTECODE # without cached bytecode every process starts seconds later
 export OMP_NUM_THREADS=1 PATH="$PWD/.venv/bin:$PATH"
 
-marks=(-m "not long")
-if [ "${1:-}" = --all ]; then
-    marks=()
+tests=(-m "not long")
+costs=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --all) tests=() ;;
+        --slice) tests=(--slice "$2"); shift ;;
+        --durations-json) costs=("--durations-json=$2"); shift ;;
+        *) break ;;
+    esac
     shift
+done
+
+lint() { ruff check . && ruff format --check . && lint-imports; }
+pure() { python -m pytest --rooms pure "${tests[@]}" "${costs[@]/%/.pure}"; }
+
+if [ $# -gt 0 ]; then
+    lint
+    mypy
+    exec python -m pytest "${tests[@]}" "${costs[@]}" "$@"
 fi
-ruff check .
-ruff format --check .
-lint-imports &
-mypy
-wait $!
-exec python -m pytest "${marks[@]}" "$@"
+
+set -m # each job is a process group, which the trap ends
+trap 'for job in $(jobs -p); do kill -- "-$job" 2>/dev/null || true; done' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+lint &
+mypy &
+pure &
+for _ in lint mypy pure; do wait -n; done
+workers=$(($(nproc) < 8 ? $(nproc) : 8))
+python -m pytest --rooms engines -n "$workers" "${tests[@]}" "${costs[@]}" &
+wait -n

@@ -1,8 +1,10 @@
-"""Order of the tests, processes that start warm, and the last lines of a test run: which tests did
-not run, and why.
+"""Selection and order of the tests, processes that start warm, and the last lines of a test run:
+which tests did not run, and why.
 """
 
+import zlib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -12,37 +14,75 @@ from tests import warm
 
 pytest_plugins = ["tests.durations.plugin"]
 
+ROOT = Path(__file__).parent
 ENGINES = (
-    *("tests/slurm", "tests/e2e", "tests/session", "tests/generation", "tests/training"),
-    *("tests/weights", "tests/actors", "tests/sandbox", "tests/trainers", "tests/plan"),
+    *("e2e", "slurm", "session", "generation", "training", "trainers", "weights", "plan"),
+    *("actors", "gateway", "gpu_check", "sandbox"),
 )
-"""Folders whose tests start processes, the longest first. The tests of the others are pure."""
-SHARED = ("tests/slurm", "tests/e2e", "tests/generation")
+"""Folders whose tests start engines or processes, the longest first. The others are pure."""
+SHARED = ("e2e", "slurm", "generation")
 """Folders whose files share engines, so that one worker runs them."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rooms", choices=["pure", "engines"], help="run one kind of folders")
+    parser.addoption(
+        "--slice",
+        type=_slice,
+        metavar="K/N",
+        help="run the K-th of N parts of the long tests, and all that are not long",
+    )
+
+
+def _slice(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(f"--slice {text}: must be K/N with 1 <= K <= N, such as 3/8")
+    return int(number), int(count)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     fork_server.variables = warm.rank_variables
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if not item.nodeid.startswith(ENGINES):
-            item.add_marker("pure")
-    items.sort(key=lambda item: _place(item.nodeid))
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    rooms = config.getoption("--rooms")
+    if rooms is None or collection_path == ROOT:
+        return None
+    starts_engines = _room(collection_path.relative_to(ROOT).parts[0]) < len(ENGINES)
+    return True if starts_engines != (rooms == "engines") else None
 
 
-def _place(nodeid: str) -> int:
-    places = (place for place, room in enumerate(ENGINES) if nodeid.startswith(f"{room}/"))
-    return next(places, len(ENGINES))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if chosen := config.getoption("--slice"):
+        number, count = chosen
+        kept = [
+            item
+            for item in items
+            if item.get_closest_marker("long") is None
+            or zlib.crc32(item.nodeid.encode()) % count == number - 1
+        ]
+        config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
+        items[:] = kept
+    items.sort(key=lambda item: _room(_folder(item.nodeid)))
+
+
+def _folder(nodeid: str) -> str:
+    """Return the name of a test's folder in tests/, or the name of its file there."""
+    return nodeid.partition("::")[0].removeprefix("tests/").partition("/")[0]
+
+
+def _room(folder: str) -> int:
+    """Return the place of a folder in ENGINES; its length if the folder is pure."""
+    return ENGINES.index(folder) if folder in ENGINES else len(ENGINES)
 
 
 class Rooms(LoadScopeScheduling):
     """Gives whole files to the workers, and whole folders if their files share engines."""
 
     def _split_scope(self, nodeid: str) -> str:
-        room = next((room for room in SHARED if nodeid.startswith(f"{room}/")), None)
-        return room or nodeid.partition("::")[0]
+        folder = _folder(nodeid)
+        return folder if folder in SHARED else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Rooms:

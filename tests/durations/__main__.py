@@ -1,23 +1,30 @@
-"""Print the costs of each folder of a test run as a table: ``python -m tests.durations FILE``."""
+"""Costs of the folders of a test run as a table, and in CONTRIBUTING.md.
+
+scripts/test.sh --durations-json costs.json
+python -m tests.durations costs.json costs.json.pure [--write]
+"""
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
 
 COLUMNS = ("tests", "seconds", "programs", "engines", "processes", "peak_mib")
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+PLACE = re.compile(r"(?<=<!-- costs -->\n).*?(?=\n<!-- end of costs -->)", re.DOTALL)
 
 
-def table(costs: dict) -> str:
-    """Return the table of a file that ``--durations-json`` wrote, the slowest folder first."""
+def table(runs: list[dict]) -> str:
+    """Return the table of files that ``--durations-json`` wrote, the slowest folder first."""
+    folders = [row for run in runs for row in run["folders"].items()]
     total = Counter[str]()
     lines = ["| folder | tests | seconds | programs | engines | processes | peak MiB |"]
     lines.append("|---|---|---|---|---|---|---|")
-    folders = sorted(costs["folders"].items(), key=lambda row: -row[1]["seconds"])
-    for name, row in folders:
+    for name, row in sorted(folders, key=lambda row: -row[1]["seconds"]):
         lines.append(_line(f"`{name}`", row))
         total.update({column: row.get(column, 0) for column in COLUMNS[:-1]})
-        total["peak_mib"] = max(total["peak_mib"], row.get("peak_mib", 0))
+        total["peak_mib"] = max(total["peak_mib"], row["peak_mib"])
     lines.append(_line("all", total))
     return "\n".join(lines)
 
@@ -27,5 +34,13 @@ def _line(name: str, row: dict) -> str:
     return f"| {name} | {' | '.join(values)} |"
 
 
+def main(arguments: list[str]) -> None:
+    files = [each for each in arguments if each != "--write"]
+    text = table([json.loads(Path(file).read_text()) for file in files])
+    print(text)
+    if "--write" in arguments:
+        PAGE.write_text(PLACE.sub(lambda _: text, PAGE.read_text()))
+
+
 if __name__ == "__main__":
-    print(table(json.loads(Path(sys.argv[1]).read_text())))
+    main(sys.argv[1:])

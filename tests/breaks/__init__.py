@@ -1,0 +1,1 @@
+"""Deliberate breaks of the product, and a command that shows that the tests find them."""

@@ -1,0 +1,294 @@
+"""Breaks over all rooms of ``rl``: a line, what it becomes, and the tests that find the break."""
+
+from typing import NamedTuple
+
+
+class Break(NamedTuple):
+    """One line of ``file`` that becomes wrong."""
+
+    file: str
+    old: str
+    new: str
+    found_by: str
+    """Files or folders of tests, relative to tests/."""
+    long: bool = False
+    """Whether only the long tests find it."""
+
+
+BREAKS = (
+    # algorithms
+    Break(
+        "rl/algorithms/losses.py",
+        "log_ratio.clamp(floor, ceiling).exp() * advantages",
+        "log_ratio.clamp(floor, ceiling).exp() * advantages.abs()",
+        "algorithms/test_losses.py",
+    ),
+    Break(
+        "rl/algorithms/kl.py",
+        "(-log_ratio).exp() - 1 + log_ratio",
+        "log_ratio.exp() - 1 - log_ratio",
+        "algorithms",
+    ),
+    Break(
+        "rl/algorithms/advantages.py",
+        "(sizes - 1).clamp(min=1)",
+        "sizes.clamp(min=1)",
+        "algorithms/test_advantages.py",
+    ),
+    Break(
+        "rl/algorithms/corrections.py",
+        "return log_ratio.exp().clamp(max=cap), metrics",
+        "return log_ratio.exp(), metrics",
+        "algorithms",
+    ),
+    Break(
+        "rl/algorithms/policy_gradient.py",
+        '("logprobs", "proximal_logprobs")} if self.recomputes else {}',
+        '("logprobs", "proximal_logprobs")} if self.corrections else {}',
+        "trainers/test_policy_gradient.py",
+    ),
+    Break(
+        "rl/metrics.py",
+        'chosen = (max if rule == "max" else min)(numbers)',
+        "chosen = max(numbers)",
+        "test_metrics.py",
+    ),
+    # training
+    Break(
+        "rl/training/micro_batches.py",
+        "own = place > shared",
+        "own = place >= shared",
+        "training/test_micro_batches.py",
+    ),
+    Break(
+        "rl/training/logprobs.py",
+        "picked = z.gather(-1, index).squeeze(-1).masked_fill(~owned, 0.0)",
+        "picked = z.gather(-1, index).squeeze(-1)",
+        "training/test_logprobs.py",
+    ),
+    Break(
+        "rl/training/logprobs.py",
+        "first = dist.get_rank(group) * -(-(vocab_size or 0) // dist.get_world_size(group))",
+        "first = dist.get_rank(group) * ((vocab_size or 0) // dist.get_world_size(group))",
+        "training",
+    ),
+    Break(
+        "rl/training/engine.py",
+        "self.is_leader = dist.get_rank() % same_batch == 0",
+        "self.is_leader = dist.get_rank() == 0",
+        "training/test_layouts.py",
+    ),
+    Break(
+        "rl/training/checkpoint.py",
+        "found = max(complete, default=None) if step == -1",
+        "found = min(complete, default=None) if step == -1",
+        "training/test_checkpoint.py",
+    ),
+    # weights
+    Break(
+        "rl/weights/shared_memory.py",
+        "if self.version != version or not self.lock(fcntl.LOCK_SH):",
+        "if not self.lock(fcntl.LOCK_SH):",
+        "weights/test_shared_memory.py weights/test_shared_memory_protocol.py",
+    ),
+    Break(
+        "rl/weights/shared_memory.py",
+        "self._turn = (self._turn + 1) % SLOTS",
+        "self._turn = self._turn % SLOTS",
+        "weights",
+    ),
+    Break(
+        "rl/weights/packed.py",
+        "self._readers = transfer.generators * self._ranks",
+        "self._readers = self._ranks",
+        "weights",
+    ),
+    Break(
+        "rl/weights/routes.py",
+        "if covered != whole.numel:",
+        "if covered > whole.numel:",
+        "weights/test_routes.py",
+    ),
+    # generation
+    Break(
+        "rl/generation/engine.py",
+        "if min(prompt) < 0 or max(prompt) >= words:",
+        "if min(prompt) < 0 or max(prompt) > words:",
+        "generation/test_engine.py",
+    ),
+    Break(
+        "rl/generation/loop.py",
+        "if engine.version is not None and engine.version >= version:",
+        "if engine.version is not None:",
+        "generation/test_loop.py generation/test_pull.py",
+    ),
+    Break(
+        "rl/generation/engine.py",
+        "forgotten = vllm_internals.forget_prefixes(self._engine)",
+        "forgotten = True",
+        "generation/test_swap.py",
+    ),
+    Break(
+        "rl/model/tp_plan.py",
+        "queries = (rows - keys) // sharers",
+        "queries = rows // sharers",
+        "weights generation/test_tensor_parallel.py model",
+    ),
+    # session
+    Break(
+        "rl/session/push.py",
+        "await self._changed.until(lambda: self.state.may_change)",
+        "pass",
+        "session/test_push.py trainers/test_loop.py",
+    ),
+    Break(
+        "rl/session/router.py",
+        "return place.load, place.turn, next(self._count), place",
+        "return -place.load, place.turn, next(self._count), place",
+        "session/test_router.py",
+    ),
+    Break(
+        "rl/session/models.py",
+        "if role in self._changed:  # a process builds its model once",
+        "if False:",
+        "session/test_models.py",
+    ),
+    Break(
+        "rl/session/session.py",
+        "self._lost_in_a_row > self.config.max_restarts",
+        "self._lost_in_a_row >= 0",
+        "trainers session/test_restart.py",
+    ),
+    # trainers
+    Break(
+        "rl/trainers/ledger.py",
+        "<= held + self._staleness",
+        "<= held + self._staleness + 1",
+        "trainers/test_ledger.py",
+    ),
+    Break(
+        "rl/trainers/scheduler.py",
+        "needed = min(step + rollout.max_staleness, self._config.steps)",
+        "needed = min(step + rollout.max_staleness + 1, self._config.steps)",
+        "trainers",
+    ),
+    Break(
+        "rl/trainers/watchdog.py",
+        "streak < needed",
+        "streak <= needed",
+        "trainers/test_watchdog.py",
+    ),
+    Break(
+        "rl/step_folders.py",
+        "kept = complete[-keep:]",
+        "kept = complete[:keep]",
+        "training/test_checkpoint.py trainers",
+    ),
+    # actors
+    Break(
+        "rl/actors/fork_server.py",
+        "!= os.getuid():  # all users can see the name",
+        "== -1:",
+        "actors/test_fork_server.py",
+    ),
+    Break(
+        "rl/actors/guard.py",
+        "PR_SET_CHILD_SUBREAPER = 36",
+        "PR_SET_CHILD_SUBREAPER = 37",
+        "actors/test_guard.py",
+    ),
+    # rollouts, tasks, dialects, gateway
+    Break(
+        "rl/rollout/seeds.py",
+        'f"{stream}/{run_seed}/{prompt_id}/{sample}/{turn}"',
+        'f"{stream}/{run_seed}/{prompt_id}/{turn}"',
+        "rollout",
+    ),
+    Break(
+        "rl/rollout/episodes.py",
+        "if len(group) - len(errors) >= needed:",
+        "if len(group) - len(errors) > needed:",
+        "rollout",
+    ),
+    Break(
+        "rl/sequences.py",
+        "strand = max(found, key=lambda each: len(each.tokens))",
+        "strand = min(found, key=lambda each: len(each.tokens))",
+        "test_sequences.py",
+    ),
+    Break(
+        "rl/tasks/copy_digits.py",
+        "reward = right / max(len(wanted), len(completion.tokens))",
+        "reward = right / len(wanted)",
+        "tasks/test_copy_digits.py",
+    ),
+    Break(
+        "rl/dialects/qwen3.py",
+        "if not answer or answer[-1] not in control.stops:",
+        "if not answer:",
+        "dialects",
+    ),
+    Break(
+        "rl/gateway/gateway.py",
+        "if len(self._sessions) >= self.limits.sessions:",
+        "if False:",
+        "gateway",
+    ),
+    Break("rl/data/order.py", "first = step * batch_size", "first = step", "data"),
+    Break(
+        "rl/data/conversations.py",
+        "trained = trained & (message == last)",
+        "trained = trained & (message <= last)",
+        "data",
+    ),
+    # observe, view
+    Break(
+        "rl/observe/owner.py",
+        'if owner.get("token") != self._token:',
+        "if False:",
+        "observe/test_owner.py",
+    ),
+    Break(
+        "rl/step_folders.py",
+        'return (self.path(step) / ".metadata").is_file()',
+        "return True",
+        "training/test_checkpoint.py trainers observe",
+    ),
+    Break("rl/disk.py", "if os.getpid() == self._owner:", "if True:", "test_program.py"),
+    # config, command line, plan, doctor, launch
+    Break(
+        "rl/validation/__init__.py",
+        '"0 with rollout.samples_per_prompt=1: the rewards of every group are equal"',
+        '"anything"',
+        "config validation test_choices.py test_broken_configs.py",
+    ),
+    Break(
+        "rl/program.py",
+        "return _report(str(error), EXIT_CONFIG)",
+        "return _report(str(error), EXIT_FAILED)",
+        "e2e/test_endings.py test_program.py config",
+    ),
+    Break("rl/frozen.py", "return [frozen(v) for v in value]", "return [*value]", "test_frozen.py"),
+    Break("rl/errors.py", "n=3, cutoff=0.5", "n=3, cutoff=1.0", "config test_program.py"),
+    Break(
+        "rl/cluster.py", "if len(parts) > 3:", "if len(parts) > 4:", "test_cluster.py launch config"
+    ),
+    Break(
+        "rl/plan/collectives.py", 'passes = 2 if kind == "all-reduce" else 1', "passes = 1", "plan"
+    ),
+    Break(
+        "rl/doctor/host.py",
+        "1 <= int(threads) <= host.cores",
+        "1 <= int(threads)",
+        "doctor/test_host.py",
+    ),
+    Break("rl/launch/slurm.py", '"--requeue", ', "", "launch"),
+    Break("rl/sandbox/launcher.py", 'if orders["filter"]:', "if False:", "sandbox"),
+    # whole runs
+    Break(
+        "rl/trainers/rl.py",
+        "finished = await self.saved_groups() if state else {}",
+        "finished = {}",
+        "trainers e2e/test_resume.py",
+    ),
+)

@@ -2,10 +2,13 @@
 which tests did not run, and why.
 """
 
+import re
 import zlib
 from collections import Counter
+from multiprocessing import forkserver
 from pathlib import Path
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -20,8 +23,11 @@ ENGINES = (
     *("actors", "gateway", "gpu_check", "sandbox"),
 )
 """Folders whose tests start engines or processes, the longest first. The others are pure."""
-SHARED = ("e2e", "slurm", "generation")
-"""Folders whose files share engines, so that one worker runs them."""
+SHARED = (
+    *("e2e/", "slurm/", "session/", "generation/"),
+    r"training/test_(checkpoint|experts|gradient|hugging_face|layouts)\.py",
+)
+"""Patterns of files that share engines, so that one worker runs them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +48,8 @@ def _slice(text: str) -> tuple[int, int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.register_profile("tests", deadline=None)  # machines may be busy
+    hypothesis.settings.load_profile("tests")
     fork_server.variables = warm.rank_variables
 
 
@@ -67,6 +75,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: _room(_folder(item.nodeid)))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(_room(_folder(item.nodeid)) < len(ENGINES) for item in session.items):
+        forkserver.ensure_running()  # its imports begin now, and no test has changed the variables
+
+
 def _folder(nodeid: str) -> str:
     """Return the name of a test's folder in tests/, or the name of its file there."""
     return nodeid.partition("::")[0].removeprefix("tests/").partition("/")[0]
@@ -81,8 +94,8 @@ class Rooms(LoadScopeScheduling):
     """Gives whole files to the workers, and whole folders if their files share engines."""
 
     def _split_scope(self, nodeid: str) -> str:
-        folder = _folder(nodeid)
-        return folder if folder in SHARED else nodeid.partition("::")[0]
+        shared = (pattern for pattern in SHARED if re.match(f"tests/{pattern}", nodeid))
+        return next(shared, nodeid.partition("::")[0])
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Rooms:

@@ -6,6 +6,8 @@ import re
 import shutil
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from tests.docs.pages import (
     text_of,
     words,
 )
+from tests.tables import check_rows
 
 FOLDERS = ("rl", "configs", "scripts", "docs", "tests")
 LONGEST_README = 1300  # words
@@ -86,18 +89,26 @@ def inputs(tmp_path_factory):
 
 
 @pytest.fixture
-def in_folder(page, inputs, tmp_path, monkeypatch):
-    """Run a test in a folder with the page's modules, and the inputs of commands."""
-    names = {block.module: block.code for block in blocks(page) if block.module}
-    for name, code in names.items():
-        (tmp_path / f"{name}.py").write_text(code)
-    for path in inputs.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    for name in names:
-        sys.modules.pop(name, None)
+def in_folder(inputs, tmp_path):
+    """Return a context in a folder with a page's modules, and the inputs of commands."""
+
+    @contextmanager
+    def enter(page: str) -> Iterator[None]:
+        names = {block.module: block.code for block in blocks(page) if block.module}
+        folder = tmp_path / page.replace("/", "-")
+        folder.mkdir()
+        for name, code in names.items():
+            (folder / f"{name}.py").write_text(code)
+        for path in inputs.iterdir():
+            (folder / path.name).symlink_to(path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.syspath_prepend(folder)
+            yield
+        for name in names:
+            sys.modules.pop(name, None)
+
+    return enter
 
 
 def test_the_readme_is_short():
@@ -126,24 +137,26 @@ def test_the_changelog_begins_with_this_version():
     assert re.findall("^## (.+)$", text_of("CHANGELOG.md"), re.MULTILINE)[0] == version
 
 
-@pytest.mark.parametrize("page", WRITTEN)
-def test_every_block_has_a_language(page):
-    found = blocks(page)
-    assert [str(block) for block in found if block.language not in LANGUAGES] == []
-    assert text_of(page).count("```") == 2 * len(found), "a fence is not closed"
+def test_every_block_has_a_language():
+    def check(page: str) -> None:
+        found = blocks(page)
+        assert [str(block) for block in found if block.language not in LANGUAGES] == []
+        assert text_of(page).count("```") == 2 * len(found), "a fence is not closed"
+
+    check_rows(WRITTEN, check)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_link_and_picture_exists(page):
+def test_every_link_and_picture_exists():
     lost = []
-    for link in links(page):
-        if "://" in link:
-            continue
-        path, _, anchor = link.partition("#")
-        target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
-        name = str(target.relative_to(ROOT))
-        if not target.exists() or (anchor and anchor not in anchors(name)):
-            lost.append(link)
+    for page in PAGES:
+        for link in links(page):
+            if "://" in link:
+                continue
+            path, _, anchor = link.partition("#")
+            target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+            name = str(target.relative_to(ROOT))
+            if not target.exists() or (anchor and anchor not in anchors(name)):
+                lost.append(f"{page}: {link}")
     assert lost == []
 
 
@@ -195,20 +208,26 @@ def imports(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("page", WRITTEN)
-def test_every_name_in_backticks_exists(page, field_names):
-    assert [text for text in quoted(page) if not exists(text, field_names)] == []
+def test_every_name_in_backticks_exists(field_names):
+    @cache
+    def is_there(text: str) -> bool:
+        return exists(text, field_names)
+
+    lost = [f"{page}: {text}" for page in WRITTEN for text in quoted(page) if not is_there(text)]
+    assert lost == []
 
 
-@pytest.mark.parametrize("page", pages_with("bash"))
-@pytest.mark.usefixtures("in_folder")
-def test_every_command_parses(page):
-    for block in blocks(page, "bash"):
-        for command in [] if block.untested else commands(block):
-            try:
-                check_command(command)
-            except Exception as error:
-                raise AssertionError(f"{block}: {' '.join(command)}: {error}") from error
+def test_every_command_parses(in_folder):
+    def check(page: str) -> None:
+        with in_folder(page):
+            shown = [block for block in blocks(page, "bash") if not block.untested]
+            for block, command in [(each, line) for each in shown for line in commands(each)]:
+                try:
+                    check_command(command)
+                except Exception as error:
+                    raise AssertionError(f"{block}: {' '.join(command)}: {error}") from error
+
+    check_rows(pages_with("bash"), check)
 
 
 def test_a_plan_that_is_shown_is_what_the_program_prints(capsys):
@@ -224,16 +243,16 @@ def test_a_plan_that_is_shown_is_what_the_program_prints(capsys):
 
 
 @pytest.mark.parametrize("page", pages_with("python"))
-@pytest.mark.usefixtures("in_folder")
-def test_every_python_block_runs(page):
+def test_every_python_block_runs(page, in_folder):
     """Blocks run in order, in one namespace."""
     namespace = {"__name__": "__main__"}
-    for block in blocks(page, "python"):
-        code = compile(block.code, str(block), "exec")
-        try:
-            if block.module:
-                namespace |= vars(importlib.import_module(block.module))
-            elif not block.untested:
-                exec(code, namespace)
-        except Exception as error:
-            raise AssertionError(f"{block} does not run: {error}") from error
+    with in_folder(page):
+        for block in blocks(page, "python"):
+            code = compile(block.code, str(block), "exec")
+            try:
+                if block.module:
+                    namespace |= vars(importlib.import_module(block.module))
+                elif not block.untested:
+                    exec(code, namespace)
+            except Exception as error:
+                raise AssertionError(f"{block} does not run: {error}") from error

@@ -30,7 +30,7 @@ def test_a_person_plays_and_sees_the_tokens_of_each_turn(arguments):
         input=typed,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     turns = done.stdout.split("\n[")

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -77,7 +76,14 @@ def test_failing_output_does_not_change_the_exit_code():
 
 
 @pytest.mark.parametrize(
-    "program", [["rl.train"], ["rl.plan"], ["rl.launch", "local"], ["rl", "train"]], ids=" ".join
+    "program",
+    [
+        ["rl", "train"],
+        pytest.param(["rl.train"], marks=pytest.mark.long),
+        pytest.param(["rl.plan"], marks=pytest.mark.long),
+        pytest.param(["rl.launch", "local"], marks=pytest.mark.long),
+    ],
+    ids=" ".join,
 )
 def test_ctrl_c_ends_a_program_during_an_import_that_catches_it(program, tmp_path):
     (tmp_path / "torch.py").write_text(
@@ -89,48 +95,54 @@ def test_ctrl_c_ends_a_program_during_an_import_that_catches_it(program, tmp_pat
                 time.sleep(60)
             except BaseException:
                 print("caught", flush=True)
+            print("went on", flush=True)
             """
         )
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", *program, "--config", "quickstart"]
-    started = time.monotonic()
     done = subprocess.run(
         command,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=300,
         preexec_fn=accept_interrupts,
     )
     assert (done.returncode, done.stdout, "interrupted" in done.stderr) == (130, "", True)
-    assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize(
-    ("program", "arguments"),
-    [
-        ("rl.train", ["--help"]),
-        ("rl.train", ["--config", "quickstart", "--help"]),
-        ("rl.plan.__main__", ["--help"]),
-        ("rl.launch.__main__", ["slurm", "--help"]),
-        ("rl.evaluate", ["--help"]),
-        ("rl.play", ["--help"]),
-        ("rl.serve", ["--help"]),
-        ("rl.export", ["--help"]),
-        ("rl.replay", ["--help"]),
-        ("rl.compare", ["--help"]),
-        ("rl.view.__main__", ["--help"]),
-    ],
+HELP = (
+    ("train", "--help"),
+    ("train", "--config", "quickstart", "--help"),
+    ("plan.__main__", "--help"),
+    ("launch.__main__", "slurm", "--help"),
+    ("doctor.__main__", "--help"),
+    ("evaluate", "--help"),
+    ("play", "--help"),
+    ("serve", "--help"),
+    ("export", "--help"),
+    ("replay", "--help"),
+    ("compare", "--help"),
+    ("view.__main__", "--help"),
 )
-def test_help_is_printed_without_importing_torch(program, arguments):
-    code = (
-        f"import sys, contextlib; from {program} import main\n"
-        f"with contextlib.suppress(SystemExit): main({arguments})\n"
-        "print(*{'torch', 'tyro', 'monarch'} & {*sys.modules}, file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout[:6], done.stderr) == ("usage:", "\n")
+
+
+def test_help_is_printed_without_importing_torch():
+    program = f"""
+import contextlib, importlib, io, sys
+for name, *arguments in {HELP}:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        importlib.import_module("rl." + name).main(arguments)
+    if not out.getvalue().startswith("usage:"):
+        print(name, arguments, "prints", out.getvalue()[:99])
+    if imported := {{"torch", "tyro", "monarch"}} & {{*sys.modules}}:
+        sys.exit(f"{{name}} {{arguments}} imports {{imported}}")
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def accept_interrupts() -> None:
@@ -139,26 +151,29 @@ def accept_interrupts() -> None:
     )  # a shell in the background ignores them
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (("train",), "--config NAME is missing"),
-        (("train", "--config", "quikstart"), "did you mean quickstart"),
-        (("launch", "slrum", "--config", "quickstart"), "did you mean slurm"),
-    ],
-)
-def test_a_wrong_name_is_refused_without_importing_torch(arguments, error):
-    program = textwrap.dedent("""
-        import runpy, sys
-        sys.modules["torch"] = None  # which fails any import of it
-        name, *sys.argv[1:] = sys.argv[1:]
-        runpy.run_module(f"rl.{name}", run_name="__main__", alter_sys=True)
-    """)
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and error in done.stderr
+WRONG = {
+    ("train",): "--config NAME is missing",
+    ("train", "--config", "quikstart"): "did you mean quickstart",
+    ("launch", "slrum", "--config", "quickstart"): "did you mean slurm",
+}
+
+
+def test_a_wrong_name_is_refused_without_importing_torch():
+    program = f"""
+import os, runpy, sys
+sys.modules["torch"] = None  # which fails any import of it
+for name, *arguments in {[*WRONG]}:
+    if not os.fork():
+        sys.argv[1:] = arguments
+        runpy.run_module("rl." + name, run_name="__main__", alter_sys=True)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "2\n" * len(WRONG)), done.stderr
+    messages = done.stderr.removeprefix("error: ").split("\nerror: ")
+    for message, error in zip(messages, WRONG.values(), strict=True):
+        assert error in message
 
 
 def test_a_deleted_folder_is_named(tmp_path):
@@ -176,18 +191,18 @@ def test_a_deleted_folder_is_named(tmp_path):
     )
 
 
-@pytest.mark.parametrize("ends", ["end_program(7)", "os._exit(7)", "sys.exit(7)"])
-def test_a_forked_process_leaves_the_files_of_its_parent(ends):
-    program = f"""
+def test_a_forked_process_leaves_the_files_of_its_parent():
+    program = """
 import os, sys
 from rl.disk import TemporaryFolder
 from rl.errors import end_program
 
 name = TemporaryFolder("tiller-").name
-if os.fork() == 0:
-    {ends}
-assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
-assert os.path.isdir(name)
+for end in (end_program, os._exit, sys.exit):
+    if os.fork() == 0:
+        end(7)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 7, end
+    assert os.path.isdir(name), end
 print(name)
 """
     command = [sys.executable, "-c", program]

@@ -1,5 +1,10 @@
 """Last import of the process that warm processes are forked from."""
 
+import atexit
 import gc
+import os
+import tempfile
 
+tempfile.tempdir = None  # an import may have looked it up; processes have variables of their own
 gc.freeze()  # a collection would write to the pages that processes share
+atexit.register(os._exit, 0)  # a normal exit lists what Triton's bindings leak

@@ -1,6 +1,8 @@
 """torchtitan's canonical Qwen3 in the sizes of a ModelShape; trainer and generator share it."""
 
 import dataclasses
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,7 +53,8 @@ def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> 
     )
 
 
-def parameter_shapes(shape: ModelShape, *, fuse_qkv: bool) -> dict[str, tuple[int, ...]]:
+@lru_cache(8)
+def parameter_shapes(shape: ModelShape, *, fuse_qkv: bool) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of all parameters by torchtitan's names. A tied parameter has one entry.
 
     Allocates no memory.

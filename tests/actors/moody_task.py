@@ -2,30 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rl.tasks.base import Score, Task
 from rl.types import Completion, Prompt
-
-FORKED = """
-import os, sys, time
-# The parent of the last process has ended; all but the first have their own sessions.
-for generation in range(3):
-    with open(sys.argv[1], "a") as file:
-        file.write(f"{os.getpid()}\\n")
-    if os.fork():
-        time.sleep(3600 if generation < 1 else 0)
-        sys.exit()
-    os.setsid()
-with open(sys.argv[1], "a") as file:
-    file.write(f"{os.getpid()}\\n")
-time.sleep(3600)
-"""
+from tests.actors.forks import fork
 
 RAISES, MAKES_NO_SENSE, DIES, HANGS, SLOW, DIES_ONCE, EXITS, FORKS = range(100, 108)
 
@@ -67,14 +50,3 @@ class Moody(Task):
                 open(flag, "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
         return Score(reward=float(prompt.prompt_id), correct=True)
-
-
-def fork(folder: str) -> None:
-    """Start processes that do not end, one of them a daemon, unless ``folder``/forked exists."""
-    forked = Path(folder, "forked")
-    if forked.exists():
-        return
-    forked.touch()
-    subprocess.Popen([sys.executable, "-c", FORKED, str(forked)])
-    while len(forked.read_text().splitlines()) < 4:
-        time.sleep(0.01)

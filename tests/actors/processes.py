@@ -11,6 +11,6 @@ def pids_of(mesh: Any) -> list[int]:
 
 async def assert_ended(pids: list[int]) -> None:
     """Assert that all processes end and leave the process table."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while any(os.path.exists(f"/proc/{pid}") for pid in pids):
             await asyncio.sleep(0.02)

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -38,7 +39,8 @@ def model(tmp_path_factory) -> ModelConfig:
     return ModelConfig(hf_path=str(folder), max_seq_len=1000)
 
 
-MOODY = moody.Moody.Config(max_episode_tokens=900, step_s=1.0)
+MOODY = moody.Moody.Config(max_episode_tokens=900, step_s=60.0)
+IMPATIENT = replace(MOODY, step_s=1.5)
 
 
 def in_workers(tmp_path, model, work, count, task=MOODY):
@@ -113,7 +115,7 @@ def test_calls_that_hang_cost_their_episodes_and_many_of_them_a_new_worker(tmp_p
         assert await play(workers, task, 40) == 1.0
         assert workers.restarts == 1
 
-    in_workers(tmp_path, model, work, 1)
+    in_workers(tmp_path, model, work, 1, IMPATIENT)
 
 
 def test_episodes_in_this_process_need_no_worker(tmp_path, model):

@@ -6,21 +6,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from rl.actors import fork_server
+from tests import warm
 from tests.needs import cannot_run
 
 ROOT = Path(__file__).parents[2]
-START = """
-import sys, time
-from rl.actors import fork_server
-fork_server.start(preload=False)
-print(fork_server.variables()[fork_server.SERVER], flush=True)
-time.sleep(3600)
-"""
 ASK = f"import os, sys\n{fork_server.ASK}\nprint('executed')"
 WAIT_S = 60.0
 NOBODY = 65534
@@ -32,19 +30,35 @@ def run(command: str) -> subprocess.Popen:
     )
 
 
-@pytest.fixture(scope="module")
-def program():
-    """A program with a fork server."""
-    process = run(START)
-    yield process, process.stdout.readline().strip()
+def serve(pipe: Connection) -> NoReturn:
+    """Start a fork server, send its name, and wait."""
+    fork_server.start(preload=False)
+    pipe.send(fork_server.variables()[fork_server.SERVER])
+    while True:
+        time.sleep(3600)
+
+
+@contextmanager
+def running() -> Iterator[str]:
+    """Run a program with a fork server; yield the name of the server."""
+    here, there = warm.FORK.Pipe()
+    process = warm.FORK.Process(target=serve, args=(there,), daemon=True)
+    process.start()
+    yield here.recv()
     process.kill()
-    process.wait()
+    process.join()
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Name of the server of a program."""
+    with running() as name:
+        yield name
 
 
 @pytest.fixture
-def ask(program, tmp_path):
+def ask(server, tmp_path):
     """Start the process that has a rank forked."""
-    _, server = program
     started = []
 
     def start(do: str, *, server: str = server, before: str = "", **more: str):
@@ -117,11 +131,9 @@ def test_rank_without_a_server_is_executed(ask):
 
 
 def test_ranks_end_with_their_program(ask):
-    program = run(START)
-    process = ask("hang", server=program.stdout.readline().strip())
-    rank = int(process.stdout.readline())
-    program.kill()
-    program.wait()
+    with running() as name:
+        process = ask("hang", server=name)
+        rank = int(process.stdout.readline())
     assert ended(rank)
     assert process.wait(WAIT_S) == -signal.SIGKILL
 
@@ -188,7 +200,7 @@ print(len(os.listdir("/proc/self/task")), "monarch" in sys.modules, "vllm" in sy
 
 
 def test_server_survives_ranks_and_processes_that_end_together(ask):
-    for _ in range(5):
+    for _ in range(2):
         processes = [ask("hang") for _ in range(8)]
         ranks = [int(process.stdout.readline()) for process in processes]
         for process, rank in zip(processes, ranks, strict=True):

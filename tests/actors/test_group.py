@@ -284,14 +284,14 @@ def test_stop_fails_pending_and_later_calls_but_is_no_failure_of_the_group(in_gr
 
 
 def test_rank_that_is_silent_for_less_than_its_heartbeat_is_alive(in_group, monkeypatch):
-    monkeypatch.setattr("rl.actors.group.CHECK_ALIVE_S", 0.5)
+    monkeypatch.setattr("rl.actors.group.CHECK_ALIVE_S", 0.2)
 
     async def work(group, pids):
         os.kill(pids[0], signal.SIGSTOP)
         failing = asyncio.ensure_future(
             failure_of(group.call("fail_on_rank_1", rank=1, deadline=LONG))
         )
-        await asyncio.sleep(2)
+        await asyncio.sleep(0.6)
         os.kill(pids[0], signal.SIGCONT)
         assert (await failing).kind == "raised"
         assert await group.call("pid", deadline=LONG) == pids

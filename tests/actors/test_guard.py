@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from rl.actors import guard
-from tests.actors.moody_task import __file__ as moody_task
+from tests.actors.forks import __file__ as forks
 from tests.actors.processes import assert_ended
 
 GUARDED = f"""
 import os, sys
 {Path(guard.__file__).read_text()}
 guard()
-sys.path.insert(0, {str(Path(moody_task).parents[2])!r})
-from tests.actors.moody_task import fork
+sys.path.insert(0, {str(Path(forks).parents[2])!r})
+from tests.actors.forks import fork
 fork(sys.argv[1])
 print("forked", flush=True)
 """
@@ -37,7 +37,7 @@ def test_children_and_daemons_end_with_the_guarded_process(ending, tmp_path):
             assert process.stdout.readline() == b"forked\n"
             if ending == "hangs":
                 process.terminate()
-            assert process.wait(20) == status
+            assert process.wait(60) == status
         finally:
             process.terminate()
     asyncio.run(assert_ended([int(pid) for pid in (tmp_path / "forked").read_text().split()]))

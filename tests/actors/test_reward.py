@@ -2,9 +2,8 @@
 
 import asyncio
 import os
+import re
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +17,7 @@ from rl.observe.events import Events, print_warnings
 from rl.session.config import DeadlineConfig, SessionConfig
 from rl.session.meshes import Meshes
 from rl.types import Completion
+from tests import warm
 from tests.actors.moody_task import (
     DIES,
     DIES_ONCE,
@@ -104,9 +104,9 @@ def test_an_event_that_cannot_be_written_fails_the_calls_and_leaves_none_waiting
     async def work(score, workers):
         workers.events.subscribe(refuse)
         with pytest.raises(RunError, match=r"events.jsonl: cannot be written"):
-            await asyncio.wait_for(score(DIES), 30)
+            await asyncio.wait_for(score(DIES), 60)
         with pytest.raises(RunError, match=r"events.jsonl: cannot be written"):
-            await asyncio.wait_for(score(1), 30)
+            await asyncio.wait_for(score(1), 60)
 
     in_workers(work, 1)
 
@@ -157,7 +157,7 @@ def test_reward_that_kills_or_blocks_its_worker_is_tried_twice(in_workers):
 def stop(pid: int) -> None:
     """Stop a process. Return when all its threads have stopped: until then some may answer."""
     os.kill(pid, signal.SIGSTOP)
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + 60
     while not is_stopped(pid):
         assert time.monotonic() < ends, f"process {pid} does not stop"
         time.sleep(0.01)
@@ -220,32 +220,17 @@ def test_processes_of_a_reward_end_with_its_worker(in_workers, tmp_path):
     in_workers(work, 1)
 
 
-CONTROLLER = """
-import asyncio, pathlib, sys
-from tests.actors import test_reward as tests
-
-async def main(folder):
-    workers, task = tests.workers_and_task(pathlib.Path(folder), 1)
-    await workers.start()
-    await workers.score(task.prompt(tests.FORKS), tests.COMPLETIONS)
-    print(*tests.pids_of(workers), "scored", flush=True)
-    await asyncio.sleep(3600)
-
-asyncio.run(main(sys.argv[1]))
-"""
-
-
 def test_processes_of_a_reward_end_with_a_killed_controller(tmp_path):
-    controller = subprocess.Popen(
-        [sys.executable, "-c", CONTROLLER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    out = tmp_path / "out"
+    command = ["tests.actors.reward_controller", tmp_path]
+    out.touch()
+    controller = warm.Program(command, stdout=out, stderr=tmp_path / "err")
     try:
-        (worker,) = next(line for line in controller.stdout if line.endswith("scored\n")).split()[
-            :-1
-        ]
-        pids = [int(worker), *forked(tmp_path)]
+        while not (scored := re.findall(r"(\d+) scored\n", out.read_text())):
+            assert controller.poll() is None, (tmp_path / "err").read_text()
+            time.sleep(0.05)
+        pids = [int(*scored), *forked(tmp_path)]
     finally:
         controller.kill()
         controller.wait()
-        controller.stdout.close()
     asyncio.run(assert_ended(pids))

@@ -128,10 +128,9 @@ ESTIMATORS = {
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@pytest.mark.parametrize("seed", range(5))
-def test_advantages_match_the_papers(name, seed):
+def test_advantages_match_the_papers(name):
     config, paper = ESTIMATORS[name]
-    given = ragged(seed)
+    given = ragged(0)
     advantages = config.build()(given).advantages
     assert advantages.dtype == torch.float32
     wanted = torch.tensor(list(paper(completions(given))), dtype=torch.float64)

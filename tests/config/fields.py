@@ -34,7 +34,7 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         SESSION: "max_restarts seed",
         SAVED: "steps",
         "test_run.py::test_a_folder_that_another_run_writes_to_is_refused": "output_dir",
-        f"{SFT}test_a_run_that_was_left_resumes_bit_for_bit": "resume",
+        f"{SFT}test_a_run_that_was_left_resumes_bit_for_bit_and_need_not_record_digests": "resume",
         "observe/test_progress.py::test_quiet_shows_nothing": "quiet",
         "trainers/test_conformance.py::"
         "test_the_model_is_exported_every_so_many_steps": "export_every",
@@ -317,7 +317,9 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         ),
     },
     "RecordConfig": {
-        "trainers/test_sft.py::test_digests_are_recorded_unless_the_config_says_no": "digests",
+        "trainers/test_recorded_steps.py::test_digests_are_recorded_unless_the_config_says_no": (
+            "digests"
+        ),
     },
     "RolloutRecordConfig": {
         "trainers/test_recorded_steps.py::test_rollouts_are_recorded_as_the_config_says": (

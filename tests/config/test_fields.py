@@ -2,6 +2,7 @@
 
 import ast
 import re
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rl.validation.values import values
 from tests.bench.programs import module
 from tests.config.fields import ACTS
 from tests.config.refused_fields import REFUSED, REFUSED_BY_KIND
+from tests.tables import check_rows
 from tests.trainers.tiny_chat import tiny_chat_model
 from tests.validation.full_config import full_config
 from tests.validation.test_values import put
@@ -82,14 +84,17 @@ def acting() -> dict[str, str]:
 
 @cache
 def source_of(path: Path) -> str:
-    """Return the text of a test's file, its conftest and what it imports from ``tests``."""
+    """Return the text of a test's file, its conftest and what it imports from ``tests``, with
+    underscores for the hyphens of the command line.
+    """
     text = path.read_text()
     conftest = path.parent / "conftest.py"
     helpers = [
         TESTS.parent / f"{name.replace('.', '/')}.py"
         for name in re.findall(r"^from (tests[\w.]*) import", text, re.MULTILINE)
     ]
-    return "\n".join([text, *(each.read_text() for each in (conftest, *helpers) if each.is_file())])
+    files = [each.read_text() for each in (conftest, *helpers) if each.is_file()]
+    return re.sub(r"(?<=\w)-(?=\w)", "_", "\n".join([text, *files]))
 
 
 def test_every_field_is_known_and_no_entry_is_stale(script):
@@ -98,15 +103,24 @@ def test_every_field_is_known_and_no_entry_is_stale(script):
     assert {*known} == leaves(script)
 
 
-@pytest.mark.parametrize("field", acting())
-def test_every_entry_refers_to_code_with_its_field(field):
-    place, name = acting()[field].split("::")
-    path = TESTS / place
-    assert name.startswith("test_")
-    functions = ast.parse(path.read_text()).body
-    assert name in {each.name for each in functions if hasattr(each, "name")}, f"{place}::{name}"
-    text = re.sub(r"(?<=\w)-(?=\w)", "_", source_of(path))  # options of the command line
-    assert re.search(rf"\b(no_)?{field.split('.')[-1]}\b", text), f"{place} does not name {field}"
+@cache
+def names_in(path: Path) -> set[str]:
+    """Return the functions and classes of a file."""
+    return {each.name for each in ast.parse(path.read_text()).body if hasattr(each, "name")}
+
+
+def test_every_entry_refers_to_code_with_its_field():
+    entries = acting()
+
+    def check(field: str) -> None:
+        place, name = entries[field].split("::")
+        path = TESTS / place
+        assert name.startswith("test_")
+        assert name in names_in(path), f"{place}::{name}"
+        word = re.compile(rf"\b(no_)?{field.split('.')[-1]}\b")
+        assert word.search(source_of(path)), f"{place} does not name {field}"
+
+    check_rows(entries, check)
 
 
 def places_of(config: Any, kind: str) -> list[str]:
@@ -118,43 +132,51 @@ def places_of(config: Any, kind: str) -> list[str]:
     ]
 
 
-def prepared(kind: str, field: str, folder: Path) -> Any:
-    """Return a config of ``kind`` that has the section of ``field``."""
-    config = config_of(kind, folder)
-    if field.startswith("QuantizationConverter"):
-        config.trainer.float8 = Float8LinearConverter.Config(emulate=True)
-    validate(config)
-    return config
+@pytest.fixture(scope="module")
+def prepared(folder):
+    """Return a function that returns a valid config of a kind that has the section of a field."""
+
+    @cache
+    def valid(kind: str, quantized: bool) -> Any:
+        config = config_of(kind, folder)
+        if quantized:
+            config.trainer.float8 = Float8LinearConverter.Config(emulate=True)
+        validate(config)
+        return config
+
+    return lambda kind, field="": deepcopy(valid(kind, field.startswith("QuantizationConverter")))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("field", REFUSED)
-def test_a_field_without_an_effect_is_refused_with_what_to_use(kind, field, folder):
-    section, name = field.rsplit(".", 1)
-    value, instead = REFUSED[field]
-    places = places_of(prepared(kind, field, folder), section)
-    if section == "RolloutConfig" and kind != "RLConfig":
-        assert places == []
-        return
-    assert places
-    for place in places:
-        config = put(prepared(kind, field, folder), f"{place}.{name}", value)
+def test_a_field_without_an_effect_is_refused_with_what_to_use(kind, prepared):
+    def check(field: str) -> None:
+        section, name = field.rsplit(".", 1)
+        value, instead = REFUSED[field]
+        places = places_of(prepared(kind, field), section)
+        if section == "RolloutConfig" and kind != "RLConfig":
+            assert places == []
+            return
+        assert places
+        for place in places:
+            config = put(prepared(kind, field), f"{place}.{name}", value)
+            with pytest.raises(ConfigError) as error:
+                validate(config)
+            assert str(error.value).startswith(f"{place}.{name} is {value!r}"), error.value
+            assert instead in str(error.value)
+
+    check_rows(REFUSED, check)
+
+
+@pytest.mark.parametrize("kind", REFUSED_BY_KIND)
+def test_a_field_without_an_effect_in_a_kind_of_run_is_refused(kind, prepared):
+    def check(field: str) -> None:
+        value, instead = REFUSED_BY_KIND[kind][field]
         with pytest.raises(ConfigError) as error:
-            validate(config)
-        assert str(error.value).startswith(f"{place}.{name} is {value!r}"), error.value
+            validate(put(prepared(kind), field, value))
+        assert str(error.value).startswith(f"{field} is {value!r}")
         assert instead in str(error.value)
 
-
-@pytest.mark.parametrize(
-    ("kind", "field"),
-    [(kind, field) for kind, fields in REFUSED_BY_KIND.items() for field in fields],
-)
-def test_a_field_without_an_effect_in_a_kind_of_run_is_refused(kind, field, folder):
-    value, instead = REFUSED_BY_KIND[kind][field]
-    with pytest.raises(ConfigError) as error:
-        validate(put(config_of(kind, folder), field, value))
-    assert str(error.value).startswith(f"{field} is {value!r}")
-    assert instead in str(error.value)
+    check_rows(REFUSED_BY_KIND[kind], check)
 
 
 ABSENT = {
@@ -166,14 +188,15 @@ ABSENT = {
 }
 
 
-@pytest.mark.parametrize("field", ABSENT)
-def test_a_field_of_a_model_that_the_algorithm_does_not_have_is_refused(field):
-    value, instead = ABSENT[field]
-    config = find_config("quickstart")()
-    validate(config)
-    with pytest.raises(ConfigError, match=instead) as error:
-        validate(put(config, field, value))
-    assert str(error.value).startswith(f"{field} is {value!r}; it must be ")
+def test_a_field_of_a_model_that_the_algorithm_does_not_have_is_refused():
+    def check(field: str) -> None:
+        value, instead = ABSENT[field]
+        with pytest.raises(ConfigError, match=instead) as error:
+            validate(put(find_config("quickstart")(), field, value))
+        assert str(error.value).startswith(f"{field} is {value!r}; it must be ")
+
+    validate(find_config("quickstart")())
+    check_rows(ABSENT, check)
 
 
 @pytest.mark.parametrize("loss", [DPOLoss.Config(), SimPOLoss.Config()], ids=["dpo", "simpo"])
@@ -194,16 +217,21 @@ def test_every_field_that_validation_refuses_is_tested():
     assert [each for each in unused if each[1] not in tested] == []
 
 
-@pytest.mark.parametrize("name", ["preserve_rng_state", "determinism_check", "debug"])
-def test_options_of_recomputed_layers_are_refused_with_a_memory_budget(name, folder):
+def test_options_of_recomputed_layers_are_refused_with_a_memory_budget(folder):
     config = config_of("SFTConfig", folder)
     config.trainer.compile.enable = True
     config.trainer.activation_checkpoint = MemoryBudgetAC.Config()
     validate(config)
-    value = {"preserve_rng_state": False, "determinism_check": "none", "debug": True}[name]
-    setattr(config.trainer.activation_checkpoint, name, value)
-    with pytest.raises(ConfigError, match=f"checkpoint.{name} is .*: .*; set memory_budget"):
-        validate(config)
+
+    def check(option: tuple[str, Any]) -> None:
+        changed = deepcopy(config)
+        setattr(changed.trainer.activation_checkpoint, *option)
+        match = f"checkpoint.{option[0]} is .*: .*; set memory_budget"
+        with pytest.raises(ConfigError, match=match):
+            validate(changed)
+
+    options = {"preserve_rng_state": False, "determinism_check": "none", "debug": True}
+    check_rows(options.items(), check)
 
 
 @pytest.mark.parametrize(

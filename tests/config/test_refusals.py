@@ -1,6 +1,7 @@
 """Values that cannot work are refused by field, value and what is allowed (C5)."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,8 @@ from rl.cli import find_config
 from rl.errors import ConfigError
 from rl.validation import validate
 from tests.config.command_line import parse
+from tests.tables import check_rows
+from tests.validation.test_values import put
 
 REFUSED = [
     ("steps", 0, "steps is 0; it must be at least 1"),
@@ -146,12 +149,18 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "message"), REFUSED)
-def test_a_value_that_cannot_work_is_refused_with_field_value_and_what_is_allowed(
-    field, value, message
-):
-    with pytest.raises(ConfigError, match=message):
-        parse(f"--{field}", str(value))
+def test_a_value_that_cannot_work_is_refused_with_field_value_and_what_is_allowed():
+    def check(row: tuple[str, Any, str]) -> None:
+        field, value, message = row
+        with pytest.raises(ConfigError, match=message):
+            validate(put(find_config("quickstart")(), field, value))
+
+    check_rows(REFUSED, check)
+
+
+def test_a_value_of_the_command_line_that_cannot_work_is_refused():
+    with pytest.raises(ConfigError, match="^rollout.temperature is 0.0; it must be at least 0.01"):
+        parse("--rollout.temperature", "0")
 
 
 def test_a_gpu_host_must_have_as_many_as_the_config_needs():
@@ -288,11 +297,15 @@ def test_readers_serve_each_other_only_with_a_transport_that_can():
 
 
 def test_a_canary_may_be_strict_or_left_out_but_its_tolerance_is_a_number():
-    assert parse("--weights.canary_tolerance", "0").weights.canary_tolerance == 0
-    assert parse("--weights.canary_tolerance", "1e-6").weights.canary_tolerance == 1e-6
-    assert parse().weights.digests and not parse("--weights.no-digests").weights.digests
+    config = parse("--weights.canary_tolerance", "1e-6", "--weights.no-digests")
+    assert (config.weights.canary_tolerance, config.weights.digests) == (1e-6, False)
+    config = find_config("quickstart")()
+    assert config.weights.digests
+    config.weights.canary_tolerance = 0
+    validate(config)
+    config.weights.canary_tolerance = math.nan
     with pytest.raises(ConfigError, match="weights.canary_tolerance is nan; it must be at least 0"):
-        parse("--weights.canary_tolerance", "nan")
+        validate(config)
 
 
 def test_watchdog_actions_and_entropy_range_are_checked():

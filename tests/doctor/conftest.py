@@ -2,17 +2,25 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from rl.config import RunConfig
 from rl.doctor.__main__ import main
+from rl.doctor.examine import check_all
+from rl.doctor.host import Host
 from tests.bench.programs import module
 
 Doctor = Callable[..., tuple[int, list[dict]]]
+Examine = Callable[[str, RunConfig], list[dict]]
+
+
+@pytest.fixture(scope="session")
+def this_host() -> Host:
+    return Host.here()
 
 
 @pytest.fixture(scope="session")
@@ -26,16 +34,11 @@ def good_inputs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def inputs(good_inputs, tmp_path) -> Path:
-    """Copy of ``good_inputs`` for a test to damage."""
-    return shutil.copytree(good_inputs, tmp_path / "inputs")
-
-
-@pytest.fixture
-def doctor(capsys, tmp_path, monkeypatch) -> Doctor:
+def doctor(capsys, tmp_path, monkeypatch, this_host) -> Doctor:
     """Return a function that runs the program in an empty folder and returns the exit code and
-    the findings.
+    the findings. The facts of the host are read once for all tests.
     """
+    monkeypatch.setattr(Host, "here", lambda: this_host)
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -48,6 +51,21 @@ def doctor(capsys, tmp_path, monkeypatch) -> Doctor:
         assert re.search(r"\b1 \w+s\b", counts) is None, counts
         assert not list(folder.iterdir()), "the program writes nothing"
         return code, said["findings"]
+
+    return run
+
+
+@pytest.fixture
+def examine(this_host, tmp_path, monkeypatch) -> Examine:
+    """Return a function that returns the different findings of a config in an empty folder."""
+    folder = tmp_path / "there"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+    def run(name: str, config: RunConfig) -> list[dict]:
+        found = {each.what: asdict(each) for each in check_all(this_host, name, config)}
+        assert not list(folder.iterdir()), "the checks write nothing"
+        return [*found.values()]
 
     return run
 

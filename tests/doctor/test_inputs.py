@@ -1,11 +1,15 @@
 """Models, tokenizers, chat templates, data and rewards with damage, each found with its fix."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
-from rl.cli import shipped_configs
+from rl.cli import find_config, shipped_configs
 from rl.doctor import reward
+from tests.doctor import broken_task
+from tests.tables import check_rows
 from tests.tiny_tokenizers import make_model
 from tests.training.model_folders import edit_config, truncate
 
@@ -126,11 +130,37 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_inputs_are_found(case, inputs, doctor, matches):
+@pytest.fixture
+def damaged(good_inputs, tmp_path, examine):
+    """Return a function that returns what is found in a copy of the inputs with a damage."""
+
+    def findings(case: str, damage) -> list[dict]:
+        folder = shutil.copytree(good_inputs, tmp_path / case.replace(" ", "-"))
+        damage(folder)
+        config = find_config("gsm8k_jsonl")()
+        config.model.hf_path = str(folder / "tiny")
+        config.task.path = str(folder / "tiny.jsonl")
+        return examine("gsm8k_jsonl", config)
+
+    return findings
+
+
+def test_damaged_inputs_are_found(damaged, matches):
+    def check(case: str) -> None:
+        damage, expected = DAMAGED[case]
+        matches(damaged(case, damage), *expected)
+
+    check_rows(DAMAGED, check)
+
+
+@pytest.mark.parametrize("case", ["a row without answer", "one question", "two answers"])
+def test_the_program_ends_with_2_if_something_stands_in_the_way(
+    case, good_inputs, tmp_path, doctor, matches
+):
     damage, expected = DAMAGED[case]
-    damage(inputs)
-    files = ("--model.hf_path", inputs / "tiny", "--task.path", inputs / "tiny.jsonl")
+    folder = shutil.copytree(good_inputs, tmp_path / case.replace(" ", "-"))
+    damage(folder)
+    files = ("--model.hf_path", folder / "tiny", "--task.path", folder / "tiny.jsonl")
     code, found = doctor("--config", "gsm8k_jsonl", *files)
     assert code == (2 if expected[0] == "error" else 0)
     matches(found, *expected)
@@ -152,16 +182,17 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("case", TEMPLATES)
-def test_a_template_of_its_own_is_found(case, inputs, doctor):
-    damage, expected = TEMPLATES[case]
-    damage(inputs)
-    files = ("--model.hf_path", inputs / "tiny", "--task.path", inputs / "tiny.jsonl")
-    code, found = doctor("--config", "gsm8k_jsonl", *files)
-    assert code == 0
-    assert {each["where"] for each in found} == {"chat template"}
-    for said, each in zip(expected, found, strict=True):
-        assert said in each["what"] and each["fix"]
+def test_a_template_of_its_own_is_found(damaged):
+    def check(case: str) -> None:
+        damage, expected = TEMPLATES[case]
+        found = damaged(case, damage)
+        assert {(each["severity"], each["where"]) for each in found} == {
+            ("warning", "chat template")
+        }
+        for said, each in zip(expected, found, strict=True):
+            assert said in each["what"] and each["fix"]
+
+    check_rows(TEMPLATES, check)
 
 
 FAULTS = {
@@ -184,12 +215,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_of_a_task_are_found(fault, doctor, matches, monkeypatch):
-    monkeypatch.setattr(reward, "DEADLINE_S", 1.0 if fault == "hangs" else 60.0)
-    code, found = doctor("--config", "tests.doctor.broken_task.broken", "--task.fault", fault)
-    assert code == (2 if FAULTS[fault][0] == "error" else 0)
-    matches(found, *FAULTS[fault])
+def test_faults_of_a_task_are_found(examine, matches, monkeypatch):
+    def check(fault: str) -> None:
+        config = broken_task.broken()
+        config.task.fault = fault
+        monkeypatch.setattr(reward, "DEADLINE_S", 0.3 if fault == "hangs" else 60.0)
+        matches(examine("broken", config), *FAULTS[fault])
+
+    check_rows(FAULTS, check)
 
 
 ENVIRONMENT_FAULTS = {
@@ -200,15 +233,18 @@ ENVIRONMENT_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", ["", *ENVIRONMENT_FAULTS])
-def test_faults_of_an_environment_are_found(fault, good_inputs, doctor, matches):
-    options = ["--model.hf_path", good_inputs / "tiny", "--task.fault", fault]
-    code, found = doctor("--config", "tests.doctor.broken_task.broken_episodes", *options)
-    if fault:
-        assert code == (2 if ENVIRONMENT_FAULTS[fault][0] == "error" else 0)
-        matches(found, *ENVIRONMENT_FAULTS[fault])
-    else:
-        assert (code, found) == (0, [])
+def test_faults_of_an_environment_are_found(good_inputs, examine, matches):
+    def check(fault: str) -> None:
+        config = broken_task.broken_episodes()
+        config.model.hf_path = str(good_inputs / "tiny")
+        config.task.fault = fault
+        found = examine("broken_episodes", config)
+        if fault:
+            matches(found, *ENVIRONMENT_FAULTS[fault])
+        else:
+            assert found == []
+
+    check_rows(["", *ENVIRONMENT_FAULTS], check)
 
 
 def test_answers_that_do_not_fit_are_found(doctor, matches):
@@ -251,30 +287,43 @@ def test_damaged_conversations_are_found(
     matches(found, *expected)
 
 
-@pytest.mark.parametrize("config", shipped_configs())
-def test_shipped_configs_have_no_findings(config, good_inputs, tmp_path, doctor):
-    options = []
-    if config == "tool_quickstart":
-        options = ["--model.hf_path", make_model(tmp_path, "--calculator")]
-    elif config != "quickstart":
-        model = tmp_path / "longer"
-        model.mkdir()
-        for path in (good_inputs / "tiny").iterdir():
-            (model / path.name).write_bytes(path.read_bytes())
-        edit_json(model / "config.json", max_position_embeddings=32768)
-        rows = good_inputs / "tiny.jsonl"
-        if config in ("sft_jsonl", "tool_demonstrations"):
-            rows = chats(tmp_path / "chats.jsonl", CHATS)
-        if config in ("dpo_jsonl", "reward_model_jsonl"):
-            pairs = [{"prompt": f"{n}?", "chosen": "Yes.", "rejected": "No."} for n in range(40)]
-            rows = chats(tmp_path / "pairs.jsonl", pairs)
-        options = ["--model.hf_path", model, "--task.path", rows]
-    if "a3b" in config:
-        options += ["--trainer.parallelism.expert_parallel_degree", "1"]
-    code, found = doctor("--config", config, *options)
-    places = {each["where"] for each in found}
-    assert (code, places - {"hardware.device"}) == (0, set()), found
-    assert ("hardware.device" in places) == config.startswith("qwen3")
+@pytest.fixture
+def inputs_of(good_inputs, tmp_path):
+    """Return a function that returns model and data for a shipped config that reads files."""
+    longer = shutil.copytree(good_inputs / "tiny", tmp_path / "longer")
+    edit_json(longer / "config.json", max_position_embeddings=32768)
+    conversations = chats(tmp_path / "chats.jsonl", CHATS)
+    pairs = [{"prompt": f"{n}?", "chosen": "Yes.", "rejected": "No."} for n in range(40)]
+    preferences = chats(tmp_path / "pairs.jsonl", pairs)
+
+    def files(name: str) -> tuple[Path, Path]:
+        if name in ("sft_jsonl", "tool_demonstrations"):
+            return longer, conversations
+        if name in ("dpo_jsonl", "reward_model_jsonl"):
+            return longer, preferences
+        return longer, good_inputs / "tiny.jsonl"
+
+    return files
+
+
+def test_shipped_configs_have_no_findings(inputs_of, tmp_path, examine):
+    def check(name: str) -> None:
+        config = find_config(name)()
+        if name == "tool_quickstart":
+            config.model.hf_path = str(make_model(tmp_path, "--calculator"))
+        elif name != "quickstart":
+            model, data = inputs_of(name)
+            config.model.hf_path = str(model)
+            config.task.path = str(data)
+        if "a3b" in name:
+            config.trainer.parallelism.expert_parallel_degree = 1
+        found = examine(name, config)
+        assert not [each for each in found if each["severity"] == "error"], found
+        places = {each["where"] for each in found}
+        assert places - {"hardware.device"} == set(), found
+        assert ("hardware.device" in places) == name.startswith("qwen3")
+
+    check_rows(shipped_configs(), check)
 
 
 def test_nothing_is_found_without_a_config(doctor):

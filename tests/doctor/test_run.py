@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -11,16 +12,18 @@ import torch.distributed.checkpoint as dcp
 
 from configs.quickstart import quickstart
 from configs.sft_jsonl import sft_jsonl
+from rl.doctor.run import check_run
 from rl.frozen import frozen
 from rl.observe.owner import FolderOwner
 from rl.step_folders import ROLLOUTS
 from rl.trainers.saved_groups import write_groups
+from tests.tables import check_rows
 
 
-@pytest.fixture
-def run(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def good_run(tmp_path_factory) -> Path:
     """A run with two complete checkpoints."""
-    folder = tmp_path / "run"
+    folder = tmp_path_factory.mktemp("good") / "run"
     for step in (50, 100):
         path = folder / "checkpoints" / f"step-{step}"
         dcp.save({"weight": torch.ones(1000)}, checkpoint_id=path)
@@ -29,6 +32,12 @@ def run(tmp_path) -> Path:
     (folder / "config.json").write_text(json.dumps(content))
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss/mean": null}\n{"step": 2')
     return folder
+
+
+@pytest.fixture
+def run(good_run, tmp_path) -> Path:
+    """Copy of the run for a test to damage."""
+    return shutil.copytree(good_run, tmp_path / "run")
 
 
 def own(folder: Path, **changes) -> None:
@@ -61,7 +70,7 @@ def unsave(folder: Path) -> None:
         path.unlink()
 
 
-DAMAGED = {
+DAMAGED_CONFIGS = {
     "no config": (
         lambda f: (f / "config.json").unlink(),
         ("error", r"config.json", "there is no such file", "config.json of a run"),
@@ -70,6 +79,8 @@ DAMAGED = {
         lambda f: cut(f / "config.json"),
         ("error", "config.json", "is not JSON", "config.json of a run"),
     ),
+}
+DAMAGED = {
     "weights that are missing": (
         lambda f: next(newest(f).glob("*.distcp")).unlink(),
         ("error", "step-100", r"distcp has 0 bytes of", "delete .*step-100; .* before it"),
@@ -121,9 +132,21 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_run_folder_is_found(case, run, doctor, matches):
-    damage, (severity, where, what, fix) = DAMAGED[case]
+def test_a_damaged_run_folder_is_found(good_run, tmp_path, matches):
+    def check(case: str) -> None:
+        folder = shutil.copytree(good_run, tmp_path / case.replace(" ", "-"))
+        damage, (severity, where, what, fix) = DAMAGED[case]
+        damage(folder)
+        found = [*check_run(folder, quickstart())]
+        assert found and where in found[0].where
+        matches(found, severity, found[0].where, what, fix)
+
+    check_rows(DAMAGED, check)
+
+
+@pytest.mark.parametrize("case", [*DAMAGED_CONFIGS, "weights that are missing", "a failure"])
+def test_the_program_reports_a_damaged_run_folder(case, run, doctor, matches):
+    damage, (severity, where, what, fix) = (DAMAGED_CONFIGS | DAMAGED)[case]
     damage(run)
     code, found = doctor(run)
     assert code == (2 if severity == "error" else 0)

@@ -37,5 +37,7 @@ ASYNCHRONOUS = (
     ),
     *("--rollout.pipeline", "asynchronous", "--rollout.stream_chunks", "2"),
 )
+SHORT_STEPS = 12
+SHORT = (*TWO_AHEAD, "--steps", str(SHORT_STEPS))
 LOCKSTEP = (*COMMON, "--rollout.max_resampled_groups", "2", "--evaluation.every", "5")
 ONE_AHEAD = (*COMMON, "--rollout.max_staleness", "1", "--weights.digests")

@@ -13,9 +13,11 @@ import pyarrow.parquet as parquet
 
 from rl.observe.record import rows_of
 from rl.observe.rollouts import RolloutFolder
+from tests import warm
 from tests.warm import Program
 
 TIMEOUT_S = 500.0
+PATIENCE_S = 60.0  # for what takes seconds on an idle machine
 TINY = [
     "--config",
     "quickstart",
@@ -30,7 +32,12 @@ TINY = [
     "--generator.kv_cache_gib",
     "0.05",
 ]
-QUICKSTART = ("--config", "quickstart", "--steps", "80")
+QUICK_STEPS = 45
+QUICKSTART = (
+    *("--config", "quickstart", "--steps", str(QUICK_STEPS)),
+    *("--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", "3e-3"),
+)
+"""A run of the quickstart that learns in fewer steps."""
 OF_TIMING = (
     *("timing/", "tokens_per_s", "mfu", "memory/", "critic/memory/"),
     *("generator/", "ledger/", "restarts/"),
@@ -169,9 +176,9 @@ class Run:
                 continue
             self._shared |= {Path(line.split()[5]) for line in maps if " /dev/shm/" in line}
 
-    def assert_nothing_left(self, within_s: float = 10.0) -> None:
+    def assert_nothing_left(self) -> None:
         """No process, so no port either; no shared memory."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + PATIENCE_S
         while left := self.processes() or [path for path in self._shared if path.exists()]:
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.1)
@@ -194,6 +201,19 @@ def start(tmp_path: Path, arguments: tuple[str, ...]) -> Run:
     folder = tmp_path / "run"
     resume = ["--resume"] if (folder / "config.json").exists() else []
     return Run(*arguments, *resume, folder=folder)
+
+
+def make_sums(folder: Path, seed: int) -> tuple[str, ...]:
+    """Write a tiny model and demonstrations of tool calls; return the arguments that name them."""
+    model = str(folder / "base")
+    data = str(folder / "sums.jsonl")
+    made = warm.run(
+        *("scripts/make_tiny_model.py", "--calculator", "--model-dir", model, "--data", data),
+        *("--lines", "600", "--seed", str(seed)),
+        timeout=300,
+    )
+    assert made.returncode == 0, made.stderr
+    return ("--model.hf_path", model, "--task.path", data, "--seed", str(seed))
 
 
 def numbers(run: Run, *but: str) -> list[dict]:

@@ -7,7 +7,8 @@ from tests.tasks.verifiers_server import served
 from tests.tiny_tokenizers import make_model
 
 
-@pytest.mark.parametrize("name", ["countdown", pytest.param("skyrl_sums", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["countdown", "skyrl_sums"])
 def test_an_environment_of_another_package_trains(name, finished, tmp_path_factory):
     folder = make_model(tmp_path_factory.mktemp("model"))
     config = f"tests.e2e.configs.{name}"

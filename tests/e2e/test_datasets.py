@@ -35,10 +35,16 @@ def inputs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def arguments(inputs):
-    """Return a function that returns the command line of a run."""
+def arguments(request):
+    """Return a function that returns the command line of a run.
+
+    The runs of the long tests save often; that of the default ones is shared with other tests.
+    """
 
     def arguments(kind: str, steps: int = STEPS, *options: str) -> tuple[str, ...]:
+        if kind == "demonstrations":
+            return request.getfixturevalue("demonstrations")
+        inputs = request.getfixturevalue("inputs")
         data = inputs / ("dpo" if kind in ("dpo", "reward model") else "sft")
         problems = ("--evaluation.task.path", str(inputs / "problems.jsonl"))
         return (
@@ -71,7 +77,8 @@ def assert_same(run: Run, whole: Run) -> None:
     assert scores(run.json("summary.json")) == scores(whole.json("summary.json"))
 
 
-@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_a_killed_run_resumes_bit_for_bit(kind, tmp_path, finished, arguments):
     whole = finished(*arguments(kind))
     run = start(tmp_path, arguments(kind))
@@ -118,8 +125,9 @@ def test_killed_ten_times_at_random_moments(kind, tmp_path, finished, arguments)
 @pytest.mark.parametrize(
     "kind",
     [
-        "sft",
-        "dpo",
+        "demonstrations",
+        pytest.param("sft", marks=pytest.mark.long),
+        pytest.param("dpo", marks=pytest.mark.long),
         pytest.param("reward model", marks=pytest.mark.long),
         pytest.param("sampled", marks=pytest.mark.long),
     ],
@@ -134,7 +142,7 @@ def test_a_checkpoint_scores_as_the_run_did(kind, tmp_path, finished, arguments)
 
 
 def test_an_export_has_every_byte_of_the_runs_own(tmp_path, finished, arguments):
-    run = finished(*arguments("sft"))
+    run = finished(*arguments("demonstrations"))
     before = times(run.folder)
     folder = tmp_path / "exported"
     program = Program("rl.export", str(run.folder), str(folder), folder=tmp_path / "export")
@@ -148,20 +156,23 @@ CACHED = ("--reference.scores", "cached", "--epochs", "2")
 
 
 @pytest.mark.parametrize(
-    ("kind", "steps", "options"),
+    ("kind", "steps", "options", "saved"),
     [
-        pytest.param("sft", STEPS, (), id="sft"),
-        pytest.param("dpo", STEPS, (), id="dpo"),
-        pytest.param("dpo", 8, CACHED, id="dpo with cached scores", marks=pytest.mark.long),
-        pytest.param("reward model", STEPS, (), id="reward model", marks=pytest.mark.long),
-        pytest.param("sampled", STEPS, (), id="sampled", marks=pytest.mark.long),
+        pytest.param("demonstrations", 100, (), 35, id="demonstrations"),
+        pytest.param("sft", STEPS, (), 15, id="sft", marks=pytest.mark.long),
+        pytest.param("dpo", STEPS, (), 15, id="dpo", marks=pytest.mark.long),
+        pytest.param("dpo", 8, CACHED, 15, id="dpo with cached scores", marks=pytest.mark.long),
+        pytest.param("reward model", STEPS, (), 15, id="reward model", marks=pytest.mark.long),
+        pytest.param("sampled", STEPS, (), 15, id="sampled", marks=pytest.mark.long),
     ],
 )
-def test_steps_are_trained_again_bit_for_bit(kind, steps, options, tmp_path, finished, arguments):
+def test_steps_are_trained_again_bit_for_bit(
+    kind, steps, options, saved, tmp_path, finished, arguments
+):
     run = finished(*arguments(kind, steps, *options))
-    program, found = replay(run.folder, tmp_path, "--step", "18")
+    program, found = replay(run.folder, tmp_path, "--step", str(saved + 3))
     assert program.process.returncode == 0, program.stderr
-    assert (found["from"], found["equal"], len(found["steps"])) == (15, True, 3)
+    assert (found["from"], found["equal"], len(found["steps"])) == (saved, True, 3)
     recorded = {row["step"]: row for row in run.metrics()}
     for row in found["steps"]:
         for name, (before, after) in row["metrics"].items():
@@ -170,19 +181,19 @@ def test_steps_are_trained_again_bit_for_bit(kind, steps, options, tmp_path, fin
 
 
 def test_a_flipped_bit_in_a_checkpoint_is_found_by_its_parameter(tmp_path, finished, arguments):
-    run = finished(*arguments("sft"))
+    run = finished(*arguments("demonstrations"))
     copied = shutil.copytree(run.folder, tmp_path / "copy", symlinks=True)
-    checkpoint = copied / "checkpoints" / "step-15"
+    checkpoint = copied / "checkpoints" / "step-35"
     name = "layers.1.attention.wo.weight"
     flip_bit(checkpoint, name)
-    program, found = replay(copied, tmp_path, "--step", "16")
+    program, found = replay(copied, tmp_path, "--step", "36")
     assert program.process.returncode == 1
-    assert found["difference"] == f"checkpoint 15, weights: {name}"
+    assert found["difference"] == f"checkpoint 35, weights: {name}"
 
 
 def test_examples_are_trained_on_with_another_choice(tmp_path, finished, arguments):
-    run = finished(*arguments("sft"))
-    options = ("--step", "17", "--under", "fsdp2", "--lr", "0.01")
+    run = finished(*arguments("demonstrations"))
+    options = ("--step", "37", "--under", "fsdp2", "--lr", "0.01")
     program, found = replay(run.folder, tmp_path, *options)
     assert program.process.returncode == 0, program.stderr
     assert "(2 ranks)" in program.stdout
@@ -192,6 +203,7 @@ def test_examples_are_trained_on_with_another_choice(tmp_path, finished, argumen
     assert "log-prob of a token" not in program.stdout
 
 
+@pytest.mark.long
 def test_scores_of_other_examples_are_refused(tmp_path, finished, arguments):
     run = finished(*arguments("dpo", 8, *CACHED))
     program, _ = replay(run.folder, tmp_path, "--step", "18", "--seed", "1")
@@ -222,6 +234,7 @@ STRICT = """
 """
 
 
+@pytest.mark.long
 def test_a_failing_step_is_taken_again(tmp_path, arguments, monkeypatch):
     (tmp_path / "my_loss.py").write_text(textwrap.dedent(STRICT))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -1,12 +1,11 @@
 """Episodes of several turns with the real engines: exact log-probs, and exact resume."""
 
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
+from tests import warm
 from tests.e2e.configs import BLOCK
 from tests.e2e.runs import TINY, Run, digest, numbers
 from tests.tasks.held import Hold
@@ -22,6 +21,7 @@ def arguments(tmp_path_factory) -> tuple[str, ...]:
     return (*EPISODES, "--model.hf_path", str(make_model(folder)), *hold)
 
 
+@pytest.mark.long
 def test_log_probs_of_all_turns_are_those_of_the_trainer(arguments, finished):
     """Later turns are sampled on cached blocks, after every change of the weights."""
     run = finished(*arguments)
@@ -42,6 +42,7 @@ def test_log_probs_of_all_turns_are_those_of_the_trainer(arguments, finished):
     assert np.concatenate(masks).any()  # top-p cut
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_inside_a_step_of_an_episode_resumes_as_the_uninterrupted_one(
     arguments, finished, tmp_path
 ):
@@ -69,14 +70,10 @@ def test_a_run_that_is_killed_inside_a_step_of_an_episode_resumes_as_the_uninter
     assert digest(run) == digest(whole)
 
 
+@pytest.mark.long
 def test_the_policy_of_a_run_plays_an_episode(arguments, finished):
     run = finished(*arguments)
-    done = subprocess.run(
-        [sys.executable, "-m", "rl.play", "--run", str(run.folder), "--prompt", "1"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = warm.run("rl.play", "--run", run.folder, "--prompt", "1", timeout=300)
     assert done.returncode == 0, done.stderr
     assert "starting trainer (1 rank), 1 x generator (1 rank)" in done.stdout
     assert done.stdout.count("[fed: ") == done.stdout.count("[sampled: ") > 1

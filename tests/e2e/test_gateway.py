@@ -2,9 +2,8 @@
 
 import json
 import os
+import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -12,8 +11,9 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests import warm
 from tests.e2e.configs import BLOCK
-from tests.e2e.runs import TINY, Run
+from tests.e2e.runs import PATIENCE_S, TIMEOUT_S, TINY, Run
 from tests.tiny_tokenizers import make_model
 
 MESSAGES = [{"role": "user", "content": "How many apples are left?"}]
@@ -32,6 +32,7 @@ def trained(model, finished) -> Run:
     return finished(*config, *few)
 
 
+@pytest.mark.long
 def test_an_agent_of_openais_sdk_trains_through_the_gateway(trained):
     """Log-probs of all turns are the trainer's, after changes of the weights; each agent rewrites
     its history once.
@@ -61,29 +62,31 @@ def test_an_agent_of_openais_sdk_trains_through_the_gateway(trained):
 
 
 class Server:
-    """One ``python -m rl.serve``, until the block ends."""
+    """One ``python -m rl.serve``, until the block ends. Its output is in ``folder``."""
 
-    def __init__(self, *arguments, env=None):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rl.serve", "--port", "0", *arguments],
-            env={**os.environ, **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+    def __init__(self, folder: Path, *arguments: str):
+        self._said = folder / "serve.out"
+        self._error = folder / "serve.err"
+        self._program = warm.Program(
+            ["rl.serve", "--port", "0", *arguments], stdout=self._said, stderr=self._error
         )
 
     def __enter__(self):
-        for line in self.process.stdout:
-            if line.startswith("serving "):
-                self.url = line.split()[-1].removesuffix("/v1")
-                return self
-        raise AssertionError(self.process.stderr.read())
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (ready := re.search(r"^serving .* (\S+)/v1$", self._output(), re.MULTILINE)):
+            if self._program.poll() is not None or time.monotonic() > deadline:
+                self.__exit__()
+                raise AssertionError(f"it does not serve: {self._error.read_text()}")
+            time.sleep(0.05)
+        self.url = ready[1]
+        return self
 
     def __exit__(self, *error):
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
+        self._program.kill_group()
+        self._program.wait()
+
+    def _output(self) -> str:
+        return self._said.read_text() if self._said.exists() else ""
 
     def ask(self, path, method="GET", body=None):
         request = urllib.request.Request(
@@ -97,31 +100,32 @@ class Server:
 
     def end(self, number):
         """Send a signal; return exit code and standard error. Nothing of the group is left."""
-        self.process.send_signal(number)
-        _, error = self.process.communicate(timeout=120)
-        deadline = time.monotonic() + 60
+        self._program.send_signal(number)
+        code = self._program.wait(TIMEOUT_S)
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             try:
-                os.killpg(self.process.pid, 0)
+                os.killpg(self._program.pid, 0)
             except ProcessLookupError:
-                return self.process.returncode, error
+                return code, self._error.read_text()
             time.sleep(0.1)
         raise AssertionError("processes of the server are left")
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
-)
-def test_a_policy_is_served_token_for_token(trained, model, number):
-    if number == signal.SIGINT:
-        arguments = ["--run", str(trained.folder)]
-    else:
-        arguments = [
-            *("--config", "tests.e2e.configs.agents", "--generator.kv_cache_gib", "0.05"),
-            *("--model.hf_path", str(model)),
-        ]
-    # with SIGINT the policy of a run, with SIGTERM that of a config
-    with Server(*arguments) as server:
+def test_the_policy_of_a_run_is_served_token_for_token(calling, tmp_path):
+    arguments = ["--run", str(calling.folder)]
+    assert_serves(tmp_path, arguments, signal.SIGINT, calling.metrics()[-1]["policy_version"])
+
+
+@pytest.mark.long
+def test_the_policy_of_a_config_is_served_token_for_token(model, tmp_path):
+    config = ["--config", "tests.e2e.configs.agents", "--generator.kv_cache_gib", "0.05"]
+    assert_serves(tmp_path, [*config, "--model.hf_path", str(model)], signal.SIGTERM, 0)
+
+
+def assert_serves(folder: Path, arguments: list[str], number: signal.Signals, version: int):
+    """Check a conversation with the server, which a signal then ends."""
+    with Server(folder, *arguments) as server:
         opened = server.ask("/sessions", "POST")
         client = openai.OpenAI(base_url=opened["base_url"], api_key="none", max_retries=0)
         messages = [*MESSAGES]
@@ -146,7 +150,7 @@ def test_a_policy_is_served_token_for_token(trained, model, number):
         drawn = [
             each for each, own in zip(sequence["versions"], sequence["sampled"], strict=True) if own
         ]
-        assert set(drawn) == {3 if number == signal.SIGINT else 0}
+        assert set(drawn) == {version}
         with pytest.raises(openai.BadRequestError, match="tokens"):
             client.completions.create(model="policy", prompt="apples " * 2000)
         again = server.ask(

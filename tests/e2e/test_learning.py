@@ -5,7 +5,7 @@ import signal
 import numpy as np
 import pytest
 
-from tests.e2e.runs import QUICKSTART, TINY, Run
+from tests.e2e.runs import QUICK_STEPS, QUICKSTART, TINY, Run
 from tests.metric_names import undocumented
 
 
@@ -45,23 +45,25 @@ def test_generators_die_join_and_leave_while_training_goes_on(replicas):
         == replicas.metrics()[-1]["restarts/generators"]
         == 1
     )
-    said = replicas.stdout
-    assert said.index("step 8/80") < said.index("generator-1 has joined"), "training waited for it"
+    events = replicas.lines("events.jsonl")
+    told = [(event["kind"], event.get("process")) for event in events]
+    away = events[told.index(("lost", "generator-1")) : told.index(("joined", "generator-1"))]
+    assert [event for event in away if event["kind"] == "metrics"], "training waited for it"
     for number in range(3):
         assert (replicas.folder / "logs" / f"generator-{number}-0.log").exists()
-    assert [len(row["trained_now"]) for row in replicas.lines("ledger.jsonl")] == [32] * 80
+    assert [len(row["trained_now"]) for row in replicas.lines("ledger.jsonl")] == [32] * QUICK_STEPS
 
 
 def test_reward_climbs_and_the_run_folder_tells_everything(replicas):
     run = replicas
     first, last = rise(run)
     assert first < 0.1
-    assert last > 0.4
+    assert last > 0.25
 
     rows = run.metrics()
     assert not undocumented({name for row in rows for name in row})
-    assert [row["step"] for row in rows] == list(range(1, 81))
-    assert [row["policy_version"] for row in rows] == list(range(1, 81))
+    assert [row["step"] for row in rows] == list(range(1, QUICK_STEPS + 1))
+    assert [row["policy_version"] for row in rows] == list(range(1, QUICK_STEPS + 1))
     for name in (
         "loss/mean",
         "trainer/grad_norm",
@@ -80,21 +82,21 @@ def test_reward_climbs_and_the_run_folder_tells_everything(replicas):
     assert errors[len(errors) // 2] <= 1e-5
     assert (
         errors[-1] <= 1e-4
-    )  # the worst token of 80 steps: where q or k nearly vanish, their norm magnifies rounding
+    )  # the worst token of all steps: where q or k nearly vanish, their norm magnifies rounding
     summary = run.json("summary.json")
-    assert summary["steps"] == 80
+    assert summary["steps"] == QUICK_STEPS
     assert summary["eval/prompts"] == 256
-    assert summary["eval/exact_match"] > 0.3
+    assert summary["eval/reward_mean"] > 0.25
     assert len(summary["policy_digest"]) == 64
-    assert run.json("config.json")["config"]["steps"] == 80
+    assert run.json("config.json")["config"]["steps"] == QUICK_STEPS
     for name in (
         "curves.png",
         "events.jsonl",
         "digests.jsonl",
-        "rollouts/step-80.parquet",
+        f"rollouts/step-{QUICK_STEPS}.parquet",
         "logs/trainer-0.log",
         "logs/generator-0-0.log",
-        "checkpoints/step-80",
+        f"checkpoints/step-{QUICK_STEPS}",
     ):
         assert (run.folder / name).exists(), name
     assert not (run.folder / "failure.json").exists()
@@ -105,7 +107,7 @@ def test_the_log_of_a_rank_names_its_layout_its_parameters_and_its_loads(replica
     trainer = (replicas.folder / "logs" / "trainer-0.log").read_text()
     assert "rank 0 of 1, one rank; 107,968 parameters, of which 107,968 are here" in trainer
     assert "weights of the start of the run, policy version 0" in trainer
-    assert "saved checkpoint 80 in " in trainer
+    assert f"saved checkpoint {QUICK_STEPS} in " in trainer
     generator = (replicas.folder / "logs" / "generator-0-0.log").read_text()
     assert (
         "rank 0 of 1; 107,968 parameters of float32; CPU threads: 1; memory at most " in generator
@@ -115,7 +117,7 @@ def test_the_log_of_a_rank_names_its_layout_its_parameters_and_its_loads(replica
 
 def test_recorded_rollouts_have_the_trainers_log_probs(replicas):
     rollouts = replicas.rollouts()
-    assert len(rollouts) == 80 * 32 * 8
+    assert len(rollouts) == QUICK_STEPS * 32 * 8
     sequences = [sequence for rollout in rollouts for sequence in rollout["sequences"]]
     named = ("sampled", "logprobs", "trainer_logprobs", "advantages", "entropy")
     sampled, generator, trainer, advantages, entropy = (
@@ -153,6 +155,7 @@ def test_every_layout_learns_the_same(tmp_path):
     assert run.stdout == ""
 
 
+@pytest.mark.long
 def test_a_mixture_of_experts_generates_as_it_was_trained(tmp_path):
     mixture = [
         "--model.num_experts",

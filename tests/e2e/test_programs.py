@@ -1,22 +1,17 @@
 """Programs that read a finished run: its scores and its export again, from a checkpoint."""
 
+import contextlib
+import io
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import TINY, Run
+from tests.e2e.runs import Run
 from tests.e2e.test_algorithms import MANY_MODELS
-
-LORA = (
-    *(*TINY, "--steps", "4", "--trainer.checkpoint.interval", "2"),
-    *("--evaluation.every", "2", "--evaluation.prompts", "64", "--evaluation.samples", "2"),
-    *("--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", "0.05"),
-    *("--trainer.lr_scheduler.warmup_steps", "0"),  # so that each step changes the scores
-    "trainer.lora:on",
-)
 
 
 class Program(Run):
@@ -26,9 +21,9 @@ class Program(Run):
         return [*arguments]
 
 
-@pytest.fixture(params=[MANY_MODELS, LORA], ids=["many models", "lora"])
-def run(request, finished) -> Run:
-    return finished(*request.param)
+@pytest.fixture
+def run(finished) -> Run:
+    return finished(*MANY_MODELS)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -51,6 +46,22 @@ def answer_of(name: str, run: Path, folder: Path, *arguments: str) -> tuple[Prog
     assert times(run) == before
     last = (program.stdout.splitlines() or [""])[-1]
     return program, json.loads(last) if last.startswith("{") else {}
+
+
+def accepted(
+    main: Callable[[list[str]], int], run: Path, refused: dict[tuple[str, ...], str]
+) -> dict[tuple[str, ...], str]:
+    """Return the options that ``main`` does not refuse with the message that belongs to them, each
+    with what it answers.
+    """
+    found = {}
+    for options, message in refused.items():
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            code = main([str(run), *options])
+        if code != 2 or message not in said.getvalue():
+            found[options] = f"exit code {code}: {said.getvalue()}"
+    return found
 
 
 def evaluate(run: Run, folder: Path, *arguments: str) -> dict[str, object]:
@@ -91,6 +102,7 @@ def test_an_export_has_every_byte_of_the_runs_own(tmp_path, run):
     assert times(run.folder) == before
 
 
+@pytest.mark.long
 def test_the_newest_checkpoint_scores_as_the_run_did_at_its_end(tmp_path, run):
     summary = run.json("summary.json")
     found = evaluate(run, tmp_path / "evaluate")
@@ -98,8 +110,7 @@ def test_the_newest_checkpoint_scores_as_the_run_did_at_its_end(tmp_path, run):
     assert scores(found) == scores(summary)
 
 
-def test_an_earlier_checkpoint_scores_as_the_run_did_on_its_way(tmp_path, finished):
-    run = finished(*LORA)
+def test_an_earlier_checkpoint_scores_as_the_run_did_on_its_way(tmp_path, run):
     (row,) = run.lines("evaluations.jsonl")
     found = evaluate(run, tmp_path / "evaluate", "--step", "2")
     assert found["step"] == row["step"] == 2
@@ -107,9 +118,10 @@ def test_an_earlier_checkpoint_scores_as_the_run_did_on_its_way(tmp_path, finish
     assert found["eval/reward_mean"] != run.json("summary.json")["eval/reward_mean"]
 
 
-@pytest.mark.parametrize("program", ["rl.evaluate", "rl.export"])
-def test_ctrl_c_leaves_nothing_behind(tmp_path, finished, monkeypatch, program):
-    run = finished(*LORA)
+@pytest.mark.parametrize(
+    "program", ["rl.export", pytest.param("rl.evaluate", marks=pytest.mark.long)]
+)
+def test_ctrl_c_leaves_nothing_behind(tmp_path, run, monkeypatch, program):
     before = times(run.folder)
     temporary = tempfile.mkdtemp()  # short, since sockets lie there
     monkeypatch.setenv("TMPDIR", temporary)

@@ -1,4 +1,7 @@
-"""The call that ended a run, made again by the program: whether it fails again, and how."""
+"""The call that ended a run, made again by the program: whether it fails again, and how.
+
+Shorter tests of such calls are in ``tests/trainers/test_failed_calls.py``.
+"""
 
 import json
 import shutil
@@ -9,7 +12,9 @@ import pytest
 
 from rl.observe.rollouts import read_rollouts
 from tests.e2e.runs import TINY, Run
-from tests.e2e.test_programs import LORA, Program, times
+from tests.e2e.test_programs import Program, times
+
+pytestmark = pytest.mark.long
 
 USERS = """
     from dataclasses import dataclass
@@ -161,20 +166,7 @@ def test_a_reward_that_raised_is_scored_again_without_models(failed, again):
     assert (code, found["failed"]) == (0, False), said
 
 
-def test_a_run_that_did_not_fail_is_refused(finished, again):
-    code, said, _ = again(finished(*LORA).folder)
+def test_a_loss_that_does_not_exist_is_refused(failed, again):
+    code, said, _ = again(failed().folder, "--loss", "grop")
     assert code == 2
-    assert "failure.json does not exist, so no failure is recorded; --step K" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--step", "3"), "--failed and --step are different questions; give one of them"),
-        (("--loss", "grop"), "--loss grop: no such loss; did you mean grpo"),
-    ],
-)
-def test_arguments_that_cannot_work_are_refused(failed, again, arguments, message):
-    code, said, _ = again(failed().folder, *arguments)
-    assert code == 2
-    assert message in said
+    assert "--loss grop: no such loss; did you mean grpo" in said

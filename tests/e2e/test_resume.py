@@ -1,13 +1,15 @@
 """A run is a function of its config, also when the program is killed on the way (C6)."""
 
 import random
+import signal
 import time
 
 import pytest
 
 from rl.observe.spans import STAGES
-from tests.e2e.pipelines import LOCKSTEP, STEPS, TWO_AHEAD
+from tests.e2e.pipelines import LOCKSTEP, SHORT, SHORT_STEPS, STEPS, TWO_AHEAD
 from tests.e2e.runs import Run, digest, dropped, numbers, start, trained
+from tests.e2e.test_chaos import check_ledger, strike
 
 
 def assert_same(run: Run, whole: Run) -> None:
@@ -20,9 +22,12 @@ def assert_same(run: Run, whole: Run) -> None:
     assert digest(run) == digest(whole)
 
 
-def test_a_run_that_is_stopped_and_killed_and_resumed_is_the_uninterrupted_one(tmp_path, finished):
-    whole = finished(*TWO_AHEAD)
-    run = start(tmp_path, TWO_AHEAD)
+def test_a_run_that_is_struck_and_stopped_and_killed_is_the_undisturbed_one(tmp_path, finished):
+    """Its trainer dies and Ctrl-C follows; then a generator hangs and the program is killed."""
+    whole = finished(*SHORT)
+    run = start(tmp_path, SHORT)
+    run.until(lambda: len(run.metrics()) >= 1 and "push over" in run.stdout)
+    assert strike(run, "trainer", signal.SIGKILL)
     run.until_step(4)
     run.interrupt()
     assert run.wait() == 130
@@ -33,30 +38,28 @@ def test_a_run_that_is_stopped_and_killed_and_resumed_is_the_uninterrupted_one(t
     assert "Traceback" not in run.stderr
     assert (run.folder / "checkpoints" / f"step-{saved}" / ".metadata").exists()
 
-    run = start(tmp_path, TWO_AHEAD)
-    run.until_step(max(saved + 2, 10))
+    run = start(tmp_path, SHORT)
+    run.until_step(saved + 1)
+    assert strike(run, "generator-1", signal.SIGSTOP)
+    run.until_step(saved + 3)
     run.kill()
     run.assert_nothing_left()
-    (
-        run.folder / "checkpoints" / f"step-{STEPS - 1}"
-    ).mkdir()  # as a kill in the middle of a save leaves it
-    run = start(tmp_path, TWO_AHEAD)
-    run.until(lambda: (run.folder / "logs" / "generator-1-0.log").exists())
-    run.kill()
-    run.assert_nothing_left()
+    incomplete = run.folder / "checkpoints" / f"step-{SHORT_STEPS - 1}"
+    incomplete.mkdir()  # as a kill in the middle of a save leaves it
 
-    run = start(tmp_path, TWO_AHEAD)
+    run = start(tmp_path, SHORT)
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
     assert_same(run, whole)
+    check_ledger(run, SHORT_STEPS, bound=2)
     assert "resumed after step " in run.stdout
-    assert f"ignored checkpoints/step-{STEPS - 1}: it is incomplete" in run.stdout
+    assert f"ignored checkpoints/{incomplete.name}: it is incomplete" in run.stdout
     assert "resuming with another" not in run.stdout
 
 
 def test_sampling_ahead_hides_what_it_overlaps(finished):
-    rows = finished(*TWO_AHEAD).metrics()
-    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, *[2] * (STEPS - 2)]
+    rows = finished(*SHORT).metrics()
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, *[2] * (SHORT_STEPS - 2)]
     assert max(row["push/canary"] for row in rows if "push/canary" in row) < 1e-4
     assert max(row["timing/push_pause"] for row in rows if "timing/push_pause" in row) > 0
     assert max(row["timing/hidden"] for row in rows) > 0

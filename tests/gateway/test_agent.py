@@ -95,14 +95,14 @@ def test_a_rewritten_history_begins_a_sequence_and_each_answer_is_trained_once(
 
 
 def test_episodes_of_agents_are_the_same_again(model):
-    first, second = (collect(model, range(6))[0] for _ in range(2))
+    first, second = (collect(model, range(3))[0] for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert [each.sequences for each in one] == [each.sequences for each in other]
 
 
 @pytest.mark.parametrize("task", [agents.Blocking, agents.Program])
 def test_blocking_clients_and_programs_are_agents_too(model, task):
-    (group,), engine = collect(model, [0], task=task, samples=3)
+    (group,), engine = collect(model, [0], task=task, samples=2)
     check(group, engine)
     for rollout in group:
         assert rollout.stop_reason == "done"

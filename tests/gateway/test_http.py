@@ -33,17 +33,20 @@ class Held(Policy):
         return await super().__call__(ask)
 
 
-def post(path, body, *, policy=None, headers=None, **options):
-    """Return status and JSON of one request to a new server."""
+def post(requests, *, policy=None, headers=None, **options):
+    """Return status and JSON of each request, a path and a body, to one new server."""
 
     async def work():
         async with server(policy or Policy(), **options) as (gateway, url, _):
             gateway.open_session("known")
             async with httpx.AsyncClient(timeout=60) as client:
-                content = body if isinstance(body, bytes) else json.dumps(body).encode()
-                own = {"content-type": "application/json", **(headers or {})}
-                answer = await client.post(url + path, content=content, headers=own)
-                return answer.status_code, answer.json()
+                answers = []
+                for path, body in requests:
+                    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+                    own = {"content-type": "application/json", **(headers or {})}
+                    answer = await client.post(url + path, content=content, headers=own)
+                    answers.append((answer.status_code, answer.json()))
+                return answers
 
     return asyncio.run(work())
 
@@ -92,13 +95,16 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "body", "status", "code", "words"), CASES)
-def test_a_request_that_cannot_be_served_gets_a_typed_error(path, body, status, code, words):
+def test_requests_that_cannot_be_served_get_typed_errors():
     policy = Policy()
-    found, answer = post(path, body, policy=policy)
-    error = answer["error"]
-    assert (found, error["code"], error["type"]) == (status, code, "invalid_request_error")
-    assert words in error["message"]
+    answers = post([(path, body) for path, body, *_ in CASES], policy=policy)
+    wrong = []
+    for (path, body, status, code, words), (found, answer) in zip(CASES, answers, strict=True):
+        error = answer.get("error", {"code": None, "type": None, "message": ""})
+        kind = found, error["code"], error["type"]
+        if kind != (status, code, "invalid_request_error") or words not in error["message"]:
+            wrong.append((path, str(body)[:100], found, error))
+    assert wrong == []
     assert policy.turns == []
 
 
@@ -117,7 +123,7 @@ def test_a_request_that_cannot_be_served_gets_a_typed_error(path, body, status, 
 def test_a_client_that_may_not_ask_gets_a_typed_error(options, status, code):
     body = CHAT | {"messages": [{"role": "user", "content": "1 + 2?" * 20}]}
     path = "/sessions/known/v1/chat/completions"
-    found, answer = post(path, body, **options)
+    ((found, answer),) = post([(path, body)], **options)
     assert (found, answer["error"]["code"]) == (status, code)
 
 
@@ -198,7 +204,7 @@ def test_tokens_have_both_spellings_of_their_ids():
     params["stop_token_ids"] = [3, 4]
     for name in ("token_ids", "prompt_token_ids"):
         body = {name: [1, 2], "sampling_params": params, "cache_salt": "version 3"}
-        _, answer = post(GENERATE, body, policy=policy)
+        ((_, answer),) = post([(GENERATE, body)], policy=policy)
         assert answer["prompt_token_ids"] == [1, 2]
         for choice, (ask, completion) in zip(answer["choices"], policy.turns[-2:], strict=True):
             assert ask.session == "known"

@@ -3,37 +3,64 @@
 import pytest
 
 from rl.generation.config import GeneratorConfig
-from tests.generation.policies import TIED_FUSED, Policy
+from rl.model.shape import ModelConfig
+from tests.generation.policies import NARROW, TIED_FUSED, TIED_SPLIT, Policy
 from tests.generation.ranks import INTERPRETED, GeneratorRanks, push
 
 SMALL = {"kv_cache_gib": 0.05, "block_size": 32, "max_batched_tokens": 256}
 
 
-@pytest.fixture(scope="session")
-def policy() -> Policy:
-    return Policy(TIED_FUSED, seed=0)
+_policies: dict[str, list[Policy]] = {}
 
 
-@pytest.fixture(scope="session")
-def other_policy() -> Policy:
-    return Policy(TIED_FUSED, seed=1)
+def policies(model: ModelConfig) -> list[Policy]:
+    """Return three policies, made once."""
+    if (key := repr(model)) not in _policies:
+        _policies[key] = [Policy(model, seed=seed) for seed in range(3)]
+    return _policies[key]
 
 
-@pytest.fixture(scope="session")
-def third_policy() -> Policy:
-    return Policy(TIED_FUSED, seed=2)
+@pytest.fixture
+def model(request) -> ModelConfig:
+    """Model of the ranks that the test asks for."""
+    asked = [*request.fixturenames]
+    if "one_or_two_ranks" in asked and hasattr(request.node, "callspec"):
+        asked.append(request.node.callspec.params.get("one_or_two_ranks"))
+    if "generators" in asked:
+        return NARROW
+    return TIED_FUSED if "interpreted" in asked else TIED_SPLIT
+
+
+@pytest.fixture
+def policy(model) -> Policy:
+    return policies(model)[0]
+
+
+@pytest.fixture
+def other_policy(model) -> Policy:
+    return policies(model)[1]
+
+
+@pytest.fixture
+def third_policy(model) -> Policy:
+    return policies(model)[2]
 
 
 @pytest.fixture(scope="session")
 def one_rank():
-    ranks = GeneratorRanks(GeneratorConfig(**SMALL), TIED_FUSED)
+    """One rank with a model of tied embeddings and separate q, k and v."""
+    ranks = GeneratorRanks(GeneratorConfig(**SMALL), TIED_SPLIT)
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="session")
 def two_ranks():
-    ranks = GeneratorRanks(GeneratorConfig(tensor_parallel_degree=2, **SMALL), TIED_FUSED)
+    """Two ranks with a model of untied embeddings, fused q, k and v that share a key head, whole
+    experts and an odd vocabulary.
+    """
+    config = GeneratorConfig(tensor_parallel_degree=2, expert_parallel=True, **SMALL)
+    ranks = GeneratorRanks(config, NARROW)
     yield ranks
     ranks.close()
 
@@ -48,23 +75,23 @@ def interpreted_rank():
 
 
 @pytest.fixture
-def interpreted(interpreted_rank, policy):
+def interpreted(interpreted_rank):
     """The rank with the model runner of GPUs, which holds ``policy`` as version 1."""
-    interpreted_rank.run(push, policy.weights, 1)
+    interpreted_rank.run(push, policies(TIED_FUSED)[0].weights, 1)
     return interpreted_rank
 
 
 @pytest.fixture
-def generator(one_rank, policy):
+def generator(one_rank):
     """One rank that holds ``policy`` as version 1."""
-    one_rank.run(push, policy.weights, 1)
+    one_rank.run(push, policies(TIED_SPLIT)[0].weights, 1)
     return one_rank
 
 
 @pytest.fixture
-def generators(two_ranks, policy):
+def generators(two_ranks):
     """Two ranks of one generator that hold ``policy`` as version 1."""
-    two_ranks.run(push, policy.weights, 1)
+    two_ranks.run(push, policies(NARROW)[0].weights, 1)
     return two_ranks
 
 

@@ -35,6 +35,8 @@ class GeneratorRanks:
     def __init__(self, config: GeneratorConfig, model: ModelConfig, **more: str):
         context = multiprocessing.get_context("spawn") if more else FORK
         tp = config.tensor_parallel_degree
+        self.config = config
+        self.model = model
         self._store = new_store()
         self.folder = tempfile.TemporaryDirectory(prefix="tiller-ranks-")
         self.processes = []
@@ -93,7 +95,7 @@ class GeneratorRanks:
         for pipe in self.pipes:
             pipe.send(None)
         for process in self.processes:
-            process.join(30)
+            process.join(DEADLINE_S)
         self.folder.cleanup()
         left = [process.pid for process in self.processes if process.is_alive()]
         for process in self.processes:

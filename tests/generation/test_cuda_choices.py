@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rl.generation.config import GeneratorConfig, environment
 
 GOLDEN = Path(__file__).with_name("cuda_choices.json")
 COMMAND = ("-m", "tests.generation.cuda_choices")
 
 
+@pytest.mark.long
 def test_vllm_chooses_on_gpus_what_the_golden_file_says(tmp_path):
     ended = subprocess.run(
         [sys.executable, *COMMAND, str(tmp_path / "found.json")],

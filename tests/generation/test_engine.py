@@ -14,7 +14,7 @@ from rl.compat.vllm_internals import kv_caches
 from rl.errors import ConfigError, RunError
 from rl.generation.config import GeneratorConfig
 from rl.generation.start import RUNNER, vllm_config
-from tests.generation.policies import EXPERTS, TIED_FUSED, UNTIED_SPLIT, Policy, error
+from tests.generation.policies import EXPERTS, TIED_SPLIT, UNTIED_SPLIT, Policy, error
 from tests.generation.ranks import finish, generate, push, request, write
 
 PROMPTS = [[5], list(range(1, 20)), [7] * 40, list(range(60, 0, -1)) * 2]
@@ -42,13 +42,14 @@ def test_more_prompt_tokens_than_fit_a_step_take_several_steps(generator, policy
         assert error(policy, each.prompt_tokens, completion) <= 1e-5
 
 
-@pytest.mark.parametrize("model", [UNTIED_SPLIT, EXPERTS], ids=["untied, split", "experts"])
-def test_other_forms_of_the_model_give_the_same_logprobs_as_torchtitan(one_rank, model):
-    policy = Policy(model, seed=2)
-    one_rank.rebuild(model)
+@pytest.mark.long
+@pytest.mark.parametrize("form", [UNTIED_SPLIT, EXPERTS], ids=["untied, split", "experts"])
+def test_other_forms_of_the_model_give_the_same_logprobs_as_torchtitan(one_rank, form):
+    policy = Policy(form, seed=2)
+    one_rank.rebuild(form)
     one_rank.run(push, policy.weights, 1)
     (completions,) = one_rank.run(generate, asked(max_tokens=40))
-    one_rank.rebuild(TIED_FUSED)
+    one_rank.rebuild(TIED_SPLIT)
     assert max(error(policy, p, c) for p, c in zip(PROMPTS, completions, strict=True)) <= 1e-5
 
 
@@ -75,11 +76,12 @@ def test_parameters_are_named_as_the_trainer_names_them(generator, policy):
     assert "lm_head.weight" not in names  # tied
 
 
+@pytest.mark.long
 def test_a_push_in_bfloat16_leaves_the_rope_cache_in_float32(one_rank, policy):
-    one_rank.rebuild(TIED_FUSED, dtype="bfloat16")
+    one_rank.rebuild(TIED_SPLIT, dtype="bfloat16")
     one_rank.run(push, policy.weights, 1)
     (caches,) = one_rank.run(rope_caches)
-    one_rank.rebuild(TIED_FUSED)
+    one_rank.rebuild(TIED_SPLIT)
     for cache, layer in zip(caches, policy.model.layers.values(), strict=True):
         assert cache.dtype == torch.float32
         assert torch.equal(

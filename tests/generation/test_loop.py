@@ -228,5 +228,5 @@ async def closed_while_generating(loop):
 
 async def idle(loop):
     before = time.process_time()
-    await asyncio.sleep(3)
+    await asyncio.sleep(1)
     return time.process_time() - before

@@ -23,8 +23,14 @@ CUTS = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_logprobs_are_over_the_ids_that_the_mask_keeps(one_or_two_ranks, policy, cut):
-    check_cut(one_or_two_ranks, policy, CUTS[cut])
+def test_logprobs_are_over_the_ids_that_the_mask_keeps(generators, policy, cut):
+    check_cut(generators, policy, CUTS[cut])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cut", CUTS)
+def test_logprobs_of_one_rank_are_over_the_ids_that_the_mask_keeps(generator, policy, cut):
+    check_cut(generator, policy, CUTS[cut])
 
 
 def check_cut(generator, policy: Policy, cut: dict[str, float]) -> None:

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from rl.frozen import frozen
 from rl.launch.__main__ import PLACES, main
 from rl.launch.targets import TARGETS
 from rl.observe.owner import FolderOwner
+from tests import warm
 from tests.e2e.runs import TINY
 from tests.trainers.tiny_chat import tiny_chat_model
 
@@ -168,13 +167,12 @@ def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
 
 def test_a_local_run_continues_in_the_background_and_saves_on_sigterm(tmp_path):
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "rl.launch", "local", *SMALL]
-    options = {"capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run([*command, "--steps", "5000", "--output-dir", str(folder)], **options)
+    options = ("--steps", "5000", "--output-dir", folder)
+    done = warm.run("rl.launch", "local", *SMALL, *options, timeout=300)
     assert done.returncode == 0, done.stderr
     pid = int(re.search(r"kill (\d+)", done.stdout)[1])
     metrics = folder / "metrics.jsonl"
-    ends = time.monotonic() + 120
+    ends = time.monotonic() + 600
     while not metrics.exists():
         assert time.monotonic() < ends, (folder / "logs" / "run.log").read_text()
         time.sleep(0.1)
@@ -187,15 +185,6 @@ def test_a_local_run_continues_in_the_background_and_saves_on_sigterm(tmp_path):
 
 def test_wait_shows_the_output_and_returns_the_exit_code_of_the_run(tmp_path):
     missing = ["--config", "gsm8k_jsonl", "--task.path", str(tmp_path / "none.jsonl")]
-    command = [
-        sys.executable,
-        "-m",
-        "rl.launch",
-        "local",
-        *missing,
-        "--output-dir",
-        str(tmp_path / "run"),
-        "--wait",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    options = ("--output-dir", tmp_path / "run", "--wait")
+    done = warm.run("rl.launch", "local", *missing, *options, timeout=300)
     assert (done.returncode, done.stderr.startswith("error: ")) == (2, True), done.stderr

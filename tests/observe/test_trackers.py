@@ -167,6 +167,7 @@ print(SQLiteStorage.get_logs("tests", Path(sys.argv[1]).name))
 """
 
 
+@pytest.mark.long
 def test_trackio_has_each_step(tmp_path):
     environment = {
         **os.environ,

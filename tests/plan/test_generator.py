@@ -25,6 +25,7 @@ ENGINE = GeneratorConfig(
 )
 
 
+@pytest.mark.long
 def test_a_generator_with_the_minimum_kv_cache_has_the_planned_memory():
     config = config_of(MODEL)
     config.generator = ENGINE

@@ -77,7 +77,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+TOGETHER = {
+    "FSDP 2 x TP 2, tied, uneven",
+    "CP 2",
+    "experts, EP 2",
+    "adapters, FSDP 2",
+    "critic, TP 2",
+}
+"""Cases that hold every dimension. Others are for the long tests."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in TOGETHER else [pytest.mark.long]) for case in CASES],
+)
 def test_memory_computed_from_layouts_is_that_of_engines(case, tmp_path):
     config, role = CASES[case]
     planned = [rank for rank in all_ranks(Setting(config)) if rank.role == role]
@@ -123,7 +136,7 @@ def test_both_ends_of_a_push_over_the_network_have_the_planned_memory(delta):
         )
 
 
-@pytest.mark.parametrize("layout", ["alone", "fsdp2"])
+@pytest.mark.parametrize("layout", [pytest.param("alone", marks=pytest.mark.long), "fsdp2"])
 def test_processes_grow_by_the_planned_memory(layout, tmp_path):
     """Libraries have buffers too, and on several ranks FSDP and gloo keep buffers of a pass."""
     config = config_of(LARGE, layout)
@@ -142,8 +155,16 @@ def test_processes_grow_by_the_planned_memory(layout, tmp_path):
             assert least <= sizes[moment] <= 1.1 * (least + slack)
 
 
-@pytest.mark.parametrize("model", [TIED, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "model"),
+    [
+        ("float32", TIED),
+        ("bfloat16", EXPERTS),
+        pytest.param("float32", EXPERTS, marks=pytest.mark.long),
+        pytest.param("bfloat16", TIED, marks=pytest.mark.long),
+    ],
+    ids=["float32-dense", "bfloat16-experts", "float32-experts", "bfloat16-dense"],
+)
 def test_planned_activations_are_close_to_what_autograd_saves(model, dtype, tmp_path):
     config = config_of(model)
     config.trainer.training.mixed_precision_param = dtype

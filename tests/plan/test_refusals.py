@@ -195,7 +195,10 @@ def test_an_invalid_config_is_refused_with_field_value_and_what_is_allowed(
     assert re.search(message, plan["errors"][0])
 
 
-@pytest.mark.parametrize(("config", "arguments", "message"), TOO_LARGE)
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [*TOO_LARGE[:4], *(pytest.param(*row, marks=pytest.mark.long) for row in TOO_LARGE[4:])],
+)
 def test_a_run_that_does_not_fit_is_refused_and_its_advice_leads_to_one_that_fits(
     config, arguments, message, capsys
 ):

@@ -26,8 +26,8 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], list(range(10, 30))]
 class Sessions:
     """Starts sessions on one event loop and ends them all at exit."""
 
-    def __init__(self, folder: Path):
-        self._runner = asyncio.Runner()
+    def __init__(self, folder: Path, runner: asyncio.Runner):
+        self._runner = runner
         self._folder = folder
         self._stack = AsyncExitStack()
 
@@ -36,7 +36,11 @@ class Sessions:
 
     async def start(self, **fields: Any) -> Session:
         """Start the processes of a session."""
-        session = Session(config_of(**fields), folder=self._folder, hosts=self._hosts())
+        return await self.start_as(config_of(**fields))
+
+    async def start_as(self, config: SessionConfig) -> Session:
+        """Start the processes of a session of ``config``."""
+        session = Session(config, folder=self._folder, hosts=self._hosts())
         self._stack.push_async_callback(session.stop)
         await session.start()
         return session
@@ -60,7 +64,6 @@ class Sessions:
 
     def close(self) -> None:
         self.run(self._stack.aclose())
-        self._runner.close()
 
     def _hosts(self) -> Hosts:
         return Hosts(self._folder / "logs")

@@ -13,7 +13,7 @@ from rl.generation.config import GeneratorConfig
 from rl.trainers.compare import Comparison, Example, comparing, stale_cache
 from rl.types import GenerationRequest, Prompt, Rollout, Sampling, Sequence
 from tests.session import faults
-from tests.session.sessions import config_of, model_config, on_its_loop, trainer_config
+from tests.session.sessions import DEADLINES, config_of, model_config, on_its_loop, trainer_config
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 48}
 PROMPT = [*range(3, 43)]
@@ -22,16 +22,22 @@ SMALL = {"kv_cache_gib": 0.05, "block_size": 32}
 
 async def running(sessions, **fields):
     defaults = {"trainer": trainer_config(), "generator": GeneratorConfig(**SMALL)}
-    config = comparing(config_of(**{**defaults, **fields}))
-    session = await sessions.start(**{name: getattr(config, name) for name in config.__slots__})
+    session = await sessions.start_as(comparing(config_of(**{**defaults, **fields})))
     await session.load()
     await session.connect()
     return session
 
 
 @pytest.fixture(scope="module")
-def dense(sessions):
+def alone(sessions):
+    """A trainer and a generator of one rank each."""
     return sessions.run(running(sessions))
+
+
+@pytest.fixture(params=["common", pytest.param("alone", marks=pytest.mark.long)])
+def dense(request):
+    """A session of a model without experts."""
+    return request.getfixturevalue(request.param)
 
 
 async def sampled(session, *, temperature=1.0):
@@ -55,7 +61,7 @@ async def train_and_push(session, example):
 
 
 async def ask(mesh, *args):
-    await mesh._group.call(*args, deadline=100.0)
+    await mesh._group.call(*args, deadline=DEADLINES.call)
 
 
 async def found(session, example=None):
@@ -70,28 +76,24 @@ def experts(sessions):
     return sessions.run(running(sessions, model=model))
 
 
-@pytest.fixture(scope="module")
-def sharded(sessions):
-    return sessions.run(
-        running(
-            sessions,
-            trainer=trainer_config(fsdp=2, tp=2),
-            generator=GeneratorConfig(tensor_parallel_degree=2, **SMALL),
-        )
-    )
-
-
 @asynccontextmanager
 async def changed(mesh, fault, mended):
     await ask(mesh, "change", fault)
-    yield
-    await ask(mesh, "change", mended)
+    try:
+        yield
+    finally:
+        await ask(mesh, "change", mended)
 
 
-@pytest.mark.parametrize("name", ["dense", "experts", "sharded"])
-def test_models_without_a_fault_are_equal(sessions, request, name):
-    session = request.getfixturevalue(name)
-    assert sessions.run(found(session)) == []
+@on_its_loop
+async def test_models_without_a_fault_are_equal(sessions, dense):
+    assert await found(dense) == []
+
+
+@pytest.mark.long
+@on_its_loop
+async def test_models_of_experts_without_a_fault_are_equal(sessions, experts):
+    assert await found(experts) == []
 
 
 IN_GENERATOR = {
@@ -108,13 +110,6 @@ IN_GENERATOR = {
         "position encoding",
         "layers.0.attention.rope.queries",
         "the generator is wrong: its cosines and sines are rounded to bfloat16",
-    ),
-    "swapped heads": (
-        faults.swap_heads,
-        faults.restore_heads,
-        "attention",
-        "layers.1.attention.inner_attention",
-        "the generator is wrong: the heads of keys and values are in another order",
     ),
     "missing norm": (
         faults.drop_norm,
@@ -138,12 +133,15 @@ async def test_a_fault_of_a_generator_is_named(sessions, dense, fault):
     assert await found(dense) == []
 
 
+@pytest.mark.long
 @on_its_loop
-async def test_a_fault_of_a_generator_of_two_ranks_is_named(sessions, sharded):
-    (generator,) = sharded.pool.meshes
-    async with changed(generator, faults.drop_norm, faults.restore_norm):
-        first, *_ = await found(sharded)
-    assert (first.kind, first.module) == ("norm", "layers.1.attention.q_norm")
+async def test_swapped_heads_are_named(sessions, alone):
+    """A generator of two ranks has one head of keys and values on each."""
+    (generator,) = alone.pool.meshes
+    async with changed(generator, faults.swap_heads, faults.restore_heads):
+        first, *_ = await found(alone)
+    assert (first.kind, first.module) == ("attention", "layers.1.attention.inner_attention")
+    assert "the generator is wrong: the heads of keys and values are in another o" in first.text
 
 
 @on_its_loop
@@ -200,6 +198,7 @@ async def test_another_temperature_is_named(sessions, dense):
     assert "those of temperature 0.7, and the config has 1" in first.text
 
 
+@pytest.mark.long
 @on_its_loop
 async def test_an_expert_that_is_not_the_chosen_one_is_named(sessions, experts):
     (generator,) = experts.pool.meshes

@@ -100,7 +100,7 @@ def test_signal_wakes_only_tasks_with_a_true_condition():
             await asyncio.sleep(0.01)
             count[0] += 1
             signal.notify()
-        await asyncio.wait_for(asyncio.gather(*tasks), 1)
+        await asyncio.wait_for(asyncio.gather(*tasks), 60)
         return woken
 
     assert asyncio.run(main()) == [0, 1, 2]

@@ -1,8 +1,6 @@
 """A session without a given folder removes its temporary folder, however it ends."""
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +8,7 @@ import pytest
 
 from rl.session.config import SessionConfig
 from rl.session.session import Session
+from tests import warm
 
 
 class Group:
@@ -59,14 +58,16 @@ def test_a_session_that_ends_removes_its_folder_after_the_last_save():
     assert not asyncio.run(run()).folder.exists()
 
 
-def test_a_program_that_ends_at_once_removes_the_folder():
+def test_a_program_that_ends_at_once_removes_the_folder(tmp_path):
     program = (
         "from tests.session.test_folder import Group, session_of\n"
         "from rl.errors import end_program\n"
         "print(session_of(Group()).folder)\n"
         "end_program(0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    script = tmp_path / "ends.py"
+    script.write_text(program)
+    done = warm.run(script, timeout=300)
     assert done.returncode == 0, done.stderr
     folder = Path(done.stdout.split()[-1])
     assert folder.name.startswith("tiller-")

@@ -12,6 +12,7 @@ from scripts.gpu_check.trained import judge_graphs
 from tests.session import faults
 from tests.session.sessions import on_its_loop
 
+pytestmark = pytest.mark.long  # tests/gpu_check has the arithmetic of the verdicts
 FIRST = "layers.0.feed_forward.w2.weight"
 
 
@@ -27,8 +28,7 @@ def session(sessions, setting):
     async def start():
         trainer = setting.trainer("float32")
         given = setting.session(trainer=trainer, generator=setting.generator("float32"))
-        config = comparing(given)
-        session = await sessions.start(**{name: getattr(config, name) for name in config.__slots__})
+        session = await sessions.start_as(comparing(given))
         await session.load()
         await session.connect()
         return session

@@ -48,15 +48,10 @@ def generators(request, sessions):
 
 def generator_config(tied: bool, tp: int = 1) -> GeneratorConfig:
     dtype = "float32" if tied else "bfloat16"
-    return GeneratorConfig(tensor_parallel_degree=tp, dtype=dtype, kv_cache_gib=0.05)
+    return GeneratorConfig(tensor_parallel_degree=tp, dtype=dtype, kv_cache_gib=0.05, block_size=32)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[pytest.mark.long] if name in ("FSDP2", "TP2") else [], id=name)
-        for name in LAYOUTS
-    ]
-)
+@pytest.fixture(params=LAYOUTS)
 def trainer(request, sessions, generators):
     tied, _ = generators
 
@@ -117,6 +112,24 @@ async def check_pushes(session, generator) -> None:
             await assert_equal_weights(session.trainer, generator)
 
 
+@pytest.mark.parametrize("name", ["FSDP2xTP2", "FSDP2, adapters"])
+@on_its_loop
+async def test_pushed_weights_and_logprobs_of_two_sharded_sides(sessions, common, name):
+    """Trainers of four ranks without adapters, and of two with them; a generator of two."""
+    (generator,) = common.pool.meshes
+    trainer = common.trainer
+    if name != "FSDP2xTP2":
+        meshes = sessions.meshes(trainer=trainer_config(**LAYOUTS[name]))
+        trainer = await sessions.start_mesh(meshes.models()["trainer"])
+    session = sessions.on(trainer, generator, generator=generator_config(tied=True, tp=2))
+    await check_pushes(session, generator)
+    for temperature in (1.0, 0.7):
+        await assert_equal_logprobs(session, temperature, tolerance=1e-5)
+    if name != "FSDP2xTP2":
+        await trainer.close()
+
+
+@pytest.mark.long
 @on_its_loop
 async def test_pushed_weights_and_logprobs(sessions, trainer, generators):
     tied, readers = generators

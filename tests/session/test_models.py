@@ -122,7 +122,7 @@ def test_concurrent_calls_get_the_device_one_role_at_a_time(rounds, pauses):
             assert answers == [role for role, _ in together]
             assert sum(bool(parts) for parts in device.holds.values()) <= 1
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_components_that_a_call_does_not_need_stay_in_host_memory():
@@ -139,7 +139,7 @@ def test_components_that_a_call_does_not_need_stay_in_host_memory():
         await call(models, "trainer", "forward")
         assert device.moves == moves
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_residency_is_fair():
@@ -157,7 +157,7 @@ def test_residency_is_fair():
         )
         assert order == ["trainer", "trainer", "reference", "trainer"]
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 @pytest.mark.parametrize("shared", [(), ("reference", "critic")])
@@ -177,7 +177,7 @@ def test_calls_on_separate_devices_overlap(shared):
 
         await asyncio.gather(meet("trainer", "reference"), meet("reference", "trainer"))
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_lost_group_is_restarted_alone_on_the_device():
@@ -193,7 +193,7 @@ def test_lost_group_is_restarted_alone_on_the_device():
         assert lost.is_running
         assert await call(models, "reference", "forward") == "reference"
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 @pytest.mark.parametrize("shared", [(), ROLES])
@@ -216,4 +216,4 @@ def test_changed_model_is_restarted_to_get_its_first_weights(shared):
         await models.init_model("trainer")
         assert policy.starts == 3
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 60))

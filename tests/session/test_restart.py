@@ -25,18 +25,21 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def session(sessions):
-    """Two trainer ranks and the two ranks of a generator, each with a heartbeat of a few
-    seconds.
+TRAINER = {"trainer": trainer_config(fsdp=2)}
+BOTH = TRAINER | {"generator": GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05)}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[TRAINER, pytest.param(BOTH, marks=pytest.mark.long)],
+    ids=["trainer", "both"],
+)
+def session(sessions, request):
+    """Two trainer ranks, and in the long case the two ranks of a generator, each with a heartbeat
+    of a few seconds.
     """
-    return sessions.run(
-        sessions.start(
-            trainer=trainer_config(fsdp=2),
-            generator=GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05),
-            deadlines=replace(DEADLINES, heartbeat=8.0),
-        )
-    )
+    deadlines = replace(DEADLINES, heartbeat=8.0)
+    return sessions.run(sessions.start(**request.param, deadlines=deadlines))
 
 
 async def failure_of(coroutine) -> ActorFailure:
@@ -51,8 +54,10 @@ async def computed(session) -> tuple[torch.Tensor, list[Completion]]:
     async with session.running():
         await session.forward_backward(batch(), grpo(entropy_coef=0.01))
         await session.optim_step()
-        await session.push()
         outputs = await session.forward(batch())
+        if not session.pool.meshes:
+            return outputs["logprobs"], []
+        await session.push()
         return outputs["logprobs"], await session.sample(REQUESTS)
 
 
@@ -69,33 +74,33 @@ async def lose(mesh, call, signal_number: int) -> list[ActorFailure]:
     return [await pending, await mesh.failed(), await failure_of(mesh.layouts())]
 
 
-async def lose_both(session, signal_number: int) -> tuple[ActorFailure, ActorFailure]:
-    """Return their failures, after both were stopped."""
-    trainer = session.trainer
-    (generator,) = session.pool.meshes
-    pids = [*pids_of(trainer), *pids_of(generator)]
-    ours, theirs = await asyncio.gather(
-        lose(trainer, trainer.forward(batch()), signal_number),
-        lose(generator, generator.generate(REQUESTS), signal_number),
+async def lose_all(session, signal_number: int) -> list[ActorFailure]:
+    """Return the failure of each mesh, the trainer's first, after all were stopped."""
+    meshes = [session.trainer, *session.pool.meshes]
+    calls = [session.trainer.forward(batch())]
+    calls += [generator.generate(REQUESTS) for generator in session.pool.meshes]
+    pids = [pid for mesh in meshes for pid in pids_of(mesh)]
+    lost = await asyncio.gather(
+        *(lose(mesh, call, signal_number) for mesh, call in zip(meshes, calls, strict=True))
     )
-    for failures in (ours, theirs):
+    for failures in lost:
         assert {str(failure) for failure in failures} == {str(failures[0])}
         assert (failures[0].rank, type(failures[0])) == (1, RankLost)
     await session.stop()
     await assert_ended(pids)
-    return ours[0], theirs[0]
+    return [failures[0] for failures in lost]
 
 
 @on_its_loop
 async def test_restart_after_a_killed_rank(sessions, session):
-    trainer = session.trainer
-    (generator,) = session.pool.meshes
     before = await computed(session)
-    ours, theirs = await lose_both(session, signal.SIGKILL)
+    ours, *theirs = await lose_all(session, signal.SIGKILL)
     assert str(ours).startswith("trainer rank 1, forward: the process died\n")
-    assert str(theirs).startswith(f"{generator.name} rank 1, serve: the process died\n")
+    for failure in theirs:
+        assert str(failure).startswith("generator-0 rank 1, serve: the process died\n")
     await session.start()
-    assert (trainer.version, generator.version) == (0, None)
+    assert session.trainer.version == 0
+    assert [generator.version for generator in session.pool.meshes] == [None] * len(theirs)
     after = await computed(session)
     assert torch.equal(after[0], before[0])
     assert after[1] == before[1]
@@ -103,10 +108,15 @@ async def test_restart_after_a_killed_rank(sessions, session):
 
 @on_its_loop
 async def test_stopped_ranks_are_named_and_ended(sessions, session):
-    (generator,) = session.pool.meshes
-    left = Path(f"/dev/shm/{generator._group.port}-tp:0-[0-1]-cpushm_1")
-    left.touch()
-    ours, theirs = await lose_both(session, signal.SIGSTOP)
-    assert str(ours) == "trainer rank 1, heartbeat: no answer within 8 s"
-    assert str(theirs) == f"{generator.name} rank 1, heartbeat: no answer within 8 s"
-    assert not left.exists()
+    left = [
+        Path(f"/dev/shm/{generator._group.port}-tp:0-[0-1]-cpushm_1")
+        for generator in session.pool.meshes
+    ]
+    for path in left:
+        path.touch()
+    names = ["trainer", *(generator.name for generator in session.pool.meshes)]
+    failures = await lose_all(session, signal.SIGSTOP)
+    assert [str(failure) for failure in failures] == [
+        f"{name} rank 1, heartbeat: no answer within 8 s" for name in names
+    ]
+    assert not any(path.exists() for path in left)

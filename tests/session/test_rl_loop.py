@@ -1,11 +1,11 @@
 """The loop of ``scripts/rl_loop.py``, run as a user runs it."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 SCRIPT = Path(__file__).parents[2] / "scripts/rl_loop.py"
 TIMEOUT_S = 590
@@ -13,12 +13,7 @@ TIMEOUT_S = 590
 
 def run(*arguments: str) -> str:
     """Return what the script prints."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    done = warm.run(SCRIPT, *arguments, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -38,6 +33,7 @@ def test_script_is_short():
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.long
 def test_reward_climbs_from_the_first_steps():
     printed = run("24")
     climb = rewards(printed)

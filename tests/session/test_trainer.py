@@ -9,14 +9,21 @@ from rl.algorithms.losses import grpo
 from rl.model.digest import merge_digests
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
-from tests.session.sessions import batch, on_its_loop, trainer_config
+from tests.session.sessions import batch, on_its_loop
 
 
 @pytest.fixture(scope="module")
-def trainer(sessions):
-    config = trainer_config(fsdp=2, tp=2)
-    config.training.gc_freq = 3
-    return sessions.run(sessions.start(trainer=config)).trainer
+def trainer(common):
+    return common.trainer
+
+
+async def on_policy(trainer):
+    """Return a batch whose log-probs of the behaviour are those of the present weights, so that no
+    ratio is clipped.
+    """
+    given = batch()
+    given.columns["behaviour_logprobs"] = (await trainer.forward(given))["logprobs"]
+    return given
 
 
 @on_its_loop
@@ -80,7 +87,7 @@ async def test_options_and_residency_reach_every_rank(sessions, trainer):
 async def test_eps_of_a_step_reaches_every_rank(sessions, trainer):
     digests = []
     for eps in (1e30, 1e-8):
-        await trainer.forward_backward(batch(), grpo())
+        await trainer.forward_backward(await on_policy(trainer), grpo())
         before = merge_digests(await trainer.weight_digests())
         await trainer.optim_step(lr=1e-2, eps=eps, weight_decay=0.0)
         digests.append(merge_digests(await trainer.weight_digests()) == before)
@@ -90,8 +97,9 @@ async def test_eps_of_a_step_reaches_every_rank(sessions, trainer):
 @on_its_loop
 async def test_weight_of_a_batch_scales_its_gradient_alone(sessions, trainer):
     rows = []
+    given = await on_policy(trainer)
     for weight in (1.0, 2.0, 0.0):
-        await trainer.forward_backward(batch(), grpo(), weight=weight)
+        await trainer.forward_backward(given, grpo(), weight=weight)
         rows.append(await trainer.optim_step(lr=0.0))
     norms = [row["trainer/grad_norm"] for row in rows]
     assert norms[0] > 0

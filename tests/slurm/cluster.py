@@ -11,6 +11,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm_dev.sh"
 CANNOT_RUN_HERE = 69
 START_S = 300.0  # the first start on a machine fetches Slurm
+PATIENCE_S = 120.0  # for what takes seconds on an idle machine
 
 
 class Cluster:
@@ -23,7 +24,7 @@ class Cluster:
         self.nodes = nodes
 
     def script(
-        self, *arguments: str, env: dict[str, str] | None = None, timeout: float = 30.0
+        self, *arguments: str, env: dict[str, str] | None = None, timeout: float = PATIENCE_S
     ) -> subprocess.CompletedProcess[str]:
         """Run slurm_dev.sh with these arguments, with ``env`` added to this environment.
 
@@ -56,7 +57,7 @@ class Cluster:
         return self.script("down")
 
     def run(
-        self, *command: str, env: dict[str, str] | None = None, timeout: float = 30.0
+        self, *command: str, env: dict[str, str] | None = None, timeout: float = PATIENCE_S
     ) -> subprocess.CompletedProcess[str]:
         """Run the command as on the login node."""
         return self.script("run", *command, env=env, timeout=timeout)
@@ -79,7 +80,7 @@ class Cluster:
         """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, …"""
         return self.field(job, "JobState")
 
-    def wait_for(self, job: str, *states: str, timeout: float = 30.0) -> str:
+    def wait_for(self, job: str, *states: str, timeout: float = PATIENCE_S) -> str:
         """The first of these states that the job is seen in."""
         end = time.monotonic() + timeout
         while (state := self.state(job)) not in states:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import PATIENCE_S, Cluster
 
 ON_ONE_HOST = (
     *("--trainer.parallelism.data_parallel_shard_degree", "2"),
@@ -16,6 +16,11 @@ ON_ONE_HOST = (
 )
 NODES = ("--trainer.nodes", "2", "--generator.nodes", "1")
 QUICKSTART = ("--config", "quickstart", "--steps", "45", *ON_ONE_HOST, *NODES)
+SHORT = (
+    *(*QUICKSTART, "--steps", "28"),
+    *("--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", "3e-3"),
+)
+"""A run that learns in fewer steps."""
 
 
 class Job:
@@ -36,7 +41,9 @@ class Job:
             "--output-dir",
             str(folder),
         ]
-        self.launched = cluster.run(*command, *(["--wait"] if wait else []), timeout=wait or 60.0)
+        self.launched = cluster.run(
+            *command, *(["--wait"] if wait else []), timeout=wait or PATIENCE_S
+        )
         found = re.search(r"^job: +(\d+)$", self.launched.stdout, re.MULTILINE)
         assert found, self.launched.stderr
         self.id = found[1]
@@ -60,14 +67,14 @@ class Job:
 
     def resumed(self, attempt: int) -> int:
         """Wait for an attempt to resume. Return the step after which it resumed."""
-        until(lambda: "resumed after step" in self.says(attempt), 180, f"attempt {attempt} resumed")
+        until(lambda: "resumed after step" in self.says(attempt), f"attempt {attempt} resumed", 300)
         return int(re.search(r"resumed after step (\d+)", self.says(attempt))[1])
 
     def trains(self, attempt: int, steps: int = 3) -> None:
         """Wait until an attempt has taken this many steps."""
-        until(lambda: "reward" in self.says(attempt), 90, f"attempt {attempt} trains")
+        until(lambda: "reward" in self.says(attempt), f"attempt {attempt} trains", 300)
         before = self.steps()
-        until(lambda: self.steps() >= before + steps, 60, f"attempt {attempt} takes {steps} steps")
+        until(lambda: self.steps() >= before + steps, f"attempt {attempt} takes {steps} steps", 300)
 
     def summary(self) -> dict:
         return json.loads((self.folder / "summary.json").read_text())
@@ -93,7 +100,7 @@ class Job:
         return found
 
 
-def until(condition: Callable[[], object], seconds: float, what: str) -> None:
+def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE_S) -> None:
     """Wait for ``condition``, and fail after ``seconds``."""
     ends = time.monotonic() + seconds
     while not condition():
@@ -112,20 +119,26 @@ def worker_of(job: Job, node: str) -> int:
     return worker
 
 
-def until_idle(cluster: Cluster, seconds: float) -> None:
-    """Wait until no job holds a node and no process of a job is left."""
-    ends = time.monotonic() + seconds
-    while left := _jobs_left(cluster):
-        assert time.monotonic() < ends, f"not gone within {seconds:.0f} s:\n" + "\n".join(left)
+def until_gone(cluster: Cluster, *jobs: str) -> None:
+    """Wait until these jobs have left the queue and no process of theirs is left."""
+    ends = time.monotonic() + PATIENCE_S
+    while left := _left(cluster, jobs):
+        assert time.monotonic() < ends, f"not gone within {PATIENCE_S:.0f} s:\n" + "\n".join(left)
         time.sleep(0.2)
 
 
-def _jobs_left(cluster: Cluster) -> list[str]:
-    """Return the lines of the queue, and the command of each process of a job."""
-    pids = [pid for pid in cluster.pids() if b"SLURM_JOB_ID=" in _environment(pid)]
-    return cluster.ask("squeue", "--noheader").splitlines() + [
-        f"{pid} {command_of(pid)}" for pid in pids
+def _left(cluster: Cluster, jobs: tuple[str, ...]) -> list[str]:
+    """Return the lines of the queue with these jobs, and the commands of their processes."""
+    queue = cluster.ask("squeue", "--noheader").splitlines()
+    return [line for line in queue if line.split()[0] in jobs] + [
+        f"{pid} {command_of(pid)}" for pid in pids_of(cluster, *jobs)
     ]
+
+
+def pids_of(cluster: Cluster, *jobs: str) -> list[int]:
+    """Return the ids of the processes of these jobs."""
+    marks = {f"SLURM_JOB_ID={job}".encode() for job in jobs}
+    return [pid for pid in cluster.pids() if marks & {*_environment(pid).split(b"\0")}]
 
 
 def command_of(pid: int) -> str:

@@ -10,7 +10,7 @@ from rl.cli import find_config
 from rl.launch.freeze import Launch
 from rl.launch.slurm import script
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import children_of, command_of, until, until_idle
+from tests.slurm.jobs import children_of, command_of, pids_of, until, until_gone
 
 
 @pytest.fixture
@@ -123,9 +123,9 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 def test_before_its_time_limit_the_run_saves_and_continues_in_another_attempt(cluster, jobs):
     job, folder = jobs["told"]
-    until(lambda: "attempt 0" in says(folder), 30, "the run is there")
+    until(lambda: "attempt 0" in says(folder), "the run is there")
     cluster.ask("scancel", "--batch", "--signal=USR1", job)  # as Slurm itself does
-    assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == "COMPLETED"
+    assert cluster.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED"
     said = says(folder).splitlines()
     assert ("told" in said, said[-1]) == (True, "attempt 1 gets --resume")
     assert "the time limit is near: the run is told to save and leave" in log(folder)
@@ -133,66 +133,67 @@ def test_before_its_time_limit_the_run_saves_and_continues_in_another_attempt(cl
 
 def test_a_signal_before_the_run_starts_is_not_lost(cluster, jobs):
     job, folder = jobs["told early"]
-    assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == "COMPLETED", log(folder)
+    assert cluster.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED", log(folder)
     assert says(folder) == "attempt 1 gets \n"
     assert "attempt 0: the time limit is near: the run is not started" in log(folder)
 
 
 def test_a_signal_while_srun_starts_the_run_is_not_lost(cluster, jobs):
     job, folder = jobs["told at its start"]
-    assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == "COMPLETED", log(folder)
+    assert cluster.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED", log(folder)
     said = [line for line in says(folder).splitlines() if line.startswith(("attempt", "told"))]
     assert said == ["attempt 0 gets ", "told", "attempt 1 gets --resume"]
 
 
-@pytest.mark.parametrize(
-    ("name", "state", "attempts"),
-    [
-        ("done", "COMPLETED", 1),
-        ("failed", "FAILED", 1),
-        ("config", "FAILED", 1),
-        ("saved", "COMPLETED", 2),
-        ("killed", "COMPLETED", 2),
-        ("saved without Slurm's controller", "COMPLETED", 2),
-    ],
-)
-def test_a_run_is_restarted_if_it_can_resume_and_not_if_it_failed(
-    name, state, attempts, cluster, jobs
-):
-    job, folder = jobs[name]
-    assert cluster.wait_for(job, "COMPLETED", "FAILED", timeout=60) == state, log(folder)
-    begun = [line for line in says(folder).splitlines() if line.startswith("attempt")]
-    assert begun == [
-        "attempt 0 gets ",
-        *(f"attempt {attempt} gets --resume" for attempt in range(1, attempts)),
-    ]
+ENDS = {
+    "done": ("COMPLETED", 1),
+    "failed": ("FAILED", 1),
+    "config": ("FAILED", 1),
+    "saved": ("COMPLETED", 2),
+    "killed": ("COMPLETED", 2),
+    "saved without Slurm's controller": ("COMPLETED", 2),
+}
+"""State in which each job ends, and its number of attempts."""
+
+
+def test_a_run_is_restarted_if_it_can_resume_and_not_if_it_failed(cluster, jobs):
+    expected = {}
+    found = {}
+    for name, (state, attempts) in ENDS.items():
+        job, folder = jobs[name]
+        again = [f"attempt {attempt} gets --resume" for attempt in range(1, attempts)]
+        expected[name] = (state, ["attempt 0 gets ", *again])
+        ended = cluster.wait_for(job, "COMPLETED", "FAILED")
+        begun = [line for line in says(folder).splitlines() if line.startswith("attempt")]
+        found[name] = (ended, begun)
+    assert found == expected
 
 
 def test_no_more_attempts_than_allowed(cluster, jobs):
     job, folder = jobs["never done"]
-    assert cluster.wait_for(job, "FAILED", timeout=60) == "FAILED"
+    assert cluster.wait_for(job, "FAILED") == "FAILED"
     assert (cluster.field(job, "Restarts"), cluster.field(job, "ExitCode")) == ("1", "75:0")
     assert "attempt 1: gives up: slurm.max_restarts is 1" in log(folder)
-    until_idle(cluster, 10)
+    until_gone(cluster, job)
 
 
 def test_a_cancelled_job_is_not_started_again(cluster, folder):
     job = submit(cluster, folder, 'trap "exit 75" TERM\nwhile :; do sleep 0.1; done')
-    until(lambda: "attempt 0" in says(folder), 30, "the run is there")
+    until(lambda: "attempt 0" in says(folder), "the run is there")
     cluster.ask("scancel", job)
-    assert cluster.wait_for(job, "CANCELLED", "COMPLETED", "PENDING", timeout=60) == "CANCELLED"
+    assert cluster.wait_for(job, "CANCELLED", "COMPLETED", "PENDING") == "CANCELLED"
     assert "cancelled, or Slurm itself starts it again" in log(folder)
-    until_idle(cluster, 10)
+    until_gone(cluster, job)
 
 
 def test_a_requeued_job_leaves_no_process_that_outlives_its_shell(cluster, folder):
     stays = '[ "$1" != requeue ] || exit 0'  # the job is not requeued, and its shell waits
     job = submit(cluster, folder, "exit 75", commands={"scontrol": stays})
-    until(lambda: "goes back to the queue" in log(folder), 30, "the run has ended")
-    (shell,) = [pid for pid in cluster.pids() if "/slurm_script" in command_of(pid)]
-    until(lambda: not children_of(shell), 10, "the shell waits without a child")
+    until(lambda: "goes back to the queue" in log(folder), "the run has ended")
+    (shell,) = [pid for pid in pids_of(cluster, job) if "/slurm_script" in command_of(pid)]
+    until(lambda: not children_of(shell), "the shell waits without a child")
     cluster.ask("scancel", job)
-    until_idle(cluster, 10)
+    until_gone(cluster, job)
 
 
 def test_processes_get_the_submitting_shells_environment_and_the_configs(
@@ -200,7 +201,7 @@ def test_processes_get_the_submitting_shells_environment_and_the_configs(
 ):
     monkeypatch.setenv("API_TOKEN", "s3cret")
     job = submit(cluster, folder, 'echo "$API_TOKEN, $GREETING, $FROM_PRELUDE, $TILLER_NODES"')
-    assert cluster.wait_for(job, "COMPLETED", timeout=60) == "COMPLETED"
+    assert cluster.wait_for(job, "COMPLETED") == "COMPLETED"
     assert "s3cret, it's $HOME, loaded, n1" in says(folder)
     frozen = [path for path in (folder / "launch").iterdir() if b"s3cret" in path.read_bytes()]
     assert frozen == []
@@ -216,7 +217,7 @@ def test_jobs_on_one_node_do_not_collide(cluster, tmp_path):
         submit(cluster, tmp_path / name, entries.format(tmp_path), real_worker=True)
         for name in ("one", "two")
     ]
-    assert [cluster.wait_for(job, "COMPLETED", timeout=60) for job in jobs] == ["COMPLETED"] * 2
+    assert [cluster.wait_for(job, "COMPLETED") for job in jobs] == ["COMPLETED"] * 2
     addresses = {re.search(r"tcp://n1:\d+", says(tmp_path / name))[0] for name in ("one", "two")}
     assert len(addresses) == 2
-    until_idle(cluster, 10)
+    until_gone(cluster, *jobs)

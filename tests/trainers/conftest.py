@@ -123,7 +123,7 @@ def run(tmp_path):
                 make_session=partial(Session.on_nodes, meshes=meshes),
             )
             try:
-                await asyncio.wait_for(run.loop.train(), 60)
+                await asyncio.wait_for(run.loop.train(), 300)
                 return json.loads((record.folder / "summary.json").read_text())
             except Interrupted:
                 return None

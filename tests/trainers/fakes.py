@@ -16,7 +16,7 @@ from rl.step_folders import StepFolders
 from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
 from rl.weights.transport import Sent
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 LAYOUT = (Region("w", (4,), Box.whole((4,))),)
 Hook = Callable[[], Awaitable[None]]
 

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,6 +14,7 @@ from rl.evaluate import main as evaluate
 from rl.trainers import reference_scores
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.reference_scores import ReferenceScores, source_digest
+from tests import warm
 from tests.trainers import killed_reference
 from tests.trainers.tiny_chat import labelled_rows, preference_rows
 
@@ -121,8 +120,9 @@ def test_a_killed_run_keeps_its_scores_and_its_checkpoint_scores_as_the_run(
     examples = tmp_path / "examples.jsonl"
     examples.write_text("".join(json.dumps(row) + "\n" for row in preference_rows(20)))
     places = (str(chat_model), str(examples), str(tmp_path / "run"))
-    command = [sys.executable, "-m", "tests.trainers.killed_reference", *places, "4"]
-    assert subprocess.run(command, timeout=300, check=False).returncode == -signal.SIGKILL
+    command = ["tests.trainers.killed_reference", *places, "4"]
+    killed = warm.Program(command, stdout=tmp_path / "out", stderr=tmp_path / "err")
+    assert killed.wait(300) == -signal.SIGKILL
     config = killed_reference.config_of(*places)
     with killed_reference.Counting(replace(config, output_dir=str(tmp_path / "whole"))) as whole:
         wanted = whole.train().metrics

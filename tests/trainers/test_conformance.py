@@ -1,6 +1,7 @@
 """Promises of every trainer: RL, supervised, preference, reward model, and one of the user's own.
 
-The tests of a kind share one trainer of real engines, in the order of this file.
+The tests of a kind share one trainer of real engines, in the order of this file. The kinds that
+are long train from datasets as the preference trainer does.
 """
 
 import pytest
@@ -41,7 +42,13 @@ def model(tmp_path_factory):
         yield tiny_chat_model(folder)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+OFTEN = ("rl", "preference")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=[] if kind in OFTEN else pytest.mark.long) for kind in KINDS],
+)
 def run(request, model, tmp_path_factory):
     """A trainer that has trained for four steps, without evaluations on the way."""
     config = config_of(request.param, model, tmp_path_factory.mktemp("run") / "run", STEPS)
@@ -131,7 +138,7 @@ def test_closing_twice_leaves_nothing_behind(run):
     files = temporary_files(run.processes)
     run.close()
     run.close()
-    assert run.processes and wait_until(lambda: not alive(run.processes), 10)
+    assert run.processes and wait_until(lambda: not alive(run.processes), 60)
     assert [path for path in files if path.exists()] == []
     names = {path.name for path in run.trainer.record.folder.iterdir()}
     assert not {name for name in names if name.startswith(".") or "tmp" in name}
@@ -157,7 +164,8 @@ def test_a_run_in_two_parts_equals_one_in_a_single_part(kind, model, tmp_path):
     assert second.summary()["policy_digest"] == whole.summary()["policy_digest"]
 
 
-@pytest.mark.parametrize("kind", ["sft", pytest.param("preference", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["sft", "preference"])
 def test_a_run_starts_from_what_another_has_saved(kind, model, tmp_path):
     first = Run(kind, config_of(kind, model, tmp_path / "first", 2))
     trained = first.do(first.trainer.train)

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -155,11 +156,11 @@ def interrupted(
         folder = RunFolder(config, record, Progress(9, quiet=False), command="train")
         with Interrupts(trainer, folder) as interrupts:
             print("ready", flush=True)
-            ends = time.monotonic() + 20
+            ends = time.monotonic() + 60
             while blocked and time.monotonic() < ends:
                 time.sleep(0.01)
             try:
-                await asyncio.wait_for(left.wait(), 20)
+                await asyncio.wait_for(left.wait(), 60)
             except asyncio.CancelledError:
                 print("cancelled", flush=True)
             os._exit(interrupts.interrupted().exit_code)
@@ -182,10 +183,22 @@ def interrupted(
     with os.fdopen(read) as said:
         assert said.readline() == "ready\n"
         for number in numbers:
+            wait_until_delivered(child)
             os.kill(child, number)
-            time.sleep(0.3)
         words = said.read()
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), words
+
+
+def wait_until_delivered(child):
+    """Return when the process has handled the signals that it got."""
+    status = Path(f"/proc/{child}/status")
+    while any(
+        int(line.split()[1], 16)
+        for line in status.read_text().splitlines()
+        if line.startswith(("SigPnd", "ShdPnd"))
+    ):
+        time.sleep(0.01)
+    time.sleep(0.1)  # the interpreter calls the handler a moment later
 
 
 @pytest.mark.parametrize(

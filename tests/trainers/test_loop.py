@@ -265,8 +265,7 @@ def test_a_batch_comes_from_the_weights_of_as_many_steps_before_it_as_the_stalen
     ]
 
 
-@pytest.mark.parametrize("staleness", [0, 2, 3])
-@pytest.mark.parametrize("killed_after", [1, 3, 5])
+@pytest.mark.parametrize(("staleness", "killed_after"), [(0, 3), (2, 1), (2, 5), (3, 3)])
 def test_stopped_anywhere_and_resumed_a_run_trains_on_the_same(run, staleness, killed_after):
     """Some groups are replaced or lost, and the run evaluates."""
 

@@ -20,8 +20,9 @@ def test_the_summary_counts_the_steps_that_changed_weights(run, skipped):
 
 
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-@pytest.mark.parametrize("update", ["simultaneous", "rolling"])
-@pytest.mark.parametrize("during", ["generate", "pull"])
+@pytest.mark.parametrize(
+    ("update", "during"), [("simultaneous", "pull"), ("rolling", "generate"), ("rolling", "pull")]
+)
 def test_a_lost_generator_is_restarted_and_its_requests_are_repeated(run, edit, during, update):
     def rolling(config):
         edit(config)
@@ -69,7 +70,7 @@ def test_weights_are_not_compared_with_a_generator_that_was_started_again(run, e
             if trainer.version == 2 and generator.starts == 1:
                 generator.lose()
                 connected.clear()
-                await asyncio.wait_for(connected.wait(), 10)
+                await asyncio.wait_for(connected.wait(), 60)
             return found
 
         async def connect_and_tell(*args, **kwargs):
@@ -313,7 +314,7 @@ def test_an_alarm_that_fails_ends_the_run_after_writing_metrics(run):
 def test_a_run_that_stands_still_is_ended_by_the_watchdog(run):
     def prepare(trainer, generator):
         async def hang(request):
-            await asyncio.sleep(30)
+            await asyncio.sleep(60)
 
         generator.during = hang
 
@@ -321,6 +322,6 @@ def test_a_run_that_stands_still_is_ended_by_the_watchdog(run):
         config.watchdog.stalled_s = 0.5
 
     with pytest.raises(
-        RunError, match=r"stalled: no step was done for \d s, watchdog.stalled_s=0.5"
+        RunError, match=r"stalled: no step was done for \d+ s, watchdog.stalled_s=0.5"
     ):
         run(prepare, edit=edit)

@@ -112,8 +112,7 @@ def test_a_prompt_that_cannot_be_used_ends_the_run_by_name(run, pipeline):
         run(edit=edit)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("staleness", "parts"), [(0, 2), (1, 1), (2, 2)])
 def test_an_asynchronous_run_trains_every_ordinal_once_within_the_bound(run, staleness, parts):
     def edit(config):
         free(config)

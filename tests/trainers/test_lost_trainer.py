@@ -9,9 +9,10 @@ from rl.step_folders import ROLLOUTS
 from tests.trainers.loops import calls, free, ledger_of, without_times
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-@pytest.mark.parametrize("call", ["forward_backward", "push_weights"])
+@pytest.mark.parametrize(
+    ("staleness", "call"), [(0, "push_weights"), (2, "forward_backward"), (2, "push_weights")]
+)
 def test_a_lost_trainer_returns_the_run_to_the_newest_checkpoint(run, edit, staleness, call):
     _, whole = run(steps=8, staleness=staleness, save_every=3, edit=edit)
 

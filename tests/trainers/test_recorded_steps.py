@@ -62,8 +62,15 @@ def evaluating(config):
     config.evaluation.every = 2
 
 
-@pytest.mark.parametrize("edit", [evaluating, lambda config: (free(config), evaluating(config))])
-@pytest.mark.parametrize("mode", ["all", "sample", "none"])
+@pytest.mark.parametrize(
+    ("mode", "edit"),
+    [
+        ("all", evaluating),
+        ("sample", lambda config: (free(config), evaluating(config))),
+        ("none", evaluating),
+    ],
+    ids=["all", "sample", "none"],
+)
 def test_evaluations_are_recorded_whole_or_not_at_all(run, mode, edit):
     def edited(config):
         edit(config)

@@ -57,42 +57,54 @@ def last_step(trainer):
     return row
 
 
-def test_a_run_learns_and_its_validation_loss_is_that_of_transformers(config, model):
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """A trainer after four steps, closed, its final state, and the scores of one more
+    evaluation.
+    """
+    config = small(model, tmp_path_factory.mktemp("whole") / "run")
+    with SFTTrainer(config, chat_rows(40)) as trainer:
+        state = trainer.train()
+        scores = trainer.evaluate()
+        assert trainer.session.generator_versions == {}
+    assert not [*trainer.record.logs.glob("generator*")]
+    return trainer, state, scores
+
+
+def test_a_run_learns_and_its_validation_loss_is_that_of_transformers(whole):
     from transformers import AutoModelForCausalLM
 
-    trainer = SFTTrainer(config, chat_rows(40))
-    with trainer:
-        state = trainer.train()
-        exported = AutoModelForCausalLM.from_pretrained(trainer.record.folder / "export")
-        batch = batch_of(trainer.dataset_eval)
-        expected = []
-        rows = zip(
-            batch.tokens.split(batch.lengths.tolist()),
-            batch.loss_mask.split(batch.lengths.tolist()),
-            strict=True,
-        )
-        with torch.no_grad():
-            for tokens, mask in rows:
-                labels = tokens.masked_fill(~mask, -100)[None]
-                loss = exported.float()(input_ids=tokens[None], labels=labels).loss
-                expected += [loss.double()] * int(mask.sum())
-        rows = trainer.record.read_metrics()
-        assert trainer.evaluate() == pytest.approx(
-            {name: value for name, value in state.metrics.items() if name.startswith("eval/")}
-        )
+    trainer, state, scores = whole
+    exported = AutoModelForCausalLM.from_pretrained(trainer.record.folder / "export")
+    batch = batch_of(trainer.dataset_eval)
+    expected = []
+    rows = zip(
+        batch.tokens.split(batch.lengths.tolist()),
+        batch.loss_mask.split(batch.lengths.tolist()),
+        strict=True,
+    )
+    with torch.no_grad():
+        for tokens, mask in rows:
+            labels = tokens.masked_fill(~mask, -100)[None]
+            loss = exported.float()(input_ids=tokens[None], labels=labels).loss
+            expected += [loss.double()] * int(mask.sum())
+    assert scores == pytest.approx(
+        {name: value for name, value in state.metrics.items() if name.startswith("eval/")}
+    )
     assert state.metrics["eval/loss"] == pytest.approx(
         float(torch.stack(expected).mean()), abs=1e-5
     )
+    rows = trainer.record.read_metrics()
     assert rows[-1]["loss/mean"] < rows[0]["loss/mean"]
 
 
-@pytest.mark.parametrize("digests", [True, False])
-def test_digests_are_recorded_unless_the_config_says_no(config, digests):
-    config.record.digests = digests
-    with SFTTrainer(config, chat_rows(40)) as trainer:
-        trainer.train()
-        rows = [row for row, _ in rows_of(trainer.record.digests_path)]
-    assert [row["step"] for row in rows] == ([1, 2, 3, 4] if digests else [])
+def recorded_digests(trainer):
+    return [row for row, _ in rows_of(trainer.record.digests_path)]
+
+
+def test_digests_of_each_step_are_recorded(whole):
+    rows = recorded_digests(whole[0])
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all([*row["trainer"][0]] == ["gradient", "weights"] for row in rows)
 
 
@@ -121,27 +133,19 @@ class LeavesToEvaluate(SFTTrainer):
         return await super().sampled_scores()
 
 
-@pytest.fixture(scope="module")
-def digest_of_four_steps(model, tmp_path_factory):
-    with SFTTrainer(small(model, tmp_path_factory.mktemp("whole") / "run"), chat_rows(40)) as whole:
-        whole.train()
-        assert whole.session.generator_versions == {}
-        assert not [*whole.record.logs.glob("generator*")]
-    return digest(whole)
-
-
-def test_a_run_that_was_left_resumes_bit_for_bit(config, digest_of_four_steps):
+def test_a_run_that_was_left_resumes_bit_for_bit_and_need_not_record_digests(config, whole):
+    config.record.digests = False
     with Leaves(config, chat_rows(40)) as trainer, pytest.raises(Interrupted):
         trainer.train()
     config.resume = True
     with SFTTrainer(config, chat_rows(40)) as resumed:
         assert resumed.train().step == 4
-    assert digest(resumed) == digest_of_four_steps
+    assert digest(resumed) == digest(whole[0])
+    assert recorded_digests(resumed) == []
 
 
-def test_generators_evaluate_the_weights_of_a_step_and_change_nothing(
-    config, model, digest_of_four_steps
-):
+@pytest.mark.long
+def test_generators_evaluate_the_weights_of_a_step_and_change_nothing(config, model, whole):
     config.evaluation = SampledEvaluationConfig(
         task=Gsm8kJsonl.Config(path=str(model.parent / "problems.jsonl"), max_prompt_tokens=96),
         max_tokens=4,
@@ -166,7 +170,7 @@ def test_generators_evaluate_the_weights_of_a_step_and_change_nothing(
     assert {"eval/exact_match", "eval/pass@2", "eval/loss"} <= summary.keys()
     assert row == {"step": 2} | {name: again[name] for name in row if name != "step"}
     assert "eval/loss" not in row  # validate_every is 0
-    assert digest(resumed) == digest_of_four_steps
+    assert digest(resumed) == digest(whole[0])
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,15 @@
 """A tiny model that chats, and conversations for it."""
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.tiny_tokenizers import make_model
 
 
 def tiny_chat_model(folder: Path) -> Path:
     """Write a tiny Qwen3 with Qwen3's control tokens and chat template; return its folder."""
-    command = [sys.executable, "scripts/make_tiny_model.py", "--model-dir", str(folder / "tiny")]
-    data = ["--data", str(folder / "problems.jsonl")]
-    subprocess.run([*command, *data], check=True, capture_output=True, timeout=120)
-    return folder / "tiny"
+    model = make_model(folder, "--lines", "200")
+    (folder / "data").rename(folder / "problems.jsonl")
+    return model.rename(folder / "tiny")
 
 
 def chat_rows(count: int) -> list[dict]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.training.disk import checkpointer_of
 from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks, rank_environment
-from tests.training.scenes import MODELS, TIED_FUSED, engine_of, play
+from tests.training.scenes import CUTS, KINDS, MODELS, TIED_FUSED, engine_of, play
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,21 +34,23 @@ def model_name(request) -> str:
 
 @pytest.fixture(scope="session")
 def played(tmp_path_factory):
-    """Return a function that runs a model in a layout, once a session: answers by rank, folder."""
+    """Return a function that runs a model in a layout, once a session: answers by rank, folder.
+
+    One rank plays every cut, several those of ``KINDS`` unless ``cuts`` says otherwise.
+    """
     done = {}
 
-    def plays(model: str, layout: str):
-        if (model, layout) not in done:
+    def plays(model: str, layout: str, cuts: tuple[str, ...] = KINDS):
+        if (model, layout, cuts) not in done:
             folder = str(tmp_path_factory.mktemp(f"{model}-{layout}"))
             ranks = LAYOUTS[layout].ranks
-            alone = ranks == 1
             answers = (
-                [play(model, layout, folder)]
-                if alone
-                else on_ranks(ranks, play, model, layout, folder)
+                [play(model, layout, folder, tuple(CUTS))]
+                if ranks == 1
+                else on_ranks(ranks, play, model, layout, folder, cuts)
             )
-            done[model, layout] = answers, folder
-        return done[model, layout]
+            done[model, layout, cuts] = answers, folder
+        return done[model, layout, cuts]
 
     return plays
 

@@ -64,10 +64,10 @@ PAIRS = [
     ("experts", "fsdp2_tp2_ep2"),
 ]
 """Models and layouts of the gradient tests."""
-LONG = [
-    ("tied_fused", "tp2"),
-    ("tied_fused", "fsdp2_cp2"),
-    ("untied_split", "tp2_no_sp"),
-    ("experts", "fsdp2_tp2"),
+TOGETHER = [
+    ("tied_fused", "fsdp2_tp2"),
+    ("untied_split", "cp2_tp2"),
+    ("untied_split", "hsdp4"),
+    ("experts", "fsdp2_tp2_ep2"),
 ]
-"""Pairs of the long tests, whose dimensions others combine too."""
+"""Pairs that hold every dimension. Others are for the long tests."""

@@ -1,6 +1,8 @@
 """Model folders that transformers saves, and changes of them."""
 
 import json
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,8 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GONE = object()
 """Value that means that the key is left out."""
+_saved: dict[str, tempfile.TemporaryDirectory[str]] = {}
+"""Folders that were saved in this process, to copy them."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,18 @@ class Folder:
         """Save the model with random weights that are large enough to matter, and change it;
         returns ``folder``.
         """
+        fields = {"sizes": self.sizes, "experts": self.experts, "dtype": self.dtype}
+        key = repr((fields, self.max_shard_size))
+        if key not in _saved:
+            _saved[key] = tempfile.TemporaryDirectory()
+            self._save(Path(_saved[key].name))
+        shutil.copytree(_saved[key].name, folder, dirs_exist_ok=True)
+        edit_config(folder, **self.config)
+        self.damage(folder)
+        return folder
+
+    def _save(self, folder: Path) -> None:
+        """Save the model as transformers does."""
         torch.manual_seed(0)
         kind = Qwen3MoeConfig if self.experts else Qwen3Config
         sizes = SIZES | (EXPERTS if self.experts else {}) | self.sizes
@@ -64,9 +80,6 @@ class Folder:
                 if "norm" in name:
                     parameter.uniform_(0.5, 1.5)
         model.save_pretrained(folder, max_shard_size=self.max_shard_size)
-        edit_config(folder, **self.config)
-        self.damage(folder)
-        return folder
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

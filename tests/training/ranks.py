@@ -72,7 +72,7 @@ class Ranks:
         """Results by rank."""
         answers = self._collect(time.monotonic() + deadline)
         for process in self._processes:
-            process.join(20)
+            process.join(DEADLINE_S)
         assert all(process.exitcode == 0 for process in self._processes), (
             "a rank did not end in good order"
         )
@@ -95,7 +95,7 @@ class Ranks:
         return [answers[rank] for rank in range(count)]
 
     def _end_of(self, rank: int) -> str:
-        self._processes[rank].join(20)
+        self._processes[rank].join(DEADLINE_S)
         stack = os.read(self._stacks[rank].fileno(), 1 << 16).decode()
         return f"died with exit code {self._processes[rank].exitcode}\n{stack}"
 

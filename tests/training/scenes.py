@@ -1,5 +1,6 @@
 """Engine runs of the tests, in any layout; the same code runs on one rank and on four."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -209,6 +210,16 @@ CUTS = {
         fields={"micro_batch_tokens": 32, "prompt_sharing": 5},
     ),
 }
+KINDS = (
+    "by two",
+    "padded",
+    "two calls",
+    "one row",
+    "ratios of sequences",
+    "sampling masks, padded, two calls",
+    "shared prompts, sampling masks, 32 tokens",
+)
+"""Cuts of which each is of another kind."""
 
 
 def cut_by(
@@ -226,8 +237,10 @@ def cut_by(
     config.packing = packing
 
 
-def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
-    """Return the values that the layout tests compare."""
+def played(
+    model: ModelConfig, layout: Layout, folder: str, cuts: Sequence[str] = tuple(CUTS)
+) -> dict[str, Any]:
+    """Return the values that the layout tests compare, with the gradients of ``cuts``."""
     still = engine_of(model, folder=folder, layout=layout, lr=0.0)
     result: dict[str, Any] = {
         "weights": weights_of(still),
@@ -241,7 +254,8 @@ def played(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
     result["moved_parts"] = [
         name for name, shard in still.shards().items() if shard.box != boxes[name]
     ]
-    for name, cut in CUTS.items():
+    for name in cuts:
+        cut = CUTS[name]
         cut_by(still, **cut.fields)
         result["cuts"][name] = accumulate(still, *cut.batches, loss=cut.loss)
 
@@ -279,9 +293,9 @@ def held(model: ModelConfig, layout: Layout, folder: str, **trainer: Any) -> dic
     return {"digests": of_parts} | accumulate(engine, ragged_batch(), ragged_batch().select([3]))
 
 
-def play(model: str, layout: str, folder: str) -> dict[str, Any]:
+def play(model: str, layout: str, folder: str, cuts: Sequence[str]) -> dict[str, Any]:
     """``played`` by name, on a rank of its own."""
-    return played(MODELS[model], LAYOUTS[layout], folder)
+    return played(MODELS[model], LAYOUTS[layout], folder, cuts)
 
 
 def resumed(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:

@@ -32,10 +32,15 @@ from tests.training.scenes import (
 
 PAIRS = [
     ("tied_fused", "fsdp2_tp2", "alone"),
-    ("tied_fused", "fsdp2_tp2", "tp2"),
-    ("tied_fused", "tp2", "fsdp2"),
-    ("tied_fused", "alone", "hsdp4"),
-    ("untied_split", "hsdp4", "fsdp2_tp2"),
+    *(
+        pytest.param(*pair, marks=pytest.mark.long)
+        for pair in (
+            ("untied_split", "hsdp4", "fsdp2_tp2"),
+            ("tied_fused", "fsdp2_tp2", "tp2"),
+            ("tied_fused", "tp2", "fsdp2"),
+            ("tied_fused", "alone", "hsdp4"),
+        )
+    ),
 ]
 
 

@@ -189,7 +189,10 @@ def test_debugging_is_switched_on_by_the_config(folder):
 
 @pytest.mark.parametrize(
     ("context_parallel_load_balancer", "cells"),
-    [("headtail", [[0, 1, 6, 7], [2, 3, 4, 5]]), (None, [[0, 1, 2, 3], [4, 5, 6, 7]])],
+    [
+        ("headtail", [[0, 1, 6, 7], [2, 3, 4, 5]]),
+        pytest.param(None, [[0, 1, 2, 3], [4, 5, 6, 7]], marks=pytest.mark.long),
+    ],
 )
 def test_context_parallel_load_balancer_deals_the_cells(context_parallel_load_balancer, cells):
     assert on_ranks(2, cells_of, context_parallel_load_balancer) == cells

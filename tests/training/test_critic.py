@@ -115,7 +115,7 @@ def test_the_gradient_is_that_of_one_sequence_at_a_time_however_the_batch_is_cut
     assert all(gradient.any() for gradient in answer["gradients"]["padded"].values())
 
 
-@pytest.mark.parametrize("layout", ["fsdp2_tp2", "cp2"])
+@pytest.mark.parametrize("layout", ["fsdp2_tp2", pytest.param("cp2", marks=pytest.mark.long)])
 def test_critic_does_not_depend_on_the_layout_and_resumes_on_one_rank(alone, layout, tmp_path):
     wanted, _ = alone
     answers = on_ranks(LAYOUTS[layout].ranks, judged, layout, str(tmp_path))

@@ -30,6 +30,7 @@ from tests.training.scenes import (
 )
 from tests.training.test_hugging_face import same_tensors
 
+LONG = [pytest.mark.long]
 LAYOUTS = {
     "tp2": (EXPERTS, Layout(tp=2)),
     "tp2_ep2": (EXPERTS, Layout(tp=2, ep=2)),
@@ -49,7 +50,15 @@ def alone(tmp_path_factory, lone_rank):
     }
 
 
-@pytest.mark.parametrize(("model", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(
+            *LAYOUTS[name], id=name, marks=[] if name in ("cp2_ep2", "few_fsdp4") else LONG
+        )
+        for name in LAYOUTS
+    ],
+)
 def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, model, layout):
     """FSDP cuts within the experts if there are more ranks than experts."""
     wanted = alone[model.num_experts]
@@ -80,6 +89,7 @@ def assert_routes(shape: ModelShape, whole: dict[str, Box], held: list[dict[str,
             )
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_divided_experts_resumes_on_one_rank(played):
     answers, folder = played("experts", "fsdp2_tp2_ep2")
     answer = resume("experts", "alone", folder)

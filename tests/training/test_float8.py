@@ -34,7 +34,13 @@ def test_float8_is_on(alone, folder):
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=name, marks=[] if name == "fsdp2_tp2" else [pytest.mark.long])
+        for name, layout in LAYOUTS.items()
+    ],
+)
 def test_gradients_do_not_depend_on_the_layout(alone, folder, layout):
     """Compare rows one by one: rows of one micro-batch share the scale of their activations."""
     for answer in on_ranks(layout.ranks, partial(held, **IN_FLOAT8), DENSE, layout, folder):

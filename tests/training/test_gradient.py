@@ -55,42 +55,64 @@ def reference_gradient(weights, loss, *batches):
     return {name: weight.grad for name, weight in model.weights.items()}, total.item(), weight
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_gradient_is_the_whole_batchs_however_it_is_cut(alone, cut):
-    wanted, *_ = reference_gradient(alone["weights"], CUTS[cut].loss, *CUTS[cut].batches)
-    played = alone["cuts"][cut]
-    assert relative_error(played["gradients"], wanted) <= 1e-6
-    assert (
-        worst_error(played["gradients"], wanted) <= 4e-6
-    )  # float32 rounding in the smallest, the norms of q and k
+def reference_of(alone, cut: str):
+    """Return ``reference_gradient`` of a cut, computed once for equal batches and losses."""
+    batches, loss = CUTS[cut].batches, CUTS[cut].loss
+    found = alone.setdefault("references", {})
+    key = (id(loss), *map(id, batches))
+    if key not in found:
+        found[key] = reference_gradient(alone["weights"], loss, *batches)
+    return found[key]
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_optim_step_divides_once_by_the_weight_of_all_calls(alone, cut):
-    wanted, _, weight = reference_gradient(alone["weights"], CUTS[cut].loss, *CUTS[cut].batches)
-    step = alone["cuts"][cut]["step"]
-    norm = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm().item()
-    assert step["trainer/weight"] == pytest.approx(weight, rel=1e-12)
-    assert step["trainer/grad_norm"] == pytest.approx(norm / weight, rel=1e-6)
+def test_gradient_is_the_whole_batchs_however_it_is_cut(alone):
+    errors = {}
+    for cut in CUTS:
+        wanted, *_ = reference_of(alone, cut)
+        gradients = alone["cuts"][cut]["gradients"]
+        errors[cut] = relative_error(gradients, wanted), worst_error(gradients, wanted)
+    # float32 rounding in the smallest, the norms of q and k
+    assert {c: e for c, e in errors.items() if not (e[0] <= 1e-6 and e[1] <= 4e-6)} == {}
 
 
-@pytest.mark.parametrize("cut", ["one by one", "all at once", "one row", "KL alone"])
-def test_loss_mean_is_the_weighted_mean(alone, cut):
-    _, total, weight = reference_gradient(alone["weights"], CUTS[cut].loss, *CUTS[cut].batches)
-    (metrics,) = alone["cuts"][cut]["metrics"]
-    assert metrics["loss/mean"] == pytest.approx(total / weight, rel=1e-6)
+def test_optim_step_divides_once_by_the_weight_of_all_calls(alone):
+    found = {}
+    expected = {}
+    for cut in CUTS:
+        wanted, _, weight = reference_of(alone, cut)
+        step = alone["cuts"][cut]["step"]
+        norm = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm().item()
+        found[cut, "weight"] = step["trainer/weight"]
+        found[cut, "norm"] = step["trainer/grad_norm"]
+        expected[cut, "weight"] = pytest.approx(weight, rel=1e-12)
+        expected[cut, "norm"] = pytest.approx(norm / weight, rel=1e-6)
+    assert found == expected
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_the_metrics_of_a_step_are_those_of_all_its_calls_together(alone, cut):
-    played = alone["cuts"][cut]
-    _, total, weight = reference_gradient(alone["weights"], CUTS[cut].loss, *CUTS[cut].batches)
-    assert played["step"]["loss/mean"] == pytest.approx(total / weight, rel=1e-6)
-    for name in played["metrics"][0]:
-        if name.endswith("max"):
-            assert played["step"][name] == max(metrics[name] for metrics in played["metrics"])
-    if len(played["metrics"]) == 1:
-        assert played["step"].items() >= played["metrics"][0].items()
+def test_loss_mean_is_the_weighted_mean(alone):
+    for cut in ("one by one", "all at once", "one row", "KL alone"):
+        _, total, weight = reference_of(alone, cut)
+        (metrics,) = alone["cuts"][cut]["metrics"]
+        assert metrics["loss/mean"] == pytest.approx(total / weight, rel=1e-6), cut
+
+
+def test_the_metrics_of_a_step_are_those_of_all_its_calls_together(alone):
+    wrong = []
+    for cut, played in alone["cuts"].items():
+        step = played["step"]
+        _, total, weight = reference_of(alone, cut)
+        # float32 sums of terms near 1 that nearly cancel
+        if step["loss/mean"] != pytest.approx(total / weight, rel=1e-6, abs=1e-7):
+            wrong.append(f"{cut}: loss/mean {step['loss/mean']} is not {total / weight}")
+        for name in played["metrics"][0]:
+            if not name.endswith("max"):
+                continue
+            largest = max(metrics[name] for metrics in played["metrics"])
+            if step[name] != largest:
+                wrong.append(f"{cut}: {name} {step[name]} is not {largest}")
+        if len(played["metrics"]) == 1 and not step.items() >= played["metrics"][0].items():
+            wrong.append(f"{cut}: {step} lacks some of {played['metrics'][0]}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_token_metrics_are_over_the_tokens_that_have_weight(alone):
@@ -154,9 +176,20 @@ def engine(request, tmp_path_factory):
     return engine, weights_of(engine)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_partition_has_the_gradient_of_the_whole(engine, data):
+    check_partition(engine, data)
+
+
+@pytest.mark.long
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_of_many_partitions_has_the_gradient_of_the_whole(engine, data):
+    check_partition(engine, data)
+
+
+def check_partition(engine, data) -> None:
     lengths = data.draw(st.lists(st.integers(1, 15), min_size=1, max_size=7))
     batch = ragged_batch(
         (*lengths, 9), seed=data.draw(st.integers(0, 9))
@@ -198,6 +231,10 @@ LOSSES = {
 }
 
 
+OTHER_MODELS = [pytest.param(name, marks=pytest.mark.long) for name in MODELS if name != "experts"]
+
+
+@pytest.mark.parametrize("engine", ["experts", *OTHER_MODELS], indirect=True)
 @pytest.mark.parametrize("corrected", [False, True], ids=["plain", "corrected"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_has_the_gradient_of_one_sequence_at_a_time(engine, loss, corrected):
@@ -236,7 +273,10 @@ COMPUTE = {
 }
 
 
-@pytest.mark.parametrize("how", COMPUTE)
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(how, marks=[pytest.mark.long] if how == "compile" else []) for how in COMPUTE],
+)
 def test_gradient_does_not_depend_on_compute_options(folder, how):
     """Rows have three lengths, so that code compiled for one length must serve the others."""
     one, other = (

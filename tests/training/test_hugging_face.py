@@ -129,8 +129,18 @@ def test_weights_that_a_folder_may_lack_are_drawn(tmp_path, kept):
     checkpointer.close()
 
 
-@pytest.mark.parametrize("fuse_qkv", [True, False])
-@pytest.mark.parametrize("form", ["untied", "bfloat16", "several files, tied"])
+@pytest.mark.parametrize(
+    ("form", "fuse_qkv"),
+    [
+        ("untied", False),
+        ("bfloat16", True),
+        ("several files, tied", True),
+        *(
+            pytest.param(*pair, marks=pytest.mark.long)
+            for pair in (("untied", True), ("bfloat16", False), ("several files, tied", False))
+        ),
+    ],
+)
 def test_logits_are_those_of_transformers(tmp_path, form, fuse_qkv):
     source = write_folder(tmp_path / "in", **FORMS[form])
     engine, checkpointer = open_folder(source, tmp_path, fuse_qkv=fuse_qkv)
@@ -326,7 +336,7 @@ def test_four_ranks_export_the_weights_they_hold(played):
     transformers_model(Path(folder) / "export")
 
 
-@pytest.mark.parametrize("layout", ["fsdp2_tp2", "hsdp4"])
+@pytest.mark.parametrize("layout", ["fsdp2_tp2", pytest.param("hsdp4", marks=pytest.mark.long)])
 def test_a_rank_reads_and_writes_its_own_parts_piece_by_piece(tmp_path, layout):
     source = write_folder(tmp_path / "in", tied=False)
     out = tmp_path / "out"

@@ -4,22 +4,27 @@ import pytest
 import torch
 
 from tests.training.batches import ragged_batch
-from tests.training.layouts import LAYOUTS, LONG, PAIRS
+from tests.training.layouts import LAYOUTS, PAIRS, TOGETHER
 from tests.training.reference import worst_error
-from tests.training.scenes import CUTS
+from tests.training.scenes import CUTS, KINDS
 
 
 @pytest.fixture(
     params=[
-        pytest.param(pair, marks=[pytest.mark.long] if pair in LONG else [], id="-".join(pair))
-        for pair in PAIRS
+        *(pytest.param((*pair, KINDS), id="-".join(pair)) for pair in TOGETHER),
+        *(
+            pytest.param(
+                (*pair, tuple(CUTS)), id="-".join([*pair, "every cut"]), marks=pytest.mark.long
+            )
+            for pair in PAIRS
+        ),
     ]
 )
 def pair(request, played):
     """(what one rank answered, what each rank of the layout answered, the layout)."""
-    model, layout = request.param
+    model, layout, cuts = request.param
     (alone,), _ = played(model, "alone")
-    answers, _ = played(model, layout)
+    answers, _ = played(model, layout, cuts)
     return alone, answers, LAYOUTS[layout]
 
 
@@ -42,27 +47,32 @@ def test_model_parallel_ranks_share_rows_and_data_parallel_ranks_divide_them(pai
     assert {answer["dp"][0] for answer in answers if answer["leader"]} == set(range(ways))
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_gradients_do_not_depend_on_the_layout(pair, cut):
+def test_gradients_do_not_depend_on_the_layout(pair):
     """Five rows over two or four ranks, and one row over them: some ranks run dummies."""
     alone, answers, _ = pair
-    for answer in answers:
-        assert (
-            worst_error(answer["cuts"][cut]["gradients"], alone["cuts"][cut]["gradients"]) <= 1e-5
-        )
+    worst = {
+        (cut, rank): worst_error(played["gradients"], alone["cuts"][cut]["gradients"])
+        for rank, answer in enumerate(answers)
+        for cut, played in answer["cuts"].items()
+    }
+    assert len(worst) >= len(answers) * len(KINDS)
+    assert {place: error for place, error in worst.items() if not error <= 1e-5} == {}
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_metrics_do_not_depend_on_layout_or_rank(pair, cut):
+def test_metrics_do_not_depend_on_layout_or_rank(pair):
     alone, answers, _ = pair
-    wanted = alone["cuts"][cut]
-    for answer in answers:
-        assert answer["cuts"][cut]["metrics"] == answers[0]["cuts"][cut]["metrics"]
-        assert answer["cuts"][cut]["step"] == pytest.approx(wanted["step"], rel=1e-5)
-        for metrics, expected in zip(
-            answer["cuts"][cut]["metrics"], wanted["metrics"], strict=True
-        ):
-            assert metrics == pytest.approx(expected, rel=1e-5)
+    wrong = []
+    for rank, answer in enumerate(answers):
+        for cut, played in answer["cuts"].items():
+            wanted = alone["cuts"][cut]
+            near = [pytest.approx(expected, rel=1e-5) for expected in wanted["metrics"]]
+            if played["metrics"] != answers[0]["cuts"][cut]["metrics"]:
+                wrong.append(f"{cut}: rank {rank} has other metrics than rank 0")
+            if played["metrics"] != near:
+                wrong.append(f"{cut}, rank {rank}: {played['metrics']} != {wanted['metrics']}")
+            if played["step"] != pytest.approx(wanted["step"], rel=1e-5):
+                wrong.append(f"{cut}, rank {rank}: {played['step']} != {wanted['step']}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_outputs_are_those_of_one_rank_on_every_rank_that_has_the_sequence(pair):

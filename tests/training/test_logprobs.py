@@ -131,7 +131,7 @@ def test_certain_tokens_give_finite_values_and_gradients():
     assert weight.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("chunk", [3, 64])
+@pytest.mark.parametrize("chunk", [3, pytest.param(64, marks=pytest.mark.long)])
 def test_a_vocabulary_split_over_ranks_gives_the_same(chunk):
     """13 rows over two ranks: seven and six."""
     hidden, weight, targets = (tensor.detach() for tensor in random_head())
@@ -142,7 +142,7 @@ def test_a_vocabulary_split_over_ranks_gives_the_same(chunk):
             assert_close(value.double(), expected, atol=2e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [3, 64])
+@pytest.mark.parametrize("chunk", [3, pytest.param(64, marks=pytest.mark.long)])
 def test_ranks_keep_their_own_parts_of_the_kept_logits(chunk):
     """83 rows over two ranks: 42 and 41, whose border is within a word of a bitmap."""
     draw = torch.Generator().manual_seed(0)

@@ -25,7 +25,7 @@ from tests.training.scenes import MODELS, SIZES, TIED_FUSED, engine_of, learn, l
 from tests.training.test_hugging_face import tensors_of, transformers_model, write_folder
 from tests.training.test_residency import resident
 
-PAIRS = [("tied_fused", "fsdp2"), ("tied_fused", "fsdp2_tp2"), ("untied_split", "tp2_no_sp")]
+PAIRS = [("tied_fused", "fsdp2_tp2"), ("tied_fused", "fsdp2"), ("untied_split", "tp2_no_sp")]
 DENSE = ["tied_fused", "untied_split"]
 
 
@@ -49,7 +49,12 @@ def plays(tmp_path_factory, lone_rank):
     return play
 
 
-@pytest.fixture(params=PAIRS, ids="-".join)
+@pytest.fixture(
+    params=[
+        pytest.param(pair, id="-".join(pair), marks=[pytest.mark.long] if number else [])
+        for number, pair in enumerate(PAIRS)
+    ]
+)
 def pair(request, plays):
     """(what one rank answered, what each rank of the layout answered, the model, the layout's
     folder).

@@ -156,19 +156,25 @@ def gradient_of(engine: TrainingEngine, loss: SequenceLoss, cut: str) -> tuple[A
     return gradients, metrics["loss/mean"], engine.optim_step(denominator=count)
 
 
-@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradient_is_that_of_the_whole_however_the_batch_is_cut(alone, name, cut):
+def test_gradient_is_that_of_the_whole_however_the_batch_is_cut(alone, name):
     loss = LOSSES[name].build()
     engine = alone[loss.head]
     wanted, value = direct(weights_of(engine), loss)
-    gradients, own_value, step = gradient_of(engine, loss, cut)
-    assert own_value == pytest.approx(value, rel=1e-6)
-    assert relative_error(gradients, wanted) <= 1e-6
-    assert worst_error(gradients, wanted) <= 4e-6
     norm = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm().item()
     assert norm > 1e-3
-    assert step["trainer/grad_norm"] == pytest.approx(norm, rel=1e-6)
+    wrong = {}
+    for cut in CUTS:
+        gradients, own_value, step = gradient_of(engine, loss, cut)
+        errors = relative_error(gradients, wanted), worst_error(gradients, wanted)
+        if not (
+            own_value == pytest.approx(value, rel=1e-6)
+            and errors[0] <= 1e-6
+            and errors[1] <= 4e-6
+            and step["trainer/grad_norm"] == pytest.approx(norm, rel=1e-6)
+        ):
+            wrong[cut] = own_value, errors, step["trainer/grad_norm"]
+    assert wrong == {}, (value, norm)
 
 
 def in_layout(sizes: str, layout: str, folder: str, cuts: list[str]) -> dict[Any, Any]:
@@ -200,7 +206,7 @@ def assert_in_layout(sizes: str, layout: str, folder: str, cuts: list[str], want
             assert value == pytest.approx(expected, rel=1e-5), (name, cut)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "cp2", "fsdp2_tp2"])
+@pytest.mark.parametrize("layout", [pytest.param("cp2", marks=pytest.mark.long), "fsdp2_tp2"])
 def test_gradient_does_not_depend_on_the_layout(alone, layout, tmp_path):
     """The two sequences of some pair are on different ranks."""
     batch, _, _ = example(DPOLoss.Config().build())

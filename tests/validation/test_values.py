@@ -16,7 +16,8 @@ from rl.validation import validate
 from rl.validation.values import fields_of, is_number_field, validate_types, values
 from tests.validation.full_config import full_config, with_converters
 
-ABSURD = (-1, 0, math.nan, math.inf, -math.inf, 1e30, -0.5, 999_999_999_999)
+ABSURD = (-1, 0, math.nan, 1e30)
+MORE_ABSURD = (math.inf, -math.inf, -0.5, 999_999_999_999)
 
 
 @pytest.fixture
@@ -55,11 +56,12 @@ def numbers(config: RLConfig) -> dict[str, Any]:
     }
 
 
-def test_absurd_numbers_are_refused_by_name_unless_the_rule_allows_them(config):
+@pytest.mark.parametrize("absurds", [ABSURD, pytest.param(MORE_ABSURD, marks=pytest.mark.long)])
+def test_absurd_numbers_are_refused_by_name_unless_the_rule_allows_them(config, absurds):
     validate(config)
     cases = 0
     for name, value in numbers(config).items():
-        for absurd in ABSURD:
+        for absurd in absurds:
             cases += 1
             try:
                 validate(put(config, name, absurd))
@@ -69,7 +71,7 @@ def test_absurd_numbers_are_refused_by_name_unless_the_rule_allows_them(config):
             else:
                 assert value.bounds.complaint(absurd) == "", f"{name} took {absurd}"
         put(config, name, value.content)
-    assert cases > 1400
+    assert cases > 700
 
 
 def test_every_number_of_a_full_config_has_a_rule(config):

@@ -196,5 +196,5 @@ def test_reading_needs_no_torch(folder):
         "run.state(), run.rollouts.table(20), run.rollouts.rollout(20, 0)\n"
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout == "False\n", done.stderr

@@ -168,10 +168,10 @@ def test_the_program_serves_and_ends_on_a_signal(folder):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         url = process.stdout.readline().strip()
-        with urllib.request.urlopen(f"{url}api/state", timeout=30) as answer:
+        with urllib.request.urlopen(f"{url}api/state", timeout=120) as answer:
             assert json.load(answer)["step"] == 20
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) in (130, -signal.SIGINT)
+        assert process.wait(120) in (130, -signal.SIGINT)
     finally:
         process.kill()
         process.wait()

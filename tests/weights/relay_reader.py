@@ -1,13 +1,10 @@
-"""A generator in a process of its own: ``python -m tests.weights.relay_reader``.
-
-Reads a pickle of its inputs from standard input, fetches version 0 and prints ``got`` with the
-bytes so far, at last ``exact`` and whether its parameters are right.
-"""
+"""A generator on a host and in a process of its own, which fetches version 0."""
 
 import asyncio
-import pickle
-import sys
+import os
 import threading
+from multiprocessing.connection import Connection
+from typing import Any
 
 from rl.weights import streams, tcp
 from rl.weights.streams import Shelf
@@ -19,8 +16,17 @@ STALL_S = 1.0
 HANGS_S = 3600.0
 
 
-async def main() -> None:
-    moved, addresses, number, weights = pickle.load(sys.stdin.buffer)
+def read(says: Connection, host: str, inputs: tuple[Any, ...]) -> None:
+    """Fetch, say ``got`` and the bytes so far at each piece, at last ``exact`` and whether the
+    parameters are right, and serve other readers until this process is killed.
+    """
+    os.environ[streams.HOST] = host
+    asyncio.run(_read(says, *inputs))
+
+
+async def _read(
+    says: Connection, moved: Any, addresses: list[Any], number: int, weights: Any
+) -> None:
     streams.PIECE_BYTES = PIECE_BYTES
     tcp.STALL_S = STALL_S
     arrive = Shelf.arrive
@@ -32,7 +38,7 @@ async def main() -> None:
         arrive(shelf, pieces)
         with lock:
             got += sum(piece.stop - piece.start for piece in pieces)
-            print("got", got, flush=True)
+            says.send(f"got {got}")
 
     Shelf.arrive = noted
     subscribers = [
@@ -43,9 +49,5 @@ async def main() -> None:
     for subscriber in subscribers:
         subscriber.pull(0)
     exact = all(same(each._shards, weights, rank) for rank, each in enumerate(subscribers))
-    print("exact", exact, flush=True)
-    await asyncio.sleep(HANGS_S)  # other readers read from this one until the test ends it
-
-
-if __name__ == "__main__":
-    asyncio.run(main())
+    says.send(f"exact {exact}")
+    await asyncio.sleep(HANGS_S)

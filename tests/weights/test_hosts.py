@@ -8,6 +8,8 @@ import sys
 import uuid
 from pathlib import Path
 
+import pytest
+
 from tests.needs import cannot_run
 from tests.weights.network import layouts
 from tests.weights.ranks import SHAPES
@@ -32,6 +34,7 @@ def marked(mark: str) -> list[Path]:
     return found
 
 
+@pytest.mark.long
 def test_a_push_between_hosts_is_exact_and_leaves_nothing_behind():
     if not permitted():
         cannot_run(

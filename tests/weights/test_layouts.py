@@ -25,20 +25,42 @@ CASES = [
     if config.num_experts or degrees.ep == 1
 ]
 RANKS = sorted({layout.ranks for layout in TRAINERS.values()})
+TOGETHER = [
+    ("tied_fused", "fsdp2_tp2"),
+    ("untied_split", "cp2_tp2"),
+    ("untied_fused", "hsdp4"),
+    ("tied_split", "fsdp4"),
+    ("experts", "fsdp2_tp2"),
+    ("untied_split_experts", "fsdp2_tp2_ep2"),
+]
+"""Cases of four ranks that hold every dimension. The product is for the long tests."""
 
 
 def planned(model: str, layout: str) -> tuple[Layout, ...]:
     return trainer_layout(TrainerConfig(parallelism=TRAINERS[layout].parallelism), MODELS[model])
 
 
-@pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"{ranks} ranks")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(TOGETHER, id="together"),
+        *(
+            pytest.param(
+                [case for case in CASES if TRAINERS[case[1]].ranks == ranks],
+                id=f"{ranks} ranks",
+                marks=pytest.mark.long,
+            )
+            for ranks in RANKS
+        ),
+    ],
+)
 def pushed(request, tmp_path_factory) -> dict[tuple[str, str], list[Layout]]:
     """Return the layouts of all ranks by (model, trainer layout), after they have pushed to all
     generators and compared.
     """
-    cases = [case for case in CASES if TRAINERS[case[1]].ranks == request.param]
+    cases = request.param
     folder = str(tmp_path_factory.mktemp("pushed"))
-    ranks = on_ranks(request.param, push_all, cases, folder)
+    ranks = on_ranks(TRAINERS[cases[0][1]].ranks, push_all, cases, folder)
     return dict(zip(cases, zip(*ranks, strict=True), strict=True))
 
 

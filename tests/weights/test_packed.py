@@ -169,17 +169,17 @@ def test_a_slot_waits_for_its_readers_but_only_once_for_a_dead_one():
         await here.fetch(4)
         for publisher in publishers:
             publisher._patience = 3600.0
-        await asyncio.wait_for(push(publishers, 5), 30)
+        await asyncio.wait_for(push(publishers, 5), 120)
         with pytest.raises(RunError, match="fetch of version 3: trainer rank 0 holds 4 and 5"):
             await gone.fetch(3)
         await gone.fetch(4)
         await here.fetch(5)
-        await asyncio.wait_for(push(publishers, 6), 30)
+        await asyncio.wait_for(push(publishers, 6), 120)
         waiting = asyncio.create_task(push(publishers, 7))
         await asyncio.sleep(0.05)
         assert not waiting.done()  # the reader fetched again, so the publisher waits for it
         await gone.fetch(6)
-        await asyncio.wait_for(waiting, 30)
+        await asyncio.wait_for(waiting, 120)
 
     asyncio.run(work())
 
@@ -194,9 +194,9 @@ def test_a_publish_does_not_wait_for_an_excused_generator():
         assert not waiting.done()
         for publisher in publishers:
             publisher.excuse(0)
-        await asyncio.wait_for(waiting, 30)
+        await asyncio.wait_for(waiting, 120)
         await pull(subscribers, 2)  # a new generator with its number, which the publisher waits for
-        await asyncio.wait_for(push(publishers, 3), 30)
+        await asyncio.wait_for(push(publishers, 3), 120)
         waiting = asyncio.create_task(push(publishers, 4))
         await asyncio.wait([waiting], timeout=0.05)
         assert waiting.done()
@@ -204,7 +204,7 @@ def test_a_publish_does_not_wait_for_an_excused_generator():
         await asyncio.wait([waiting], timeout=0.05)
         assert not waiting.done()
         await pull(subscribers, 4)
-        await asyncio.wait_for(waiting, 30)
+        await asyncio.wait_for(waiting, 120)
 
     asyncio.run(work())
 
@@ -251,9 +251,9 @@ def test_a_cancelled_publish_does_not_write_into_the_next_one():
         if again.done():
             change(weights, 1.0, seed=1)
         stuck.set_result(None)
-        await asyncio.wait_for(again, 30)
+        await asyncio.wait_for(again, 120)
         publishers[0].close()
-        await asyncio.wait_for(publishers[1].publish(1), 30)
+        await asyncio.wait_for(publishers[1].publish(1), 120)
         await pull(subscribers[:1], 1)
         assert same(subscribers[0].shards, expected, 0)
 

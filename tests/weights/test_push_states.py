@@ -220,7 +220,7 @@ class Pushes(RuleBasedStateMachine):
             return
         kind, index = key
         task.cancel()
-        self.loop.run_until_complete(asyncio.wait([task], timeout=30))
+        self.loop.run_until_complete(asyncio.wait([task], timeout=120))
         assert task.done()
         if kind == "publish":
             self.late_pack(index)
@@ -231,9 +231,14 @@ class Pushes(RuleBasedStateMachine):
         self.gates(("publish", rank)).let_on()
         packed = self.publishers[rank]._packer.submit(int)
         self.loop.run_until_complete(
-            asyncio.wait_for(asyncio.wrap_future(packed, loop=self.loop), 30)
+            asyncio.wait_for(asyncio.wrap_future(packed, loop=self.loop), 120)
         )
 
 
-Pushes.TestCase.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)
 TestPushes = Pushes.TestCase
+TestPushes.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.long
+class TestManyPushes(Pushes.TestCase):
+    settings = settings(max_examples=80, stateful_step_count=20, deadline=None)

@@ -1,10 +1,9 @@
 """The push on one host gives whole versions or an error and reuses no slot under a reader."""
 
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
-import textwrap
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from rl.errors import RunError
 from rl.model.shards import Box, Region, Shard
 from rl.weights import shared_memory
 from rl.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from tests.warm import FORK
 
 SHAPE = (6, 4)
 
@@ -202,35 +202,40 @@ def test_a_generator_in_another_dtype_is_refused(pair):
         )
 
 
-READER = textwrap.dedent(
-    """
-    import sys, time, torch
-    from tests.weights.test_shared_memory import SHAPE, rows, SharedMemorySubscriber
-    segments = torch.load(sys.argv[1], weights_only=False)
-    version, answer = int(sys.argv[2]), sys.argv[3]
+def hang_in_a_copy(segments: list, copying: Connection) -> None:
+    """Begin to copy version 0, and never end."""
     pulled = torch.zeros(SHAPE, dtype=torch.bfloat16)
     subscriber = SharedMemorySubscriber(segments, [rows(pulled, 0, 6)], reader=0)
-    if answer == "hang":
-        subscriber.claim(version)
-        print("copying", flush=True)
-        time.sleep(60)
+    subscriber.claim(0)
+    copying.send(True)
+    time.sleep(600)
+
+
+def pull(segments: list, version: int, answer: Path) -> None:
+    """Save the values of ``version``."""
+    pulled = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    subscriber = SharedMemorySubscriber(segments, [rows(pulled, 0, 6)], reader=0)
     subscriber.pull(version)
     torch.save(pulled, answer)
-    """
-)
 
 
-def reader(segments: list, version: int, answer: str, folder) -> subprocess.Popen:
-    torch.save(segments, folder / "segments.pt")
-    command = [sys.executable, "-c", READER, str(folder / "segments.pt"), str(version), answer]
-    return subprocess.Popen(command, stdout=subprocess.PIPE)
+def save_address(path: Path) -> None:
+    """Publish, save the address, and end."""
+    publisher = SharedMemoryPublisher([rows(torch.zeros(SHAPE), 0, 6)], torch.bfloat16)
+    torch.save(publisher.address, path)
+
+
+def in_a_process(function, *args) -> None:
+    process = FORK.Process(target=function, args=args)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
 
 
 def test_another_process_reads_the_memory_which_has_no_name(pair, tmp_path):
     trained, publishers, _, _ = pair
     publish(publishers, 0)
-    process = reader([p.address for p in publishers], 0, str(tmp_path / "pulled.pt"), tmp_path)
-    assert process.wait(120) == 0
+    in_a_process(pull, [p.address for p in publishers], 0, tmp_path / "pulled.pt")
     assert torch.equal(torch.load(tmp_path / "pulled.pt"), trained.to(torch.bfloat16))
     assert "/memfd:tiller-weights (deleted)" in Path("/proc/self/maps").read_text()
 
@@ -239,32 +244,25 @@ def test_a_reader_killed_within_a_copy_does_not_block_the_writer(pair, tmp_path)
     _, publishers, _, subscriber = pair
     publish(publishers, 0)
     publish(publishers, 1)
-    process = reader([p.address for p in publishers], 0, "hang", tmp_path)
-    assert process.stdout.readline() == b"copying\n"
+    children = multiprocessing.get_context("fork")  # stay until this process has waited for them
+    copying, of_reader = children.Pipe(duplex=False)
+    segments = [p.address for p in publishers]
+    process = children.Process(target=hang_in_a_copy, args=(segments, of_reader), daemon=True)
+    process.start()
+    assert copying.poll(60) and copying.recv()
     publishers[0]._patience = 0.2
     with pytest.raises(RunError, match="has been copying version 0"):
         publishers[0].write(2)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, but not yet reaped
     publishers[0]._patience = 5.0
     publish(publishers, 2)
     assert subscriber.pull(2) == 2
-    process.wait()
-    process.stdout.close()
+    process.join()
 
 
 def test_the_memory_of_a_trainer_that_ended_is_refused(tmp_path):
-    script = textwrap.dedent(
-        """
-        import sys, torch
-        from tests.weights.test_shared_memory import SHAPE, rows, SharedMemoryPublisher
-        publisher = SharedMemoryPublisher([rows(torch.zeros(SHAPE), 0, 6)], torch.bfloat16)
-        torch.save(publisher.address, sys.argv[1])
-        """
-    )
-    subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "segment.pt")], check=True, timeout=120
-    )
+    in_a_process(save_address, tmp_path / "segment.pt")
     segment = torch.load(tmp_path / "segment.pt", weights_only=False)
     with pytest.raises(RunError, match=f"trainer rank 0, process {segment.pid}, has ended"):
         SharedMemorySubscriber(

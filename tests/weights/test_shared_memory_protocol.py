@@ -1,5 +1,6 @@
 """State machine of the shared-memory push: no interleaving of processes tears a version."""
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -133,4 +134,9 @@ class Protocol(RuleBasedStateMachine):
 
 
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestProtocol.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.long
+class TestProtocolOften(Protocol.TestCase):
+    settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

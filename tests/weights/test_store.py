@@ -45,6 +45,7 @@ def test_every_version_arrives_bit_for_bit_and_the_store_does_not_grow(with_stor
     with_store(work)
 
 
+@pytest.mark.long
 def test_a_killed_reader_does_not_block_and_its_successor_fetches_whole_blobs(with_store):
     async def work(spawn):
         await check_a_killed_reader(spawn, "store")

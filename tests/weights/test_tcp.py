@@ -2,11 +2,8 @@
 
 import asyncio
 import os
-import pickle
 import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,6 +17,8 @@ from rl.weights.relays import RelayTree
 from rl.weights.streams import Address, Buffer, Server, Shelf, ask
 from rl.weights.tcp import TcpPublisher, TcpSubscriber
 from rl.weights.transport import VersionGone
+from tests.warm import FORK
+from tests.weights import relay_reader
 from tests.weights.network import (
     RANKS,
     change,
@@ -190,46 +189,43 @@ def test_readers_after_one_that_ends_or_hangs_get_the_whole_version(opened, fate
         readers = []
         try:
             for number in range(3):
-                readers.append(await start_reader(addresses, number, weights))
-                while await line(readers[-1]) != f"got {half}":
+                readers.append(start_reader(addresses, number, weights))
+                while await said_by(readers[-1]) != f"got {half}":
                     pass
-            readers[0].send_signal(fate)
+            os.kill(readers[0][0].pid, fate)
             for shelf in shelves:
                 shelf.arrive(shelf.pieces[1::2])
             for reader in readers[1:]:
-                while (said := await line(reader)).startswith("got"):
+                while (said := await said_by(reader)).startswith("got"):
                     pass
                 assert said == "exact True"
         finally:
-            for reader in readers:
-                if reader.returncode is None:
-                    reader.kill()
-                await reader.wait()
+            for process, _ in readers:
+                process.kill()
+                process.join()
         assert sum(publisher.bytes_sent for publisher in publishers) <= 2 * whole - half
 
     run(work)
 
 
-async def start_reader(addresses, number, weights):
-    """Start the process of a generator on a host of its own."""
-    reader = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.weights.relay_reader"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, streams.HOST: f"127.0.0.{number + 2}"},
-    )
+def start_reader(addresses, number, weights):
+    """Start the process of a generator on a host of its own; return it and what it says."""
+    here, there = FORK.Pipe(duplex=False)
     inputs = (transfer(generators=3, patience=WAIT_S), addresses, number, weights)
-    reader.stdin.write(pickle.dumps(inputs))
-    reader.stdin.write_eof()
-    return reader
+    arguments = there, f"127.0.0.{number + 2}", inputs
+    process = FORK.Process(target=relay_reader.read, args=arguments, daemon=True)
+    process.start()
+    there.close()
+    return process, here
 
 
-async def line(reader) -> str:
-    return (await reader.stdout.readline()).decode().strip()
+async def said_by(reader) -> str:
+    _, says = reader
+    return await asyncio.to_thread(says.recv)
 
 
 def test_memory_is_not_sent_after_it_was_withdrawn():
-    memory = torch.zeros(64 << 20, dtype=torch.uint8)
+    memory = torch.zeros(8 << 20, dtype=torch.uint8)
     buffer = Buffer(0, 2, 0, False)
     shelf = Shelf({buffer: memoryview(memory.numpy())})
     shelf.arrive(shelf.pieces)

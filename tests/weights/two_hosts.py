@@ -70,7 +70,7 @@ def main() -> None:
     enable_transport(f"tcp://{HERE}:0")
     asyncio.run(push())
     print(f"received {received()}", flush=True)
-    print(f"workers {[worker.wait(timeout=20) for worker in workers]}", flush=True)
+    print(f"workers {[worker.wait(timeout=120) for worker in workers]}", flush=True)
     os._exit(0)  # Monarch's own exit sometimes waits for hosts that have left
 
 

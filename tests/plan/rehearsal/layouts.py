@@ -26,6 +26,9 @@ LAYOUTS = {
     "adapters": f"{DENSE} trainer.lora:on",
 }
 
+TOGETHER = ("FSDP 8, varlen", "CP 2 x TP 2")
+"""Layouts of dense models for the default tests. Others are for the long tests."""
+
 WHOLE = {
     name: f"--config {name}"
     for name in ("qwen3_0_6b", "qwen3_8b_2_nodes", "qwen3_14b_4_nodes", "qwen3_30b_a3b")

@@ -33,6 +33,17 @@ class Mutation:
         setattr(owner, last, made[last])
 
 
+@dataclass(frozen=True)
+class Together:
+    """Several mutations of one rehearsal."""
+
+    mutations: tuple[Mutation, ...]
+
+    def __call__(self) -> None:
+        for mutation in self.mutations:
+            mutation()
+
+
 ENGINE = "rl.training.engine:"
 HEAD = "rl.training.logprobs:"
 METRICS = "rl.training.metrics:MetricTotals"
@@ -85,3 +96,12 @@ MUTATIONS = {
         "",
     ),
 }
+
+WAITS = [mutation for mutation in MUTATIONS.values() if not mutation.error]
+ONE_OF_EACH_KIND = (
+    "a host tensor in a stack",
+    "a host tensor in a collective",
+    "a missing cast",
+    "a missing dimension",
+)
+"""Errors that end a rehearsal. Others are for the long tests."""

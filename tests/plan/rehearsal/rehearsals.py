@@ -10,6 +10,7 @@ from typing import Any
 from rl.plan.rehearsal.batches import MICRO_BATCHES
 from rl.plan.rehearsal.report import NAMES
 from rl.plan.rehearsal.start import NOT_REHEARSED
+from tests.warm import FORK
 
 DEADLINE_S = 900
 PHASES = {"forward 2": False, "forward_backward 2": True}
@@ -35,7 +36,7 @@ class Rehearsals:
     """Process that forks one for each rehearsal, because a rehearsal changes torch."""
 
     def __init__(self) -> None:
-        self._warm = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        self._warm = ProcessPoolExecutor(1, mp_context=FORK)
 
     def of(
         self,

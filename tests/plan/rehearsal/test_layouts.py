@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.plan.rehearsal.layouts import EXPERTS, LAYOUTS
+from tests.plan.rehearsal.layouts import LAYOUTS, TOGETHER
 from tests.plan.rehearsal.rehearsals import moved_bytes, planned_bytes
 from tests.plan.rehearsal.waits import is_known, waits_of
 
@@ -10,7 +10,10 @@ SMALL = 4 << 20
 """Bytes that collectives of a few numbers may move in a step."""
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in TOGETHER else [pytest.mark.long]) for name in LAYOUTS],
+)
 def test_a_layout_runs_as_planned_without_other_waits(name, rehearsals):
     found = rehearsals.of(LAYOUTS[name])
     check_run(found)
@@ -19,8 +22,9 @@ def test_a_layout_runs_as_planned_without_other_waits(name, rehearsals):
     assert len(reduced) <= 2
 
 
+@pytest.mark.long
 def test_the_last_rank_runs_too(rehearsals):
-    check_run(rehearsals.of(EXPERTS, rank=15))
+    check_run(rehearsals.of(LAYOUTS["EP 8"], rank=15))
 
 
 def check_run(found: dict) -> None:

@@ -3,19 +3,33 @@
 import pytest
 
 from tests.plan.rehearsal.layouts import DENSE
-from tests.plan.rehearsal.mutations import MUTATIONS
+from tests.plan.rehearsal.mutations import MUTATIONS, ONE_OF_EACH_KIND, WAITS, Together
 from tests.plan.rehearsal.waits import is_known, waits_of
 
 ARGUMENTS = DENSE.replace("n_layers 2", "n_layers 1")
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ONE_OF_EACH_KIND else [pytest.mark.long])
+        for name, mutation in MUTATIONS.items()
+        if mutation.error
+    ],
+)
 def test_an_error_in_the_code_is_found(name, rehearsals):
     mutation = MUTATIONS[name]
     found = rehearsals.of(ARGUMENTS, change=mutation)
-    if mutation.error:
-        assert found["error"].startswith("forward_backward 1: ")
-        assert mutation.error in found["error"]
-    else:
-        assert found["error"] is None
-        assert [wait for wait in waits_of(found) if not is_known(wait)]
+    assert found["error"].startswith("forward_backward 1: ")
+    assert mutation.error in found["error"]
+
+
+def test_every_wait_in_the_code_is_found(rehearsals):
+    found = rehearsals.of(ARGUMENTS, change=Together(tuple(WAITS)))
+    assert found["error"] is None
+    unknown = {wait["place"] for wait in waits_of(found) if not is_known(wait)}
+    functions = [mutation.function.rpartition(":")[2].rpartition(".")[2] for mutation in WAITS]
+    missed = [
+        name for name in functions if not any(place.endswith(f" {name}") for place in unknown)
+    ]
+    assert not missed, f"no wait of {missed} in {unknown}"

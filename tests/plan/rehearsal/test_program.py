@@ -1,11 +1,16 @@
 """``python -m rl.plan --rehearse`` prints what a model does on a GPU, and what it cannot do."""
 
 import json
+import subprocess
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from rl.plan.__main__ import main
+from rl.plan.rehearsal import start
+from tests import warm
 
 SMALL = ["--config", "qwen3_0_6b", "--model.n_layers", "1", "--rehearse"]
 
@@ -38,7 +43,14 @@ def test_the_program_prints_memory_collectives_and_waits_as_json(capsys):
     assert role["assumed"]
 
 
-def test_the_program_prints_a_report(capsys):
+def rehearse_warm(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the program of ``command`` warm."""
+    module = command.index("-m") + 1
+    return warm.run(*command[module:], env=options["env"], timeout=600)
+
+
+def test_the_program_prints_a_report(monkeypatch, capsys):
+    monkeypatch.setattr(start, "subprocess", SimpleNamespace(run=rehearse_warm))
     assert main([*SMALL, "--hardware.memory_gib", "2"]) == 2
     text = capsys.readouterr().out
     for part in (

@@ -13,9 +13,9 @@ TRAINING = ["forward_backward 1", "optim_step 1", "forward_backward 2", "optim_s
 
 
 @pytest.mark.parametrize(
-    ("role", "phases"), [("trainer", TRAINING), ("critic", None), ("reference", None)]
+    "role", [pytest.param("trainer", marks=pytest.mark.long), "critic", "reference"]
 )
-def test_the_models_of_an_rl_run(role, phases, rehearsals):
+def test_the_models_of_an_rl_run(role, rehearsals):
     found = rehearsals.of(PPO, role=role)
     assert found["error"] is None
     done = [each["phase"] for each in found["phases"]]
@@ -28,6 +28,7 @@ def test_the_models_of_an_rl_run(role, phases, rehearsals):
     check_collectives(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("degrees", ["expert_parallel_degree 8", "expert_parallel_degree 1"])
 def test_a_reference_of_experts_has_the_planned_memory(degrees, rehearsals):
     shards = "--reference.parallelism.data_parallel_shard_degree 16"
@@ -40,11 +41,11 @@ def test_a_reference_of_experts_has_the_planned_memory(degrees, rehearsals):
 @pytest.mark.parametrize(
     ("config", "role", "forward"),
     [
-        ("sft_jsonl", "trainer", False),
-        ("dpo_jsonl", "trainer", True),
-        ("dpo_jsonl", "reference", True),
+        pytest.param("sft_jsonl", "trainer", False, marks=pytest.mark.long),
+        pytest.param("dpo_jsonl", "trainer", True, marks=pytest.mark.long),
+        pytest.param("dpo_jsonl", "reference", True, marks=pytest.mark.long),
         (f"{CONFIGS}.kto", "trainer", True),
-        ("reward_model_jsonl", "trainer", True),
+        pytest.param("reward_model_jsonl", "trainer", True, marks=pytest.mark.long),
     ],
 )
 def test_the_models_of_a_run_on_examples(config, role, forward, options, rehearsals):

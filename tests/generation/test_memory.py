@@ -1,0 +1,23 @@
+"""Ranks of a generator have the planned memory."""
+
+from rl.plan.memory import all_ranks
+from rl.plan.setting import Setting
+from tests.plan.generators import held
+from tests.plan.test_memory import config_of
+
+BLOCK_BYTES = 2 * 2 * 32 * 2 * 32 * 4
+"""Keys and values of two layers, 32 tokens, two heads of 32 float32 numbers."""
+
+
+def test_parameters_and_kv_cache_have_the_planned_bytes(one_or_two_ranks):
+    config = config_of(one_or_two_ranks.model)
+    config.generator = one_or_two_ranks.config
+    planned = [
+        {item.name: item.bytes for item in rank.items}
+        for rank in all_ranks(Setting(config))
+        if rank.mesh == "generator-0"
+    ]
+    found = one_or_two_ranks.run(held)
+    for plan, sizes in zip(planned, found, strict=True):
+        assert sizes["parameters"] == plan["parameters"]
+        assert 0 <= plan["KV cache"] - sizes["KV cache"] < BLOCK_BYTES

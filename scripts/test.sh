@@ -23,8 +23,9 @@ while [ $# -gt 0 ]; do
     shift
 done
 
+workers=$(($(nproc) < 8 ? $(nproc) : 8))
 lint() { ruff check . && ruff format --check . && lint-imports; }
-pure() { python -m pytest --rooms pure "${tests[@]}" "${costs[@]/%/.pure}"; }
+pure() { python -m pytest --rooms pure -n "$workers" "${tests[@]}" "${costs[@]/%/.pure}"; }
 
 if [ $# -gt 0 ]; then
     lint
@@ -40,6 +41,5 @@ lint &
 mypy &
 pure &
 for _ in lint mypy pure; do wait -n; done
-workers=$(($(nproc) < 8 ? $(nproc) : 8))
 python -m pytest --rooms engines -n "$workers" "${tests[@]}" "${costs[@]}" &
 wait -n

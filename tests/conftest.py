@@ -20,7 +20,7 @@ pytest_plugins = ["tests.durations.plugin"]
 ROOT = Path(__file__).parent
 ENGINES = (
     *("e2e", "slurm", "session", "generation", "training", "trainers", "weights", "plan"),
-    *("actors", "gateway", "gpu_check", "sandbox"),
+    *("actors", "launch", "gateway", "gpu_check", "sandbox"),
 )
 """Folders whose tests start engines or processes, the longest first. The others are pure."""
 SHARED = (

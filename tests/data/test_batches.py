@@ -49,6 +49,7 @@ def test_a_batch_of_pairs_has_chosen_and_rejected_in_turn(dialect):
     assert rejected.loss_mask.tolist() == pairs[1].rejected.trained.tolist()
 
 
+@pytest.mark.long
 def test_a_session_trains_on_a_batch(dialect):
     batch = batch_of(examples(dialect, 1, 6, 3).items)
     config = rl.SessionConfig(

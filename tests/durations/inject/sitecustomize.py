@@ -23,6 +23,12 @@ def log(kind: str) -> None:
     os.close(descriptor)
 
 
+def _logged_new(kind: type, *_arguments, **_options):
+    if os.environ.get("RANK", "0") == "0" and EVENTS in os.environ:
+        log("engine")
+    return object.__new__(kind)
+
+
 class _EngineFinder(importlib.abc.MetaPathFinder):
     """Makes the first rank of each vLLM engine log its start."""
 
@@ -35,14 +41,7 @@ class _EngineFinder(importlib.abc.MetaPathFinder):
 
         def execute_and_wrap(module) -> None:
             execute(module)
-            start = module.LLMEngine.__init__
-
-            def logged_start(*arguments, **options) -> None:
-                if os.environ.get("RANK", "0") == "0" and EVENTS in os.environ:
-                    log("engine")
-                start(*arguments, **options)
-
-            module.LLMEngine.__init__ = logged_start
+            module.LLMEngine.__new__ = _logged_new
 
         spec.loader.exec_module = execute_and_wrap
         return spec

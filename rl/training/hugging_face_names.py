@@ -1,7 +1,7 @@
 """Mapping of rectangles of torchtitan's Qwen3 parameters to Hugging Face's tensors."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -62,7 +62,7 @@ class HuggingFaceNames:
         queries = attention.n_heads // attention.n_kv_heads * head
         self._group_rows = {"wq": queries, "wk": head, "wv": head}
 
-    def tensors(self, parameters: Shapes) -> Shapes:
+    def tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> Shapes:
         """Return the Hugging Face tensors that hold ``parameters``, in the parameters' order."""
         return {
             block.tensor: block.shape for item in parameters.items() for block in self.blocks(*item)

@@ -23,7 +23,8 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-workers=$(($(nproc) < 8 ? $(nproc) : 8))
+cores=$(env -u OMP_NUM_THREADS nproc) # nproc heeds that variable
+workers=$((cores < 8 ? cores : 8))
 lint() { ruff check . && ruff format --check . && lint-imports; }
 pure() { python -m pytest --rooms pure -n "$workers" "${tests[@]}" "${costs[@]/%/.pure}"; }
 

@@ -74,6 +74,7 @@ def test_help_of_a_program_is_that_of_python_m(tiller, capsys):
     assert done.stdout == capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_shipped_config_is_planned(tiller, tmp_path):
     done = tiller("plan", "--config", "quickstart")
     assert (done.returncode, done.stderr) == (0, "")

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from rl.sandbox import sandbox
@@ -16,6 +17,7 @@ from rl.sandbox.sandbox import LAUNCHER, Bubblewrap, Landlock, Sandbox, Unsafe
 from tests.sandbox.attacks import ATTACKS, LIMITS, MESSES
 
 AT_ONCE = 4
+PATIENCE_S = 60.0
 SANDBOXES = {each.name: each for each in (Bubblewrap(), Landlock(), Unsafe())}
 
 
@@ -76,7 +78,9 @@ def main(name: str) -> None:
         launcher = own_launcher(launchers)
         results = asyncio.run(attack(SANDBOXES[name], folder))
         tempfile.tempdir = None
-        left = programs(launcher)
+        ends = time.monotonic() + PATIENCE_S
+        while (left := programs(launcher)) and time.monotonic() < ends:
+            time.sleep(0.02)  # the kernel may still be ending them
         for process in left:
             os.kill(process, signal.SIGKILL)
         changed = [path.name for path in folder.iterdir() if path.read_text() != "victim"]

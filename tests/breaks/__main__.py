@@ -3,7 +3,7 @@
     python -m tests.breaks [--tree FOLDER] [PART OF A FILE'S NAME ...]
 
 Prints the test that finds each break, and exits with 1 if a break is not found. FOLDER is another
-checkout, which is broken and tested instead. A break that does not fit it is said to be missing.
+checkout, which is broken and tested instead. "missing" means that it lacks the line of a break.
 """
 
 import argparse

@@ -12,7 +12,7 @@ from pathlib import Path
 
 COLUMNS = ("tests", "seconds", "programs", "engines", "processes", "peak_mib")
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
-PLACE = re.compile(r"(?<=<!-- costs -->\n).*?(?=\n<!-- end of costs -->)", re.DOTALL)
+PLACE = re.compile(r"(?<=<!-- costs -->\n).*?(?=<!-- end of costs -->)", re.DOTALL)
 
 
 def table(runs: list[dict]) -> str:
@@ -39,7 +39,9 @@ def main(arguments: list[str]) -> None:
     text = table([json.loads(Path(file).read_text()) for file in files])
     print(text)
     if "--write" in arguments:
-        PAGE.write_text(PLACE.sub(lambda _: text, PAGE.read_text()))
+        page, places = PLACE.subn(lambda _: f"{text}\n", PAGE.read_text())
+        assert places == 1, f"{PAGE} has {places} places for the table, between two comments"
+        PAGE.write_text(page)
 
 
 if __name__ == "__main__":

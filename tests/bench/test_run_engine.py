@@ -2,11 +2,10 @@
 
 import json
 import re
-import sys
 
 import pytest
 
-from tests.bench.programs import module, run
+from tests.bench.programs import module, python
 from tests.training.ranks import rank_environment
 
 SCRIPT = "scripts/run_engine.py"
@@ -38,8 +37,8 @@ def test_two_ranks_of_torchrun_train_as_one_does_and_are_traced(tmp_path, monkey
         "--profile",
         tmp_path / "traces",
     ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    losses = steps_of(run(*torchrun, SCRIPT, *TINY, *options))
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2"]
+    losses = steps_of(python(*torchrun, SCRIPT, *TINY, *options))
     for rank in range(2):
         trace = json.loads((tmp_path / "traces" / f"rank-{rank}.json").read_text())
         names = {event.get("name") for event in trace["traceEvents"]}

@@ -106,7 +106,7 @@ async def call(models: Models, role: str, name: str):
 CALLS = st.tuples(st.sampled_from(ROLES), st.sampled_from(list(NEEDS)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     rounds=st.lists(st.lists(CALLS, max_size=6), max_size=6),
     pauses=st.lists(st.integers(0, 4), max_size=20),

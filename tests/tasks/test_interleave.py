@@ -32,7 +32,7 @@ def assert_in_proportion(weights: dict[str, float], counts: dict[str, int], plac
         assert abs(counts.get(name, 0) - places * share) <= bound(share, len(weights))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WEIGHTS)
 def test_each_prefix_has_the_share_of_each_task(weights):
     schedule = StrideSchedule(weights)
@@ -44,7 +44,7 @@ def test_each_prefix_has_the_share_of_each_task(weights):
         assert_in_proportion(weights, counts, place + 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(WEIGHTS, st.integers(0, 10**15))
 def test_far_places_are_as_even_and_agree_with_their_counts(weights, place):
     schedule = StrideSchedule(weights)
@@ -57,7 +57,7 @@ def test_far_places_are_as_even_and_agree_with_their_counts(weights, place):
     assert before == after
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(WEIGHTS)
 def test_the_order_is_that_of_stride_scheduling(weights):
     """A client's pass grows by its stride at each turn; the lowest pass is next."""

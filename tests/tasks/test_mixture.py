@@ -71,7 +71,7 @@ weights = st.dictionaries(st.sampled_from("abc"), st.floats(0, 10), min_size=1).
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(weights, min_size=1, max_size=4),
     st.lists(st.integers(1, 60), min_size=3, max_size=3),

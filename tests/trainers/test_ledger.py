@@ -167,7 +167,7 @@ class Run(RuleBasedStateMachine):
             self.step(0)
 
 
-Run.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+Run.TestCase.settings = settings(max_examples=200, stateful_step_count=60)
 TestRandomInterleavings = Run.TestCase
 
 

@@ -176,14 +176,14 @@ def engine(request, tmp_path_factory):
     return engine, weights_of(engine)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(data=st.data())
 def test_any_partition_has_the_gradient_of_the_whole(engine, data):
     check_partition(engine, data)
 
 
 @pytest.mark.long
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(data=st.data())
 def test_any_of_many_partitions_has_the_gradient_of_the_whole(engine, data):
     check_partition(engine, data)

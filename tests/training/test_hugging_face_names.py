@@ -101,7 +101,7 @@ some_cuts = st.lists(st.integers(0, 400), max_size=3)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cuts=st.tuples(some_cuts, some_cuts, some_cuts))
 def test_pieces_of_any_box_equal_the_state_dict_adapter(name, cuts):
     names = HuggingFaceNames(CONFIGS[name])

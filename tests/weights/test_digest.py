@@ -18,7 +18,7 @@ def digest_of(whole: torch.Tensor) -> str:
     return merge_digests([digests([shard_of(whole, Box.whole(tuple(whole.shape)))])])["w"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_a_digest_does_not_depend_on_the_sharding(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))

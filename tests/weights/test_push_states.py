@@ -236,9 +236,9 @@ class Pushes(RuleBasedStateMachine):
 
 
 TestPushes = Pushes.TestCase
-TestPushes.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+TestPushes.settings = settings(max_examples=20, stateful_step_count=20)
 
 
 @pytest.mark.long
 class TestManyPushes(Pushes.TestCase):
-    settings = settings(max_examples=80, stateful_step_count=20, deadline=None)
+    settings = settings(max_examples=80, stateful_step_count=20)

@@ -134,9 +134,9 @@ class Protocol(RuleBasedStateMachine):
 
 
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)
+TestProtocol.settings = settings(max_examples=25, stateful_step_count=60)
 
 
 @pytest.mark.long
 class TestProtocolOften(Protocol.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=100, stateful_step_count=60)

@@ -20,9 +20,9 @@ pytest_plugins = ["tests.durations.plugin"]
 ROOT = Path(__file__).parent
 ENGINES = (
     *("e2e", "slurm", "session", "generation", "training", "trainers", "weights", "plan"),
-    *("actors", "launch", "gateway", "gpu_check", "sandbox"),
+    *("test_docs.py", "actors", "launch", "gateway", "gpu_check", "sandbox"),
 )
-"""Folders whose tests start engines or processes, the longest first. The others are pure."""
+"""Folders and files whose tests start engines, the longest first. The others are pure."""
 SHARED = (
     *("e2e/", "slurm/", "session/", "generation/"),
     r"training/test_(checkpoint|experts|gradient|hugging_face|layouts)\.py",

@@ -176,6 +176,7 @@ def rank_variables() -> dict[str, str]:
     """Return ``fork_server.variables()`` of a server that forks the ranks of this process."""
     here, there = FORK.Pipe()
     FORK.Process(target=_serve_ranks, args=(there,), daemon=True).start()
+    there.close()  # so that recv raises EOFError if the server cannot start
     return here.recv()
 
 

@@ -230,11 +230,13 @@ def test_every_command_parses(in_folder):
     check_rows(pages_with("bash"), check)
 
 
-def test_a_plan_that_is_shown_is_what_the_program_prints(capsys):
+@pytest.mark.parametrize("rehearsed", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_plan_that_is_shown_is_what_the_program_prints(capsys, rehearsed):
     shown = [block for page in WRITTEN for block in blocks(page, "text")]
     plans = [block for block in shown if block.code.startswith("$ python -m rl.plan ")]
-    assert plans
-    for block in plans:
+    chosen = [block for block in plans if ("--rehearse" in block.code) == rehearsed]
+    assert chosen
+    for block in chosen:
         command, _, rest = block.code.partition("\n")
         plan(command.partition(" (")[0].split()[4:])
         printed = capsys.readouterr().out

@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 import torch
 from torchtitan.models.common import CosSinRoPE
@@ -14,6 +14,8 @@ from torchtitan.models.qwen3 import Qwen3Model
 from rl.compat import titan
 from rl.model.experts import Experts
 from rl.model.shape import ModelShape
+
+T = TypeVar("T")
 
 
 def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> Qwen3Model.Config:
@@ -53,17 +55,30 @@ def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> 
     )
 
 
-@lru_cache(8)
-def parameter_shapes(shape: ModelShape, *, fuse_qkv: bool) -> Mapping[str, tuple[int, ...]]:
+def parameter_shapes(shape: ModelShape, *, fuse_qkv: bool) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters by torchtitan's names. A tied parameter has one entry.
 
     Allocates no memory.
     """
+    one_layer = dataclasses.replace(shape, n_layers=1)
     attention = ScaledDotProductAttention.Config()
-    config = qwen3_config(shape, fuse_qkv=fuse_qkv, inner_attention=attention)
+    config = qwen3_config(one_layer, fuse_qkv=fuse_qkv, inner_attention=attention)
     with torch.device("meta"):
         model = config.build()
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return in_all_layers(shapes, shape.n_layers)
+
+
+def in_all_layers(of_one: Mapping[str, T], layers: int) -> dict[str, T]:
+    """Return values by parameter name for all layers of a model, from those of its first layer."""
+    prefix = "layers.0."
+    result = {}
+    for is_layer, names in groupby(of_one, lambda name: name.startswith(prefix)):
+        group = [*names]
+        for layer in range(layers if is_layer else 1):
+            for name in group:
+                result[name.replace(prefix, f"layers.{layer}.", 1)] = of_one[name]
+    return result
 
 
 def _with_tiller_experts(moe: MoE.Config) -> MoE.Config:

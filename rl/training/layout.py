@@ -1,5 +1,6 @@
 """Layouts of the trainer's ranks, computed before any of them runs."""
 
+import dataclasses
 import itertools
 from functools import cache
 
@@ -9,7 +10,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torchtitan.distributed import ParallelDims
 
 from rl.compat.torch_internals import part_at
-from rl.model.shape import ModelConfig
+from rl.model.qwen3 import in_all_layers
+from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box, Layout, Region
 from rl.training.config import TrainerConfig
 from rl.training.model import named_adapters, named_weights, sharded_model
@@ -22,16 +24,21 @@ def trainer_layout(
     """Return the layout of each trainer rank, from rank 0 on, as torchtitan shards the model; with
     ``adapters``, also the parameters of adapters.
 
-    Builds rank 0's model on the meta device in a temporary fake process group; takes seconds at any
-    size. Raises RuntimeError if the process already has a process group.
+    Builds one layer of rank 0's model on the meta device in a temporary fake process group. Raises
+    RuntimeError if the process already has a process group.
     """
     if dist.is_initialized():
         raise RuntimeError("trainer_layout: call it in a process without a process group")
+    shape = shape_of(model)
+    sizes = dataclasses.asdict(shape) | {"hf_path": None, "n_layers": 1}
+    del sizes["dtype"]
+    one_layer = dataclasses.replace(model, **sizes)
     dist.init_process_group("fake", rank=0, world_size=config.ranks)
     try:
         dims = ParallelDims.from_config(config.parallelism, config.ranks)
-        built = sharded_model(config, model, dims, head=head, folder="")
-        held = named_weights(built) | (named_adapters(built) if adapters else {})
+        built = sharded_model(config, one_layer, dims, head=head, folder="")
+        of_one = named_weights(built) | (named_adapters(built) if adapters else {})
+        held = in_all_layers(of_one, shape.n_layers)
         regions = [_regions(name, parameter, config.ranks) for name, parameter in held.items()]
     finally:
         dist.destroy_process_group()

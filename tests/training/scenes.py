@@ -212,8 +212,6 @@ CUTS = {
 }
 KINDS = (
     "by two",
-    "padded",
-    "two calls",
     "one row",
     "ratios of sequences",
     "sampling masks, padded, two calls",

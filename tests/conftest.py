@@ -2,6 +2,7 @@
 which tests did not run, and why.
 """
 
+import gc
 import re
 import zlib
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from rl.actors import fork_server
+from rl.program import COLLECT_AT
 from tests import warm
 
 pytest_plugins = ["tests.durations.plugin"]
@@ -76,6 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # a collection need not look at what the imports have made
+    gc.set_threshold(*COLLECT_AT)
     if any(_room(_folder(item.nodeid)) < len(ENGINES) for item in session.items):
         forkserver.ensure_running()  # its imports begin now, and no test has changed the variables
 

@@ -5,6 +5,9 @@ import gc
 import os
 import tempfile
 
+from rl.program import COLLECT_AT
+
 tempfile.tempdir = None  # an import may have looked it up; processes have variables of their own
+gc.set_threshold(*COLLECT_AT)
 gc.freeze()  # a collection would write to the pages that processes share
 atexit.register(os._exit, 0)  # a normal exit lists what Triton's bindings leak

@@ -6,7 +6,10 @@ import pytest
 
 from tests.e2e.runs import Run, make_sums
 
-CALLING = ("--config", "tool_demonstrations", "--steps", "100", "--examples_per_step", "8")
+CALLING = (
+    *("--config", "tool_demonstrations", "--steps", "60", "--examples_per_step", "8"),
+    *("--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", "6e-3"),
+)
 OFTEN = (
     *("--task.held_out_fraction", "0.05", "--validate_every", "35"),
     *("--trainer.checkpoint.interval", "35", "--trainer.checkpoint.keep_latest_k", "0"),
@@ -30,8 +33,8 @@ def finished(tmp_path_factory) -> Callable[..., Run]:
 
 @pytest.fixture(scope="session")
 def demonstrations(tmp_path_factory) -> tuple[str, ...]:
-    """Arguments of supervised fine-tuning on tool calls, with checkpoints and validations after
-    steps 35 and 70.
+    """Arguments of supervised fine-tuning on tool calls, with a checkpoint and a validation after
+    step 35.
     """
     return (*CALLING, *OFTEN, *make_sums(tmp_path_factory.mktemp("demonstrations"), 0))
 

@@ -76,7 +76,7 @@ class Run:
             while self.process.poll() is None:
                 assert time.monotonic() < deadline, f"still running: {self.stderr}"
                 self._note_shared_memory()
-                time.sleep(0.2)
+                time.sleep(0.5)
             return self.process.returncode
         finally:
             self.kill()
@@ -91,7 +91,7 @@ class Run:
                 raise AssertionError(
                     f"{'ended early' if ended else 'nothing happened'}: {self.stdout}{self.stderr}"
                 )
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def until_step(self, step: int) -> None:
         self.until(lambda: len(self.metrics()) >= step)

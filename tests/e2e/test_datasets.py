@@ -158,7 +158,7 @@ CACHED = ("--reference.scores", "cached", "--epochs", "2")
 @pytest.mark.parametrize(
     ("kind", "steps", "options", "saved"),
     [
-        pytest.param("demonstrations", 100, (), 35, id="demonstrations"),
+        pytest.param("demonstrations", 60, (), 35, id="demonstrations"),
         pytest.param("sft", STEPS, (), 15, id="sft", marks=pytest.mark.long),
         pytest.param("dpo", STEPS, (), 15, id="dpo", marks=pytest.mark.long),
         pytest.param("dpo", 8, CACHED, 15, id="dpo with cached scores", marks=pytest.mark.long),

@@ -87,7 +87,7 @@ class Cluster:
             assert time.monotonic() < end, (
                 f"job {job} is {state}, not {' or '.join(states)}, after {timeout:.0f} s"
             )
-            time.sleep(0.1)
+            time.sleep(0.5)  # a question starts several processes
         return state
 
     def start_now(self, job: str) -> None:

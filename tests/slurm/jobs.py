@@ -16,11 +16,8 @@ ON_ONE_HOST = (
 )
 NODES = ("--trainer.nodes", "2", "--generator.nodes", "1")
 QUICKSTART = ("--config", "quickstart", "--steps", "45", *ON_ONE_HOST, *NODES)
-SHORT = (
-    *(*QUICKSTART, "--steps", "28"),
-    *("--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", "3e-3"),
-)
-"""A run that learns in fewer steps."""
+SHORT_STEPS = 8
+SHORT = (*QUICKSTART, "--steps", str(SHORT_STEPS), "--evaluation.prompts", "8")
 
 
 class Job:
@@ -79,9 +76,13 @@ class Job:
     def summary(self) -> dict:
         return json.loads((self.folder / "summary.json").read_text())
 
-    def rewards(self) -> list[float]:
+    def metric(self, name: str) -> list[float]:
+        """Return the values of a metric by step."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["reward/mean"] for line in lines]
+        return [json.loads(line)[name] for line in lines]
+
+    def rewards(self) -> list[float]:
+        return self.metric("reward/mean")
 
     def processes(self, mark: str) -> dict[int, str]:
         """Node by pid of this run's processes that have ``mark`` in command or environment."""
@@ -105,7 +106,7 @@ def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE_
     ends = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < ends, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.2)
+        time.sleep(0.5)
 
 
 def parent_of(pid: int) -> int:
@@ -124,7 +125,7 @@ def until_gone(cluster: Cluster, *jobs: str) -> None:
     ends = time.monotonic() + PATIENCE_S
     while left := _left(cluster, jobs):
         assert time.monotonic() < ends, f"not gone within {PATIENCE_S:.0f} s:\n" + "\n".join(left)
-        time.sleep(0.2)
+        time.sleep(0.5)
 
 
 def _left(cluster: Cluster, jobs: tuple[str, ...]) -> list[str]:

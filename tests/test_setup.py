@@ -115,3 +115,12 @@ def test_the_cuda_build_is_installed_and_imported_without_a_driver(tmp_path):
     finally:
         for name in ("cache", ".venv"):
             shutil.rmtree(tmp_path / name, ignore_errors=True)
+
+
+def test_a_test_that_cannot_run_on_this_machine_fails_in_ci(monkeypatch):
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="as it must be in CI: no namespaces"):
+        cannot_run("no namespaces")
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="no namespaces"):
+        cannot_run("no namespaces")

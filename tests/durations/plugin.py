@@ -95,8 +95,9 @@ class Meter:
 
     def _sample(self) -> None:
         """Note the memory of this process and its descendants, with shared pages divided."""
+        here = psutil.Process()
         while True:
-            mib = sum(map(_resident, [here := psutil.Process(), *here.children(True)])) >> 20
+            mib = sum(map(_resident, [here, *here.children(recursive=True)])) >> 20
             self._peak = max(self._peak, mib)
             time.sleep(SAMPLE_S)
 

@@ -120,7 +120,8 @@ def test_the_gradient_is_that_of_one_sequence_at_a_time_however_the_batch_is_cut
 @pytest.mark.parametrize("layout", ["fsdp2_tp2", pytest.param("cp2", marks=pytest.mark.long)])
 def test_critic_does_not_depend_on_the_layout_and_resumes_on_one_rank(alone, layout, tmp_path):
     wanted, _ = alone
-    answers = on_ranks(LAYOUTS[layout].ranks, judged, layout, str(tmp_path), ["padded", "two calls"])
+    cuts = ["padded", "two calls"]
+    answers = on_ranks(LAYOUTS[layout].ranks, judged, layout, str(tmp_path), cuts)
     for answer in answers:
         for name, gradients in answer["gradients"].items():
             assert worst_error(gradients, wanted["gradients"]["one by one"]) <= 1e-5, name

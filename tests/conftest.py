@@ -26,10 +26,11 @@ ENGINES = (
 )
 """Folders and files whose tests start engines, the longest first. The others are pure."""
 SHARED = (
+    r"e2e/test_(datasets|gateway|tool_quickstart)\.py",
     *("e2e/", "slurm/", "session/", "generation/"),
     r"training/test_(checkpoint|experts|gradient|hugging_face|layouts)\.py",
 )
-"""Patterns of files that share engines, so that one worker runs them."""
+"""Patterns of files that share engines or runs, so that one worker runs them. The first counts."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,8 +7,10 @@ python -m tests.durations costs.json costs.json.pure [--write]
 import json
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
+
+from tests.durations.plugin import add
 
 COLUMNS = ("tests", "seconds", "programs", "engines", "processes", "peak_mib")
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -17,20 +19,22 @@ PLACE = re.compile(r"(?<=<!-- costs -->\n).*?(?=<!-- end of costs -->)", re.DOTA
 
 def table(runs: list[dict]) -> str:
     """Return the table of files that ``--durations-json`` wrote, the slowest folder first."""
-    folders = [row for run in runs for row in run["folders"].items()]
+    folders = defaultdict[str, Counter[str]](Counter)
     total = Counter[str]()
+    for run in runs:
+        for name, costs in run["folders"].items():
+            add(folders[name], costs)
+            add(total, costs)
     lines = ["| folder | tests | seconds | programs | engines | processes | peak MiB |"]
     lines.append("|---|---|---|---|---|---|---|")
-    for name, row in sorted(folders, key=lambda row: -row[1]["seconds"]):
-        lines.append(_line(f"`{name}`", row))
-        total.update({column: row.get(column, 0) for column in COLUMNS[:-1]})
-        total["peak_mib"] = max(total["peak_mib"], row["peak_mib"])
+    for name, costs in sorted(folders.items(), key=lambda row: -row[1]["seconds"]):
+        lines.append(_line(f"`{name}`", costs))
     lines.append(_line("all", total))
     return "\n".join(lines)
 
 
-def _line(name: str, row: dict) -> str:
-    values = (f"{round(row.get(column, 0)):,}" for column in COLUMNS)
+def _line(name: str, costs: Counter[str]) -> str:
+    values = (f"{round(costs[column]):,}" for column in COLUMNS)
     return f"| {name} | {' | '.join(values)} |"
 
 

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +128,7 @@ class Costs:
         folders = defaultdict[str, Counter[str]](Counter)
         for name, costs in self._tests.items():
             costs["seconds"] = round(costs["seconds"], 2)
-            folder = folders[folder_of(name)]
-            peak = max(folder["peak_mib"], costs["peak_mib"])
-            folder.update(costs, tests=1)
-            folder["peak_mib"] = peak
+            add(folders[folder_of(name)], costs | Counter(tests=1))
         written: dict[str, Any] = {
             "seconds": round(time.monotonic() - self._started, 1),
             "folders": folders,
@@ -144,3 +141,10 @@ def folder_of(name: str) -> str:
     """Return the folder of tests of a node id, such as ``tests/weights``."""
     *folders, _ = name.partition("::")[0].split("/")
     return "/".join(folders[:2])
+
+
+def add(total: Counter[str], costs: Mapping[str, float]) -> None:
+    """Add ``costs`` to ``total``. The peak of memory is the larger one."""
+    peak = max(total["peak_mib"], costs["peak_mib"])
+    total.update(costs)
+    total["peak_mib"] = peak

@@ -35,7 +35,11 @@ if [ $# -gt 0 ]; then
 fi
 
 set -m # each job is a process group, which the trap ends
-trap 'for job in $(jobs -p); do kill -- "-$job" 2>/dev/null || true; done' EXIT
+end() { # as Ctrl-C does, after which pytest ends what its fixtures started
+    for job in $(jobs -p); do kill -INT -- "-$job" 2>/dev/null || true; done
+    wait
+}
+trap end EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 lint &

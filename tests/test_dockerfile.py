@@ -48,7 +48,7 @@ def lint(text: str) -> Iterator[str]:
 
 def lint_shell(command: str) -> Iterator[str]:
     """Yield the rules that the command of a RUN breaks."""
-    checked = subprocess.run(["sh", "-n", "-c", command], capture_output=True, timeout=20)
+    checked = subprocess.run(["sh", "-n", "-c", command], capture_output=True, timeout=120)
     if checked.returncode:
         yield "SC1000 syntax of the shell"
     words = set(command.split())

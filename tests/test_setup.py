@@ -65,7 +65,7 @@ def test_a_driver_older_than_the_wheels_need_is_refused(tmp_path, device, driver
     program(tmp_path / "python", FAILING_PYTHON)
     done = set_up(
         tmp_path,
-        timeout=30,
+        timeout=120,
         TILLER_DEVICE=device,
         PATH=f"{tmp_path}:{os.environ['PATH']}",
         PYTHON=str(tmp_path / "python"),

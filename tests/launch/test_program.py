@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
 def test_a_local_run_continues_in_the_background_and_saves_on_sigterm(tmp_path):
     folder = tmp_path / "run"
     options = ("--steps", "5000", "--output-dir", folder)
-    done = warm.run("rl.launch", "local", *SMALL, *options, timeout=300)
+    done = warm.run("rl.launch", "local", *SMALL, *options, timeout=600)
     assert done.returncode == 0, done.stderr
     pid = int(re.search(r"kill (\d+)", done.stdout)[1])
     metrics = folder / "metrics.jsonl"
@@ -186,5 +186,5 @@ def test_a_local_run_continues_in_the_background_and_saves_on_sigterm(tmp_path):
 def test_wait_shows_the_output_and_returns_the_exit_code_of_the_run(tmp_path):
     missing = ["--config", "gsm8k_jsonl", "--task.path", str(tmp_path / "none.jsonl")]
     options = ("--output-dir", tmp_path / "run", "--wait")
-    done = warm.run("rl.launch", "local", *missing, *options, timeout=300)
+    done = warm.run("rl.launch", "local", *missing, *options, timeout=600)
     assert (done.returncode, done.stderr.startswith("error: ")) == (2, True), done.stderr

@@ -203,7 +203,7 @@ class Pushes(RuleBasedStateMachine):
         async def still():
             at_gate = asyncio.create_task(gates.reached.wait())
             done, _ = await asyncio.wait(
-                [task, at_gate], timeout=30, return_when=asyncio.FIRST_COMPLETED
+                [task, at_gate], timeout=120, return_when=asyncio.FIRST_COMPLETED
             )
             assert done
             at_gate.cancel()

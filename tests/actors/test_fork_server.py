@@ -44,6 +44,7 @@ def running() -> Iterator[str]:
     here, there = warm.FORK.Pipe()
     process = warm.FORK.Process(target=serve, args=(there,), daemon=True)
     process.start()
+    there.close()  # so that recv raises EOFError if the program ends early
     yield here.recv()
     process.kill()
     process.join()

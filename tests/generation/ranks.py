@@ -60,6 +60,7 @@ class GeneratorRanks:
             )
             with patch.dict(os.environ, variables):  # which imports of new interpreters read
                 process.start()
+            there.close()  # so that recv raises EOFError if the rank dies
             self.processes.append(process)
             self.pipes.append(here)
         self.at_birth = self._replies()

@@ -23,6 +23,7 @@ from tests.trainers.kinds import (
     write_custom_trainer,
 )
 from tests.trainers.tiny_chat import tiny_chat_model
+from tests.warm import rank_variables
 
 MEMBERS = (
     "train evaluate save_pretrained configure_model configure_dataloaders configure_functions "
@@ -54,6 +55,7 @@ def run(request, model, tmp_path_factory):
     config = config_of(request.param, model, tmp_path_factory.mktemp("run") / "run", STEPS)
     config.trainer.checkpoint.keep_latest_k = 3
     config.export_every = 2
+    rank_variables()  # the server of the ranks stays
     before = descendants()
     run = Run(request.param, config)
     run.trained = run.do(run.trainer.train)

@@ -244,7 +244,14 @@ def test_a_plan_that_is_shown_is_what_the_program_prints(capsys, rehearsed):
         assert [piece for piece in pieces if piece not in printed] == [], str(block)
 
 
-@pytest.mark.parametrize("page", pages_with("python"))
+@pytest.mark.parametrize(
+    "page",
+    [
+        # its block starts another engine
+        pytest.param(page, marks=[pytest.mark.long] if page == "docs/session.md" else [])
+        for page in pages_with("python")
+    ],
+)
 def test_every_python_block_runs(page, in_folder):
     """Blocks run in order, in one namespace."""
     namespace = {"__name__": "__main__"}

@@ -64,6 +64,8 @@ class Program:
         cwd: Path = ROOT,
     ):
         self.args = [*map(str, command)]
+        for path in (stdout, stderr):
+            path.write_text("")  # without the output of an earlier program
         variables = dict(os.environ if env is None else env)
         arguments = self.args, variables, str(cwd), str(stdout), str(stderr)
         self._process = FORK.Process(target=_become, args=arguments)
@@ -131,8 +133,8 @@ def _become(
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     for number, path in enumerate([os.devnull, stdout, stderr]):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY
-        descriptor = os.open(path, flags, 0o644)
+        flags = os.O_WRONLY if number else os.O_RDONLY
+        descriptor = os.open(path, flags)
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.environ.clear()

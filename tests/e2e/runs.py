@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import time
 import uuid
@@ -95,6 +96,12 @@ class Run:
 
     def until_step(self, step: int) -> None:
         self.until(lambda: len(self.metrics()) >= step)
+
+    def until_some_time_of_the_start(self, rng: random.Random) -> None:
+        """Wait for seconds that ``rng`` draws, at most until a step is finished."""
+        ends = time.monotonic() + rng.uniform(0, 6)
+        finished = len(self.metrics())
+        self.until(lambda: time.monotonic() > ends or len(self.metrics()) > finished)
 
     def until_said(self, text: str) -> None:
         """Wait until the run has printed a line."""

@@ -103,7 +103,7 @@ def test_killed_ten_times_at_random_moments(kind, tmp_path, finished, arguments)
         run = start(tmp_path, arguments(kind, steps))
         moment = rng.choice(["start", "step", "save", "validation"])
         if moment == "start":
-            time.sleep(rng.uniform(0, 10))
+            run.until_some_time_of_the_start(rng)
         else:
             run.until(lambda run=run, step=step: len(run.metrics()) > step)
         if moment == "save":

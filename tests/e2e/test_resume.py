@@ -74,11 +74,11 @@ def test_sampling_ahead_hides_what_it_overlaps(finished):
 def test_killed_ten_times_at_random_moments(tmp_path, finished, pipeline):
     rng = random.Random(len(pipeline))
     whole = finished(*pipeline)
-    for step in sorted(rng.randrange(STEPS - 8) for _ in range(10)):
+    for step in sorted(rng.randrange(STEPS - 12) for _ in range(10)):
         run = start(tmp_path, pipeline)
         moment = rng.choice(["start", "step", "save", "evaluation"])
         if moment == "start":
-            time.sleep(rng.uniform(0, 15))
+            run.until_some_time_of_the_start(rng)
         else:
             run.until(
                 lambda run=run, step=step: "push over" in run.stdout and len(run.metrics()) >= step

@@ -89,7 +89,7 @@ def test_killed_at_ten_moments_three_of_them_inside_a_tool(tmp_path, finished, c
 def wait_for(run: Run, moment: str, step: int, rng: random.Random, hold: Hold) -> None:
     """Wait until the run is at a ``moment`` after ``step``."""
     if moment == "start":
-        time.sleep(rng.uniform(0, 15))
+        run.until_some_time_of_the_start(rng)
         return
     run.until(lambda: "push over" in run.stdout and len(run.metrics()) > step)
     if moment == "tool":

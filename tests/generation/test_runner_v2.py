@@ -1,19 +1,40 @@
 """Contracts of the engine with vLLM's Model Runner V2, which GPUs run. Here it runs on CPU, and
-Triton interprets its kernels.
+Triton interprets its kernels, which takes half a minute to start.
 """
 
 import pytest
 
+from rl.types import GivenSequence
 from tests.generation.ranks import generate, request
 from tests.generation.test_engine import (  # noqa: F401
     test_a_weight_that_was_not_pushed_is_an_error,
+    test_aborted_requests_are_dropped_and_their_ids_are_free,
+    test_greedy_always_takes_the_most_likely_token,
     test_greedy_and_sampled_requests_keep_their_own_logprobs_in_one_batch,
+    test_logprobs_are_of_the_distribution_sampled_from,
+    test_more_prompt_tokens_than_fit_a_step_take_several_steps,
+    test_offload_frees_memory_and_onload_restores_completions,
+    test_prefix_cache_does_not_outlive_the_weights,
+    test_the_stop_token_is_part_of_the_completion,
+    test_tokens_depend_on_the_seed_and_not_on_other_requests,
 )
 from tests.generation.test_sampling_masks import check_cut
+from tests.generation.test_swap import (  # noqa: F401
+    test_a_request_preempted_at_the_swap_is_recomputed_completely,
+    test_every_token_in_flight_has_its_version_and_that_versions_logprob,
+    test_other_requests_see_no_key_or_value_of_older_weights,
+)
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture
 def generator(interpreted):
+    return interpreted
+
+
+@pytest.fixture
+def one_or_two_ranks(interpreted):
     return interpreted
 
 
@@ -35,6 +56,18 @@ def test_a_seed_and_a_position_give_the_token_whatever_else_is_in_the_batch(gene
 def test_logprobs_are_over_the_ids_that_the_mask_keeps(generator, policy):
     """Triton's interpreter can run the kernel of min-p, but not those of top-p and top-k."""
     check_cut(generator, policy, {"min_p": 0.2})
+
+
+def test_given_tokens_are_sampled_with_the_logprobs_of_the_model(generator, policy):
+    sequence = GivenSequence(tokens=[1, 2, 3, 9, 8, 7], given=3, positions=[3, 4])
+    (found,) = generator.run(given, sequence)
+    own = policy.logprobs([1, 2, 3], [9, 8, 7])
+    assert (found.logprobs[3:] - own).abs().max() <= 1e-5
+    assert found.logits.shape == (2, 64)
+
+
+def given(engine, sequence: GivenSequence):
+    return engine.activations(sequence)
 
 
 def asked(name: str, seed: int):

@@ -165,6 +165,7 @@ def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
     ) == (1, True)
 
 
+@pytest.mark.long
 def test_a_local_run_continues_in_the_background_and_saves_on_sigterm(tmp_path):
     folder = tmp_path / "run"
     options = ("--steps", "5000", "--output-dir", folder)

@@ -95,9 +95,11 @@ def wandb_records(path: Path) -> Iterator[bytes]:
 WANDB = """
 import sys
 from pathlib import Path
+from rl.observe import sinks as module
 from rl.observe.events import Events
 from rl.observe.sinks import Sinks
 from rl.observe.trackers import WeightsAndBiases
+module.CLOSE_S = 300.0  # the machine may be busy
 config = WeightsAndBiases.Config(mode="offline", project="tests")
 sinks = Sinks([config.build()], Path(sys.argv[1]), {"steps": 3}, sys.exit)
 events = Events(sinks.write)

@@ -6,7 +6,6 @@ import inspect
 import json
 import re
 import shlex
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
@@ -21,12 +20,14 @@ import tyro
 from torchtitan.config import ConfigManager
 from torchtitan.config.manager import custom_registry
 
-from rl.config import RunConfig
+from rl.algorithms.by_name import ALGORITHMS
+from rl.config import RLConfig, RunConfig
 from rl.errors import ConfigError, nearest, require, shown
 from rl.frames import users_code, users_error
 from rl.frozen import thawed
 from rl.help import (
     SHIPPED,
+    all_help,
     asks_for_help,
     check_known,
     check_name,
@@ -35,12 +36,14 @@ from rl.help import (
     quick_help,
     take_name,
 )
-from rl.renamed import new_name
+from rl.other_names import OTHER_NAMES
 from rl.rules import range_text
 from rl.validation import validate
 from rl.validation.values import ConfigValue, choices_of, validate_types, values
 
 LARGE = 10_000
+COPIES = ("critic.", "reference.", "roles.")
+"""Sections with fields of the trainer. Their fields need more of their names."""
 A_RUNS_FILE = "it must be the config.json of a run"
 
 
@@ -65,12 +68,14 @@ def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConf
     check_name(given, program)
     assert given is not None
     name, base = load_config(given)
-    if "--help-all" in overrides:
-        overrides = ["--help"]
-    elif asks_for_help(overrides):
-        print(config_help(program, given, common_fields(base)))
+    if asks_for_help(overrides):
+        in_full = "--help-all" in overrides
+        fields = all_fields(base) if in_full else common_fields(base)
+        print((all_help if in_full else config_help)(program, given, fields))
         raise SystemExit(0)
-    _check_field_names(base, overrides)
+    if isinstance(base, RLConfig):
+        overrides = _choose_algorithm(base, overrides)
+    overrides = _in_full(base, overrides)
     ConfigManager.register_tyro_rules(custom_registry)
     output = StringIO()
     try:
@@ -84,9 +89,7 @@ def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConf
                 config=(tyro.conf.CascadeSubcommandArgs,),  # any field may follow a chosen part
             )
     except SystemExit:
-        text = output.getvalue()
-        print(text + _nearest_choice(text, [*_field_names(base)]), end="", file=sys.stderr)
-        raise
+        raise ConfigError(_refusal(output.getvalue(), [*_field_names(base)])) from None
     except ValueError as error:  # a torchtitan dataclass refused its values
         raise ConfigError(str(error)) from error
     except Exception as error:
@@ -95,22 +98,37 @@ def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConf
     return name, config
 
 
-def _nearest_choice(text: str, fields: list[str]) -> str:
-    """Return a line with the valid words nearest to the word that tyro refused, or ""."""
-    words = unboxed(text)
-    if found := re.search(r"invalid choice '(.+?)' for .*?Expected one of \((.+?)\)", words):
-        hint = nearest(found[1], re.findall(r"'([^']+)'", found[2]))
-    elif found := re.search(r"Unrecognized options: ([^\s=]+)", words):
-        parts = re.findall(r"\b[\w.-]+:[\w-]+", words.partition("Available subcommands:")[2])
+def _choose_algorithm(config: RLConfig, overrides: list[str]) -> list[str]:
+    """Replace the algorithm of ``config`` by that of ``--algorithm NAME``, if given. Return the
+    other arguments.
+    """
+    name, others = take_name(overrides, "--algorithm")
+    if name is not None:
+        hint = nearest(name, ALGORITHMS)
+        allowed = ", ".join(ALGORITHMS)
+        require(name in ALGORITHMS, f"--algorithm is {name!r}; {hint}allowed are {allowed}")
+        config.algorithm = ALGORITHMS[name]()
+    return others
+
+
+def _refusal(text: str, fields: list[str]) -> str:
+    """Return the reason in tyro's message, with the valid words nearest to a refused word."""
+    words = " ".join(line.strip("│ ") for line in text.splitlines())
+    # a line ends the title, the reason and each of the other parts
+    _, reason, rest, *_ = map(str.strip, re.split("[─╭╮╰╯-]{3,}", words))
+    if found := re.search(r"invalid choice '(.+?)' for argument '(.+?)'\. .*\((.+)\)", reason):
+        choices = sorted(re.findall(r"'([^']+)'", found[3]))
+        allowed = ", ".join(choices)
+        return f"{found[2]} is {found[1]!r}; {nearest(found[1], choices)}allowed are {allowed}"
+    if found := re.search(r"Error parsing (\S+): (.+)", reason):
+        return f"{found[1]}: {found[2]}"
+    if found := re.search(r"Missing value for argument '(\S+)'", reason):
+        return f"{found[1]} needs a value"
+    if found := re.search(r"Unrecognized options: ([^\s=]+)", reason):
+        parts = re.findall(r"\b[\w.-]+:[\w-]+", rest)
         hint = nearest(found[1], [*parts, *(f"--{field}" for field in fields)])
-    else:
-        hint = ""
-    return f"{hint.strip()}\n" if hint else ""
-
-
-def unboxed(text: str) -> str:
-    """Return tyro's message without the box around it."""
-    return " ".join(re.sub(r"[│╭╮╰╯─+]|-{3,}", " ", text).split())
+        return f"{found[1]}: there is no such option; {hint}a field is given as --FIELD VALUE"
+    return reason
 
 
 def load_config(name: str) -> tuple[str, RunConfig]:
@@ -170,7 +188,11 @@ def find_config(name: str) -> Callable[[], RunConfig]:
     """
     if "." in name:
         module_name, _, function = name.rpartition(".")
-        known = config_functions(_import(module_name, name))
+        module = _import(module_name, name)
+        named = getattr(module, function, None)
+        if inspect.isfunction(named) and "return" not in named.__annotations__:
+            return named
+        known = config_functions(module)
     else:
         known = shipped_configs()
         function = name
@@ -267,38 +289,60 @@ def _limits_text(value: ConfigValue) -> str:
     return f"{least}{also}" if bounds.least > -LARGE else ""
 
 
-def _check_field_names(config: RunConfig, overrides: list[str]) -> None:
-    known = set(_field_names(config))
-    chosen = {
-        argument.partition(":")[0].replace("-", "_") for argument in overrides
-    }  # the chosen class has fields of its own
-    for argument in overrides:
-        if not argument.startswith("--") or argument == "--help":
-            continue
-        given = re.sub(
-            r"(^|\.)no_", r"\1", argument[2:].partition("=")[0].replace("-", "_")
-        )  # --no-flag negates
-        section = given.rpartition(".")[0]
-        if given in known or (
-            section in known and (section in chosen or not _has_fields(config, section))
-        ):
-            continue  # an entry of a field without declared fields, such as a dict: tyro checks it
-        if new := new_name(given):
-            raise ConfigError(f"--{given}: this field is now called --{new}")
-        while section and not any(name.startswith(f"{section}.") for name in known):
-            section = section.rpartition(".")[0]
-        prefix = f"{section}." if section else ""
-        siblings = sorted(
-            {
-                prefix + name[len(prefix) :].partition(".")[0]
-                for name in known
-                if name.startswith(prefix)
-            }
-        )
-        hint = nearest(given, known, prefix="--")
-        place = f"All in {section or 'the config'}: "
-        names = textwrap.fill(place + ", ".join(siblings), 100, break_on_hyphens=False)
-        raise ConfigError(f"--{given}: there is no such field; {hint.rstrip()}\n{names}")
+def _in_full(config: RunConfig, overrides: list[str]) -> list[str]:
+    """Return ``overrides`` with the full name of each field that is given by the end of its name.
+
+    Raises ConfigError for a field that does not exist, and for an end that several fields have.
+    """
+    known = {*_field_names(config)}
+    leaves = [value.name for value in values(config)]
+    # the chosen class has fields of its own
+    chosen = {argument.partition(":")[0].replace("-", "_") for argument in overrides}
+    return [_full_argument(config, argument, known, leaves, chosen) for argument in overrides]
+
+
+def _full_argument(
+    config: RunConfig, argument: str, known: set[str], leaves: list[str], chosen: set[str]
+) -> str:
+    written, equals, value = argument.removeprefix("--").partition("=")
+    name = written.replace("-", "_")
+    if not argument.startswith("--"):
+        require(not equals or name not in OTHER_NAMES, _other_name(written))
+        return argument
+    positive = re.sub(r"(^|\.)no_", r"\1", name)  # --no-flag negates
+    section = positive.rpartition(".")[0]
+    if positive in known or (
+        section in known and (section in chosen or not _has_fields(config, section))
+    ):
+        return argument  # tyro checks an entry of a field without declared fields, such as a dict
+    require(name not in OTHER_NAMES, _other_name(f"--{written}"))
+    found = [leaf for leaf in leaves if leaf.endswith(f".{positive}")]
+    found = [leaf for leaf in found if not leaf.startswith(COPIES)] or found
+    if len(found) == 1:
+        parent, _, last = found[0].rpartition(".")
+        negation = "no_" if name != positive else ""
+        return f"--{parent}.{negation}{last}{equals}{value}"
+    ends = ", ".join(f"--{leaf}" for leaf in found)
+    require(not found, f"--{written} is the end of several fields; give one of {ends}")
+    raise ConfigError(_unknown_field(positive, known))
+
+
+def _other_name(written: str) -> str:
+    name = written.removeprefix("--").replace("-", "_")
+    return f"{written}: Tiller's name of this field is --{OTHER_NAMES.get(name)}"
+
+
+def _unknown_field(given: str, known: set[str]) -> str:
+    section = given.rpartition(".")[0]
+    while section and not any(name.startswith(f"{section}.") for name in known):
+        section = section.rpartition(".")[0]
+    prefix = f"{section}." if section else ""
+    inside = (name.removeprefix(prefix) for name in known if name.startswith(prefix))
+    siblings = sorted({prefix + name.partition(".")[0] for name in inside})
+    hint = nearest(given, known, prefix="--")
+    place = f"All in {section or 'the config'}: "
+    names = textwrap.fill(place + ", ".join(siblings), 100, break_on_hyphens=False)
+    return f"--{given}: there is no such field; {hint.rstrip()}\n{names}"
 
 
 def _has_fields(config: RunConfig, name: str) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rl.errors import ConfigError
-from rl.renamed import hint
+from rl.other_names import hint
 
 _FOREIGN = (
     *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),

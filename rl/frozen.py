@@ -15,7 +15,6 @@ from torchtitan.config import Configurable
 from rl.config import RunConfig
 from rl.errors import ConfigError, require
 from rl.frames import users_code
-from rl.renamed import new_name
 
 
 def frozen(value: Any) -> Any:
@@ -77,20 +76,13 @@ def _thawed_dataclass(data: Any, kind: type, name: str) -> Any:
     unknown = sorted(data.keys() - {field.name for field in fields})
     require(
         not unknown,
-        f"{name} has the fields {unknown}, which {kind.__qualname__} has not: another version's?"
-        f"{_renamed(name, unknown)}",
+        f"{name} has the fields {unknown}, which {kind.__qualname__} has not: another version's?",
     )
     values = {
         field: thawed(value, types[field], f"{name}.{field}") for field, value in data.items()
     }
     with users_code(f"{name} cannot be made"):
         return kind(**values)
-
-
-def _renamed(name: str, unknown: list[str]) -> str:
-    section = name.partition(".")[2]
-    known = {field: new_name(f"{section}.{field}".removeprefix(".")) for field in unknown}
-    return "".join(f" {old} is now called {new}." for old, new in known.items() if new)
 
 
 def find_part(path: str, kinds: tuple[type, ...], name: str) -> type:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import textwrap
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -169,18 +169,23 @@ def quick_help(arguments: Sequence[str], program: str, usage: str = USAGE) -> st
     if known["sources"].get(source.name) != digest(source):
         return ""
     if "--help-all" in rest:
-        return _all_help(program, name, known["configs"][name], known["texts"])
+        return all_help(program, name, known["configs"][name], known["texts"])
     return config_help(program, name, known["configs"][name])
 
 
-def _all_help(program: str, name: str, fields: dict[str, Any], texts: dict[str, str]) -> str:
-    """Return the text that lists every field of a shipped config."""
+def all_help(
+    program: str, name: str, fields: dict[str, Any], texts: Mapping[str, str] | None = None
+) -> str:
+    """Return the help text of every field of a config, given default, range and perhaps a text of
+    each field by name. ``texts`` are those of the shipped configs by default.
+    """
+    texts = json.loads(RECORD.read_text())["texts"] if texts is None else texts
     rows = []
     for field, (default, limits, *own) in fields.items():
         rows.append(f"  {f'--{field} {default}':<70} {limits}".rstrip())
-        text = own[0] if own else texts[field]
+        text = own[0] if own else texts.get(field, "")
         rows.append(textwrap.fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
-    description = textwrap.fill(shipped_sources()[name][1], 100)
+    description = _description(name)
     lines = "\n".join(filter(None, rows))
     return ALL_PAGE.format(program=program, name=name, description=description, fields=lines)
 
@@ -200,9 +205,13 @@ def config_help(program: str, name: str, fields: dict[str, Any]) -> str:
             default, limits = fields[field][:2]
             given = f"--{field} {default}"
             rows.append(f"  {given:<50} {limits:<18}  {text}".rstrip())
-    description = shipped_sources()[name][1] if name in shipped_sources() else f"Config {name}."
-    text = textwrap.fill(description, 100)
-    return PAGE.format(program=program, name=name, description=text, groups="\n".join(rows))
+    groups = "\n".join(rows)
+    return PAGE.format(program=program, name=name, description=_description(name), groups=groups)
+
+
+def _description(name: str) -> str:
+    text = shipped_sources()[name][1] if name in shipped_sources() else f"Config {name}."
+    return textwrap.fill(text, 100)
 
 
 def is_common(field: str) -> bool:
@@ -244,13 +253,13 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def take_name(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the value of ``--config``, None if it is missing, and the other arguments."""
+def take_name(arguments: Sequence[str], option: str = "--config") -> tuple[str | None, list[str]]:
+    """Return the value of ``option``, None if it is missing, and the other arguments."""
     rest = list(arguments)
     for index, argument in enumerate(rest):
-        if argument.startswith("--config="):
+        if argument.startswith(f"{option}="):
             return argument.partition("=")[2], rest[:index] + rest[index + 1 :]
-        if argument == "--config" and index + 1 < len(rest):
+        if argument == option and index + 1 < len(rest):
             return rest[index + 1], rest[:index] + rest[index + 2 :]
     return None, rest
 
@@ -281,8 +290,8 @@ def check_known(name: str, function: str, known: Collection[str]) -> None:
     """
     if not known:
         raise ConfigError(
-            f"--config {name}: the module has no configs; a config is a function whose result is "
-            f"annotated, such as def {function}() -> RLConfig"
+            f"--config {name}: the module has no configs; a config is a function such as "
+            f"def {function}() -> RLConfig"
         )
     if function not in known:
         raise ConfigError(

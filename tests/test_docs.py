@@ -16,6 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rl.algorithms.by_name import ALGORITHMS
+from rl.cli import read_config
 from rl.plan.__main__ import main as plan
 from tests.bench.programs import module
 from tests.docs.commands import check_command
@@ -130,6 +132,16 @@ def test_the_map_of_the_house_has_every_package():
 def test_the_config_that_is_shown_is_the_quickstarts():
     shown = [block.code for block in blocks("docs/getting-started.md", "python")]
     assert (ROOT / "configs" / "quickstart.py").read_text() in shown
+
+
+def test_every_algorithm_that_is_shown_by_name_is_a_config_and_all_are_shown():
+    rows = re.findall(r"`(--algorithm ([a-z_]+)[^`]*)`", text_of("docs/algorithms.md"))
+    assert {name for _, name in rows} == {*ALGORITHMS}
+
+    def check(row: tuple[str, str]) -> None:
+        read_config(["--config", "gsm8k_jsonl", *row[0].split()], program="test")
+
+    check_rows(rows, check)
 
 
 def test_the_changelog_begins_with_this_version():

@@ -2,12 +2,10 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import redirect_stderr
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
-from rl.cli import read_config, unboxed
+from rl.cli import read_config
 from rl.config import RLConfig, RunConfig
 from rl.doctor.config import (
     check_cluster,
@@ -17,7 +15,7 @@ from rl.doctor.config import (
     check_values,
 )
 from rl.doctor.data import check_inputs, check_prompts, check_template, check_trainer
-from rl.doctor.findings import CORRECT, Finding, error, refused
+from rl.doctor.findings import Finding, error, refused
 from rl.doctor.host import Host
 from rl.doctor.reward import check_reward
 from rl.doctor.room import check_memory, check_output, check_room
@@ -37,16 +35,10 @@ def check_given(host: Host, arguments: list[str], program: str) -> Iterator[Find
         return
     if run is not None:
         arguments = ["--config", str(run / "config.json"), *arguments[1:]]
-    output = StringIO()
     try:
-        with redirect_stderr(output):
-            name, config = read_config(arguments, program=program)
+        name, config = read_config(arguments, program=program)
     except ConfigError as reason:
         yield refused("config", reason)
-    except SystemExit as end:  # the command line could not be read
-        if not end.code:
-            raise
-        yield error("config", "command line", unboxed(output.getvalue()), CORRECT)
     else:
         if run is not None:
             config = replace(config, output_dir=str(run), resume=True)

@@ -7,9 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict
-from io import StringIO
 from typing import TYPE_CHECKING
 
 from rl.errors import EXIT_CONFIG, ConfigError, end_program, require
@@ -61,15 +59,13 @@ def _plan(arguments: list[str]) -> int:
         check_arguments(rest, PROGRAM)
 
     # these import torch, which --help does without
-    from rl.cli import load_config, parse_config, unboxed
+    from rl.cli import load_config, parse_config
     from rl.plan.diff import changes
     from rl.plan.plan import Plan
     from rl.plan.report import describe, describe_changes
 
-    output = StringIO()
     try:
-        with redirect_stderr(output) if own.json else nullcontext():
-            name, config = parse_config(rest, program=PROGRAM)
+        name, config = parse_config(rest, program=PROGRAM)
         if own.diff:
             found = changes(config, load_config(own.diff)[1])
             rows = {"config": name, "other": own.diff, "changes": [*map(asdict, found)]}
@@ -83,10 +79,6 @@ def _plan(arguments: list[str]) -> int:
         if not own.json:
             raise
         return _refuse(str(error))
-    except SystemExit as end:  # the command line could not be read
-        if own.json and end.code:
-            return _refuse(unboxed(output.getvalue()))
-        return int(end.code or 0)
     print(json.dumps({"config": name} | plan.as_json()) if own.json else describe(name, plan))
     return 0 if plan.feasible else EXIT_CONFIG
 

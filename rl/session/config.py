@@ -7,7 +7,7 @@ from rl.cluster import HardwareConfig
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig, shape_of
 from rl.rules import NUMERICS, SECONDS, YEAR_S, at_least
-from rl.training.config import TrainerConfig
+from rl.training.config import TrainerConfig, settle
 from rl.types import Head
 from rl.weights.config import WeightPushConfig
 
@@ -53,6 +53,9 @@ class Role:
     trainer: TrainerConfig
     model: ModelConfig
     head: Head = "logprobs"
+
+    def __post_init__(self) -> None:
+        settle(self.trainer.parallelism)
 
     @property
     def parallelism_field(self) -> str:

@@ -35,6 +35,14 @@ def one_rank() -> titan.ParallelismConfig:
     return titan.ParallelismConfig(data_parallel_shard_degree=1, spmd_backend="partial_dtensor")
 
 
+def settle(parallelism: titan.ParallelismConfig) -> None:
+    """Replace two defaults of torchtitan, under which no run works, by those of ``one_rank``."""
+    if parallelism.data_parallel_shard_degree == -1:  # "the other ranks"; the degrees say how many
+        parallelism.data_parallel_shard_degree = 1
+    if parallelism.spmd_backend == titan.ParallelismConfig().spmd_backend:
+        parallelism.spmd_backend = "partial_dtensor"
+
+
 def ranks_of(parallelism: titan.ParallelismConfig) -> int:
     """Return the number of processes of a mesh with this parallelism."""
     dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree

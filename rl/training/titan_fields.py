@@ -32,10 +32,11 @@ TITAN_FIELDS: dict[type, Rules] = {
     )
     | _rules(
         PERFORMANCE,
-        "data_parallel_replicate_degree data_parallel_shard_degree context_parallel_degree "
-        "tensor_parallel_degree expert_parallel_degree pipeline_parallel_degree",
+        "data_parallel_replicate_degree context_parallel_degree tensor_parallel_degree "
+        "expert_parallel_degree pipeline_parallel_degree",
         at_least(1, MAX_RANKS),
     )
+    | _rules(PERFORMANCE, "data_parallel_shard_degree", at_least(1, MAX_RANKS, also=(-1,)))
     | _rules(
         PERFORMANCE,
         "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers",

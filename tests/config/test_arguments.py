@@ -2,6 +2,8 @@
 
 import pytest
 
+from rl.algorithms.by_name import ALGORITHMS
+from rl.algorithms.policy_gradient import PolicyGradient
 from rl.cli import find_config, parse_config
 from rl.errors import ConfigError
 from rl.frozen import frozen
@@ -113,20 +115,49 @@ def test_an_unknown_field_is_answered_with_the_nearest_and_its_siblings(written,
     assert siblings in message
 
 
-@pytest.mark.parametrize(
-    ("arguments", "near"),
-    [
-        (["--rollout.pipeline", "determinstic"], "deterministic"),
-        (["--weights.transport", "rmda"], "rdma"),
-        (["trainer.float8:liner"], "trainer.float8:linear"),
-        (["steps=3"], "--steps"),
-    ],
-)
-def test_an_unknown_choice_is_answered_with_the_nearest(arguments, near, capsys):
-    with pytest.raises(SystemExit) as end:
-        parse(*arguments)
-    assert end.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"did you mean {near}")
+REFUSED = {
+    "--rollout.pipeline determinstic": "--rollout.pipeline is 'determinstic'; did you mean "
+    "deterministic? allowed are asynchronous, deterministic",
+    "--weights.transport rmda": "--weights.transport is 'rmda'; did you mean rdma? allowed are "
+    "auto, cuda_ipc, rdma, shared_memory, tcp, torchstore",
+    "trainer.float8:liner": "trainer.float8:liner: there is no such option; did you mean "
+    "trainer.float8:linear or trainer.float8:none or --trainer.float8? a field is given as --FIELD "
+    "VALUE",
+    "steps=3": "steps: there is no such option; did you mean --steps? a field is given as --FIELD "
+    "VALUE",
+    "--steps": "--steps needs a value",
+    "--steps two": "--steps: invalid literal for int() with base 10: 'two'",
+    "--algorithm dapoo": "--algorithm is 'dapoo'; did you mean dapo or dppo or ppo? allowed are "
+    "grpo, dr_grpo, dapo, ppo, decoupled_ppo, rloo, reinforce_plus_plus, gspo, cispo, dppo",
+    "--tensor_parallel_degree 2": "--tensor_parallel_degree is the end of several fields; give one "
+    "of --trainer.parallelism.tensor_parallel_degree, --generator.tensor_parallel_degree",
+}
+
+
+def test_an_argument_that_cannot_be_read_is_refused_in_a_sentence():
+    found = {}
+    for arguments in REFUSED:
+        with pytest.raises(ConfigError) as error:
+            parse(*arguments.split())
+        found[arguments] = str(error.value)
+    assert found == REFUSED
+
+
+def test_a_field_may_be_given_by_the_end_of_its_name():
+    config = parse("--lr", "0.25", "--micro-batch-size=3", "--no-normalize-std", "--top_p", "0.5")
+    assert config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] == 0.25
+    assert config.critic.optimizer.param_groups[0].optimizer_kwargs["lr"] != 0.25
+    assert (config.trainer.micro_batch_size, config.rollout.top_p) == (3, 0.5)
+    assert config.algorithm.advantage.normalize_std is False
+
+
+def test_an_algorithm_is_chosen_by_its_name_and_later_fields_change_it():
+    config = parse("--algorithm.loss.clip_low", "0.1", "--algorithm", "dapo")
+    loss = config.algorithm.loss
+    assert (loss.clip_low, loss.clip_high, loss.reduction) == (0.1, 0.28, "token_mean")
+    assert frozen(parse("--algorithm=grpo").algorithm) == frozen(PolicyGradient.Config())
+    for name in ALGORITHMS:
+        assert parse("--algorithm", name).algorithm == ALGORITHMS[name]()
 
 
 def test_an_unknown_config_is_answered_with_the_nearest_and_all():
@@ -157,7 +188,7 @@ def test_a_config_of_another_package_is_found_by_module_and_name(package):
         parse("--task.loudnes", "3", config=f"{package}.loud")
 
 
-@pytest.mark.parametrize("name", ["loudd", "helper", "RLConfig", "Shout"])
+@pytest.mark.parametrize("name", ["loudd", "RLConfig", "Shout"])
 def test_only_functions_that_return_a_run_config_are_configs(package, name):
     with pytest.raises(
         ConfigError,
@@ -166,12 +197,31 @@ def test_only_functions_that_return_a_run_config_are_configs(package, name):
         parse(config=f"{package}.{name}")
 
 
-def test_a_config_without_an_annotation_is_answered_with_how_to_write_one(tmp_path, monkeypatch):
-    (tmp_path / "plain.py").write_text("def own():\n    return None\n")
+def test_a_function_that_is_named_needs_no_annotation(tmp_path, monkeypatch):
+    (tmp_path / "plain.py").write_text(
+        "from configs.quickstart import quickstart\n"
+        "def own():\n    return quickstart()\n"
+        "def empty():\n    return None\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    message = r"--config plain.own: the module has no configs; .* such as def own\(\) -> RLConfig"
-    with pytest.raises(ConfigError, match=message):
-        parse(config="plain.own")
+    assert frozen(parse(config="plain.own")) == frozen(parse())
+    with pytest.raises(ConfigError, match="plain.empty: .* returned None; it must return a config"):
+        parse(config="plain.empty")
+    with pytest.raises(ConfigError, match=r"the module has no configs; .* def other\(\) ->"):
+        parse(config="plain.other")
+
+
+def test_torchtitans_parallelism_works_as_it_is_written(tmp_path, monkeypatch):
+    (tmp_path / "sharded.py").write_text(
+        "from configs.quickstart import quickstart\n"
+        "from torchtitan.config import ParallelismConfig\n"
+        "def own():\n    config = quickstart()\n"
+        "    config.trainer.parallelism = ParallelismConfig(tensor_parallel_degree=2)\n"
+        "    return config\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    given = parse("--trainer.parallelism.tensor_parallel_degree", "2")
+    assert frozen(parse(config="sharded.own")) == frozen(given)
 
 
 def test_a_module_that_cannot_be_imported_is_named():

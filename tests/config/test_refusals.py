@@ -121,7 +121,7 @@ REFUSED = [
         for name, value, allowed in [
             ("tensor_parallel", 4, r"it must divide .*n_kv_heads=2.*allowed are \[1, 2\]"),
             ("tensor_parallel", 0, "it must be at least 1"),
-            ("data_parallel_shard", -1, "it must be at least 1"),
+            ("data_parallel_shard", 0, "it must be -1, or at least 1"),
             ("data_parallel_replicate", 0, "it must be at least 1"),
             ("context_parallel", 0, "it must be at least 1"),
             ("pipeline_parallel", 2, "it must be 1: cut the model by .*tensor_parallel_degree"),

@@ -25,7 +25,7 @@ REFUSED = {
     ),
     "a value of another type": (
         ("--steps", "many"),
-        ("error", "command line", "many", "correct it there"),
+        ("error", "--steps", "many", "correct it there"),
     ),
     "sequences that are too long": (
         ("--rollout.max_tokens", "600"),

@@ -227,8 +227,8 @@ INVALID = [
         "tensor_parallel_degree is 3; it must divide",
     ),
     (
-        [*TINY, "--trainer.parallelism.data_parallel_shard_degree", "-1"],
-        "data_parallel_shard_degree is -1",
+        [*TINY, "--trainer.parallelism.data_parallel_shard_degree", "0"],
+        "data_parallel_shard_degree is 0",
     ),
     (
         [*TINY, "--generator.tensor_parallel_degree", "4"],

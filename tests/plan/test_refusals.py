@@ -118,7 +118,7 @@ RULES = [
         r"expert_parallel_degree is 4; it must divide model.num_experts=8 and .*=2: allowed "
         r"are \[1, 2\]",
     ),
-    ("quickstart", "--seed two", "Error parsing --seed: invalid literal"),
+    ("quickstart", "--seed two", "--seed: invalid literal"),
     ("quickstar", "", "did you mean quickstart"),
 ]
 

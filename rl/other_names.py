@@ -1,0 +1,72 @@
+"""Names of other trainers for Tiller's fields. They are refused with Tiller's name.
+
+TRL's names are those of its GRPOConfig, SFTConfig and DPOConfig; verl's and prime-rl's are the
+paths of their config files.
+"""
+
+import re
+
+LR = "trainer.optimizer.param_groups.0.optimizer_kwargs.lr"
+OTHER_NAMES = {
+    # TRL
+    "learning_rate": LR,
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "num_generations": "rollout.samples_per_prompt",
+    "max_completion_length": "rollout.max_tokens",
+    "per_device_train_batch_size": "trainer.micro_batch_size",
+    "num_iterations": "algorithm.update_epochs",
+    "epsilon": "algorithm.loss.clip_low",
+    "epsilon_high": "algorithm.loss.clip_high",
+    "loss_type": "algorithm.loss.reduction",
+    "scale_rewards": "algorithm.advantage.normalize_std",
+    "max_grad_norm": "trainer.training.max_norm",
+    "save_steps": "trainer.checkpoint.interval",
+    "save_total_limit": "trainer.checkpoint.keep_latest_k",
+    "eval_steps": "evaluation.every",
+    "resume_from_checkpoint": "resume",
+    "model_name_or_path": "model.hf_path",
+    "max_length": "model.max_seq_len",
+    # verl
+    "data.train_files": "task.path",
+    "data.train_batch_size": "rollout.prompts_per_step",
+    "data.max_response_length": "rollout.max_tokens",
+    "actor_rollout_ref.model.path": "model.hf_path",
+    "actor_rollout_ref.actor.optim.lr": LR,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "algorithm.prompts_per_minibatch",
+    "actor_rollout_ref.actor.ppo_epochs": "algorithm.update_epochs",
+    "actor_rollout_ref.actor.clip_ratio_low": "algorithm.loss.clip_low",
+    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.loss.clip_high",
+    "actor_rollout_ref.actor.entropy_coeff": "algorithm.loss.entropy_coef",
+    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.loss.kl_coef",
+    "actor_rollout_ref.actor.loss_agg_mode": "algorithm.loss.reduction",
+    "actor_rollout_ref.rollout.n": "rollout.samples_per_prompt",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "generator.tensor_parallel_degree",
+    "algorithm.adv_estimator": "algorithm",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.reward_kl_coef",
+    "trainer.total_training_steps": "steps",
+    "trainer.save_freq": "trainer.checkpoint.interval",
+    "trainer.test_freq": "evaluation.every",
+    # prime-rl
+    "seq_len": "model.max_seq_len",
+    "max_async_level": "rollout.max_staleness",
+    "orchestrator.rollouts_per_example": "rollout.samples_per_prompt",
+    "orchestrator.sampling.max_tokens": "rollout.max_tokens",
+    "orchestrator.sampling.temperature": "rollout.temperature",
+    "trainer.optim.lr": LR,
+    "trainer.model.ac": "trainer.activation_checkpoint",
+    "inference.parallel.tp": "generator.tensor_parallel_degree",
+    "inference.parallel.dp": "generator.replicas",
+}
+"""Path of a field, from the root of a config, by its name in another trainer."""
+
+
+def hint(message: str) -> str:
+    """Return a clause for Python's ``message`` about an attribute or argument that has the name of
+    another trainer; "" for other messages.
+    """
+    if not re.search(r"has no attribute|unexpected keyword argument", message):
+        return ""
+    news = [new for old, new in OTHER_NAMES.items() if message.endswith(f"'{old}'")]
+    return f"; Tiller's name is {news[0]}" if news else ""

@@ -71,7 +71,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item
             for item in items
             if item.get_closest_marker("long") is None
-            or zlib.crc32(item.nodeid.encode()) % count == number - 1
+            or (
+                zlib.crc32(item.nodeid.encode()) % count == number - 1
+                and item.get_closest_marker("download") is None
+            )
         ]
         config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
         items[:] = kept

@@ -83,6 +83,7 @@ def test_a_driver_older_than_the_wheels_need_is_refused(tmp_path, device, driver
 
 
 @pytest.mark.long
+@pytest.mark.download
 def test_the_cuda_build_is_installed_and_imported_without_a_driver(tmp_path):
     """9 GB. vLLM's kernels are not loaded, since they need the driver's library."""
     if shutil.disk_usage(tmp_path).free < 24 * 2**30:

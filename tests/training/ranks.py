@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from tests.warm import FORK
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 STORE_OF_PARENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 

@@ -22,6 +22,9 @@ from rl.errors import (
 
 _PLAIN = dict(zip("▁▂▃▄▅▆▇█━─│·•→…", [*"_.,-=+*#--|-*", "->", "..."], strict=True))
 
+LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals after which a program saves and leaves. The other processes of a run ignore the signals,
+since a launcher, a closing terminal or a user may send them to all processes."""
 
 COLLECT_AT = (50_000, 20, 100)
 """Thresholds of the garbage collector. Python's own make it visit the objects of imports again and

@@ -11,6 +11,7 @@ from typing import TypeVar
 from rl.cli import parse_config
 from rl.config import RLConfig, RunConfig
 from rl.errors import Interrupted, end_program, require
+from rl.program import LEAVING
 from rl.roles import session_config
 from rl.session.config import SessionConfig
 from rl.session.session import Session
@@ -18,8 +19,6 @@ from rl.step_folders import StepFolders
 from rl.tasks.base import Task
 
 Result = TypeVar("Result")
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +157,7 @@ def _cancel_on_signals() -> list[int]:
         received.append(number)
         loop.call_soon_threadsafe(task.cancel)
 
-    for number in SIGNALS:
+    for number in LEAVING:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup(1)
             signal.signal(number, receive)
     return received

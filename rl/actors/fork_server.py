@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from rl.actors.guard import PR_SET_PDEATHSIG, guard
 from rl.errors import EXIT_FAILED, at_end, end_program
-from rl.program import COLLECT_AT, steady
+from rl.program import COLLECT_AT, LEAVING, steady
 
 SERVER = "TILLER_FORK_SERVER"
 """Variable with the name of the server's socket."""
@@ -35,6 +35,9 @@ LOG = "TILLER_LOG"
 """Variable with the path of a rank's log."""
 GUARDED = "TILLER_GUARDED"
 """Variable of a rank that ends with all processes that it started."""
+ENDURE = "import signal; signal.signal(signal.SIGTERM, lambda number, frame: None)"
+"""Program of a guarded rank. SIGTERM does not end the rank. It ends processes that the rank starts:
+unlike SIG_IGN, a handler is not inherited."""
 PR_SET_NAME = 15
 CREDENTIALS = "iII"  # pid, user and group, as the kernel packs them
 LONGEST_READ = 1 << 16
@@ -95,7 +98,8 @@ def start(*, preload: bool = True) -> None:
     if server == 0:
         _end_with(owner)
         _rename("fork-server")
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in LEAVING:
+            signal.signal(number, signal.SIG_IGN)
         gc.freeze()  # a collection would write to the pages that ranks share
         try:
             _Server(listener).run()
@@ -230,6 +234,7 @@ def _become(outputs: list[int], module: str, folder: str, environment: dict[str,
     if GUARDED in environment:
         _rename("guard")
         guard()
+        exec(ENDURE)
     _rename(Path(environment[LOG]).stem)
     _forget_parent()
     code = 0

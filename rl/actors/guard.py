@@ -3,7 +3,7 @@ which must not import other modules of this package.
 
 The guard is a subreaper: it becomes the parent of every process below it that loses its parent,
 also of one that has left its process group or session. It kills all of them when the guarded
-process or the run has ended.
+process or the run has ended, and after SIGTERM of its parent. It ignores SIGTERM of others.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ def guard() -> None:
     """
     prctl = ctypes.CDLL(None).prctl
     own = os.getpid()
+    parent = os.getppid()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -37,8 +38,13 @@ def guard() -> None:
         return
     ended: dict[int, int] = {}
     code = 128 + signal.SIGTERM
-    while guarded not in ended and signal.sigwait(SIGNALS) == signal.SIGCHLD:
-        ended = reap()
+    told = False
+    while guarded not in ended and not told:
+        received = signal.sigwaitinfo(SIGNALS)
+        if received.si_signo == signal.SIGCHLD:
+            ended = reap()
+        else:
+            told = received.si_pid == parent or os.getppid() != parent
     if guarded in ended:
         code = os.waitstatus_to_exitcode(ended[guarded])
     ends = time.monotonic() + END_S

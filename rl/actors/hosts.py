@@ -11,25 +11,26 @@ from monarch.actor import Point, ProcMesh, attach_to_workers, default_bootstrap_
 from monarch.config import configure
 
 from rl.actors import fork_server
-from rl.actors.fork_server import GUARDED, LOG
+from rl.actors.fork_server import ENDURE, GUARDED, LOG
 from rl.actors.nodes import Node, Nodes
 from rl.actors.processes import ensure_runtime
 from rl.compat.monarch_internals import BootstrapCommand
 from rl.platform import device_type, thread_variables
-from rl.program import COLLECT_AT
+from rl.program import COLLECT_AT, LEAVING
 from rl.types import Place
 from rl.weights.streams import HOST
 
 SHUT_DOWN_S = 10.0
 
 # The signal ends the process with its parent; Monarch would end it seconds later.
-_WRAPPER = """
+_WRAPPER = f"""
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 if os.getppid() != int(os.environ["TILLER_PARENT"]):
     sys.exit("the parent of this process has ended")
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the controller alone
+for number in {[*map(int, LEAVING)]}:
+    signal.signal(number, signal.SIG_IGN)
 if devices := os.environ.get("TILLER_DEVICES"):  # indices into the visible devices
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = [int(number) for number in devices.split(",")]
@@ -42,7 +43,9 @@ os.dup2(log, 2)
 _GUARD = Path(__file__).with_name("guard.py").read_text() + "\nguard()\n"
 _EXECUTE = "os.execv(sys.argv[1], sys.argv[1:])\n"
 _RUN_MODULE = f"""
-import gc, runpy, sys
+import gc, os, runpy, sys
+if "{GUARDED}" in os.environ:
+    {ENDURE}
 gc.set_threshold(*{COLLECT_AT})
 runpy.run_module(sys.argv[2], run_name="__main__", alter_sys=True)
 """

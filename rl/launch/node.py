@@ -22,8 +22,9 @@ POLL_S = 0.2
 
 def main(folder: Path) -> int:
     """Serve until the run shuts the worker down. Return the exit code of the worker."""
-    # preemption sends SIGTERM to every step, and the run has to save first
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # preemption sends SIGTERM to every step, and a user any signal; the run has to save first
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     name = os.environ.get("SLURMD_NODENAME") or os.environ.get("TILLER_NODE")
     name = name or socket.gethostname()
     entry = folder / f"{name}.json"

@@ -21,14 +21,13 @@ from rl.errors import (
     trace_of,
 )
 from rl.frames import place_of
+from rl.program import LEAVING
 from rl.trainers.advice import advice_after
 from rl.trainers.attempt import Again, lost_group
 from rl.trainers.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from rl.trainers.life_cycle import LifeCycle
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Interrupts:
@@ -52,7 +51,7 @@ class Interrupts:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in LEAVING:
                 handler = signal.getsignal(number)
                 if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup(1)
                     # the loop's own handlers wait for a step that blocks the loop

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 
@@ -14,3 +16,15 @@ async def assert_ended(pids: list[int]) -> None:
     async with asyncio.timeout(60):
         while any(os.path.exists(f"/proc/{pid}") for pid in pids):
             await asyncio.sleep(0.02)
+
+
+def wait_until_delivered(child: int) -> None:
+    """Return when the process has handled the signals that it got."""
+    status = Path(f"/proc/{child}/status")
+    while any(
+        int(line.split()[1], 16)
+        for line in status.read_text().splitlines()
+        if line.startswith(("SigPnd", "ShdPnd"))
+    ):
+        time.sleep(0.01)
+    time.sleep(0.1)  # the interpreter calls the handler a moment later

@@ -15,13 +15,16 @@ import torch
 import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from rl.actors import hosts
+from rl.actors import fork_server, hosts
+from rl.actors.fork_server import GUARDED, LOG
 from rl.actors.group import ActorGroup, _tail
+from rl.actors.guard import parent_of
 from rl.actors.hosts import Hosts
 from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure, RankLost
+from rl.program import LEAVING
 from rl.types import Place
-from tests.actors.processes import assert_ended
+from tests.actors.processes import assert_ended, wait_until_delivered
 
 LONG = 200.0
 
@@ -80,6 +83,13 @@ class Moody(Actor):
         return int(number)
 
     @concurrent_endpoint
+    async def end_a_program(self) -> int:
+        """Start a program, send it SIGTERM, and return its exit code."""
+        with subprocess.Popen(["sleep", "3600"]) as program:
+            program.terminate()
+            return program.wait()
+
+    @concurrent_endpoint
     async def pid(self) -> int:
         return os.getpid()
 
@@ -88,13 +98,13 @@ class Moody(Actor):
 def in_group(tmp_path):
     """Run ``work(group, pids)`` with two ranks. Assert that the ranks end and files are closed."""
 
-    def run(work, *, mood: str = "cheerful", heartbeat: float = 0.0):
+    def run(work, *, mood: str = "cheerful", heartbeat: float = 0.0, **env: str):
         async def started():
             supervisor = Supervisor(Hosts(tmp_path))
             group = ActorGroup("moody", Place(ranks=2), supervisor, heartbeat=heartbeat)
             pids: list[int] = []
             try:
-                await group.spawn(Moody, mood, deadline=LONG, env={"EXTRA": "set"})
+                await group.spawn(Moody, mood, deadline=LONG, env={"EXTRA": "set", **env})
                 pids = [process.pid for process in group._processes]
                 return await work(group, pids)
             finally:
@@ -340,6 +350,46 @@ def test_death_on_another_host_fails_only_the_group_that_it_belongs_to(tmp_path,
     reason = str(failure).partition("\nend of ")[0]
     # On a busy host Monarch reports only a crash.
     assert reason.endswith(("Killed(sig=9)", "The process likely crashed"))
+
+
+def processes_of(pids: list[int], folder: Path) -> set[int]:
+    """Return the given ranks, their guards and fork server, and the processes that asked for the
+    ranks, which have the log of a rank in ``folder`` among their variables.
+    """
+    found = {*pids}
+    for pid in pids:
+        while Path(f"/proc/{pid}/comm").read_text().startswith(("moody-", "guard")):
+            pid = parent_of(pid)
+            found.add(pid)
+    mark = f"{LOG}={folder}/moody-".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended
+            found |= {int(path.name)} if mark in (path / "environ").read_bytes() else set()
+    return found - {os.getpid()}
+
+
+@pytest.mark.parametrize(
+    ("executed", "env"), [(False, {}), (False, {GUARDED: "1"}), (True, {GUARDED: "1"})]
+)
+def test_signals_after_which_a_program_leaves_end_no_other_process(
+    executed, env, in_group, monkeypatch, tmp_path
+):
+    if executed:
+        monkeypatch.setattr(fork_server, "variables", dict)
+
+    async def work(group, pids):
+        targets = processes_of(pids, tmp_path)
+        for pid in targets:
+            for number in LEAVING:
+                subprocess.run(["kill", f"-{int(number)}", str(pid)], check=True)
+            wait_until_delivered(pid)
+        answers = await group.call("end_a_program", deadline=LONG) if env else []
+        await group.check_alive()
+        return len(targets), answers
+
+    count, answers = in_group(work, **env)
+    assert count == (4 if executed else 5 + 2 * len(env))
+    assert answers == [-signal.SIGTERM] * 2 * len(env)
 
 
 def test_rank_that_ends_while_its_interpreter_starts_has_died(in_group, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from rl.actors import guard
 from tests.actors.forks import __file__ as forks
-from tests.actors.processes import assert_ended
+from tests.actors.processes import assert_ended, wait_until_delivered
 
 GUARDED = f"""
 import os, sys
@@ -41,6 +41,19 @@ def test_children_and_daemons_end_with_the_guarded_process(ending, tmp_path):
         finally:
             process.terminate()
     asyncio.run(assert_ended([int(pid) for pid in (tmp_path / "forked").read_text().split()]))
+
+
+def test_sigterm_of_another_process_does_not_end_a_guard(tmp_path):
+    code = GUARDED + "print(sys.stdin.readline(), end='')"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        assert process.stdout.readline() == "forked\n"
+        subprocess.run(["kill", "-TERM", str(process.pid)], check=True)
+        wait_until_delivered(process.pid)
+        assert process.communicate("goes on\n", timeout=60)[0] == "goes on\n"
+        assert process.returncode == 0
 
 
 def test_children_and_daemons_end_with_a_parent_that_is_killed(tmp_path):

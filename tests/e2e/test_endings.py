@@ -42,17 +42,20 @@ def test_ctrl_c_says_what_will_happen_and_a_second_one_leaves_at_once_without_a_
 
 
 @pytest.mark.long
-def test_a_terminal_that_closes_lets_the_run_save(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_all_processes_lets_the_run_save(number, tmp_path):
     run = Run(*TINY, "--steps", "100000", folder=tmp_path / "run")
     run.until_step(2)
-    os.killpg(run.process.pid, signal.SIGHUP)
+    for pid in run.processes():
+        os.kill(pid, number)
     assert run.wait() == 75
     run.assert_nothing_left()
     step = len(run.metrics())
-    assert f"interrupted by SIGHUP after step {step}; go on from step {step} with: " in run.stderr
+    how = f"interrupted by {number.name} after step {step}"
+    assert f"{how}; go on from step {step} with: " in run.stderr
     assert run.stderr.rstrip().endswith(f"--output-dir {run.folder} --resume")
     said = (run.folder / "logs" / "run.log").read_text()
-    assert f"  interrupted by SIGHUP after step {step}" in said
+    assert f"  {how}" in said
     assert "  step 1/100000 · reward " in said
 
 

@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 import traceback
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +17,7 @@ from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.trainers.endings import Interrupts, fail
 from rl.trainers.run_folder import RunFolder
+from tests.actors.processes import wait_until_delivered
 
 
 @pytest.fixture
@@ -187,18 +187,6 @@ def interrupted(
             os.kill(child, number)
         words = said.read()
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), words
-
-
-def wait_until_delivered(child):
-    """Return when the process has handled the signals that it got."""
-    status = Path(f"/proc/{child}/status")
-    while any(
-        int(line.split()[1], 16)
-        for line in status.read_text().splitlines()
-        if line.startswith(("SigPnd", "ShdPnd"))
-    ):
-        time.sleep(0.01)
-    time.sleep(0.1)  # the interpreter calls the handler a moment later
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The weight push: from the trainer to every generator, checked."""
 
 import asyncio
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -27,6 +28,7 @@ NETWORK = (
     "torchstore",
 )  # transports whose publishers reserve a place for each reader
 UNLIMITED = 1000
+RETRY_S = 1.0  # before a failed transfer is tried again; doubled each time
 
 
 class Arrival(NamedTuple):
@@ -233,12 +235,15 @@ class WeightPush:
         return pause
 
     async def _pull_or_try_again(self, generator: GeneratorMesh, version: int) -> float:
-        """Pull, again if a transfer fails; return the pause of generation, in s.
+        """Pull, again and at growing intervals if transfers fail; return the pause of generation,
+        in s.
 
         Raises NodeLost if transfers between living processes keep failing.
         """
         failures = 0
         while True:
+            if failures:  # at another time than other generators, which may have failed with it
+                await asyncio.sleep(RETRY_S * 2 ** (failures - 1) * random.uniform(1, 2))
             try:
                 return await generator.pull_weights(version)
             except RankLost:

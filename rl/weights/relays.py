@@ -19,6 +19,13 @@ class _Node:
     far: int = 0
     """Number of children on other hosts."""
 
+    def is_below(self, other: "_Node") -> bool:
+        """Whether ``other`` is this node's parent, or the parent of that node, and so on."""
+        node = self.parent
+        while node is not None and node is not other:
+            node = node.parent
+        return node is not None
+
 
 @dataclass(slots=True)
 class RelayTree:
@@ -40,17 +47,20 @@ class RelayTree:
         """Give a reader a place in the tree of its ``group`` and push; return the address of its
         parent, None for the trainer.
 
-        A reader that asks again has lost what it had, so it gets a new place.
+        A reader that asks again has lost what it had, so it gets a new place, below none of its
+        own descendants: each would wait for the other.
         """
         with self._lock:
             for key in [key for key in self._trees if key[0] <= sequence - 2 * KEPT]:
                 del self._trees[key]  # sequence numbers of pushes differ by 2
             root = {-1: _Node(None, self.host)}
             tree = self._trees.setdefault((sequence, group), root)
-            _remove(tree, reader)
-            parent = self._parent(tree, address.host)
-            tree[reader] = _Node(address, address.host, parent)
-            return parent.address if parent else None
+            node = _remove(tree, reader) or _Node(address, address.host)
+            node.address = address  # the readers below it keep it as their parent
+            node.host = address.host
+            node.parent = self._parent(tree, node)
+            tree[reader] = node
+            return node.parent.address if node.parent else None
 
     def forget(self, reader: int) -> None:
         """Remove this reader as a parent until it asks again."""
@@ -58,28 +68,30 @@ class RelayTree:
             for tree in self._trees.values():
                 _remove(tree, reader)
 
-    def _parent(self, tree: dict[int, _Node], host: str) -> _Node | None:
-        """Return the first node with room, on ``host`` if a node is there, and count the child;
-        None if no node has room.
+    def _parent(self, tree: dict[int, _Node], child: _Node) -> _Node | None:
+        """Return the first node with room that is not below ``child``, on the host of ``child`` if
+        a node is there, and count the child; None if no node has room.
         """
         first: dict[str, _Node] = {}
-        for node in tree.values():
+        nodes = [node for node in tree.values() if not node.is_below(child)]
+        for node in nodes:
             first.setdefault(node.host, node)
-        for node in tree.values():
-            if node.host == host and node.near < self.fan_out:
+        for node in nodes:
+            if node.host == child.host and node.near < self.fan_out:
                 node.near += 1
                 return node
         for node in first.values():
-            if node.host != host and node.far < self.fan_out:
+            if node.host != child.host and node.far < self.fan_out:
                 node.far += 1
                 return node
         return None
 
 
-def _remove(tree: dict[int, _Node], reader: int) -> None:
+def _remove(tree: dict[int, _Node], reader: int) -> _Node | None:
     node = tree.pop(reader, None)
     if node is not None and node.parent is not None:
         if node.parent.host == node.host:
             node.parent.near -= 1
         else:
             node.parent.far -= 1
+    return node

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rl.generation.config import GeneratorConfig
 from rl.model.shards import Box, Region
 from rl.observe.events import WARNINGS, Event, Events
 from rl.observe.spans import Stopwatch
+from rl.session import push
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
 from rl.session.push import WeightPush
@@ -159,10 +161,19 @@ async def test_version_gone_without_a_newer_one_ends_the_run(pipeline):
 @pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
 @pytest.mark.parametrize("failures", [2, 3])
 @in_a_loop
-async def test_failed_transfer_is_repeated(pipeline, failures):
+async def test_failed_transfer_is_repeated_at_growing_intervals(pipeline, failures, monkeypatch):
+    monkeypatch.setattr(push, "RETRY_S", 0.02)
     scene = await connected(pipeline=pipeline)
     (generator,) = scene.generators
     fail_pulls(generator, TOO_SLOW, failures)
+    fail = generator.pulling
+    times = []
+
+    async def pulling():
+        times.append(time.monotonic())
+        await fail()
+
+    generator.pulling = pulling
     scene.step()
     if failures == 2:
         await scene.arrived(1)
@@ -171,6 +182,9 @@ async def test_failed_transfer_is_repeated(pipeline, failures):
         with pytest.raises(NodeLost, match="failed 3 times in a row while the trainer is alive"):
             await scene.arrived(1)
     assert len(scene.warnings) == 2
+    first, second, third = times
+    assert second - first >= 0.02
+    assert third - second >= 0.04
 
 
 @in_a_loop

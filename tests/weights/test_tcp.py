@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import time
@@ -275,6 +276,30 @@ def test_each_host_reads_once_from_another_host():
     assert tree.place(4, 0, 4, Address("d", 4, "")) is None  # another push
     tree.forget(0)
     assert tree.place(5, 0, 2, Address("e", 5, "")) is None
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab", "aab", "abc", "aabbcc"])
+@pytest.mark.parametrize("fan_out", [1, 2])
+def test_no_two_readers_wait_for_each_other_whoever_asks_again(hosts, fan_out):
+    tree = RelayTree(fan_out, "t")
+    parents = dict[int, int | None]()
+    rng = random.Random(hosts)
+    readers = [*range(len(hosts))]
+    for reader in readers + rng.choices(readers, k=200):
+        parent = tree.place(reader, 0, 2, Address(hosts[reader], reader, ""))
+        parents[reader] = None if parent is None else parent.port
+        above = parents[reader]
+        for _ in readers:
+            above = None if above is None else parents[above]
+        assert above is None
+
+
+def test_readers_of_one_host_that_both_ask_again_form_a_chain():
+    tree = RelayTree(1, "t")
+    first, second = (Address("a", reader, "") for reader in range(2))
+    for _ in range(3):
+        assert tree.place(0, 0, 2, first) is None
+        assert tree.place(1, 0, 2, second) == first
 
 
 def test_every_version_arrives_bit_for_bit(with_procs):

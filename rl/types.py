@@ -26,6 +26,8 @@ EpisodeStop = Literal["done", "turns", "length", "context", "timeout"]
 
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above 0. vLLM silently raises lower ones, which would change the log-probs."""
+MAX_TEMPERATURE = 2.0
+"""Highest temperature that vLLM samples at."""
 
 StopReason = FinishReason | EpisodeStop
 """Reason for the end of a rollout. Only single completions have ``stop``."""

@@ -194,6 +194,44 @@ def test_an_exception_in_a_users_constructor_names_the_line_before_anything_star
     assert not folder.exists()
 
 
+REWARD = """
+class Mine(CopyDigits):
+    @dataclass(kw_only=True, slots=True)
+    class Config(CopyDigits.Config):
+        pass
+    def score(self, prompt, text, completion):
+        {}
+
+def mine() -> RLConfig:
+    config = find_config("quickstart")()
+    config.task = Mine.Config()
+    config.deadlines.reward = 2.0
+    return config
+"""
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        ("return Score(reward=1, correct=True, metrics={'mean': 1})", "a metric named 'mean'"),
+        ("return Score(reward=1, correct=True, metrics={'a': 'b'})", "a='b', which is not a"),
+        ("return prompt.answr", "raised AttributeError: 'Prompt' object has no"),
+        ("import time; time.sleep(3600)", "did not end in 2 s"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_refused_before_anything_starts(
+    module, tmp_path, score, said
+):
+    name = module(f"from rl.tasks.base import Score\n{IMPORTS}{REWARD.format(score)}")
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigError) as error:
+        run(["--config", f"{name}.mine", "--output-dir", str(folder)], program=PROGRAM)
+    assert str(error.value).startswith("task: the reward of Mine ")
+    assert said in str(error.value)
+    assert str(error.value).endswith("the reference answer of the first prompt; correct score")
+    assert not folder.exists()
+
+
 def test_the_program_ends_with_2_and_one_line(module, capsys):
     name = module("x = 1 / 0\n")
     assert main(["--config", f"{name}.mine"]) == 2

@@ -28,7 +28,7 @@ from rl.rules import (
 from rl.session.config import Colocate
 from rl.tasks.base import Task
 from rl.training.config import one_rank
-from rl.types import MIN_TEMPERATURE, Head
+from rl.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Head
 from rl.weights.config import WeightPushConfig
 
 
@@ -46,7 +46,7 @@ class RolloutConfig:
     max_tokens: Annotated[int, at_least(1, 10**8)] = 256
     """Maximum length of a completion, in tokens."""
 
-    temperature: Annotated[float, at_least(MIN_TEMPERATURE, 100)] = 1.0
+    temperature: Annotated[float, at_least(MIN_TEMPERATURE, MAX_TEMPERATURE)] = 1.0
     """Sampling temperature. The log-probs of generator and trainer are both those of the
     distribution at this temperature."""
 

@@ -14,7 +14,7 @@ from rl.generation.config import GeneratorConfig
 from rl.rules import COSMETIC, NUMERICS, PERFORMANCE, at_least
 from rl.session.config import Colocate
 from rl.tasks.base import Task
-from rl.types import MIN_TEMPERATURE
+from rl.types import MAX_TEMPERATURE, MIN_TEMPERATURE
 from rl.weights.config import WeightPushConfig
 
 
@@ -37,7 +37,7 @@ class SampledEvaluationConfig(EvaluationConfig):
     max_tokens: Annotated[int, at_least(1, 10**8)] = 256
     """Maximum length of a completion, in tokens."""
 
-    temperature: Annotated[float, at_least(MIN_TEMPERATURE, 100)] = 1.0
+    temperature: Annotated[float, at_least(MIN_TEMPERATURE, MAX_TEMPERATURE)] = 1.0
     """Temperature of the samples for pass@k."""
 
     reward_workers: Annotated[int, at_least(0, 10**4), PERFORMANCE] = 1

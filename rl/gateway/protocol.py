@@ -4,6 +4,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rl.types import MAX_TEMPERATURE
+
 MAX_CHOICES = 64
 """Maximum of ``n``."""
 MAX_PROMPTS = 64
@@ -70,7 +72,7 @@ class Sampled(Strict):
     """Parameters of sampling; None means the default of the server."""
 
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=100)
+    temperature: float | None = Field(default=None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     min_p: float | None = Field(default=None, ge=0, le=1)

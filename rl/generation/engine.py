@@ -17,7 +17,14 @@ from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard, local_shards
 from rl.model.tp_plan import check_generator, generator_layout
 from rl.platform import release_cached_memory
-from rl.types import MIN_TEMPERATURE, Completion, GenerationRequest, GivenSequence, Sampling
+from rl.types import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Completion,
+    GenerationRequest,
+    GivenSequence,
+    Sampling,
+)
 
 COLLECTIVE_TIMEOUT_S = 600
 
@@ -157,8 +164,10 @@ class GenerationEngine:
             return f"{lengths} make {total}, more than max_seq_len {longest}"
         if min(prompt) < 0 or max(prompt) >= words:
             return f"a prompt token lies outside the vocabulary of {words}"
-        if 0 < sampling.temperature < MIN_TEMPERATURE:
-            return f"temperature {sampling.temperature} is below {MIN_TEMPERATURE}; 0 is greedy"
+        heat = sampling.temperature
+        if heat and not MIN_TEMPERATURE <= heat <= MAX_TEMPERATURE:
+            rule = f"from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+            return f"temperature {heat} is not 0, which is greedy, nor {rule}"
         return ""
 
     def add(self, request: GenerationRequest) -> None:

@@ -32,6 +32,18 @@ def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
+def require_room(tokenizer: "PreTrainedTokenizerFast", vocab_size: int) -> None:
+    """Raise ConfigError if a token of the tokenizer has no embedding in a model of
+    ``vocab_size``.
+    """
+    size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    require(
+        size <= vocab_size,
+        f"model.vocab_size: {vocab_size} is smaller than the tokenizer's vocabulary; set it to "
+        f"{size} or more, or, with model.hf_path, use the tokenizer of that model",
+    )
+
+
 def require_chat_template(tokenizer: "PreTrainedTokenizerFast") -> None:
     """Raise ConfigError if the tokenizer has no chat template."""
     require(

@@ -16,6 +16,7 @@ from rl.data.progress import tell_progress as tell_progress
 from rl.errors import require, shown
 from rl.metrics import Entry
 from rl.model.shape import ModelConfig, shape_of
+from rl.model.tokenizer import require_room
 from rl.rules import at_least
 from rl.types import Completion, Prompt
 
@@ -126,13 +127,8 @@ class Task(Configurable, ABC):
 
         Raises ConfigError if the model has too few embeddings or no token ends a completion.
         """
-        size = len(tokenizer)
         room = self.shape.vocab_size
-        require(
-            size <= room,
-            f"model.vocab_size: {room} is smaller than the tokenizer's vocabulary; set it to "
-            f"{size} or more, or, with model.hf_path, use the tokenizer of that model",
-        )
+        require_room(tokenizer, room)
         require(bool(stop_token_ids), "model.hf_path: its tokenizer names no eos_token; set one")
         self.tokenizer = tokenizer
         try:

@@ -13,6 +13,8 @@ from rl.data.order import step_indices
 from rl.dialects.base import Dialect
 from rl.dialects.choose import dialect_or_text
 from rl.errors import require
+from rl.model.shape import shape_of
+from rl.model.tokenizer import require_room
 from rl.roles import session_config
 from rl.session.config import SessionConfig
 from rl.session.session import Session
@@ -64,6 +66,7 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
         )
         with reading(quiet=self.arguments.quiet):
             dialect = dialect_or_text(hf_path)
+            require_room(dialect.tokenizer, shape_of(self.arguments.model).vocab_size)
             examples = self.read(rows, dialect)
             self.dropped = examples.dropped
             self.truncated = examples.truncated

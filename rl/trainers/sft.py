@@ -13,7 +13,7 @@ from rl.trainers.dataset import DatasetTrainer, Evaluate
 from rl.trainers.evaluation import Evaluation, held_out_prompts
 from rl.trainers.life_cycle import MetricCalculator
 from rl.trainers.scheduler import sampling_of
-from rl.trainers.start import build_task
+from rl.trainers.start import build_task, try_reward
 
 MAX_EXPONENT = 700.0
 """Largest loss with an exponential that is a float64."""
@@ -44,6 +44,7 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
         self.sampling = self.arguments.sampling_run()
         if self.sampling is not None:
             self.questions = build_task(self.sampling)
+            try_reward(self.questions, deadline=self.sampling.deadlines.reward)
 
     def configure_functions(self) -> None:
         self.loss = self.arguments.loss

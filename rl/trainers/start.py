@@ -1,6 +1,7 @@
 """Trial of the user's code before any process starts."""
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,11 +10,14 @@ from rich.console import Console
 
 from rl.algorithms.algorithm import Algorithm
 from rl.config import RLConfig
-from rl.errors import ConfigError, RunError, require
+from rl.errors import ConfigError, GroupLost, RunError, require
 from rl.frames import users_code
 from rl.rollout.prompts import training_prompt
+from rl.rollout.scoring import score_group
 from rl.tasks.base import Task, showing_progress
+from rl.tasks.environment import EnvironmentTask
 from rl.trainers.evaluation import held_out_prompts
+from rl.types import Completion
 
 LINE_EVERY_S = 5.0
 MAX_TRIED = 1000  # number of prompts, and of groups of completions
@@ -41,6 +45,34 @@ def build_task(config: RLConfig) -> Task:
         for prompt_id in range(min(config.rollout.prompts_per_step, MAX_TRIED)):
             training_prompt(task, prompt_id)
     return task
+
+
+def try_reward(task: Task, *, deadline: float) -> None:
+    """Score the reference answer of the first prompt, within ``deadline`` seconds. An environment
+    is not tried.
+
+    Raises ConfigError if the reward raises, hangs or returns no valid score.
+    """
+    if isinstance(task, EnvironmentTask):
+        return
+    prompt = training_prompt(task, 0)
+    tokens = task.tokenizer.encode(prompt.answer, add_special_tokens=False)
+    answer = Completion.written([*tokens, task.stop_token_ids[0]])
+    lost = [GroupLost("", f"the reward of {type(task).__name__} did not end in {deadline:g} s")]
+
+    def score() -> None:
+        try:
+            score_group(task, prompt, [answer])
+            lost.clear()
+        except GroupLost as error:
+            lost[:] = [error]
+
+    thread = threading.Thread(target=score, daemon=True)
+    thread.start()
+    thread.join(deadline)
+    if lost:
+        text = f"task: {lost[0]}\nthis was the reference answer of the first prompt; correct score"
+        raise ConfigError(text)
 
 
 def check_algorithm(config: RLConfig) -> None:

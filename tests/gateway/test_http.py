@@ -65,6 +65,7 @@ CASES = [
     ("/v1/chat/completions", CHAT | {"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
     ("/v1/chat/completions", CHAT | {"temperature": -1}, 400, "invalid_value", "temperature"),
     ("/v1/chat/completions", CHAT | {"temperature": 1e-5}, 400, "invalid_value", "0.01"),
+    ("/v1/chat/completions", CHAT | {"temperature": 2.1}, 400, "invalid_value", "temperature"),
     ("/v1/chat/completions", CHAT | {"stop": ["x"]}, 400, "unsupported_parameter", "stop"),
     ("/v1/chat/completions", CHAT | {"wat": 1}, 400, "unsupported_parameter", "wat"),
     ("/v1/chat/completions", CHAT | {"tool_choice": "required"}, 400, "invalid_value", "'auto'"),

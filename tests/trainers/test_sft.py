@@ -2,10 +2,12 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoTokenizer
 
 import rl
 from rl.cli import find_config, parse_config
@@ -254,3 +256,15 @@ def test_without_rows_and_file_the_error_names_the_field(config):
 def test_the_public_name_is_the_trainer():
     assert rl.SFTTrainer is SFTTrainer
     assert math.isfinite(rl.SFTConfig().steps)
+
+
+def test_a_tokenizer_with_tokens_beyond_the_model_is_refused(config, model, tmp_path):
+    larger = tmp_path / "larger"
+    shutil.copytree(model, larger)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    room = json.loads((larger / "config.json").read_text())["vocab_size"]
+    tokenizer.add_tokens([f"<extra {number}>" for number in range(room + 1 - len(tokenizer))])
+    tokenizer.save_pretrained(larger)
+    config.model.hf_path = str(larger)
+    with pytest.raises(ConfigError, match=rf"model.vocab_size: {room} .* set it to {room + 1}"):
+        SFTTrainer(config, chat_rows(4))

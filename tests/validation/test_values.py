@@ -157,6 +157,7 @@ def test_a_value_of_another_type_is_refused_by_name(config, name, content, messa
             10**12,
             "prompts_per_step is 1000000000000; it must be at most",
         ),
+        ("rollout.temperature", 2.1, "rollout.temperature is 2.1; it must be at most 2"),
         ("roles.judge.model.dim", 10**12, "roles.judge.model.dim is 1000000000000; it must be"),
     ],
 )

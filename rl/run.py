@@ -24,7 +24,7 @@ def run(arguments: list[str], *, program: str) -> int:
     trainer = trainer_of(config)
     _check_hosts(config, len(os.environ.get("TILLER_NODES", "").split()) or 1)
     command = f"{program} {shlex.join(arguments)}"
-    with claim_run(config, name=name, command=command) as folder:
+    with claim_run(config, trainer.total_steps, name=name, command=command) as folder:
         trainer.run = folder
         return _run(trainer, folder)
 

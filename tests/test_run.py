@@ -39,6 +39,29 @@ def test_hosts_that_are_not_those_of_the_config(arguments, message, tmp_path, ca
     assert not (tmp_path / "run").exists()
 
 
+def test_a_resume_with_fewer_steps_than_the_checkpoint(tmp_path, capsys):
+    checkpoint = tmp_path / "checkpoints" / "step-6"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / ".metadata").touch()
+    (tmp_path / "config.json").write_text("of the run before")
+    arguments = ["--config", "quickstart", "--steps", "4", "--output-dir", str(tmp_path)]
+    assert main([*arguments, "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert "the run takes 4 steps" in said
+    assert "has a checkpoint of step 6; raise steps, or start a new run" in said
+    assert (tmp_path / "config.json").read_text() == "of the run before"
+
+
+@pytest.mark.parametrize("place", ["run", "run/inside", "itself"])
+def test_a_run_folder_behind_a_link_that_leads_nowhere(place, tmp_path, capsys):
+    (tmp_path / "run").symlink_to("missing")
+    (tmp_path / "itself").symlink_to("itself")
+    assert main(["--config", "quickstart", "--output-dir", str(tmp_path / place)]) == 2
+    said = capsys.readouterr().err
+    target = "itself" if place == "itself" else "missing"
+    assert f"is a link to {target}, which is missing; make that folder" in said
+
+
 @pytest.mark.parametrize(
     ("held_out", "message"),
     [

@@ -5,12 +5,16 @@ import atexit
 import contextlib
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from monarch.actor import ProcMesh, enable_transport, shutdown_context, this_host
 
 from rl.disk import TemporaryFolder
+
+LONGEST_FOLDER = 60
+"""Length of a path below which Monarch's sockets fit. The kernel allows 107 bytes for a socket."""
 
 _started: list[Path] = []
 
@@ -19,12 +23,13 @@ def start_runtime(log: Path, node: str = "") -> None:
     """Start Monarch in this process; its own messages on standard error go to ``log``.
 
     Processes of other hosts reach this one by the name ``node``, if given. Monarch's sockets are in
-    a folder that ``end_program`` removes.
+    a folder that ``end_program`` removes, in /tmp if the path of TMPDIR is too long for a socket.
     """
     _started.append(log)
     if node:
         enable_transport(f"tcp://{node}:0")
-    sockets = TemporaryFolder("tiller-")
+    is_short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
+    sockets = TemporaryFolder("tiller-", None if is_short else Path("/tmp"))
     before = os.environ.get("TMPDIR")
     kept = os.dup(2)
     with log.open("a") as file:

@@ -40,6 +40,12 @@ def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
     if not output_dir:
         names = chain([folder.name], (f"{folder.name}-{number}" for number in count(2)))
         folder = next(path for path in map(folder.with_name, names) if not path.exists())
+    found = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if found.is_symlink() and not found.exists():
+        raise ConfigError(
+            f"output_dir: {found} is a link to {os.readlink(found)}, which is missing; make that "
+            "folder, or choose another --output-dir"
+        )
     try:
         holds_run = (folder / "config.json").exists()
     except OSError as error:

@@ -51,6 +51,10 @@ BY_TYPE: dict[type[BaseException], Cause] = {
 }
 
 
+FEWEST_KEPT = 2
+"""Lowest number of checkpoints that a run can keep."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """Exception that ended a run, and what its type says."""
@@ -183,13 +187,14 @@ def _deadline(failed: Failed) -> list[str]:
 
 def _full_disk(failed: Failed) -> list[str]:
     config = failed.run.config
-    kept = f"trainer.checkpoint.keep_latest_k (now {config.trainer.checkpoint.keep_latest_k})"
-    rollouts = (
-        f" and record.max_gib (now {config.record.max_gib:g})"
-        if isinstance(config, RLConfig)
-        else ""
-    )
-    return [f"Make room on the disk: df -h {failed.folder}. Lower {kept}{rollouts} to write less."]
+    kept = config.trainer.checkpoint.keep_latest_k
+    lower = [f"set trainer.checkpoint.keep_latest_k to {FEWEST_KEPT} (now {kept})"]
+    if kept == FEWEST_KEPT:
+        lower = []
+    if isinstance(config, RLConfig):
+        lower += [f"lower record.max_gib (now {config.record.max_gib:g})"]
+    less = f", or {' and '.join(lower)} to write less" if lower else ""
+    return [f"Make room on the disk: df -h {failed.folder}{less}."]
 
 
 def _lost_node(failed: Failed) -> list[str]:

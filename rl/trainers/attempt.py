@@ -19,19 +19,20 @@ class Again:
     """Sentence that says why no call can be made again, and what can be done."""
 
     @classmethod
-    def never(cls, error: BaseException, step: int) -> "Again":
+    def never(cls, error: BaseException, step: int, saved: int = 0) -> "Again":
         """Return why a call outside a step that ended with ``error`` after ``step`` cannot be
-        made again.
+        made again. ``saved`` is the step of the newest checkpoint.
         """
         if isinstance(error, AlarmRaised | NothingLearned):
             why_not = "No call failed: a check of the metrics ended the run"
             last = f"; python -m rl.replay RUN --step {step} trains the last step again"
             return cls(why_not=f"{why_not}{last if step else ''}.")
         if lost_group(error) is not None:
-            return cls(
-                why_not="An episode cannot be run again without a policy; python -m rl.play --run "
-                "RUN --prompt N runs one with the policy of the newest checkpoint."
-            )
+            play = "--run RUN --prompt N runs one with the policy of the newest checkpoint"
+            if not saved:
+                play = "--config RUN/config.json --prompt N runs one with answers that you type"
+            why_not = "An episode cannot be run again without a policy"
+            return cls(why_not=f"{why_not}; python -m rl.play {play}.")
         if isinstance(error, ActorFailure):
             return cls(
                 why_not=f"The call {error.call} of {error.actor} cannot be made again alone, since "

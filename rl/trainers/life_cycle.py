@@ -165,7 +165,7 @@ class LifeCycle(ABC, Generic[Arguments]):
         """
         if self._session is not None and self.attempt.ended_with(error, self._session):
             return self.keep_step()
-        return Again.never(error, self.step)
+        return Again.never(error, self.step, saved=self.run.saved if self.run else 0)
 
     def keep_step(self) -> Again:
         """Keep what taking the failing step again needs: see ``keep_failed``."""
@@ -216,7 +216,8 @@ class LifeCycle(ABC, Generic[Arguments]):
         """Return the run folder, claimed by this process."""
         if self.run is None:
             name = type(self).__name__
-            self.run = claim_run(self.arguments, name=name, command=f"{name}(…).train()")
+            command = f"{name}(…).train()"
+            self.run = claim_run(self.arguments, self.total_steps, name=name, command=command)
         return self.run
 
     async def open(self) -> None:
@@ -225,7 +226,6 @@ class LifeCycle(ABC, Generic[Arguments]):
             return
         self.run = self.claim()
         self._shown.enter_context(self.run.progress)
-        self.run.progress.total_steps = self.total_steps
         updates = self.total_steps * self.arguments.updates_per_step
         self._session = await self._make_session(
             replace(self._session_config, optimizer_steps=updates),
@@ -252,6 +252,10 @@ class LifeCycle(ABC, Generic[Arguments]):
         try:
             if session is not None and not at_once:
                 await session.close()
+        except ActorFailure as failure:
+            if self.run is None or not self.run.is_complete:
+                raise
+            self.events.warn(f"{str(failure).splitlines()[0]}; the run was complete by then")
         finally:
             if session is not None:
                 await session.stop()
@@ -291,6 +295,7 @@ class LifeCycle(ABC, Generic[Arguments]):
         Raises Interrupted after ``leave``, and after a signal that ``interrupts`` received.
         """
         self.leaving = False
+        self.claim().is_complete = False
         try:
             await self.open()
             self.progress.stage(self.session.describe())

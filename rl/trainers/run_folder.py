@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from rl.cli import read_config_file
 from rl.config import RunConfig
-from rl.errors import said_by
+from rl.errors import counted, require, said_by
 from rl.frozen import changed_fields, frozen
 from rl.observe.curves import write_curves_png
 from rl.observe.events import Events
@@ -16,6 +16,7 @@ from rl.observe.owner import claim
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
+from rl.roles import roles_of
 from rl.step_folders import StepFolders
 
 UNCHANGED = ("resume:", "quiet:", "output_dir:")
@@ -37,6 +38,8 @@ class RunFolder:
         self.config = config
         self.record = record
         self.progress = progress
+        self.is_complete = False
+        """Whether the last step is done and its summary written."""
         self.events = Events(record.write_event, progress.show)
         sinks = [sink.build() for sink in config.sinks.all()]
         self._sinks = Sinks(sinks, record.folder, frozen(config), self.events.warn)
@@ -67,12 +70,15 @@ class RunFolder:
         """Return the command that resumes the run, and from which step."""
         step = self.saved
         way = f"go on from step {step}" if step else "nothing is saved; start again"
+        if step and step >= self.progress.total_steps:
+            way = f"all {step} steps are done; evaluate again"
         return f"{way} with: {self.command}"
 
     def conclude(self, summary: dict[str, Any]) -> None:
         """Write and show the summary of a finished run, and draw its curves."""
         record = self.record
         record.write_summary(summary)
+        self.is_complete = True
         rows = record.read_metrics()
         try:
             write_curves_png(record.folder / "curves.png", rows, record.read_evaluations())
@@ -99,21 +105,27 @@ class RunFolder:
         self.release()
 
 
-def claim_run(config: RunConfig, *, name: str, command: str) -> RunFolder:
+def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -> RunFolder:
     """Claim the run folder of ``config``, a new one unless it resumes; write ``config.json``.
 
-    Raises ConfigError if the folder is in use or holds a run that is not to be resumed, RunError
-    if the folder cannot be written.
+    Raises ConfigError if the folder is in use, holds a run that is not to be resumed, or holds a
+    checkpoint after ``total_steps``; RunError if the folder cannot be written.
     """
     # The controller of the attempt before may live on: its node may be lost to the cluster only.
     wait_s = config.deadlines.start if os.environ.get("TILLER_NODES") else 0.0
     owner = claim(name, config.output_dir, resume=config.resume, wait_s=wait_s)
     try:
         record = RunRecord(owner.folder, os.environ.get("TILLER_LOGS", ""), check=owner.check)
-        progress = Progress(config.steps, quiet=config.quiet, log=record.run_log)
+        progress = Progress(total_steps, quiet=config.quiet, log=record.run_log)
         run = RunFolder(config, record, progress, command=command, release=owner.release)
         resolved = frozen(config)
         before = record.folder / "config.json"
+        require(
+            run.saved <= total_steps,
+            f"--resume: the run takes {counted(total_steps, 'step')}, and {record.folder} has a "
+            f"checkpoint of step {run.saved}; raise steps, or start a new run from that checkpoint "
+            "with --trainer.checkpoint.initial_load_path",
+        )
         changes = list[str]()
         if config.resume:
             frozen_before = read_config_file(before, f"--resume: {before}")["config"]
@@ -126,7 +138,19 @@ def claim_run(config: RunConfig, *, name: str, command: str) -> RunFolder:
     for change in changes:
         if not change.startswith(UNCHANGED):
             run.events.note(f"resuming with another {change}")
+    _warn_of_long_warmups(run, total_steps * config.updates_per_step)
     return run
+
+
+def _warn_of_long_warmups(run: RunFolder, updates: int) -> None:
+    for role in roles_of(run.config).values():
+        warm = role.trainer.lr_scheduler.warmup_steps
+        if role.field in ("trainer", "critic") and warm > updates:
+            run.events.warn(
+                f"{role.field}.lr_scheduler.warmup_steps is {warm}, and the run takes "
+                f"{counted(updates, 'optimizer step')}: the learning rate warms up over all of "
+                "them, and a resume with more steps lowers it again; lower warmup_steps"
+            )
 
 
 def oom_kills() -> int:

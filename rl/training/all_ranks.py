@@ -11,6 +11,9 @@ from rl.errors import RunError, StorageFull, is_full
 
 T = TypeVar("T")
 
+LOST_WRITE = "unexpected pos"
+"""Words of torch.save after a write that failed. The OSError does not reach other ranks."""
+
 
 def on_first_rank(what: str, step: Callable[[], T], *, advice: str = "") -> T:
     """Run ``step`` on rank 0 and return its result on every rank.
@@ -41,7 +44,9 @@ def failures_as_run_error(what: str, *, advice: str = "") -> Iterator[None]:
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, RunError):
             raise cause from error
-        kind = StorageFull if is_full(cause) else RunError
+        kind = StorageFull if is_full(cause) or LOST_WRITE in str(cause) else RunError
+        if LOST_WRITE in str(cause):
+            advice = f": a write failed, since the disk is full or broken{advice}"
         raise kind(
             f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}{advice}"
         ) from error

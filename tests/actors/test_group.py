@@ -7,7 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 import monarch.actor
 import pytest
@@ -20,10 +23,12 @@ from rl.actors.fork_server import GUARDED, LOG
 from rl.actors.group import ActorGroup, _tail
 from rl.actors.guard import parent_of
 from rl.actors.hosts import Hosts
+from rl.actors.processes import ensure_runtime
 from rl.actors.supervisor import Supervisor
-from rl.errors import ActorFailure, RankLost
+from rl.errors import ActorFailure, RankLost, end_program
 from rl.program import LEAVING
 from rl.types import Place
+from tests import warm
 from tests.actors.processes import assert_ended, wait_until_delivered
 
 LONG = 200.0
@@ -350,6 +355,37 @@ def test_death_on_another_host_fails_only_the_group_that_it_belongs_to(tmp_path,
     reason = str(failure).partition("\nend of ")[0]
     # On a busy host Monarch reports only a crash.
     assert reason.endswith(("Killed(sig=9)", "The process likely crashed"))
+
+
+def test_ranks_start_though_the_path_of_tmpdir_is_too_long_for_a_socket(tmp_path):
+    folder = tmp_path / "long" / ("d" * 75)
+    folder.mkdir(parents=True)
+    here, there = warm.FORK.Pipe()
+    process = warm.FORK.Process(target=greet_from, args=(folder, there), daemon=True)
+    process.start()
+    there.close()
+    with contextlib.suppress(EOFError):  # the ranks died
+        assert here.recv() == ["good day 0", "good day 1"]
+    process.join()
+    assert process.exitcode == 0
+
+
+def greet_from(folder: Path, pipe: Connection) -> NoReturn:
+    """Send what two ranks say if ``folder`` is that of temporary files."""
+    os.environ |= {"TMPDIR": str(folder), "EXTRA": ""}
+    tempfile.tempdir = None
+
+    async def greet() -> None:
+        ensure_runtime(folder / "controller.log")
+        group = ActorGroup("moody", Place(ranks=2), Supervisor(Hosts(folder)))
+        await group.spawn(Moody, "good", deadline=LONG)
+        pipe.send(
+            [said[: len("good day 0")] for said in await group.call("say", "day", deadline=LONG)]
+        )
+        await group.stop()
+
+    asyncio.run(greet())
+    end_program(0)
 
 
 def processes_of(pids: list[int], folder: Path) -> set[int]:

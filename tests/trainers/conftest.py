@@ -76,6 +76,7 @@ def run(tmp_path):
         replicas=1,
         edit=lambda config: None,
         models=lambda log: {},
+        close=False,
         **weights,
     ):
         config = find_config("quickstart")()
@@ -124,6 +125,8 @@ def run(tmp_path):
             )
             try:
                 await asyncio.wait_for(run.loop.train(), 300)
+                if close:
+                    await run.loop.end()
                 return json.loads((record.folder / "summary.json").read_text())
             except Interrupted:
                 return None

@@ -104,6 +104,24 @@ def test_a_known_cause_names_what_to_change(run, monkeypatch, error, cause, said
         check_command(["RUN" if word == str(run.folder) else word for word in words])
 
 
+@pytest.mark.parametrize("kept", [0, 2, 3])
+def test_a_full_disk_never_advises_the_number_of_checkpoints_that_are_kept(run, kept):
+    run.config.trainer.checkpoint.keep_latest_k = kept
+    advised = advice_after(full_disk(), run, Again())[1][0]
+    assert (f"set trainer.checkpoint.keep_latest_k to 2 (now {kept})" in advised) == (kept != 2)
+
+
+@pytest.mark.parametrize("saved", [0, 4])
+def test_a_lost_episode_is_played_without_the_checkpoint_that_is_missing(run, saved):
+    again = Again.never(caused_by(GroupLost("reward raised", "x")), saved, saved=saved)
+    said = advice_after(RunError("x"), run, again)[1][-3]
+    command = re.search(r"python -m (rl\.play .* --prompt )N runs", said)[1] + "0"
+    words = ["RUN" if word == str(run.folder) else word for word in shlex.split(command)]
+    assert ("--run" in words) == (saved > 0)
+    if not saved:
+        check_command(["python", "-m", *words])
+
+
 def test_a_process_that_the_kernel_ended_for_memory_says_so(run, monkeypatch):
     monkeypatch.setattr(run_folder, "oom_kills", lambda: 10**9)
     cause, sentences = advice_after(of_process("died"), run, Again("step"))

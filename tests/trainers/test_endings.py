@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from rl import frames
+from rl.algorithms.advantages import GAE
 from rl.cli import find_config
 from rl.errors import NodeLost, RunError
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.trainers.endings import Interrupts, fail
-from rl.trainers.run_folder import RunFolder
+from rl.trainers.run_folder import RunFolder, claim_run
 from tests.actors.processes import wait_until_delivered
 
 
@@ -31,7 +32,7 @@ def ended(record, capsys):
     run = RunFolder(
         find_config("quickstart")(),
         record,
-        Progress(1, quiet=True, log=record.run_log),
+        Progress(100, quiet=True, log=record.run_log),
         command="python -m rl.train --config quickstart",
     )
 
@@ -84,6 +85,28 @@ def test_the_newest_complete_checkpoint_is_the_step_to_go_on_from(record, ended)
     for step in (4, 12):
         (record.checkpoints / f"step-{step}" / ".metadata").touch()
     assert "\ngo on from step 12 with: python -m rl.train " in ended(RunError("x"))[1]
+
+
+def test_a_failure_after_the_last_step_does_not_say_that_steps_are_left(record, ended):
+    (record.checkpoints / "step-100").mkdir()
+    (record.checkpoints / "step-100" / ".metadata").touch()
+    said = ended(RunError("x"))[1]
+    assert "\nall 100 steps are done; evaluate again with: python -m rl.train " in said
+
+
+@pytest.mark.parametrize(("steps", "critic"), [(4, False), (4, True), (10, False)])
+def test_a_warmup_that_is_longer_than_the_run_is_a_warning(steps, critic, tmp_path, capsys):
+    config = find_config("quickstart")()
+    config.output_dir = str(tmp_path / "run")
+    config.trainer.lr_scheduler.warmup_steps = 10
+    if critic:
+        config.algorithm.advantage = GAE.Config()
+        config.critic.lr_scheduler.warmup_steps = 5
+    claim_run(config, steps, name="quickstart", command="train").release()
+    said = capsys.readouterr().out
+    warning = "trainer.lr_scheduler.warmup_steps is 10, and the run takes 4 optimizer steps"
+    assert (warning in said) == (steps == 4)
+    assert ("critic.lr_scheduler.warmup_steps is 5, and the run takes" in said) == critic
 
 
 @pytest.mark.parametrize(

@@ -325,3 +325,16 @@ def test_a_run_that_stands_still_is_ended_by_the_watchdog(run):
         RunError, match=r"stalled: no step was done for \d+ s, watchdog.stalled_s=0.5"
     ):
         run(prepare, edit=edit)
+
+
+def test_a_rank_that_dies_while_a_complete_run_closes_is_a_warning(run):
+    def prepare(trainer, _):
+        async def close():
+            raise trainer.lose("close")
+
+        trainer.close = close
+
+    run(prepare, save_every=1, close=True)
+    assert json.loads((run.record.folder / "summary.json").read_text())["steps"] == 4
+    said = run.record.events_path.read_text()
+    assert "trainer rank 0, close: the process died; the run was complete by then" in said

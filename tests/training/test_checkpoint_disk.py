@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.errors import RunError
+from rl.errors import RunError, StorageFull
 from rl.model.digest import digests, merge_digests
 from rl.step_folders import StepFolders
 from tests.training.disk import (
@@ -88,6 +88,22 @@ def test_a_full_disk_is_an_error_and_keeps_the_previous_checkpoint(folder, mode)
     checkpointer.save(3, {"step": 3})
     assert checkpointer.load() == {"step": 3}
     checkpointer.close()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_disk_that_is_full_inside_torch_save_is_a_full_disk(folder, mode, monkeypatch):
+    make = StepFolders.make
+
+    def make_with_a_full_file(folders, step):
+        make(folders, step)
+        (folders.path(step) / "__0_0.distcp").symlink_to("/dev/full")
+
+    monkeypatch.setattr(StepFolders, "make", make_with_a_full_file)
+    engine = engine_of(TIED_FUSED, folder=folder)
+    checkpointer = checkpointer_of(engine, folder, async_mode=mode)
+    with pytest.raises(StorageFull, match="checkpoint 1 failed on rank 0: "):
+        checkpointer.save(1, {})
+        checkpointer.close()
 
 
 def test_the_state_of_a_save_that_failed_is_not_loaded(one):

@@ -46,10 +46,14 @@ class Capture:
 
     Two messages are the same if role, content, tool calls and ids of tool calls are; the spacing of
     JSON and thoughts that were left out make no difference.
+
+    ``name`` is a part of the ids of tool calls. Captures that answer the same conversation need
+    names of their own, since clients take equal ids for the same call.
     """
 
-    def __init__(self, dialect: Dialect):
+    def __init__(self, dialect: Dialect, name: str = ""):
         self._dialect = dialect
+        self._name = name
         self._turns: dict[bytes, _Turn] = {}
         self._texts: dict[bytes, str] = {}
         self.log = SequenceLog()
@@ -103,7 +107,7 @@ class Capture:
         """Note an answer; return it as a message, with ids for its tool calls."""
         turn = self._dialect.parse(opened.tokens, completion.tokens)
         self.malformed += sum(bool(call.error) for call in turn.tool_calls)
-        message = _message(turn, f"call_{self.turns}")
+        message = _message(turn, f"call_{self._name}{self.turns}")
         key = _hash(opened.key, key_of(normal(message)))
         self._turns[key] = self.add(opened.tokens, completion)
         return message

@@ -4,9 +4,12 @@ import asyncio
 import hashlib
 import itertools
 import secrets
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from rl.dialects.base import ConversationError, Dialect
 from rl.gateway.answers import Choice, Form
@@ -19,6 +22,7 @@ from rl.gateway.protocol import (
     CompletionRequest,
     GenerateRequest,
     Sampled,
+    context_exceeded,
     read,
 )
 from rl.types import MIN_TEMPERATURE, Completion, Sampling
@@ -156,7 +160,13 @@ class Gateway:
             opened = self._opened(capture, request)
             most = request.max_completion_tokens
 
+            def has_call(tokens: list[int]) -> bool:
+                calls = self._dialect.parse(opened.tokens, tokens).tool_calls
+                return any(not call.error for call in calls)
+
             def choose(completion: Completion) -> Choice:
+                if request.parallel_tool_calls is False:
+                    completion = _until(has_call, completion)
                 message = capture.answer(opened, completion)
                 return Choice(prompt=opened.tokens, completion=completion, message=message)
 
@@ -205,7 +215,7 @@ class Gateway:
 
     def _session(self, name: str) -> _Session:
         if not name:
-            return _Session(Capture(self._dialect))
+            return _Session(Capture(self._dialect, f"{secrets.token_hex(6)}_"))
         if name not in self._sessions:
             message = f"there is no session {name!r}; POST /sessions opens one"
             raise ApiError(404, message, code="session_not_found")
@@ -271,8 +281,7 @@ class Gateway:
             message = f"the prompt must have tokens, each below {self._vocab_size}"
             raise ApiError(400, message, code="invalid_value", param="prompt")
         if room < 1:
-            message = f"the prompt has {len(tokens)} tokens; with its answer {self.longest} fit"
-            raise ApiError(400, message, code="context_length_exceeded", param="messages")
+            raise context_exceeded(len(tokens), self.longest)
         if session.capture.tokens >= self.limits.session_tokens:
             message = f"the session has {session.capture.tokens} tokens; open another one"
             raise ApiError(429, message, code="session_full")
@@ -330,6 +339,22 @@ class Gateway:
         return [
             choose(completion) for (_, choose), completion in zip(work, completions, strict=True)
         ]
+
+
+def _until(holds: Callable[[list[int]], bool], completion: Completion) -> Completion:
+    """Return ``completion`` up to the first token with which ``holds`` is true of its tokens."""
+    if not holds(completion.tokens):
+        return completion
+    places = range(len(completion.tokens) + 1)
+    count = bisect_left(places, True, lo=1, key=lambda place: holds(completion.tokens[:place]))
+    mask = completion.sampling_mask
+    return Completion(
+        tokens=completion.tokens[:count],
+        logprobs=completion.logprobs[:count],
+        versions=completion.versions[:count],
+        finish_reason="stop",
+        sampling_mask=None if mask is None else mask.select(np.arange(count)),
+    )
 
 
 def _prompts(request: CompletionRequest) -> list[str | list[int]]:

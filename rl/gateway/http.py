@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hmac
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from rl.errors import RunError, said_by
 from rl.gateway.answers import DONE, Choice, event
 from rl.gateway.gateway import Gateway, Reply
 from rl.gateway.protocol import ApiError
+from rl.http_server import server_config
 from rl.listening import is_loopback, listen, require_key, url_of
 from rl.sequences import Strand
 
@@ -27,6 +29,8 @@ ALIVE_S = 10.0
 """Time between comments in a stream that waits for its answer."""
 STOP_S = 2
 """Time for answers that are being sent when the server stops."""
+LOCAL_ORIGIN = re.compile(r"https?://(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
+"""Origins of web pages of this machine."""
 RETRY = "x-stainless-retry-count"
 """Header of OpenAI's clients: number of times that a request was repeated."""
 
@@ -66,14 +70,7 @@ async def serving(
     ``key``, or if the port is taken.
     """
     require_key(host, key)
-    config = uvicorn.Config(
-        make_app(gateway, key),
-        log_level="error",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=STOP_S,
-    )
+    config = server_config(make_app(gateway, key), stop_s=STOP_S)
     with listen(host, port) as listener:
         server = _Server(config)
         work = asyncio.create_task(server.serve([listener]))
@@ -121,6 +118,9 @@ class _Routes:
         elif not is_loopback(request.url.hostname or ""):  # a web page that a browser shows
             message = f"this server is {self._gateway.model or 'a gateway'} of this machine alone"
             raise ApiError(403, message, code="wrong_host")
+        elif not LOCAL_ORIGIN.fullmatch(request.headers.get("origin", "http://localhost")):
+            message = "pages of other sites may not use this server"
+            raise ApiError(403, message, code="wrong_origin")
 
     # Endpoints.
 

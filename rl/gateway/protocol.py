@@ -11,8 +11,8 @@ MAX_CHOICES = 64
 MAX_PROMPTS = 64
 """Maximum number of prompts of one request for completions."""
 IGNORED = {
-    *("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
-    *("service_tier", "store", "user", "request_id", "priority", "cache_salt"),
+    *("metadata", "prompt_cache_key", "safety_identifier", "service_tier"),
+    *("store", "user", "request_id", "priority", "cache_salt"),
 }
 """Parameters that change no token."""
 NEUTRAL = {
@@ -52,6 +52,18 @@ class ApiError(Exception):
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, kind)
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def context_exceeded(length: int, most: int) -> ApiError:
+    """Return the error of a prompt of ``length`` tokens without room for an answer, in the words by
+    which client libraries recognise it.
+    """
+    message = (
+        f"This model's maximum context length is {most} tokens. However, your messages resulted in "
+        f"{length} tokens: the prompt is too long, and leaves no room for an answer. Please reduce "
+        "the length of the messages."
+    )
+    return ApiError(400, message, code="context_length_exceeded", param="messages")
 
 
 class Strict(BaseModel):
@@ -110,6 +122,8 @@ class ChatRequest(Asked):
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    """If False, an answer ends with its first tool call."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None

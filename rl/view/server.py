@@ -19,6 +19,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from rl.errors import said_by
+from rl.http_server import server_config
 from rl.listening import is_loopback, listen, url_of
 from rl.view.run import POINTS, Run
 
@@ -142,14 +143,7 @@ def make_app(runs: Sequence[Run], key: str | None = None) -> Starlette:
 
 def serve(runs: Sequence[Run], host: str, port: int, key: str | None) -> None:
     """Serve the pages until a signal. Raises ConfigError if the address cannot be used."""
-    config = uvicorn.Config(
-        make_app(runs, key),
-        log_level="error",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=1,
-    )
+    config = server_config(make_app(runs, key), stop_s=1)
     with listen(host, port) as listener:
         print(f"{url_of(listener)}/", flush=True)
         uvicorn.Server(config).run(sockets=[listener])

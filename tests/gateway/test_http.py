@@ -1,7 +1,9 @@
 """Errors, keys, limits and the life of the gateway's server."""
 
 import asyncio
+import contextlib
 import dataclasses
+import itertools
 import json
 
 import httpx
@@ -9,10 +11,13 @@ import numpy as np
 import openai
 import pytest
 
+from rl import http_server
 from rl.errors import ConfigError, RunError
 from rl.gateway.http import serving
 from rl.sampling_mask import SamplingMask
+from tests.dialects.conversations import TOOL
 from tests.gateway.agents import LONGEST, Policy, make_gateway, server
+from tests.tiny_tokenizers import qwen3
 
 MESSAGES = [{"role": "user", "content": "1 + 2?"}]
 CHAT = {"model": "policy", "messages": MESSAGES}
@@ -115,6 +120,8 @@ def test_requests_that_cannot_be_served_get_typed_errors():
         ({"limits": {"body_bytes": 100}}, 413, "body_too_large"),
         ({"headers": {"content-type": "text/plain"}}, 415, "invalid_content_type"),
         ({"headers": {"host": "evil.example"}}, 403, "wrong_host"),
+        ({"headers": {"origin": "https://evil.example"}}, 403, "wrong_origin"),
+        ({"headers": {"origin": "null"}}, 403, "wrong_origin"),
         ({"key": "right"}, 401, "invalid_api_key"),
         ({"key": "right", "headers": {"authorization": "Bearer wrong"}}, 401, "invalid_api_key"),
         ({"limits": {"waiting": 0}}, 429, "too_many_requests"),
@@ -126,6 +133,91 @@ def test_a_client_that_may_not_ask_gets_a_typed_error(options, status, code):
     path = "/sessions/known/v1/chat/completions"
     ((found, answer),) = post([(path, body)], **options)
     assert (found, answer["error"]["code"]) == (status, code)
+
+
+def test_a_page_of_another_site_opens_no_session():
+    here, elsewhere = (
+        post([("/sessions", b"")], headers={"origin": origin})
+        for origin in ("http://localhost:3000", "https://evil.example")
+    )
+    assert here[0][0] == 200
+    assert (elsewhere[0][0], elsewhere[0][1]["error"]["code"]) == (403, "wrong_origin")
+
+
+def test_an_overflow_is_said_in_the_words_that_client_libraries_look_for():
+    """litellm looks for the first words, langchain for the second, opencode for the last."""
+    ((_, answer),) = post([("/v1/completions", {"prompt": "a " * LONGEST})])
+    said = answer["error"]["message"]
+    assert said.startswith(f"This model's maximum context length is {LONGEST} tokens. However, ")
+    assert "prompt is too long" in said
+    assert "Please reduce the length of the messages" in said
+
+
+def test_tool_calls_of_a_conversation_without_a_session_have_ids_of_their_own():
+    async def work():
+        async with server(Policy(["several calls"])) as (_, _, client):
+            answers = [
+                await client.chat.completions.create(**CHAT, tools=[TOOL], n=2) for _ in range(2)
+            ]
+            calls = [
+                call.id
+                for answer in answers
+                for choice in answer.choices
+                for call in choice.message.tool_calls
+            ]
+            assert len({*calls}) == len(calls) >= 8
+
+    asyncio.run(work())
+
+
+def test_an_answer_without_parallel_calls_ends_with_its_first_call():
+    async def work():
+        policy = Policy(["several calls"])
+        async with server(policy) as (gateway, url, client):
+            name = gateway.open_session()
+            own = client.with_options(base_url=f"{url}/sessions/{name}/v1")
+            messages = [*MESSAGES]
+            for _ in range(3):
+                said = await own.chat.completions.create(
+                    model="policy", messages=messages, tools=[TOOL], parallel_tool_calls=False
+                )
+                message = said.choices[0].message
+                (call,) = message.tool_calls
+                assert said.choices[0].finish_reason == "tool_calls"
+                messages.append(message.model_dump(exclude_none=True))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+            (strand,) = gateway.capture(name).log.strands
+            said = list(itertools.compress(strand.tokens, strand.sampled))
+            assert qwen3().decode(said).count("</tool_call>") == 3
+            assert qwen3().decode(strand.tokens).count("<tool_response>") == 2
+            assert len(said) < sum(len(completion.tokens) for _, completion in policy.turns)
+
+    asyncio.run(work())
+
+
+def test_a_head_that_is_too_long_or_too_slow_ends_its_connection(monkeypatch):
+    async def head(url, text):
+        """Send the begin of a head; return what comes back until the connection ends."""
+        port = int(url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-a: " + text)
+        async with asyncio.timeout(60):
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+                return await reader.read()
+        return b""
+
+    async def work():
+        async with server(Policy()) as (_, url, client):
+            monkeypatch.setattr(http_server, "HEAD_S", 600.0)
+            said = await head(url, b"a" * 2**20)
+            assert b"400 Bad Request" in said or not said
+            monkeypatch.setattr(http_server, "HEAD_S", 0.1)
+            assert await head(url, b"a") == b""
+            monkeypatch.setattr(http_server, "HEAD_S", 600.0)
+            await client.chat.completions.create(**CHAT)
+
+    asyncio.run(work())
 
 
 def test_errors_are_those_of_openais_client():

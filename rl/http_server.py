@@ -1,0 +1,58 @@
+"""HTTP servers of Tiller."""
+
+import asyncio
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_HEAD = 64 * 2**10
+"""Maximum size of the head of a request, in bytes."""
+HEAD_S = 20.0
+"""Time for the head of a request to arrive."""
+
+
+def server_config(app: Any, *, stop_s: int) -> uvicorn.Config:
+    """Return the config of an HTTP server of ``app``, which takes no longer or slower heads than
+    MAX_HEAD and HEAD_S. Answers that are being sent when it stops get ``stop_s`` seconds.
+    """
+    return uvicorn.Config(
+        app,
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        http=_Http,
+        h11_max_incomplete_event_size=MAX_HEAD,
+        timeout_graceful_shutdown=stop_s,
+    )
+
+
+class _Http(H11Protocol):
+    """Connection that is closed if the head of a request takes longer than HEAD_S."""
+
+    _clock: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_clock()
+
+    def _await_head(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_clock()
+        elif self._clock is None:
+            self._clock = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None

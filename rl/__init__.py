@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rl.algorithms.batch import make_batch
     from rl.algorithms.policy_gradient import PolicyGradient
     from rl.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
+    from rl.errors import InfrastructureError
     from rl.generation.config import GeneratorConfig
     from rl.model.shape import ModelConfig
     from rl.session.config import Role, SessionConfig
@@ -45,6 +46,7 @@ __all__ = [
     "EnvironmentTask",
     "GenerationRequest",
     "GeneratorConfig",
+    "InfrastructureError",
     "MessageEnvironment",
     "ModelConfig",
     "Opening",
@@ -82,6 +84,7 @@ _SOURCES = {
     "EnvironmentTask": "rl.tasks.environment:EnvironmentTask",
     "GenerationRequest": "rl.types:GenerationRequest",
     "GeneratorConfig": "rl.generation.config:GeneratorConfig",
+    "InfrastructureError": "rl.errors:InfrastructureError",
     "MessageEnvironment": "rl.tasks.environment:MessageEnvironment",
     "ModelConfig": "rl.model.shape:ModelConfig",
     "Opening": "rl.tasks.environment:Opening",

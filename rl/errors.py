@@ -93,6 +93,12 @@ class RunError(RuntimeError):
     exit_code = EXIT_FAILED
 
 
+class InfrastructureError(RunError):
+    """Failure that is not the policy's, for tools and environments to raise: a server that is lost,
+    a quota that is used up. It costs the group of the episode, and no reward is trained.
+    """
+
+
 class UserCodeFailed(RunError):
     """Exception of the user's code. The message names the code and the line."""
 

@@ -41,7 +41,8 @@ class _Episode:
     """Score so far."""
     rewards: list[float] = field(default_factory=list)
     """Reward of each step."""
-    started: float = field(default_factory=time.monotonic)
+    spent: float = 0.0
+    """Time of the calls of the environment, in s."""
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def __str__(self) -> str:
@@ -145,6 +146,11 @@ class Environments:
         else:
             whole = before + self._continued(episode, answer, step.messages)
         if reason := self._limit(episode, len(whole)):
+            if reason == "timeout" and in_tokens:  # such an environment gives its reward at the end
+                limit = self._task.config.episode_s
+                name = type(environment).__name__
+                message = f"{name} took longer than task.episode_s={limit:g}; {episode}"
+                raise GroupLost("environment timed out", message)
             return self._end(episode, answer, reason)
         episode.tokens = whole
         most = step.max_tokens if in_tokens else None
@@ -221,7 +227,7 @@ class Environments:
             return "length"
         if episode.turns >= config.max_turns:
             return "turns"
-        if time.monotonic() - episode.started > config.episode_s:
+        if episode.spent > config.episode_s:
             return "timeout"
         return None
 
@@ -248,6 +254,7 @@ class Environments:
             work = loop.run_in_executor(episode.thread, _in_thread, method, *args)
         limit = self._task.config.step_s
         clock = asyncio.timeout(limit)
+        begin = time.monotonic()
         try:
             async with clock:
                 return await work
@@ -261,6 +268,8 @@ class Environments:
             self.hung += not inspect.iscoroutinefunction(method)
             message = f"{where} took longer than task.step_s={limit:g}; {episode}"
             raise GroupLost("environment hung", message) from None
+        finally:
+            episode.spent += time.monotonic() - begin
 
     def _refuse(self, episode: _Episode, what: str) -> NoReturn:
         message = f"an environment of {type(self._task).__name__}: {what}; {episode}"

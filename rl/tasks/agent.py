@@ -16,12 +16,16 @@ from typing import IO, Any
 from rl.errors import RunError, said_by, shown
 from rl.gateway.gateway import Ask, Gateway, Limits
 from rl.gateway.http import serving
-from rl.gateway.protocol import ApiError
+from rl.gateway.protocol import ApiError, context_exceeded
 from rl.tasks.environment import EnvironmentTask, Reply, TokenEnvironment, TokenReply
 from rl.types import Completion, EpisodeStop, Prompt, Sampling
 
 MAX_OUTPUT = 2**20
 """Maximum size of what a command prints, in bytes; the rest is cut off."""
+
+
+class CommandFailed(RunError):
+    """Exit code of a command that is not 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class Api:
     ) -> str:
         """Run a command to its end and return its output. Its process group ends with the episode.
 
-        Raises RunError, with the end of its standard error, if its exit code is not 0.
+        Raises CommandFailed, with the end of its standard error, if its exit code is not 0.
         """
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
             process = await asyncio.create_subprocess_exec(
@@ -74,7 +78,7 @@ class Api:
                 await process.wait()
             if process.returncode:
                 message = f"{command[0]} ended with exit code {process.returncode}"
-                raise RunError(f"{message}: {_end_of(errors)}")
+                raise CommandFailed(f"{message}: {_end_of(errors)}")
             output.seek(0)
             return output.read(MAX_OUTPUT).decode(errors="replace")
 
@@ -115,7 +119,7 @@ class AgentTask(EnvironmentTask):
         the reward of the episode.
 
         May be a coroutine function. Other functions run in a thread. ``api.run`` runs a command. An
-        exception costs the group of the episode, unless a limit has ended the episode: see
+        exception costs the group of the episode, unless it is the error of a limit: see
         :class:`AgentEpisode`.
         """
 
@@ -136,8 +140,10 @@ class AgentEpisode(TokenEnvironment):
     """Episode of an agent. Each request of the agent is a turn, one after the other.
 
     If a request has no room within ``max_episode_tokens`` or the context, or comes after
-    ``max_turns`` answers, the agent gets an error of OpenAI's API. Then it may still return its
-    reward; if it raises, the reward is 0.
+    ``max_turns`` answers, the agent gets an error of OpenAI's API. Then it may go on, or return its
+    reward. If the agent ends with this error, the reward is 0. Also an exception whose text or
+    cause has the text of the error counts as this error, and a command whose last line of standard
+    error has it.
     """
 
     def __init__(self, task: AgentTask, prompt: Prompt):
@@ -148,6 +154,9 @@ class AgentEpisode(TokenEnvironment):
         """The answer that the agent waits for."""
         self._turns = 0
         self._limit: EpisodeStop = "done"
+        """Limit that refused the latest request."""
+        self._refusals: dict[str, EpisodeStop] = {}
+        """Limits that refused a request, by the text of the error."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agent")
         self._session = secrets.token_hex(12)
         self._server: _Server | None = None
@@ -168,6 +177,7 @@ class AgentEpisode(TokenEnvironment):
         """Give the agent an answer; return its next prompt, or the end."""
         assert self._answer is not None, "the agent waits for an answer"
         self._turns += 1
+        self._limit = "done"
         if not self._answer.done():
             self._answer.set_result(answer)
         return await self._next()
@@ -228,10 +238,10 @@ class AgentEpisode(TokenEnvironment):
         elif room < 1:
             is_context = len(ask.tokens) >= self._task.shape.max_seq_len
             self._limit = "context" if is_context else "length"
-            message = f"the prompt has {len(ask.tokens)} tokens, which leaves no room"
-            error = ApiError(400, message, code="context_length_exceeded", param="messages")
+            error = context_exceeded(len(ask.tokens), room + len(ask.tokens))
         else:
             return False
+        self._refusals[str(error)] = self._limit
         answer.set_exception(error)
         return True
 
@@ -245,14 +255,28 @@ class AgentEpisode(TokenEnvironment):
         if agent.cancelled():
             raise RunError("the agent was cancelled")
         counts = self._server.gateway.capture(self._session).counts
-        if agent.exception() is not None and self._limit != "done":
-            return TokenReply(done=True, stop_reason=self._limit, metrics=counts)
+        error = agent.exception()
+        if error is not None and (limit := self._limit_of(error)):
+            return TokenReply(done=True, stop_reason=limit, metrics=counts)
         reply = agent.result()
         if not isinstance(reply, Reply):
             raise TypeError(f"agent returned {shown(reply)}, which is no Reply")
         own: dict[str, Any] = {each.name: getattr(reply, each.name) for each in fields(Reply)}
         own |= {"messages": (), "done": True, "metrics": {**counts, **reply.metrics}}
         return TokenReply(**own, stop_reason=self._limit)
+
+    def _limit_of(self, error: BaseException | None) -> EpisodeStop | None:
+        """Return the limit whose error ``error`` is or wraps; None for any other failure."""
+        if isinstance(error, BaseExceptionGroup):
+            limits = [self._limit_of(each) for each in error.exceptions]
+            return limits[0] if all(limits) else None
+        if error is None:
+            return None
+        said = said_by(error)
+        if isinstance(error, CommandFailed):  # its traceback ends with its exception
+            said = said.splitlines()[-1]
+        found = (limit for text, limit in self._refusals.items() if text in said)
+        return next(found, None) or self._limit_of(error.__cause__)
 
 
 class _Server:

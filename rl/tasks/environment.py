@@ -94,7 +94,8 @@ class MessageEnvironment(ABC):
     """One episode of an environment, in the messages of a conversation.
 
     Each method may be a coroutine function. Other methods run in a thread, one call of an episode
-    at a time. An exception costs the group of the episode.
+    at a time. An exception costs the group of the episode: a failure that is not the policy's, such
+    as a lost server, is to be raised, not answered.
     """
 
     replayable: ClassVar[bool] = False
@@ -187,7 +188,8 @@ class EnvironmentTask(Task):
         """Time for one call of the environment. A call that takes longer costs its group."""
 
         episode_s: Annotated[float, SECONDS] = 3600.0
-        """Time after which no more answers are sampled for an episode. Its reward counts."""
+        """Time of all calls of the environment after which no more answers are sampled for an
+        episode. Its reward counts. An agent, whose reward comes at its end, costs its group."""
 
         enable_thinking: bool = True
         """Whether the policy may think before an answer, if its chat template has that switch."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rl.errors import ConfigError, said_by, shown
+from rl.errors import ConfigError, RunError, said_by, shown
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -43,6 +43,9 @@ class Tools:
     - the arguments do not match the annotations,
     - the function raises an exception.
 
+    A failure that is not the policy's is no answer: if a function raises
+    :class:`rl.errors.InfrastructureError`, or another RunError, the episode is lost.
+
     Raises ConfigError if a function cannot be described.
     """
 
@@ -72,7 +75,7 @@ class Tools:
         return [{"role": "tool", "content": text} for text in texts]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the answer of tool ``name`` as text, or its error as text."""
+        """Return the answer of tool ``name`` as text, or its error as text. Raises RunError."""
         from pydantic import ValidationError
 
         tool = self._tools.get(name)
@@ -89,6 +92,8 @@ class Tools:
             if inspect.iscoroutine(result):
                 result = asyncio.run(result)
             return self._bounded(_as_text(result))
+        except RunError:  # such as a sandbox that cannot start a program
+            raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             return self._bounded(f"error: {said_by(error)}")
 

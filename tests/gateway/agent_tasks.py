@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,3 +146,65 @@ class Guesser(Agents):
                 if turn == 1:
                     messages = [*opening, {"role": "user", "content": "Begin again."}]
         return Reply(reward=float(digits), correct=digits > 3)
+
+
+class Overflows(Agents):
+    """Agent whose second request has no room, and what follows by ``then``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Agents.Config):
+        then: str = ""
+
+    config: Config
+
+    async def agent(self, prompt, api):
+        if self.config.then.startswith("program"):
+            env = {"TURNS": "1000", "LOSES_TOOL": str(int(self.config.then == "program, tool"))}
+            return await api.run([sys.executable, str(PROGRAM)], stdin="1 + 2?", env=env)
+        lost = ConnectionError("the tool server refused the connection")
+        messages = [{"role": "user", "content": "word " * 400}]
+        async with AsyncOpenAI(base_url=api.base_url, api_key=api.key) as client:
+            await act(client, "none", 1)
+            try:
+                await client.chat.completions.create(model="any", messages=messages)
+            except OpenAIError as error:
+                if self.config.then == "raises":
+                    raise
+                if self.config.then == "wraps":
+                    raise RuntimeError("the agent gives up") from error
+                if self.config.then == "group":
+                    raise ExceptionGroup("two", [error, lost]) from None
+                if self.config.then == "tool while handling":
+                    raise lost  # noqa: B904
+            if self.config.then != "tool":
+                await act(client, "none", 1)
+            if self.config.then == "goes on":
+                return Reply(reward=0.25)
+            raise lost
+
+
+class Clock:
+    """Clock of this process that can be set forward."""
+
+    ahead = 0.0
+
+    @classmethod
+    def monotonic(cls):
+        return time.monotonic() + cls.ahead
+
+
+class Slow(Agents):
+    """Agent that sets the clock forward by ``agent_s`` before each of its requests."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Agents.Config):
+        agent_s: float = 0.0
+
+    config: Config
+
+    async def agent(self, prompt, api):
+        async with AsyncOpenAI(base_url=api.base_url, api_key=api.key) as client:
+            for _ in range(3):
+                Clock.ahead += self.config.agent_s
+                await act(client, "none", 1)
+        return Reply(reward=0.75)

@@ -9,6 +9,7 @@ import pytest
 from rl.errors import GroupLost
 from rl.model.shape import ModelConfig
 from rl.observe.spans import Stopwatch
+from rl.rollout import environments
 from rl.rollout.environments import Environments
 from rl.rollout.episodes import EpisodeCollector
 from rl.types import Sampling
@@ -26,12 +27,26 @@ def model(tmp_path_factory) -> ModelConfig:
     return ModelConfig(hf_path=str(folder), max_seq_len=3000)
 
 
-def collect(model, prompt_ids, *, task=agents.Agents, samples=2, habits=PLAIN, **fields):
+class SlowEngine(Engine):
+    """Engine that sets the clock forward by ``seconds`` in each round."""
+
+    def __init__(self, habits, seconds):
+        super().__init__(habits=habits)
+        self.seconds = seconds
+
+    async def __call__(self, requests):
+        agents.Clock.ahead += self.seconds
+        return await super().__call__(requests)
+
+
+def collect(
+    model, prompt_ids, *, task=agents.Agents, samples=2, habits=PLAIN, engine_s=0.0, **fields
+):
     """Return the outcome of each prompt, the engine and the collector."""
     fields = {"max_episode_tokens": 2500, "step_s": 120.0, "max_turns": 8} | fields
     built = task.Config(**fields).build(seed=0, model=model)
     environments = Environments(built)
-    engine = Engine(habits=habits)
+    engine = SlowEngine(habits, engine_s)
     collector = EpisodeCollector(
         environments,
         longest=min(model.max_seq_len, fields["max_episode_tokens"]),
@@ -155,6 +170,48 @@ def test_an_agent_at_a_limit_gets_an_error_and_may_still_return_its_reward(
     (group,), engine = collect(model, [mood], **fields)
     check(group, engine)
     assert [(each.reward, each.stop_reason) for each in group] == [(reward, reason)] * 2
+
+
+@pytest.mark.parametrize(
+    ("then", "outcome"),
+    [
+        ("raises", (0.0, "length")),
+        ("wraps", (0.0, "length")),
+        ("program", (0.0, "length")),
+        ("goes on", (0.25, "done")),
+        ("tool", "refused the connection"),
+        ("tool later", "refused the connection"),
+        ("tool while handling", "refused the connection"),
+        ("group", "two"),
+        ("program, tool", "refused the connection"),
+    ],
+)
+def test_an_agent_that_loses_a_tool_after_an_overflow_is_lost(model, then, outcome):
+    fields = {"max_episode_tokens": 1100, "max_turns": 100}
+    (group,), engine = collect(model, [0], task=agents.Overflows, then=then, **fields)
+    if isinstance(outcome, str):
+        assert isinstance(group, GroupLost)
+        assert group.reason == "environment raised"
+        assert outcome in str(group)
+    else:
+        check(group, engine)
+        assert [(each.reward, each.stop_reason) for each in group] == [outcome] * 2
+
+
+@pytest.mark.parametrize(("engine_s", "agent_s"), [(900.0, 0.0), (0.0, 900.0)])
+def test_time_of_sampling_does_not_end_an_episode_and_an_agent_without_time_is_lost(
+    model, engine_s, agent_s, monkeypatch
+):
+    monkeypatch.setattr(environments, "time", agents.Clock)
+    (group,), _ = collect(
+        model, [0], task=agents.Slow, agent_s=agent_s, episode_s=600.0, engine_s=engine_s
+    )
+    if agent_s:
+        assert isinstance(group, GroupLost)
+        assert group.reason == "environment timed out"
+        assert "task.episode_s=600" in str(group)
+    else:
+        assert [(each.reward, each.stop_reason) for each in group] == [(0.75, "done")] * 2
 
 
 def test_agents_end_when_sampling_is_cancelled(model):

@@ -5,7 +5,8 @@ from typing import Literal
 
 import pytest
 
-from rl.errors import ConfigError
+from rl.errors import ConfigError, InfrastructureError
+from rl.sandbox.program import SandboxError
 from rl.tasks.tools import Tools
 
 
@@ -104,6 +105,21 @@ def test_a_wrong_call_is_answered_with_the_error(name, arguments, words):
     answer = TOOLS.call(name, arguments)
     assert answer.startswith("error: ")
     assert words in answer
+
+
+@pytest.mark.parametrize("error", [InfrastructureError("no quota"), SandboxError("no program")])
+def test_a_failure_that_is_not_the_policys_is_no_answer(error):
+    def fetch() -> str:
+        """Raise the error."""
+        raise error
+
+    async def fetch_later() -> str:
+        """Raise the error."""
+        raise error
+
+    for tool in (fetch, fetch_later):
+        with pytest.raises(type(error), match=str(error)):
+            Tools([tool]).call(tool.__name__, {})
 
 
 def test_a_long_answer_is_cut_off():

@@ -3,6 +3,7 @@
 import json
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,11 @@ from rl.types import Prompt
 
 MAX_BYTES = 2**24
 """Maximum size of a message of the server."""
+FIXES = {
+    "CAPACITY_REACHED": "; each episode is a session: let the server have more sessions, or lower "
+    "rollout.prompts_per_step or rollout.samples_per_prompt"
+}
+"""What to do about errors of the server, by their code."""
 
 
 class OpenEnvTask(SeededTask):
@@ -109,7 +115,8 @@ class _Session(MessageEnvironment):
 
         request = json.dumps({"type": kind, "data": data})
         try:
-            await self._socket.send(request)
+            with suppress(ConnectionClosed):  # a server that refuses a session says why, and closes
+                await self._socket.send(request)
             text = await self._socket.recv()
         except ConnectionClosed as error:
             raise RunError(f"the connection to {self._url} ended: {said_by(error)}") from None
@@ -117,7 +124,8 @@ class _Session(MessageEnvironment):
             answer = json.loads(text)
             found = answer["data"]
             if answer["type"] == "error":
-                raise RunError(f"the server at {self._url} failed: {found['message']}")
+                fix = FIXES.get(found.get("code"), "")
+                raise RunError(f"the server at {self._url} failed: {found['message']}{fix}")
             found["observation"]
         except (ValueError, KeyError, TypeError):
             message = f"the server at {self._url} answered {shown(text)} to {kind}"

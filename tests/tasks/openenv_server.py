@@ -29,8 +29,13 @@ class Games:
     def __init__(self):
         self.seen = []
         self.garbled = False
+        self.is_full = False
 
     async def session(self, socket):
+        if self.is_full:
+            error = {"message": "Server at capacity: 4/4 sessions", "code": "CAPACITY_REACHED"}
+            await socket.send(json.dumps({"type": "error", "data": error}))
+            return
         number = 0
         async for text in socket:
             message = json.loads(text)

@@ -65,6 +65,15 @@ def test_an_error_of_the_server_costs_the_group_with_its_message(model):
         play(model, Games(), "no number")
 
 
+def test_a_full_server_is_named_with_what_to_do(model):
+    games = Games()
+    games.is_full = True
+    said = r"failed: Server at capacity: 4/4 sessions; .* lower rollout.prompts_per_step"
+    for _ in range(5):  # the connection may end before the first message is sent, or after it
+        with pytest.raises(GroupLost, match=said):
+            play(model, games)
+
+
 def test_a_connection_that_ends_costs_the_group(model):
     with pytest.raises(GroupLost, match=r"the connection to ws://.* ended: .*ConnectionClosed"):
         play(model, Games(), "leave")

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +18,7 @@ from rl.tasks.environment import EnvironmentTask
 from rl.types import Completion, EpisodeTurn, Prompt
 
 MAX_HUNG = 8  # threads of calls that hang; more of them would slow down the other episodes
+LEAVE_S = 0.5  # for the answers of the last calls to be sent
 GRACE_S = 10.0  # for a busy worker to find that a call took too long
 
 
@@ -33,30 +34,37 @@ class EnvironmentWorker(Actor):
     async def start(self) -> None:
         task = self.config.build_scorer(seed=self.seed, model=self.model)
         self._environments = Environments(cast(EnvironmentTask, task))
+        self._calls = 0
 
     @concurrent_endpoint
     async def open(self, key: int, prompt: Prompt, sample: int) -> EpisodeTurn | GroupLost:
-        try:
-            return await self._environments.open(key, prompt, sample)
-        except GroupLost as lost:
-            return self._checked(lost)
+        return await self._answered(self._environments.open(key, prompt, sample))
 
     @concurrent_endpoint
     async def step(self, key: int, answer: Completion) -> EpisodeTurn | GroupLost:
-        try:
-            return await self._environments.step(key, answer)
-        except GroupLost as lost:
-            return self._checked(lost)
+        return await self._answered(self._environments.step(key, answer))
 
     @concurrent_endpoint
     async def close(self, keys: list[int]) -> None:
         await self._environments.close(keys)
 
-    def _checked(self, lost: GroupLost) -> GroupLost:
-        """Return ``lost``, or end the process if too many calls hang in it."""
-        if self._environments.hung > MAX_HUNG:
+    async def _answered(self, call: Awaitable[EpisodeTurn]) -> EpisodeTurn | GroupLost:
+        """Return the result of ``call``. If too many calls hang in this process, it ends after the
+        calls under way, which may hang too: each is lost for its own reason.
+        """
+        self._calls += 1
+        try:
+            return await call
+        except GroupLost as lost:
+            return lost
+        finally:
+            self._calls -= 1
+            if self._environments.hung > MAX_HUNG:
+                asyncio.get_running_loop().call_later(LEAVE_S, self._leave)
+
+    def _leave(self) -> None:
+        if not self._calls or self._environments.hung > MAX_HUNG**2:
             os._exit(1)
-        return lost
 
 
 @dataclass(kw_only=True, eq=False)

@@ -2,16 +2,16 @@
 
 import asyncio
 import inspect
+import math
 import os
 import secrets
 import signal
-import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, fields
-from typing import IO, Any
+from typing import Any, Self
 
 from rl.errors import RunError, said_by, shown
 from rl.gateway.gateway import Ask, Gateway, Limits
@@ -22,6 +22,10 @@ from rl.types import Completion, EpisodeStop, Prompt, Sampling
 
 MAX_OUTPUT = 2**20
 """Maximum size of what a command prints, in bytes; the rest is cut off."""
+MAX_ERROR = 2000
+"""Size of the end of a command's standard error that its failure shows, in bytes."""
+PIPE_BYTES = 2**16
+"""Size of a pipe."""
 
 
 class CommandFailed(RunError):
@@ -61,12 +65,12 @@ class Api:
 
         Raises CommandFailed, with the end of its standard error, if its exit code is not 0.
         """
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        with _Pipe(slice(MAX_OUTPUT)) as output, _Pipe(slice(-MAX_ERROR, None)) as errors:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
-                stdout=output,
-                stderr=errors,
+                stdout=output.end,
+                stderr=errors.end,
                 env={**os.environ, **self.env, **(env or {})},
                 start_new_session=True,
             )
@@ -78,9 +82,8 @@ class Api:
                 await process.wait()
             if process.returncode:
                 message = f"{command[0]} ended with exit code {process.returncode}"
-                raise CommandFailed(f"{message}: {_end_of(errors)}")
-            output.seek(0)
-            return output.read(MAX_OUTPUT).decode(errors="replace")
+                raise CommandFailed(f"{message}: {errors.text().strip()}")
+            return output.text()
 
 
 class AgentTask(EnvironmentTask):
@@ -296,7 +299,7 @@ class _Server:
             longest=10**9,  # episodes know their own limits
             vocab_size=task.shape.vocab_size,
             enable_thinking=config.enable_thinking,
-            limits=Limits(waiting=10**9, sessions=10**9, session_tokens=10**18),
+            limits=Limits(waiting=10**9, sessions=10**9, session_tokens=10**18, session_s=math.inf),
         )
         self._work = loop.create_task(self._serve())
 
@@ -326,7 +329,30 @@ class _Server:
             await asyncio.Event().wait()
 
 
-def _end_of(file: IO[bytes]) -> str:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 2000))
-    return file.read().decode(errors="replace").strip()
+class _Pipe:
+    """What processes write to ``end``, of which a part is kept and the rest is dropped."""
+
+    def __init__(self, part: slice):
+        self._part = part
+        self._kept = b""
+        self._begin, self.end = os.pipe()
+        os.set_blocking(self._begin, False)
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> Self:
+        self._loop.add_reader(self._begin, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.remove_reader(self._begin)
+        os.close(self._begin)
+        os.close(self.end)
+
+    def _take(self) -> None:
+        with suppress(BlockingIOError):
+            self._kept = (self._kept + os.read(self._begin, PIPE_BYTES))[self._part]
+
+    def text(self) -> str:
+        """Return the part of what has been written so far."""
+        self._take()  # all that is in the pipe: other processes may still hold its end
+        return self._kept.decode(errors="replace")

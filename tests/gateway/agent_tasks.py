@@ -208,3 +208,34 @@ class Slow(Agents):
                 Clock.ahead += self.config.agent_s
                 await act(client, "none", 1)
         return Reply(reward=0.75)
+
+
+class Prints(Agents):
+    """Agent whose command prints 20 MB to each output, and leaves a process that holds both.
+
+    The metrics are the size and the number of pipes of what the run kept.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Agents.Config):
+        folder: str = ""
+        exit_code: int = 0
+
+    config: Config
+
+    async def agent(self, prompt, api):
+        async with AsyncOpenAI(base_url=api.base_url, api_key=api.key) as client:
+            await act(client, "none", 1)
+        done = Path(self.config.folder) / "done"
+        script = f"""
+            stat -L -c %F /proc/$$/fd/1 /proc/$$/fd/2
+            head -c 20000000 /dev/zero | tee /dev/stderr
+            setsid sh -c 'until test -e {done}; do sleep 0.1; done' &
+            echo the end >&2
+            exit {self.config.exit_code}
+        """
+        try:
+            said = await api.run(["bash", "-c", script])
+        finally:
+            done.touch()
+        return Reply(metrics={"kept": float(len(said)), "pipes": float(said.count("fifo"))})

@@ -12,6 +12,7 @@ from rl.observe.spans import Stopwatch
 from rl.rollout import environments
 from rl.rollout.environments import Environments
 from rl.rollout.episodes import EpisodeCollector
+from rl.tasks.agent import MAX_OUTPUT
 from rl.types import Sampling
 from tests.gateway import agent_tasks as agents
 from tests.rollout.test_episodes import Engine
@@ -196,6 +197,19 @@ def test_an_agent_that_loses_a_tool_after_an_overflow_is_lost(model, then, outco
     else:
         check(group, engine)
         assert [(each.reward, each.stop_reason) for each in group] == [outcome] * 2
+
+
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_what_a_command_prints_beyond_a_limit_is_dropped(model, exit_code, tmp_path):
+    fields = {"folder": str(tmp_path), "exit_code": exit_code, "step_s": 600.0}
+    (group,), _ = collect(model, [0], task=agents.Prints, samples=1, **fields)
+    if exit_code:
+        assert "bash ended with exit code 3: " in str(group)
+        assert "the end; prompt 0" in str(group)
+        assert len(str(group)) < 20_000
+    else:
+        (rollout,) = group
+        assert (rollout.metrics["kept"], rollout.metrics["pipes"]) == (MAX_OUTPUT, 2)
 
 
 @pytest.mark.parametrize(("engine_s", "agent_s"), [(900.0, 0.0), (0.0, 900.0)])

@@ -116,7 +116,11 @@ def make_gateway(
             seed=ask.seed,
             sampling=ask.sampling,
         )
-        (completion,) = await session.sample([request], affinity=ask.session or None)
+        try:
+            (completion,) = await session.sample([request], affinity=ask.session or None)
+        except asyncio.CancelledError:  # its client has gone
+            await session.abort(request.request_id)
+            raise
         return completion
 
     return Gateway(

@@ -102,8 +102,8 @@ class Generator(Actor):
         return await self._loop.generate(requests), self._loop.take_load()
 
     @concurrent_endpoint
-    async def abort(self) -> None:
-        await self._loop.abort()
+    async def abort(self, *request_ids: str) -> None:
+        await self._loop.abort(*request_ids)
         # All ranks have executed a command of one turn of the loop before the second turn after it.
         for _ in range(2):
             await self._loop.run_between_steps(lambda engine: None)
@@ -220,9 +220,9 @@ class GeneratorMesh(Mesh):
         self._load = Metrics({})
         return load
 
-    async def abort(self) -> None:
-        """Abort all requests in flight, also requests of cancelled callers."""
-        await self.call("abort", rank=0)
+    async def abort(self, *request_ids: str) -> None:
+        """Abort these requests, or without ids all in flight, also those of cancelled callers."""
+        await self.call("abort", *request_ids, rank=0)
 
     async def offload(self) -> None:
         """Abort requests in flight, move weights to host memory and drop all keys and values."""

@@ -2,9 +2,12 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from rl.dialects.base import Dialect
 from rl.types import Completion
@@ -156,6 +159,22 @@ def usage(choices: Sequence[Choice]) -> dict[str, int]:
         "completion_tokens": sampled,
         "total_tokens": prompts + sampled,
     }
+
+
+def until(holds: Callable[[list[int]], bool], completion: Completion) -> Completion:
+    """Return ``completion`` up to the first token with which ``holds`` is true of its tokens."""
+    if not holds(completion.tokens):
+        return completion
+    places = range(len(completion.tokens) + 1)
+    count = bisect_left(places, True, lo=1, key=lambda place: holds(completion.tokens[:place]))
+    mask = completion.sampling_mask
+    return Completion(
+        tokens=completion.tokens[:count],
+        logprobs=completion.logprobs[:count],
+        versions=completion.versions[:count],
+        finish_reason="stop",
+        sampling_mask=None if mask is None else mask.select(np.arange(count)),
+    )
 
 
 def _generated(choice: Choice) -> list[dict[str, Any]]:

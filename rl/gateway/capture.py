@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.dialects.base import AssistantTurn, ConversationError, Dialect
@@ -103,13 +103,22 @@ class Capture:
                 return known
         return 0
 
-    def answer(self, opened: Opened, completion: Completion) -> dict[str, Any]:
-        """Note an answer; return it as a message, with ids for its tool calls."""
-        turn = self._dialect.parse(opened.tokens, completion.tokens)
+    def answer(
+        self, opened: Opened, completion: Completion, stops: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Note an answer; return it as a message, with ids for its tool calls.
+
+        Its texts end before the first of ``stops``. Such an answer is not continued, since its
+        tokens have more than its message.
+        """
+        whole = self._dialect.parse(opened.tokens, completion.tokens)
+        content, reasoning = before(whole.content, stops), before(whole.reasoning, stops)
+        turn = replace(whole, content=content, reasoning=reasoning)
         self.malformed += sum(bool(call.error) for call in turn.tool_calls)
         message = _message(turn, f"call_{self._name}{self.turns}")
-        key = _hash(opened.key, key_of(normal(message)))
-        self._turns[key] = self.add(opened.tokens, completion)
+        noted = self.add(opened.tokens, completion)
+        if turn == whole:
+            self._turns[_hash(opened.key, key_of(normal(message)))] = noted
         return message
 
     def open_text(self, text: str) -> Opened:
@@ -125,12 +134,17 @@ class Capture:
         more = encode(rest, add_special_tokens=False) if rest else []
         return Opened([*turn.strand.tokens[: turn.end], *more], _hash(TEXT, text))
 
-    def answer_text(self, text: str, opened: Opened, completion: Completion) -> str:
-        """Note a completion of ``text``; return its own text."""
-        said = self.decode(completion)
-        key = _hash(TEXT, text + said)
-        self._turns[key] = self.add(opened.tokens, completion)
-        self._texts[key] = text + said
+    def answer_text(
+        self, text: str, opened: Opened, completion: Completion, stops: Sequence[str] = ()
+    ) -> str:
+        """Note a completion of ``text``; return its own text, which ends before ``stops``."""
+        whole = self.decode(completion)
+        said = before(whole, stops)
+        noted = self.add(opened.tokens, completion)
+        if said == whole:
+            key = _hash(TEXT, text + said)
+            self._turns[key] = noted
+            self._texts[key] = text + said
         return said
 
     def decode(self, completion: Completion) -> str:
@@ -155,6 +169,11 @@ class Capture:
             "rewritten": float(self.rewritten),
             "malformed_calls": float(self.malformed),
         }
+
+
+def before(text: str, stops: Sequence[str]) -> str:
+    """Return ``text`` up to the first of ``stops`` in it."""
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
 def normal(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,18 +4,15 @@ import asyncio
 import hashlib
 import itertools
 import secrets
-from bisect import bisect_left
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from rl.dialects.base import ConversationError, Dialect
-from rl.gateway.answers import Choice, Form
-from rl.gateway.capture import Capture, Opened
+from rl.gateway.answers import Choice, Form, until
+from rl.gateway.capture import Capture, Opened, before
 from rl.gateway.protocol import (
-    MAX_PROMPTS,
     ApiError,
     Asked,
     ChatRequest,
@@ -64,11 +61,15 @@ class Limits:
     """Maximum number of open sessions."""
     session_tokens: int = 10**7
     """Maximum number of tokens of all prompts and answers of a session."""
+    session_s: float = 3600.0
+    """Time without a request after which a session is forgotten, in s."""
 
 
 @dataclass(eq=False)
 class _Session:
     capture: Capture
+    used: float = field(default_factory=time.monotonic)
+    """Time of the latest request."""
     answers: dict[bytes, asyncio.Future[list[Choice]]] = field(default_factory=dict)
     """Latest answers, by the request: a client that repeats one gets the same answer."""
 
@@ -81,6 +82,8 @@ class Reply:
     whole: Callable[[list[Choice]], dict[str, Any]]
     events: Callable[[list[Choice]], Iterator[str]] | None
     """Writer of a stream; None if the client wants no stream."""
+    is_kept: bool
+    """Whether the choices are sampled on if the client goes."""
 
 
 class Gateway:
@@ -93,8 +96,8 @@ class Gateway:
         sequences = gateway.capture("a").log.strands
 
     ``sampling`` has the defaults of requests. Prompt and answer have at most ``longest`` tokens.
-    ``model`` is the only model; None takes every name. Answers are captured
-    even if their client has gone.
+    ``model`` is the only model; None takes every name. Answers of a session are captured even if
+    their client has gone.
     """
 
     def __init__(
@@ -119,6 +122,8 @@ class Gateway:
         self._enable_thinking = enable_thinking
         self._sessions: dict[str, _Session] = {}
         self._waiting = 0
+        self.is_stopping = False
+        """Whether :meth:`stop` was called."""
         self._work: set[asyncio.Future[list[Choice]]] = set()
         self._names = itertools.count(1)
 
@@ -126,6 +131,7 @@ class Gateway:
 
     def open_session(self, name: str | None = None) -> str:
         """Begin a session; return its id. Raises ApiError if there are too many."""
+        self._forget_idle()
         if len(self._sessions) >= self.limits.sessions:
             message = f"{len(self._sessions)} sessions are open; delete those that have ended"
             raise ApiError(429, message, code="too_many_sessions")
@@ -138,12 +144,15 @@ class Gateway:
         return self._session(name).capture
 
     def close_session(self, name: str) -> None:
-        """Forget a session. Raises ApiError if it is unknown."""
-        self._session(name)
+        """Forget a session, and end its answers in the making. Raises ApiError if it is unknown."""
+        session = self._session(name)
         del self._sessions[name]
+        for answer in session.answers.values():
+            answer.cancel()
 
     def stop(self) -> None:
         """End all answers in the making; their clients get an error."""
+        self.is_stopping = True
         for work in self._work:
             work.cancel()
 
@@ -165,16 +174,19 @@ class Gateway:
                 return any(not call.error for call in calls)
 
             def choose(completion: Completion) -> Choice:
+                completion = self._stopped(request, completion)
                 if request.parallel_tool_calls is False:
-                    completion = _until(has_call, completion)
-                message = capture.answer(opened, completion)
+                    completion = until(has_call, completion)
+                message = capture.answer(opened, completion, request.stops)
                 return Choice(prompt=opened.tokens, completion=completion, message=message)
 
             asks = self._asks(session, name, request, opened.tokens, most=most, n=request.n)
             return [(ask, choose) for ask in asks]
 
         events = form.chat_events if request.stream else None
-        return Reply(self._answer(session, body, is_retry, prepare), form.chat, events)
+        return Reply(
+            self._answer(session, body, is_retry, prepare), form.chat, events, is_kept=bool(name)
+        )
 
     def completions(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/v1/completions``. Raises ApiError."""
@@ -184,14 +196,19 @@ class Gateway:
 
         def prepare() -> Work:
             work = []
-            for prompt in _prompts(request):
-                tokens, choose = self._completed(session.capture, prompt)
+            for prompt in request.prompts():
+                tokens, choose = self._completed(session.capture, prompt, request)
                 asks = self._asks(session, name, request, tokens, n=request.n)
                 work += [(ask, choose) for ask in asks]
             return work
 
         events = form.completion_events if request.stream else None
-        return Reply(self._answer(session, body, is_retry, prepare), form.completions, events)
+        return Reply(
+            self._answer(session, body, is_retry, prepare),
+            form.completions,
+            events,
+            is_kept=bool(name),
+        )
 
     def generate(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/inference/v1/generate``. Raises ApiError."""
@@ -205,21 +222,41 @@ class Gateway:
             raise ApiError(400, "token_ids: give tokens", code="invalid_value", param="token_ids")
 
         def prepare() -> Work:
-            _, choose = self._completed(session.capture, tokens)
+            _, choose = self._completed(session.capture, tokens, params)
             asks = self._asks(session, name, params, tokens, n=params.n)
             return [(ask, choose) for ask in asks]
 
-        return Reply(self._answer(session, body, is_retry, prepare), form.generated, None)
+        return Reply(
+            self._answer(session, body, is_retry, prepare), form.generated, None, is_kept=bool(name)
+        )
 
     # Work.
 
     def _session(self, name: str) -> _Session:
         if not name:
             return _Session(Capture(self._dialect, f"{secrets.token_hex(6)}_"))
+        self._forget_idle()
         if name not in self._sessions:
-            message = f"there is no session {name!r}; POST /sessions opens one"
+            idle = f"deleted, or had no request for {self.limits.session_s:g} s"
+            message = f"there is no session {name!r}, or it was {idle}; POST /sessions opens one"
             raise ApiError(404, message, code="session_not_found")
-        return self._sessions[name]
+        return self._touched(name)
+
+    def _touched(self, name: str) -> _Session:
+        session = self._sessions[name] = self._sessions.pop(name)  # the latest one is the last
+        session.used = time.monotonic()
+        return session
+
+    def _forget_idle(self) -> None:
+        """Forget the sessions without a request for too long, unless they have open answers."""
+        while self._sessions:
+            name, session = next(iter(self._sessions.items()))
+            if session.used + self.limits.session_s > time.monotonic():
+                return
+            if all(answer.done() for answer in session.answers.values()):
+                del self._sessions[name]
+            else:
+                self._touched(name)
 
     def _opened(self, capture: Capture, request: ChatRequest) -> Opened:
         options = request.chat_template_kwargs
@@ -247,21 +284,33 @@ class Gateway:
             usage=options is not None and options.include_usage,
         )
 
-    def _completed(self, capture: Capture, prompt: str | list[int]) -> tuple[list[int], Choose]:
+    def _stopped(self, request: Sampled, completion: Completion) -> Completion:
+        """Return a completion up to the first text that ends it, that text included."""
+        stops = request.stops
+        decode = self._dialect.tokenizer.decode
+        if not stops:
+            return completion
+        return until(lambda tokens: any(stop in decode(tokens) for stop in stops), completion)
+
+    def _completed(
+        self, capture: Capture, prompt: str | list[int], request: Sampled
+    ) -> tuple[list[int], Choose]:
         """Return the tokens of a prompt, and the function that notes its completion."""
         if isinstance(prompt, list):
             tokens = prompt
 
             def note(completion: Completion) -> Choice:
+                completion = self._stopped(request, completion)
                 capture.add(tokens, completion)
-                text = capture.decode(completion)
+                text = before(capture.decode(completion), request.stops)
                 return Choice(prompt=tokens, completion=completion, text=text)
 
             return tokens, note
         opened = capture.open_text(prompt)
 
         def choose(completion: Completion) -> Choice:
-            text = capture.answer_text(prompt, opened, completion)
+            completion = self._stopped(request, completion)
+            text = capture.answer_text(prompt, opened, completion, request.stops)
             return Choice(prompt=opened.tokens, completion=completion, text=text)
 
         return opened.tokens, choose
@@ -339,32 +388,3 @@ class Gateway:
         return [
             choose(completion) for (_, choose), completion in zip(work, completions, strict=True)
         ]
-
-
-def _until(holds: Callable[[list[int]], bool], completion: Completion) -> Completion:
-    """Return ``completion`` up to the first token with which ``holds`` is true of its tokens."""
-    if not holds(completion.tokens):
-        return completion
-    places = range(len(completion.tokens) + 1)
-    count = bisect_left(places, True, lo=1, key=lambda place: holds(completion.tokens[:place]))
-    mask = completion.sampling_mask
-    return Completion(
-        tokens=completion.tokens[:count],
-        logprobs=completion.logprobs[:count],
-        versions=completion.versions[:count],
-        finish_reason="stop",
-        sampling_mask=None if mask is None else mask.select(np.arange(count)),
-    )
-
-
-def _prompts(request: CompletionRequest) -> list[str | list[int]]:
-    """Return the prompts of a request. Raises ApiError if there are too few or too many."""
-    given = request.prompt
-    if isinstance(given, str):
-        return [given]
-    if given and isinstance(given[0], int):
-        return [given]  # type: ignore[list-item]
-    if 1 <= len(given) <= MAX_PROMPTS:
-        return [*given]  # type: ignore[list-item]
-    message = f"prompt: give 1 to {MAX_PROMPTS} prompts"
-    raise ApiError(400, message, code="invalid_value", param="prompt")

@@ -46,6 +46,7 @@ def make_app(gateway: Gateway, key: str | None) -> Starlette:
         (sessions, routes.read_session, "GET"),
         (sessions, routes.close_session, "DELETE"),
     ]
+    health = Route("/health", _health, methods=["GET"])
     for prefix in ("", sessions):
         table += [
             (f"{prefix}/v1/models", routes.models, "GET"),
@@ -55,7 +56,10 @@ def make_app(gateway: Gateway, key: str | None) -> Starlette:
             (f"{prefix}/inference/v1/generate", routes.generate, "POST"),
         ]
     return Starlette(
-        routes=[Route(path, routes.checked(do), methods=[verb]) for path, do, verb in table],
+        routes=[
+            health,
+            *(Route(path, routes.checked(do), methods=[verb]) for path, do, verb in table),
+        ],
         exception_handlers={HTTPException: _unknown_route, Exception: _unexpected},
     )
 
@@ -175,8 +179,14 @@ class _Routes:
         is_retry = request.headers.get(RETRY, "0") != "0"
         reply = endpoint(request.path_params.get("session", ""), body, is_retry=is_retry)
         if reply.events is not None:
-            return StreamingResponse(_events(reply), media_type="text/event-stream")
-        return JSONResponse(reply.whole(await _choices(reply)))
+            return StreamingResponse(self._events(reply), media_type="text/event-stream")
+        if not reply.is_kept:
+            gone = asyncio.ensure_future(_gone(request))
+            await asyncio.wait([reply.choices, gone], return_when=asyncio.FIRST_COMPLETED)
+            gone.cancel()
+            if not reply.choices.done():
+                reply.choices.cancel()
+        return JSONResponse(reply.whole(await self._choices(reply)))
 
     async def _body(self, request: Request) -> bytes:
         """Return the body. Raises ApiError if it is too large, too slow or no JSON."""
@@ -200,36 +210,49 @@ class _Routes:
             raise ApiError(400, "the body ended early", code="invalid_json") from None
         return bytes(body)
 
+    async def _choices(self, reply: Reply) -> list[Choice]:
+        """Wait for the choices. Raises ApiError."""
+        try:
+            return await asyncio.shield(reply.choices)
+        except asyncio.CancelledError:
+            if not reply.choices.cancelled():
+                raise
+            if not self._gateway.is_stopping:
+                raise ApiError(404, "the session has ended", code="session_not_found") from None
+            raise ApiError(503, "the server is stopping", code="server_stopping") from None
+        except RunError as error:
+            raise ApiError(500, str(error), code="sampling_failed") from None
+
+    async def _events(self, reply: Reply) -> AsyncIterator[str]:
+        assert reply.events is not None, "the client wants a stream"
+        try:
+            while not reply.choices.done():
+                await asyncio.wait([reply.choices], timeout=ALIVE_S)
+                if not reply.choices.done():
+                    yield ": waiting\n\n"
+            for each in reply.events(await self._choices(reply)):
+                yield each
+            yield DONE
+        except ApiError as error:
+            yield event(error.body)
+        finally:
+            if not reply.is_kept:  # without effect on a complete answer
+                reply.choices.cancel()
+
     def _model(self) -> dict[str, Any]:
         name = self._gateway.model or "policy"
         row = {"id": name, "object": "model", "created": 0, "owned_by": "tiller"}
         return {**row, "max_model_len": self._gateway.longest}
 
 
-async def _choices(reply: Reply) -> list[Choice]:
-    """Wait for the choices, which are sampled on if the client goes. Raises ApiError."""
-    try:
-        return await asyncio.shield(reply.choices)
-    except asyncio.CancelledError:
-        if not reply.choices.cancelled():
-            raise
-        raise ApiError(503, "the server is stopping", code="server_stopping") from None
-    except RunError as error:
-        raise ApiError(500, str(error), code="sampling_failed") from None
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
 
 
-async def _events(reply: Reply) -> AsyncIterator[str]:
-    assert reply.events is not None, "the client wants a stream"
-    while not reply.choices.done():
-        await asyncio.wait([reply.choices], timeout=ALIVE_S)
-        if not reply.choices.done():
-            yield ": waiting\n\n"
-    try:
-        for each in reply.events(await _choices(reply)):
-            yield each
-        yield DONE
-    except ApiError as error:
-        yield event(error.body)
+async def _gone(request: Request) -> None:
+    """Return when the client, which has sent its whole request, has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _mask_of(strand: Strand) -> dict[str, Any]:

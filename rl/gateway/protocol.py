@@ -20,7 +20,6 @@ NEUTRAL = {
     "presence_penalty": (0, 0.0),
     "repetition_penalty": (1, 1.0),
     "logit_bias": ({},),
-    "stop": ([], ""),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "echo": (False,),
@@ -91,6 +90,14 @@ class Sampled(Strict):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop_token_ids: list[int] | None = None
     """Tokens that end a completion; None and an empty list mean those of the dialect."""
+    stop: str | list[str] | None = None
+    """Texts that end a completion, and are no part of its text."""
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts of ``stop`` that are not empty."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in given if text]
 
 
 class StreamOptions(Strict):
@@ -134,6 +141,18 @@ class CompletionRequest(Asked):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Literal[0, 1] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts. Raises ApiError if there are too few or too many."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if given and isinstance(given[0], int):
+            return [given]  # type: ignore[list-item]
+        if 1 <= len(given) <= MAX_PROMPTS:
+            return [*given]  # type: ignore[list-item]
+        message = f"prompt: give 1 to {MAX_PROMPTS} prompts"
+        raise ApiError(400, message, code="invalid_value", param="prompt")
 
 
 class SamplingParams(Sampled):

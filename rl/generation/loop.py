@@ -145,12 +145,14 @@ class EngineLoop:
                 self._busy_since = now
         return work
 
-    async def abort(self) -> None:
-        """Abort every request in flight; its ``generate`` raises RunError."""
-        for call in {*self._calls.values()}:
+    async def abort(self, *request_ids: str) -> None:
+        """Abort the calls with these requests, or without ids all; their ``generate`` raises
+        RunError.
+        """
+        ids = self._calls.keys() & (request_ids or self._calls)
+        for call in {self._calls[name] for name in ids}:
             self._abort(call)
-            error = RunError("the request was aborted: the trainer was started again")
-            _settle(call.done, error=error)
+            _settle(call.done, error=RunError("the request was aborted: nobody waits for it"))
 
     async def pull(self, version: int) -> Pulled:
         """Make every rank pull policy ``version`` before the same step. Requests in flight follow

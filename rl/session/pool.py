@@ -67,9 +67,9 @@ class GeneratorPool:
                 for mesh in self.meshes:
                     work.create_task(self._start(mesh))
 
-    async def abort(self) -> None:
-        """Abort all requests in flight, also requests of cancelled callers."""
-        await self._each(lambda mesh: mesh.abort())
+    async def abort(self, *request_ids: str) -> None:
+        """Abort these requests, or without ids all in flight, also those of cancelled callers."""
+        await self._each(lambda mesh: mesh.abort(*request_ids))
 
     async def offload(self) -> None:
         """Move all weights to host memory and drop keys and values."""

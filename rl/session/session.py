@@ -267,9 +267,9 @@ class Session(Models):
         with self.watch.span("score", "reward"):
             return await self._rewards.score(prompt, completions)
 
-    async def abort(self) -> None:
-        """Abort all requests in flight, also requests of cancelled callers."""
-        await self.pool.abort()
+    async def abort(self, *request_ids: str) -> None:
+        """Abort these requests, or without ids all in flight, also those of cancelled callers."""
+        await self.pool.abort(*request_ids)
 
     async def finish_cancelled(self) -> None:
         """Abort the requests of cancelled calls, and finish a cancelled push."""

@@ -13,9 +13,12 @@ import pytest
 
 from rl import http_server
 from rl.errors import ConfigError, RunError
+from rl.gateway import gateway as sessions
 from rl.gateway.http import serving
+from rl.gateway.protocol import ApiError
 from rl.sampling_mask import SamplingMask
 from tests.dialects.conversations import TOOL
+from tests.gateway.agent_tasks import Clock
 from tests.gateway.agents import LONGEST, Policy, make_gateway, server
 from tests.tiny_tokenizers import qwen3
 
@@ -71,7 +74,7 @@ CASES = [
     ("/v1/chat/completions", CHAT | {"temperature": -1}, 400, "invalid_value", "temperature"),
     ("/v1/chat/completions", CHAT | {"temperature": 1e-5}, 400, "invalid_value", "0.01"),
     ("/v1/chat/completions", CHAT | {"temperature": 2.1}, 400, "invalid_value", "temperature"),
-    ("/v1/chat/completions", CHAT | {"stop": ["x"]}, 400, "unsupported_parameter", "stop"),
+    ("/v1/chat/completions", CHAT | {"stop": [1]}, 400, "invalid_value", "stop"),
     ("/v1/chat/completions", CHAT | {"wat": 1}, 400, "unsupported_parameter", "wat"),
     ("/v1/chat/completions", CHAT | {"tool_choice": "required"}, 400, "invalid_value", "'auto'"),
     ("/v1/chat/completions", CHAT | {"model": "gpt"}, 404, "model_not_found", "'gpt'"),
@@ -216,6 +219,116 @@ def test_a_head_that_is_too_long_or_too_slow_ends_its_connection(monkeypatch):
             assert await head(url, b"a") == b""
             monkeypatch.setattr(http_server, "HEAD_S", 600.0)
             await client.chat.completions.create(**CHAT)
+
+    asyncio.run(work())
+
+
+def test_health_needs_no_key():
+    async def work():
+        async with server(Policy(), key="right") as (_, url, _), httpx.AsyncClient() as http:
+            found = await http.get(f"{url}/health")
+            assert (found.status_code, found.json()) == (200, {"status": "ok"})
+
+    asyncio.run(work())
+
+
+STOPS = [("answer", "The"), (["42", "is "], "The answer"), ("never", "The answer is 42.")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stop", "said"), STOPS)
+def test_an_answer_ends_before_a_stop_text(stop, said, stream):
+    async def work():
+        policy = Policy(["no call"])
+        async with server(policy) as (gateway, url, client):
+            name = gateway.open_session()
+            own = client.with_options(base_url=f"{url}/sessions/{name}/v1")
+            for chat in (True, False):
+                found, reason, count = await ask(own, chat)
+                assert found.strip().endswith(said)
+                assert reason == "stop"
+                assert count <= len(policy.turns[-1][1].tokens)
+                assert (count == len(policy.turns[-1][1].tokens)) == (stop == "never")
+            strands = gateway.capture(name).log.strands
+            assert [sum(strand.sampled) for strand in strands][-1] == count
+
+    async def ask(client, chat):
+        options = {"model": "policy", "stop": stop, "stream": stream}
+        if stream:
+            options["stream_options"] = {"include_usage": True}
+        if chat:
+            answer = await client.chat.completions.create(messages=MESSAGES, **options)
+        else:
+            answer = await client.completions.create(prompt="1 + 2 =", **options)
+        chunks = [chunk async for chunk in answer] if stream else [answer]
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        parts = [getattr(each, "delta", getattr(each, "message", each)) for each in choices]
+        found = "".join((each.content if chat else each.text) or "" for each in parts)
+        return found, choices[-1].finish_reason, chunks[-1].usage.completion_tokens
+
+    asyncio.run(work())
+
+
+class Endless(Policy):
+    """Policy that never answers; it counts the answers that were given up."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = asyncio.Event()
+        self.given_up = asyncio.Event()
+
+    async def __call__(self, ask):
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.given_up.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leaves", ["client", "session"])
+def test_an_answer_that_nobody_waits_for_is_given_up(leaves, stream):
+    async def work():
+        policy = Endless()
+        async with asyncio.timeout(120), server(policy) as (gateway, url, client):
+            name = gateway.open_session()
+            if leaves == "session":
+                client = client.with_options(base_url=f"{url}/sessions/{name}/v1")
+            waiting = asyncio.create_task(ask(client))
+            await policy.asked.wait()
+            if leaves == "client":
+                waiting.cancel()
+            else:
+                gateway.close_session(name)
+                with pytest.raises(openai.APIError, match="the session has ended"):
+                    await waiting
+            await policy.given_up.wait()
+
+    async def ask(client):
+        answer = await client.chat.completions.create(**CHAT, stream=stream)
+        return [chunk async for chunk in answer]
+
+    asyncio.run(work())
+
+
+def test_an_idle_session_is_forgotten_and_a_busy_one_is_not(monkeypatch):
+    monkeypatch.setattr(sessions, "time", Clock)
+
+    async def work():
+        policy = Held()
+        async with server(policy, limits={"session_s": 3600.0}) as (gateway, url, client):
+            idle, used, busy = (gateway.open_session() for _ in range(3))
+            own = client.with_options(base_url=f"{url}/sessions/{busy}/v1")
+            waiting = asyncio.create_task(own.chat.completions.create(**CHAT))
+            await policy.asked.wait()
+            for _ in range(3):
+                Clock.ahead += 3000.0
+                gateway.capture(used)
+            with pytest.raises(ApiError, match="had no request for 3600 s"):
+                gateway.capture(idle)
+            policy.let_go.set()
+            await waiting
+            assert gateway.capture(busy).turns == 1
 
     asyncio.run(work())
 

@@ -54,8 +54,9 @@ def test_a_cancelled_call_frees_its_requests(generator):
     assert len(good[0].tokens) == 4
 
 
-def test_abort_ends_requests_in_flight_and_the_loop_continues(generator):
-    ((error, busy, good),) = generator.run(played, aborted)
+@pytest.mark.parametrize("ids", [(), ("s",)])
+def test_abort_ends_requests_in_flight_and_the_loop_continues(generator, ids):
+    ((error, busy, good),) = generator.run(played, aborted, ids)
     assert error.startswith("RunError: the request was aborted")
     assert not busy
     assert len(good[0].tokens) == 4
@@ -181,13 +182,15 @@ async def cancelled_call(loop):
     return await loop.run_between_steps(lambda engine: engine.busy), again
 
 
-async def aborted(loop):
+async def aborted(loop, ids=()):
     generating = asyncio.create_task(
         loop.generate([request("r", max_tokens=250), request("s", max_tokens=250)])
     )
     while not await loop.run_between_steps(lambda engine: engine.busy):
         pass
-    await loop.abort()
+    await loop.abort("another")
+    assert await loop.run_between_steps(lambda engine: engine.busy)
+    await loop.abort(*ids)
     await asyncio.wait([generating])
     again = await loop.generate([request("r", max_tokens=4)])
     error = generating.exception()

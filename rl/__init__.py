@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rl.tasks.agent import AgentTask
     from rl.tasks.base import Score, Task
     from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Opening, Reply
+    from rl.tasks.rewards import Rewards
     from rl.trainers.preference import PreferenceTrainer
     from rl.trainers.rl import RLTrainer
     from rl.trainers.sft import SFTTrainer
@@ -58,6 +59,7 @@ __all__ = [
     "RLTrainer",
     "Reply",
     "RewardModelConfig",
+    "Rewards",
     "Role",
     "Rollout",
     "SFTConfig",
@@ -96,6 +98,7 @@ _SOURCES = {
     "RLTrainer": "rl.trainers.rl:RLTrainer",
     "Reply": "rl.tasks.environment:Reply",
     "RewardModelConfig": "rl.config:RewardModelConfig",
+    "Rewards": "rl.tasks.rewards:Rewards",
     "Role": "rl.session.config:Role",
     "Rollout": "rl.types:Rollout",
     "SFTConfig": "rl.config:SFTConfig",

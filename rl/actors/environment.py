@@ -31,10 +31,11 @@ class EnvironmentWorker(Actor):
     model: ModelConfig
 
     @concurrent_endpoint
-    async def start(self) -> None:
+    async def start(self) -> bool:
         task = self.config.build_scorer(seed=self.seed, model=self.model)
         self._environments = Environments(cast(EnvironmentTask, task))
         self._calls = 0
+        return False
 
     @concurrent_endpoint
     async def open(self, key: int, prompt: Prompt, sample: int) -> EpisodeTurn | GroupLost:

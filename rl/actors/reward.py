@@ -3,10 +3,11 @@
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import cast
 
 from monarch.actor import Actor, concurrent_endpoint
 
@@ -14,11 +15,12 @@ from rl.actors.group import ActorGroup
 from rl.actors.task_workers import TaskWorkers
 from rl.errors import GroupLost, RankLost, RunError
 from rl.model.shape import ModelConfig
-from rl.rollout.scoring import rollouts_of, score_group
+from rl.rollout.scoring import is_async, rollouts_of, score_at_once, score_group
 from rl.tasks.base import Score, Task
 from rl.types import Completion, Prompt, Rollout
 
 TURN_S = 0.1  # a message has groups for this long, or one group: quick groups share messages
+GRACE_S = 10.0  # for a busy worker to find that coroutines took too long
 
 Scored = list[tuple[str, Score]]
 
@@ -32,14 +34,25 @@ class RewardWorker(Actor):
     model: ModelConfig
 
     @concurrent_endpoint
-    async def start(self) -> None:
+    async def start(self) -> bool:
+        """Build the task; return whether it scores many groups at once."""
         self._task: Task = self.config.build_scorer(seed=self.seed, model=self.model)
+        return is_async(self._task)
 
     @concurrent_endpoint
     async def score(
-        self, groups: list[tuple[Prompt, Sequence[Completion]]]
+        self, groups: list[tuple[Prompt, Sequence[Completion]]], limit: float
     ) -> list[Scored | GroupLost]:
-        """Score the first groups: as many as there is time for, but at least one."""
+        """Score the first groups: as many as there is time for, but at least one. A coroutine
+        function scores them all at once, each in at most ``limit`` seconds.
+        """
+        if is_async(self._task):
+            work = (score_at_once(self._task, *group, limit=limit) for group in groups)
+            found = await asyncio.gather(*work, return_exceptions=True)
+            for each in found:
+                if isinstance(each, BaseException) and not isinstance(each, GroupLost):
+                    raise each
+            return cast(list[Scored | GroupLost], found)
         ends = time.monotonic() + TURN_S
         answers = list[Scored | GroupLost]()
         for prompt, completions in groups:
@@ -79,8 +92,9 @@ class RewardWorkers(TaskWorkers):
         rollouts = await workers.score(prompt, completions)
         await workers.stop()
 
-    Groups wait in a queue, and an idle worker takes its share of them. If a worker is lost, each of
-    its groups is tried once more, alone, so that only the group that is to blame is lost.
+    Groups wait in a queue, and an idle worker takes its share of them. A worker whose ``score`` is
+    a coroutine function always takes more. If a worker is lost, each of its groups is tried once
+    more, alone, so that only the group that is to blame is lost.
     """
 
     actor = RewardWorker
@@ -92,6 +106,8 @@ class RewardWorkers(TaskWorkers):
         self._waiting: deque[_Job] = deque()
         self._again: deque[_Job] = deque()
         self._held: set[_Job] = set()
+        self._calls: Counter[ActorGroup] = Counter()
+        """Number of calls that each worker has not answered."""
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
         """Return the group's rollouts.
@@ -102,7 +118,10 @@ class RewardWorkers(TaskWorkers):
         - ActorFailure if a lost worker could not be started again.
         """
         loop = asyncio.get_running_loop()
-        if self.count == 0:
+        if self.count == 0 and is_async(self._task):
+            limit = self.deadlines.reward
+            scored = await score_at_once(self._task, prompt, completions, limit=limit)
+        elif self.count == 0:
             scored = await loop.run_in_executor(
                 self._thread, score_group, self._task, prompt, completions
             )
@@ -121,13 +140,18 @@ class RewardWorkers(TaskWorkers):
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Send waiting jobs to idle workers."""
+        """Send waiting jobs to idle workers, second tries first and alone."""
         while self._idle and (self._again or self._waiting):
             group = self._idle.popleft()
             if group.is_over:
                 continue
+            if self._again and self._calls[group]:
+                continue  # its last answer makes it idle again
             jobs = [self._again.popleft()] if self._again else self._share()
+            self._calls[group] += 1
             self._create_task(self._score(group, jobs))
+            if self._scores_at_once and not jobs[0].alone:
+                self._idle.append(group)
 
     def _share(self) -> list[_Job]:
         """Take one worker's share of the waiting jobs."""
@@ -137,8 +161,10 @@ class RewardWorkers(TaskWorkers):
     async def _score(self, group: ActorGroup, jobs: list[_Job]) -> None:
         given = [(job.prompt, job.completions) for job in jobs]
         self._held |= {*jobs}
+        limit = self.deadlines.reward
+        deadline = limit + (GRACE_S if self._scores_at_once else TURN_S)
         try:
-            (answers,) = await group.call("score", given, deadline=self.deadlines.reward + TURN_S)
+            (answers,) = await group.call("score", given, limit, deadline=deadline)
         except Exception as error:  # any error must reach the callers of ``score``
             answers = [self._without_answer(job, error) for job in jobs]
         self._held -= {*jobs}
@@ -147,7 +173,9 @@ class RewardWorkers(TaskWorkers):
         left = [job for job in reversed(jobs) if not job.scored.done()]
         self._again.extendleft(job for job in left if job.alone)
         self._waiting.extendleft(job for job in left if not job.alone)
-        self._idle.append(group)
+        self._calls[group] -= 1
+        if group not in self._idle:
+            self._idle.append(group)
         self._dispatch()
 
     def _without_answer(self, job: _Job, error: Exception) -> Exception | None:

@@ -37,6 +37,7 @@ class TaskWorkers:
 
     def __post_init__(self) -> None:
         self._groups: dict[str, ActorGroup] = {}
+        self._scores_at_once = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: RunError | None = RunError("the reward workers were not started")
 
@@ -79,7 +80,7 @@ class TaskWorkers:
         env = {GUARDED: "1"}  # the user's code may start processes
         deadline = self.deadlines.start
         await group.spawn(self.actor, *arguments, deadline=deadline, env=env, meet=False)
-        await group.call("start", deadline=deadline)
+        (self._scores_at_once,) = await group.call("start", deadline=deadline)
 
     async def _keep(self, name: str) -> None:
         """Use the worker, and start it again whenever it is lost."""

@@ -1,20 +1,21 @@
 """Scores of one prompt's completions by the user's task, checked and converted to plain types."""
 
+import asyncio
+import inspect
 import math
 from collections import abc
 from numbers import Real
-from typing import get_args
+from typing import cast, get_args
 
 import numpy as np
 import torch
 
 from rl.errors import GroupLost, said_by, shown, trace_of
 from rl.metrics import Entry, Reduction, Value
-from rl.tasks.base import Score, Task
+from rl.tasks.base import RESERVED_METRICS, Score, Task
 from rl.types import Completion, Prompt, Rollout
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-RESERVED_METRICS = ("correct", "mean", "zero_std_groups")  # reported as reward/NAME too
 
 
 class InvalidScore(Exception):
@@ -27,11 +28,41 @@ def score_group(
     """Return text and score of each completion; all numbers are plain floats, finite in float32.
 
     Raises GroupLost, naming the completion, if the task's ``decode`` or ``score`` raises anything,
-    or returns something other than text and a :class:`Score` that follows its own rules.
+    or returns something other than text and a :class:`Score` that follows its own rules. A
+    coroutine function ``score`` runs on an event loop of its own.
     """
+    if is_async(task):
+        return asyncio.run(score_at_once(task, prompt, completions, limit=None))
     return [
         _scored(task, prompt, sample, completion) for sample, completion in enumerate(completions)
     ]
+
+
+def is_async(task: Task) -> bool:
+    """Whether ``score`` is a coroutine function."""
+    return inspect.iscoroutinefunction(task.score)
+
+
+async def score_at_once(
+    task: Task, prompt: Prompt, completions: abc.Sequence[Completion], *, limit: float | None
+) -> list[tuple[str, Score]]:
+    """Return what :func:`score_group` returns, from a ``score`` that is a coroutine function. All
+    completions are scored at once, in at most ``limit`` seconds. Raises GroupLost.
+    """
+    work = [
+        asyncio.ensure_future(_scored_later(task, prompt, sample, completion))
+        for sample, completion in enumerate(completions)
+    ]
+    try:
+        async with asyncio.timeout(limit):
+            return await asyncio.gather(*work)
+    except TimeoutError:
+        where = f"prompt {prompt.prompt_id}; no answer within {limit:g} s"
+        message = f"the reward of {type(task).__name__} hung; {where}"
+        raise GroupLost("reward hung", message) from None
+    finally:
+        for each in work:
+            each.cancel()
 
 
 def rollouts_of(
@@ -60,19 +91,36 @@ def unscored(prompt: Prompt, completions: abc.Sequence[Completion]) -> list[Roll
 
 
 def _scored(task: Task, prompt: Prompt, sample: int, completion: Completion) -> tuple[str, Score]:
-    reward = f"the reward of {type(task).__name__}"
     text = ""
     try:
         text = _plain_text(task.decode(completion.tokens))
         return text, plain_score(task.score(prompt, text, completion))
     except BaseException as error:  # the user's own code, which may raise SystemExit too
-        where = f"prompt {prompt.prompt_id}, sample {sample}, completion {text!r}"
-        if isinstance(error, InvalidScore):
-            lost = GroupLost("reward was invalid", f"{reward} returned {error}; {where}", "")
-        else:
-            what = f"{reward} raised {said_by(error)}; {where}\n{trace_of(error)}"
-            lost = GroupLost("reward raised", what, type(error).__name__)
-    raise lost
+        raise _lost(task, prompt, sample, text, error) from None
+
+
+async def _scored_later(
+    task: Task, prompt: Prompt, sample: int, completion: Completion
+) -> tuple[str, Score]:
+    text = ""
+    try:
+        text = _plain_text(task.decode(completion.tokens))
+        return text, plain_score(await cast(abc.Awaitable, task.score(prompt, text, completion)))
+    except BaseException as error:  # the user's own code, which may raise SystemExit too
+        current = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and current and current.cancelling():
+            raise
+        raise _lost(task, prompt, sample, text, error) from None
+
+
+def _lost(task: Task, prompt: Prompt, sample: int, text: str, error: BaseException) -> GroupLost:
+    """Return the loss of a group by an error of its reward."""
+    reward = f"the reward of {type(task).__name__}"
+    where = f"prompt {prompt.prompt_id}, sample {sample}, completion {text!r}"
+    if isinstance(error, InvalidScore):
+        return GroupLost("reward was invalid", f"{reward} returned {error}; {where}", "")
+    what = f"{reward} raised {said_by(error)}; {where}\n{trace_of(error)}"
+    return GroupLost("reward raised", what, type(error).__name__)
 
 
 def _plain_text(text: object) -> str:

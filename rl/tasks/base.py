@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+RESERVED_METRICS = ("correct", "mean", "zero_std_groups")  # reported as reward/NAME too
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """Score of one completion.
@@ -113,7 +116,8 @@ class Task(Configurable, ABC):
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """Score ``completion``, whose :meth:`decode`-d tokens are ``text``.
 
-        May run in any thread.
+        May run in any thread. May be a coroutine function: then a reward worker awaits the scores
+        of many completions at once, for instance those of a judge that is asked over a network.
         """
 
     def decode(self, tokens: Sequence[int]) -> str:

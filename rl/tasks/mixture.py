@@ -1,5 +1,6 @@
 """Weighted mixture of several tasks, with a curriculum of weights."""
 
+import inspect
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import pairwise
 from math import inf
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 from rl.errors import ConfigError, RunError, require, require_value
 from rl.model.shape import ModelConfig
@@ -76,6 +77,8 @@ class Mixture(Task):
             name: _build(name, inner, seed, model, only_scores=only_scores)
             for name, inner in config.tasks.items()
         }
+        if any(inspect.iscoroutinefunction(task.score) for task in self.tasks.values()):
+            self.score = self._score_later  # type: ignore[assignment, method-assign]
         _check_tokenizers(self.tasks)
         first = next(iter(self.tasks.values()))
         self.set_tokenizer(first.tokenizer, first.stop_token_ids)
@@ -121,6 +124,10 @@ class Mixture(Task):
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         name, _, inner = prompt.task.partition("/")
         return self.tasks[name].score(replace(prompt, task=inner), text, completion)
+
+    async def _score_later(self, prompt: Prompt, text: str, completion: Completion) -> Score:
+        score: Any = Mixture.score(self, prompt, text, completion)
+        return cast(Score, await score if inspect.isawaitable(score) else score)
 
     def _mean_shares(self) -> dict[str, float]:
         """Return the mean share over the stages of each task that occurs in any of them."""

@@ -1,5 +1,6 @@
 """A task whose reward misbehaves as the prompt_id says. Workers import it like a user's task."""
 
+import asyncio
 import os
 import signal
 import time
@@ -50,3 +51,25 @@ class Moody(Task):
                 open(flag, "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
         return Score(reward=float(prompt.prompt_id), correct=True)
+
+
+class Later(Moody):
+    """Moody task whose reward is awaited; SLOW ones wait until 16 completions are being scored."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Moody.Config):
+        pass
+
+    begun = 0
+    enough = None
+
+    async def score(self, prompt: Prompt, text: str, completion: Completion) -> Score | None:
+        if prompt.prompt_id == HANGS:
+            await asyncio.sleep(3600)
+        if prompt.prompt_id == SLOW:
+            self.enough = self.enough or asyncio.Event()
+            self.begun += 1
+            if self.begun == 16:
+                self.enough.set()
+            await self.enough.wait()
+        return Moody.score(self, prompt, text, completion)

@@ -1,6 +1,7 @@
 """A reward that misbehaves loses its own group only, and the error names it."""
 
 import asyncio
+import dataclasses
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ from tests.actors.moody_task import (
     MAKES_NO_SENSE,
     RAISES,
     SLOW,
+    Later,
     Moody,
 )
 from tests.actors.processes import assert_ended
@@ -37,9 +39,9 @@ COMPLETIONS = [
 ]
 
 
-def workers_and_task(folder, count: int) -> tuple[RewardWorkers, Moody]:
+def workers_and_task(folder, count: int, kind=Moody) -> tuple[RewardWorkers, Moody]:
     config = SessionConfig(reward_workers=count, deadlines=DEADLINES)
-    task = Moody.Config(folder=str(folder))
+    task = kind.Config(folder=str(folder))
     workers = Meshes(config, Hosts(folder), folder).rewards(task, Events(print_warnings))
     return workers, task.build(seed=0, model=config.model)
 
@@ -48,9 +50,10 @@ def workers_and_task(folder, count: int) -> tuple[RewardWorkers, Moody]:
 def in_workers(tmp_path):
     """Run ``work(score, workers)`` with ``count`` workers; assert that they end after it."""
 
-    def run(work, count):
+    def run(work, count, kind=Moody, *, reward_s=DEADLINES.reward):
         async def started():
-            workers, task = workers_and_task(tmp_path, count)
+            workers, task = workers_and_task(tmp_path, count, kind)
+            workers.deadlines = dataclasses.replace(workers.deadlines, reward=reward_s)
             try:
                 await workers.start()
                 return await work(
@@ -76,17 +79,17 @@ async def lost(coroutine) -> tuple[str, str]:
     return error.value.reason, str(error.value)
 
 
-async def assert_lost_by_raising_and_nonsense(score) -> None:
+async def assert_lost_by_raising_and_nonsense(score, name="Moody") -> None:
     reason, message = await lost(score(RAISES))
     assert reason == "reward raised"
     assert message.startswith(
-        "the reward of Moody raised ZeroDivisionError: no reward today; prompt 100, sample 0, "
+        f"the reward of {name} raised ZeroDivisionError: no reward today; prompt 100, sample 0, "
     )
     assert "moody_task.py" in message
     reason, message = await lost(score(EXITS))
     assert reason == "reward raised"
     assert message.startswith(
-        "the reward of Moody raised SystemExit: no reward, no worker; prompt 106, sample 0, "
+        f"the reward of {name} raised SystemExit: no reward, no worker; prompt 106, sample 0, "
     )
     reason, message = await lost(score(MAKES_NO_SENSE))
     assert (reason, "returned None, which is not a Score; prompt 101" in message) == (
@@ -152,6 +155,36 @@ def test_reward_that_kills_or_blocks_its_worker_is_tried_twice(in_workers):
         assert workers.restarts >= 3
 
     in_workers(work, 1)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_rewards_that_are_awaited_run_at_once(in_workers, count):
+    async def work(score, workers):
+        slow = []
+        for _ in range(8):  # one after the other, as groups are finished
+            slow.append(asyncio.ensure_future(score(SLOW)))
+            await asyncio.sleep(0)
+        await assert_lost_by_raising_and_nonsense(score, "Later")
+        groups = await asyncio.gather(*slow)
+        assert [[r.reward for r in group] for group in groups] == [[SLOW, SLOW]] * 8
+        assert workers.restarts == 0
+        if count:
+            one, died = await asyncio.gather(score(1), lost(score(DIES)))
+            assert one[0].reward == 1
+            assert died[0] == "reward died"
+            assert workers.restarts >= 2
+
+    in_workers(work, count, Later, reward_s=100.0)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_reward_that_is_awaited_for_too_long_costs_no_worker(in_workers, count):
+    async def work(score, workers):
+        message = "the reward of Later hung; prompt 103; no answer within 1 s"
+        assert await lost(score(HANGS)) == ("reward hung", message)
+        assert workers.restarts == 0
+
+    in_workers(work, count, Later, reward_s=1.0)
 
 
 def stop(pid: int) -> None:

@@ -14,6 +14,7 @@ from rl.config import RLConfig
 from rl.errors import ConfigError, RunError
 from rl.frozen import frozen
 from rl.model.shape import ModelConfig
+from rl.rollout.scoring import is_async, score_group
 from rl.tasks.base import Score, Task, epoch_index
 from rl.tasks.copy_digits import TOKEN, CopyDigits, word_tokenizer
 from rl.tasks.mixture import Mixture, Stage
@@ -157,6 +158,28 @@ def test_every_task_scores_its_own_also_in_a_mixture_of_mixtures():
         "outer/b": (2000.0, True),
         "c": (6000.0, False),
     }
+
+
+class LaterDigits(CopyDigits):
+    """Task whose reward is awaited."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CopyDigits.Config):
+        pass
+
+    async def score(self, prompt, text, completion):
+        return super().score(prompt, text, completion)
+
+
+def test_tasks_whose_rewards_are_awaited_mix_with_others():
+    inner = Mixture.Config(tasks={"later": LaterDigits.Config(), "now": CopyDigits.Config()})
+    task = build(tasks={"inner": inner, "now": CopyDigits.Config()})
+    assert is_async(task)
+    assert not is_async(build(tasks={"now": CopyDigits.Config()}))
+    for prompt in map(task.prompt, range(6)):
+        answer = [TOKEN[word] for word in [*prompt.answer.split(), "<eos>"]]
+        ((_, score),) = score_group(task, prompt, [Completion.written(answer)])
+        assert score.correct
 
 
 def test_held_out_prompts_are_of_all_tasks_in_proportion_to_their_shares_of_the_stages():

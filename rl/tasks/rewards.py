@@ -1,0 +1,65 @@
+"""Rewards of several functions."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl.errors import nearest, require, require_value
+from rl.tasks.base import RESERVED_METRICS, Score
+from rl.types import Completion, Prompt
+
+
+@dataclass(eq=False)
+class Rewards:
+    """Weighted sum of reward functions. ::
+
+        def right(prompt, text, completion):
+            return float(text.strip() == prompt.answer)
+
+        async def polite(prompt, text, completion):
+            return await ask_a_judge(text)
+
+        rewards = Rewards([right, polite], weights={"polite": 0.2})
+
+        class MyTask(Task):
+            async def score(self, prompt, text, completion):
+                return await rewards.score(prompt, text, completion)
+
+    Each value is a metric under the name of its function, without its weight. A completion is right
+    if the value of the first function is at least 1. Coroutine functions run at once.
+
+    Raises ConfigError if two functions share a name, or a weight has no function.
+    """
+
+    functions: Sequence[Callable[[Prompt, str, Completion], Any]]
+    """Functions, or coroutine functions, that return a number."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights by name of the function; 1 for a function that is not named."""
+
+    def __post_init__(self) -> None:
+        names = [function.__name__ for function in self.functions]
+        require(bool(names), "Rewards has no functions; give at least one")
+        for place, name in enumerate(names):
+            require(name not in names[:place], f"two rewards have the name {name!r}; rename one")
+            rule = f"rename it, since {', '.join(RESERVED_METRICS)} are metrics of all tasks"
+            require(name not in RESERVED_METRICS, f"a reward has the name {name!r}; {rule}")
+        for name, weight in self.weights.items():
+            known = f"{nearest(name, names)}the rewards are {', '.join(names)}"
+            require(name in names, f"weights names {name!r}; {known}")
+            require_value(math.isfinite(weight), f"the weight of {name}", weight, "finite")
+
+    async def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
+        """Return the weighted sum of all values, and each value as a metric."""
+        found = [function(prompt, text, completion) for function in self.functions]
+        later = [each for each in found if inspect.isawaitable(each)]
+        awaited = iter(await asyncio.gather(*later))
+        values = {
+            function.__name__: float(next(awaited) if inspect.isawaitable(each) else each)
+            for function, each in zip(self.functions, found, strict=True)
+        }
+        first = values[self.functions[0].__name__]
+        reward = sum(self.weights.get(name, 1.0) * value for name, value in values.items())
+        return Score(reward=reward, correct=first >= 1, metrics=values)

@@ -1,0 +1,85 @@
+"""Rewards of several functions: their sum, their metrics, and what is refused."""
+
+import asyncio
+
+import pytest
+
+import rl
+from rl.errors import ConfigError, GroupLost
+from rl.rollout.scoring import score_group
+from rl.tasks.rewards import Rewards
+
+PROMPT = rl.Prompt(prompt_id=0, tokens=[1], text="", answer="4")
+COMPLETIONS = [rl.Completion.written([token]) for token in (4, 5)]
+
+
+def right(prompt, text, completion):
+    return text == prompt.answer
+
+
+async def short(prompt, text, completion):
+    await asyncio.sleep(0)
+    return 1 / len(text)
+
+
+def mean(prompt, text, completion):
+    return 0.0
+
+
+class Judged:
+    rewards = Rewards([right, short], weights={"short": 0.5})
+
+    def decode(self, tokens):
+        return str(tokens[0])
+
+    async def score(self, prompt, text, completion):
+        return await self.rewards.score(prompt, text, completion)
+
+
+def test_a_score_is_the_weighted_sum_and_has_each_value_as_a_metric():
+    (_, first), (_, second) = score_group(Judged(), PROMPT, COMPLETIONS)
+    assert (first.reward, first.correct) == (1.5, True)
+    assert first.metrics == {"right": 1.0, "short": 1.0}
+    assert (second.reward, second.correct) == (0.5, False)
+    assert second.metrics == {"right": 0.0, "short": 1.0}
+
+
+def test_coroutine_functions_run_at_once():
+    meeting = asyncio.Barrier(2)
+
+    async def one(prompt, text, completion):
+        await meeting.wait()
+        return 1.0
+
+    async def other(prompt, text, completion):
+        await meeting.wait()
+        return 2.0
+
+    async def work():
+        async with asyncio.timeout(100):
+            return await Rewards([one, other]).score(PROMPT, "4", COMPLETIONS[0])
+
+    assert asyncio.run(work()).reward == 3.0
+
+
+def test_a_function_that_raises_or_returns_no_number_loses_the_group():
+    class Broken(Judged):
+        rewards = Rewards([lambda prompt, text, completion: "many"])
+
+    with pytest.raises(GroupLost, match="the reward of Broken raised ValueError: .*'many'"):
+        score_group(Broken(), PROMPT, COMPLETIONS)
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "words"),
+    [
+        ([], {}, "no functions"),
+        ([right, right], {}, "two rewards have the name 'right'"),
+        ([mean], {}, "a reward has the name 'mean'"),
+        ([right], {"rigth": 1.0}, "weights names 'rigth'; did you mean right"),
+        ([right], {"right": float("nan")}, "the weight of right is nan; it must be finite"),
+    ],
+)
+def test_rewards_that_cannot_work_are_refused(functions, weights, words):
+    with pytest.raises(ConfigError, match=words):
+        Rewards(functions, weights=weights)

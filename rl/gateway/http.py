@@ -182,7 +182,8 @@ class _Routes:
             return StreamingResponse(self._events(reply), media_type="text/event-stream")
         if not reply.is_kept:
             gone = asyncio.ensure_future(_gone(request))
-            await asyncio.wait([reply.choices, gone], return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [reply.choices, gone]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             gone.cancel()
             if not reply.choices.done():
                 reply.choices.cancel()

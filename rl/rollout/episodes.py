@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -59,6 +60,8 @@ class Episode:
     end: EpisodeEnd | None = None
     lost: GroupLost | None = None
     """Failure that ended the episode."""
+    is_open: bool = False
+    """Whether it has a place among the open episodes."""
     deaths: int = 0
     """Number of workers that were lost during a call of this episode."""
 
@@ -107,14 +110,15 @@ class Episode:
 class EpisodeCollector(Collector):
     """Sampler of groups of episodes, in rounds. ::
 
-        open all episodes
         while some have not ended:
+            open as many of them as may be open
             sample one answer of each           # one call of ``generate``
             step the environment of each        # all are awaited
 
     The config alone decides which requests a generator answers together. A group that lost an
     episode is lost, unless ``fewest`` of its episodes are left. ``longest`` is
-    the maximum length of an episode, in tokens.
+    the maximum length of an episode, in tokens. All calls of ``collect`` together have at most
+    ``max_open`` episodes open; 0 for no limit.
 
     If the worker of an episode is lost, the episode is opened in another one.
 
@@ -133,11 +137,13 @@ class EpisodeCollector(Collector):
         seed: int,
         watch: Stopwatch,
         warn: Callable[[str], None] = lambda text: None,
+        max_open: int = 0,
     ):
         super().__init__(seed=seed, watch=watch, warn=warn)
         self._service = service
         self._longest = longest
         self._alone = asyncio.Lock()
+        self._places = asyncio.Semaphore(max_open or sys.maxsize)
 
     async def collect(
         self,
@@ -157,8 +163,12 @@ class EpisodeCollector(Collector):
         everything = [episode for group in groups for episode in group]
         lost: dict[int, GroupLost] = {}
         try:
-            await self._each(everything, self._open)
             while alive := self._alive(groups, needed, lost):
+                await self._each(await self._admitted(alive), self._open)
+                alive = [each for each in self._alive(groups, needed, lost) if each.is_open]
+                if not alive:
+                    await self._close(everything, alive)
+                    continue
                 requests = [self._request(episode, sampling, stream) for episode in alive]
                 with self.watch.span("generate"):
                     completions = await generate(requests)
@@ -168,8 +178,9 @@ class EpisodeCollector(Collector):
                     episode.answer(completion)
                 with self.watch.span("score"), self.watch.span("step", "environments"):
                     await self._each(alive, self._step)
+                await self._close(everything, self._alive(groups, needed, lost))
         finally:
-            await self._service.close([each.key for each in everything if each.end is None])
+            await self._close(everything, [])
         for number, group in enumerate(groups):
             for episode in group if number not in lost else ():
                 if episode.lost is not None:
@@ -178,6 +189,28 @@ class EpisodeCollector(Collector):
             lost.get(number) or [episode.rollout() for episode in group if episode.lost is None]
             for number, group in enumerate(groups)
         ]
+
+    async def _admitted(self, alive: list[Episode]) -> list[Episode]:
+        """Return the episodes that may be opened, in order. Waits if no other one is open."""
+        waiting = [each for each in alive if not each.is_open]
+        has_open = len(waiting) < len(alive)
+        admitted: list[Episode] = []
+        for episode in waiting:
+            if has_open and self._places.locked():
+                break
+            await self._places.acquire()
+            episode.is_open = has_open = True
+            admitted.append(episode)
+        return admitted
+
+    async def _close(self, episodes: list[Episode], alive: list[Episode]) -> None:
+        """Close the open ``episodes`` except for those that are ``alive``."""
+        kept = {each.key for each in alive}
+        over = [each for each in episodes if each.is_open and each.key not in kept]
+        await self._service.close([each.key for each in over if each.end is None])
+        for each in over:
+            each.is_open = False
+            self._places.release()
 
     def _alive(
         self, groups: list[list[Episode]], needed: int, lost: dict[int, GroupLost]

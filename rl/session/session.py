@@ -258,7 +258,8 @@ class Session(Models):
         }
         if isinstance(self._rewards, EnvironmentWorkers):
             longest = self.config.longest_sequence
-            return EpisodeCollector(self._rewards, longest=longest, **options)
+            most = self._rewards.config.max_open_episodes
+            return EpisodeCollector(self._rewards, longest=longest, max_open=most, **options)
         return Rollouter(self._score, **options)
 
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:

@@ -184,6 +184,10 @@ class EnvironmentTask(Task):
         """Maximum length of an episode, in tokens of all messages and answers. Each answer has at
         most ``rollout.max_tokens``."""
 
+        max_open_episodes: Annotated[int, at_least(0, 10**6)] = 0
+        """Maximum number of episodes that are open at once, such as the number of sessions of a
+        server; 0 for no limit."""
+
         step_s: Annotated[float, SECONDS] = 60.0
         """Time for one call of the environment. A call that takes longer costs its group."""
 

@@ -16,8 +16,8 @@ from rl.types import Prompt
 MAX_BYTES = 2**24
 """Maximum size of a message of the server."""
 FIXES = {
-    "CAPACITY_REACHED": "; each episode is a session: let the server have more sessions, or lower "
-    "rollout.prompts_per_step or rollout.samples_per_prompt"
+    "CAPACITY_REACHED": "; each episode is a session: set task.max_open_episodes to the number of "
+    "sessions of the server"
 }
 """What to do about errors of the server, by their code."""
 

@@ -271,6 +271,8 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         ),
         "rollout/test_episodes.py::test_an_environment_that_fails_costs_its_group_alone": "step_s",
         "rollout/test_episodes.py::"
+        "test_no_more_episodes_are_open_than_the_limit_allows": "max_open_episodes",
+        "rollout/test_episodes.py::"
         "test_an_opening_is_as_long_as_the_config_allows": "max_prompt_tokens",
         "rollout/test_episodes.py::"
         "test_an_answer_without_thinking_follows_an_empty_thought": "enable_thinking",

@@ -228,6 +228,50 @@ def test_a_group_goes_on_with_as_many_episodes_as_the_config_asks_for(model, few
     assert asked == [6, *[5 if fewest == 2 else 3] * (moody.TURNS - 1)]
 
 
+class Counted(Environments):
+    """Environments that note the largest number of open episodes."""
+
+    largest = 0
+
+    async def open(self, *args):
+        Counted.largest = max(Counted.largest, len(self) + 1)
+        return await super().open(*args)
+
+
+@pytest.mark.parametrize(("most", "largest"), [(0, 15), (1, 1), (4, 4)])
+def test_no_more_episodes_are_open_than_the_limit_allows(model, most, largest):
+    config = moody.Moody.Config(max_episode_tokens=LONGEST, step_s=100.0, max_open_episodes=most)
+    task = config.build(seed=0, model=model)
+    Counted.largest = 0
+    environments = Counted(task)
+
+    async def work():
+        collector = EpisodeCollector(
+            environments,
+            longest=LONGEST,
+            seed=3,
+            watch=Stopwatch(),
+            max_open=config.max_open_episodes,
+        )
+        engine = Engine(habits=["plain"])
+        moods = ([4, moody.RAISES], [moody.FIRST_RAISES, 6, moody.RAISES_AT_RESET])
+        runs = [
+            collector.collect(
+                [*map(task.prompt, own)], SAMPLING, samples=3, generate=engine, fewest=2
+            )
+            for own in moods
+        ]
+        async with asyncio.timeout(300):
+            return await asyncio.gather(*runs)
+
+    ((good, lost), (rest, other, never)) = asyncio.run(work())
+    assert [len(good), len(rest), len(other)] == [3, 2, 3]
+    assert all(rollout.reward == 1.0 for group in (good, rest, other) for rollout in group)
+    assert {lost.reason, never.reason} == {"environment raised"}
+    assert Counted.largest == largest
+    assert len(environments) == 0
+
+
 def test_all_episodes_of_a_group_may_be_lost(model):
     (group,), collector = collect(model, [moody.RAISES], engine=Engine(habits=["plain"]), fewest=1)
     assert isinstance(group, GroupLost)

@@ -68,7 +68,7 @@ def test_an_error_of_the_server_costs_the_group_with_its_message(model):
 def test_a_full_server_is_named_with_what_to_do(model):
     games = Games()
     games.is_full = True
-    said = r"failed: Server at capacity: 4/4 sessions; .* lower rollout.prompts_per_step"
+    said = r"failed: Server at capacity: 4/4 sessions; .* set task.max_open_episodes to"
     for _ in range(5):  # the connection may end before the first message is sent, or after it
         with pytest.raises(GroupLost, match=said):
             play(model, games)

@@ -277,12 +277,18 @@ class PolicyGradient(Algorithm):
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able state for a checkpoint."""
-        return {"kl_coef": self._kl_coef}
+        return {"kl_coef": self._kl_coef, "adapted_from": self.config.kl_coef}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the state that ``to_dict`` returned; an empty dict restores the initial state."""
+        """Restore the state that ``to_dict`` returned; an empty dict restores the initial state.
+
+        An adapted KL coefficient is restored only if the config still adapts the coefficient that
+        it was adapted from.
+        """
         super().restore(state)
-        self._kl_coef = state.get("kl_coef", self.config.kl_coef)
+        own = self.config.kl_coef
+        adapts = self.config.adaptive_kl.target > 0 and state.get("adapted_from", own) == own
+        self._kl_coef = state.get("kl_coef", own) if adapts else own
 
     def rehearse(self, groups: int, samples: int) -> None:
         """Call the advantage estimator and the corrections on made-up completions."""

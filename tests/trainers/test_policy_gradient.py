@@ -2,6 +2,7 @@
 updates.
 """
 
+import json
 import math
 from dataclasses import dataclass
 
@@ -10,8 +11,10 @@ import torch
 
 from rl.algorithms.advantages import GAE, ReinforcePlusPlus
 from rl.algorithms.corrections import MaskedIS, StalenessDecay, TruncatedIS
-from rl.algorithms.losses import ClippedLoss, DecoupledLoss
+from rl.algorithms.kl import AdaptiveKL
+from rl.algorithms.losses import ClippedLoss, DecoupledLoss, grpo
 from rl.algorithms.policy_gradient import PolicyGradient
+from rl.cli import find_config
 from rl.config import RolloutConfig
 from rl.errors import ConfigError, RunError
 from rl.metrics import Value
@@ -251,3 +254,31 @@ def test_long_completions_lose_reward(run):
         (batch,) = run.trainer.batches
         found.append(batch.columns["advantages"][batch.loss_weights > 0])
     assert torch.allclose(found[0] - found[1], torch.tensor(0.5))
+
+
+ADAPTIVE = {"adaptive_kl": AdaptiveKL.Config(target=0.5, rate=0.5, clip=1.0)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "coefficient"),
+    [
+        ({"reward_kl_coef": 0.1}, {"reward_kl_coef": 0.3}, 0.3),
+        ({"reward_kl_coef": 0.1, **ADAPTIVE}, {"reward_kl_coef": 0.1, **ADAPTIVE}, 0.15),
+        ({"reward_kl_coef": 0.1, **ADAPTIVE}, {"reward_kl_coef": 0.3, **ADAPTIVE}, 0.3),
+        ({"reward_kl_coef": 0.1, **ADAPTIVE}, {"reward_kl_coef": 0.1}, 0.1),
+        ({"reward_kl_coef": 0.1}, {"reward_kl_coef": 0.1, **ADAPTIVE}, 0.1),
+        ({"reward_kl_coef": 0.1}, {"loss": grpo(kl_coef=0.3)}, 0.3),
+        ({"loss": grpo(kl_coef=0.1), **ADAPTIVE}, {"loss": grpo(kl_coef=0.1), **ADAPTIVE}, 0.15),
+        ({"reward_kl_coef": 0.1}, {}, 0.0),
+        ({}, {"loss": grpo(kl_coef=0.3)}, 0.3),
+    ],
+)
+def test_a_resumed_run_has_the_kl_coefficient_of_its_own_config(before, after, coefficient):
+    config = find_config("quickstart")()
+    saved = PolicyGradient.Config(**before).build(run=config)
+    saved.end_step({"kl/reference": 1.0})
+    resumed = PolicyGradient.Config(**after).build(run=config)
+    resumed.restore(json.loads(json.dumps(saved.to_dict())))
+    found = resumed.to_dict()["kl_coef"]
+    assert found == pytest.approx(coefficient)
+    assert resumed.loss("trainer").kl_coef in (0.0, found)

@@ -30,6 +30,7 @@ from rl.training.model import (
     build_model,
     gradient_shards,
     reduce_over_replicas,
+    reset_passes,
     reshard,
     trained_shards,
 )
@@ -154,9 +155,20 @@ class TrainingEngine:
 
         ``weight`` does not change the denominator of ``optim_step``. Returns the result of
         ``forward``, and metrics reduced over all ranks: ``loss/mean`` is the weighted mean. Raises
-        RunError, naming the loss, if the loss does not return a :data:`PerToken`.
+        RunError, naming the loss, if the loss does not return a :data:`PerToken`. A call that
+        raises discards all gradients since the last step, those of earlier calls included.
         """
         self.require_resident("forward_backward", "model", "optimizer")
+        try:
+            return self._accumulate(batch, loss, temperature, weight)
+        except Exception:
+            reset_passes(self.model)
+            self._forget_gradients()
+            raise
+
+    def _accumulate(
+        self, batch: Batch, loss: Loss, temperature: float, weight: float
+    ) -> tuple[dict[str, torch.Tensor], Metrics]:
         parts = []
         totals = MetricTotals(self.device, self._batch_group)
         for micro, is_last in self._micro_batches(batch):

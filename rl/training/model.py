@@ -234,6 +234,14 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def reset_passes(model: nn.Module) -> None:
+    """Have FSDP forget a forward or backward pass that raised, and what it holds of the gradients
+    of the passes before that one.
+    """
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
+
+
 def reduce_over_replicas(model: nn.Module, reduces: bool) -> None:
     """Set whether backward passes all-reduce gradients over replicas. Gradients of a pass without
     the all-reduce stay on the rank, and the next pass with it adds them.

@@ -8,8 +8,11 @@ import torch
 from rl.algorithms.losses import Metric
 from rl.algorithms.tokens import Tokens
 from rl.errors import RunError
+from rl.model.digest import ShardDigests, digests
 from rl.types import Batch
 from tests.training.batches import broken, ragged_batch
+from tests.training.layouts import LAYOUTS
+from tests.training.ranks import on_ranks
 from tests.training.reference import relative_error
 from tests.training.scenes import (
     LOSS,
@@ -18,6 +21,7 @@ from tests.training.scenes import (
     engine_of,
     gradients_of,
     learn,
+    share,
     weights_of,
     whole,
 )
@@ -264,6 +268,46 @@ def test_operations_are_those_of_torchtitans_formula(build):
     each = [n * model.config.get_nparams_and_flops(model, n)[1] for n in batch.lengths.tolist()]
     assert engine.work.take() == 2 * sum(each) > 0
     assert engine.work.take() == 0
+
+
+class SecondRaises:
+    """A loss that raises at its second micro-batch."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, tokens):
+        self.calls += 1
+        if self.calls == 2:
+            raise RunError("the second micro-batch is bad")
+        return LOSS.build()(tokens)
+
+
+def learned_after_a_failure(folder: str, fails: bool, layout: str = "alone") -> ShardDigests:
+    """Return this rank's weights after a step of one batch. With ``fails``, a call before it
+    raises.
+    """
+    engine = engine_of(TIED_FUSED, folder=folder, layout=LAYOUTS[layout])
+    batch = share(engine, ragged_batch())
+    if fails:
+        engine.forward_backward(batch, LOSS.build())
+        with pytest.raises(RunError, match="the second micro-batch is bad"):
+            engine.forward_backward(batch, SecondRaises())
+    learn(engine, ragged_batch())
+    return digests(engine.shards().values())
+
+
+def test_a_call_that_raises_leaves_no_gradient(folder):
+    assert learned_after_a_failure(folder, True) == learned_after_a_failure(folder, False)
+
+
+@pytest.mark.long
+def test_a_call_that_raises_leaves_no_gradient_on_replicas(folder):
+    """A replica keeps the gradients of all micro-batches but the last until it reduces them."""
+    failed, clean = (
+        on_ranks(2, learned_after_a_failure, folder, fails, "ddp2") for fails in (True, False)
+    )
+    assert failed == clean
 
 
 def test_an_empty_batch_is_refused(build):

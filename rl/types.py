@@ -267,6 +267,9 @@ class Rollout:
     turn_lengths: tuple[int, ...] = ()
     """Number of sampled tokens of each turn, in the order of ``turn_rewards``, which is that of the
     sequences. Empty if each contiguous run of sampled tokens is a turn."""
+    turn_order: tuple[int, ...] = ()
+    """Number of each turn in time, from 0, in the order of ``turn_rewards``. Empty if time has the
+    order of the sequences."""
 
     @classmethod
     def single_turn(cls, prompt: Prompt, completion: Completion, **fields: Any) -> "Rollout":
@@ -313,6 +316,12 @@ class Batch:
     rows: abc.Sequence[int] | None = None
     """Indices of the sequences in the batch that they were selected from; None for a whole
     batch."""
+    reduction: str | None = None
+    """Reduction that the loss weights contain: see :func:`rl.algorithms.batch.reduced`. None if
+    they contain none; ``Session.forward_backward`` then applies that of the loss."""
+    denominators: torch.Tensor | None = None
+    """Part of each sequence in the denominator of ``optim_step``, float64 [N]; None for the sum of
+    its loss weights."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -359,6 +368,8 @@ class Batch:
             rollouts=None if self.rollouts is None else self.rollouts[chosen],
             sampling_mask=None if mask is None else mask.select(index.numpy()),
             rows=rows,
+            reduction=self.reduction,
+            denominators=None if self.denominators is None else self.denominators[chosen],
         )
 
 

@@ -51,7 +51,7 @@ async def main(steps: int = STEPS) -> None:
             advantages = (centred / (groups.std(dim=1, keepdim=True) + 1e-6)).float().flatten()
 
             # Take one optimizer step, and push the new weights to the generator.
-            batch = rl.make_batch(rollouts, advantages, reduction="sequence_mean")
+            batch = rl.make_batch(rollouts, advantages)
             await session.forward_backward(batch, loss)
             lr = LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS)
             metrics = await session.optim_step(lr=lr, weight_decay=0.0)

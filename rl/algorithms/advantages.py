@@ -17,7 +17,9 @@ Unit = Literal["token", "turn"]
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """N completions with their rewards; their C tokens are concatenated."""
+    """N completions with their rewards; their C tokens are concatenated, those of a completion in
+    the order of time.
+    """
 
     rewards: torch.Tensor
     """Reward of each whole completion, float32 [N]."""

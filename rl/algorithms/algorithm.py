@@ -93,8 +93,12 @@ class Algorithm(Configurable, ABC):
         self._prepared: list[Metrics] = []
         self._rollouts = 0
 
-    reduction: Reduction = "token_mean"
-    """Reduction of the tokens' losses: see :func:`rl.algorithms.losses.token_weights`."""
+    @property
+    def reduction(self) -> Reduction:
+        """Reduction of the tokens' losses: ``reduction`` of the loss of ``trainer``, or
+        ``token_mean`` if that loss has none.
+        """
+        return getattr(self.loss("trainer"), "reduction", "token_mean")
 
     @abstractmethod
     def score(
@@ -117,8 +121,8 @@ class Algorithm(Configurable, ABC):
         return [batch]
 
     def denominator(self, rollouts: int) -> float | None:
-        """Return the divisor of the loss summed over ``rollouts`` rollouts; None for the sum of the
-        loss weights.
+        """Return the divisor of the loss summed over ``rollouts`` rollouts; None for the divisor of
+        ``reduction``.
         """
         return None
 

@@ -1,9 +1,11 @@
 """Conversion of rollouts to the batch that the trainer takes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
+from torchtitan.config import Configurable
 
 from rl.algorithms.losses import Reduction, token_weights
 from rl.errors import RunError
@@ -16,27 +18,25 @@ def make_batch(
     rollouts: Sequence[Rollout],
     advantages: torch.Tensor | None = None,
     *,
-    reduction: Reduction = "token_mean",
+    reduction: Reduction | None = None,
     max_tokens: int = 0,
 ) -> Batch:
     """Return the sequences of ``rollouts`` as a batch. Only sampled tokens have a loss weight.
 
     Columns: ``behaviour_logprobs``, ``versions`` (policy version of each sampled token, else -1)
     and, if given, ``advantages``, float32 [N] for N rollouts or [C] for their C sampled tokens.
-    The loss weights are those of :func:`rl.algorithms.losses.token_weights`; a rollout of several
-    sequences is weighted as one completion. The batch has a sampling mask if a sequence has one.
+    The loss weights are 1, or those of ``reduction``: see :func:`reduced`. The batch has a sampling
+    mask if a sequence has one.
     """
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
     sizes = torch.tensor([len(rollout.sequences) for rollout in rollouts])
     is_forked = len(sequences) > len(rollouts)
     counts = counts_of(rollouts)
     sampled = _joined([sequence.sampled for sequence in sequences])
-    loss_weights = torch.zeros(len(sampled))
-    loss_weights[sampled] = token_weights(counts, reduction, max_tokens).repeat_interleave(counts)
     batch = Batch(
         tokens=_joined([sequence.tokens for sequence in sequences]).long(),
         lengths=torch.tensor([len(sequence) for sequence in sequences]),
-        loss_weights=loss_weights,
+        loss_weights=sampled.float(),
         columns={
             "behaviour_logprobs": _joined([sequence.logprobs for sequence in sequences]),
             "versions": _joined([sequence.versions for sequence in sequences]).float(),
@@ -48,7 +48,44 @@ def make_batch(
         each = len(advantages) == len(rollouts)
         values = advantages.repeat_interleave(counts) if each else advantages
         batch.columns["advantages"] = batch.scatter(values)
-    return batch
+    return batch if reduction is None else reduced(batch, reduction, max_tokens)
+
+
+def reduced(batch: Batch, reduction: Reduction, max_tokens: int = 0) -> Batch:
+    """Return ``batch`` with loss weights times those of :func:`rl.algorithms.losses.token_weights`.
+
+    A rollout of several sequences is weighted as one completion. With ``fixed_length``,
+    ``optim_step`` divides by the number of rollouts, whatever their length: Dr. GRPO,
+    arXiv:2503.20783, eq. 2, times 1 / max_tokens as in its code.
+    """
+    rollouts = torch.arange(len(batch)) if batch.rollouts is None else batch.rollouts
+    owner = rollouts.repeat_interleave(batch.lengths)
+    sizes = rollouts.bincount()
+    counts = owner[batch.loss_mask].bincount(minlength=len(sizes))
+    weights = batch.loss_weights * token_weights(counts, reduction, max_tokens)[owner]
+    denominators = 1.0 / sizes.double()[rollouts] if reduction == "fixed_length" else None
+    return replace(batch, loss_weights=weights, reduction=reduction, denominators=denominators)
+
+
+def reduced_for(batch: Batch, loss: Configurable.Config) -> Batch:
+    """Return ``batch`` with the reduction of ``loss``, if ``loss`` has one.
+
+    Raises RunError if ``batch`` has another reduction, or needs a maximum length.
+    """
+    wanted = getattr(loss, "reduction", None)
+    if wanted is None or wanted == batch.reduction:
+        return batch
+    if batch.reduction is not None:
+        raise RunError(
+            f"loss.reduction is {wanted!r}, and the batch was made with reduction="
+            f"{batch.reduction!r}; make the batch without reduction, or with that of the loss"
+        )
+    if wanted == "fixed_length":
+        raise RunError(
+            "loss.reduction is 'fixed_length', which divides by the maximum length of a "
+            "completion; make the batch with reduction='fixed_length' and max_tokens"
+        )
+    return reduced(batch, wanted)
 
 
 def counts_of(rollouts: Sequence[Rollout]) -> torch.Tensor:
@@ -62,6 +99,22 @@ def turn_ends(rollouts: Sequence[Rollout]) -> torch.Tensor:
     ends = torch.zeros(sum(lengths), dtype=torch.bool)
     ends[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = True
     return ends
+
+
+def in_time(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    """Return the indices, int64 [C], that bring the C sampled tokens of each rollout into the order
+    in which they were sampled.
+
+    Turns of two sequences, such as those of an agent and its sub-agent, may alternate in time.
+    """
+    lengths = [length for rollout in rollouts for length in rollout.turns]
+    turns = iter(torch.arange(sum(lengths)).split(lengths))
+    ordered = list[torch.Tensor]()
+    for rollout in rollouts:
+        own = [next(turns) for _ in rollout.turns]
+        order = rollout.turn_order or range(len(own))
+        ordered += [own[place] for place in sorted(range(len(own)), key=order.__getitem__)]
+    return torch.cat(ordered)
 
 
 def turn_rewards(rollouts: Sequence[Rollout]) -> torch.Tensor:

@@ -351,25 +351,15 @@ def token_weights(lengths: torch.Tensor, reduction: str, max_tokens: int = 0) ->
     """Return the weight of each completion's tokens, float32 [N], for completions of ``lengths``
     int64 [N].
 
-    The reduced loss is the weighted sum of the token losses, divided by ``batch_denominator``, or
-    by the sum of weights if ``batch_denominator`` returns None. ``fixed_length`` needs
-    ``max_tokens``, the maximum length of a completion.
+    The reduced loss is the weighted sum of the token losses, divided by the sum of weights, or by
+    the number of completions for ``fixed_length``. ``fixed_length`` needs ``max_tokens``, the
+    maximum length of a completion.
     """
     if reduction == "sequence_mean":
         return 1.0 / lengths.clamp(min=1).float()
     if reduction == "token_mean":
         return torch.ones(len(lengths))
     return torch.full((len(lengths),), 1.0 / max_tokens)
-
-
-def batch_denominator(completions: int, reduction: Reduction) -> float | None:
-    """Return the divisor of the weighted sum over the ``completions`` completions of an update;
-    None for the sum of weights.
-
-    ``fixed_length`` divides by the number of completions, whatever their length: Dr. GRPO,
-    arXiv:2503.20783, eq. 2, times 1 / max_tokens as in its code.
-    """
-    return float(completions) if reduction == "fixed_length" else None
 
 
 def _log_range(low: float, high: float) -> tuple[float, float]:

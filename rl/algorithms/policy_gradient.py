@@ -17,11 +17,11 @@ from rl.algorithms.advantages import (
     overlong_penalty,
 )
 from rl.algorithms.algorithm import Algorithm
-from rl.algorithms.batch import counts_of, turn_ends, turn_rewards
+from rl.algorithms.batch import counts_of, in_time, turn_ends, turn_rewards
 from rl.algorithms.corrections import Correction, MaskedIS, TruncatedIS, correction_weights
 from rl.algorithms.kl import AdaptiveKL, Estimator, kl
 from rl.algorithms.loss_results import moments
-from rl.algorithms.losses import ClippedLoss, DecoupledLoss, PolicyLoss, batch_denominator
+from rl.algorithms.losses import ClippedLoss, DecoupledLoss, PolicyLoss
 from rl.errors import require
 from rl.metrics import Entry
 from rl.rules import at_least
@@ -205,7 +205,6 @@ class PolicyGradient(Algorithm):
 
     def __init__(self, config: Config, *, run: "RLConfig"):
         super().__init__(config, run=run)
-        self.reduction = config.loss.reduction
         config.loss.build()  # fails here if the user's own loss fails
         self._advantage = config.advantage.build()
         self._corrections = [correction.build() for correction in config.corrections]
@@ -230,21 +229,23 @@ class PolicyGradient(Algorithm):
         metrics = dict[str, Entry]()
         penalty, token_rewards = self._penalty(batch)
         values = batch.columns.get("old_values")
+        order = in_time(rollouts)
         scored = Scored(
             rewards=rewards,
             groups=torch.tensor([rollout.prompt.prompt_id for rollout in rollouts]),
             lengths=lengths,
-            token_rewards=token_rewards,
-            values=None if values is None else values[batch.loss_mask],
-            turn_rewards=turn_rewards(rollouts) if self.config.credit == "turn" else None,
-            turn_ends=turn_ends(rollouts),
+            token_rewards=token_rewards[order],
+            values=None if values is None else values[batch.loss_mask][order],
+            turn_rewards=turn_rewards(rollouts)[order] if self.config.credit == "turn" else None,
+            turn_ends=turn_ends(rollouts)[order],
         )
         with_returns = self.config.advantage.needs_values
         found = advantages_of(self._advantage, scored, with_returns=with_returns)
-        batch.columns["advantages"] = batch.scatter(found.advantages)
+        place = order.argsort()
+        batch.columns["advantages"] = batch.scatter(found.advantages[place])
         metrics |= penalty | moments("advantage", found.advantages)
         if found.returns is not None:
-            batch.columns["returns"] = batch.scatter(found.returns)
+            batch.columns["returns"] = batch.scatter(found.returns[place])
         if self._corrections:
             metrics |= self._correct(batch, scored.sequence)
         return metrics
@@ -263,12 +264,6 @@ class PolicyGradient(Algorithm):
                 rows = sorted(row for rollout in order[first::count] for row in rollout)
                 cut.append(batch.select(rows))
         return cut
-
-    def denominator(self, rollouts: int) -> float | None:
-        """Return the divisor of the loss summed over ``rollouts`` rollouts; None for the sum of the
-        loss weights.
-        """
-        return batch_denominator(rollouts, self.reduction)
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
         """Adapt the KL coefficient."""

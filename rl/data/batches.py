@@ -5,30 +5,29 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from rl.algorithms.losses import Reduction, token_weights
+from rl.algorithms.batch import reduced
+from rl.algorithms.losses import Reduction
 from rl.data.examples import Example
 from rl.data.preferences import Pair
 from rl.types import Batch
 
 
 def batch_of(
-    examples: Sequence[Example], *, reduction: Reduction = "token_mean", max_tokens: int = 0
+    examples: Sequence[Example], *, reduction: Reduction | None = None, max_tokens: int = 0
 ) -> Batch:
     """Return N examples as a batch of N sequences.
 
-    Tokens that are not trained have the loss weight 0. The other weights are those of
-    :func:`rl.algorithms.losses.token_weights`; ``max_tokens`` is for ``fixed_length``.
+    Tokens that are not trained have the loss weight 0. The other weights are 1, or those of
+    :func:`rl.algorithms.batch.reduced`; ``max_tokens`` is for ``fixed_length``.
     """
     trained = torch.from_numpy(np.concatenate([example.trained for example in examples]))
-    counts = torch.tensor([int(example.trained.sum()) for example in examples])
-    loss_weights = torch.zeros(len(trained))
-    loss_weights[trained] = token_weights(counts, reduction, max_tokens).repeat_interleave(counts)
     tokens = torch.from_numpy(np.concatenate([example.tokens for example in examples]))
-    return Batch(
+    batch = Batch(
         tokens=tokens.long(),
         lengths=torch.tensor([len(example) for example in examples]),
-        loss_weights=loss_weights,
+        loss_weights=trained.float(),
     )
+    return batch if reduction is None else reduced(batch, reduction, max_tokens)
 
 
 def batch_of_pairs(pairs: Iterable[Pair]) -> Batch:

@@ -104,6 +104,7 @@ class Episode:
             metrics={"correct": float(self.end.correct), **self.end.metrics},
             turn_rewards=tuple(rewards[number] for number in order) if rewards else (),
             turn_lengths=tuple(len(self.answers[number].tokens) for number in order),
+            turn_order=tuple(order),
         )
 
 

@@ -9,6 +9,7 @@ from torchtitan.config import Configurable
 
 from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import Outputs, WorkerGroup
+from rl.algorithms.batch import reduced_for
 from rl.metrics import Metrics
 from rl.model.activations import Activations
 from rl.model.digest import merge_digests, policy_digest
@@ -137,7 +138,12 @@ class Models:
     ) -> tuple[Outputs, Metrics]:
         """Add the gradient of ``loss`` on ``batch``, times ``weight``; return the outputs and
         metrics. ``weight`` does not change the denominator of ``optim_step``.
+
+        A batch without a reduction gets that of ``loss``; see
+        :func:`rl.algorithms.batch.reduced_for`, also for errors. A call that raises discards all
+        gradients since the last step.
         """
+        batch = reduced_for(batch, loss)
         async with self._residency.of(role, "model", "optimizer"):
             with self.watch.span("train"), self.watch.span("forward_backward", role):
                 group = self._groups[role]

@@ -182,7 +182,8 @@ class TrainingEngine:
             totals.add(per_token, metrics, micro.loss_weights)
             parts.append((micro.index, {name: v.detach() for name, v in outputs.items()}))
         self.work.add(batch.lengths)
-        self._weight += float(batch.loss_weights.sum(dtype=torch.float64))
+        divisor = batch.loss_weights if batch.denominators is None else batch.denominators
+        self._weight += float(divisor.sum(dtype=torch.float64))
         reduced = totals.reduce()
         self._metrics.append(reduced)
         return _outputs_of(batch, parts), reduced

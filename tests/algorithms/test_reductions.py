@@ -3,14 +3,21 @@
 import pytest
 import torch
 
-from rl.algorithms.losses import batch_denominator, token_weights
+from rl.algorithms.batch import reduced, reduced_for
+from rl.algorithms.losses import ClippedLoss, ValueLoss, token_weights
 from rl.algorithms.tokens import mean_by_sequence, sum_by_sequence
+from rl.errors import RunError
+from rl.types import Batch
 
 LENGTHS = [3, 1, 6, 4, 8]
 
 
-def reduced(values, weights, lengths, reduction):
-    return (values * weights).sum() / (batch_denominator(len(lengths), reduction) or weights.sum())
+def made() -> Batch:
+    """Return a batch of sequences whose first token is a prompt of the weight 0."""
+    lengths = torch.tensor(LENGTHS) + 1
+    weights = torch.ones(int(lengths.sum()))
+    weights[lengths.cumsum(0) - lengths] = 0.0
+    return Batch(tokens=torch.zeros(len(weights)).long(), lengths=lengths, loss_weights=weights)
 
 
 def test_reductions_match_the_papers():
@@ -24,13 +31,36 @@ def test_reductions_match_the_papers():
         "fixed_length": sums.mean() / 10,
     }
     for reduction, mean in wanted.items():
-        weights = token_weights(lengths, reduction, 10).repeat_interleave(lengths)
-        torch.testing.assert_close(
-            reduced(values, weights, lengths, reduction), mean, rtol=1e-6, atol=1e-7
-        )
+        batch = reduced(made(), reduction, 10)
+        weights = batch.loss_weights
+        divisor = weights if batch.denominators is None else batch.denominators
+        found = (values * weights[batch.loss_mask]).sum() / divisor.sum()
+        torch.testing.assert_close(found, mean, rtol=1e-6, atol=1e-7)
     assert token_weights(torch.tensor([0]), "sequence_mean").isfinite().all()
     with pytest.raises(ZeroDivisionError):
         token_weights(lengths, "fixed_length")
+
+
+def test_a_batch_gets_the_reduction_of_its_loss_once():
+    mean = ClippedLoss.Config(reduction="sequence_mean")
+    batch = reduced_for(made(), mean)
+    assert torch.equal(batch.loss_weights, reduced(made(), "sequence_mean").loss_weights)
+    assert reduced_for(batch, mean) is batch
+    assert reduced_for(batch.select([1, 2]), mean).reduction == "sequence_mean"
+    for untouched in (made(), batch):
+        assert reduced_for(untouched, ValueLoss.Config()) is untouched
+
+
+@pytest.mark.parametrize(
+    ("batch", "reduction", "message"),
+    [
+        (reduced(made(), "token_mean"), "sequence_mean", "is 'sequence_mean'.*='token_mean'"),
+        (made(), "fixed_length", "make the batch with reduction='fixed_length' and max_tokens"),
+    ],
+)
+def test_a_reduction_that_the_batch_cannot_have_is_refused(batch, reduction, message):
+    with pytest.raises(RunError, match=message):
+        reduced_for(batch, ClippedLoss.Config(reduction=reduction))
 
 
 def test_sequences_are_summed_and_averaged_separately():

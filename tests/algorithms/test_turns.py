@@ -1,6 +1,5 @@
 """Credit of the turns of an episode, transcribed in float64, one turn at a time."""
 
-import asyncio
 import dataclasses
 import random
 
@@ -233,49 +232,24 @@ def test_minibatches_and_fixed_length_count_rollouts():
     for part in parts:
         inside = set(part.columns["owner"].int().tolist())
         assert len(part.rows_by_rollout) == len(inside) == 3
-        assert algorithm.denominator(len(part.rows_by_rollout)) == 3.0
+        assert float(part.denominators.sum()) == pytest.approx(3.0)
         seen += inside
         wanted = sum(rollouts[each].sampled_count for each in inside) / 10
         assert float(part.loss_weights.sum()) == pytest.approx(wanted)
     assert sorted(seen) == list(range(12))
 
 
-class Counted:
-    """Session that computes nothing and keeps the divisor of each update."""
-
-    version = 0
-
-    def __init__(self):
-        self.denominators = []
-
-    async def forward_backward(self, batch, loss, **_):
-        return {}, {}
-
-    async def optim_step(self, *, denominator, **_):
-        self.denominators.append(denominator)
-        return {}
-
-
-def test_an_update_divides_by_rollouts_over_all_parts_of_its_batch():
-    config = find_config("quickstart")()
-    config.algorithm.loss.reduction = "fixed_length"
-    algorithm = config.algorithm.build(run=config)
-    session = Counted()
-
-    async def train():
-        for seed in (3, 4):
-            await algorithm.accumulate(session, make_batch(episodes(seed)))
-        await algorithm.update(session)
-        await algorithm.accumulate(session, make_batch(episodes(5)))
-        await algorithm.update(session)
-
-    asyncio.run(train())
-    assert session.denominators == [12.0, 6.0]
-
-
+@pytest.mark.parametrize("in_time", [True, False])
 @pytest.mark.parametrize("credit", ["episode", "turn"])
-def test_the_reward_of_a_turn_is_credited_if_the_config_says_so(credit):
+def test_the_reward_of_a_turn_is_credited_if_the_config_says_so(credit, in_time):
+    """A turn gets the rewards that follow it in time, in whichever sequence it is."""
+    draws = random.Random(6)
     rollouts = episodes(5)
+    if not in_time:
+        rollouts = [
+            dataclasses.replace(each, turn_order=tuple(draws.sample(range(n), n)))
+            for each, n in zip(rollouts, map(len, (r.turns for r in rollouts)), strict=True)
+        ]
     config = find_config("quickstart")()
     config.algorithm.credit = credit
     config.algorithm.advantage = GAE.Config(lam=1.0, whiten=False)
@@ -286,7 +260,14 @@ def test_the_reward_of_a_turn_is_credited_if_the_config_says_so(credit):
     found = batch.columns["returns"][batch.loss_mask].split(counts_of(rollouts).tolist())
     for rollout, returns in zip(rollouts, found, strict=True):
         lengths = torch.tensor(rollout.turns)
-        left = torch.tensor(rollout.turn_rewards, dtype=torch.float64).flip(0).cumsum(0).flip(0)
+        order = rollout.turn_order or tuple(range(len(lengths)))
+        left = torch.tensor(
+            [
+                sum(r for n, r in zip(order, rollout.turn_rewards, strict=True) if n >= own)
+                for own in order
+            ],
+            dtype=torch.float64,
+        )
         each = left if credit == "turn" else torch.full_like(left, rollout.reward)
         wanted = each.repeat_interleave(lengths)
         torch.testing.assert_close(returns.double(), wanted, rtol=1e-5, atol=1e-5)

@@ -3,10 +3,13 @@
 import asyncio
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl.algorithms.losses import dapo, grpo
 from rl.session.models import Models
+from rl.types import Batch
 
 ROLES = ("trainer", "reference", "critic")
 NEEDS = {
@@ -217,3 +220,23 @@ def test_changed_model_is_restarted_to_get_its_first_weights(shared):
         assert policy.starts == 3
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights"), [(grpo(), [0.0, 0.5, 0.5, 0.0, 1.0]), (dapo(), [0.0, 1.0, 1.0, 0.0, 1.0])]
+)
+def test_forward_backward_applies_the_reduction_of_the_loss(loss, weights):
+    group = Group("trainer", Device(), [])
+    given = []
+
+    async def keep(batch, *_, **__):
+        given.append(batch)
+
+    group.forward_backward = keep
+    batch = Batch(
+        tokens=torch.zeros(5).long(),
+        lengths=torch.tensor([3, 2]),
+        loss_weights=torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]),
+    )
+    asyncio.run(Models({"trainer": group}).forward_backward(batch, loss))
+    assert [each.loss_weights.tolist() for each in given] == [weights]

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from rl.algorithms.advantages import GAE, ReinforcePlusPlus
+from rl.algorithms.algorithm import Algorithm
+from rl.algorithms.batch import counts_of
 from rl.algorithms.corrections import MaskedIS, StalenessDecay, TruncatedIS
 from rl.algorithms.kl import AdaptiveKL
 from rl.algorithms.losses import ClippedLoss, DecoupledLoss, grpo
@@ -163,7 +165,43 @@ def test_a_fixed_length_divides_by_the_number_of_completions(run):
         updates(1, 2, prompts=4)(config)
 
     run(steps=1, edit=edit)
-    assert run.trainer.options == {"denominator": 4.0}
+    assert run.trainer.options == {"denominator": None}
+    assert [float(batch.denominators.sum()) for batch in run.trainer.batches] == [4.0, 4.0]
+
+
+class Plain(Algorithm):
+    """An algorithm of the user's: rewards are advantages."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        reduction: str = "token_mean"
+
+    def loss(self, role):
+        return ClippedLoss.Config(reduction=self.config.reduction)
+
+    def score(self, batch, rollouts, rewards):
+        batch.columns["advantages"] = batch.scatter(rewards.repeat_interleave(counts_of(rollouts)))
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weight", "divisor"),
+    [("token_mean", 1.0, None), ("sequence_mean", 0.5, None), ("fixed_length", 1 / 3, 1.0)],
+)
+def test_the_reduction_of_the_loss_acts_in_an_algorithm_of_the_users(
+    run, reduction, weight, divisor
+):
+    """Every completion has two tokens of three."""
+
+    def edit(config):
+        config.rollout.max_tokens = 3
+        config.algorithm = Plain.Config(reduction=reduction)
+
+    run(steps=1, edit=edit)
+    (batch,) = run.trainer.batches
+    assert batch.loss_weights[batch.loss_mask].tolist() == pytest.approx([weight] * 8)
+    divisors = None if batch.denominators is None else batch.denominators.tolist()
+    assert divisors == (divisor and [divisor] * 4)
 
 
 class Now(TruncatedIS):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from rl.algorithms.batch import reduced
 from rl.algorithms.losses import Metric
 from rl.algorithms.tokens import Tokens
 from rl.errors import RunError
@@ -83,6 +84,19 @@ def test_a_given_denominator_replaces_the_accumulated_weight(build):
         in_parts.forward_backward(batch.select(rows), LOSS.build(), temperature=TEMPERATURE)
     step = in_parts.optim_step(denominator=2 * float(batch.loss_weights.sum()))
     assert step["trainer/grad_norm"] == pytest.approx(norm / 2, rel=1e-6)
+
+
+def test_a_fixed_length_divides_by_the_number_of_sequences_of_all_calls(build):
+    given = build(max_norm=1e6)
+    counted = build(max_norm=1e6)
+    batch = reduced(ragged_batch(), "fixed_length", 10)
+    plain = dataclasses.replace(batch, denominators=None)
+    given.forward_backward(plain, LOSS.build(), temperature=TEMPERATURE)
+    for rows in ([0, 1], [2, 3, 4]):
+        counted.forward_backward(batch.select(rows), LOSS.build(), temperature=TEMPERATURE)
+    steps = [given.optim_step(denominator=5.0), counted.optim_step()]
+    assert [step["trainer/weight"] for step in steps] == [5.0, 5.0]
+    assert steps[0]["trainer/grad_norm"] == pytest.approx(steps[1]["trainer/grad_norm"], rel=1e-6)
 
 
 def test_a_weight_scales_the_gradient_and_not_the_denominator(build):

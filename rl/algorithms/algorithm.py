@@ -3,7 +3,7 @@
 import asyncio
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,16 @@ class Algorithm(Configurable, ABC):
     @abstractmethod
     def loss(self, role: str) -> Configurable.Config:
         """Return the loss of ``trainer`` or ``critic``."""
+
+    def seen(self, rollout: Rollout) -> Hashable:
+        """Return all that the reward of ``rollout`` in training depends on, without KL penalties.
+
+        A group whose rollouts have one value teaches nothing. The score of a reward model depends
+        on the tokens that it reads.
+        """
+        if not self._reward_weights:
+            return rollout.reward
+        return rollout.reward, rollout.sequences[-1].tokens.tobytes()
 
     def minibatches(self, batch: Batch, step: int) -> list[Batch]:
         """Return one batch for each optimizer step of ``step``, ``Config.updates`` in all."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -223,9 +223,7 @@ class PolicyGradient(Algorithm):
     ) -> dict[str, Entry]:
         """Add ``advantages``, and ``returns`` and ``correction`` if the config asks for them."""
         lengths = counts_of(rollouts)
-        if buffer := self.config.overlong_buffer:
-            longest = self.run.rollout.max_tokens
-            rewards = rewards + overlong_penalty(lengths, max_tokens=longest, buffer=buffer)
+        rewards = rewards + self._overlong(lengths)
         metrics = dict[str, Entry]()
         penalty, token_rewards = self._penalty(batch)
         values = batch.columns.get("old_values")
@@ -249,6 +247,12 @@ class PolicyGradient(Algorithm):
         if self._corrections:
             metrics |= self._correct(batch, scored.sequence)
         return metrics
+
+    def seen(self, rollout: Rollout) -> Hashable:
+        """Return all that the reward of ``rollout`` in training depends on: see
+        :meth:`Algorithm.seen`.
+        """
+        return super().seen(rollout), float(self._overlong(counts_of([rollout])))
 
     def minibatches(self, batch: Batch, step: int) -> list[Batch]:
         """Return the whole batch for a step of one update, otherwise a new split in each epoch."""
@@ -302,6 +306,13 @@ class PolicyGradient(Algorithm):
         advantages_of(self._advantage, scored, with_returns=needs_values)
         zeros = torch.zeros(tokens)
         correction_weights(self._corrections, logprobs, logprobs, zeros, scored.sequence)
+
+    def _overlong(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the penalty [N] of the config for completions of ``lengths`` [N]."""
+        longest = self.run.rollout.max_tokens
+        if buffer := self.config.overlong_buffer:
+            return overlong_penalty(lengths, max_tokens=longest, buffer=buffer)
+        return torch.zeros(len(lengths))
 
     def _penalty(self, batch: Batch) -> tuple[dict[str, Entry], torch.Tensor]:
         """Return metrics of the KL divergence from the reference, and the token rewards [C]: minus

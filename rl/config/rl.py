@@ -87,7 +87,9 @@ class RolloutConfig:
 
     max_resampled_groups: Annotated[int, at_least(0, 10**6)] = 0
     """Maximum number of groups per step that are set aside because all their rewards are equal, and
-    replaced by the next prompts (dynamic sampling of DAPO, arXiv:2503.14476, section 3.2)."""
+    replaced by the next prompts (dynamic sampling of DAPO, arXiv:2503.14476, section 3.2). The
+    reward includes the penalty of ``overlong_buffer`` and the scores of reward models, which are
+    equal for equal answers alone."""
 
     reward_workers: Annotated[int, at_least(0, 10**4), PERFORMANCE] = 1
     """Number of processes that score completions. Processes that a reward starts end with its

@@ -1,12 +1,27 @@
 """Metrics of a step's rollouts."""
 
+from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
+
 from rl.metrics import Metrics
 from rl.types import Rollout
 
+Seen = Callable[[Rollout], Hashable]
+"""Function that returns what the reward of a rollout in training depends on."""
 
-def rollout_metrics(groups: list[list[Rollout]]) -> dict[str, float]:
+
+def all_equal(group: Sequence[Rollout], seen: Seen) -> bool:
+    """Whether training sees equal rewards of all rollouts of ``group``, so that it learns
+    nothing.
+    """
+    return len({seen(rollout) for rollout in group}) == 1
+
+
+def rollout_metrics(
+    groups: list[list[Rollout]], seen: Seen = attrgetter("reward")
+) -> dict[str, float]:
     """Return the metrics of a step's rollouts: rewards, lengths, and the share of groups of equal
-    rewards, which teach nothing.
+    rewards, which teach nothing. ``seen`` is :meth:`rl.algorithms.algorithm.Algorithm.seen`.
 
     Rewards are ``reward/NAME`` for all rollouts and ``reward/TASK/NAME`` for each task of a
     mixture.
@@ -14,20 +29,20 @@ def rollout_metrics(groups: list[list[Rollout]]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group]
     lengths = [rollout.sampled_count for rollout in rollouts]
     metrics = {
-        **_reward_metrics("reward", groups),
+        **_reward_metrics("reward", groups, seen),
         "completion/length_mean": sum(lengths) / len(rollouts),
         "completion/length_max": float(max(lengths)),
         "completion/cut_off": sum(r.stop_reason == "length" for r in rollouts) / len(rollouts),
     }
     for task in sorted({r.prompt.task for r in rollouts} - {""}):
         own = [group for group in groups if group[0].prompt.task == task]
-        metrics |= _reward_metrics(f"reward/{task}", own)
+        metrics |= _reward_metrics(f"reward/{task}", own, seen)
     return metrics
 
 
-def _reward_metrics(prefix: str, groups: list[list[Rollout]]) -> dict[str, float]:
+def _reward_metrics(prefix: str, groups: list[list[Rollout]], seen: Seen) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group]
-    flat = sum(len(group) > 1 and len({r.reward for r in group}) == 1 for group in groups)
+    flat = sum(len(group) > 1 and all_equal(group, seen) for group in groups)
     metrics = {
         f"{prefix}/mean": sum(r.reward for r in rollouts) / len(rollouts),
         f"{prefix}/zero_std_groups": flat / len(groups),

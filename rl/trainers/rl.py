@@ -82,7 +82,12 @@ class RLTrainer(Trainer[RLConfig]):
             folder / "unevaluated",
         )
         self.rollouts = RolloutScheduler(
-            config, self.dataset_train, self.session, self.changed, self.evaluate_if_due
+            config,
+            self.dataset_train,
+            self.session,
+            self.changed,
+            self.evaluate_if_due,
+            self.algorithm.seen,
         )
 
     def keep_tokenizer(self, folder: Path) -> None:
@@ -197,7 +202,7 @@ class RLTrainer(Trainer[RLConfig]):
             | self.session.push_metrics
             | self.session.restarts
             | dict(self.session.take_generator_load())
-            | rollout_metrics(groups)
+            | rollout_metrics(groups, self.algorithm.seen)
             | {f"ledger/{name}": count for name, count in ledger.items() if isinstance(count, int)}
             | {
                 "rollout/staleness_max": max(staleness),

@@ -8,6 +8,7 @@ from typing import Any
 
 from rl.config import RLConfig, RolloutConfig
 from rl.errors import GroupLost, RunError
+from rl.rollout.metrics import Seen, all_equal
 from rl.rollout.prompts import training_prompt
 from rl.rollout.rollouter import Generate
 from rl.session.concurrency import Signal, background
@@ -43,13 +44,16 @@ class RolloutScheduler:
         session: Session,
         changed: Signal,
         evaluate: Callable[[int], Awaitable[None]],
+        seen: Seen,
     ):
+        """``seen`` is :meth:`rl.algorithms.algorithm.Algorithm.seen`."""
         self._config = config
         self._task = task
         self._sampling = sampling_of(config.rollout, task)
         self._session = session
         self._changed = changed
         self._evaluate = evaluate
+        self._seen = seen
         self._size = config.rollout.prompts_per_step
         self._replicas = config.generator.replicas
         # Share that each of the newest groups lost: its episodes, or all of it.
@@ -233,10 +237,7 @@ class RolloutScheduler:
             ) from cause
         if isinstance(outcome, GroupLost):
             return outcome.reason
-        if (
-            len({rollout.reward for rollout in outcome}) == 1
-            and self._resampled < rollout.max_resampled_groups
-        ):
+        if self._resampled < rollout.max_resampled_groups and all_equal(outcome, self._seen):
             self._resampled += 1
             return "rewards all equal"
         return outcome

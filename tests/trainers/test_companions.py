@@ -1,5 +1,7 @@
 """Reference, critic and roles in the steps of a run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -261,6 +263,40 @@ def test_a_reward_models_score_is_added_to_the_reward(run, tmp_path):
         part[-1].item() for part in batch.columns["advantages"].split(batch.lengths.tolist())
     )
     assert (first, second) == (0.5, -0.5)  # rewards 0 and 1 of the task, 2 and 0 of the judge
+
+
+@pytest.mark.parametrize(("judged", "flat"), [(True, 0.0), (False, 1.0)])
+def test_groups_that_a_reward_model_tells_apart_are_trained(run, tmp_path, judged, flat):
+    """The rewards of the task are all equal, and the answers of a group differ."""
+
+    class Judge(Reference):
+        async def forward(self, batch, *, temperature):
+            return {"values": torch.arange(len(batch.tokens)).float()}
+
+    def prepare(trainer, generator):
+        run.rewards.flat = range(100)
+        generate = generator.generate
+
+        async def different(requests, **options):
+            said = await generate(requests, **options)
+            return [replace(each, tokens=[6, 7 + n]) for n, each in enumerate(said)]
+
+        generator.generate = different
+
+    def edit(config):
+        (tmp_path / ".metadata").touch()
+        config.rollout.max_resampled_groups = 3
+        config.watchdog.zero_std = "fail"
+        config.watchdog.zero_std_steps = 2
+        if judged:
+            config.roles["judge"] = RoleConfig(
+                model=config.model, checkpoint=str(tmp_path), head="values", reward_weight=0.5
+            )
+
+    steps = 3 if judged else 1
+    _, rows = run(prepare, steps=steps, edit=edit, models=lambda log: {"judge": Judge(log)})
+    assert [row["reward/zero_std_groups"] for row in rows] == [flat] * steps
+    assert rows[-1]["ledger/dropped"] == (0 if judged else 3)
 
 
 def test_ppo_trains_on_one_completion_of_each_prompt(run):

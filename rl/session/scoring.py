@@ -1,17 +1,29 @@
-"""Reward of one group, in a worker process without models and generators."""
+"""Rewards outside the reward workers of a session."""
 
+import asyncio
+import copy
+import inspect
+import operator
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rl.actors.hosts import Hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.reward import RewardWorkers
 from rl.actors.supervisor import Supervisor
+from rl.errors import GroupLost
 from rl.model.shape import ModelConfig
 from rl.observe.events import Events, print_warnings
+from rl.rollout.environments import Environments
+from rl.rollout.episodes import EpisodeCollector
+from rl.rollout.rollouter import Collector, Generate, Rollouter
+from rl.rollout.scoring import is_async, rollouts_of, score_at_once, score_group
 from rl.session.config import DeadlineConfig
 from rl.tasks.base import Task
-from rl.types import Completion, Prompt, Rollout
+from rl.tasks.environment import EnvironmentTask
+from rl.types import Completion, Prompt, Rollout, Sampling
 
 
 async def score_alone(
@@ -45,3 +57,114 @@ async def score_alone(
     finally:
         await workers.stop()
         await hosts.shut_down()
+
+
+class TaskCollectors:
+    """Collectors of rollouts by task. Each call of ``collect`` draws new samples.
+
+    The reward workers score if they have the config and the code that the task has now. Otherwise
+    the task scores in this process, one group at a time.
+    """
+
+    def __init__(
+        self,
+        started: Task.Config | None,
+        workers: Collector,
+        *,
+        longest: int,
+        limit: float,
+        **options: Any,
+    ):
+        """``started`` is the task of the reward workers; ``workers`` is their collector. ``limit``
+        is the deadline of a coroutine that scores. ``options`` are those of
+        :class:`rl.rollout.rollouter.Collector`.
+        """
+        self._started = copy.deepcopy(started)  # as the workers got it, whatever is set later
+        self._code = _code_of(started._owner) if started is not None else []
+        self._workers = workers
+        self._longest = longest
+        self._limit = limit
+        self._options = options
+        self._here = dict[Task, Collector]()
+        self._turn = asyncio.Lock()
+        self._calls = 0
+
+    async def collect(
+        self,
+        task: Task,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        samples: int,
+        generate: Generate,
+    ) -> list[Rollout]:
+        """Return ``samples`` rollouts of each prompt, in order, without lost groups."""
+        collector = self._workers if self._is_started(task) else self._collector_here(task)
+        self._calls += 1
+        rounds: dict[int, list[int]] = {}  # a prompt_id that occurs twice is asked in two rounds
+        occurred = Counter[int]()
+        for place, prompt in enumerate(prompts):
+            rounds.setdefault(occurred[prompt.prompt_id], []).append(place)
+            occurred[prompt.prompt_id] += 1
+        answers = [
+            collector.collect(
+                [prompts[place] for place in places],
+                sampling,
+                samples=samples,
+                generate=generate,
+                stream=f"call {self._calls}.{number}",
+            )
+            for number, places in rounds.items()
+        ]
+        groups: dict[int, list[Rollout] | GroupLost] = {}
+        for places, answer in zip(rounds.values(), await asyncio.gather(*answers), strict=True):
+            groups |= zip(places, answer, strict=True)
+        found = [groups[place] for place in range(len(prompts))]
+        return [each for group in found if not isinstance(group, GroupLost) for each in group]
+
+    def _is_started(self, task: Task) -> bool:
+        """Whether the reward workers have the config and the code that ``task`` has now."""
+        code = _code_of(type(task))
+        return (
+            task.config == self._started
+            and len(code) == len(self._code)
+            and all(map(operator.is_, code, self._code))
+            and not any(inspect.isroutine(each) for each in vars(task).values())
+        )
+
+    def _collector_here(self, task: Task) -> Collector:
+        if task not in self._here:
+            self._here[task] = self._made_here(task)
+            if self._started is not None:
+                self._options["warn"](
+                    f"{type(task).__name__} has another config or other code than the task of the "
+                    "session; its reward runs in this process, not in a reward worker"
+                )
+        return self._here[task]
+
+    def _made_here(self, task: Task) -> Collector:
+        if isinstance(task, EnvironmentTask):
+            most = task.config.max_open_episodes
+            options = {"longest": self._longest, "max_open": most, **self._options}
+            return EpisodeCollector(Environments(task), **options)
+
+        async def score(prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
+            if is_async(task):
+                scored = await score_at_once(task, prompt, completions, limit=self._limit)
+            else:
+                async with self._turn:  # a reward need not be thread-safe
+                    scored = await asyncio.to_thread(score_group, task, prompt, completions)
+            return rollouts_of(prompt, completions, scored)
+
+        return Rollouter(score, **self._options)
+
+
+def _code_of(task: type[Task]) -> list[object]:
+    """Return the methods of ``task`` and what they name in their modules. A cell of a notebook that
+    runs again makes other objects.
+    """
+    methods = [
+        each for kind in task.__mro__ for each in vars(kind).values() if inspect.isfunction(each)
+    ]
+    named = [each.__globals__.get(name) for each in methods for name in each.__code__.co_names]
+    return [*methods, *named]

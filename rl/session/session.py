@@ -11,7 +11,7 @@ from rl.actors.hosts import Hosts, gather_hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.worker import WorkerGroup
 from rl.disk import TemporaryFolder
-from rl.errors import ActorFailure, ConfigError, GroupLost, RankLost, counted, require
+from rl.errors import ActorFailure, ConfigError, RankLost, counted, require
 from rl.metrics import Metrics
 from rl.model.activations import Activations
 from rl.model.digest import differing
@@ -28,6 +28,7 @@ from rl.session.pool import GeneratorPool
 from rl.session.push import WeightPush
 from rl.session.push_checks import generator_digests, trainer_digests
 from rl.session.router import Router
+from rl.session.scoring import TaskCollectors
 from rl.tasks.base import Task
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
 
@@ -96,7 +97,18 @@ class Session(Models):
             config, meshes.generator, self.router, self._push, replicas, events
         )
         self._residency.add("generator", self.pool)
-        self.rollouter = self._collector()
+        options = {"seed": config.seed, "watch": self.watch, "warn": events.warn}
+        longest = config.longest_sequence
+        self.rollouter: Collector = Rollouter(self._score, **options)
+        if isinstance(self._rewards, EnvironmentWorkers):
+            most = self._rewards.config.max_open_episodes
+            self.rollouter = EpisodeCollector(
+                self._rewards, longest=longest, max_open=most, **options
+            )
+        limit = config.deadlines.reward
+        self._collectors = TaskCollectors(
+            task, self.rollouter, longest=longest, limit=limit, **options
+        )
         self._restarts = 0
         self._lost_in_a_row = 0
 
@@ -232,9 +244,10 @@ class Session(Models):
         min_p: float = 0.0,
     ) -> list[Rollout]:
         """Return ``samples`` scored rollouts of each prompt, in order, sampled as ``RolloutConfig``
-        describes it.
+        describes it. Each call draws new samples.
 
-        If the reward of a prompt fails, the prompt has no rollouts, and the session warns once for
+        ``task`` scores in this process if its config or code is not that of the session's task. If
+        the reward of a prompt fails, the prompt has no rollouts, and the session warns once for
         each kind of failure.
         """
         sampling = Sampling(
@@ -245,22 +258,9 @@ class Session(Models):
             min_p=min_p,
             stop_token_ids=task.stop_token_ids,
         )
-        collect = self.rollouter.collect
-        groups = await collect(prompts, sampling, samples=samples, generate=self.sample)
-        found = [group for group in groups if not isinstance(group, GroupLost)]
-        return [rollout for group in found for rollout in group]
-
-    def _collector(self) -> Collector:
-        options: dict[str, Any] = {
-            "seed": self.config.seed,
-            "watch": self.watch,
-            "warn": self._events.warn,
-        }
-        if isinstance(self._rewards, EnvironmentWorkers):
-            longest = self.config.longest_sequence
-            most = self._rewards.config.max_open_episodes
-            return EpisodeCollector(self._rewards, longest=longest, max_open=most, **options)
-        return Rollouter(self._score, **options)
+        return await self._collectors.collect(
+            task, prompts, sampling, samples=samples, generate=self.sample
+        )
 
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
         if self._rewards is None or isinstance(self._rewards, EnvironmentWorkers):

@@ -100,6 +100,19 @@ def test_forward_has_the_logprobs_of_cut_distributions(notebook):
     assert (found - far)[batch.loss_mask].min() > 0.1
 
 
+def test_a_reward_that_a_cell_defines_again_has_effect(notebook, monkeypatch):
+    def draw():
+        return notebook.rollout(TASK, PROMPTS, samples=4, max_tokens=6)
+
+    first = draw()
+    assert all(rollout.reward <= 1 for rollout in first)
+    monkeypatch.setattr(CopyDigits, "score", lambda *_: rl.Score(reward=7.0, correct=True))
+    second = draw()
+    assert {rollout.reward for rollout in second} == {7.0}
+    said = [[each.sequences[0].tokens.tolist() for each in part] for part in (first, second)]
+    assert said[0] != said[1]
+
+
 def test_cells_step_and_heartbeats_go_on_between_them(notebook, monkeypatch):
     before = notebook.version
     assert step(notebook) == before + 1

@@ -97,7 +97,11 @@ class Session(Models):
             config, meshes.generator, self.router, self._push, replicas, events
         )
         self._residency.add("generator", self.pool)
-        options = {"seed": config.seed, "watch": self.watch, "warn": events.warn}
+        options: dict[str, Any] = {
+            "seed": config.seed,
+            "watch": self.watch,
+            "warn": events.warn,
+        }
         longest = config.longest_sequence
         self.rollouter: Collector = Rollouter(self._score, **options)
         if isinstance(self._rewards, EnvironmentWorkers):

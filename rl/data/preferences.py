@@ -41,7 +41,8 @@ def read_preferences(
     A row has ``chosen`` and ``rejected``, each one text or a list of messages that the assistant
     begins, and their ``prompt``, of the same kind. Without ``prompt``, both are whole conversations
     and their common first messages are the prompt. ``tools`` may be given with messages. A row is
-    dropped if one of its answers is too long.
+    dropped if one of its answers is too long. An answer ends with the last token that the assistant
+    writes, at which a reward model scores it as it scores rollouts.
 
     ``section`` is the name of ``config`` in errors. Raises ConfigError that names the first row
     that cannot be used, or if none is left.
@@ -49,7 +50,7 @@ def read_preferences(
     encoder = Encoder(dialect, config, section)
 
     def make(row: Row) -> Iterator[tuple[Pair, bool] | None]:
-        masked = _both(row, encoder)
+        masked = [_up_to_its_end(each) for each in _both(row, encoder)]
         prompt = _common_prompt(row, *masked)
         chosen, rejected = (encoder.example(row, each) for each in masked)
         if chosen is None or rejected is None:
@@ -108,6 +109,13 @@ def _both(row: Row, encoder: Encoder) -> tuple[Masked, Masked]:
         encoder.completion(row, chosen[:common], chosen[common:], "chosen"),
         encoder.completion(row, rejected[:common], rejected[common:], "rejected"),
     )
+
+
+def _up_to_its_end(masked: Masked) -> Masked:
+    """Return an answer without what the chat template writes after its last token to train."""
+    tokens, trained = masked
+    end = len(tokens) - int(trained[::-1].argmax())
+    return tokens[:end], trained[:end]
 
 
 def _common_prompt(row: Row, chosen: Masked, rejected: Masked) -> int:

@@ -2,13 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl.model.hugging_face import REWARD_MODELS, read_json
-from rl.model.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from rl.model.tokenizer import load_tokenizer, read_stop_token_ids
 
 LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
@@ -19,7 +16,7 @@ def describe_reward_model(folder: Path) -> None:
 
     transformers scores a sequence at its last token that is not ``pad_token_id``. Tiller scores it
     at its last token. The scores are the same unless a sequence ends with the pad token. So
-    if the pad token is missing or is the eos token, another token becomes the pad token.
+    if the pad token is missing or can stop an answer, another token becomes the pad token.
     """
     config = read_json("config.json", folder / "config.json")
     config |= {"architectures": [REWARD_MODELS[config["model_type"]]], **LABELS}
@@ -36,9 +33,13 @@ def _choose_pad_token(folder: Path) -> int | None:
     time.
     """
     tokenizer = load_tokenizer(str(folder))
-    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
+    stops = read_stop_token_ids(str(folder), tokenizer)
+    if tokenizer.pad_token_id not in (None, *stops):
         return tokenizer.pad_token_id  # type: ignore[no-any-return]
-    chosen = max(_unused_tokens(tokenizer), default=None)
+    used = {*stops, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    added = tokenizer.added_tokens_decoder
+    unused = [number for number, token in added.items() if token.special and number not in used]
+    chosen = max(unused, default=None)
     if chosen is None:
         return None
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -48,10 +49,3 @@ def _choose_pad_token(folder: Path) -> int | None:
             content["pad_token"] = tokenizer.convert_ids_to_tokens(chosen)
             path.write_text(json.dumps(content, indent=2, ensure_ascii=False))
     return chosen
-
-
-def _unused_tokens(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """Return the ids of the special tokens other than eos, bos and unk."""
-    used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
-    added = tokenizer.added_tokens_decoder
-    return [number for number, token in added.items() if token.special and number not in used]

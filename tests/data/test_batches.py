@@ -4,11 +4,15 @@ import pytest
 import torch
 
 import rl
+from rl.algorithms.batch import whole_texts
+from rl.algorithms.sequence_losses import BradleyTerryLoss
+from rl.algorithms.sequence_scores import score_batch
 from rl.data.batches import batch_of, batch_of_pairs
 from rl.data.conversations import ConversationsConfig, read_conversations
 from rl.data.examples import EncodingConfig
 from rl.data.preferences import read_preferences
 from rl.session.config import DeadlineConfig
+from rl.types import Completion, Prompt, Rollout
 from tests.dialects.conversations import said, user
 
 
@@ -68,3 +72,25 @@ def test_a_session_trains_on_a_batch(dialect):
             assert step["trainer/weight"] == batch.loss_mask.sum().item()
             means.append(mean)
     assert means[0] > means[1] > means[2]
+
+
+def test_a_reward_model_scores_a_conversation_where_a_role_scores_a_rollout(dialect):
+    """Both read the value after the stop token, not after the newline of the chat template."""
+    asked = user("1?")
+    row = {"prompt": [asked], "chosen": [said("2")], "rejected": "3"}
+    config = EncodingConfig(enable_thinking=False)
+    (pair,) = read_preferences([row], dialect, config)
+    trained = score_batch(batch_of_pairs([pair]), BradleyTerryLoss.Config().build())
+    prompt = dialect.render([asked], add_generation_prompt=True, enable_thinking=False).tokens
+    rollouts = []
+    for text in ("2", "3"):
+        completion = Completion.written([*dialect.encode(text), dialect.stop_token_ids[0]])
+        shown = Prompt(prompt_id=0, tokens=prompt.tolist(), text="", answer="")
+        rollouts.append(
+            Rollout.single_turn(shown, completion, sample=0, text="", reward=0.0, metrics={})
+        )
+    sampled, ends = whole_texts(rollouts)
+    assert trained.tokens.tolist() == sampled.tokens.tolist()
+    assert trained.lengths.tolist() == sampled.lengths.tolist()
+    assert trained.loss_mask.nonzero().flatten().tolist() == ends.tolist()
+    assert set(sampled.tokens[ends - 1].tolist()) == {dialect.stop_token_ids[0]}

@@ -48,13 +48,13 @@ def test_pairs_of_text(dialect):
 def test_the_prompt_of_messages_is_given_or_what_both_begin_with(dialect, row):
     (pair,) = pairs([row], dialect)
     assert texts(pair) == [
-        f"{HEAD}«{THOUGHT}yes<|im_end|>»\n",
-        f"{HEAD}«{THOUGHT}no<|im_end|>»\n",
+        f"{HEAD}«{THOUGHT}yes<|im_end|>»",
+        f"{HEAD}«{THOUGHT}no<|im_end|>»",
     ]
     for example in (pair.chosen, pair.rejected):
         assert qwen3().decode(example.tokens[: pair.prompt_tokens]) == HEAD
     (off,) = pairs([row], dialect, enable_thinking=False)
-    assert texts(off)[1] == f"{HEAD}{THOUGHT}«no<|im_end|>»\n"
+    assert texts(off)[1] == f"{HEAD}{THOUGHT}«no<|im_end|>»"
 
 
 def test_pairs_part_within_a_tool_cycle(dialect):
@@ -65,7 +65,7 @@ def test_pairs_part_within_a_tool_cycle(dialect):
         pair.rejected.tokens[: pair.prompt_tokens].tolist()
     )
     assert texts(pair)[0].endswith(
-        f"</tool_response><|im_end|>\n<|im_start|>assistant\n«{THOUGHT}3<|im_end|>»\n"
+        f"</tool_response><|im_end|>\n<|im_start|>assistant\n«{THOUGHT}3<|im_end|>»"
     )
     assert texts(pair)[0].count("«") == 1
 

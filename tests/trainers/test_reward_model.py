@@ -75,7 +75,7 @@ def test_a_reward_model_learns(trained):
 
 
 def test_transformers_scores_as_the_reward_model(trained, export):
-    """Both score the last token of an answer, in batches padded on either side."""
+    """Both score the token that stops an answer, in batches padded on either side."""
     trainer, metrics = trained
     model, info = AutoModelForSequenceClassification.from_pretrained(
         export, output_loading_info=True
@@ -87,6 +87,7 @@ def test_transformers_scores_as_the_reward_model(trained, export):
     assert model.config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
     pairs = trainer.dataset_eval
     answers = [each.tokens.tolist() for pair in pairs for each in (pair.chosen, pair.rejected)]
+    assert {answer[-1] for answer in answers} == {tokenizer.eos_token_id}
     assert len({*map(len, answers)}) > 1
     for side in ("left", "right"):
         padded = tokenizer.pad({"input_ids": answers}, padding_side=side, return_tensors="pt")
@@ -242,13 +243,18 @@ def test_a_reward_model_that_a_run_cannot_use_is_refused(ppo, trained):
         validate(ppo)
 
 
-def test_a_pad_token_that_ends_sequences_is_replaced(chat_model, tmp_path):
+@pytest.mark.parametrize("where", ["tokenizer", "generation config"])
+def test_a_pad_token_that_stops_answers_is_replaced(chat_model, tmp_path, where):
     folder = shutil.copytree(chat_model, tmp_path / "model")
     path = folder / "tokenizer_config.json"
     content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"pad_token": content["eos_token"]}))
+    if where == "tokenizer":
+        path.write_text(json.dumps(content | {"pad_token": content["eos_token"]}))
+    stops = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    assert AutoTokenizer.from_pretrained(folder).pad_token_id in stops
     describe_reward_model(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
-    assert config["pad_token_id"] == tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert config["pad_token_id"] == tokenizer.pad_token_id
+    assert tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in stops

@@ -17,15 +17,19 @@ def batch_of(
 ) -> Batch:
     """Return N examples as a batch of N sequences.
 
-    Tokens that are not trained have the loss weight 0. The other weights are 1, or those of
-    :func:`rl.algorithms.batch.reduced`; ``max_tokens`` is for ``fixed_length``.
+    Tokens that are not trained have the loss weight 0. The other weights are those of the examples,
+    times those of :func:`rl.algorithms.batch.reduced` with ``reduction``; ``max_tokens`` is for
+    ``fixed_length``.
     """
-    trained = torch.from_numpy(np.concatenate([example.trained for example in examples]))
+    loss_weights = np.concatenate([example.trained for example in examples]).astype(np.float32)
+    if any(example.weights is not None for example in examples):
+        each = [np.ones(len(e)) if e.weights is None else e.weights for e in examples]
+        loss_weights *= np.concatenate(each)
     tokens = torch.from_numpy(np.concatenate([example.tokens for example in examples]))
     batch = Batch(
         tokens=tokens.long(),
         lengths=torch.tensor([len(example) for example in examples]),
-        loss_weights=trained.float(),
+        loss_weights=torch.from_numpy(loss_weights),
     )
     return batch if reduction is None else reduced(batch, reduction, max_tokens)
 

@@ -15,6 +15,7 @@ from rl.data.examples import (
     Masked,
     check_choice,
     read_examples,
+    weight_of,
 )
 from rl.data.jsonl import Row, Source
 from rl.dialects.base import Dialect
@@ -65,6 +66,7 @@ def read_conversations(
       the text of the assistant's message.
     - ``text``: plain text outside of any template.
 
+    A row or a message may have ``weight``, a factor of its loss, or ``train`` or ``loss_mask``.
     Each row makes one example, unless ``config.turns`` is ``apart``.
 
     ``section`` is the name of ``config`` in errors. Raises ConfigError that names the first row
@@ -78,15 +80,30 @@ def read_conversations(
         f"{section}.turns: 'apart' trains each answer once, but {section}.loss_on is "
         f"{config.loss_on!r}; set it to 'assistant'",
     )
-    encoder = Encoder(dialect, config, section)
+    encoder = Encoder(dialect, config, section, every_token=config.loss_on == "all")
 
     def make(row: Row) -> Iterator[tuple[Example, bool] | None]:
         several = apart and _kind(row.value) == "messages"
-        for masked in _by_turn(row, encoder) if several else [_masked(row, encoder, config)]:
-            example = encoder.example(row, masked)
+        weight = _weight_of(row)
+        for tokens, factors in (
+            _by_turn(row, encoder) if several else [_masked(row, encoder, config)]
+        ):
+            if not weight:
+                continue
+            example = encoder.example(row, (tokens, factors * np.float32(weight)))
             yield None if example is None else (example, example.truncated)
 
     return read_examples(source, encoder, FORM, make)
+
+
+def _weight_of(row: Row) -> float:
+    """Return the factor of the loss of a row. Raises ConfigError if its label calls it bad."""
+    if row.value.get("label") is False and _kind(row.value) != "text":
+        raise row.error(
+            "field 'label' is False: it calls the answer bad, and this trainer would imitate the "
+            "answer; remove the row, or train on good and bad answers with KTOLoss"
+        )
+    return weight_of(row, row.value)
 
 
 def _masked(row: Row, encoder: Encoder, config: ConversationsConfig) -> Masked:
@@ -100,20 +117,17 @@ def _masked(row: Row, encoder: Encoder, config: ConversationsConfig) -> Masked:
         return encoder.whole_text(row)
     if kind == "messages":
         messages = row.value["messages"]
-        tokens, trained, message = encoder.conversation(row, messages, "field 'messages'")
+        tokens, factors, message = encoder.conversation(row, messages, "field 'messages'")
         if config.loss_on == "completion":
             last = len(messages) - 1
             if messages[last]["role"] != "assistant":
                 raise row.error("its last message is not the assistant's; there is no completion")
-            trained = trained & (message == last)
-    elif kind == "completion":
-        tokens, trained = encoder.completion(
-            row, row.value["prompt"], row.value["completion"], "completion"
-        )
-    else:
-        fields = ", ".join(map(repr, row.value)) or "nothing"
-        raise row.error(f"it has {fields}; write {FORM}")
-    return tokens, np.ones_like(trained) if config.loss_on == "all" else trained
+            factors = np.where(message == last, factors, 0)
+        return tokens, factors
+    if kind == "completion":
+        return encoder.completion(row, row.value["prompt"], row.value["completion"], "completion")
+    fields = ", ".join(map(repr, row.value)) or "nothing"
+    raise row.error(f"it has {fields}; write {FORM}")
 
 
 def _by_turn(row: Row, encoder: Encoder) -> Iterator[Masked]:
@@ -127,9 +141,10 @@ def _by_turn(row: Row, encoder: Encoder) -> Iterator[Masked]:
     ends = [i for i in range(1, len(roles)) if roles[i] == "user" and roles[i - 1] != "user"]
     answered = False
     for start, end in pairwise([0, *ends, len(roles)]):
-        if "assistant" in roles[start:end]:
+        masked = encoder.conversation(row, messages[:end], origin, prompt=start)[:2]
+        if masked[1].any():
             answered = True
-            yield encoder.conversation(row, messages[:end], origin, prompt=start)[:2]
+            yield masked
     if not answered:
         yield whole[:2]  # has nothing to train
 

@@ -1,6 +1,8 @@
 """Examples of tokens, made of conversations or of plain text."""
 
 import json
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
@@ -32,6 +34,10 @@ class Example:
 
     truncated: bool = False
     """Whether tokens were cut off at the end."""
+
+    weights: np.ndarray | None = None
+    """float32 [T]. Factor of the loss of each token, above 0 if it is trained; None if all are
+    1."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -87,22 +93,36 @@ class Examples(Generic[Item]):
 
 
 Masked = tuple[np.ndarray, np.ndarray]
-"""Tokens, int32 [T], and the mask of those to train, bool [T]."""
+"""Tokens, int32 [T], and the factor of the loss of each, float32 or bool [T]; 0 is not trained."""
+
+SWITCHES = ("train", "trainable", "loss_mask", "loss")
+"""Keys of messages and rows that say whether they are trained: true, false, 1 or 0."""
+
+LOSS_KEY = re.compile(r"weight|loss|mask|(?<!s)train")  # but no constraint
 
 
 class Encoder:
     """Encoder of the parts of rows into tokens with a mask, by one dialect.
 
-    All methods raise ConfigError, naming the row, if it cannot be encoded.
+    ``every_token`` trains all tokens, not only those that the assistant writes. All methods raise
+    ConfigError, naming the row, if it cannot be encoded.
     """
 
-    def __init__(self, dialect: Dialect, config: EncodingConfig, section: str = "data"):
+    def __init__(
+        self,
+        dialect: Dialect,
+        config: EncodingConfig,
+        section: str = "data",
+        *,
+        every_token: bool = False,
+    ):
         check_choice(f"{section}.truncate", config.truncate, Truncate)
         check_choice(f"{section}.control_tokens", config.control_tokens, WrittenControl)
         self.dialect = dialect
         self.config = config
         self.section = section
         """Name of the config section, for errors."""
+        self._every_token = every_token
         self._control = ControlTokens(dialect.tokenizer)
         bos = dialect.tokenizer.bos_token_id
         begins = dialect.tokenizer.encode("")[:1]
@@ -111,10 +131,10 @@ class Encoder:
     def conversation(
         self, row: Row, messages: Any, origin: str, prompt: int = 0
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens, mask and message indices of a conversation.
+        """Return tokens, factors of the loss and message indices of a conversation.
 
-        The mask has what the assistant samples from message number ``prompt`` on. ``origin`` names
-        the fields, for errors.
+        Trained is what the assistant samples from message number ``prompt`` on, times the weights
+        of the messages. ``origin`` names the fields, for errors.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise row.error(f"{origin} is {shown(messages)}; write a list of messages")
@@ -124,10 +144,24 @@ class Encoder:
             )
         except ConversationError as error:
             raise row.error(f"{origin}: {error}") from None
-        return done.tokens, done.sampled & (done.message >= prompt), done.message
+        weights = [self._weight_of(row, *each) for each in enumerate(messages)]
+        factors = np.array([*weights, 1.0], dtype=np.float32)[done.message]  # -1 is the last
+        if not self._every_token:
+            factors = np.where(done.sampled & (done.message >= prompt), factors, 0)
+        return done.tokens, factors, done.message
+
+    def _weight_of(self, row: Row, index: int, message: Mapping[str, Any]) -> float:
+        if message["role"] != "assistant" and not self._every_token:
+            asked = [key for key in SWITCHES if message.get(key) not in (None, 0)]
+            if asked:
+                raise row.error(
+                    f"message {index}: {asked[0]!r} is {shown(message[asked[0]])}, but only the "
+                    "assistant's messages are trained; remove the key"
+                )
+        return weight_of(row, message, f"message {index}: ")
 
     def completion(self, row: Row, prompt: Any, completion: Any, name: str) -> Masked:
-        """Return the tokens of prompt and completion, with a mask of the completion.
+        """Return the tokens of prompt and completion, of which the completion is trained.
 
         Both are plain text or both are messages; text also completes messages, as the assistant's.
         """
@@ -135,7 +169,7 @@ class Encoder:
             given = self._begun(self.text(row, "prompt", empty=True))
             answer = self._stopped(self.text(row, name, empty=True))
             tokens = np.array([*given, *answer], dtype=np.int32)
-            return tokens, np.arange(len(tokens)) >= len(given)
+            return tokens, np.arange(len(tokens)) >= (0 if self._every_token else len(given))
         if isinstance(prompt, str) or not isinstance(prompt, Sequence):
             raise row.error(
                 f"field 'prompt' is {shown(prompt)} and field {name!r} {shown(completion)}; write "
@@ -154,7 +188,7 @@ class Encoder:
         return self.conversation(row, whole, origin, prompt=len(prompt))[:2]
 
     def whole_text(self, row: Row) -> Masked:
-        """Return the tokens of field ``text`` and the stop token, all of them masked."""
+        """Return the tokens of field ``text`` and the stop token, all of them trained."""
         tokens = np.array(self._begun(self._stopped(self.text(row, "text"))), dtype=np.int32)
         return tokens, np.ones(len(tokens), dtype=np.bool_)
 
@@ -176,9 +210,9 @@ class Encoder:
 
     def example(self, row: Row, masked: Masked) -> Example | None:
         """Return the example of a row, cut to the maximum length; None if it is dropped."""
-        tokens, trained = masked
+        tokens, factors = masked
         limit = self.config.max_tokens
-        trained = trained & (np.arange(len(tokens)) > 0)
+        trained = (factors > 0) & (np.arange(len(tokens)) > 0)
         if not trained.any():
             raise row.error("nothing in it is to be trained: no token of an assistant; remove it")
         if len(tokens) > limit:
@@ -201,6 +235,7 @@ class Encoder:
             trained=trained[:limit],
             line=row.line,
             truncated=len(tokens) > limit,
+            weights=None if (factors[trained] == 1).all() else factors[:limit],
         )
 
     def _tools(self, row: Row) -> Any:
@@ -224,6 +259,29 @@ class Encoder:
             stop = self.dialect.stop_token_ids[0]
         ends = {stop, *self.dialect.stop_token_ids}
         return tokens if tokens and tokens[-1] in ends else [*tokens, stop]
+
+
+def weight_of(row: Row, value: Mapping[str, Any], where: str = "") -> float:
+    """Return the factor of the loss that the keys of a row or of one of its messages ask for.
+
+    ``weight`` is a number, and SWITCHES are true or false. Raises ConfigError for other values, and
+    for a key that names a loss, a weight or a mask but is none of these.
+    """
+    factor = 1.0
+    for key, given in value.items():
+        if given is None or isinstance(given, str) or not LOSS_KEY.search(str(key).lower()):
+            continue
+        is_number = isinstance(given, int | float) and math.isfinite(given) and given >= 0
+        if key == "weight":
+            allowed = "a number of at least 0" if not is_number else ""
+        elif key in SWITCHES:
+            allowed = "true or false" if given not in (0, 1) else ""
+        else:
+            allowed = f"'weight' (a number) or 'train' (true or false) in place of {key!r}"
+        if allowed:
+            raise row.error(f"{where}{key!r} is {shown(given)}; write {allowed}")
+        factor *= float(given)
+    return factor
 
 
 def check_choice(field: str, value: str, allowed: Any) -> None:
@@ -255,6 +313,7 @@ def read_examples(
             items.append(item)
             truncated += cut
     if not items:
+        require(dropped > 0, f"{encoder.section}.path: each row has the weight 0; none is left")
         raise ConfigError(
             f"{encoder.section}.max_tokens: each of the {dropped} examples has more than "
             f"{encoder.config.max_tokens} tokens; raise it"

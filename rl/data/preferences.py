@@ -6,7 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from rl.data.examples import Encoder, EncodingConfig, Example, Examples, Masked, read_examples
+from rl.data.examples import (
+    Encoder,
+    EncodingConfig,
+    Example,
+    Examples,
+    Masked,
+    read_examples,
+    weight_of,
+)
 from rl.data.jsonl import Row, Source
 from rl.dialects.base import Dialect
 from rl.errors import shown
@@ -50,7 +58,8 @@ def read_preferences(
     encoder = Encoder(dialect, config, section)
 
     def make(row: Row) -> Iterator[tuple[Pair, bool] | None]:
-        masked = [_up_to_its_end(each) for each in _both(row, encoder)]
+        _refuse_weight(row, weight_of(row, row.value))
+        masked = [_up_to_its_end(row, each) for each in _both(row, encoder)]
         prompt = _common_prompt(row, *masked)
         chosen, rejected = (encoder.example(row, each) for each in masked)
         if chosen is None or rejected is None:
@@ -74,10 +83,12 @@ def read_labelled(
 
     def make(row: Row) -> Iterator[tuple[Labelled, bool] | None]:
         prompt, completion = _fields(row, LABELLED, "prompt", "completion")
+        _refuse_weight(row, weight_of(row, row.value))
         label = row.value.get("label")
         if not isinstance(label, bool):
             raise row.error(f"field 'label' is {shown(label)}; write true or false")
         masked = encoder.completion(row, prompt, completion, "completion")
+        _refuse_weight(row, *masked[1][masked[1] > 0])
         example = encoder.example(row, masked)
         if example is None:
             yield None
@@ -111,10 +122,21 @@ def _both(row: Row, encoder: Encoder) -> tuple[Masked, Masked]:
     )
 
 
-def _up_to_its_end(masked: Masked) -> Masked:
+def _refuse_weight(row: Row, *weights: float) -> None:
+    """Raise ConfigError unless each factor of a loss is 1. A loss of sequences has none."""
+    if any(weight != 1 for weight in weights):
+        raise row.error(
+            "a loss of preferences has no weights of rows, and those of messages are 0 or 1; "
+            "remove the row or the weight"
+        )
+
+
+def _up_to_its_end(row: Row, masked: Masked) -> Masked:
     """Return an answer without what the chat template writes after its last token to train."""
-    tokens, trained = masked
+    tokens, factors = masked
+    trained = factors > 0
     end = len(tokens) - int(trained[::-1].argmax())
+    _refuse_weight(row, *factors[trained])
     return tokens[:end], trained[:end]
 
 

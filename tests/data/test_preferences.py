@@ -70,6 +70,13 @@ def test_pairs_part_within_a_tool_cycle(dialect):
     assert texts(pair)[0].count("«") == 1
 
 
+def test_messages_of_the_weight_0_are_no_part_of_a_score(dialect):
+    chosen = [said("", call({"a": 1})), tool("3"), said("3") | {"weight": 0}]
+    row = {"prompt": [user("a")], "chosen": chosen, "rejected": [said("4") | {"train": True}]}
+    (pair,) = pairs([row], dialect)
+    assert texts(pair)[0].endswith("</tool_call><|im_end|>»")
+
+
 def test_a_pair_is_dropped_if_one_of_it_is_too_long(dialect):
     rows = [
         {"prompt": "a", "chosen": "b", "rejected": "c " * 50},
@@ -124,6 +131,14 @@ BROKEN = {
     "one thinks though thinking is off": (
         {"prompt": ASKED, "chosen": [said("b", thought="t")], "rejected": "c", "off": True},
         "writes the prompt otherwise .* let both have thinking or none",
+    ),
+    "weighted": (
+        {"prompt": ASKED, "chosen": [said("b")], "rejected": "c", "weight": 0.5},
+        "a loss of preferences has no weights of rows",
+    ),
+    "weighted message": (
+        {"prompt": ASKED, "chosen": [said("b") | {"weight": 0.5}], "rejected": "c"},
+        "a loss of preferences has no weights of rows, and those of messages are 0 or 1",
     ),
     "not rendered": (
         {"prompt": ASKED, "chosen": [said(None)], "rejected": "b"},

@@ -42,8 +42,9 @@ def _export(arguments: Sequence[str] | None) -> None:
     from rl.actors import fork_server
 
     fork_server.start()
-    from rl.config import RLConfig
+    from rl.config import DatasetRunConfig, RLConfig
     from rl.disk import TemporaryFolder, replace_folder
+    from rl.model.reward_model import describe_stops
     from rl.saved_run import open_run, run_session
     from rl.trainers.start import build_task
 
@@ -57,6 +58,9 @@ def _export(arguments: Sequence[str] | None) -> None:
 
         async def export(session: "Session") -> str:
             await session.export_hf(model)
+            if isinstance(run.config, DatasetRunConfig):
+                state, _ = await session.load()
+                describe_stops(model, state.get("stop_token_ids", []))
             return await session.weight_digest()
 
         digest = run_session(config, None, export)

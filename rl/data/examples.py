@@ -39,6 +39,11 @@ class Example:
     """float32 [T]. Factor of the loss of each token, above 0 if it is trained; None if all are
     1."""
 
+    @property
+    def examples(self) -> tuple["Example", ...]:
+        """This example, as a pair has two."""
+        return (self,)
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -32,6 +32,11 @@ class Pair:
     prompt_tokens: int
     """Length of the prompt, with which both begin, in tokens."""
 
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """Both answers."""
+        return (self.chosen, self.rejected)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Labelled:
@@ -39,6 +44,11 @@ class Labelled:
 
     example: Example
     label: bool
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """The answer."""
+        return (self.example,)
 
 
 def read_preferences(

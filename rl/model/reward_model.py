@@ -1,11 +1,16 @@
 """Description of a reward model for transformers' sequence classification."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rl.model.hugging_face import REWARD_MODELS, read_json
-from rl.model.tokenizer import load_tokenizer, read_stop_token_ids
+from rl.model.tokenizer import (
+    load_tokenizer,
+    name_special_token,
+    read_stop_token_ids,
+    write_stop_tokens,
+)
 
 LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
@@ -25,6 +30,16 @@ def describe_reward_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
+def describe_stops(folder: Path, stops: Sequence[int]) -> None:
+    """End generation from the model in ``folder`` at ``stops`` too. A reward model's pad token is
+    none of them.
+    """
+    write_stop_tokens(folder, stops)
+    kinds = read_json("config.json", folder / "config.json").get("architectures") or ()
+    if {*kinds} & {*REWARD_MODELS.values()}:
+        describe_reward_model(folder)
+
+
 def _choose_pad_token(folder: Path) -> int | None:
     """Return the pad token: a token that no sequence ends with. Writes a new choice to the
     tokenizer's files.
@@ -42,10 +57,5 @@ def _choose_pad_token(folder: Path) -> int | None:
     chosen = max(unused, default=None)
     if chosen is None:
         return None
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = folder / name
-        if path.is_file():
-            content: dict[str, Any] = read_json(name, path)
-            content["pad_token"] = tokenizer.convert_ids_to_tokens(chosen)
-            path.write_text(json.dumps(content, indent=2, ensure_ascii=False))
+    name_special_token(folder, "pad_token", chosen)
     return chosen

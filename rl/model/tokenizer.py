@@ -1,7 +1,9 @@
 """Tokenizer of a Hugging Face folder."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl.errors import ConfigError, require
 from rl.model.hugging_face import read_json
@@ -61,13 +63,54 @@ def read_stop_token_ids(hf_path: str, tokenizer: "PreTrainedTokenizerFast") -> t
     ids = {tokenizer.eos_token_id} - {None}
     path = Path(hf_path) / "generation_config.json"
     if path.exists():
-        eos = read_json("model.hf_path", path).get("eos_token_id")
-        listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        listed = _generation_stops(Path(hf_path))
         size = len(tokenizer)
         require(
             all(type(token) is int and 0 <= token < size for token in listed),
-            f"model.hf_path: eos_token_id in {path} is {eos!r}; it must be one or several of the "
+            f"model.hf_path: eos_token_id in {path} is {listed}; it must be one or several of the "
             f"{size} token ids of the tokenizer",
         )
         ids.update(listed)
     return tuple(sorted(ids))
+
+
+def missing_stop_tokens(folder: Path, stops: Sequence[int]) -> list[int]:
+    """Return those of ``stops`` at which generation from the model in ``folder`` goes on."""
+    return [token for token in stops if token not in _generation_stops(folder)]
+
+
+def write_stop_tokens(folder: Path, stops: Sequence[int]) -> None:
+    """End generation from the model in ``folder`` at ``stops`` too.
+
+    If one of them is new, the first one becomes the eos token of the tokenizer.
+    """
+    if not missing_stop_tokens(folder, stops):
+        return
+    config = read_json("config.json", folder / "config.json")
+    path = folder / "generation_config.json"
+    written: dict[str, Any] = {name: config.get(name) for name in ("bos_token_id", "pad_token_id")}
+    if path.exists():
+        written = read_json(path.name, path)
+    written["eos_token_id"] = [*dict.fromkeys([*stops, *_generation_stops(folder)])]
+    path.write_text(json.dumps(written, indent=2))
+    config["eos_token_id"] = stops[0]
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    name_special_token(folder, "eos_token", stops[0])
+
+
+def name_special_token(folder: Path, name: str, token: int) -> None:
+    """Write the token that ``name`` stands for, such as "pad_token", to the tokenizer's files."""
+    text = load_tokenizer(str(folder)).convert_ids_to_tokens(token)
+    for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        if path.is_file():
+            content: dict[str, Any] = read_json(path.name, path)
+            content[name] = text
+            path.write_text(json.dumps(content, indent=2, ensure_ascii=False))
+
+
+def _generation_stops(folder: Path) -> list[int]:
+    """Return the tokens at which transformers ends generation from the model in ``folder``."""
+    path = folder / "generation_config.json"
+    path = path if path.exists() else folder / "config.json"
+    eos = read_json("model.hf_path", path).get("eos_token_id")
+    return eos if isinstance(eos, list) else [] if eos is None else [eos]

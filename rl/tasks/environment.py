@@ -3,12 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn
 
 from rl.dialects.choose import dialect_of
 from rl.errors import require
 from rl.metrics import Entry
 from rl.model.shape import ModelConfig
+from rl.model.tokenizer import write_stop_tokens
 from rl.rules import SECONDS, at_least
 from rl.tasks.base import Task
 from rl.tasks.tools import Tools
@@ -213,6 +215,10 @@ class EnvironmentTask(Task):
         assert model.hf_path is not None
         self.dialect = dialect_of(model.hf_path)
         self.set_tokenizer(self.dialect.tokenizer, self.dialect.stop_token_ids)
+
+    def describe(self, folder: Path) -> None:
+        super().describe(folder)
+        write_stop_tokens(folder, self.stop_token_ids)
 
     @abstractmethod
     def environment(self, prompt: Prompt, sample: int) -> MessageEnvironment | TokenEnvironment:

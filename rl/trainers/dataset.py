@@ -2,19 +2,22 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 from rl.config import DatasetConfig, DatasetRunConfig
-from rl.data.examples import Examples
+from rl.data.examples import Example, Examples
 from rl.data.jsonl import Source
 from rl.data.order import step_indices
 from rl.dialects.base import Dialect
 from rl.dialects.choose import dialect_or_text
 from rl.errors import require
+from rl.model.reward_model import describe_stops
 from rl.model.shape import shape_of
-from rl.model.tokenizer import require_room
+from rl.model.tokenizer import missing_stop_tokens, require_room
 from rl.roles import session_config
 from rl.session.config import SessionConfig
 from rl.session.session import Session
@@ -23,8 +26,17 @@ from rl.trainers.start import reading
 from rl.trainers.trainer import Trainer
 
 Run = TypeVar("Run", bound=DatasetRunConfig)
-Item = TypeVar("Item")
+Item = TypeVar("Item", bound="Examined")
 Evaluate = Callable[[], Awaitable[dict[str, float]]]
+
+
+class Examined(Protocol):
+    """An item of a data set."""
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """The sequences that are trained."""
+        ...
 
 
 class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
@@ -37,6 +49,8 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
 
     dataset_train: list[Item]
     dataset_eval: list[Item]
+    stop_token_ids: list[int]
+    """Tokens that stop the examples, the most frequent one first."""
 
     @property
     @abstractmethod
@@ -76,11 +90,29 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
         if not held_out:
             split = split_examples(self.dataset_train, data.held_out_fraction, self.key)
             self.dataset_train, self.dataset_eval = split
+        self.stop_token_ids = stops_of(self.dataset_train, dialect)
         require(
             bool(self.dataset_train),
             f"task.held_out_fraction is {data.held_out_fraction}, which leaves no example to train "
             "on; lower it, or name a file of its own in task.held_out_path",
         )
+
+    async def open(self) -> None:
+        was_open = self.is_open
+        await super().open()
+        source = self.arguments.model.hf_path
+        new = missing_stop_tokens(Path(source), self.stop_token_ids) if source else []
+        if new and not was_open:
+            self.events.warn(
+                f"the examples stop with the tokens {new}, and generation from {source} does not "
+                "stop there; the export also stops at them"
+            )
+
+    async def snapshot(self) -> dict[str, Any]:
+        return {"stop_token_ids": self.stop_token_ids}
+
+    def describe(self, path: Path) -> None:
+        describe_stops(path, self.stop_token_ids)
 
     def facts(self) -> dict[str, Any]:
         """Return restarts, and the number of examples that are trained on, that were dropped for
@@ -160,6 +192,16 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
 
     async def _all_of(self, due: list[Evaluate]) -> dict[str, float]:
         return {name: value for each in due for name, value in (await each()).items()}
+
+
+def stops_of(items: Sequence[Examined], dialect: Dialect) -> list[int]:
+    """Return the tokens that stop ``items``, the most frequent one first."""
+    stops = {dialect.tokenizer.eos_token_id, *dialect.stop_token_ids}
+    last = Counter[int]()
+    for item in items:
+        for each in item.examples:
+            last[int(each.tokens[each.trained.nonzero()[0][-1]])] += 1
+    return [token for token, _ in last.most_common() if token in stops]
 
 
 def split_examples(

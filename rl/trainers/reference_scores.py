@@ -129,8 +129,7 @@ def data_digest(config: PreferenceConfig, train: Items, held_out: Items) -> str:
     for items in (train, held_out):
         digest.update(f"/{len(items)}/".encode())
         for item in items:
-            pair = (item.chosen, item.rejected) if isinstance(item, Pair) else (item.example,)
-            for each in pair:
+            for each in item.examples:
                 digest.update(len(each).to_bytes(8, "little"))
                 digest.update(each.tokens.tobytes())
                 digest.update(each.trained.tobytes())

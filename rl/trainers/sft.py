@@ -45,6 +45,8 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
         if self.sampling is not None:
             self.questions = build_task(self.sampling)
             try_reward(self.questions, deadline=self.sampling.deadlines.reward)
+            stops = [*self.questions.stop_token_ids, *self.stop_token_ids]
+            self.questions.stop_token_ids = tuple(dict.fromkeys(stops))
 
     def configure_functions(self) -> None:
         self.loss = self.arguments.loss

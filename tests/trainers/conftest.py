@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -31,6 +32,20 @@ def no_curves():
 def chat_model(tmp_path_factory):
     """Folder of a tiny Qwen3 with Qwen3's chat template."""
     return tiny_chat_model(tmp_path_factory.mktemp("chat_model"))
+
+
+@pytest.fixture(scope="session")
+def base_model(chat_model, tmp_path_factory):
+    """The same folder with the stop token of Qwen3's base models."""
+    folder = shutil.copytree(chat_model, tmp_path_factory.mktemp("base") / "model")
+    for name, change in (
+        ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
+        ("config.json", {"eos_token_id": 0}),
+        ("generation_config.json", {"eos_token_id": 0}),
+    ):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    return folder
 
 
 @pytest.fixture

@@ -1,0 +1,111 @@
+"""Exports of runs on given examples stop at what the examples stop with."""
+
+import asyncio
+import json
+import shutil
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+from rl.cli import find_config
+from rl.model.reward_model import describe_reward_model
+from rl.model.shape import ModelConfig
+from rl.model.tokenizer import read_stop_token_ids
+from rl.tasks.calculator import Calculator
+from rl.trainers.preference import PreferenceTrainer
+from rl.trainers.sft import SFTTrainer
+from tests.trainers.tiny_chat import chat_rows, preference_rows
+
+TEXT, END = 0, 2  # <|endoftext|> and <|im_end|>
+CHATS = chat_rows(9)
+TEXTS = [{"prompt": f"{number} ", "completion": "yes"} for number in range(9)]
+
+
+class Nothing:
+    """A session without processes."""
+
+    watch = take_digests = None
+
+    async def close(self):
+        pass
+
+    stop = close
+
+
+async def nothing(*_, **__):
+    return Nothing()
+
+
+def trainer_of(name, kind, folder, rows, tmp_path):
+    config = find_config(name)()
+    config.model.hf_path = str(folder)
+    config.model.max_seq_len = 128
+    config.task.max_tokens = 96
+    config.task.held_out_fraction = 0.0
+    config.output_dir = str(tmp_path / "run")
+    config.quiet = True
+    return kind(config, rows, make_session=nothing)
+
+
+def warnings_of(trainer):
+    """Warnings of the run when it begins."""
+    asyncio.run(trainer.open())
+    asyncio.run(trainer.end())
+    path = trainer.record.events_path
+    rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return [row["text"] for row in rows if row["kind"] == "warning"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "stops", "eos"),
+    [
+        pytest.param(CHATS, [END, TEXT], "<|im_end|>", id="conversations"),
+        pytest.param(TEXTS, TEXT, "<|endoftext|>", id="texts"),
+        pytest.param([*CHATS, *TEXTS[:3]], [END, TEXT], "<|im_end|>", id="some texts"),
+        pytest.param([*TEXTS, *CHATS[:3]], [TEXT, END], "<|endoftext|>", id="some conversations"),
+    ],
+)
+def test_an_export_of_a_base_model_stops_at_what_was_trained(
+    base_model, tmp_path, rows, stops, eos
+):
+    trainer = trainer_of("sft_jsonl", SFTTrainer, base_model, rows, tmp_path)
+    warned = warnings_of(trainer)
+    assert bool(warned) == isinstance(stops, list)
+    assert all("the examples stop with" in text for text in warned)
+    export = shutil.copytree(base_model, tmp_path / "export")
+    trainer.describe(export)
+    assert GenerationConfig.from_pretrained(export).eos_token_id == stops
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    assert tokenizer.eos_token == eos
+    wanted = stops if isinstance(stops, list) else [stops]
+    assert {*read_stop_token_ids(str(export), tokenizer)} == {*wanted}
+
+
+def test_an_export_of_a_chat_model_keeps_its_files(chat_model, tmp_path):
+    trainer = trainer_of("sft_jsonl", SFTTrainer, chat_model, CHATS, tmp_path)
+    export = shutil.copytree(chat_model, tmp_path / "export")
+    trainer.describe(export)
+    assert warnings_of(trainer) == []
+    for path in chat_model.glob("*.json"):
+        assert (export / path.name).read_bytes() == path.read_bytes()
+
+
+def test_an_export_of_an_agent_stops_where_its_dialect_stops(base_model, tmp_path):
+    task = Calculator.Config().build(seed=0, model=ModelConfig(hf_path=str(base_model)))
+    export = shutil.copytree(base_model, tmp_path / "export")
+    task.describe(export)
+    assert GenerationConfig.from_pretrained(export).eos_token_id == [END, TEXT]
+
+
+def test_a_reward_model_of_conversations_has_a_pad_token_that_stops_none(base_model, tmp_path):
+    folder = shutil.copytree(base_model, tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": "<|im_end|>"}))
+    rows = preference_rows(9)
+    trainer = trainer_of("reward_model_jsonl", PreferenceTrainer, folder, rows, tmp_path)
+    export = shutil.copytree(folder, tmp_path / "export")
+    describe_reward_model(export)  # as the ranks do
+    trainer.describe(export)
+    pad = json.loads((export / "config.json").read_text())["pad_token_id"]
+    assert pad == AutoTokenizer.from_pretrained(export).pad_token_id
+    assert pad is not None and pad not in (TEXT, END)

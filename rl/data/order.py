@@ -37,5 +37,9 @@ def step_indices(seed: int, step: int, batch_size: int, size: int) -> list[int]:
     Batches follow each other in the stream of :func:`epoch_index` without gaps. One batch may hold
     the end of an epoch and the start of the next.
     """
-    first = step * batch_size
-    return [epoch_index(seed, first + place, size) for place in range(batch_size)]
+    return stream_indices(seed, step * batch_size, batch_size, size)
+
+
+def stream_indices(seed: int, first: int, count: int, size: int) -> list[int]:
+    """Return ``count`` indices of the stream of :func:`epoch_index`, from number ``first`` on."""
+    return [epoch_index(seed, first + place, size) for place in range(count)]

@@ -81,7 +81,7 @@ class CachedReference:
         """
         trainer = self._trainer
         if part == "train" and trainer.is_unpaired:
-            first = trainer.step * len(items)
+            first = trainer.examples_seen
             places = [*range(first, first + len(items))]
             is_known = [*map(id, items)] == [*map(id, self._batch_at(part, first))]
         else:

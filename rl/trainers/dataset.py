@@ -4,6 +4,7 @@ import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from rl.config import DatasetConfig, DatasetRunConfig
 from rl.data.examples import Example, Examples
 from rl.data.jsonl import Source
-from rl.data.order import step_indices
+from rl.data.order import stream_indices
 from rl.dialects.base import Dialect
 from rl.dialects.choose import dialect_or_text
 from rl.errors import require
@@ -51,6 +52,7 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
     dataset_eval: list[Item]
     stop_token_ids: list[int]
     """Tokens that stop the examples, the most frequent one first."""
+    _resumed = (0, 0)  # steps of the checkpoint, and examples in them
 
     @property
     @abstractmethod
@@ -109,7 +111,56 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
             )
 
     async def snapshot(self) -> dict[str, Any]:
-        return {"stop_token_ids": self.stop_token_ids}
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "examples_seen": self.examples_seen,
+            "data_digest": self.data_digest,
+        }
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        step = state.get("step", 0)
+        seen = state.get("examples_seen", step * self.arguments.examples_per_step)
+        self._resumed = (step, seen)
+        self._digest_before = state.get("data_digest", self.data_digest)
+
+    async def prepare(self) -> None:
+        self.require_same_data()
+
+    def require_same_data(self) -> None:
+        """Raise ConfigError if steps after the checkpoint would repeat or leave out examples."""
+        require(
+            self._digest_before == self.data_digest,
+            "task: the examples differ from those that the run has trained on, so that some would "
+            "be trained again and others never; give the run the same examples, or start a new run "
+            "with model.hf_path set to an export of this one",
+        )
+        config = self.arguments
+        step, seen = self._resumed
+        left = config.epochs * len(self.dataset_train) - seen
+        require(
+            not config.epochs or seen == step * config.examples_per_step,
+            f"examples_per_step is {config.examples_per_step}, and the run has trained on {seen} "
+            f"examples in {step} steps, so that epochs={config.epochs} sets no number of steps; "
+            f"set epochs to 0 and steps to {step + math.ceil(left / config.examples_per_step)}",
+        )
+
+    @cached_property
+    def data_digest(self) -> str:
+        """Digest of the examples to train on, in their order."""
+        digest = blake2b(digest_size=16)
+        for item in self.dataset_train:
+            for each in item.examples:
+                weights = each.trained if each.weights is None else each.weights
+                digest.update(f"/{len(each)}/{getattr(item, 'label', '')}/".encode())
+                digest.update(each.tokens.tobytes())
+                digest.update(weights.tobytes())
+        return digest.hexdigest()
+
+    @property
+    def examples_seen(self) -> int:
+        """Number of examples in the steps that were taken."""
+        step, seen = self._resumed
+        return seen + (self.step - step) * self.arguments.examples_per_step
 
     def describe(self, path: Path) -> None:
         describe_stops(path, self.stop_token_ids)
@@ -146,7 +197,8 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
         """Return the examples of the step after ``step``."""
         config = self.arguments
         size = len(self.dataset_train)
-        indices = step_indices(config.seed, self.step, config.examples_per_step, size)
+        count = config.examples_per_step
+        indices = stream_indices(config.seed, self.examples_seen, count, size)
         return [self.dataset_train[index] for index in indices]
 
     def chunks(self, items: list[Item]) -> list[list[Item]]:
@@ -156,11 +208,10 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
 
     def row(self) -> dict[str, Any]:
         """Return the metrics that every kind of run has, for the step that was just counted."""
-        seen = self.step * self.arguments.examples_per_step
         return {
             "step": self.step,
             "policy_version": self.session.version,
-            "epoch": seen / len(self.dataset_train),
+            "epoch": self.examples_seen / len(self.dataset_train),
             **self.session.restarts,
         }
 

@@ -72,10 +72,12 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         self.cache = CachedReference(self, path) if wanted and is_kept else None
 
     async def restore(self, state: dict[str, Any]) -> None:
+        await super().restore(state)
         if self.session.has("reference") and self.cache is None:
             await self.session.init_model("reference")
 
     async def prepare(self) -> None:
+        await super().prepare()
         if self.cache is not None:
             await self.cache.fill("eval", "train")
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from rl.algorithms.by_name import ALGORITHMS
 from rl.cli import read_config
 from rl.plan.__main__ import main as plan
+from tests import warm
 from tests.bench.programs import module
 from tests.docs.commands import check_command
 from tests.docs.pages import (
@@ -265,15 +266,14 @@ def test_a_plan_that_is_shown_is_what_the_program_prints(capsys, rehearsed):
     ],
 )
 def test_every_python_block_runs(page, in_folder):
-    """Blocks run in order, in one namespace."""
-    namespace = {"__name__": "__main__"}
+    """Blocks run in order, in a process of their own."""
     with in_folder(page):
+        lines = ["from rl.actors import fork_server", "fork_server.start()"]
         for block in blocks(page, "python"):
-            code = compile(block.code, str(block), "exec")
-            try:
-                if block.module:
-                    namespace |= vars(importlib.import_module(block.module))
-                elif not block.untested:
-                    exec(code, namespace)
-            except Exception as error:
-                raise AssertionError(f"{block} does not run: {error}") from error
+            if block.module:
+                lines.append(f"from {block.module} import *")
+            elif not block.untested:
+                lines.append(f"exec(compile({block.code!r}, {str(block)!r}, 'exec'))")
+        Path("blocks.py").write_text("\n".join(lines))
+        done = warm.run(Path("blocks.py").absolute(), cwd=Path.cwd(), timeout=600)
+    assert done.returncode == 0, done.stderr

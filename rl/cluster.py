@@ -211,7 +211,8 @@ class SlurmConfig:
     """Number of CPUs to request per node."""
 
     memory: str = ""
-    """Memory to request per node, such as ``500G``; ``0`` for all of it."""
+    """Memory to request per node, such as ``500G``; ``0`` for all of it. Empty for all of it if
+    ``exclusive`` is set, and otherwise for the site's default, which may be a share of a node."""
 
     constraint: str = ""
     """Features that nodes must have."""
@@ -280,8 +281,12 @@ class KubernetesConfig:
     """Namespace of the objects."""
 
     image: str = ""
-    """Image with Tiller at the same path as on this host, and its packages installed for
-    ``python``."""
+    """Image with Tiller in ``source``, and its packages installed for ``python``, such as the one
+    that the ``Dockerfile`` of Tiller builds."""
+
+    source: str = "/opt/tiller"
+    """Folder in the image that holds ``rl`` and ``configs``, by default that of the
+    ``Dockerfile``. Pods start in the folder, so modules of your own belong there."""
 
     claim: str = ""
     """PersistentVolumeClaim that many nodes can write. It holds the run folder and the files that
@@ -292,6 +297,20 @@ class KubernetesConfig:
 
     secret: str = ""
     """Secret whose entries become environment variables of every process; empty for none."""
+
+    node_selector: dict[str, str] = field(default_factory=dict)
+    """Labels that a node must have to get a pod."""
+
+    tolerations: list[str] = field(default_factory=list)
+    """Taints of nodes that pods tolerate, as ``kubectl taint`` writes taints: ``KEY=VALUE:EFFECT``,
+    ``KEY:EFFECT`` for any value, ``KEY`` for any value and effect."""
+
+    memory: str = ""
+    """Memory of a node's pod, such as ``900Gi``, /dev/shm included; empty for no limit."""
+
+    rdma: dict[str, str] = field(default_factory=dict)
+    """Number of RDMA devices of a node's pod by resource, such as ``rdma/hca 8``. The pod also gets
+    the capability to lock memory."""
 
     shared_memory: str = "64Gi"
     """Maximum size of /dev/shm for the processes of a node."""

@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rl.errors import end_program, nearest, require
 from rl.help import CONFIGS, check_arguments, quick_help
@@ -68,8 +69,13 @@ def _launch(arguments: list[str]) -> int:
     wait = "--wait" in flags
     check(target, config, wait)
     file, render, start = TARGETS[target]
-    with claim(name, config.output_dir, resume=config.resume) as owner:
-        launch = Launch(name, config, owner.folder.absolute(), command)
+    mount = Path(config.kubernetes.mount)
+    is_here = target != "kubernetes" or mount.is_dir()  # else only pods see the run folder
+    output_dir = config.output_dir if is_here else ""
+    with claim(name, output_dir, resume=config.resume and is_here) as owner:
+        home = owner.folder.absolute()
+        folder = home if is_here else Path(config.output_dir or mount / home.name)
+        launch = Launch(name, config, folder, command, home)
         text = render(launch)
         launch.freeze({file: text})
     if "--dry-run" in flags:

@@ -27,24 +27,32 @@ class Launch:
     name: str
     config: RunConfig
     folder: Path
-    """Folder of the run, absolute."""
+    """Folder of the run, absolute, on the machines that run it."""
     command: str
     """Command line that launched the run."""
+    home: Path | None = None
+    """Folder of the frozen files' folder on this host; None for the folder of the run."""
 
     @property
     def files(self) -> Path:
         """Folder of the frozen files."""
-        return self.folder / "launch"
+        return (self.home or self.folder) / "launch"
 
-    def train(self, python: str = sys.executable) -> list[str]:
-        """Return the command of the run, without ``--resume``."""
-        config = str(self.files / "config.json")
-        return [python, "-m", "rl.train", "--config", config, "--output-dir", str(self.folder)]
+    @property
+    def frozen(self) -> str:
+        """The frozen config, as the text of ``config.json``."""
+        return as_json({"name": self.name, "command": self.command, "config": frozen(self.config)})
+
+    def train(self, python: str = sys.executable, config: str = "") -> list[str]:
+        """Return the command of the run, without ``--resume``. ``config`` is the path of
+        ``config.json``, by default that of the frozen file.
+        """
+        path = config or str(self.files / "config.json")
+        return [python, "-m", "rl.train", "--config", path, "--output-dir", str(self.folder)]
 
     def freeze(self, texts: dict[str, str]) -> None:
         """Write ``config.json``, ``environment.json``, and each of ``texts`` to its key's file."""
-        copy = {"name": self.name, "command": self.command, "config": frozen(self.config)}
-        texts = {"config.json": as_json(copy), "environment.json": as_json(environment()), **texts}
+        texts = {"config.json": self.frozen, "environment.json": as_json(environment()), **texts}
         with failing_loudly(self.files):
             self.files.mkdir(parents=True, exist_ok=True)
         for path, text in ((self.files / name, text) for name, text in texts.items()):
@@ -73,7 +81,11 @@ def _git(*arguments: str) -> str:
     """Return git's answer about the source; empty without git or a repository."""
     try:
         answer = subprocess.run(
-            ["git", *arguments], cwd=SOURCE, capture_output=True, text=True, timeout=10
+            ["git", "--no-optional-locks", *arguments],
+            cwd=SOURCE,
+            capture_output=True,
+            text=True,
+            timeout=10,
         )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return ""

@@ -2,18 +2,21 @@
 
 The nodes are a MonarchMesh, the resource of Monarch's operator, which ``monarch.job.kubernetes``
 creates too; its pods run Tiller's worker. The run is a Job that starts again after exit code 75 and
-fails for good after 1 or 2. All pods mount the volume that holds the run folder. The pods of the
-mesh wait for the next run until ``kubectl delete`` removes them.
+fails for good after 1 or 2. All pods mount the volume that holds the run folder. A ConfigMap holds
+the frozen config, so that this host needs no access to the volume. The pods of the mesh wait for
+the next run until ``kubectl delete`` removes them.
 """
 
 import hashlib
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 from rl.errors import EXIT_CONFIG, EXIT_FAILED, require
 from rl.launch.freeze import NODE, SOURCE, Launch, as_json, run_command
 
+CONFIG = "/etc/tiller"  # folder of the ConfigMap in the pod of the run
 PORT = 26600  # of the operator's service; workers listen on any free port
 Manifest = dict[str, Any]
 
@@ -28,7 +31,9 @@ def manifests(launch: Launch) -> str:
         f"output_dir is {str(launch.folder)!r}; it must be below "
         f"kubernetes.mount={kubernetes.mount!r}, a volume",
     )
-    items = [_mesh(launch), _job(launch)]
+    data = {"config.json": launch.frozen}
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(launch), "data": data}
+    items = [config, _mesh(launch), _job(launch)]
     return as_json({"apiVersion": "v1", "kind": "List", "items": items})
 
 
@@ -41,13 +46,20 @@ def submit(launch: Launch) -> None:
 def _mesh(launch: Launch) -> Manifest:
     """Return the nodes, each with a worker."""
     config = launch.config
+    kubernetes = config.kubernetes
     gpus = config.hardware.gpus
-    worker = ["python", str(NODE), str(launch.folder / "logs" / "workers")]
+    program = Path(kubernetes.source) / NODE.relative_to(SOURCE)
+    worker = ["python", str(program), str(launch.folder / "logs" / "workers")]
+    resources = {"nvidia.com/gpu": str(gpus)} if gpus else {}
+    resources |= {"memory": kubernetes.memory} if kubernetes.memory else {}
+    resources |= kubernetes.rdma
     variables: list[Manifest] = [
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "TILLER_NODE", "value": f"$(POD_NAME).{_name(launch)}-svc"},
     ]
-    spec = _pod(launch, worker, variables, {"nvidia.com/gpu": str(gpus)} if gpus else {})
+    spec = _pod(launch, worker, variables, resources)
+    if kubernetes.rdma:
+        spec["containers"][0]["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
     return {
         "apiVersion": "monarch.pytorch.org/v1alpha1",
         "kind": "MonarchMesh",
@@ -61,14 +73,17 @@ def _job(launch: Launch) -> Manifest:
     config = launch.config
     name = _name(launch)
     hosts = range(config.nodes)
-    train = shlex.join(launch.train("python"))
-    resume = f"[ -e {launch.folder / 'config.json'} ]"
+    train = shlex.join(launch.train("python", f"{CONFIG}/config.json"))
+    resume = f"[ -e {shlex.quote(str(launch.folder / 'config.json'))} ]"
     variables: list[Manifest] = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "TILLER_NODE", "value": "$(POD_IP)"},
         {"name": "TILLER_NODES", "value": " ".join(f"{name}-{host}.{name}-svc" for host in hosts)},
     ]
     pod = _pod(launch, ["sh", "-c", f"exec {train} $({resume} && echo --resume)"], variables, {})
+    pod["volumes"].append({"name": "config", "configMap": {"name": name}})
+    mount = {"name": "config", "mountPath": CONFIG, "readOnly": True}
+    pod["containers"][0]["volumeMounts"].append(mount)
     final = {"containerName": "tiller", "operator": "In", "values": [EXIT_FAILED, EXIT_CONFIG]}
     return {
         "apiVersion": "batch/v1",
@@ -83,17 +98,17 @@ def _job(launch: Launch) -> Manifest:
 
 
 def _pod(
-    launch: Launch, command: list[str], variables: list[Manifest], devices: dict[str, str]
+    launch: Launch, command: list[str], variables: list[Manifest], resources: dict[str, str]
 ) -> Manifest:
     kubernetes = launch.config.kubernetes
     container = {
         "name": "tiller",
         "image": kubernetes.image,
         "command": command,
-        "workingDir": str(SOURCE),
+        "workingDir": kubernetes.source,
         "env": variables,
         "envFrom": [{"secretRef": {"name": kubernetes.secret}}] if kubernetes.secret else [],
-        "resources": {"requests": devices, "limits": devices},
+        "resources": {"requests": resources, "limits": resources},
         "volumeMounts": [
             {"name": "runs", "mountPath": kubernetes.mount},
             {"name": "shared-memory", "mountPath": "/dev/shm"},
@@ -102,12 +117,22 @@ def _pod(
     memory = {"medium": "Memory", "sizeLimit": kubernetes.shared_memory}
     return {
         "terminationGracePeriodSeconds": kubernetes.warn_s,
+        "nodeSelector": kubernetes.node_selector,
+        "tolerations": [_toleration(taint) for taint in kubernetes.tolerations],
         "containers": [container],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": kubernetes.claim}},
             {"name": "shared-memory", "emptyDir": memory},
         ],
     }
+
+
+def _toleration(taint: str) -> dict[str, str]:
+    """Return what tolerates a taint, which is written as ``kubectl taint`` writes it."""
+    name, _, effect = taint.partition(":")
+    key, has_value, value = name.partition("=")
+    operator = {"operator": "Equal", "value": value} if has_value else {"operator": "Exists"}
+    return {"key": key, **operator, **({"effect": effect} if effect else {})}
 
 
 def _metadata(launch: Launch) -> Manifest:

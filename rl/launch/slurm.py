@@ -57,7 +57,7 @@ def options(launch: Launch) -> list[str]:
         "ntasks-per-node": 1,
         "gpus-per-node": gpus,
         "cpus-per-task": slurm.cpus_per_node,
-        "mem": slurm.memory,
+        "mem": slurm.memory or ("0" if slurm.exclusive else ""),
         "time": slurm.time,
         **{name: getattr(slurm, name) for name in SITE_OPTIONS},
         "output": launch.folder / "logs" / "slurm-%j.log",

@@ -204,7 +204,8 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         "warn_s max_restarts"
     },
     "KubernetesConfig": {
-        KUBERNETES: "namespace image claim mount secret shared_memory warn_s max_restarts"
+        KUBERNETES: "namespace image source claim mount secret node_selector tolerations "
+        "memory rdma shared_memory warn_s max_restarts"
     },
     "Task.Config": {
         f"{GSM8K}test_prompts_too_long_are_refused_with_line_and_lengths": "max_prompt_tokens"

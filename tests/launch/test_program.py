@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -47,6 +48,28 @@ def test_a_dry_run_prints_what_it_writes_and_starts_nothing(launch, tmp_path):
     )
     assert (name, config.seed) == ("quickstart", 7)
     assert frozen(config) == json.loads((folder / "launch" / "config.json").read_text())["config"]
+
+
+@pytest.mark.parametrize("asked", ["", "/runs of pods/first"])
+def test_a_launch_to_pods_writes_nothing_to_the_path_of_their_volume(
+    asked, launch, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    mount = asked and "/runs of pods"
+    options = ["--kubernetes.image", "tiller:1", "--kubernetes.claim", "runs", "--dry-run"]
+    options += ["--kubernetes.mount", mount, "--output-dir", asked] if asked else []
+    code, printed, errors = launch("kubernetes", *TINY, *options)
+    assert (code, errors) == (0, "")
+    (home,) = (tmp_path / "runs").iterdir()
+    assert printed == (home / "launch" / "manifests.json").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert not Path(mount or "/runs").exists()
+    folder = asked or f"/runs/{home.name}"
+    config, _, job = json.loads(printed)["items"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    command = shlex.split(container["command"][-1])
+    assert command[command.index("--output-dir") + 1] == folder
+    assert config["data"]["config.json"] == (home / "launch" / "config.json").read_text()
 
 
 @pytest.fixture(scope="module")

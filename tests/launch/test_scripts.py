@@ -1,6 +1,7 @@
 """Scripts and manifests that clusters get, and the frozen files. No cluster is needed."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rl.cli import find_config
 from rl.config import RLConfig
 from rl.errors import ConfigError
 from rl.launch import kubernetes, slurm
-from rl.launch.freeze import SOURCE, Launch
+from rl.launch.freeze import SOURCE, Launch, as_json
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -60,6 +61,10 @@ def on_kubernetes() -> RLConfig:
     config.kubernetes.image = "tiller:1"
     config.kubernetes.claim = "runs"
     config.kubernetes.secret = "tokens"
+    config.kubernetes.node_selector = {"gpu": "h100"}
+    config.kubernetes.tolerations = ["nvidia.com/gpu=present:NoSchedule", "spot:NoExecute", "own"]
+    config.kubernetes.memory = "900Gi"
+    config.kubernetes.rdma = {"rdma/hca": "8"}
     return config
 
 
@@ -81,7 +86,37 @@ def test_all_slurm_options_are_set_before_the_shared_part():
 
 
 def test_the_manifests_for_kubernetes():
-    assert_golden("kubernetes.json", kubernetes.manifests(launch_of(on_kubernetes())))
+    manifests = json.loads(kubernetes.manifests(launch_of(on_kubernetes())))
+    config, *others = manifests["items"]
+    assert json.loads(config["data"].pop("config.json"))["name"] == "quickstart"
+    assert_golden("kubernetes.json", as_json({**manifests, "items": [config, *others]}))
+
+
+def test_all_paths_of_the_manifests_are_in_the_shipped_image_or_in_a_mounted_volume():
+    text = kubernetes.manifests(launch_of(on_kubernetes()))
+    assert str(SOURCE) not in text
+    dockerfile = (SOURCE / "Dockerfile").read_text()
+    config, mesh, job = json.loads(text)["items"]
+    for pod in (mesh["spec"]["podTemplate"]["spec"], job["spec"]["template"]["spec"]):
+        (container,) = pod["containers"]
+        image = container["workingDir"]
+        assert f"WORKDIR {image}\nCOPY " in dockerfile
+        assert "\nCOPY rl rl\n" in dockerfile
+        inside = [mount["mountPath"] for mount in container["volumeMounts"]]
+        for path in re.findall(r"(?<![\w/])/[\w./-]+", " ".join(container["command"])):
+            if path.startswith(image):
+                assert (SOURCE / Path(path).relative_to(image)).exists()
+            else:
+                assert any(Path(path).is_relative_to(folder) for folder in inside)
+    assert job["metadata"]["name"] == config["metadata"]["name"]
+
+
+@pytest.mark.parametrize(("exclusive", "memory"), [(True, "0"), (False, "")])
+def test_a_node_without_other_jobs_gives_all_of_its_memory(exclusive, memory):
+    config = on_three_nodes()
+    config.slurm.exclusive = exclusive
+    asked = [option for option in slurm.options(launch_of(config)) if option.startswith("--mem")]
+    assert asked == ([f"--mem={memory}"] if memory else [])
 
 
 def test_gpus_are_requested_in_the_form_of_the_site():
@@ -168,6 +203,11 @@ KUBERNETES = {
     "claim": "others",
     "mount": "/runs/first",
     "secret": "keys",
+    "source": "/tiller",
+    "node_selector": {"gpu": "h200"},
+    "tolerations": ["spot"],
+    "memory": "1Ti",
+    "rdma": {},
     "shared_memory": "7Gi",
     "warn_s": 77,
     "max_restarts": 7,

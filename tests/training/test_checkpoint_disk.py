@@ -1,15 +1,22 @@
 """Checkpoints survive full and slow disks, power failures and kills (C6)."""
 
+import errno
+import io
 import os
+import pickle
 import shutil
 import threading
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rl.errors import RunError, StorageFull
 from rl.model.digest import digests, merge_digests
 from rl.step_folders import StepFolders
+from rl.training.all_ranks import failures_as_run_error
 from tests.training.disk import (
     checkpointer_of,
     everything,
@@ -90,20 +97,25 @@ def test_a_full_disk_is_an_error_and_keeps_the_previous_checkpoint(folder, mode)
     checkpointer.close()
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_disk_that_is_full_inside_torch_save_is_a_full_disk(folder, mode, monkeypatch):
-    make = StepFolders.make
+class FullFile(io.BytesIO):
+    """File on a disk with room for 1,000 bytes."""
 
-    def make_with_a_full_file(folders, step):
-        make(folders, step)
-        (folders.path(step) / "__0_0.distcp").symlink_to("/dev/full")
+    def write(self, data):
+        if self.tell() + len(data) > 1000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
 
-    monkeypatch.setattr(StepFolders, "make", make_with_a_full_file)
-    engine = engine_of(TIED_FUSED, folder=folder)
-    checkpointer = checkpointer_of(engine, folder, async_mode=mode)
-    with pytest.raises(StorageFull, match="checkpoint 1 failed on rank 0: "):
-        checkpointer.save(1, {})
-        checkpointer.close()
+
+def test_a_disk_that_is_full_inside_torch_save_is_a_full_disk():
+    """Another rank gets the error of torch.save without the OSError that caused it."""
+    with pytest.raises(RuntimeError) as raised:
+        torch.save(torch.zeros(1000), FullFile())
+    lost = pickle.loads(pickle.dumps(raised.value))
+    with (
+        pytest.raises(StorageFull, match="checkpoint 1 failed on rank 0: .*the disk is full"),
+        failures_as_run_error("checkpoint 1"),
+    ):
+        raise CheckpointException("write", {0: (lost, traceback.StackSummary())})
 
 
 def test_the_state_of_a_save_that_failed_is_not_loaded(one):

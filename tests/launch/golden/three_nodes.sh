@@ -2,6 +2,7 @@
 #SBATCH --job-name=quickstart
 #SBATCH --nodes=3
 #SBATCH --ntasks-per-node=1
+#SBATCH --mem=0
 #SBATCH --output=/runs/first/logs/slurm-%j.log
 #SBATCH --signal=B:USR1@300
 #SBATCH --exclusive

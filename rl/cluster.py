@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 
 from rl.errors import require
+from rl.listening import NO_LOOPBACK, has_loopback
 from rl.platform import device_count, device_name, device_type
 from rl.rules import MAX_NODES, YEAR_S, above, at_least
 
@@ -135,7 +136,8 @@ class HardwareConfig:
         return "cpu" if self.device == "cpu" else "cuda"
 
     def require_here(self) -> None:
-        """Raise ConfigError unless this host has the device."""
+        """Raise ConfigError unless this host has the device, and a loopback interface."""
+        require(has_loopback(), f"network: {'; '.join(NO_LOOPBACK)}")
         require(
             self.kind == device_type(),
             f"hardware.device is {self.device!r}; this host computes on {device_type()}: start the "

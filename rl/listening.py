@@ -6,12 +6,28 @@ import socket
 
 from rl.errors import ConfigError, require, said_by
 
+NO_LOOPBACK = (
+    "a connection to 127.0.0.1 fails, which the processes of a run need",
+    "run: ip link set lo up",
+)
+"""Fault of a host whose loopback interface is down, and its remedy."""
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches ``host``."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def has_loopback() -> bool:
+    """Whether processes of this host can connect to each other through 127.0.0.1."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=2).close()
+    except OSError:
+        return False
+    return True
 
 
 def require_key(host: str, key: str | None) -> None:

@@ -1,6 +1,7 @@
 """Configs that a run refuses before it has a folder."""
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from rl.observe.owner import FolderOwner
 from rl.tasks.base import Task
 from rl.tasks.copy_digits import CopyDigits
 from rl.train import main
+from tests.needs import cannot_run
 
 QUICKSTART = Path(__file__).parents[1] / "scripts" / "quickstart.sh"
 
@@ -60,6 +62,17 @@ def test_a_run_folder_behind_a_link_that_leads_nowhere(place, tmp_path, capsys):
     said = capsys.readouterr().err
     target = "itself" if place == "itself" else "missing"
     assert f"is a link to {target}, which is missing; make that folder" in said
+
+
+def test_a_host_whose_interfaces_are_all_down():
+    unshared = ["unshare", "--net", "--map-root-user"]
+    if not shutil.which("unshare") or subprocess.run([*unshared, "true"]).returncode:
+        cannot_run("no right to make namespaces")
+    code = "from rl.cluster import HardwareConfig; HardwareConfig().require_here()"
+    done = subprocess.run([*unshared, sys.executable, "-c", code], capture_output=True, text=True)
+    said = "ConfigError: network: a connection to 127.0.0.1 fails"
+    assert said in done.stderr
+    assert done.stderr.rstrip().endswith("run: ip link set lo up")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 from rl.doctor.findings import Finding, error, warning
 from rl.help import SHIPPED
+from rl.listening import NO_LOOPBACK, has_loopback
 from rl.platform import device_count, device_type, has_rdma
 
 CONSTRAINTS = SHIPPED.parent / "constraints.txt"
@@ -76,7 +77,7 @@ class Host:
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             shared_free=shutil.disk_usage(shared).free if os.access(shared, os.W_OK) else 0,
             memory=_free_memory(),
-            loopback=_connects(),
+            loopback=has_loopback(),
             address=_address(),
             compiler=bool(os.environ.get("CXX")) or any(map(shutil.which, COMPILERS)),
             cuda=device_type() == "cuda",
@@ -97,8 +98,7 @@ def check_host(host: Host) -> Iterator[Finding]:
         what = f"is {threads!r} on {host.cores} cores, so that threads wait for each other"
         yield warning("host", "OMP_NUM_THREADS", what, "export OMP_NUM_THREADS=1")
     if not host.loopback:
-        what = "a connection to 127.0.0.1 fails, which the processes of a run need"
-        yield error("host", "network", what, "run: ip link set lo up")
+        yield error("host", "network", *NO_LOOPBACK)
     if host.nvidia and not host.cuda:
         yield _unusable(host)
     if host.cuda and not host.nccl:
@@ -167,15 +167,6 @@ def driver_of(file: Path) -> str:
     described = file.read_text() if file.exists() else ""
     found = re.search(r"Kernel Module.*? (\d+\.[\d.]+)", described)
     return found[1] if found else ""
-
-
-def _connects() -> bool:
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=2).close()
-    except OSError:
-        return False
-    return True
 
 
 def _address() -> str:

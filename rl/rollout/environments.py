@@ -41,6 +41,8 @@ class _Episode:
     """Score so far."""
     rewards: list[float] = field(default_factory=list)
     """Reward of each step."""
+    is_hung: bool = False
+    """Whether a call holds the thread of the episode."""
     spent: float = 0.0
     """Time of the calls of the environment, in s."""
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
@@ -116,9 +118,15 @@ class Environments:
         await asyncio.gather(*map(self._close, episodes))
 
     async def _close(self, episode: _Episode) -> None:
-        if episode.environment is not None:
+        close = getattr(episode.environment, "close", None)
+        if episode.is_hung and not inspect.iscoroutinefunction(close):
+            if close is not None:  # once the call that hangs returns; nobody waits for it
+                episode.thread.submit(close)
+            episode.thread.shutdown(wait=False)
+            return
+        if close is not None:
             with suppress(GroupLost):  # the rollout is complete, or lost for another reason
-                await self._call(episode, episode.environment.close)
+                await self._call(episode, close)
         episode.thread.shutdown(wait=False, cancel_futures=True)
 
     async def _answered(self, episode: _Episode, completion: Completion) -> EpisodeTurn:
@@ -265,7 +273,8 @@ class Environments:
             if not clock.expired():
                 message = f"{where} raised {said_by(error)}; {episode}\n{trace_of(error)}"
                 raise GroupLost("environment raised", message, type(error).__name__) from None
-            self.hung += not inspect.iscoroutinefunction(method)
+            episode.is_hung = not inspect.iscoroutinefunction(method)
+            self.hung += episode.is_hung
             message = f"{where} took longer than task.step_s={limit:g}; {episode}"
             raise GroupLost("environment hung", message) from None
         finally:

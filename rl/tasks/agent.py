@@ -24,6 +24,8 @@ MAX_OUTPUT = 2**20
 """Maximum size of what a command prints, in bytes; the rest is cut off."""
 MAX_ERROR = 2000
 """Size of the end of a command's standard error that its failure shows, in bytes."""
+CLOSE_S = 5.0
+"""Time for an agent to end when it is cancelled; then nobody waits for it."""
 PIPE_BYTES = 2**16
 """Size of a pipe."""
 
@@ -191,7 +193,7 @@ class AgentEpisode(TokenEnvironment):
             self._server.close(self._session)
         if self._agent is not None:
             self._agent.cancel()
-            await asyncio.wait([self._agent])
+            await asyncio.wait([self._agent], timeout=CLOSE_S)
         while not self._asks.empty():
             self._refuse(self._asks.get_nowait()[1])
         if self._answer is not None:

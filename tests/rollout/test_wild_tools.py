@@ -49,9 +49,11 @@ def test_a_tool_that_cannot_be_answered_costs_its_episode(model, tool, monkeypat
     monkeypatch.setattr(wild, "SLEEP_S", 5.0)  # this process waits for the thread at its end
     step_s = 0.3 if tool is wild.sleeps else 200.0
     task = wild.WildTools.Config(step_s=step_s).build(seed=0, model=model)
+    environments = Environments(task)
     with pytest.raises(GroupLost) as lost:
-        play(Environments(task), task.prompt(wild.ALL.index(tool)))
+        play(environments, task.prompt(wild.ALL.index(tool)))
     assert lost.value.reason == wild.LOST[tool]
+    assert environments.hung == (tool is wild.sleeps), "closing waits for no call that hangs"
 
 
 def test_half_of_a_surrogate_pair_is_shown_as_its_number():

@@ -79,6 +79,9 @@ GROUPS = {
 }
 """Fields that a config's help shows, by group, each with a few words. ``*`` stands for one name."""
 
+RARE = {"task.max_open_episodes"}
+"""Fields of GROUPS that a config's help leaves out."""
+
 CONFIGS = """\
 NAME is one of these configs, MODULE.FUNCTION of a module of your own, or the config.json of a run:
 
@@ -216,7 +219,8 @@ def _description(name: str) -> str:
 
 def is_common(field: str) -> bool:
     """Whether a config's help shows the field."""
-    return any(_matches(field, pattern) for words in GROUPS.values() for pattern in words)
+    patterns = (pattern for words in GROUPS.values() for pattern in words)
+    return field not in RARE and any(_matches(field, pattern) for pattern in patterns)
 
 
 def _matches(field: str, pattern: str) -> bool:

@@ -332,7 +332,7 @@ class _Server:
 
 
 class _Pipe:
-    """What processes write to ``end``, of which a part is kept and the rest is dropped."""
+    """Pipe that keeps a part of what processes write to ``end``, and drops the rest."""
 
     def __init__(self, part: slice):
         self._part = part

@@ -19,7 +19,7 @@ FIXES = {
     "CAPACITY_REACHED": "; each episode is a session: set task.max_open_episodes to the number of "
     "sessions of the server"
 }
-"""What to do about errors of the server, by their code."""
+"""Advice for errors of the server, by their code."""
 
 
 class OpenEnvTask(SeededTask):

@@ -219,12 +219,12 @@ def _description(name: str) -> str:
 
 def is_common(field: str) -> bool:
     """Whether a config's help shows the field."""
-    patterns = (pattern for words in GROUPS.values() for pattern in words)
-    return field not in RARE and any(_matches(field, pattern) for pattern in patterns)
+    return any(_matches(field, pattern) for words in GROUPS.values() for pattern in words)
 
 
 def _matches(field: str, pattern: str) -> bool:
-    return fnmatchcase(field, pattern) and field.count(".") == pattern.count(".")
+    is_named = fnmatchcase(field, pattern) and field.count(".") == pattern.count(".")
+    return is_named and field not in RARE
 
 
 def configs_text() -> str:

@@ -122,6 +122,12 @@ class Dialect(Protocol):
         """
         ...
 
+    def call_begin(self, name: str | None, *, enable_thinking: bool = True) -> list[int]:
+        """Return the tokens with which an answer begins a call of tool ``name``, or with None of
+        any tool. Raises ConversationError if the format has none.
+        """
+        raise ConversationError("this chat format cannot force a tool call; leave tool_choice out")
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text`` outside of any template, none of them a control token.
 

@@ -120,6 +120,18 @@ class Qwen3Dialect:
         self._generation_prompt(out, enable_thinking)
         return out.encoded(self._plain).tokens.tolist()
 
+    def call_begin(self, name: str | None, *, enable_thinking: bool = True) -> list[int]:
+        """Return the tokens with which an answer begins a call of tool ``name``, or with None of
+        any tool. They hold an empty thought.
+        """
+        control = self._control
+        out = _Pieces()
+        if self.thinks and enable_thinking:
+            out.add(-1, False, control.think, "\n\n", control.think_end, "\n\n")
+        rest = '"' if name is None else f'{as_json("a tool", name)}, "arguments":'
+        out.add(-1, False, control.tool_call, f'\n{{"name": {rest}')
+        return out.encoded(self._plain).tokens.tolist()
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text`` outside of any template, none of them a control token."""
         return self._plain.encode([text])[0]

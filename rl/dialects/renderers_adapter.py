@@ -10,6 +10,7 @@ from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus
 from rl.dialects.base import (
     AssistantTurn,
     ConversationError,
+    Dialect,
     Rendered,
     ToolCall,
     as_json,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class FamilyDialect:
+class FamilyDialect(Dialect):
     """Dialect of one of the families that the package renderers has, such as ``"llama-3"``.
 
     Each conversation is compared with the chat template of ``tokenizer``. ConversationError is

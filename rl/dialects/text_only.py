@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl.dialects.base import AssistantTurn, ConversationError, Rendered
+from rl.dialects.base import AssistantTurn, ConversationError, Dialect, Rendered
 from rl.dialects.plain_text import ControlTokens
 from rl.errors import require
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class TextDialect:
+class TextDialect(Dialect):
     """Dialect that encodes plain text and renders no conversation.
 
     ``reason`` is the error that messages get. Raises ConfigError if ``tokenizer`` has no eos_token,

@@ -22,6 +22,8 @@ class Opened:
     tokens: list[int]
     key: bytes
     """Key of the history, which the answer is added to."""
+    begun: int = 0
+    """Number of tokens at the end that are a part of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,23 @@ class Capture:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         enable_thinking: bool = True,
+        forced: tuple[str | None] | None = None,
     ) -> Opened:
-        """Return the prompt for an answer to ``messages``. Raises ConversationError."""
+        """Return the prompt for an answer to ``messages``; with ``forced``, it ends with the begin
+        of a call of that tool, or with None of any tool. Raises ConversationError.
+        """
+        opened = self._opened(messages, tools, enable_thinking)
+        if forced is None:
+            return opened
+        begin = self._dialect.call_begin(*forced, enable_thinking=enable_thinking)
+        return Opened([*opened.tokens, *begin], opened.key, len(begin))
+
+    def _opened(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        enable_thinking: bool,
+    ) -> Opened:
         own = [normal(message) for message in messages]
         keys = [_hash(b"", json.dumps([tools or None, enable_thinking], sort_keys=True))]
         for message in own:
@@ -111,15 +128,21 @@ class Capture:
         Its texts end before the first of ``stops``. Such an answer is not continued, since its
         tokens have more than its message.
         """
-        whole = self._dialect.parse(opened.tokens, completion.tokens)
+        whole = self.parse(opened, completion.tokens)
         content, reasoning = before(whole.content, stops), before(whole.reasoning, stops)
         turn = replace(whole, content=content, reasoning=reasoning)
         self.malformed += sum(bool(call.error) for call in turn.tool_calls)
         message = _message(turn, f"call_{self._name}{self.turns}")
         noted = self.add(opened.tokens, completion)
+        noted = replace(noted, begin=noted.begin - opened.begun)
         if turn == whole:
             self._turns[_hash(opened.key, key_of(normal(message)))] = noted
         return message
+
+    def parse(self, opened: Opened, answer: Sequence[int]) -> AssistantTurn:
+        """Return the parts of an answer, of which ``opened`` may have the begin."""
+        place = len(opened.tokens) - opened.begun
+        return self._dialect.parse(opened.tokens[:place], [*opened.tokens[place:], *answer])
 
     def open_text(self, text: str) -> Opened:
         """Return the prompt for a completion of ``text``; the control tokens in it count."""

@@ -170,7 +170,7 @@ class Gateway:
             most = request.max_completion_tokens
 
             def has_call(tokens: list[int]) -> bool:
-                calls = self._dialect.parse(opened.tokens, tokens).tool_calls
+                calls = capture.parse(opened, tokens).tool_calls
                 return any(not call.error for call in calls)
 
             def choose(completion: Completion) -> Choice:
@@ -263,8 +263,9 @@ class Gateway:
         given = options.enable_thinking if options else None
         thinks = self._enable_thinking if given is None else given
         tools = request.tools if request.tool_choice != "none" else None
+        forced = request.forced_tool()
         try:
-            return capture.open(request.messages, tools, enable_thinking=thinks)
+            return capture.open(request.messages, tools, enable_thinking=thinks, forced=forced)
         except ConversationError as error:
             raise ApiError(400, str(error), code="invalid_value", param="messages") from None
 

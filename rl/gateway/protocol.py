@@ -123,14 +123,42 @@ class TemplateOptions(Strict):
     enable_thinking: bool | None = None
 
 
+class ToolName(Strict):
+    """Name of a tool."""
+
+    name: str
+
+
+class ToolChoice(Strict):
+    """Tool that an answer has to call."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
 class ChatRequest(Asked):
     """Body of ``/v1/chat/completions``."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """If False, an answer ends with its first tool call."""
+
+    def forced_tool(self) -> tuple[str | None] | None:
+        """Return the name of the tool that an answer has to call, None in it for any of them; None
+        if it need not call any. Raises ApiError if there is no such tool.
+        """
+        choice = self.tool_choice
+        if choice in (None, "auto", "none"):
+            return None
+        given = [str((tool.get("function") or {}).get("name")) for tool in self.tools or []]
+        name = choice.function.name if isinstance(choice, ToolChoice) else None
+        if given and (name is None or name in given):
+            return (name,)
+        message = f"tool_choice: the tools are {', '.join(given) or 'none'}; name one, or 'auto'"
+        raise ApiError(400, message, code="invalid_value", param="tool_choice")
+
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None

@@ -267,6 +267,8 @@ class Rollout:
     turn_lengths: tuple[int, ...] = ()
     """Number of sampled tokens of each turn, in the order of ``turn_rewards``, which is that of the
     sequences. Empty if each contiguous run of sampled tokens is a turn."""
+    cut_turns: int = 0
+    """Number of turns that ended at the maximum length of an answer."""
     turn_order: tuple[int, ...] = ()
     """Number of each turn in time, from 0, in the order of ``turn_rewards``. Empty if time has the
     order of the sequences."""
@@ -276,7 +278,10 @@ class Rollout:
         """Return the rollout of one completion; ``fields`` are all other fields."""
         sequence = Sequence.of(prompt.tokens, completion)
         reason = completion.finish_reason
-        return cls(prompt=prompt, sequences=(sequence,), stop_reason=reason, **fields)
+        cut = int(reason == "length")
+        return cls(
+            prompt=prompt, sequences=(sequence,), stop_reason=reason, cut_turns=cut, **fields
+        )
 
     @property
     def sampled_count(self) -> int:

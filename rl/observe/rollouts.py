@@ -107,6 +107,7 @@ def _table(chunks: Sequence[Chunk]) -> "pa.Table":
                 [each.turn_lengths for each in rollouts], pa.list_(pa.int32())
             ),
             "turn_order": pa.array([each.turn_order for each in rollouts], pa.list_(pa.int32())),
+            "cut_turns": pa.array([each.cut_turns for each in rollouts], pa.int32()),
             "metrics": _texts([json.dumps(each.metrics) for each in rollouts]),
             "prompt": _texts([each.prompt.text for each in rollouts]),
             "prompt_tokens": pa.array(
@@ -218,7 +219,9 @@ def _rollout(row: dict[str, Any], sequences: tuple[Tokens, ...]) -> Rollout:
         metrics=_metrics(json.loads(row["metrics"])),
         turn_rewards=tuple(row["turn_rewards"]),
         turn_lengths=tuple(row["turn_lengths"]),
-        turn_order=tuple(row.get("turn_order", ())),  # files of older versions have none
+        # files of older versions lack these columns
+        turn_order=tuple(row.get("turn_order", ())),
+        cut_turns=row.get("cut_turns", 0),
     )
 
 

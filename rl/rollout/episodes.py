@@ -105,6 +105,7 @@ class Episode:
             turn_rewards=tuple(rewards[number] for number in order) if rewards else (),
             turn_lengths=tuple(len(self.answers[number].tokens) for number in order),
             turn_order=tuple(order),
+            cut_turns=sum(answer.finish_reason == "length" for answer in self.answers),
         )
 
 

@@ -32,12 +32,17 @@ def rollout_metrics(
         **_reward_metrics("reward", groups, seen),
         "completion/length_mean": sum(lengths) / len(rollouts),
         "completion/length_max": float(max(lengths)),
-        "completion/cut_off": sum(r.stop_reason == "length" for r in rollouts) / len(rollouts),
+        "completion/cut_off": sum(map(_is_cut, rollouts)) / len(rollouts),
     }
     for task in sorted({r.prompt.task for r in rollouts} - {""}):
         own = [group for group in groups if group[0].prompt.task == task]
         metrics |= _reward_metrics(f"reward/{task}", own, seen)
     return metrics
+
+
+def _is_cut(rollout: Rollout) -> bool:
+    """Whether a maximum length cut an answer or the episode."""
+    return rollout.cut_turns > 0 or rollout.stop_reason == "length"
 
 
 def _reward_metrics(prefix: str, groups: list[list[Rollout]], seen: Seen) -> dict[str, float]:

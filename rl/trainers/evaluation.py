@@ -21,7 +21,8 @@ from rl.types import Completion, GenerationRequest, Prompt, Sampling
 
 
 class Evaluation:
-    """Evaluation of the policy on held-out prompts. Its seeds are of a separate stream.
+    """Evaluation of the policy on held-out prompts. Its seeds are of a separate stream, and its
+    samples are of the whole vocabulary, whatever the cuts of the rollouts.
 
     - The prompts are cut into shares, at least one for each replica. An engine can run all requests
       of a share at once. A replica gets one share at a time, so the number of prompts does not
@@ -44,7 +45,7 @@ class Evaluation:
         self._config = config.evaluation
         self._steps = config.steps
         self._prompts = prompts
-        self._sampling = sampling
+        self._sampling = dataclasses.replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
         self._session = session
         self._replicas = config.generator.replicas
         self._at_once = config.generator.max_running_requests

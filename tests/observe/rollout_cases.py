@@ -38,6 +38,8 @@ def rollout(prompt_id: int, sample: int, *lengths: tuple[int, int]) -> Rollout:
         metrics={"correct": 0.1, "odd": math.inf, "calls": Value.of(0.3, "std", 2.0)},
         turn_rewards=(0.1, 0.2),
         turn_lengths=(1, 2),
+        turn_order=(1, 0),
+        cut_turns=1,
     )
 
 

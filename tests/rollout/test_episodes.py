@@ -13,6 +13,7 @@ from rl.model.shape import ModelConfig
 from rl.observe.spans import Stopwatch
 from rl.rollout.environments import Environments
 from rl.rollout.episodes import EpisodeCollector
+from rl.rollout.metrics import rollout_metrics
 from rl.rollout.seeds import derive_seed
 from rl.tasks.environment import TokenEnvironment, TokenReply
 from rl.types import Completion, Sampling
@@ -174,6 +175,15 @@ def test_answers_fit_into_the_room_that_is_left(model):
     for request, _ in itertools.chain.from_iterable(engine.rounds):
         assert request.sampling.max_tokens == LONGEST - len(request.prompt_tokens) > 0
     assert all(len(each.sequences[0]) <= LONGEST for group in groups for each in group)
+
+
+@pytest.mark.parametrize(("max_tokens", "share"), [(2, 1.0), (10**6, 0.0)])
+def test_answers_that_the_maximum_length_cut_are_counted(model, max_tokens, share):
+    engine = Engine(habits=["several calls"])
+    sampling = replace(SAMPLING, max_tokens=max_tokens)
+    groups, _ = collect(model, [4], engine=engine, sampling=sampling, max_turns=1)
+    assert rollout_metrics(groups)["completion/cut_off"] == share
+    assert [each.cut_turns for each in groups[0]] == [share] * 2
 
 
 @pytest.mark.parametrize(

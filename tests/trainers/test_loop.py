@@ -361,8 +361,17 @@ def test_requests_have_the_parameters_of_sampling_of_the_config(run):
         config.rollout.top_p = 0.8
         config.rollout.top_k = 9
         config.rollout.min_p = 0.1
+        config.evaluation.prompts = 2
+        config.evaluation.samples = 2
 
     run(noted, steps=1, edit=edit)
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
-    found = {tuple(getattr(each.sampling, name) for name in names) for each in asked}
-    assert found == {(5, 0.7, 0.8, 9, 0.1)}
+    found = {
+        (each.request_id.rsplit("/", 2)[0], *(getattr(each.sampling, name) for name in names))
+        for each in asked
+    }
+    assert found == {
+        ("train", 5, 0.7, 0.8, 9, 0.1),
+        ("eval/greedy", 5, 0.0, 1.0, 0, 0.0),
+        ("eval/sampled", 5, 0.7, 1.0, 0, 0.0),
+    }

@@ -35,6 +35,13 @@ class WatchdogConfig:
     zero_std_steps: Annotated[int, at_least(1)] = 10
     """Number of consecutive steps without such a group before the alarm."""
 
+    vanished: Action = "warn"
+    """Consequence if steps change no weight although advantages differ: the gradient is 0, or the
+    dtype of the parameters, such as bfloat16, rounds every update away."""
+
+    vanished_steps: Annotated[int, at_least(1)] = 3
+    """Number of consecutive such steps before the alarm."""
+
     starving: Action = "warn"
     """Consequence if the trainer mostly waits for rollouts. Checked only if
     ``rollout.max_staleness`` is above 0."""

@@ -1,9 +1,11 @@
 """Config of the generators, and the environment of their processes. Imports no vLLM."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from rl.errors import require
 from rl.model.shape import ModelShape
 from rl.platform import thread_variables
 from rl.rules import MAX_NODES, NUMERICS, PERFORMANCE, above, at_least
@@ -130,6 +132,24 @@ def environment(config: GeneratorConfig) -> dict[str, str]:
         # vLLM's attention of float32 on CUDA is a Triton kernel, and Triton's default is TF32
         variables["TRITON_F32_DEFAULT"] = "ieee"
     return variables
+
+
+REPLACING = {
+    "VLLM_CPU_KVCACHE_SPACE": "generator.kv_cache_gib",
+    "VLLM_FLOAT32_MATMUL_PRECISION": "generator.dtype",
+}
+"""Variables with which vLLM would replace a field of the config, and that field."""
+
+
+def check_variables() -> None:
+    """Raise ConfigError if a variable of this process would replace a field of the config."""
+    for name, field_name in REPLACING.items():
+        value = os.environ.get(name)
+        require(
+            not value,
+            f"the environment sets {name}={value}, with which vLLM would replace {field_name}; "
+            f"unset {name} and set {field_name}",
+        )
 
 
 def shared_memory(port: int) -> list[Path]:

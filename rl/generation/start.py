@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rl.errors import require
-from rl.generation.config import GeneratorConfig
+from rl.generation.config import GeneratorConfig, check_variables
 from rl.model.shape import ModelShape, hf_config
 from rl.platform import device_type
 
@@ -57,6 +57,7 @@ def vllm_config(
 
     from rl.generation.model import ARCHITECTURE, LOAD_FORMAT, register
 
+    check_variables()
     register()
     on_cpu = device_type() == "cpu"
     runs_v2 = _choose_runner()

@@ -27,10 +27,10 @@ from rl.validation import validate
 Arguments = TypeVar("Arguments", bound=RunConfig)
 MetricCalculator = Callable[[Any], Mapping[str, float]]
 NOTHING_LEARNED = (
-    "every gradient was 0 or not finite, or the learning rate was 0; see trainer/grad_norm and "
-    "trainer/skipped_steps in metrics.jsonl. If reward/zero_std_groups is 1 there, all completions "
-    "of a prompt had equal rewards: start from a model that succeeds at times, or reward a part of "
-    "the task"
+    "every gradient was 0 or not finite, the learning rate was 0, or bfloat16 parameters rounded "
+    "every update away; see trainer/grad_norm and trainer/skipped_steps in metrics.jsonl. If "
+    "reward/zero_std_groups is 1 there, all completions of a prompt had equal rewards: start from "
+    "a model that succeeds at times, or reward a part of the task"
 )
 
 

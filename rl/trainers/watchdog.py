@@ -64,6 +64,21 @@ def _zero_std(config: WatchdogConfig, row: Row) -> str:
     )
 
 
+def _vanished(config: WatchdogConfig, row: Row) -> str:
+    """Find a step that changed no weight, although it had advantages and a learning rate."""
+    rates = [value for name, value in row.items() if name.startswith("trainer/lr/")]
+    had_none = row.get("advantage/std") == 0 or row.get("reward/zero_std_groups") == 1
+    is_step = "step" in row  # a single update has no advantages in its row
+    norm = row.get("trainer/grad_norm", nan)
+    if not is_step or had_none or not any(rates) or row.get("trainer/updates") != 0:
+        return ""
+    if norm == 0:
+        return "trainer/grad_norm is 0, so no weight changed"
+    if isfinite(norm):
+        return "trainer/updates is 0: the dtype of the parameters rounded every update away"
+    return ""
+
+
 def _starving(config: WatchdogConfig, row: Row) -> str:
     waited = row.get("timing/starved", 0.0)
     step = row.get("timing/step", nan)
@@ -81,6 +96,7 @@ CONDITIONS = (  # causes before effects
     Condition("drift", _drift),
     Condition("entropy", _entropy),
     Condition("zero_std", _zero_std, "zero_std_steps"),
+    Condition("vanished", _vanished, "vanished_steps"),
     Condition("starving", _starving, "starving_steps"),
 )
 

@@ -21,11 +21,11 @@ from rl.platform import device_type
 from rl.training.attention import attention_masks, shares_rows
 from rl.training.config import TrainerConfig
 from rl.training.context import SequenceShard
-from rl.training.gradient import divide_and_clip
+from rl.training.gradient import divide_and_clip, have_changed, rounding_elements
 from rl.training.lora import MergedWeights
 from rl.training.matmul import kernel_in_use
 from rl.training.metrics import MetricTotals, WorkCount
-from rl.training.micro_batches import Cutting, MicroBatch, lay_out, plan
+from rl.training.micro_batches import Cutting, MicroBatch, lay_out, outputs_of, plan
 from rl.training.model import (
     build_model,
     gradient_shards,
@@ -55,8 +55,6 @@ class TrainingEngine:
 
     Losses are per token, weighted and summed; ``optim_step`` divides by the weight that all ranks
     accumulated. The gradient does not depend on how the batch is split (C1).
-
-    CUDA (NCCL, varlen attention, bf16, float8) runs the same code, but the tests do not cover it.
     """
 
     def __init__(
@@ -111,9 +109,8 @@ class TrainingEngine:
         self.work = WorkCount.of(self.model)
         """Operations of ``forward_backward`` on this rank's part of the batches."""
         self.dp_rank = batch_mesh.get_local_rank() if batch_mesh else 0
-        """Index of the part of a batch that this rank computes."""
+        """Index of the part of a batch that this rank computes, of ``dp_degree`` parts."""
         self.dp_degree = batch_mesh.size() if batch_mesh else 1
-        """Number of parts that a batch is cut into."""
         same_batch = self.dims.cp * self.dims.tp
         self._same_batch = dist.new_subgroups(same_batch)[0] if same_batch > 1 else None
         self.is_leader = dist.get_rank() % same_batch == 0
@@ -145,7 +142,7 @@ class TrainingEngine:
             with self._context():
                 parts.append((micro.index, self._run(micro, temperature)))
         reshard(self.model)
-        return _outputs_of(batch, parts)
+        return outputs_of(batch, parts)
 
     def forward_backward(
         self, batch: Batch, loss: Loss, *, temperature: float = 1.0, weight: float = 1.0
@@ -186,7 +183,7 @@ class TrainingEngine:
         self._weight += float(divisor.sum(dtype=torch.float64))
         reduced = totals.reduce()
         self._metrics.append(reduced)
-        return _outputs_of(batch, parts), reduced
+        return outputs_of(batch, parts), reduced
 
     @torch.no_grad()
     def optim_step(
@@ -214,7 +211,7 @@ class TrainingEngine:
 
         Returns metrics of the step, and the metrics of all ``forward_backward`` calls since the
         last step. ``trainer/updates`` is 1 if the gradient norm and a learning rate are above 0, so
-        that weights change.
+        that weights change, and the dtype of the parameters did not round all changes away.
         """
         self.require_resident("optim_step", "model", "optimizer")
         if self.version == self._steps:
@@ -228,8 +225,11 @@ class TrainingEngine:
         rates = self.schedule.get_metrics()
         if lr is not None:
             rates = dict.fromkeys(rates, lr)
+        moved = True
         if math.isfinite(norm):
+            before = rounding_elements(self.model)
             self._step(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+            moved = have_changed(before, rounding_elements(self.model))
         else:
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
@@ -242,7 +242,7 @@ class TrainingEngine:
                 f"and were skipped, more than trainer.max_skipped_steps={allowed}: lower the "
                 "learning rate"
             )
-        learned = math.isfinite(norm) and norm > 0 and max(rates.values()) > 0
+        learned = math.isfinite(norm) and norm > 0 and max(rates.values()) > 0 and moved
         step_metrics = {
             "trainer/grad_norm": Value(norm),
             "trainer/updates": Value(float(learned), "sum"),
@@ -397,16 +397,3 @@ class TrainingEngine:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, reduction, self._batch_group)
         return float(total)
-
-
-def _outputs_of(
-    batch: Batch, parts: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
-) -> dict[str, torch.Tensor]:
-    """Return the outputs [T] in the batch's order, in one copy from the device. ``parts`` are the
-    indices and outputs of the micro-batches.
-    """
-    names = [*parts[0][1]]
-    outputs = [torch.stack([*values.values()]) for _, values in parts]
-    ordered = torch.zeros(len(names), len(batch.tokens))
-    ordered[:, torch.cat([index for index, _ in parts])] = torch.cat(outputs, dim=1).cpu()
-    return dict(zip(names, ordered, strict=True))

@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from rl.compat.torch_internals import local_tensor, norms, scale
 
+SAMPLED = 2**14
+"""Number of elements of a parameter that are compared."""
+
 
 @torch.no_grad()
 def divide_and_clip(parameters: Iterable[nn.Parameter], weight: float, max_norm: float) -> float:
@@ -24,6 +27,25 @@ def divide_and_clip(parameters: Iterable[nn.Parameter], weight: float, max_norm:
     kept = min(max_norm / (norm + 1e-6), 1.0)
     scale([local_tensor(each) for each in gradients], kept / weight)
     return norm
+
+
+def rounding_elements(model: nn.Module) -> list[torch.Tensor]:
+    """Return copies of at most ``SAMPLED`` elements of each trained parameter whose dtype may round
+    an update away.
+    """
+    local = [local_tensor(each) for each in model.parameters() if each.requires_grad]
+    rough = [each.detach().flatten() for each in local if each.dtype != torch.float32]
+    return [each[:: max(1, len(each) // SAMPLED)].clone() for each in rough]
+
+
+def have_changed(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    """Whether any element changed on any rank; True if there are no elements."""
+    if not before:
+        return True
+    changed = torch.tensor(not all(map(torch.equal, before, after)), device=before[0].device).int()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(changed)
+    return bool(changed > 0)
 
 
 def _norm(gradients: list[torch.Tensor]) -> float:

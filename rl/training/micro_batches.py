@@ -299,3 +299,16 @@ def _sizes(batch: Batch) -> list[int]:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def outputs_of(
+    batch: Batch, parts: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
+) -> dict[str, torch.Tensor]:
+    """Return the outputs [T] in the batch's order, in one copy from the device. ``parts`` are the
+    indices and outputs of the micro-batches.
+    """
+    names = [*parts[0][1]]
+    outputs = [torch.stack([*values.values()]) for _, values in parts]
+    ordered = torch.zeros(len(names), len(batch.tokens))
+    ordered[:, torch.cat([index for index, _ in parts])] = torch.cat(outputs, dim=1).cpu()
+    return dict(zip(names, ordered, strict=True))

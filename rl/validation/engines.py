@@ -2,7 +2,7 @@
 
 from rl.config import RLConfig, RunConfig
 from rl.errors import require, require_value
-from rl.generation.config import kv_bytes_at_least
+from rl.generation.config import check_variables, kv_bytes_at_least
 from rl.model.shape import shape_of
 from rl.roles import roles_of
 from rl.session.config import Role
@@ -41,6 +41,7 @@ def _validate_optimizer(role: Role) -> None:
 
 
 def _validate_generator(config: RLConfig) -> None:
+    check_variables()
     cuda = config.hardware.kind == "cuda"
     generator = config.generator
     shape = shape_of(config.model)

@@ -183,8 +183,8 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
     "Trackio.Config": {"observe/test_trackers.py::test_trackio_has_each_step": "project"},
     "WatchdogConfig": {
         f"{WATCHDOG}test_a_stall_ends_the_run_or_is_only_counted": "stalled stalled_s",
-        CONDITIONS: "zero_std zero_std_steps starving starving_share starving_steps entropy "
-        "entropy_min entropy_max drift drift_max non_finite",
+        CONDITIONS: "zero_std zero_std_steps vanished vanished_steps starving starving_share "
+        "starving_steps entropy entropy_min entropy_max drift drift_max non_finite",
     },
     "HardwareConfig": {
         "config/test_refusals.py::test_a_gpu_host_must_have_as_many_as_the_config_needs": (

@@ -85,6 +85,7 @@ REFUSED = [
     ("reference.refresh_every", -1, "reference.refresh_every is -1; it must be at least 0"),
     ("watchdog.stalled_s", 0.0, "watchdog.stalled_s is 0.0; it must be above 0"),
     ("watchdog.zero_std_steps", 0, "watchdog.zero_std_steps is 0; it must be at least 1"),
+    ("watchdog.vanished_steps", 0, "watchdog.vanished_steps is 0; it must be at least 1"),
     ("watchdog.starving_steps", 0, "watchdog.starving_steps is 0; it must be at least 1"),
     ("watchdog.starving_share", 1.0, "watchdog.starving_share is 1.0; it must be below 1"),
     ("watchdog.entropy_min", -1.0, "watchdog.entropy_min is -1.0; it must be at least 0"),

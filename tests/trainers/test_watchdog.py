@@ -17,10 +17,14 @@ GOOD = {
     "kl/behaviour": 0.001,
     "loss/mean": -0.2,
     "trainer/grad_norm": 0.3,
+    "trainer/updates": 1.0,
+    "trainer/lr/AdamW": 1e-3,
+    "advantage/std": 1.0,
 }
 LIMITS = {
     "zero_std_steps": 3,
     "starving_steps": 2,
+    "vanished_steps": 2,
     "entropy_min": 0.1,
     "entropy_max": 2.0,
     "drift_max": 0.05,
@@ -43,13 +47,25 @@ CASES = [
             "watchdog.starving_steps=2"
         ),
     ),
+    (
+        "vanished",
+        {"trainer/updates": 0.0, "trainer/grad_norm": 0.0},
+        2,
+        "trainer/grad_norm is 0, so no weight changed, in 2 .*, watchdog.vanished_steps=2",
+    ),
+    (
+        "vanished",
+        {"trainer/updates": 0.0},
+        2,
+        "trainer/updates is 0: the dtype of the parameters rounded .*, watchdog.vanished_steps=2",
+    ),
     ("entropy", {"entropy/mean": 0.09}, 1, "entropy/mean is 0.09, below watchdog.entropy_min=0.1"),
     ("entropy", {"entropy/mean": 2.5}, 1, "entropy/mean is 2.5, above watchdog.entropy_max=2.0"),
     ("drift", {"kl/behaviour": 0.06}, 1, "kl/behaviour is 0.06, above watchdog.drift_max=0.05"),
     ("non_finite", {"loss/mean": math.nan}, 1, "loss/mean is nan"),
     ("non_finite", {"trainer/grad_norm": math.inf}, 1, "trainer/grad_norm is inf"),
 ]
-NAMES = {"stalled", "zero_std", "starving", "entropy", "drift", "non_finite"}
+NAMES = {"stalled", "zero_std", "vanished", "starving", "entropy", "drift", "non_finite"}
 each_case = pytest.mark.parametrize(("name", "bad", "steps", "says"), CASES)
 
 
@@ -107,6 +123,17 @@ def test_a_healthy_run_raises_no_alarm():
     watchdog = watch(**dict.fromkeys(NAMES, "fail"))
     assert not any(go(watchdog, 1, *[{}] * 20))
     assert counts(watchdog) == {}
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [{"advantage/std": 0.0}, {"trainer/lr/AdamW": 0.0}],
+    ids=["equal advantages", "no learning rate"],
+)
+def test_a_step_that_has_nothing_to_learn_has_not_vanished(reason):
+    watchdog = watch(**dict.fromkeys(NAMES, "fail"))
+    idle = {"trainer/updates": 0.0, "trainer/grad_norm": 0.0}
+    assert not any(go(watchdog, 1, *[idle | reason] * 20))
 
 
 def test_unset_limits_and_missing_metrics_raise_no_alarm():

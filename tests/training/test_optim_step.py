@@ -48,6 +48,16 @@ def test_gradients_longer_than_max_norm_are_shortened_to_it(build, max_norm):
     assert taken == pytest.approx(min(norm, max_norm), rel=1e-4)
 
 
+@pytest.mark.parametrize(("lr", "updates"), [(1e-9, 0.0), (1e-1, 1.0)])
+def test_an_update_that_bfloat16_parameters_round_away_does_not_count(build, lr, updates):
+    engine = build(decay=0.0)
+    engine.model.bfloat16()
+    before = weights_of(engine)
+    assert learn(engine, ragged_batch(), lr=lr)["trainer/updates"] == updates
+    same = all(torch.equal(each, before[name]) for name, each in weights_of(engine).items())
+    assert same == (updates == 0.0)
+
+
 @pytest.mark.parametrize("row", [0, 4])
 def test_a_skipped_step_leaves_no_trace(build, row):
     """Weights, optimizer state, schedule and accumulated gradient are those of a run without it."""

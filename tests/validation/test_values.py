@@ -20,6 +20,21 @@ ABSURD = (-1, 0, math.nan, 1e30)
 MORE_ABSURD = (math.inf, -math.inf, -0.5, 999_999_999_999)
 
 
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("VLLM_CPU_KVCACHE_SPACE", "generator.kv_cache_gib"),
+        ("VLLM_FLOAT32_MATMUL_PRECISION", "generator.dtype"),
+    ],
+)
+def test_a_variable_that_would_replace_a_field_is_refused(config, name, field, monkeypatch):
+    monkeypatch.setenv(name, "900")
+    with pytest.raises(ConfigError, match=f"{name}=900, .* would replace {field}; unset {name}"):
+        validate(config)
+    monkeypatch.setenv(name, "")
+    validate(config)
+
+
 @pytest.fixture
 def config(tmp_path) -> RLConfig:
     (tmp_path / ".metadata").touch()

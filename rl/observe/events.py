@@ -65,3 +65,9 @@ def print_warnings(event: Event) -> None:
     """Print the text of an event that is a warning."""
     if event["kind"] in WARNINGS:
         print(event["text"], flush=True)
+
+
+def print_notes(event: Event) -> None:
+    """Print the text of an event that is a note."""
+    if event["kind"] == "note":
+        print(event["text"], flush=True)

@@ -72,6 +72,9 @@ class BlockingSession:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(at_once=kind is not None)
 
+    def __repr__(self) -> str:
+        return repr(self._session)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in LIFE_CYCLE:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -1,6 +1,7 @@
 """Models, generators and the push between them, as one object."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,11 +12,11 @@ from rl.actors.hosts import Hosts, gather_hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.worker import WorkerGroup
 from rl.disk import TemporaryFolder
-from rl.errors import ActorFailure, ConfigError, RankLost, counted, require
+from rl.errors import ActorFailure, ConfigError, RankLost, RunError, counted, require, shown
 from rl.metrics import Metrics
 from rl.model.activations import Activations
 from rl.model.digest import differing
-from rl.observe.events import Events, print_warnings
+from rl.observe.events import Events, print_notes, print_warnings
 from rl.observe.spans import Stopwatch
 from rl.rollout.episodes import EpisodeCollector
 from rl.rollout.rollouter import Collector, Rollouter
@@ -69,12 +70,12 @@ class Session(Models):
         - ``task`` scores completions.
         - ``folder`` gets checkpoints and logs; by default a folder that ends with the session.
         - ``hosts`` run the processes; by default this host.
-        - ``events`` get what happens; by default warnings are printed.
+        - ``events`` get what happens; by default warnings and notes are printed.
         - ``meshes`` makes the handles of all processes; by default
           :class:`rl.session.meshes.Meshes`.
         """
         self.config = config
-        self._events = events = events or Events(print_warnings)
+        self._events = events = events or Events(print_warnings, print_notes)
         self._temporary: TemporaryFolder | None = None
         if folder is None:
             self._temporary = TemporaryFolder("tiller-")
@@ -146,12 +147,16 @@ class Session(Models):
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[None]:
+        began = time.monotonic()
+        self._events.note(self.describe())
         try:
             await self.start()
+            self._events.note("loading weights")
             for role in self._present:
                 await self.load(role=role)
             await self.connect()
             async with self.running():
+                self._events.note(f"the session is open after {time.monotonic() - began:.0f} s")
                 yield
             await self.close()
         finally:
@@ -233,7 +238,13 @@ class Session(Models):
         completions depend only on requests and weights.
         """
         self._require_generators()
-        return await self.router.generate(requests, affinity=affinity, alone=alone)
+        given = requests if isinstance(requests, list) else [requests]
+        if other := [each for each in given if not isinstance(each, GenerationRequest)]:
+            raise RunError(
+                f"sample takes a list of rl.GenerationRequest, not {shown(other[0])}; encode text "
+                "with task.tokenizer, or call rollout(task, prompts, samples=...)"
+            )
+        return await self.router.generate(given, affinity=affinity, alone=alone)
 
     async def rollout(
         self,
@@ -341,8 +352,6 @@ class Session(Models):
         if role == "trainer":
             self._lost_in_a_row = 0
 
-    # Facts.
-
     @property
     def restarts(self) -> dict[str, int]:
         """Number of times that meshes were started again."""
@@ -368,8 +377,17 @@ class Session(Models):
         """Policy version of each generator; None before its first pull."""
         return {mesh.name: mesh.version for mesh in self.pool.meshes}
 
+    def __repr__(self) -> str:
+        meshes = (*self._present.values(), *self.pool.meshes)
+        state = "open" if all(each.is_running for each in meshes) else "not open"
+        version = f"policy version {self.version}, " if self.has("trainer") else ""
+        return f"<Session, {state}: {self._meshes()}, {version}folder {self.folder}>"
+
     def describe(self) -> str:
         """Return text that lists the processes to start."""
+        return f"starting {self._meshes()}"
+
+    def _meshes(self) -> str:
         meshes = [
             f"{name} ({counted(role.trainer.ranks, 'rank')})"
             for name, role in self.config.models.items()
@@ -379,7 +397,7 @@ class Session(Models):
         if generator is not None:
             ranks = counted(generator.tensor_parallel_degree, "rank")
             meshes.append(f"{generator.replicas} x generator ({ranks})")
-        return f"starting {', '.join(meshes)}"
+        return ", ".join(meshes)
 
 
 async def _raise_failure(group: WorkerGroup) -> None:

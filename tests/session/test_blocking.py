@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import os
+import re
 import signal
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import rl
-from rl.errors import ConfigError, RankLost
+from rl.errors import ConfigError, RankLost, RunError
 from rl.session.config import DeadlineConfig
 from rl.tasks.copy_digits import CopyDigits
 from tests.actors.processes import assert_ended, pids_of
@@ -98,6 +99,23 @@ def test_forward_has_the_logprobs_of_cut_distributions(notebook):
     whole = dataclasses.replace(batch, sampling_mask=None)
     far = notebook.forward(whole, temperature=0.7)["logprobs"]
     assert (found - far)[batch.loss_mask].min() > 0.1
+
+
+def test_a_session_says_what_it_is_and_what_a_wrong_call_needs(notebook):
+    assert repr(notebook).startswith(
+        "<Session, open: trainer (1 rank), 1 x generator (1 rank), policy version "
+    )
+    for wrong in ("copy 1 2 3", [PROMPTS[0]]):
+        with pytest.raises(RunError, match=r"takes a list of rl.GenerationRequest, not .*rollout"):
+            notebook.sample(wrong)
+
+
+def test_a_session_prints_what_it_waits_for(capsys):
+    with rl.Session(config(generator=None)).blocking():
+        pass
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["starting trainer (1 rank)", "loading weights"]
+    assert re.fullmatch(r"the session is open after \d+ s", lines[2])
 
 
 def test_a_reward_that_a_cell_defines_again_has_effect(notebook, monkeypatch):

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.profiler import profile
 
-from rl.algorithms.losses import token_weights
+from rl.algorithms.batch import reduced
 from rl.cli import parse_config
 from rl.config import RLConfig
 from rl.errors import EXIT_CONFIG, ConfigError
@@ -96,19 +96,17 @@ def random_batch(config: RLConfig, seed: int) -> Batch:
     )
     uniform = torch.full(owner.shape, -math.log(vocab_size))
     advantages = torch.randn(count, generator=draw)[owner]
-    return Batch(
+    batch = Batch(
         tokens=torch.randint(vocab_size, owner.shape, generator=draw),
         lengths=prompts + completions,
-        loss_weights=token_weights(
-            completions, config.algorithm.loss.reduction, config.rollout.max_tokens
-        )[owner]
-        * completion_mask,
+        loss_weights=completion_mask.float(),
         columns={
             "advantages": advantages,
             "behaviour_logprobs": uniform,
             "reference_logprobs": uniform,
         },
     )
+    return reduced(batch, config.algorithm.loss.reduction, config.rollout.max_tokens)
 
 
 def train(engine: TrainingEngine, batch: Batch, config: RLConfig) -> dict[str, float]:

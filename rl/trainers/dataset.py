@@ -15,7 +15,7 @@ from rl.data.jsonl import Source
 from rl.data.order import stream_indices
 from rl.dialects.base import Dialect
 from rl.dialects.choose import dialect_or_text
-from rl.errors import require
+from rl.errors import RunError, require
 from rl.model.reward_model import describe_stops
 from rl.model.shape import shape_of
 from rl.model.tokenizer import missing_stop_tokens, require_room
@@ -127,22 +127,23 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
         self.require_same_data()
 
     def require_same_data(self) -> None:
-        """Raise ConfigError if steps after the checkpoint would repeat or leave out examples."""
-        require(
-            self._digest_before == self.data_digest,
-            "task: the examples differ from those that the run has trained on, so that some would "
-            "be trained again and others never; give the run the same examples, or start a new run "
-            "with model.hf_path set to an export of this one",
-        )
+        """Raise RunError if steps after the checkpoint would repeat or leave out examples."""
+        if self._digest_before != self.data_digest:
+            raise RunError(
+                "task: the examples differ from those that the run has trained on, so that some "
+                "would be trained again and others never; give the run the same examples, or start "
+                "a new run with model.hf_path set to an export of this one"
+            )
         config = self.arguments
         step, seen = self._resumed
-        left = config.epochs * len(self.dataset_train) - seen
-        require(
-            not config.epochs or seen == step * config.examples_per_step,
-            f"examples_per_step is {config.examples_per_step}, and the run has trained on {seen} "
-            f"examples in {step} steps, so that epochs={config.epochs} sets no number of steps; "
-            f"set epochs to 0 and steps to {step + math.ceil(left / config.examples_per_step)}",
-        )
+        if config.epochs and seen != step * config.examples_per_step:
+            left = config.epochs * len(self.dataset_train) - seen
+            raise RunError(
+                f"examples_per_step is {config.examples_per_step}, and the run has trained on "
+                f"{seen} examples in {step} steps, so that epochs={config.epochs} sets no number "
+                f"of steps; set epochs to 0 and steps to "
+                f"{step + math.ceil(left / config.examples_per_step)}"
+            )
 
     @cached_property
     def data_digest(self) -> str:

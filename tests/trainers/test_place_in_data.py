@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rl.algorithms.sequence_losses import KTOLoss
-from rl.errors import ConfigError
+from rl.errors import RunError
 from rl.trainers.dataset import DatasetTrainer
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.sft import SFTTrainer
@@ -78,7 +78,7 @@ def test_another_number_of_examples_per_step_skips_and_repeats_none(make):
 def test_other_data_are_refused(make, change):
     _, state = after(make(), 2)
     assert resumed(make(), state)
-    with pytest.raises(ConfigError, match="^task: the examples differ from those that the run has"):
+    with pytest.raises(RunError, match="^task: the examples differ from those that the run has"):
         resumed(make(change), state)
 
 
@@ -102,6 +102,6 @@ def test_epochs_do_not_set_the_length_of_a_run_whose_steps_have_two_sizes(make_p
     _, state = after(trainer_of(4), 3)
     assert resumed(trainer_of(4), state).total_steps == 12
     with pytest.raises(
-        ConfigError, match="examples_per_step is 5, .* 12 examples in 3 steps, .* steps to 10"
+        RunError, match="examples_per_step is 5, .* 12 examples in 3 steps, .* steps to 10"
     ):
         resumed(trainer_of(5), state)

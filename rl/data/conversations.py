@@ -116,7 +116,7 @@ def _masked(row: Row, encoder: Encoder, config: ConversationsConfig) -> Masked:
             )
         return encoder.whole_text(row)
     if kind == "messages":
-        messages = row.value["messages"]
+        messages = encoder.messages(row, row.value["messages"], "field 'messages'")
         tokens, factors, message = encoder.conversation(row, messages, "field 'messages'")
         if config.loss_on == "completion":
             last = len(messages) - 1
@@ -134,8 +134,8 @@ def _by_turn(row: Row, encoder: Encoder) -> Iterator[Masked]:
     """Yield one masked conversation for each turn of the user that is answered, up to the next
     turn of the user.
     """
-    messages = row.value["messages"]
     origin = "field 'messages'"
+    messages = encoder.messages(row, row.value["messages"], origin)
     whole = encoder.conversation(row, messages, origin)  # raises if any message is wrong
     roles = [message["role"] for message in messages]
     ends = [i for i in range(1, len(roles)) if roles[i] == "user" and roles[i - 1] != "user"]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 import numpy as np
 
 from rl.data.jsonl import Row, Source, read_rows
-from rl.dialects.base import ConversationError, Dialect
+from rl.dialects.base import ConversationError, Dialect, usual_messages
 from rl.dialects.plain_text import ControlTokens
 from rl.errors import ConfigError, require, shown
 from rl.rules import at_least
@@ -69,7 +69,8 @@ class EncodingConfig:
 
     control_tokens: WrittenControl = "refuse"
     """Treatment of control tokens that are written in a field of plain text (``text``, ``prompt``,
-    ``completion``, ``chosen``, ``rejected``). In messages, they are always plain text.
+    ``completion``, ``chosen``, ``rejected``). In messages, they are plain text, except that
+    ``<tool_call>`` and ``<tool_response>`` markup is parsed unless this is ``text``.
 
     - ``refuse``: The data is refused, and the error names the line.
     - ``text``: It is encoded as plain text.
@@ -133,16 +134,28 @@ class Encoder:
         begins = dialect.tokenizer.encode("")[:1]
         self._begin: list[int] = begins if bos is not None and begins == [bos] else []
 
+    def messages(self, row: Row, given: Any, origin: str) -> list[Any]:
+        """Return the messages of field ``given`` in the form that dialects read.
+
+        ``origin`` names the field, for errors.
+        """
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise row.error(f"{origin} is {shown(given)}; write a list of messages")
+        try:
+            return usual_messages(given, parse=self.config.control_tokens != "text")
+        except ConversationError as error:
+            raise row.error(
+                f"{origin}: {error}, or set {self.section}.control_tokens to 'text'"
+            ) from None
+
     def conversation(
-        self, row: Row, messages: Any, origin: str, prompt: int = 0
+        self, row: Row, messages: Sequence[Any], origin: str, prompt: int = 0
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens, factors of the loss and message indices of a conversation.
 
         Trained is what the assistant samples from message number ``prompt`` on, times the weights
         of the messages. ``origin`` names the fields, for errors.
         """
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise row.error(f"{origin} is {shown(messages)}; write a list of messages")
         try:
             done = self.dialect.render(
                 messages, self._tools(row), enable_thinking=self.config.enable_thinking
@@ -188,9 +201,10 @@ class Encoder:
                 f"field {name!r} is {shown(completion)}; write the assistant's text, or messages "
                 "of which the first is the assistant's"
             )
-        whole = [*prompt, *completion]
+        given = self.messages(row, prompt, "field 'prompt'")
+        whole = [*given, *self.messages(row, completion, f"field {name!r}")]
         origin = f"fields 'prompt' and {name!r}"
-        return self.conversation(row, whole, origin, prompt=len(prompt))[:2]
+        return self.conversation(row, whole, origin, prompt=len(given))[:2]
 
     def whole_text(self, row: Row) -> Masked:
         """Return the tokens of field ``text`` and the stop token, all of them trained."""

@@ -1,6 +1,7 @@
 """The protocol of a dialect, and the checks of messages that all dialects share."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +20,11 @@ UNREAD = {
     "thinking": "write 'reasoning_content'",
 }
 """Keys of messages that other formats have and no dialect here reads, with what to do instead."""
+
+
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+OUTPUT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>\s*", re.DOTALL)
+CALL_FORM = '"tool_calls": [{"function": {"name": …, "arguments": {…}}}]'
 
 
 class ConversationError(ValueError):
@@ -146,6 +152,69 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise ConversationError("there are no messages; write a list with at least one")
     return [_checked(f"message {index}", message) for index, message in enumerate(messages)]
+
+
+def joined_text(content: Any) -> Any:
+    """Return parts of text, as the Chat Completions API has them, as one text. Return other content
+    as it is.
+    """
+    parts = content if isinstance(content, list) else []
+    parts = [part if isinstance(part, Mapping) else {} for part in parts]
+    texts = [part.get("text") if part.get("type") == "text" else None for part in parts]
+    return "".join(map(str, texts)) if texts and None not in texts else content
+
+
+def usual_messages(messages: Sequence[Any], *, parse: bool = True) -> list[Any]:
+    """Return the messages of a data set in the form that dialects read.
+
+    Parts of text become one text, and the role ``developer`` becomes ``system``. With ``parse``,
+    ``<tool_call>`` text of the assistant becomes tool calls, and ``<tool_response>`` text after a
+    call becomes messages of tools. Raises ConversationError, naming the message, if a call cannot
+    be read.
+    """
+    usual = list[Any]()
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            usual.append(message)
+            continue
+        role = message.get("role")
+        content = joined_text(message.get("content"))
+        same = {**message, "content": content}
+        if role == "developer":
+            same["role"] = "system"
+        last = usual[-1] if usual and isinstance(usual[-1], Mapping) else {}
+        is_output = role == "tool" or last.get("tool_calls") or last.get("role") == "tool"
+        if not parse or not isinstance(content, str):
+            usual.append(same)
+        elif role == "assistant" and CALL.search(content):
+            usual.append(_with_calls(f"message {index}", message, content))
+        elif role in ("user", "tool") and is_output and not OUTPUT.sub("", content).strip():
+            outputs = OUTPUT.findall(content) or [content]
+            usual += [{**same, "role": "tool", "content": output} for output in outputs]
+        else:
+            usual.append(same)
+    return usual
+
+
+def _with_calls(where: str, message: Mapping[str, Any], content: str) -> dict[str, Any]:
+    """Return an assistant's message with the calls in ``content`` as its tool calls."""
+    text = content[: content.index("<tool_call>")].rstrip()
+    if message.get("tool_calls") or CALL.sub("", content).rstrip() != text:
+        raise ConversationError(
+            f"{where}: its content has a tool call among other text or beside tool_calls; write "
+            f"{CALL_FORM}"
+        )
+    calls = []
+    for body in CALL.findall(content):
+        try:
+            call = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ConversationError(
+                f"{where}: the tool call {shown(body.strip())} in its content is not JSON: {error}"
+                f"; write {CALL_FORM}"
+            ) from None
+        calls.append({"function": call})
+    return {**message, "content": text, "tool_calls": calls}
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:

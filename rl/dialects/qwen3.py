@@ -1,5 +1,6 @@
 """Qwen3's dialect, which equals its chat template token for token."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -188,9 +189,10 @@ class Qwen3Dialect:
         """Return thinking and content, taken apart by the template's rule if they are one text."""
         thought = turn["reasoning_content"]
         content = turn["content"]
-        if thought and not self.thinks:
+        if not self.thinks and (thought or re.search("<think>.*</think>", content, re.DOTALL)):
             raise ConversationError(
-                f"message {index}: the chat template has no place for reasoning_content; remove it"
+                f"message {index}: the chat template has no place for reasoning_content or "
+                "<think> text; remove it"
             )
         if thought is None and self.thinks and "</think>" in content:
             before, *_, content = content.split("</think>")

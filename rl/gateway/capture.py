@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl.dialects.base import AssistantTurn, ConversationError, Dialect
+from rl.dialects.base import AssistantTurn, ConversationError, Dialect, joined_text
 from rl.sequences import SequenceLog, Strand
 from rl.types import Completion
 
@@ -205,13 +205,9 @@ def normal(message: Mapping[str, Any]) -> dict[str, Any]:
     Raises ConversationError if a part of the content is no text.
     """
     role = message.get("role")
-    content = message.get("content")
+    content = joined_text(message.get("content"))
     if isinstance(content, list):
-        parts = [part if isinstance(part, Mapping) else {} for part in content]
-        texts = [part.get("text") if part.get("type") == "text" else None for part in parts]
-        if not all(isinstance(text, str) for text in texts):
-            raise ConversationError(f"a part of the {role}'s content is no text; write text only")
-        content = "".join(map(str, texts))
+        raise ConversationError(f"a part of the {role}'s content is no text; write text only")
     if role == "assistant" and content is None:
         content = ""
     return {**message, "role": "system" if role == "developer" else role, "content": content}

@@ -13,7 +13,7 @@ from rl.data.conversations import ConversationsConfig, read_conversations
 from rl.dialects.choose import dialect_of, dialect_or_text
 from rl.errors import ConfigError
 from tests.dialects.conversations import CORPUS, TOOL, call, said, system, tool, user
-from tests.tiny_tokenizers import copy_of, painted, qwen3
+from tests.tiny_tokenizers import copy_of, painted, qwen3, qwen3_instruct
 
 ANSWERED = {name: row for name, row in CORPUS.items() if row[2]}
 CHAT = [system("s"), user("a"), said("b"), user("c"), said("d")]
@@ -218,7 +218,76 @@ def test_control_tokens_in_messages_are_never_trained_as_such(dialect, text):
     ]
 
 
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+OUTPUT = "<tool_response>\n3\n</tool_response>"
+MARKUP = {
+    "one call": (
+        [user("a"), said(CALLED), user(OUTPUT), said("b")],
+        [user("a"), said("", call({"a": 1})), tool("3"), said("b")],
+    ),
+    "two calls after text and thinking": (
+        [user("a"), said(f"<think>\nt\n</think>\n\nI add.\n{CALLED}\n{CALLED}"), said("b")],
+        [user("a"), said("I add.", call({"a": 1}), call({"a": 1}), thought="t"), said("b")],
+    ),
+    "two outputs": (
+        [user("a"), said("", call({})), user(f"{OUTPUT}\n{OUTPUT}"), said("b")],
+        [user("a"), said("", call({})), tool("3"), tool("3"), said("b")],
+    ),
+    "output of a tool": (
+        [user("a"), said("", call({})), tool(OUTPUT), said("b")],
+        [user("a"), said("", call({})), tool("3"), said("b")],
+    ),
+    "parts": (
+        [user("a"), {"role": "assistant", "content": [{"type": "text", "text": CALLED}]}],
+        [user("a"), said("", call({"a": 1}))],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MARKUP)
+def test_tools_that_are_written_as_text_are_tools(dialect, name):
+    def tokens(messages, **fields):
+        whole = read([{"messages": messages}], dialect, **fields)
+        (parts,) = read([{"prompt": messages[:1], "completion": messages[1:]}], dialect, **fields)
+        assert parts.tokens.tolist() == whole[0].tokens.tolist()
+        return [each.tokens.tolist() for each in whole]
+
+    written, meant = MARKUP[name]
+    for turns in ("together", "apart"):
+        assert tokens(written, turns=turns) == tokens(meant, turns=turns)
+    assert tokens(written, control_tokens="text") != tokens(meant)
+
+
+def test_an_output_that_follows_no_call_is_text(dialect):
+    (example,) = read([{"messages": [user(OUTPUT), said("b")]}], dialect)
+    assert qwen3().convert_tokens_to_ids("<tool_response>") not in example.tokens
+
+
+def test_content_may_be_parts_and_developers_are_systems(dialect):
+    parts = [{"type": "text", "text": each} for each in ("a", "b")]
+    row = {"messages": [{"role": "developer", "content": "s"}, user(parts), said("c")]}
+    assert shown(row, dialect) == shown({"messages": [system("s"), user("ab"), said("c")]}, dialect)
+
+
+def test_thinking_without_a_place_in_the_template_is_refused():
+    rows = [{"messages": [user("a"), said("<think>\nt\n</think>\n\nb")]}]
+    with pytest.raises(ConfigError, match="message 1: the chat template has no place for reason"):
+        read(rows, dialect_of(qwen3_instruct()))
+
+
 BROKEN = {
+    "call not JSON": (
+        [user("a"), said("<tool_call>add(1)</tool_call>")],
+        "message 1: the tool call 'add.1.' in its content is not JSON: .* write \"tool_calls\"",
+    ),
+    "call without a name": (
+        [user("a"), said('<tool_call>{"arguments": {}}</tool_call>')],
+        "message 1: tool call 0 is .*; write",
+    ),
+    "call within text": (
+        [user("a"), said(f"{CALLED} or so")],
+        "message 1: its content has a tool call among other text .*control_tokens to 'text'",
+    ),
     "system only": (CORPUS["system only"][0], "nothing in it is to be trained: no token of an ass"),
     "user only": ([user("a")], "nothing in it is to be trained"),
     "no messages": ([], "field 'messages': there are no messages"),

@@ -53,7 +53,8 @@ class ChatTask(Task):
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         held_out_fraction: Annotated[float, SHARE] = 0.1
-        """Share of the questions that are held out for evaluation, chosen by their hash."""
+        """Share of the questions that are held out for evaluation, chosen by their hash. 0 needs
+        ``evaluation.prompts`` 0."""
 
         system_prompt: str = ""
         """System message of the conversation; empty for none."""
@@ -150,9 +151,12 @@ class ChatTask(Task):
 
 def choose_held_out(problems: list[Problem], fraction: float, source: str) -> list[bool]:
     """Return which problems are for evaluation: those whose questions have the lowest hashes, so
-    that copies of a question stay together.
+    that copies of a question stay together. None if ``fraction`` is 0.
     """
-    require(0 < fraction < 1, f"task.held_out_fraction: {fraction}; it must be between 0 and 1")
+    rule = "at least 0 and below 1"
+    require(0 <= fraction < 1, f"task.held_out_fraction: {fraction}; it must be {rule}")
+    if fraction == 0:
+        return [False] * len(problems)
     hashes = [blake2b(each.question.encode(), digest_size=8).digest() for each in problems]
     different = sorted(set(hashes))
     require(

@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
+from rl.algorithms.sequence_losses import KTOLoss
 from rl.config import PreferenceConfig, RLConfig, RunConfig, SFTConfig
 from rl.errors import ConfigError, require, require_value
 from rl.model.shape import shape_of
@@ -56,6 +57,11 @@ def _validate_dataset(config: SFTConfig | PreferenceConfig) -> None:
     longest = config.task.max_tokens
     rule = f"at most model.max_seq_len={room}"
     require_value(longest <= room, "task.max_tokens", longest, rule)
+    count = config.examples_per_step
+    rule = "at least 2 with KTOLoss, whose baseline compares answers of a step"
+    require_value(
+        count > 1 or not isinstance(config.loss, KTOLoss.Config), "examples_per_step", count, rule
+    )
     budget = config.trainer.micro_batch_tokens
     rule = f"at least task.max_tokens={longest}"
     require_value(budget is None or budget >= longest, "trainer.micro_batch_tokens", budget, rule)

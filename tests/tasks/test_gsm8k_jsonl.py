@@ -209,7 +209,7 @@ def test_prompts_too_long_are_refused_with_line_and_lengths(tiny, tmp_path):
             "task.path: '/proc/self/mem' cannot be read: Input/output error",
         ),
         ({"path": "/" + "x" * 300}, "cannot be read: File name too long"),
-        ({"held_out_fraction": 0.0}, "task.held_out_fraction: 0.0"),
+        ({"held_out_fraction": 1.0}, "task.held_out_fraction: 1.0; .* at least 0 and below 1"),
         ({"model": ModelConfig()}, "model.hf_path: not set"),
         (
             {"model": ModelConfig(hf_path="/nowhere")},
@@ -242,3 +242,9 @@ def test_the_tiny_model_is_a_function_of_its_seed_and_one_we_train(make_tiny_mod
         assert (model / file.name).read_bytes() == file.read_bytes(), file.name
     shape = shape_of(ModelConfig(hf_path=str(model)))
     assert (shape.tie_embeddings, shape.vocab_size % 8, shape.dtype) == (True, 0, "float32")
+
+
+def test_no_question_is_held_out_if_none_is_asked_for(tiny, tmp_path):
+    path = write(tmp_path / "one.jsonl", {"question": "1 + 1?", "answer": "#### 2"})
+    task = build(tiny, path=path, held_out_fraction=0.0)
+    assert (task.prompt(0).answer, task.eval_prompts(9)) == ("2", [])

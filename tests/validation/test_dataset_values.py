@@ -2,6 +2,7 @@
 
 import pytest
 
+from rl.algorithms.sequence_losses import KTOLoss
 from rl.cli import find_config
 from rl.errors import ConfigError
 from rl.validation import validate
@@ -42,3 +43,14 @@ def test_absurd_numbers_are_refused_by_name_unless_the_rule_allows_them(config, 
                 assert value.bounds.complaint(absurd) == "", f"{name} took {absurd}"
         put(config, name, value.content)
     assert cases > 300
+
+
+def test_kto_needs_two_examples_a_step(model):
+    config = find_config("dpo_jsonl")()
+    config.model.hf_path = str(model)
+    config.task.max_tokens = 96
+    config.loss = KTOLoss.Config()
+    validate(config)
+    config.examples_per_step = 1
+    with pytest.raises(ConfigError, match="examples_per_step is 1; it must be at least 2 with KTO"):
+        validate(config)

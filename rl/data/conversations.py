@@ -15,6 +15,7 @@ from rl.data.examples import (
     Masked,
     check_choice,
     read_examples,
+    repeats,
     weight_of,
 )
 from rl.data.jsonl import Row, Source
@@ -61,7 +62,8 @@ def read_conversations(
 
     A row has one of three forms:
 
-    - ``messages``, with ``tools`` if there are any: a conversation.
+    - ``messages``, with ``tools`` if there are any: a conversation. A ``prompt`` beside it must
+      repeat its first messages, or the text of one of them.
     - ``prompt`` and ``completion``: two texts, or two lists of messages. The completion may also be
       the text of the assistant's message.
     - ``text``: plain text outside of any template.
@@ -155,4 +157,6 @@ def _kind(value: Mapping) -> str:
     given = {name for name in given if value[name] is not None}
     if given == {"prompt", "completion"}:
         return "completion"
+    if given == {"messages", "prompt"} and repeats(value["prompt"], value["messages"]):
+        return "messages"
     return given.pop() if given in ({"messages"}, {"text"}) else ""

@@ -61,7 +61,7 @@ class EncodingConfig:
     - ``error``: The data is refused, and the error names the line.
     - ``drop``: The example is left out and counted.
     - ``right``: Its last tokens are cut off, with the token that stops it. It is counted. An
-      example that has nothing left to train on is refused.
+      example that has nothing left to train on is left out and counted as such.
     """
 
     enable_thinking: bool = True
@@ -241,14 +241,8 @@ class Encoder:
                     f"it has {len(tokens)} tokens, more than {setting} allows; raise the limit or "
                     f"set {self.section}.truncate to 'drop' or 'right'"
                 )
-            if self.config.truncate == "drop":
+            if self.config.truncate == "drop" or not trained[:limit].any():
                 return None
-            if not trained[:limit].any():
-                raise row.error(
-                    f"the first of its {len(tokens)} tokens to train is number "
-                    f"{int(trained.argmax()) + 1}, beyond {setting}; raise the limit or set "
-                    f"{self.section}.truncate to 'drop'"
-                )
         return Example(
             tokens=tokens[:limit],
             trained=trained[:limit],
@@ -301,6 +295,15 @@ def weight_of(row: Row, value: Mapping[str, Any], where: str = "") -> float:
             raise row.error(f"{where}{key!r} is {shown(given)}; write {allowed}")
         factor *= float(given)
     return factor
+
+
+def repeats(prompt: Any, messages: Any) -> bool:
+    """Whether ``prompt`` is the begin of ``messages``, or the text of one of them."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return False
+    if not isinstance(prompt, str):
+        return isinstance(prompt, list) and messages[: len(prompt)] == prompt
+    return any(isinstance(each, Mapping) and each.get("content") == prompt for each in messages)
 
 
 def check_choice(field: str, value: str, allowed: Any) -> None:

@@ -1,5 +1,6 @@
 """Rows of answers that are preferred to others, or labelled good or bad."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from rl.data.examples import (
     Examples,
     Masked,
     read_examples,
+    repeats,
     weight_of,
 )
 from rl.data.jsonl import Row, Source
@@ -31,6 +33,8 @@ class Pair:
     rejected: Example
     prompt_tokens: int
     """Length of the prompt, with which both begin, in tokens."""
+    margin: float | None = None
+    """Target difference of the scores of a reward model, if the row has one."""
 
     @property
     def examples(self) -> tuple[Example, ...]:
@@ -60,7 +64,7 @@ def read_preferences(
     begins, and their ``prompt``, of the same kind. Without ``prompt``, both are whole conversations
     and their common first messages are the prompt. ``tools`` may be given with messages. A row is
     dropped if one of its answers is too long. An answer ends with the last token that the assistant
-    writes, at which a reward model scores it as it scores rollouts.
+    writes, at which a reward model scores it as it scores rollouts. ``margin`` is a number.
 
     ``section`` is the name of ``config`` in errors. Raises ConfigError that names the first row
     that cannot be used, or if none is left.
@@ -75,7 +79,7 @@ def read_preferences(
         if chosen is None or rejected is None:
             yield None
         else:
-            pair = Pair(chosen=chosen, rejected=rejected, prompt_tokens=prompt)
+            pair = Pair(chosen=chosen, rejected=rejected, prompt_tokens=prompt, margin=_margin(row))
             yield pair, chosen.truncated or rejected.truncated
 
     return read_examples(source, encoder, PAIRS, make)
@@ -114,7 +118,8 @@ def _both(row: Row, encoder: Encoder) -> tuple[Masked, Masked]:
     if chosen == rejected:
         raise row.error("fields 'chosen' and 'rejected' are equal; remove the row")
     prompt = row.value.get("prompt")
-    if prompt is not None:
+    repeated = isinstance(prompt, str) and repeats(prompt, chosen) and repeats(prompt, rejected)
+    if prompt is not None and not repeated:
         return (
             encoder.completion(row, prompt, chosen, "chosen"),
             encoder.completion(row, prompt, rejected, "rejected"),
@@ -130,6 +135,14 @@ def _both(row: Row, encoder: Encoder) -> tuple[Masked, Masked]:
         encoder.completion(row, chosen[:common], chosen[common:], "chosen"),
         encoder.completion(row, rejected[:common], rejected[common:], "rejected"),
     )
+
+
+def _margin(row: Row) -> float | None:
+    margin = row.value.get("margin")
+    is_number = isinstance(margin, int | float) and math.isfinite(margin)
+    if margin is not None and (not is_number or isinstance(margin, bool)):
+        raise row.error(f"field 'margin' is {shown(margin)}; write a number")
+    return None if margin is None else float(margin)
 
 
 def _refuse_weight(row: Row, *weights: float) -> None:

@@ -102,13 +102,19 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
     async def open(self) -> None:
         was_open = self.is_open
         await super().open()
+        for text in [] if was_open else self.warnings():
+            self.events.warn(text)
+
+    def warnings(self) -> list[str]:
+        """Return warnings of the examples, for the start of the run."""
         source = self.arguments.model.hf_path
         new = missing_stop_tokens(Path(source), self.stop_token_ids) if source else []
-        if new and not was_open:
-            self.events.warn(
-                f"the examples stop with the tokens {new}, and generation from {source} does not "
-                "stop there; the export also stops at them"
-            )
+        if not new:
+            return []
+        return [
+            f"the examples stop with the tokens {new}, and generation from {source} does not stop "
+            "there; the export also stops at them"
+        ]
 
     async def snapshot(self) -> dict[str, Any]:
         return {
@@ -152,7 +158,8 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
         for item in self.dataset_train:
             for each in item.examples:
                 weights = each.trained if each.weights is None else each.weights
-                digest.update(f"/{len(each)}/{getattr(item, 'label', '')}/".encode())
+                facts = [len(each), getattr(item, "label", ""), getattr(item, "margin", "")]
+                digest.update(f"{facts}".encode())
                 digest.update(each.tokens.tobytes())
                 digest.update(weights.tobytes())
         return digest.hexdigest()

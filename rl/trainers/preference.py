@@ -1,11 +1,12 @@
 """Preference training and reward models: losses over whole sequences."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from rl.algorithms.sequence_losses import KTOLoss, Labels, SequenceLoss
+from rl.algorithms.sequence_losses import BradleyTerryLoss, KTOLoss, Labels, SequenceLoss
 from rl.algorithms.sequence_scores import (
     LinearLoss,
     coefficients,
@@ -106,7 +107,26 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
             batch = with_mismatched(batch, max_tokens=longest)
             return score_batch(batch, self.loss), Labels.unpaired(desirable)
         pairs = [item for item in items if isinstance(item, Pair)]
-        return score_batch(batch_of_pairs(pairs), self.loss), Labels.pairs(len(pairs))
+        labels = Labels.pairs(len(pairs), self._margins(pairs))
+        return score_batch(batch_of_pairs(pairs), self.loss), labels
+
+    def _margins(self, pairs: list[Pair]) -> torch.Tensor | None:
+        """Return the margins of the rows, or of the loss where a row has none; None without any."""
+        if not isinstance(self.loss, BradleyTerryLoss) or all(p.margin is None for p in pairs):
+            return None
+        default = self.loss.config.margin
+        return torch.tensor([default if p.margin is None else p.margin for p in pairs])
+
+    def warnings(self) -> list[str]:
+        """Return warnings of the examples, for the start of the run."""
+        found = super().warnings()
+        if not isinstance(self.arguments.loss, BradleyTerryLoss.Config):
+            pairs = [item for item in self.dataset_train if isinstance(item, Pair)]
+            if any(pair.margin is not None for pair in pairs):
+                found.append(f"{type(self.loss).__name__} does not read the margins of the rows")
+        if isinstance(self.arguments.loss, KTOLoss.Config):
+            found += kto_imbalance(self.arguments.loss, self.dataset_train)
+        return found
 
     async def compare(
         self, batch: Batch, labels: Labels, reference: torch.Tensor | None = None
@@ -150,3 +170,18 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         """Return the examples of ``dataset_eval`` in batches; a baseline of KTO needs two."""
         batches = self.chunks(self.dataset_eval)
         return [items for items in batches if len(items) > 1 or not self.is_unpaired]
+
+
+def kto_imbalance(loss: KTOLoss.Config, items: Sequence[Preference]) -> list[str]:
+    """Return a warning if good and bad answers do not weigh about the same, as
+    arXiv:2402.01306, section 4.2, asks for.
+    """
+    labels = [item.label for item in items if isinstance(item, Labelled)]
+    good = sum(labels)
+    bad = len(labels) - good
+    weights = (good * loss.desirable_weight, bad * loss.undesirable_weight)
+    if weights[1] and 3 / 4 <= weights[0] / weights[1] <= 4 / 3:
+        return []
+    ratio = f"loss.undesirable_weight / loss.desirable_weight to {good / bad:.3g}" if bad else ""
+    fix = f"set {ratio}" if good and bad else "add answers of the other kind"
+    return [f"{good} answers are good and {bad} are bad, which do not weigh the same; {fix}"]

@@ -263,6 +263,15 @@ def test_an_output_that_follows_no_call_is_text(dialect):
     assert qwen3().convert_tokens_to_ids("<tool_response>") not in example.tokens
 
 
+@pytest.mark.parametrize("prompt", ["a", [user("a")], []])
+def test_a_prompt_may_repeat_the_begin_of_a_conversation(dialect, prompt):
+    row = {"messages": [user("a"), said("b")]}
+    assert shown(row | {"prompt": prompt}, dialect) == shown(row, dialect)
+    for other in ("c", [user("c")], 5):
+        with pytest.raises(ConfigError, match="it has 'messages', 'prompt'; write"):
+            read([row | {"prompt": other}], dialect)
+
+
 def test_content_may_be_parts_and_developers_are_systems(dialect):
     parts = [{"type": "text", "text": each} for each in ("a", "b")]
     row = {"messages": [{"role": "developer", "content": "s"}, user(parts), said("c")]}
@@ -475,12 +484,13 @@ def test_long_examples_may_be_cut_within_a_turn_and_are_counted(dialect):
     assert (examples.dropped, examples.truncated) == (0, 1)
 
 
-def test_an_example_that_is_cut_before_its_answer_is_refused(dialect):
-    rows = [{"messages": [user("word " * 50), said("b")]}]
-    with pytest.raises(
-        ConfigError, match="row 0: the first of its .* to train is number .* beyond"
-    ):
-        read(rows, dialect, max_tokens=20, truncate="right")
+def test_an_example_that_is_cut_before_its_answer_is_left_out_and_counted(dialect):
+    rows = [{"messages": [user("word " * 50), said("b")]}, {"messages": [user("a"), said("b")]}]
+    examples = read(rows, dialect, max_tokens=20, truncate="right")
+    assert [example.line for example in examples] == [1]
+    assert (examples.dropped, examples.truncated) == (1, 0)
+    with pytest.raises(ConfigError, match="each of the 1 examples has more than 20 tokens"):
+        read(rows[:1], dialect, max_tokens=20, truncate="right")
 
 
 def test_the_longest_allowed_example_is_kept_whole(dialect):

@@ -42,6 +42,7 @@ def test_pairs_of_text(dialect):
         {"prompt": ASKED, "chosen": [said("yes")], "rejected": [said("no")]},
         {"prompt": ASKED, "chosen": "yes", "rejected": "no"},
         {"chosen": [*ASKED, said("yes")], "rejected": [*ASKED, said("no")]},
+        {"prompt": "c", "chosen": [*ASKED, said("yes")], "rejected": [*ASKED, said("no")]},
         {"prompt": None, "chosen": [*ASKED, said("yes")], "rejected": [*ASKED, said("no")]},
     ],
 )
@@ -68,6 +69,15 @@ def test_pairs_part_within_a_tool_cycle(dialect):
         f"</tool_response><|im_end|>\n<|im_start|>assistant\n«{THOUGHT}3<|im_end|>»"
     )
     assert texts(pair)[0].count("«") == 1
+
+
+def test_a_pair_may_have_a_margin(dialect):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    rows = [row | {"margin": each} for each in (0.5, None, 2)]
+    assert [pair.margin for pair in pairs(rows, dialect)] == [0.5, None, 2.0]
+    for wrong in ("1", True, float("nan")):
+        with pytest.raises(ConfigError, match="row 0: field 'margin' is .*; write a number"):
+            pairs([row | {"margin": wrong}], dialect)
 
 
 def test_messages_of_the_weight_0_are_no_part_of_a_score(dialect):
@@ -98,8 +108,8 @@ BROKEN = {
     "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are equal"),
     "texts without a prompt": ({"chosen": "a", "rejected": "b"}, "'chosen' is 'a', without a 'pro"),
     "prompt of text before conversations": (
-        {"prompt": "a", "chosen": [user("a"), said("b")], "rejected": [user("a"), said("c")]},
-        "field 'prompt' is 'a' and field 'chosen' .*; without 'prompt' if 'chosen' holds it too",
+        {"prompt": "x", "chosen": [user("a"), said("b")], "rejected": [user("a"), said("c")]},
+        "field 'prompt' is 'x' and field 'chosen' .*; without 'prompt' if 'chosen' holds it too",
     ),
     "prompt repeated": (
         {"prompt": ASKED, "chosen": [*ASKED, said("b")], "rejected": [*ASKED, said("c")]},

@@ -59,7 +59,7 @@ def resumed(trainer, state):
 
 def test_another_number_of_examples_per_step_skips_and_repeats_none(make):
     size = len(make().dataset_train)
-    whole, _ = after(make(examples_per_step=1), 2 * size)
+    whole, _ = after(make(examples_per_step=2), size)
     first, state = after(make(examples_per_step=4), 2)
     second, again = after(resumed(make(examples_per_step=3), state), 3)
     third, _ = after(resumed(make(examples_per_step=5), again), 1)

@@ -135,8 +135,6 @@ class Session(Models):
         """Return this session with blocking verbs; it is not started yet."""
         return BlockingSession(self)
 
-    # Life cycle.
-
     async def __aenter__(self) -> Self:
         self._block = self._opened()
         await self._block.__aenter__()
@@ -226,8 +224,6 @@ class Session(Models):
         else:
             await asyncio.Event().wait()
 
-    # Sampling.
-
     async def sample(
         self, requests: list[GenerationRequest], *, affinity: object = None, alone: bool = False
     ) -> list[Completion]:
@@ -296,8 +292,6 @@ class Session(Models):
         has_generators = self.config.generator is not None
         require(has_generators, "this session has no generators; set generator in its config")
 
-    # Comparison of a generator with the trainer.
-
     async def generator_activations(self, sequence: GivenSequence) -> Activations:
         """Return outputs of the modules of the first generator along the tokens of ``sequence``."""
         self._require_generators()
@@ -313,8 +307,6 @@ class Session(Models):
         trained = await trainer_digests(self.trainer, generator.dtype, self._residency)
         loaded = await generator_digests(generator, self._residency, "", self.version)
         return differing(trained, loaded) if loaded else []
-
-    # The push, in three verbs and all at once.
 
     async def push(self) -> int:
         """Bring every generator the trainer's weights; return their policy version."""

@@ -54,7 +54,7 @@ class TrainingEngine:
         metrics = engine.optim_step()               # divides once, clips, steps, zeroes
 
     Losses are per token, weighted and summed; ``optim_step`` divides by the weight that all ranks
-    accumulated. The gradient does not depend on how the batch is split (C1).
+    accumulated. The gradient does not depend on how the batch is split (C1). No test runs CUDA.
     """
 
     def __init__(

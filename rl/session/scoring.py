@@ -85,7 +85,8 @@ class TaskCollectors:
         self._longest = longest
         self._limit = limit
         self._options = options
-        self._here = dict[Task, Collector]()
+        self._here: tuple[Task, Collector] | None = None  # of the newest task that scores here
+        self._warned: set[str] = set()
         self._turn = asyncio.Lock()
         self._calls = 0
 
@@ -133,14 +134,16 @@ class TaskCollectors:
         )
 
     def _collector_here(self, task: Task) -> Collector:
-        if task not in self._here:
-            self._here[task] = self._made_here(task)
-            if self._started is not None:
-                self._options["warn"](
-                    f"{type(task).__name__} has another config or other code than the task of the "
-                    "session; its reward runs in this process, not in a reward worker"
-                )
-        return self._here[task]
+        name = type(task).__name__
+        if self._started is not None and name not in self._warned:
+            self._options["warn"](
+                f"{name} has another config or other code than the task of the session; its reward "
+                "runs in this process, not in a reward worker"
+            )
+        self._warned.add(name)
+        if self._here is None or self._here[0] is not task:
+            self._here = task, self._made_here(task)
+        return self._here[1]
 
     def _made_here(self, task: Task) -> Collector:
         if isinstance(task, EnvironmentTask):

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import numpy as np
@@ -64,6 +64,10 @@ class EncodingConfig:
       example that has nothing left to train on is left out and counted as such.
     """
 
+    columns: dict[str, str] = field(default_factory=dict)
+    """Names of columns by the fields that they hold, such as ``prompt`` from ``question``. Other
+    fields have columns of their own names."""
+
     enable_thinking: bool = True
     """Value of the chat template's switch of this name. False: prompts hold an empty thought."""
 
@@ -104,6 +108,12 @@ Masked = tuple[np.ndarray, np.ndarray]
 SWITCHES = ("train", "trainable", "loss_mask", "loss")
 """Keys of messages and rows that say whether they are trained: true, false, 1 or 0."""
 
+FIELDS = (
+    *("messages", "prompt", "completion", "text", "tools", "chosen", "rejected"),
+    *("label", "margin", "weight"),
+)
+"""Fields of rows that the readers know."""
+
 LOSS_KEY = re.compile(r"weight|loss|mask|(?<!s)train")  # but no constraint
 
 
@@ -124,6 +134,8 @@ class Encoder:
     ):
         check_choice(f"{section}.truncate", config.truncate, Truncate)
         check_choice(f"{section}.control_tokens", config.control_tokens, WrittenControl)
+        for name in config.columns:
+            check_choice(f"{section}.columns", name, FIELDS)
         self.dialect = dialect
         self.config = config
         self.section = section
@@ -133,6 +145,17 @@ class Encoder:
         bos = dialect.tokenizer.bos_token_id
         begins = dialect.tokenizer.encode("")[:1]
         self._begin: list[int] = begins if bos is not None and begins == [bos] else []
+
+    def renamed(self, row: Row) -> Row:
+        """Return the row with the columns of the config under the names of their fields."""
+        columns = self.config.columns
+        missing = [name for name in columns.values() if name not in row.value]
+        if missing:
+            raise row.error(
+                f"{self.section}.columns names {missing[0]!r}; the row has no such column"
+            )
+        kept = {key: each for key, each in row.value.items() if key not in columns.values()}
+        return replace(row, value=kept | {ours: row.value[own] for ours, own in columns.items()})
 
     def messages(self, row: Row, given: Any, origin: str) -> list[Any]:
         """Return the messages of field ``given`` in the form that dialects read.
@@ -307,8 +330,8 @@ def repeats(prompt: Any, messages: Any) -> bool:
 
 
 def check_choice(field: str, value: str, allowed: Any) -> None:
-    """Raise ConfigError, naming ``field``, unless the Literal ``allowed`` lists ``value``."""
-    choices = get_args(allowed)
+    """Raise ConfigError, naming ``field``, unless the Literal or tuple ``allowed`` lists ``value``."""
+    choices = get_args(allowed) or allowed
     require(value in choices, f"{field}: {shown(value)} is not one of {', '.join(choices)}")
 
 
@@ -327,7 +350,7 @@ def read_examples(
     dropped = 0
     truncated = 0
     for row in read_rows(source, field=f"{encoder.section}.path", form=form):
-        for made in make(row):
+        for made in make(encoder.renamed(row)):
             if made is None:
                 dropped += 1
                 continue

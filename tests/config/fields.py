@@ -395,6 +395,7 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
             "max_tokens truncate"
         ),
         f"{CONVERSATIONS}test_control_tokens_in_text_may_be_text": "control_tokens",
+        f"{CONVERSATIONS}test_columns_may_have_other_names": "columns",
         "data/test_preferences.py::"
         "test_the_prompt_of_messages_is_given_or_what_both_begin_with": "enable_thinking",
     },

@@ -272,6 +272,16 @@ def test_a_prompt_may_repeat_the_begin_of_a_conversation(dialect, prompt):
             read([row | {"prompt": other}], dialect)
 
 
+def test_columns_may_have_other_names(dialect):
+    row = {"question": "a? ", "text": "b", "id": 5}
+    columns = {"prompt": "question", "completion": "text"}
+    assert shown(row, dialect, columns=columns) == "a? «b<|im_end|>»"
+    with pytest.raises(ConfigError, match="row 0: data.columns names 'answer'; the row has no suc"):
+        read([row], dialect, columns={"prompt": "question", "completion": "answer"})
+    with pytest.raises(ConfigError, match="data.columns: 'answer' is not one of messages, prompt"):
+        read([row], dialect, columns={"answer": "text"})
+
+
 def test_content_may_be_parts_and_developers_are_systems(dialect):
     parts = [{"type": "text", "text": each} for each in ("a", "b")]
     row = {"messages": [{"role": "developer", "content": "s"}, user(parts), said("c")]}

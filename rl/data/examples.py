@@ -330,7 +330,7 @@ def repeats(prompt: Any, messages: Any) -> bool:
 
 
 def check_choice(field: str, value: str, allowed: Any) -> None:
-    """Raise ConfigError, naming ``field``, unless the Literal or tuple ``allowed`` lists ``value``."""
+    """Raise ConfigError, naming ``field``, unless ``allowed``, a Literal or a tuple, has ``value``."""
     choices = get_args(allowed) or allowed
     require(value in choices, f"{field}: {shown(value)} is not one of {', '.join(choices)}")
 

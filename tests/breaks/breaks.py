@@ -234,11 +234,23 @@ BREAKS = (
         "if False:",
         "gateway",
     ),
-    Break("rl/data/order.py", "first = step * batch_size", "first = step", "data"),
+    Break("rl/data/order.py", "seed, step * batch_size, batch", "seed, step, batch", "data"),
+    Break(
+        "rl/data/preferences.py",
+        "return tokens[:end], trained[:end]",
+        "return tokens, trained",
+        "data",
+    ),
+    Break(
+        "rl/trainers/dataset.py",
+        "stream_indices(config.seed, self.examples_seen, count, size)",
+        "stream_indices(config.seed, self.step * count, count, size)",
+        "trainers/test_place_in_data.py",
+    ),
     Break(
         "rl/data/conversations.py",
-        "trained = trained & (message == last)",
-        "trained = trained & (message <= last)",
+        "factors = np.where(message == last, factors, 0)",
+        "factors = np.where(message <= last, factors, 0)",
         "data",
     ),
     # observe, view

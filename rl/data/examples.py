@@ -330,7 +330,7 @@ def repeats(prompt: Any, messages: Any) -> bool:
 
 
 def check_choice(field: str, value: str, allowed: Any) -> None:
-    """Raise ConfigError, naming ``field``, unless ``allowed``, a Literal or a tuple, has ``value``."""
+    """Raise ConfigError, naming ``field``, unless ``value`` is one of ``allowed``."""
     choices = get_args(allowed) or allowed
     require(value in choices, f"{field}: {shown(value)} is not one of {', '.join(choices)}")
 

@@ -65,10 +65,10 @@ def read_stop_token_ids(hf_path: str, tokenizer: "PreTrainedTokenizerFast") -> t
     if path.exists():
         listed = _generation_stops(Path(hf_path))
         size = len(tokenizer)
+        wrong = [token for token in listed if type(token) is not int or not 0 <= token < size]
+        named = f"model.hf_path: eos_token_id in {path} is {wrong[0] if wrong else ''!r}"
         require(
-            all(type(token) is int and 0 <= token < size for token in listed),
-            f"model.hf_path: eos_token_id in {path} is {listed}; it must be one or several of the "
-            f"{size} token ids of the tokenizer",
+            not wrong, f"{named}; it must be one or more of the {size} token ids of the tokenizer"
         )
         ids.update(listed)
     return tuple(sorted(ids))

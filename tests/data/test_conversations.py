@@ -8,7 +8,6 @@ from datasets import Dataset
 from renderers import Qwen3RendererConfig, build_training_sample, create_renderer
 from tokenizers.processors import TemplateProcessing
 
-from rl.data.batches import batch_of
 from rl.data.conversations import ConversationsConfig, read_conversations
 from rl.dialects.choose import dialect_of, dialect_or_text
 from rl.errors import ConfigError
@@ -110,94 +109,6 @@ ROWS = {
 def test_rows_have_the_mask_of_their_form(dialect, name):
     row, fields, expected = ROWS[name]
     assert shown(row, dialect, **fields) == expected
-
-
-def weighted(**keys):
-    """A conversation of two answers, the first of them with ``keys``."""
-    return [user("a"), said("bad") | keys, user("c"), said("good")]
-
-
-@pytest.mark.parametrize(
-    ("keys", "weight"),
-    [
-        ({"weight": 0}, 0),
-        ({"weight": 0.5}, 0.5),
-        ({"weight": 2}, 2),
-        ({"weight": None}, 1),
-        ({"train": False}, 0),
-        ({"trainable": True}, 1),
-        ({"loss_mask": 0}, 0),
-        ({"loss_mask": 1, "weight": 0.25}, 0.25),
-        ({"loss": False}, 0),
-        ({"constraints": [1], "train_source": "web"}, 1),
-    ],
-)
-@pytest.mark.parametrize("turns", ["together", "apart"])
-@pytest.mark.parametrize("of_row", [1, 0.5])
-def test_weights_of_messages_and_rows_are_factors_of_the_loss(dialect, keys, weight, turns, of_row):
-    row = {"messages": weighted(**keys), "weight": of_row}
-    factors = {}
-    for example in read([row], dialect, turns=turns):
-        batch = batch_of([example])
-        for part in ("bad", "good"):
-            token = dialect.encode(part)[0]
-            places = (batch.tokens == token) & batch.loss_mask
-            if places.any():
-                factors[part] = batch.loss_weights[places].unique().tolist()
-    wanted = {"bad": [weight * of_row], "good": [of_row]}
-    assert factors == {part: each for part, each in wanted.items() if each != [0]}
-
-
-def test_weights_act_on_all_roles_if_every_token_is_trained(dialect):
-    row = {"messages": [user("x") | {"weight": 0}, said("b"), user("c") | {"train": True}]}
-    (example,) = read([row], dialect, loss_on="all")
-    whole = read([{"messages": [user("x"), said("b"), user("c")]}], dialect, loss_on="all")[0]
-    first = len(dialect.render([user("x")]).tokens)
-    assert not example.trained[:first].any()
-    assert example.trained[first:].tolist() == whole.trained[first:].tolist()
-
-
-def test_rows_of_the_weight_0_are_left_out(dialect):
-    rows = [{"messages": CHAT, "weight": each} for each in (1, 0)]
-    assert [example.line for example in read(rows, dialect)] == [0]
-    with pytest.raises(ConfigError, match="data.path: each row has the weight 0"):
-        read(rows[1:], dialect)
-
-
-WEIGHTS = {
-    "negative": ({"messages": weighted(weight=-1)}, "message 1: 'weight' is -1; write a number of"),
-    "not finite": ({"messages": weighted(weight=float("nan"))}, "message 1: 'weight' is nan"),
-    "of no number": ({"messages": CHAT, "weight": [1]}, r"'weight' is \[1\]; write a number"),
-    "half a switch": (
-        {"messages": weighted(train=0.5)},
-        "message 1: 'train' is 0.5; write tr",
-    ),
-    "unknown": (
-        {"messages": weighted(loss_weight=2)},
-        "message 1: 'loss_weight' is 2; write 'weight' .* or 'train' .* in place of 'loss_weight'",
-    ),
-    "details": ({"messages": weighted(train_detail=[{}])}, "message 1: 'train_detail' is"),
-    "of tokens": ({"messages": CHAT, "completion_mask": [0, 1]}, "'completion_mask' is"),
-    "of a user": (
-        {"messages": [user("a") | {"train": True}, said("b")]},
-        "message 0: 'train' is True, but only the assistant's messages are trained",
-    ),
-    "all of a row": (
-        {"messages": [user("a"), said("b") | {"weight": 0}]},
-        "nothing in it is to be",
-    ),
-    "bad answer": (
-        {"prompt": [user("a")], "completion": "b", "label": False},
-        "field 'label' is False: it calls the answer bad",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_keys_that_would_change_the_loss_are_honoured_or_refused(dialect, name):
-    row, message = WEIGHTS[name]
-    with pytest.raises(ConfigError, match=f"^data.path: row 0: .*{message}"):
-        read([row], dialect)
 
 
 def test_control_tokens_in_text_may_be_text(dialect):
@@ -406,62 +317,6 @@ def test_a_dataset_gives_the_same_examples_as_its_rows(dialect):
             qwen3(), other.tokens, other.trained
         )
         assert one.line == other.line
-
-
-THOUGHTFUL = [
-    system("s"),
-    user("a"),
-    said("", call({}), thought="one"),
-    tool("3"),
-    said("b", thought="two"),
-    user("c"),
-    user("d"),
-    said("e", thought="three"),
-    user("f"),
-]
-
-
-def test_turns_apart_train_every_answer_once_with_its_thinking(dialect):
-    examples = read([{"messages": THOUGHTFUL, "tools": [TOOL]}], dialect, turns="apart")
-    texts = [painted(qwen3(), each.tokens, each.trained) for each in examples]
-    parts = [[part.split("»")[0] for part in text.split("«")[1:]] for text in texts]
-    assert parts == [
-        [
-            '<think>\none\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n'
-            "</tool_call><|im_end|>",
-            "<think>\ntwo\n</think>\n\nb<|im_end|>",
-        ],
-        ["<think>\nthree\n</think>\n\ne<|im_end|>"],
-    ]
-    prompt = dialect.render(THOUGHTFUL[:7], [TOOL], add_generation_prompt=True).tokens
-    assert examples[1].tokens[: len(prompt)].tolist() == prompt.tolist()
-    assert not examples[1].trained[: len(prompt)].any()
-    assert [each.line for each in examples] == [0, 0]
-
-
-def test_turns_apart_of_other_rows_are_as_together(dialect):
-    for row in (
-        {"messages": [said("a")]},
-        {"messages": [user("a"), said("b")]},
-        {"prompt": "a", "completion": "b"},
-    ):
-        assert shown(row, dialect, turns="apart") == shown(row, dialect)
-
-
-def test_turns_apart_are_refused_where_they_cannot_act(dialect):
-    for loss_on in ("completion", "all"):
-        with pytest.raises(ConfigError, match=f"data.turns: 'apart' .*loss_on is '{loss_on}'"):
-            read([{"messages": CHAT}], dialect, turns="apart", loss_on=loss_on)
-    with pytest.raises(ConfigError, match="row 0: nothing in it is to be trained"):
-        read([{"messages": [user("a")]}], dialect, turns="apart")
-    with pytest.raises(ConfigError, match="row 0: field 'messages': message 5: content is 5"):
-        read([{"messages": [*CHAT, user(5)]}], dialect, turns="apart")
-
-
-def test_examples_of_turns_apart_are_dropped_one_by_one(dialect):
-    rows = [{"messages": [user("a"), said("b"), user("c" * 50), said("d")]}]
-    examples = read(rows, dialect, turns="apart", max_tokens=40, truncate="drop")
-    assert (len(examples), examples.dropped) == (1, 1)
 
 
 LINES = [{"messages": [user("a"), said("b " * n)]} for n in (1, 40, 2)]

@@ -401,7 +401,7 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
     },
     "ConversationsConfig": {
         f"{CONVERSATIONS}test_rows_have_the_mask_of_their_form": "loss_on",
-        f"{CONVERSATIONS}test_turns_apart_train_every_answer_once_with_its_thinking": "turns",
+        "data/test_turns.py::test_turns_apart_train_every_answer_once_with_its_thinking": "turns",
     },
     "SampledEvaluationConfig": {
         "config/test_sections.py::test_sampled_evaluations_have_the_fields_of_their_section": (

@@ -39,6 +39,7 @@ HEADERS = {
 }
 LOGIN = """\
 <!doctype html><html lang="en"><meta charset="utf-8"><title>Tiller</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="stylesheet" href="/style.css"><body class="login"><form method="post" action="/key">
 <label>Key (TILLER_API_KEY of the server) <input type="password" name="key" autofocus></label>
 <button>Open</button></form></body></html>

@@ -54,6 +54,14 @@ class Browser:
         for kind in ("keyDown", "keyUp"):
             self._call("Input.dispatchKeyEvent", type=kind, key=key, text=key[:1])
 
+    @contextlib.contextmanager
+    def screen(self, width: int) -> Iterator[None]:
+        """Have the screen of a phone or tablet, ``width`` pixels wide."""
+        size = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+        self._call("Emulation.setDeviceMetricsOverride", **size)
+        yield
+        self._call("Emulation.clearDeviceMetricsOverride")
+
     def value(self, expression: str) -> Any:
         """Return the value of an expression of JavaScript."""
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)

@@ -273,3 +273,12 @@ def test_the_exported_file_works_without_a_server(browser, folders, tmp_path):
     browser.wait("document.querySelector('#after .turn.sampled') !== null")
     assert browser.errors == []
     assert {each.partition(":")[0] for each in browser.requests} <= {"file", "about", "data"}
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_no_page_is_wider_than_its_screen(page, url, width):
+    with page.screen(width):
+        for name in ("overview", "timeline", "rollouts", "rollout", "groups", "evaluation",
+                     "failure", "config"):  # fmt: skip
+            page.open(f"{url}/#/{name}?run=1")
+            assert page.value("document.documentElement.scrollWidth") <= width, name

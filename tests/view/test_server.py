@@ -101,6 +101,7 @@ def test_a_key_is_asked_for_and_kept(runs):
     assert client.get("/api/runs").status_code == 401
     assert client.get("/app.js").status_code == 401
     form = client.get("/")
+    assert "width=device-width" in form.text
     assert (form.status_code, 'type="password"' in form.text) == (401, True)
     client.post("/key", content="key=wrong")
     assert client.get("/api/runs").status_code == 401

@@ -77,6 +77,7 @@ function head(view) {
     return el("a", { href: hash(page, { run: view.run, step }), title: `key ${index + 1}`,
       class: page === view.page ? "here" : "" }, page);
   }));
+  document.querySelector("nav .here").scrollIntoView({ block: "nearest", inline: "nearest" });
   document.getElementById("run").value = view.run;
 }
 

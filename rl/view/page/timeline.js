@@ -134,6 +134,6 @@ async function timeline(view) {
     data.left_out ? note(`${number(data.left_out)} shorter spans are left out`) : null,
     el("div", { class: "panel pad wide" }, drawing(rows, data.marks, begin, end, view)),
     el("h2", {}, `Where the time goes: ${seconds(end - begin)}`),
-    el("div", { class: "panel" }, costs(rows, begin, end)),
+    el("div", { class: "panel wide" }, costs(rows, begin, end)),
   ];
 }

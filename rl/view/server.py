@@ -41,9 +41,11 @@ LOGIN = """\
 <!doctype html><html lang="en"><meta charset="utf-8"><title>Tiller</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="stylesheet" href="/style.css"><body class="login"><form method="post" action="/key">
-<label>Key (TILLER_API_KEY of the server) <input type="password" name="key" autofocus></label>
+<p class="bad" role="alert"></p><label>Key (TILLER_API_KEY of the server)
+<input type="password" name="key" autofocus></label>
 <button>Open</button></form></body></html>
 """
+WRONG = "This key is wrong. Give the value of TILLER_API_KEY that the server was started with."
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -125,9 +127,12 @@ def make_app(runs: Sequence[Run], key: str | None = None) -> Starlette:
             if len(body) > KEY_BYTES:
                 raise HTTPException(413)
         given = parse_qs(body.decode(errors="replace")).get("key", [""])[0]
-        response = RedirectResponse("/", 303)
-        if key is not None and _is_equal(given, key):
-            response.set_cookie(COOKIE, _cookie_of(key), httponly=True, samesite="strict")
+        if key is None or _is_equal(given, key):
+            response: Response = RedirectResponse("/", 303)
+            if key is not None:
+                response.set_cookie(COOKIE, _cookie_of(key), httponly=True, samesite="strict")
+        else:
+            response = _login(WRONG)
         response.headers.update(HEADERS)
         return response
 
@@ -170,10 +175,16 @@ def _refusal(request: Request, key: str | None) -> Response | None:
     if _is_equal(given, key) or _is_equal(cookie, _cookie_of(key)):
         return None
     if request.url.path == "/":
-        return Response(LOGIN, 401, media_type="text/html")
+        return _login(WRONG if given or cookie else "")
     if request.url.path == "/style.css":
         return None
-    return PlainTextResponse("the key is wrong\n", 401)
+    if given or cookie:
+        return PlainTextResponse(f"{WRONG}\n", 401)
+    return PlainTextResponse("send the key as Authorization: Bearer KEY\n", 401)
+
+
+def _login(message: str) -> Response:
+    return Response(LOGIN.replace("></p>", f">{message}</p>"), 401, media_type="text/html")
 
 
 def _cookie_of(key: str) -> str:

@@ -103,7 +103,10 @@ def test_a_key_is_asked_for_and_kept(runs):
     form = client.get("/")
     assert "width=device-width" in form.text
     assert (form.status_code, 'type="password"' in form.text) == (401, True)
-    client.post("/key", content="key=wrong")
+    assert "This key is wrong" not in form.text
+    refused = client.post("/key", content="key=wrong")
+    assert refused.status_code == 401
+    assert "This key is wrong" in refused.text and 'type="password"' in refused.text
     assert client.get("/api/runs").status_code == 401
     assert client.post("/key", content="x" * 5_000).status_code == 413
     assert client.post("/key", content="key=secret").status_code == 303
@@ -113,6 +116,10 @@ def test_a_key_is_asked_for_and_kept(runs):
     odd.post("/key", content="key=schl%C3%BCssel%3B+%E9%8D%B5")
     assert odd.get("/api/runs").status_code == 200
     bare = TestClient(make_app(runs, "secret"), base_url="http://far")
+    assert "send the key as Authorization" in bare.get("/api/runs").text
+    wrong = {"authorization": "Bearer wrong"}
+    for path in ("/", "/api/runs"):
+        assert "TILLER_API_KEY that the server" in bare.get(path, headers=wrong).text
     given = {"authorization": "Bearer secret"}
     assert bare.get("/api/runs", headers=given).status_code == 200
 

@@ -29,7 +29,10 @@ const EXPORTED = (() => {
 async function get(name, query = {}) {
   if (EXPORTED) return fromFile(name, query);
   const response = await fetch(`/api/${name}?${new URLSearchParams(query)}`);
-  if (response.status === 401) location.reload();
+  if (response.status === 401) {
+    location.reload(); // to the form of the key
+    throw new Error("the server asks for the key again");
+  }
   return response.json();
 }
 
